@@ -14,7 +14,7 @@ from nbdist.memory import file as memory_file
 from nbdist.memory import findings, peak
 from nbdist.memory.diff import diff
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
-from nbdist.memory.view.diff import grew
+from nbdist.memory.view.diff import growth_view
 from nbdist.memory.view.report import memory_report
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.notebook.verb import Option, Verb
@@ -26,13 +26,13 @@ def cell_options(values: Namespace) -> CellOptions:
     record = Record(
         options,
         values.recorded,
-        lambda snapshot: show(shown(snapshot)),
+        lambda snapshot: show(snapshot_view(snapshot)),
         lambda session: session.memories,
     )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
-def shown(snapshot: Snapshot) -> View:
+def snapshot_view(snapshot: Snapshot) -> View:
     """What a snapshot says."""
     peaks = peak.peaks(snapshot)
     return memory_report(snapshot, peaks, findings.findings(snapshot, peaks))
@@ -46,7 +46,7 @@ def dist_memory(values: Namespace) -> View:
     asked = [name for name in ("keep", "since", "save") if getattr(values, name) is not None]
     if len(asked) > 1:
         raise OptionError(f"%dist_memory: one of --{' and --'.join(asked)} at a time.")
-    snapshot = _asked(folder, is_now=values.is_now)
+    snapshot = _snapshot(folder, is_now=values.is_now)
     if values.keep is not None:
         NOTEBOOK.session.memories.keep(values.keep, snapshot)
         return View(f"kept as {values.keep}; %dist_memory --since {values.keep} shows what grew")
@@ -54,11 +54,11 @@ def dist_memory(values: Namespace) -> View:
         paths = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
         return View("\n".join(f"written: {path}" for path in paths))
     if values.since is not None:
-        return _grown(values.since, snapshot)
-    return shown(snapshot)
+        return _growth(values.since, snapshot)
+    return snapshot_view(snapshot)
 
 
-def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
+def _snapshot(folder: Path | None, *, is_now: bool) -> Snapshot:
     """The saved snapshots of a folder, or of the ranks: of now, or what was recorded last."""
     if folder is not None:
         return memory_file.read_folder(folder)
@@ -66,17 +66,17 @@ def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
     return session.memories.now() if is_now else session.memory()
 
 
-def _grown(since: str, snapshot: Snapshot) -> View:
-    before = saved(since) if not NOTEBOOK.is_running else NOTEBOOK.session.memories.kept(since)
+def _growth(since: str, snapshot: Snapshot) -> View:
+    before = read_saved(since) if not NOTEBOOK.is_running else NOTEBOOK.session.memories.find(since)
     if before is snapshot:
         return View(
             f"{since} is the recording that was made last: record another one with %%dist_memory, "
             "or compare with this moment: %dist_memory --now --since " + since
         )
-    return grew(diff(before, snapshot), since)
+    return growth_view(diff(before, snapshot), since)
 
 
-def saved(folder: str) -> Snapshot:
+def read_saved(folder: str) -> Snapshot:
     """The snapshots that were saved into a folder; see memory.file.read_folder."""
     return memory_file.read_folder(Path(folder).expanduser())
 

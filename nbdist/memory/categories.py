@@ -34,8 +34,8 @@ from nbdist.memory.snapshot import (
     STAYS,
     TEMPORARY,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     Integers,
     Phase,
     RankMemory,
@@ -80,7 +80,7 @@ class Claim:
     name: str = ""
 
 
-def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
+def categorise(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     """The same memory with categories, whether they are exact, and names.
 
     Args:
@@ -89,7 +89,7 @@ def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     """
     blocks = memory.blocks
     owners = _owners(blocks, claims)
-    category = _concluded(memory)
+    category = _infer(memory)
     is_exact = np.zeros(len(blocks), np.bool_)
     names = list(memory.names)
     places = {name: place for place, name in enumerate(names)}
@@ -113,7 +113,7 @@ def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
         category=category,
         is_exact=is_exact,
         name=name,
-        end_ns=_ended(blocks, category, by_size, claims),
+        end_ns=_end_buckets(blocks, category, by_size, claims),
     )
     return replace(memory, blocks=columns, names=tuple(names))
 
@@ -220,7 +220,7 @@ def _of_unknown_address(
             yield free[0], claim
 
 
-def _ended(
+def _end_buckets(
     blocks: Blocks,
     category: npt.NDArray[np.int8],
     nowhere: Mapping[int, Claim],
@@ -248,7 +248,7 @@ def _ended(
     return end_ns
 
 
-def _concluded(memory: RankMemory) -> npt.NDArray[np.int8]:
+def _infer(memory: RankMemory) -> npt.NDArray[np.int8]:
     """The category of each block as if it had no owner."""
     blocks, phases = memory.blocks, memory.phases
     start, end = _segments(phases, blocks.start_ns), _segments(phases, blocks.end_ns)
@@ -313,7 +313,7 @@ def _is_sent(memory: RankMemory) -> npt.NDArray[np.bool_]:
     return is_sent
 
 
-def _sends(stack: Sequence[Frame]) -> bool:
+def _sends(stack: Sequence[AllocationFrame]) -> bool:
     if any(_SENDERS.search(frame.file) for frame in stack):
         return True
     if not stack:

@@ -17,7 +17,7 @@ import numpy as np
 
 from nbdist.core.failures import ranks_are
 from nbdist.memory.call_site import is_own
-from nbdist.memory.snapshot import STAYS, Frame, RankMemory, Snapshot
+from nbdist.memory.snapshot import STAYS, AllocationFrame, RankMemory, Snapshot
 
 # `losses[17]` and `losses[18]` are of one list.
 _ITEM = re.compile(r"\[[^\]]*\]")
@@ -39,7 +39,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """What blocks have in common that count as one.
 
     Attributes:
@@ -50,14 +50,14 @@ class Kind:
         size_bytes: Of each, where nothing else tells them apart; 0 otherwise.
     """
 
-    lines: tuple[Frame, ...]
+    lines: tuple[AllocationFrame, ...]
     category: int
     name: str
     size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BlockChange:
     """How much there was of one kind, and is.
 
     Attributes:
@@ -67,7 +67,7 @@ class Change:
         ranks: Rank -> by how many bytes it grew there; ranks where it did not change are left out.
     """
 
-    kind: Kind
+    kind: BlockKind
     before: Amount
     after: Amount
     new: Amount
@@ -90,8 +90,8 @@ class SnapshotDiff:
         notes: What could not be compared, as sentences.
     """
 
-    grown: tuple[Change, ...]
-    shrunk: tuple[Change, ...]
+    grown: tuple[BlockChange, ...]
+    shrunk: tuple[BlockChange, ...]
     ranks: Mapping[int, tuple[Amount, Amount]]
     notes: tuple[str, ...] = ()
 
@@ -101,14 +101,14 @@ def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     first = {rank.rank: rank for rank in before.ranks if _is_there(rank)}
     second = {rank.rank: rank for rank in after.ranks if _is_there(rank)}
     both = sorted(first.keys() & second.keys())
-    amounts_by_kind: dict[Kind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
+    amounts_by_kind: dict[BlockKind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
     totals = {}
     for rank in both:
         old, new = _alive(first[rank]), _alive(second[rank])
         totals[rank] = (_amount(old), _amount(new))
-        for kind, amounts in _compared(old, new):
+        for kind, amounts in _compare(old, new):
             amounts_by_kind[kind].append((rank, *amounts))
-    changes = [_merged(kind, rows) for kind, rows in amounts_by_kind.items()]
+    changes = [_sum_ranks(kind, rows) for kind, rows in amounts_by_kind.items()]
     return SnapshotDiff(
         tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
         tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
@@ -129,10 +129,10 @@ def _missing(snapshot: Snapshot, which: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    kind: Kind
+    kind: BlockKind
     address: int
     size_bytes: int
-    stack: tuple[Frame, ...]
+    stack: tuple[AllocationFrame, ...]
 
 
 def _alive(memory: RankMemory) -> list[_Block]:
@@ -144,7 +144,7 @@ def _alive(memory: RankMemory) -> list[_Block]:
     for place in np.flatnonzero(b.end_ns == STAYS).tolist():
         stack, name, size = int(b.stack[place]), int(b.name[place]), int(b.size_bytes[place])
         is_bare = stack < 0 and name < 0
-        kind = Kind(
+        kind = BlockKind(
             lines[stack] if stack >= 0 else (),
             int(b.category[place]),
             names[name] if name >= 0 else "",
@@ -155,7 +155,7 @@ def _alive(memory: RankMemory) -> list[_Block]:
     return alive
 
 
-def _lines(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+def _lines(stack: tuple[AllocationFrame, ...]) -> tuple[AllocationFrame, ...]:
     return tuple(frame for frame in stack if is_own(frame)) or stack
 
 
@@ -164,15 +164,15 @@ def _amount(blocks: Iterable[_Block]) -> Amount:
     return Amount(len(sizes), sum(sizes))
 
 
-def _compared(
+def _compare(
     old: list[_Block], new: list[_Block]
-) -> Iterator[tuple[Kind, tuple[Amount, Amount, Amount]]]:
+) -> Iterator[tuple[BlockKind, tuple[Amount, Amount, Amount]]]:
     """Each kind with what there was, what is, and what is new of it."""
     pairs = _pairs(old, new)
     before, after, added = (
-        defaultdict[Kind, list[_Block]](list),
-        defaultdict[Kind, list[_Block]](list),
-        defaultdict[Kind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
     )
     for earlier, later in pairs:
         kind = _better(earlier, later)
@@ -203,7 +203,7 @@ def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None
         yield from ((block, None) for block in unmatched)
 
 
-def _better(earlier: _Block | None, later: _Block | None) -> Kind:
+def _better(earlier: _Block | None, later: _Block | None) -> BlockKind:
     """What a block is, by the snapshot that knows more of it; the second where both do."""
     kinds = [block.kind for block in (later, earlier) if block is not None]
     best = max(kinds, key=lambda kind: bool(kind.lines))
@@ -212,24 +212,24 @@ def _better(earlier: _Block | None, later: _Block | None) -> Kind:
     return replace(best, name=name, size_bytes=size)
 
 
-def _merged(kind: Kind, rows: list[tuple[int, Amount, Amount, Amount]]) -> Change:
+def _sum_ranks(kind: BlockKind, rows: list[tuple[int, Amount, Amount, Amount]]) -> BlockChange:
     before, after, new = Amount(), Amount(), Amount()
     ranks = {}
     for rank, one_before, one_after, one_new in rows:
         before, after, new = before + one_before, after + one_after, new + one_new
         if change := one_after.size_bytes - one_before.size_bytes:
             ranks[rank] = change
-    return Change(kind, before, after, new, ranks)
+    return BlockChange(kind, before, after, new, ranks)
 
 
-def _order(change: Change) -> tuple[object, ...]:
+def _order(change: BlockChange) -> tuple[object, ...]:
     kind = change.kind
     lines = tuple((frame.file, frame.line) for frame in kind.lines)
     return (-abs(change.grown_bytes), kind.category, kind.name, lines)
 
 
 def _notes(
-    first: Mapping[int, RankMemory], second: Mapping[int, RankMemory], changes: list[Change]
+    first: Mapping[int, RankMemory], second: Mapping[int, RankMemory], changes: list[BlockChange]
 ) -> Iterator[str]:
     for ranks, where in (
         (first.keys() - second.keys(), "first"),

@@ -109,15 +109,15 @@ def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -
     is_shown[largest] = True
     moments_ns = [time_ns[m4_downsample(time_ns, total, moments)], *_edges(blocks, is_shown)]
     at_ns = np.unique(np.concatenate(moments_ns))
-    sizes = sizes_at(changes(chosen(blocks, ~is_shown)), at_ns).reshape(len(at_ns), CLASSES)
+    sizes = sizes_at(changes(select(blocks, ~is_shown)), at_ns).reshape(len(at_ns), CLASSES)
     steps = np.diff(sizes, axis=0, prepend=0)
     moment, code = np.nonzero(steps)
     return DownsampledRank(
-        chosen(blocks, is_shown), at_ns[moment], code, steps[moment, code], int((~is_shown).sum())
+        select(blocks, is_shown), at_ns[moment], code, steps[moment, code], int((~is_shown).sum())
     )
 
 
-def chosen(blocks: Blocks, mask: Truths) -> Blocks:
+def select(blocks: Blocks, mask: Truths) -> Blocks:
     """Those blocks alone."""
     return Blocks(*(getattr(blocks, column.name)[mask] for column in fields(Blocks)))
 

@@ -95,7 +95,7 @@ def _content(path: Path) -> bytes:
             first = file.read(len(_GZIP))
             file.seek(0)
             if first == _GZIP:
-                return _unpacked(file, most)
+                return _decompress(file, most)
             length = os.fstat(file.fileno()).st_size
             if length > most:
                 raise safe_pickle.Refused(_too_large(length, most))
@@ -107,7 +107,7 @@ def _content(path: Path) -> bytes:
     return data
 
 
-def _unpacked(file: BinaryIO, most: int) -> bytes:
+def _decompress(file: BinaryIO, most: int) -> bytes:
     unpacked = io.BytesIO()
     try:
         with gzip.GzipFile(fileobj=file) as packed:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdist.core.finding import Finding, Rule, RuleHit, on_ranks
 from nbdist.core.units import size
-from nbdist.memory.call_site import written
+from nbdist.memory.call_site import frame_text
 from nbdist.memory.peak import RankPeak, Site, sites
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -47,40 +47,40 @@ _SPLIT = ("fsdp", "fsdp1", "zero1", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class MemoryContext:
     """One rank, and what is known of all.
 
     Attributes:
         snapshot: All of it.
         peaks: Of all ranks that have blocks.
         rank: The rank's own memory.
-        own: Its peak.
+        peak: Its own peak.
     """
 
     snapshot: Snapshot
     peaks: tuple[RankPeak, ...]
     rank: RankMemory
-    own: RankPeak
+    peak: RankPeak
 
     def part(self, size_bytes: float) -> float:
         """Bytes as a share of the rank's peak."""
-        return size_bytes / max(1, self.own.size_bytes)
+        return size_bytes / max(1, self.peak.size_bytes)
 
     @property
     def whole(self) -> str:
         """What shares are of, as people read it."""
-        if self.own.phase:
-            return f"the peak of rank {self.own.rank}"
-        return f"what rank {self.own.rank} has in use"
+        if self.peak.phase:
+            return f"the peak of rank {self.peak.rank}"
+        return f"what rank {self.peak.rank} has in use"
 
     def of_category(self, category: int) -> int:
         """Bytes at the peak."""
-        return self.own.parts[category].total
+        return self.peak.parts[category].total
 
 
-def near_limit(scene: Scene) -> RuleHit | None:
+def near_limit(context: MemoryContext) -> RuleHit | None:
     """An allocation failed, or the next larger batch will."""
-    peak, failures = scene.own, scene.rank.failures
+    peak, failures = context.peak, context.rank.failures
     if failures:
         last = failures[-1]
         asked = f"{len(failures)} {'allocation' if len(failures) == 1 else 'allocations'} failed"
@@ -97,56 +97,56 @@ def near_limit(scene: Scene) -> RuleHit | None:
     )
 
 
-def fragmented(scene: Scene) -> RuleHit | None:
+def fragmented(context: MemoryContext) -> RuleHit | None:
     """The allocator holds much that no block uses, even at the peak."""
-    peak = scene.own
+    peak = context.peak
     if peak.unused_bytes <= max(FRAGMENTED * peak.reserved_bytes, LEAST_BYTES):
         return None
     return RuleHit(
         f"at the peak rank {peak.rank} holds {size(peak.reserved_bytes)}, of which "
         f"{size(peak.unused_bytes)} ({peak.unused_bytes / peak.reserved_bytes:.0%}) are in no block",
-        share=scene.part(peak.unused_bytes),
+        share=context.part(peak.unused_bytes),
     )
 
 
-def activations(scene: Scene) -> RuleHit | None:
+def activations(context: MemoryContext) -> RuleHit | None:
     """What forward keeps for backward is most of the peak."""
-    size_bytes = scene.of_category(ACTIVATION)
-    if scene.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
+    size_bytes = context.of_category(ACTIVATION)
+    if context.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
         return None
-    lines = [site for site in scene.own.sites if site.category == ACTIVATION]
+    lines = [site for site in context.peak.sites if site.category == ACTIVATION]
     return RuleHit(
-        f"activations are {scene.part(size_bytes):.0%} of {scene.whole} "
-        f"({size(size_bytes)} of {size(scene.own.size_bytes)})",
-        share=scene.part(size_bytes),
+        f"activations are {context.part(size_bytes):.0%} of {context.whole} "
+        f"({size(size_bytes)} of {size(context.peak.size_bytes)})",
+        share=context.part(size_bytes),
         places=_places(lines),
     )
 
 
-def optimizer_state(scene: Scene) -> RuleHit | None:
+def optimizer_state(context: MemoryContext) -> RuleHit | None:
     """Every rank keeps the whole optimizer's state, and that is much."""
-    n_ranks = len(scene.peaks)
-    size_bytes = scene.of_category(OPTIMIZER)
-    is_split = scene.snapshot.strategy.replace(",", " ").split()[:1]
+    n_ranks = len(context.peaks)
+    size_bytes = context.of_category(OPTIMIZER)
+    is_split = context.snapshot.strategy.replace(",", " ").split()[:1]
     if n_ranks < 2 or any(name in _SPLIT for name in is_split) or size_bytes <= LEAST_BYTES:
         return None
-    if scene.part(size_bytes) <= MOST_OPTIMIZER:
+    if context.part(size_bytes) <= MOST_OPTIMIZER:
         return None
     gives = size_bytes - -(-size_bytes // n_ranks)
-    rest = sum(scene.of_category(category) for category in (PARAMETER, GRADIENT))
+    rest = sum(context.of_category(category) for category in (PARAMETER, GRADIENT))
     more = rest - -(-rest // n_ranks)
     return RuleHit(
-        f"the optimizer's state is {scene.part(size_bytes):.0%} of {scene.whole} "
+        f"the optimizer's state is {context.part(size_bytes):.0%} of {context.whole} "
         f"({size(size_bytes)}); split over {n_ranks} ranks it would be {size(gives)} less, "
         f"and parameters and gradients {size(more)} less",
-        share=scene.part(gives),
+        share=context.part(gives),
     )
 
 
-def imbalance(scene: Scene) -> RuleHit | None:
+def imbalance(context: MemoryContext) -> RuleHit | None:
     """One rank needs more than the others do, and sets what all can do."""
-    sizes = [peak.size_bytes for peak in scene.peaks]
-    peak = scene.own
+    sizes = [peak.size_bytes for peak in context.peaks]
+    peak = context.peak
     middle = float(np.median(sizes))
     more = peak.size_bytes - middle
     if len(sizes) < 2 or peak.size_bytes < max(sizes) or more <= LEAST_BYTES:
@@ -155,14 +155,14 @@ def imbalance(scene: Scene) -> RuleHit | None:
         return None
     return RuleHit(
         f"rank {peak.rank} needs {size(peak.size_bytes)}, the middle of all ranks is "
-        f"{size(middle)}{_has_more(scene)}",
-        share=scene.part(more),
+        f"{size(middle)}{_has_more(context)}",
+        share=context.part(more),
     )
 
 
-def growth(scene: Scene) -> RuleHit | None:
+def growth(context: MemoryContext) -> RuleHit | None:
     """What is in use at the ends of successive steps becomes more and more."""
-    rank = scene.rank
+    rank = context.rank
     ends_ns = rank.step_ends_ns[WARM_STEPS:]
     if len(ends_ns) < LEAST_STEPS:
         return None
@@ -170,30 +170,30 @@ def growth(scene: Scene) -> RuleHit | None:
         int(rank.blocks.size_bytes[is_in_use(rank.blocks, end_ns)].sum()) for end_ns in ends_ns
     ]
     gained = sizes[-1] - sizes[0]
-    if gained <= max(GROWTH * scene.own.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
+    if gained <= max(GROWTH * context.peak.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
         return None
     per_step = gained / (len(sizes) - 1)
     return RuleHit(
         f"at the end of each step rank {rank.rank} has {size(per_step)} more in use than at "
         f"the end of the one before ({size(sizes[0])} after step {WARM_STEPS}, "
         f"{size(sizes[-1])} after step {WARM_STEPS + len(sizes) - 1})",
-        share=scene.part(gained),
-        places=_places(_grown(rank, ends_ns[0], ends_ns[-1])),
+        share=context.part(gained),
+        places=_places(_growth_sites(rank, ends_ns[0], ends_ns[-1])),
     )
 
 
-def stepping(scene: Scene) -> RuleHit | None:
+def stepping(context: MemoryContext) -> RuleHit | None:
     """The peak is in the optimizer's step, where copies for all parameters at once are made."""
-    peak = scene.own
-    size_bytes = scene.of_category(TEMPORARY)
-    if peak.phase != STEPPING or scene.part(size_bytes) <= STEPPING_COPIES:
+    peak = context.peak
+    size_bytes = context.of_category(TEMPORARY)
+    if peak.phase != STEPPING or context.part(size_bytes) <= STEPPING_COPIES:
         return None
     if size_bytes <= LEAST_BYTES:
         return None
     return RuleHit(
         f"the peak of rank {peak.rank} is in the optimizer's step, with {size(size_bytes)} "
-        f"({scene.part(size_bytes):.0%}) that are freed within it",
-        share=scene.part(size_bytes),
+        f"({context.part(size_bytes):.0%}) that are freed within it",
+        share=context.part(size_bytes),
         places=_places([site for site in peak.sites if site.category == TEMPORARY]),
     )
 
@@ -202,7 +202,7 @@ def _places(sites: Sequence[Site]) -> tuple[str, ...]:
     """The lines that allocated the most, each once, whatever operators they called."""
     sums: dict[str, list[int]] = {}
     for site in sites:
-        lines = [written(line) for line in (site.own, site.via) if line]
+        lines = [frame_text(line) for line in (site.line, site.via) if line]
         if lines:
             each = sums.setdefault(" via ".join(lines), [0, 0])
             each[0] += site.size_bytes
@@ -215,7 +215,7 @@ def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
-def _grown(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
+def _growth_sites(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
     """What each line has more in use at the later moment, the most bytes first."""
     blocks = rank.blocks
     was = {
@@ -231,11 +231,11 @@ def _grown(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
     return sorted(more, key=lambda site: -site.size_bytes)
 
 
-def _has_more(scene: Scene) -> str:
+def _has_more(context: MemoryContext) -> str:
     """In which category the rank has most more than the others."""
-    others = [peak for peak in scene.peaks if peak.rank != scene.own.rank]
+    others = [peak for peak in context.peaks if peak.rank != context.peak.rank]
     more = [
-        scene.own.parts[at].total - float(np.median([peak.parts[at].total for peak in others]))
+        context.peak.parts[at].total - float(np.median([peak.parts[at].total for peak in others]))
         for at in range(len(CATEGORIES))
     ]
     at = int(np.argmax(more))
@@ -298,5 +298,7 @@ RULES = (
 def findings(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> tuple[Finding, ...]:
     """What takes memory by `RULES`, the largest first; empty where no rule finds anything."""
     ranks = {rank.rank: rank for rank in snapshot.ranks}
-    scenes = {peak.rank: Scene(snapshot, tuple(peaks), ranks[peak.rank], peak) for peak in peaks}
-    return on_ranks(RULES, scenes)
+    contexts = {
+        peak.rank: MemoryContext(snapshot, tuple(peaks), ranks[peak.rank], peak) for peak in peaks
+    }
+    return on_ranks(RULES, contexts)

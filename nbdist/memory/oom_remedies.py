@@ -58,7 +58,7 @@ class OomReport:
 
     Attributes:
         rank: Whose.
-        told: What the error said.
+        message: What the error said.
         phase: FORWARD, BACKWARD, STEPPING, or empty.
         categories: In use for each of memory.snapshot.CATEGORIES, in bytes.
         holders: The largest first.
@@ -70,7 +70,7 @@ class OomReport:
     """
 
     rank: int
-    told: OomMessage
+    message: OomMessage
     phase: str
     categories: tuple[int, ...]
     holders: tuple[Holder, ...]
@@ -93,8 +93,8 @@ class OomReport:
     @property
     def scaled_bytes(self) -> int:
         """The same, with what was asked for where the batch decides on that too."""
-        asks = self.phase in {FORWARD, BACKWARD} and self.told.asked_bytes > 0
-        return self.activation_bytes + (self.told.asked_bytes if asks else 0)
+        asks = self.phase in {FORWARD, BACKWARD} and self.message.asked_bytes > 0
+        return self.activation_bytes + (self.message.asked_bytes if asks else 0)
 
     @property
     def lacking_bytes(self) -> int:
@@ -102,15 +102,15 @@ class OomReport:
 
         It failed: where enough seems to be free, it is so in pieces, or behind another limit.
         """
-        if UNKNOWN in (self.told.asked_bytes, self.free_bytes):
+        if UNKNOWN in (self.message.asked_bytes, self.free_bytes):
             return UNKNOWN
-        lacking = self.told.asked_bytes - self.free_bytes
+        lacking = self.message.asked_bytes - self.free_bytes
         return lacking if lacking > 0 else UNKNOWN
 
     @property
     def is_larger_than_all(self) -> bool:
         """Whether more was asked for than there is, free or not."""
-        return 0 < self.limit_bytes < self.told.asked_bytes
+        return 0 < self.limit_bytes < self.message.asked_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def _checkpoint(shortage: OomReport) -> Iterator[Remedy]:
 
 def _allocator(shortage: OomReport) -> Iterator[Remedy]:
     """Only where what the allocator holds and does not use would be enough."""
-    unused, asked = shortage.told.unused_bytes, shortage.told.asked_bytes
-    if shortage.told.memory == DEVICE and unused > 0 and 0 < asked <= unused:
+    unused, asked = shortage.message.unused_bytes, shortage.message.asked_bytes
+    if shortage.message.memory == DEVICE and unused > 0 and 0 < asked <= unused:
         yield _rung(
             shortage,
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init",
@@ -226,7 +226,7 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
 def _offload(shortage: OomReport) -> Iterator[Remedy]:
     """Of a GPU alone: on a CPU the states lie in the host's memory already."""
     choice = shortage.choice
-    if shortage.told.memory != DEVICE or (choice and choice.options.offload == "nvme"):
+    if shortage.message.memory != DEVICE or (choice and choice.options.offload == "nvme"):
         return
     is_on_host = bool(choice and choice.options.offload)
     for name, where, options in (

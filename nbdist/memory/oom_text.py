@@ -18,12 +18,12 @@ MORE = "%dist_memory shows what was in use when it failed"
 
 def block(shortage: OomReport) -> str:
     """What ran out, what held it, and the ladder of remedies; lines of text."""
-    return "\n".join((*_what(shortage), *_held(shortage), *_ladder(shortage), MORE))
+    return "\n".join((*_what(shortage), *_usage(shortage), *_ladder(shortage), MORE))
 
 
-def unmeasured(rank: int, message: OomMessage, why: str) -> str:
+def block_without_report(rank: int, message: OomMessage, why: str) -> str:
     """The same where the rank could not be asked."""
-    return f"rank {rank} ran out of {_memory(message)}{_asked(message)}; what held it is not known: {why}"
+    return f"rank {rank} ran out of {_memory(message)}{_request(message)}; what held it is not known: {why}"
 
 
 def _memory(message: OomMessage) -> str:
@@ -33,17 +33,17 @@ def _memory(message: OomMessage) -> str:
     return f"memory of its GPU{number}"
 
 
-def _asked(message: OomMessage) -> str:
+def _request(message: OomMessage) -> str:
     by = f" by {message.by}" if message.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
     return f": {size(message.asked_bytes)} asked for{by}" if message.asked_bytes != UNKNOWN else by
 
 
 def _what(shortage: OomReport) -> Iterator[str]:
-    message = shortage.told
+    message = shortage.message
     free = f"; {size(shortage.free_bytes)} free" if shortage.free_bytes != UNKNOWN else ""
     limit = f" of {size(shortage.limit_bytes)}" if free and shortage.limit_bytes else ""
     yield (
-        f"rank {shortage.rank} ran out of {_memory(message)}{_asked(message)}"
+        f"rank {shortage.rank} ran out of {_memory(message)}{_request(message)}"
         f"{_PHASES.get(shortage.phase, '')}{free}{limit}"
     )
     if message.others_bytes > 0:
@@ -57,7 +57,7 @@ def _what(shortage: OomReport) -> Iterator[str]:
         )
 
 
-def _held(shortage: OomReport) -> Iterator[str]:
+def _usage(shortage: OomReport) -> Iterator[str]:
     if shortage.problem:
         yield shortage.problem
     parts = [

@@ -13,8 +13,8 @@ from nbdist.memory.snapshot import (
     BEFORE,
     CATEGORIES,
     STEPPING,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     Phase,
     RankMemory,
@@ -41,20 +41,20 @@ _TYPES = {
 }  # fmt: skip
 
 
-def frames(stacks: Sequence[Sequence[Frame]]) -> list[list[dict[str, Any]]]:
+def frames(stacks: Sequence[Sequence[AllocationFrame]]) -> list[list[dict[str, Any]]]:
     """Stacks as torch writes them: equal frames are one object, which a pickle writes once."""
-    encoded: dict[Frame, dict[str, Any]] = {}
+    encoded: dict[AllocationFrame, dict[str, Any]] = {}
     return [[encoded.setdefault(frame, _frame(frame)) for frame in stack] for stack in stacks]
 
 
-def _frame(frame: Frame) -> dict[str, Any]:
+def _frame(frame: AllocationFrame) -> dict[str, Any]:
     encoded: dict[str, Any] = {
         "filename": str(frame.file), "line": int(frame.line), "name": str(frame.function),
     }  # fmt: skip
     return encoded if frame.is_line_known else {**encoded, "is_line_known": 0}
 
 
-def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
+def pack(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
     """All of it, of dicts, lists, texts and whole numbers, and of no class derived from them.
 
     Args:
@@ -97,7 +97,7 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def unpacked(ours: Value) -> RankMemory:
+def unpack(ours: Value) -> RankMemory:
     """What `packed` was given.
 
     Raises:
@@ -141,10 +141,10 @@ def unpacked(ours: Value) -> RankMemory:
     )
 
 
-def _stacks(listed: Value) -> tuple[tuple[Frame, ...], ...]:
+def _stacks(listed: Value) -> tuple[tuple[AllocationFrame, ...], ...]:
     # By identity, while `listed` keeps all alive: a small file can hold one list very often.
-    frames: dict[int, Frame] = {}
-    stacks: dict[int, tuple[Frame, ...]] = {}
+    frames: dict[int, AllocationFrame] = {}
+    stacks: dict[int, tuple[AllocationFrame, ...]] = {}
     for stack in listed.entries():
         if id(stack.raw) in stacks:
             continue
@@ -155,13 +155,13 @@ def _stacks(listed: Value) -> tuple[tuple[Frame, ...], ...]:
     return tuple(stacks[id(stack)] for stack in listed.raw)
 
 
-def frame(row: Value) -> Frame:
+def frame(row: Value) -> AllocationFrame:
     """A line of Python, as torch writes it.
 
     Raises:
         Misfit: If it is none.
     """
-    return Frame(
+    return AllocationFrame(
         row["filename"].text(),
         row["line"].whole(),
         row["name"].text(),

@@ -12,8 +12,8 @@ from nbdist.memory.call_site import innermost_library, innermost_own
 from nbdist.memory.snapshot import (
     CATEGORIES,
     FORWARD,
+    AllocationFrame,
     Blocks,
-    Frame,
     Integers,
     RankMemory,
     Snapshot,
@@ -54,7 +54,7 @@ class Site:
         category: Place in CATEGORIES.
         is_exact: Whether that was read off an owner.
         operator: What allocated it; empty where it is not known.
-        own: The user's innermost line; None where there is none.
+        line: The user's innermost line; None where there is none.
         via: The library's innermost line.
         count, size_bytes: Blocks, and their bytes.
     """
@@ -62,14 +62,14 @@ class Site:
     category: int
     is_exact: bool
     operator: str
-    own: Frame | None
-    via: Frame | None
+    line: AllocationFrame | None
+    via: AllocationFrame | None
     count: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class PeakOwner:
     """What is in use of one name.
 
     Attributes:
@@ -96,7 +96,7 @@ class RankPeak:
         step: The step that was under way, from 0; -1 after the last one, or without steps.
         size_bytes: In use.
         parts: Of each of CATEGORIES.
-        held: The same at the end of the recording.
+        at_end: The same at the end of the recording.
         sites: What allocated the most of it, the most first.
         owners: Whose it is, the most first.
         allocator_bytes: The allocator's own peak; 0 where it does not count.
@@ -114,9 +114,9 @@ class RankPeak:
     step: int
     size_bytes: int
     parts: tuple[Bytes, ...]
-    held: tuple[Bytes, ...]
+    at_end: tuple[Bytes, ...]
     sites: tuple[Site, ...]
-    owners: tuple[Owner, ...]
+    owners: tuple[PeakOwner, ...]
     allocator_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
@@ -147,9 +147,9 @@ class RankPeak:
         return self.limit_bytes - self.need_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def end_bytes(self) -> int:
         """In use at the end of the recording."""
-        return sum(part.total for part in self.held)
+        return sum(part.total for part in self.at_end)
 
 
 def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
@@ -180,7 +180,7 @@ def _peak(rank: RankMemory) -> RankPeak:
         step=step_at(rank, time_ns),
         size_bytes=int(rank.blocks.size_bytes[there].sum()),
         parts=_parts(rank.blocks, there),
-        held=_parts(rank.blocks, is_alive),
+        at_end=_parts(rank.blocks, is_alive),
         sites=sites(rank, there),
         owners=_owners(rank, there),
         allocator_bytes=rank.allocator_peak_bytes,
@@ -231,8 +231,10 @@ def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Sit
     """Where the chosen blocks were allocated, the most bytes first."""
     blocks, places = rank.blocks, np.flatnonzero(chosen)
     key = np.stack([codes(blocks)[places], blocks.operator[places], blocks.stack[places]])
-    sums_by_site: dict[tuple[int, bool, str, Frame | None, Frame | None], list[int]] = {}
-    for (code, operator, stack), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+    sums_by_site: dict[
+        tuple[int, bool, str, AllocationFrame | None, AllocationFrame | None], list[int]
+    ] = {}
+    for (code, operator, stack), count, size_bytes in _group(key, blocks.size_bytes[places]):
         frames = rank.stacks[stack] if stack >= 0 else ()
         line, via = innermost_own(frames), innermost_library(frames)
         name = rank.names[operator] if operator >= 0 else ""
@@ -243,13 +245,13 @@ def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Sit
     return tuple(sorted(every, key=lambda site: -site.size_bytes)[:most])
 
 
-def _owners(rank: RankMemory, chosen: Truths) -> tuple[Owner, ...]:
+def _owners(rank: RankMemory, chosen: Truths) -> tuple[PeakOwner, ...]:
     """Whose the chosen blocks are that have a name, the most bytes first."""
     blocks = rank.blocks
     places = np.flatnonzero(chosen & (blocks.name >= 0))
     key = np.stack([blocks.category[places].astype(np.int64), blocks.name[places]])
     alike_by_title: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for (category, number), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+    for (category, number), count, size_bytes in _group(key, blocks.size_bytes[places]):
         name = rank.names[number]
         title = _NUMBER.sub("*", _STATE.sub("", name))
         alike = alike_by_title.setdefault((title, category), {})
@@ -257,7 +259,7 @@ def _owners(rank: RankMemory, chosen: Truths) -> tuple[Owner, ...]:
         sums[0] += count
         sums[1] += size_bytes
     every = (
-        Owner(
+        PeakOwner(
             title if len({_STATE.sub("", name) for name in alike}) > 1 else _only(alike),
             category,
             sum(count for count, _ in alike.values()),
@@ -274,7 +276,7 @@ def _only(alike: Iterable[str]) -> str:
     return _STATE.sub("", first) if more else first
 
 
-def _grouped(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def _group(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """(key, count, bytes) of each key, in order; `key` has a column for each size."""
     if not len(size_bytes):
         return

@@ -37,7 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class AllocationFrame:
     """A line of Python that was under way.
 
     Attributes:
@@ -180,7 +180,7 @@ class RankMemory:
     device_name: str = ""
     limit_bytes: int = 0
     duration_ns: int = 0
-    stacks: tuple[tuple[Frame, ...], ...] = ()
+    stacks: tuple[tuple[AllocationFrame, ...], ...] = ()
     names: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
     step_ends_ns: tuple[int, ...] = ()

@@ -20,8 +20,8 @@ from nbdist.memory.snapshot import (
     BEFORE,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     RankMemory,
     Reserved,
@@ -47,19 +47,19 @@ NO_TIMES = "This version of torch noted no times: each event counts as one micro
 class _Stacks:
     """Every stack of the dict once, without frames of C."""
 
-    places: dict[tuple[Frame, ...], int] = field(default_factory=dict)
-    known: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
-    frames: dict[int, Frame | None] = field(default_factory=dict)
+    places: dict[tuple[AllocationFrame, ...], int] = field(default_factory=dict)
+    by_id: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
+    frames: dict[int, AllocationFrame | None] = field(default_factory=dict)
 
     def place(self, stack: Value) -> int:
         """The stack's place; -1 where there is none."""
-        if id(stack.raw) not in self.known:
+        if id(stack.raw) not in self.by_id:
             frames = tuple(filter(None, map(self._frame, stack.entries())))
             place = self.places.setdefault(frames, len(self.places)) if frames else -1
-            self.known[id(stack.raw)] = place
-        return self.known[id(stack.raw)]
+            self.by_id[id(stack.raw)] = place
+        return self.by_id[id(stack.raw)]
 
-    def _frame(self, row: Value) -> Frame | None:
+    def _frame(self, row: Value) -> AllocationFrame | None:
         if id(row.raw) not in self.frames:
             frame = own_format.frame(row)
             self.frames[id(row.raw)] = None if frame.file.endswith(_C_SUFFIXES) else frame
@@ -91,13 +91,13 @@ class _Replay:
         if address in self.open:
             self.end[self.open.pop(address)] = self.asked.pop(address, now)
         self.open[address] = len(self.address)
-        self.add(address, _held(size), now, STAYS, stack)
+        self.add(address, _round_up(size), now, STAYS, stack)
 
     def ask(self, address: int, size: int, now: int, stack: int) -> None:
         """Python has let go of it; a stream may still use it."""
         if address not in self.open:  # its beginning is older than the history
             self.open[address] = len(self.address)
-            self.add(address, _held(size), BEFORE, STAYS, -1)
+            self.add(address, _round_up(size), BEFORE, STAYS, -1)
         self.asked[address] = now
 
     def free(self, address: int, size: int, now: int, stack: int) -> None:
@@ -106,10 +106,10 @@ class _Replay:
         if address in self.open:
             self.end[self.open.pop(address)] = now
         else:
-            self.add(address, _held(size), BEFORE, now, -1)
+            self.add(address, _round_up(size), BEFORE, now, -1)
 
 
-def _held(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
@@ -141,7 +141,7 @@ def of_torch(
     try:
         whole = Value(Value(snapshot, "snapshot").mapping(), "")
         if own_format.OURS in snapshot:
-            return own_format.unpacked(whole[own_format.OURS])
+            return own_format.unpack(whole[own_format.OURS])
         return _of_torch(whole, rank, host, device_index, (start_us, end_us))
     except Misfit as error:
         raise SnapshotError(f"{error}.") from None
@@ -160,8 +160,8 @@ def _of_torch(
     times, zero_us, problem = _times(events, start_us)
     duration = max(times[-1] if times else 0, 0 if end_us is None else (end_us - zero_us) * US)
     stacks = _Stacks()
-    replay, failures = _replayed(events, times, stacks)
-    pieces, unknown = _ended(replay, segments, stacks, duration)
+    replay, failures = _replay_events(events, times, stacks)
+    pieces, unknown = _reconcile(replay, segments, stacks, duration)
     if unknown:
         problem = f"{problem} {unknown}".strip()
     return RankMemory(
@@ -203,7 +203,7 @@ def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
     return [time_us * US for time_us in times_us], zero_us, ""
 
 
-def _replayed(
+def _replay_events(
     events: Value, times: Sequence[int], stacks: _Stacks
 ) -> tuple[_Replay, list[OutOfMemory]]:
     """What the history makes of memory. Times below 0 are before the recording."""
@@ -223,7 +223,7 @@ def _replayed(
         if step is None and action != "oom":
             continue
         frames = events.raw[number].get("frames", ())
-        stack = stacks.known.get(id(frames)) if frames != () else -1
+        stack = stacks.by_id.get(id(frames)) if frames != () else -1
         if stack is None:
             stack = stacks.place(Value(frames, f"{events.where}[{number}].frames"))
         if step is not None and size:
@@ -234,7 +234,7 @@ def _replayed(
     return replay, failures
 
 
-def _ended(
+def _reconcile(
     replay: _Replay, segments: Sequence[Value], stacks: _Stacks, now: int
 ) -> tuple[list[Segment], str]:
     """Compare what the history left in use with what is; add what it never told of."""

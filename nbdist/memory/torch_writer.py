@@ -25,15 +25,15 @@ def to_torch(memory: RankMemory) -> dict[str, Any]:
     recording began; device 0 is the rank's own.
     """
     stacks = own_format.frames(memory.stacks)
-    placed = replace(memory, blocks=_placed(memory.blocks))
+    placed = replace(memory, blocks=_with_addresses(memory.blocks))
     return {
         "segments": _segments(placed, stacks),
         "device_traces": [_trace(placed, stacks)],
-        own_format.OURS: own_format.packed(memory, stacks),
+        own_format.OURS: own_format.pack(memory, stacks),
     }
 
 
-def _placed(blocks: Blocks) -> Blocks:
+def _with_addresses(blocks: Blocks) -> Blocks:
     """With an address for blocks of which only the size is known: behind all others."""
     unknown = np.flatnonzero(blocks.address < 0)
     if not len(unknown):
@@ -64,7 +64,7 @@ def _trace(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]:
     failures = list(memory.failures)
     for time_ns, place, is_free in _changes(memory):
         while failures and failures[0].time_ns <= time_ns:
-            events.append(_failed(failures.pop(0), stacks))
+            events.append(_oom_event(failures.pop(0), stacks))
         event = {
             "action": "free_requested" if is_free else "alloc",
             "addr": address[place],
@@ -77,7 +77,7 @@ def _trace(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]:
         events.append(event)
         if is_free:
             events.append({**event, "action": "free_completed"})
-    return events + [_failed(failure, stacks) for failure in failures]
+    return events + [_oom_event(failure, stacks) for failure in failures]
 
 
 def _changes(memory: RankMemory) -> Iterator[tuple[int, int, bool]]:
@@ -99,7 +99,7 @@ def _changes(memory: RankMemory) -> Iterator[tuple[int, int, bool]]:
     return zip(time[order].tolist(), place[order].tolist(), is_free[order].tolist(), strict=True)
 
 
-def _failed(failure: Any, stacks: Sequence[Any]) -> dict[str, Any]:
+def _oom_event(failure: Any, stacks: Sequence[Any]) -> dict[str, Any]:
     return {
         "action": "oom",
         "size": int(failure.size_bytes),

@@ -11,9 +11,9 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from nbdist.memory.rank import cuda
-from nbdist.memory.rank.cuda import Clock, CudaRecorder, assembled
+from nbdist.memory.rank.cuda import CudaRecorder, RecordingClock, assemble
 from nbdist.memory.rank.marks import Marks
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import (
     BACKWARD,
     BEFORE,
@@ -79,8 +79,8 @@ def snapshot_of_a_step() -> dict[str, Any]:
     return {"segments": [segment], "device_traces": [[], events]}
 
 
-def owner(address: int, category: int, name: str, device: str = "cuda:1") -> Owner:
-    return Owner(address, 512, category, name, device)
+def owner(address: int, category: int, name: str, device: str = "cuda:1") -> StorageOwner:
+    return StorageOwner(address, 512, category, name, device)
 
 
 MARKS = Marks(
@@ -94,7 +94,7 @@ MARKS = Marks(
     steppings=[(1, 2)],
     ends=[2],
 )
-CLOCK = Clock(
+CLOCK = RecordingClock(
     zero_ns=BASE_US * 1000,
     marks_ns=[(BASE_US + after) * 1000 for after in (0, 200, 300, 400)],
     backwards_ns=[((BASE_US - 50) * 1000, (BASE_US - 40) * 1000),
@@ -109,7 +109,7 @@ def test_a_step_on_a_gpu_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None
         3, "one", "cuda", empty(3, "one", "").blocks, device_name="GPU", limit_bytes=99,
         allocator_peak_bytes=2048, reserved_peak_bytes=1 << 21, lost=4, version="2.13",
     )  # fmt: skip
-    rank = assembled(snapshot_of_a_step(), MARKS, described, CLOCK, DEVICE)
+    rank = assemble(snapshot_of_a_step(), MARKS, described, CLOCK, DEVICE)
     b = rank.blocks
     blocks_by_address = {
         int(a): (CATEGORIES[c], bool(e), int(s), int(end))

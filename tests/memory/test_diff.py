@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.memory.diff import NO_LINES, Amount, Kind, diff
+from nbdist.memory.diff import NO_LINES, Amount, BlockKind, diff
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BEFORE,
@@ -15,16 +15,16 @@ from nbdist.memory.snapshot import (
     PARAMETER,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     RankMemory,
     Snapshot,
     empty,
 )
-from nbdist.memory.view.diff import grew
+from nbdist.memory.view.diff import growth_view
 
-LINE3, LINE9 = Frame("train.py", 3, "step"), Frame("train.py", 9, "train")
-LINEAR = Frame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
+LINE3, LINE9 = AllocationFrame("train.py", 3, "step"), AllocationFrame("train.py", 9, "train")
+LINEAR = AllocationFrame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
 KB = 1000
 
 
@@ -34,7 +34,7 @@ class Has:
 
     address: int
     size: int
-    stack: tuple[Frame, ...] = ()
+    stack: tuple[AllocationFrame, ...] = ()
     category: int = UNKNOWN
     name: str = ""
     end: int = STAYS
@@ -77,7 +77,7 @@ def test_reused_address_is_a_new_block() -> None:
     growth = diff(before, after)
 
     (grown,) = growth.grown
-    assert grown.kind == Kind((LINE9,), UNKNOWN, "")
+    assert grown.kind == BlockKind((LINE9,), UNKNOWN, "")
     assert (grown.before, grown.after, grown.new) == (
         Amount(),
         Amount(1, 20 * KB),
@@ -97,7 +97,7 @@ def test_what_is_freed_and_made_again_has_not_grown() -> None:
     growth = diff(snapshot(memory(0, *has)), snapshot(memory(0, *moved)))
 
     assert (growth.grown, growth.shrunk) == ((), ())
-    assert "nothing has grown" in grew(growth, "start").text
+    assert "nothing has grown" in growth_view(growth, "start").text
 
 
 def test_lines_of_libraries_do_not_part_what_one_line_made() -> None:
@@ -130,7 +130,10 @@ def test_owners_without_lines_grow_by_name_and_size() -> None:
     )  # fmt: skip
     growth = diff(before, after)
 
-    assert [(change.kind.name, change.kind.size_bytes, change.before, change.after) for change in growth.grown] == [
+    assert [
+        (change.kind.name, change.kind.size_bytes, change.before, change.after)
+        for change in growth.grown
+    ] == [
         ("cache[...].keys[...]", 0, Amount(), Amount(1, 40)),
         ("losses[...]", 0, Amount(1, 4), Amount(9, 36)),
         ("", 16, Amount(), Amount(1, 16)),
@@ -213,13 +216,13 @@ def test_sums_are_as_a_plain_count_says(seed: int) -> None:
 
 def test_table(monkeypatch: Any) -> None:
     """Every number with its line, name and ranks; the rest in sum."""
-    after = [Has(n, KB * (n + 1), (Frame("train.py", n + 1, "step"),)) for n in range(25)]
+    after = [Has(n, KB * (n + 1), (AllocationFrame("train.py", n + 1, "step"),)) for n in range(25)]
     after.append(Has(99, 10**6, (LINE9,), ACTIVATION, "losses[3]"))
     growth = diff(
         snapshot(memory(0, Has(500, 3 * KB, name="old")), memory(1)),
         snapshot(memory(0, *after), memory(1)),
     )
-    view = grew(growth, "start")
+    view = growth_view(growth, "start")
     lines = view.text.splitlines()
 
     assert lines[0] == "rank 0 since start: +1.3 MB, from 3.0 kB to 1.3 MB in use"
@@ -232,4 +235,4 @@ def test_table(monkeypatch: Any) -> None:
     assert "<table" in view.html
     assert "losses[...]" in view.html
     monkeypatch.setenv("NBDIST_TEST", "1")
-    assert "MB" not in grew(growth, "start").text
+    assert "MB" not in growth_view(growth, "start").text

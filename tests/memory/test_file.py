@@ -264,7 +264,7 @@ def _proto(*parts: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "problem"),
     [
         (b"", "is empty"),
         (b".", "is no pickle of protocol 2 or later"),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def addresses(roots: list[torch.Tensor]) -> dict[int, str]:
-    return {tensor.data_ptr(): name for tensor, name in saved_tensors.saved(roots)}
+    return {tensor.data_ptr(): name for tensor, name in saved_tensors.saved_by_graphs(roots)}
 
 
 def test_saved_tensors_of_a_graph() -> None:
@@ -103,8 +103,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append((message, error, before))
         return "shortage"
 
-    monkeypatch.setattr("nbdist.memory.rank.oom_report.noted", take)
-    monkeypatch.setattr(oom_hook, "_kept", oom_hook._Kept())
+    monkeypatch.setattr("nbdist.memory.rank.oom_report.make_report", take)
+    monkeypatch.setattr(oom_hook, "_state", oom_hook._State())
     yield calls
     vars(sys).pop("last_value", None)
     gc.collect()
@@ -145,7 +145,7 @@ def test_a_failure_to_look_leaves_the_cell_its_error(
     def broken(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("nbdist.memory.rank.oom_report.noted", broken)
+    monkeypatch.setattr("nbdist.memory.rank.oom_report.make_report", broken)
     kernel = Kernel()
     assert asyncio.run(kernel.do_execute(fails)) == {"status": "error"}
     assert oom_hook.last() is None

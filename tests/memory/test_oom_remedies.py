@@ -15,27 +15,27 @@ from nbdist.memory.oom_remedies import (
     Remedy,
     remedies,
 )
-from nbdist.memory.oom_text import MORE, block, unmeasured
+from nbdist.memory.oom_text import MORE, block, block_without_report
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
 from nbdist.strategy.choose import choose
 
 GB = 10**9
 
 
-def held(**by_name: float) -> tuple[int, ...]:
-    """GB by category: held(parameters=2)."""
-    sizes = {name.replace("_", " "): value for name, value in by_name.items()}
-    assert sizes.keys() <= {*CATEGORIES}
-    return tuple(round(GB * sizes.get(name, 0)) for name in CATEGORIES)
+def sizes(**by_name: float) -> tuple[int, ...]:
+    """GB by category: sizes(parameters=2)."""
+    by_category = {name.replace("_", " "): value for name, value in by_name.items()}
+    assert by_category.keys() <= {*CATEGORIES}
+    return tuple(round(GB * by_category.get(name, 0)) for name in CATEGORIES)
 
 
 # A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
 TOLD = OomMessage("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
 DDP = OomReport(
     rank=2,
-    told=TOLD,
+    message=TOLD,
     phase=FORWARD,
-    categories=held(
+    categories=sizes(
         parameters=2, gradients=2, optimizer_state=4, activations=24, temporary=2, communication=2,
     ),
     holders=(
@@ -99,7 +99,7 @@ def test_what_is_taken_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "left"),
+    ("name", "options", "expected"),
     [
         # Stage 2 splits what zero1 leaves: gradients.
         ("zero1", {}, {"%dist_strategy deepspeed --stage 2": 2 * 3 / 4,
@@ -138,8 +138,8 @@ def test_allocator_only_where_it_holds_enough() -> None:
     message = replace(TOLD, unused_bytes=4 * GB)
 
     assert what not in rungs(DDP)
-    assert rungs(replace(DDP, told=message))[what].gain_bytes == 4 * GB
-    assert what not in rungs(replace(DDP, told=replace(message, memory=HOST)))
+    assert rungs(replace(DDP, message=message))[what].gain_bytes == 4 * GB
+    assert what not in rungs(replace(DDP, message=replace(message, memory=HOST)))
 
 
 def test_phases() -> None:
@@ -151,7 +151,7 @@ def test_phases() -> None:
 
 def test_unknown_models_have_rungs_without_numbers() -> None:
     """Each says why."""
-    unknown = rungs(replace(DDP, choice=None, categories=held(unknown=30), blocks=0, phase=""))
+    unknown = rungs(replace(DDP, choice=None, categories=sizes(unknown=30), blocks=0, phase=""))
 
     assert {remedy.gain_bytes for remedy in unknown.values()} == {UNKNOWN}
     assert {remedy.fits for remedy in unknown.values()} == {None}
@@ -164,7 +164,7 @@ def test_unknown_models_have_rungs_without_numbers() -> None:
 def test_cpu_has_no_offload() -> None:
     """Its memory is the host's already; a limit behind which enough seems free says nothing."""
     message = OomMessage("CPU", HOST, 3 * GB)
-    on_cpu = rungs(replace(DDP, told=message, free_bytes=4 * GB))
+    on_cpu = rungs(replace(DDP, message=message, free_bytes=4 * GB))
 
     assert not any("--offload" in what for what in on_cpu)
     assert {remedy.fits for remedy in on_cpu.values()} == {None}
@@ -174,8 +174,8 @@ def test_words(monkeypatch: Any) -> None:
     """Every number, and what to do, in one block."""
     shortage = replace(
         DDP,
-        told=replace(TOLD, others_bytes=5 * GB),
-        categories=held(parameters=2, gradients=2, optimizer_state=4, activations=2.5),
+        message=replace(TOLD, others_bytes=5 * GB),
+        categories=sizes(parameters=2, gradients=2, optimizer_state=4, activations=2.5),
     )
     lines = block(shortage).splitlines()
 
@@ -193,14 +193,16 @@ def test_words(monkeypatch: Any) -> None:
         "head.weight 1.0 GB (parameters)"
     )
     assert "no state yet" not in block(shortage)
-    assert "no state yet" in block(replace(shortage, categories=held(parameters=2)))
+    assert "no state yet" in block(replace(shortage, categories=sizes(parameters=2)))
     assert lines[5].endswith("predicted from what this rank held, 2.0 GB lack")
     assert lines[6].split() == [
         "half", "the", "batch", "-2.8", "GB", "fits", "half", "of", "the", "activations",
     ]  # fmt: skip
     assert lines[-1] == MORE
     assert "one tensor larger" not in block(shortage)
-    assert "one tensor larger" in block(replace(shortage, told=replace(TOLD, asked_bytes=41 * GB)))
+    assert "one tensor larger" in block(
+        replace(shortage, message=replace(TOLD, asked_bytes=41 * GB))
+    )
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert " GB" not in block(shortage)
 
@@ -209,7 +211,7 @@ def test_words_where_the_rank_could_not_be_asked() -> None:
     """What the message says is told all the same."""
     message = OomMessage("NCCL", DEVICE, 4 * GB)
 
-    assert unmeasured(3, message, "the rank has ended") == (
+    assert block_without_report(3, message, "the rank has ended") == (
         "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "
         "the rank has ended"
     )

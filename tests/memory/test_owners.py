@@ -10,7 +10,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.memory.rank.owners import Owner, owners
+from nbdist.memory.rank.owners import StorageOwner, owners
 from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
 from tests.support.torch_ranks import TorchRanks
 
@@ -60,7 +60,7 @@ def test_each_part_of_a_training_has_its_owner_once(names: dict[str, Any]) -> No
     assert of(UNKNOWN)["batch"] == 36
     assert len({(owner.device, owner.address) for owner in all_owners}) == len(all_owners)
     weight = model[0].weight
-    assert Owner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in all_owners
+    assert StorageOwner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in all_owners
 
 
 def test_tied_weights_count_once(names: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbdist.memory.call_site import innermost_library, innermost_own, is_own, written
+from nbdist.memory.call_site import frame_text, innermost_library, innermost_own, is_own
 from nbdist.memory.peak import Bytes, peaks, sites, when, worst
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -16,7 +16,7 @@ from nbdist.memory.snapshot import (
     OPTIMIZER,
     PARAMETER,
     STEPPING,
-    Frame,
+    AllocationFrame,
     Phase,
     Reserved,
     Segment,
@@ -25,9 +25,11 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.timeline import is_in_use
 from tests.support.drawn_memory import Piece, random_blocks, rank_memory, training
 
-OWN = Frame("cell 2", 7, "forward")
-OUTER = Frame("/srv/me/train.py", 90, "main")
-LIBRARY = Frame("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward")
+OWN = AllocationFrame("cell 2", 7, "forward")
+OUTER = AllocationFrame("/srv/me/train.py", 90, "main")
+LIBRARY = AllocationFrame(
+    "/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward"
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -36,7 +38,7 @@ def test_parts_are_as_counted_by_hand(seed: int) -> None:
     columns = random_blocks(200, seed)
     rank = replace(rank_memory(3, [], 10_000, stacks=((OWN,), (), (LIBRARY,))), blocks=columns)
     (peak,) = peaks(Snapshot((rank,)))
-    for parts, moment in ((peak.parts, peak.time_ns), (peak.held, 10_000)):
+    for parts, moment in ((peak.parts, peak.time_ns), (peak.at_end, 10_000)):
         sums: Counter[tuple[int, bool]] = Counter()
         for at in np.flatnonzero(is_in_use(columns, moment)):
             what = int(columns.category[at]), bool(columns.is_exact[at])
@@ -67,7 +69,7 @@ def test_blocks_of_one_line_are_one_site() -> None:
     )
     (peak,) = peaks(Snapshot((rank,)))
 
-    rows = [(s.size_bytes, s.count, s.is_exact, s.operator, s.own, s.via) for s in peak.sites]
+    rows = [(s.size_bytes, s.count, s.is_exact, s.operator, s.line, s.via) for s in peak.sites]
     assert rows == [
         (1000, 1, True, "", None, None),
         (30, 2, False, "aten::mm", OWN, LIBRARY),
@@ -154,7 +156,7 @@ def test_ranks_without_blocks_have_no_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "own"),
+    ("file", "is_users"),
     [
         ("cell 3", True),
         ("/srv/me/train.py", True),
@@ -171,17 +173,17 @@ def test_ranks_without_blocks_have_no_peak() -> None:
 )
 def test_whose_a_line_is(file: str, *, is_users: bool) -> None:
     """The user's is what no package installed."""
-    assert is_own(Frame(file, 1, "f")) is is_users
+    assert is_own(AllocationFrame(file, 1, "f")) is is_users
 
 
 def test_how_lines_are_written() -> None:
     """Short, with the line where it is known."""
-    assert written(OUTER) == "train.py:90 main"
-    assert written(OWN) == "cell 2:7 forward"
-    assert written(LIBRARY) == "nn/modules/linear.py:134 forward"
-    assert written(Frame("C:\\me\\a.py", 3, "f")) == "a.py:3 f"
-    assert written(Frame("a.py", 3, "f", is_line_known=False)) == "a.py f"
-    assert written(None) == "-"
+    assert frame_text(OUTER) == "train.py:90 main"
+    assert frame_text(OWN) == "cell 2:7 forward"
+    assert frame_text(LIBRARY) == "nn/modules/linear.py:134 forward"
+    assert frame_text(AllocationFrame("C:\\me\\a.py", 3, "f")) == "a.py:3 f"
+    assert frame_text(AllocationFrame("a.py", 3, "f", is_line_known=False)) == "a.py f"
+    assert frame_text(None) == "-"
     assert innermost_own((LIBRARY, OWN, OUTER)) == OWN
     assert innermost_own((LIBRARY,)) is None
     assert innermost_library((OWN, LIBRARY)) is None

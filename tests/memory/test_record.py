@@ -210,7 +210,9 @@ def test_allocations_have_the_line_of_their_forward(record: Record) -> None:
     for operator, stack in zip(memory.blocks.operator, memory.blocks.stack, strict=True):
         if operator >= 0 and stack >= 0:
             frames = [frame for frame in memory.stacks[stack] if frame.function == "cell"]
-            lines[memory.names[operator]] |= {(frame.line - first, frame.is_line_known) for frame in frames}
+            lines[memory.names[operator]] |= {
+                (frame.line - first, frame.is_line_known) for frame in frames
+            }
 
     assert lines["aten::ones"] == {(1, True)}
     assert lines["aten::linear"] == lines["AddmmBackward0"] == {(1, True)}

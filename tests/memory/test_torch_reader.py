@@ -16,8 +16,8 @@ from nbdist.memory.snapshot import (
     CATEGORIES,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     RankMemory,
     Segment,
@@ -73,10 +73,10 @@ def test_gpu_by_hand() -> None:
         (28 * MIB, 3 * MIB, 8_000, STAYS),
     ]
     stacks = [memory.stacks[p] if p >= 0 else () for p in memory.blocks.stack]
-    line5, main = Frame("train.py", 5, "train"), Frame("train.py", 1, "main")
+    line5, main = AllocationFrame("train.py", 5, "train"), AllocationFrame("train.py", 1, "main")
     assert stacks == [
-        (), (Frame("train.py", 3, "load"),), (line5, main), (line5,),
-        (Frame("train.py", 9, "train"),),
+        (), (AllocationFrame("train.py", 3, "load"),), (line5, main), (line5,),
+        (AllocationFrame("train.py", 9, "train"),),
     ]  # fmt: skip
     assert set(memory.blocks.category) == {UNKNOWN}
     assert not memory.blocks.is_exact.any()
@@ -86,7 +86,7 @@ def test_gpu_by_hand() -> None:
     )
     assert memory.reserved.time_ns.tolist() == [0, 2_000]
     assert memory.reserved.size_bytes.tolist() == [20 * MIB, 22 * MIB]
-    place = memory.stacks.index((Frame("train.py", 11, "train"),))
+    place = memory.stacks.index((AllocationFrame("train.py", 11, "train"),))
     assert memory.failures == (OutOfMemory(10_000, 2**40, 5 * MIB, place),)
     assert memory.problem == ""
 
@@ -137,7 +137,7 @@ def test_old_torch_without_addresses_times_and_frames() -> None:
     assert rows(memory) == [
         (2024, 2048, BEFORE, STAYS), (4072, 1024, 0, STAYS), (1000, 1024, 1_000, 3_000),
     ]  # fmt: skip
-    assert memory.stacks == ((Frame("train.py", 4, "train"),),)
+    assert memory.stacks == ((AllocationFrame("train.py", 4, "train"),),)
     assert memory.segments == (Segment(1000, 4096, 3072, 0, "small"),)
     assert memory.problem == NO_TIMES
 
@@ -251,7 +251,9 @@ def test_blocks_that_stay_have_their_colour_in_an_event(seed: int) -> None:
     b = memory.blocks
     (events,) = to_torch(memory)["device_traces"]
 
-    categories = {event["addr"]: event["category"] for event in events if event["action"] == "alloc"}
+    categories = {
+        event["addr"]: event["category"] for event in events if event["action"] == "alloc"
+    }
     stays = np.flatnonzero(b.end_ns == STAYS)
     assert {a: categories[a] for a in b.address[stays].tolist()} == {
         int(b.address[i]): CATEGORIES[b.category[i]] for i in stays
@@ -292,7 +294,9 @@ def test_one_address_used_twice_in_one_moment() -> None:
     )
     events = to_torch(RankMemory(0, "", "cpu", blocks))["device_traces"][0]
 
-    changes = [(e["action"], e["size"]) for e in events if e["action"] in {"alloc", "free_completed"}]
+    changes = [
+        (e["action"], e["size"]) for e in events if e["action"] in {"alloc", "free_completed"}
+    ]
     assert changes == [
         ("alloc", 1), ("free_completed", 1), ("alloc", 2), ("free_completed", 2), ("alloc", 3),
         ("free_completed", 3), ("alloc", 4),
@@ -305,7 +309,10 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         inner = value.items()
     elif isinstance(value, (list, tuple)):
         inner = enumerate(value)
-    return [path, *(inner_path for key, value in inner for inner_path in _paths(value, (*path, key)))]
+    return [
+        path,
+        *(inner_path for key, value in inner for inner_path in _paths(value, (*path, key))),
+    ]
 
 
 def _with(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -342,7 +349,7 @@ _TRACE = ("device_traces", 0)
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "expected"),
     [
         (
             ("segments", 0, "blocks", 1, "size"), "8",
@@ -355,7 +362,9 @@ _TRACE = ("device_traces", 0)
         pytest.param((*_TRACE, 0, "action"), HUGE, "(of 20001 bits), not a text", id="huge text"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_its_place(path: tuple[Any, ...], value: Any, expected: str) -> None:
+def test_what_is_wrong_is_told_with_its_place(
+    path: tuple[Any, ...], value: Any, expected: str
+) -> None:
     """The place reads like Python."""
     with pytest.raises(SnapshotError) as caught:
         of_torch(_with(GPU, path, value))

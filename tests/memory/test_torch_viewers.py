@@ -38,7 +38,9 @@ def test_torch_reads_it(tmp_path: Path, memory: RankMemory) -> None:
     assert len(re.findall(r"^\w+ = \w+\[", trace, re.MULTILINE)) == allocation_count
     assert trace.count("raise OutOfMemoryError") == len(memory.failures)
     flames = viz.memory(data, format_flamegraph=lambda lines: lines)
-    active_bytes = sum(int(line.rsplit(" ", 1)[1]) for line in flames.splitlines() if ";active_" in line)
+    active_bytes = sum(
+        int(line.rsplit(" ", 1)[1]) for line in flames.splitlines() if ";active_" in line
+    )
     assert active_bytes == used
     for place in np.unique(b.stack[stays & (b.stack >= 0)]):
         frame = memory.stacks[place][0]

@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
     CATEGORIES,
     PARAMETER,
     STAYS,
-    Frame,
+    AllocationFrame,
     OutOfMemory,
     RankMemory,
     Segment,
@@ -133,7 +133,7 @@ def test_one_moment_has_no_times() -> None:
 
 def test_failures_losses_and_other_counts_are_told() -> None:
     """Each with its numbers, below the tables; the picture marks what failed."""
-    stack = (Frame("cell 2", 9, "forward"),)
+    stack = (AllocationFrame("cell 2", 9, "forward"),)
     rank = replace(
         training().ranks[0],
         stacks=(*training().ranks[0].stacks, stack),
@@ -210,7 +210,10 @@ def test_the_page_packs_every_block() -> None:
     for place, rank in enumerate(snapshot.ranks):
         blocks_of_rank = rank.blocks
         for i in range(len(blocks_of_rank)):
-            names = [rank.names[at] if at >= 0 else "" for at in (blocks_of_rank.name[i], blocks_of_rank.operator[i])]
+            names = [
+                rank.names[at] if at >= 0 else ""
+                for at in (blocks_of_rank.name[i], blocks_of_rank.operator[i])
+            ]
             start, end = max(0, int(blocks_of_rank.start_ns[i])), int(blocks_of_rank.end_ns[i])
             lines = []
             if blocks_of_rank.stack[i] >= 0:
@@ -221,7 +224,9 @@ def test_the_page_packs_every_block() -> None:
                 ]
             code = 2 * int(blocks_of_rank.category[i]) + bool(blocks_of_rank.is_exact[i])
             life = 0 if end == STAYS else end - start
-            expected.append((place, start, life, int(blocks_of_rank.size_bytes[i]), code, *names, lines))
+            expected.append(
+                (place, start, life, int(blocks_of_rank.size_bytes[i]), code, *names, lines)
+            )
 
     assert packed_blocks == expected
     assert head["merged"] == 0
@@ -244,7 +249,9 @@ def test_a_million_blocks_are_merged_and_it_says_so() -> None:
     last = [(r // 2) * (-1 if r % 2 else 1) for r in head["rest"][: head["restFirsts"][1]]]
     first_rank = slice(*head["firsts"][:2])
     stays = [
-        size for size, life in zip(head["size"][first_rank], head["life"][first_rank], strict=True) if not life
+        size
+        for size, life in zip(head["size"][first_rank], head["life"][first_rank], strict=True)
+        if not life
     ]
     recorded = snapshot.ranks[0].blocks
 
@@ -280,7 +287,10 @@ BAD = {
                 0,
                 [Piece(9, i, 80, i % 8, name=i, operator=4 - i, stack=i % 2) for i in range(5)],
                 names=STRANGE,
-                stacks=((Frame(MARKUP, 1, "$"), Frame("x" * 900, 2, "f" * 900)), ()),
+                stacks=(
+                    (AllocationFrame(MARKUP, 1, "$"), AllocationFrame("x" * 900, 2, "f" * 900)),
+                    (),
+                ),
                 problem=MARKUP + "\n" + "x" * 3000,
             ),
         ),
@@ -341,7 +351,9 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
     ranks = []
     for rank in snapshot.ranks:  # what is guessed has other bytes and other times
         blocks_of_rank, guessed = rank.blocks, ~rank.blocks.is_exact
-        size = np.where(guessed, blocks_of_rank.size_bytes * (3 - rank.rank), blocks_of_rank.size_bytes)
+        size = np.where(
+            guessed, blocks_of_rank.size_bytes * (3 - rank.rank), blocks_of_rank.size_bytes
+        )
         ranks.append(replace(rank, blocks=replace(blocks_of_rank, size_bytes=size), duration_ns=7))
     first, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
 

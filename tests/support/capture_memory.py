@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbdist
 from nbdist.memory import file as memory_file
-from nbdist.memory.snapshot import Frame, RankMemory
+from nbdist.memory.snapshot import AllocationFrame, RankMemory
 from nbdist.notebook.notebook import NOTEBOOK
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
@@ -78,7 +78,7 @@ def _anonymous(rank: RankMemory) -> RankMemory:
     return replace(rank, host="host", stacks=stacks)
 
 
-def _frame(frame: Frame) -> Frame:
+def _frame(frame: AllocationFrame) -> AllocationFrame:
     return replace(frame, file=_BEFORE.sub(r"/python/\1/", frame.file))
 
 

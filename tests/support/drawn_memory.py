@@ -25,8 +25,8 @@ from nbdist.memory.snapshot import (
     STEPPING,
     TEMPORARY,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     Phase,
     RankMemory,
     Reserved,
@@ -120,7 +120,7 @@ class _Training:
     now: int = 0
     pieces: list[Piece] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    stacks: list[tuple[AllocationFrame, ...]] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     step_ends_ns: list[int] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ class _Training:
             self.names.append(text)
         return self.names.index(text)
 
-    def stack(self, *frames: Frame) -> int:
+    def stack(self, *frames: AllocationFrame) -> int:
         """Its place in stacks."""
         if frames not in self.stacks:
             self.stacks.append(frames)
@@ -143,8 +143,10 @@ class _Training:
 
     def piece(self, size_bytes: int, category: int, operator: str, line: int, **more) -> int:
         """Allocate now; returns its place, so that it can be freed."""
-        via = Frame(f"{_TORCH}/nn/modules/linear.py", 134, "forward")
-        stack = self.stack(via, Frame(_CELL, line, "forward"), Frame(_CELL, 40, "<module>"))
+        via = AllocationFrame(f"{_TORCH}/nn/modules/linear.py", 134, "forward")
+        stack = self.stack(
+            via, AllocationFrame(_CELL, line, "forward"), AllocationFrame(_CELL, 40, "<module>")
+        )
         self.pieces.append(
             Piece(
                 size_bytes,
@@ -191,9 +193,16 @@ def _rank(
     weights = [f"h.{layer}.{what}" for layer in range(layers) for what in ("attn.w", "mlp.w")]
     for at, weight in enumerate(weights):
         builder.pieces.append(
-            Piece(width * (1 + at % 2), category=PARAMETER, name=builder.name(weight), address=at << 30)
+            Piece(
+                width * (1 + at % 2),
+                category=PARAMETER,
+                name=builder.name(weight),
+                address=at << 30,
+            )
         )
-    builder.pieces.append(Piece(width // 8, category=BUFFER, name=builder.name("mask"), address=1 << 40))
+    builder.pieces.append(
+        Piece(width // 8, category=BUFFER, name=builder.name("mask"), address=1 << 40)
+    )
     builder.pieces.append(Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41))
     gradients: list[int] = []
     for step in range(steps):
@@ -217,13 +226,17 @@ def _rank(
     )
 
 
-def _step(builder: _Training, rank: int, step: int, weights: Sequence[str], width: int) -> list[int]:
+def _step(
+    builder: _Training, rank: int, step: int, weights: Sequence[str], width: int
+) -> list[int]:
     """Forward, backward, the optimizer's step; returns the gradients' places."""
     activations = []
     for at, _ in enumerate(weights):
         size = width * (5 + rank) // (4 - at % 2)
         activations.append(builder.piece(size, ACTIVATION, "aten::addmm", 12 + at % 2))
-        activations += [builder.piece(size // 9, ACTIVATION, "aten::native_dropout", 14) for _ in range(3)]
+        activations += [
+            builder.piece(size // 9, ACTIVATION, "aten::native_dropout", 14) for _ in range(3)
+        ]
         builder.free(builder.piece(size // 2, TEMPORARY, "aten::gelu", 16))
     began, gradients = builder.tick(), []
     for at, weight in reversed(list(enumerate(weights))):
@@ -307,12 +320,14 @@ def _many(count: int, rank: int, seed: int) -> RankMemory:
 
 
 @cache
-def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
+def _texts() -> tuple[tuple[tuple[AllocationFrame, ...], ...], tuple[str, ...]]:
     """Stacks and names that cannot be compressed."""
     random = np.random.default_rng(0)
     stacks = tuple(
         tuple(
-            Frame(f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward")
+            AllocationFrame(
+                f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward"
+            )
             for depth in range(12)
         )
         for number in random.integers(0, 2**48, 3000)

@@ -27,14 +27,14 @@ def advice(ranks: Ranks, note: Callable[[int], object], failure: RankFailure) ->
     message = oom_message.parse_oom(failure.name, failure.message)
     if message is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
         return ""
-    report, why = _asked(ranks, failure.rank)
+    report, why = _ask(ranks, failure.rank)
     if report is not None:
         note(failure.rank)
         return oom_text.block(report)
-    return "" if message is None else oom_text.unmeasured(failure.rank, message, why)
+    return "" if message is None else oom_text.block_without_report(failure.rank, message, why)
 
 
-def _asked(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:
+def _ask(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:
     """What a rank knows, or why nothing is known."""
     if not ranks.is_connected(rank):
         return None, "the rank has ended"

@@ -45,8 +45,8 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
     def __init__(self, ranks: Ranks, variables: Variables):
         super().__init__(ranks, variables, SUBJECT)
-        self._kept: dict[str, Snapshot] = {}
-        self._short: tuple[int, ...] = ()  # ranks whose memory has run out since
+        self._by_name: dict[str, Snapshot] = {}
+        self._oom_ranks: tuple[int, ...] = ()  # ranks whose memory has run out since
 
     def now(self, ranks: str | Sequence[int] | None = None) -> Snapshot:
         """Whose the memory of ranks is at this moment, without a history. It is not kept.
@@ -65,12 +65,12 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
         snapshot = super().finish()
-        self._short = ()
+        self._oom_ranks = ()
         return snapshot
 
     def note_shortage(self, rank: int) -> None:
         """The memory of a rank has run out: it has noted what was in use, and is asked for it."""
-        self._short = tuple(sorted({*self._short, rank}))
+        self._oom_ranks = tuple(sorted({*self._oom_ranks, rank}))
 
     def advice(self, failure: RankFailure) -> str:
         """What to do about a shortage of memory; what was in use then is shown next."""
@@ -81,8 +81,8 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
         If memory has run out since, it is what was in use then on those ranks.
         """
-        if self._short:
-            short, self._short = self._short, ()
+        if self._oom_ranks:
+            short, self._oom_ranks = self._oom_ranks, ()
             self._last = self._joined(self._taken(finish_memory, short))
         return self.now() if self._last is None else self._last
 
@@ -94,21 +94,21 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """
         if not name.isidentifier():
             raise OptionError(f"{name!r} is no name: letters, digits and _, no digit first.")
-        self._kept[name] = snapshot
+        self._by_name[name] = snapshot
 
-    def kept(self, name: str) -> Snapshot:
+    def find(self, name: str) -> Snapshot:
         """What is kept under a name, or else saved in a folder of that name.
 
         Raises:
             OptionError: If there is neither.
             SnapshotError: If the folder's files cannot be read.
         """
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._by_name:
+            return self._by_name[name]
         folder = Path(name).expanduser()
         if folder.is_dir():
             return memory_file.read_folder(folder)
-        names = ", ".join(sorted(self._kept)) or "nothing yet (%dist_memory --keep NAME)"
+        names = ", ".join(sorted(self._by_name)) or "nothing yet (%dist_memory --keep NAME)"
         raise OptionError(
             f"Nothing is kept as {name!r}, and there is no folder of that name. Kept: {names}."
         )

@@ -17,12 +17,12 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nbdist.memory.blocks import Event, pair_events
-from nbdist.memory.categories import Claim, categorised, with_foreign
+from nbdist.memory.categories import Claim, categorise, with_foreign
 from nbdist.memory.rank import profiler_tree
-from nbdist.memory.rank.marks import Marks, merged
-from nbdist.memory.rank.owners import Owner, live_storages
-from nbdist.memory.rank.profiler_tree import MARK, History
-from nbdist.memory.rank.storage_frees import Ends
+from nbdist.memory.rank.marks import Marks, merge_phases
+from nbdist.memory.rank.owners import StorageOwner, live_storages
+from nbdist.memory.rank.profiler_tree import MARK, ProfilerHistory
+from nbdist.memory.rank.storage_frees import StorageFrees
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.recording.rank.steps import QUIET, is_profiling
 from nbdist.rpc.rank import crash_files
@@ -42,7 +42,7 @@ class CpuRecorder:
         self.problem = ""
         self._options = options
         self._numbers = itertools.count()
-        self._ends = Ends()
+        self._ends = StorageFrees()
         self._profiler: profile | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
 
@@ -90,10 +90,10 @@ class CpuRecorder:
             return memory
         history = _history(self._profiler)
         self._profiler = None
-        return assembled(history, marks, memory, self._ends.events(), self._options.most_events)
+        return assemble(history, marks, memory, self._ends.events(), self._options.most_events)
 
 
-def _history(profiler: profile) -> History:
+def _history(profiler: profile) -> ProfilerHistory:
     """What the profiler has seen.
 
     Private: the tree is the only place where allocations have their stacks. Without it they come
@@ -110,7 +110,7 @@ def _history(profiler: profile) -> History:
     return of_chrome(whole["traceEvents"], int(whole.get("baseTimeNanoseconds", 0)))
 
 
-def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> History:
+def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> ProfilerHistory:
     """What a trace for Chrome says of the CPU's memory: no stacks, and no operators.
 
     Args:
@@ -129,11 +129,11 @@ def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> History:
             end_ns = time_ns + round(float(event.get("dur", 0)) * 1000)
             backwards.append(Phase(BACKWARD, time_ns, end_ns))
     allocations.sort(key=lambda allocation: allocation.time_ns)
-    return History(tuple(allocations), tuple(backwards), marks_ns, problem=NO_TREE)
+    return ProfilerHistory(tuple(allocations), tuple(backwards), marks_ns, problem=NO_TREE)
 
 
-def assembled(
-    history: History,
+def assemble(
+    history: ProfilerHistory,
     marks: Marks,
     memory: RankMemory,
     ends: Sequence[Event],
@@ -174,16 +174,16 @@ def assembled(
         duration_ns=max(1, duration_ns),
         stacks=history.stacks,
         names=history.names,
-        phases=merged([*backwards, *marks.stepping(times)]),
+        phases=merge_phases([*backwards, *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
         lost=lost,
         version=memory.version,
         problem=history.problem,
     )
-    return categorised(with_foreign(recorded, claims), claims)
+    return categorise(with_foreign(recorded, claims), claims)
 
 
-def of_now(owners: Iterable[Owner], memory: RankMemory) -> RankMemory:
+def of_now(owners: Iterable[StorageOwner], memory: RankMemory) -> RankMemory:
     """Who owns the memory at this moment, without a history."""
     on_cpu = [owner for owner in owners if owner.device == DEVICE]
     blocks, _ = pair_events([(owner.address, owner.size_bytes) for owner in on_cpu], (), 0)
@@ -194,4 +194,4 @@ def of_now(owners: Iterable[Owner], memory: RankMemory) -> RankMemory:
         memory.rank, memory.host, DEVICE, blocks,
         limit_bytes=memory.limit_bytes, version=memory.version,
     )  # fmt: skip
-    return categorised(current, claims)
+    return categorise(current, claims)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from nbdist.core.rank import this_rank
-from nbdist.memory.categories import Claim, categorised
-from nbdist.memory.rank.marks import Marks, merged
-from nbdist.memory.rank.owners import Owner
-from nbdist.memory.rank.profiler_tree import shown
+from nbdist.memory.categories import Claim, categorise
+from nbdist.memory.rank.marks import Marks, merge_phases
+from nbdist.memory.rank.owners import StorageOwner
+from nbdist.memory.rank.profiler_tree import visible_stacks
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.memory.torch_reader import of_torch
 from nbdist.rpc.rank import crash_files
@@ -89,13 +89,15 @@ class CudaRecorder:
         if self._snapshot is None:
             return memory
         snapshot, self._snapshot = self._snapshot, None
-        clock = Clock(self._times_ns[marks.first], tuple(self._times_ns), self._backwards.found)
-        described = replace(memory, **{**_described(self._device), **self._rest})
-        return assembled(snapshot, marks, described, clock, self._device)
+        clock = RecordingClock(
+            self._times_ns[marks.first], tuple(self._times_ns), self._backwards.spans_ns
+        )
+        described = replace(memory, **{**_device_fields(self._device), **self._rest})
+        return assemble(snapshot, marks, described, clock, self._device)
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class RecordingClock:
     """When things were, by the host's clock, as the allocator's history has it.
 
     Attributes:
@@ -127,22 +129,22 @@ class _Backwards:
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
+        self.spans_ns: list[tuple[int, int]] = []
         self._depth = 0
-        self._own: dict[str, Callable[..., Any]] = {}
-        self._before: dict[str, Callable[..., Any]] = {}
+        self._replacements: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Callable[..., Any]] = {}
 
     def watch(self) -> None:
         """Replace the functions that run a backward, until `leave`."""
         for name in _BACKWARDS:
-            self._before[name] = getattr(torch.autograd, name)
-            self._own[name] = self._around(self._before[name])
-            setattr(torch.autograd, name, self._own[name])
+            self._originals[name] = getattr(torch.autograd, name)
+            self._replacements[name] = self._around(self._originals[name])
+            setattr(torch.autograd, name, self._replacements[name])
 
     def leave(self) -> None:
         """Put back what was there, unless somebody else has replaced it meanwhile."""
-        for name, before in self._before.items():
-            if getattr(torch.autograd, name) is self._own[name]:
+        for name, before in self._originals.items():
+            if getattr(torch.autograd, name) is self._replacements[name]:
                 setattr(torch.autograd, name, before)
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +158,7 @@ class _Backwards:
                 return call(*args, **kwargs)
             finally:
                 self._depth -= 1
-                self.found.append((start, time.time_ns()))
+                self.spans_ns.append((start, time.time_ns()))
 
         return run
 
@@ -204,11 +206,11 @@ def _trace(snapshot: Mapping[str, Any], index: int) -> list[Any]:
     return list(traces[index]) if index < len(traces) else []
 
 
-def assembled(
+def assemble(
     snapshot: Mapping[str, Any],
     marks: Marks,
     memory: RankMemory,
-    clock: Clock,
+    clock: RecordingClock,
     device: torch.device,
 ) -> RankMemory:
     """The rank's memory from torch's snapshot and what the objects claimed.
@@ -234,14 +236,14 @@ def assembled(
         reserved_peak_bytes=memory.reserved_peak_bytes,
         lost=memory.lost,
         version=memory.version,
-        phases=merged([*clock.backwards(), *marks.stepping(times)]),
+        phases=merge_phases([*clock.backwards(), *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
     )
-    return categorised(recorded, list(marks.claims(times, str(device))))
+    return categorise(recorded, list(marks.claims(times, str(device))))
 
 
 def of_now(
-    owners: Iterable[Owner], memory: RankMemory, before: Mapping[str, Any] | None = None
+    owners: Iterable[StorageOwner], memory: RankMemory, before: Mapping[str, Any] | None = None
 ) -> RankMemory:
     """Whose the memory is at this moment, without a history.
 
@@ -258,24 +260,24 @@ def of_now(
     current = of_torch(
         segments_only, rank=memory.rank, host=memory.host, device_index=device.index or 0
     )
-    current = replace(_with_cells(current), **_described(device), version=memory.version)
-    return categorised(current, list(_claims(owners, str(device))))
+    current = replace(_with_cells(current), **_device_fields(device), version=memory.version)
+    return categorise(current, list(_claims(owners, str(device))))
 
 
-def _claims(owners: Iterable[Owner], device: str) -> Iterator[Claim]:
+def _claims(owners: Iterable[StorageOwner], device: str) -> Iterator[Claim]:
     for owner in owners:
         if owner.device == device:
             yield Claim(0, owner.address, owner.size_bytes, owner.category, owner.name)
 
 
-def _described(device: torch.device) -> dict[str, Any]:
+def _device_fields(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {"device_name": str(properties.name), "limit_bytes": int(properties.total_memory)}
 
 
 def _with_cells(memory: RankMemory) -> RankMemory:
     """With stacks as they are shown: cells by their numbers, without lines that say nothing."""
-    stacks, places = shown(memory.stacks, crash_files.cells)
+    stacks, places = visible_stacks(memory.stacks, crash_files.cells)
     # The last entry stands for a place of -1: not known.
     blocks = replace(memory.blocks, stack=places[memory.blocks.stack])
     failures = tuple(

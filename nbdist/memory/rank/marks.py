@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.memory.categories import Claim
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import BACKWARD, STEPPING, Phase
 
 
@@ -23,8 +23,8 @@ class Marks:
     """
 
     first: int = 0
-    before: tuple[Owner, ...] = ()
-    owners: list[tuple[int, tuple[Owner, ...]]] = field(default_factory=list)
+    before: tuple[StorageOwner, ...] = ()
+    owners: list[tuple[int, tuple[StorageOwner, ...]]] = field(default_factory=list)
     steppings: list[tuple[int, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Marks:
         return tuple(times_ns[number] for number in self.ends if number in times_ns)
 
 
-def merged(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+def merge_phases(phases: Iterable[Phase]) -> tuple[Phase, ...]:
     """In order, none over another: a backward within an optimizer's step (a closure's) stays one.
 
     A step of an optimizer within another's, or in a backward (hooks that step), is part of it.

@@ -22,7 +22,7 @@ from nbdist.errors import OptionError
 from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
 from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, OomReport
 from nbdist.memory.rank import owners, record, saved_tensors
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, RankMemory
 from nbdist.memory.snapshot import UNKNOWN as NO_CATEGORY
 from nbdist.parallel import live_models, registry
@@ -37,7 +37,7 @@ _PHASES = (
 )
 
 
-def noted(
+def make_report(
     message: OomMessage, error: BaseException, before: Mapping[str, Any] | None = None
 ) -> OomReport:
     """What there is to say of a shortage; memory.rank.record keeps the memory as it is.
@@ -50,7 +50,7 @@ def noted(
     limit, free = 0, message.free_bytes
     try:
         limit, free = _room(message)
-        memory = _taken(error, before)
+        memory = _named_memory(error, before)
         record.keep(memory)
         return _shortage(message, error, memory, (limit, free))
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
@@ -70,7 +70,7 @@ def _shortage(
     prepared = registry.prepared()
     return OomReport(
         rank=memory.rank,
-        told=message,
+        message=message,
         phase=_phase(error),
         categories=tuple(categories),
         holders=tuple(_holders(memory)),
@@ -101,7 +101,7 @@ def _holders(memory: RankMemory) -> list[Holder]:
     return sorted(every, key=lambda holder: -holder.size_bytes)[:MOST_HOLDERS]
 
 
-def _taken(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
+def _named_memory(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
     """What is in use, with names for what frames and graphs hold."""
     names = dict(_locals(error))
     saved = dict(_graphs())
@@ -111,17 +111,17 @@ def _taken(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory
         key = (owner.device, owner.address)
         owned_keys.add(key)
         operation = saved[key][1] if key in saved else ""
-        name = owner.name or names.get(key) or _kept_for(operation)
+        name = owner.name or names.get(key) or _saved_for(operation)
         owned.append(owner if name == owner.name else replace(owner, name=name))
     owned += [
-        Owner(address, size, NO_CATEGORY, _kept_for(operation), device)
+        StorageOwner(address, size, NO_CATEGORY, _saved_for(operation), device)
         for (device, address), (size, operation) in saved.items()
         if (device, address) not in owned_keys
     ]
-    return _with_activations(record.taken(owned, before), {address for _, address in saved})
+    return _with_activations(record.memory_in_use(owned, before), {address for _, address in saved})
 
 
-def _kept_for(operation: str) -> str:
+def _saved_for(operation: str) -> str:
     return f"kept for {operation}" if operation else ""
 
 
@@ -137,7 +137,7 @@ def _with_activations(memory: RankMemory, saved_addresses: set[int]) -> RankMemo
 
 def _graphs() -> Iterator[tuple[tuple[str, int], tuple[int, str]]]:
     """(device, address) -> (bytes, operation) of what autograd keeps."""
-    for tensor, operation in saved_tensors.saved(live_models.live(torch.Tensor)):
+    for tensor, operation in saved_tensors.saved_by_graphs(live_models.live(torch.Tensor)):
         for device, address, size in owners.storages(tensor):
             yield (device, address), (size, operation)
 

@@ -27,7 +27,7 @@ _PARALLEL = (DistributedDataParallel, torch.nn.DataParallel)
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class StorageOwner:
     """One storage and what holds it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Owner:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Collected:
     """What is known so far.
 
     Attributes:
@@ -55,30 +55,30 @@ class _Found:
         owners: By device and address.
         places: Those without an address.
         more: How many further tensors of the same category lie in a storage.
-        seen: Tensors that were looked at, by id.
+        visited: Tensors that were looked at, by id.
         names: Of parameters, by id.
         trained: Parameters, in order.
     """
 
     variables: Mapping[int, str]
     shards: Mapping[tuple[int, str], Any]
-    owners: dict[tuple[str, int], Owner] = field(default_factory=dict)
-    places: list[Owner] = field(default_factory=list)
+    owners: dict[tuple[str, int], StorageOwner] = field(default_factory=dict)
+    places: list[StorageOwner] = field(default_factory=list)
     more: dict[tuple[str, int], int] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
+    visited: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     trained: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, tensor: object, category: int, name: str) -> None:
         """Let a tensor own its storages, those that have no owner yet."""
-        if not isinstance(tensor, torch.Tensor) or id(tensor) in self.seen:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in self.visited:
             return
-        self.seen.add(id(tensor))
+        self.visited.add(id(tensor))
         for device, address, size_bytes in storages(tensor):
             key = device, address
             previous = self.owners.get(key)
             if previous is None:
-                self.owners[key] = Owner(address, size_bytes, category, name, device)
+                self.owners[key] = StorageOwner(address, size_bytes, category, name, device)
             elif previous.category == category != UNKNOWN and previous.name != name:
                 self.more[key] = self.more.get(key, 0) + 1
 
@@ -89,17 +89,17 @@ class _Found:
             self.trained.append(parameter)
         self.take(parameter, PARAMETER, name)
 
-    def all(self) -> tuple[Owner, ...]:
+    def all(self) -> tuple[StorageOwner, ...]:
         """In the order in which they were found."""
         return (*(self._named(key, owner) for key, owner in self.owners.items()), *self.places)
 
-    def _named(self, key: tuple[str, int], owner: Owner) -> Owner:
+    def _named(self, key: tuple[str, int], owner: StorageOwner) -> StorageOwner:
         """A flat storage is of several tensors: the first one's name, and how many more."""
         more = self.more.get(key)
         return owner if not more else replace(owner, name=f"{owner.name} and {more} more")
 
 
-def owners() -> tuple[Owner, ...]:
+def owners() -> tuple[StorageOwner, ...]:
     """What this rank's memory is for, as far as Python objects hold it. This rank alone.
 
     Parameters go before buffers, gradients, optimizers' state, what is gathered or sent, and what
@@ -111,10 +111,10 @@ def owners() -> tuple[Owner, ...]:
     modules = [
         module
         for module in objects
-        if issubclass(type(module), torch.nn.Module) and _is_made(module)
+        if issubclass(type(module), torch.nn.Module) and _is_initialised(module)
     ]
     optimizers = live_models.live_optimizers()
-    collected = _Found(live_models.variables(), ddp_fsdp.shards(modules))
+    collected = _Collected(live_models.variables(), ddp_fsdp.shards(modules))
     tensors = list(_of_models(collected.variables, modules))
     _take_models(collected, tensors)
     _take_optimizers(collected, optimizers)
@@ -133,7 +133,7 @@ def owners() -> tuple[Owner, ...]:
 _names: weakref.WeakKeyDictionary[Optimizer, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
-def of_optimizer(optimizer: Optimizer) -> tuple[Owner, ...]:
+def of_optimizer(optimizer: Optimizer) -> tuple[StorageOwner, ...]:
     """The same of what one optimizer steps: parameters, gradients, state. This rank alone.
 
     Much faster; all owners where the optimizer's parameters are not known yet.
@@ -142,7 +142,7 @@ def of_optimizer(optimizer: Optimizer) -> tuple[Owner, ...]:
     parameters = list(_stepped(optimizer))
     if any(id(parameter) not in names for parameter in parameters):
         return owners()
-    collected = _Found({}, {}, names=dict(names), trained=parameters)
+    collected = _Collected({}, {}, names=dict(names), trained=parameters)
     for parameter in parameters:
         collected.take(parameter, PARAMETER, names[id(parameter)])
     _take_optimizers(collected, [optimizer])
@@ -168,7 +168,7 @@ class _Place:
     is_parameter: bool
 
 
-def _is_made(module: torch.nn.Module) -> bool:
+def _is_initialised(module: torch.nn.Module) -> bool:
     """Whether its constructor has come far enough."""
     return hasattr(module, "_modules") and hasattr(module, "_parameters")
 
@@ -193,12 +193,12 @@ def _of_models(
 def _roots(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """The modules that are in no other, without what is around them: prepared ones first."""
     inner = {id(child) for module in modules for child in module.children()}
-    outermost = [_own(module) for module in modules if id(module) not in inner]
+    outermost = [_unwrapped(module) for module in modules if id(module) not in inner]
     first = [model.base for model in registry.prepared()]
     return list({id(module): module for module in [*first, *outermost]}.values())
 
 
-def _own(module: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     children = list(module.named_children())
     while len(children) == 1 and _is_around(module, children[0][0]):
         module = children[0][1]
@@ -236,7 +236,7 @@ def _walk(
         yield from _walk(child, path if _is_around(module, name) else f"{path}{name}.", visited)
 
 
-def _take_models(collected: _Found, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
+def _take_models(collected: _Collected, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
     for place, name, tensor in tensors:
         if place.is_parameter:
             _take_parameter(collected, place, name, tensor)
@@ -245,7 +245,7 @@ def _take_models(collected: _Found, tensors: list[tuple[_Place, str, torch.Tenso
             collected.take(tensor, BUFFER, name)
 
 
-def _take_optimizers(collected: _Found, optimizers: list[Optimizer]) -> None:
+def _take_optimizers(collected: _Collected, optimizers: list[Optimizer]) -> None:
     """Parameters that are in no module, all gradients, and state."""
     for optimizer in optimizers:
         _take_stepped(collected, optimizer)
@@ -256,7 +256,9 @@ def _take_optimizers(collected: _Found, optimizers: list[Optimizer]) -> None:
         _take_state(collected, optimizer)
 
 
-def _take_parameter(collected: _Found, place: _Place, name: str, parameter: torch.Tensor) -> None:
+def _take_parameter(
+    collected: _Collected, place: _Place, name: str, parameter: torch.Tensor
+) -> None:
     """A parameter; under fully_shard this rank's shard, with its padding."""
     shard = collected.shards.get((place.module, place.key))
     if shard is None:
@@ -268,7 +270,7 @@ def _take_parameter(collected: _Found, place: _Place, name: str, parameter: torc
         collected.take(gradient, GRADIENT, name)
 
 
-def _take_gathered(collected: _Found, place: _Place, name: str) -> None:
+def _take_gathered(collected: _Collected, place: _Place, name: str) -> None:
     """What fully_shard has gathered of a parameter from all ranks, while it is there."""
     shard = collected.shards.get((place.module, place.key))
     if shard is not None:
@@ -276,7 +278,7 @@ def _take_gathered(collected: _Found, place: _Place, name: str) -> None:
             collected.take(gathered, COMMUNICATION, name)
 
 
-def _take_stepped(collected: _Found, optimizer: Optimizer) -> None:
+def _take_stepped(collected: _Collected, optimizer: Optimizer) -> None:
     """Parameters that an optimizer has and no module."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -290,7 +292,7 @@ def _gradients(parameter: torch.Tensor) -> Iterator[Any]:
         yield parameter.grad
 
 
-def _take_state(collected: _Found, optimizer: Optimizer) -> None:
+def _take_state(collected: _Collected, optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         name = collected.names.get(id(parameter), "")
         for key, tensor in _inside(state):
@@ -314,7 +316,7 @@ def _inside(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _inside(item, name)
 
 
-def _take_buckets(collected: _Found, module: DistributedDataParallel) -> None:
+def _take_buckets(collected: _Collected, module: DistributedDataParallel) -> None:
     """DDP's buckets, unless gradients lie in them."""
     is_view = module.gradient_as_bucket_view
     if is_view and any(parameter.grad is not None for parameter in module.parameters()):
@@ -322,10 +324,10 @@ def _take_buckets(collected: _Found, module: DistributedDataParallel) -> None:
     device = str(next(module.parameters()).device)
     for number, size_bytes in enumerate(ddp_fsdp.bucket_sizes(module)):
         name = f"DDP bucket {number}"
-        collected.places.append(Owner(NOWHERE, size_bytes, COMMUNICATION, name, device))
+        collected.places.append(StorageOwner(NOWHERE, size_bytes, COMMUNICATION, name, device))
 
 
-def _take_rest(collected: _Found, tensors: list[torch.Tensor]) -> None:
+def _take_rest(collected: _Collected, tensors: list[torch.Tensor]) -> None:
     """Tensors without an owner, those that a variable means first."""
     tensors.sort(key=lambda tensor: id(tensor) not in collected.variables)
     for tensor in tensors:

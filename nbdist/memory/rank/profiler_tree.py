@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.memory.blocks import Event
-from nbdist.memory.snapshot import BACKWARD, Frame, Phase
+from nbdist.memory.snapshot import BACKWARD, AllocationFrame, Phase
 
 # Before the number of a mark.
 MARK = "nbdist memory "
@@ -39,7 +39,7 @@ _NOISE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class ProfilerHistory:
     """What a profiler has seen.
 
     Attributes:
@@ -53,7 +53,7 @@ class History:
     events: tuple[Event, ...]
     backwards: tuple[Phase, ...]
     marks_ns: Mapping[int, int]
-    stacks: tuple[tuple[Frame, ...], ...] = ()
+    stacks: tuple[tuple[AllocationFrame, ...], ...] = ()
     names: tuple[str, ...] = ()
     problem: str = ""
 
@@ -201,7 +201,7 @@ _STEPS = {
 }
 
 
-def read(roots: Iterable[Any], cells: Mapping[str, int]) -> History:
+def read(roots: Iterable[Any], cells: Mapping[str, int]) -> ProfilerHistory:
     """What the profiler's tree says of the CPU's memory.
 
     Args:
@@ -216,11 +216,11 @@ def read(roots: Iterable[Any], cells: Mapping[str, int]) -> History:
         children = node.children
         inner = reading.visit(node, children, within)
         todo.extend((child, inner) for child in reversed(children))
-    return History(
+    return ProfilerHistory(
         events=tuple(sorted(reading.events, key=lambda event: event.time_ns)),
         backwards=tuple(_backwards(reading)),
         marks_ns=reading.marks_ns,
-        stacks=tuple(reading.stacks.found),
+        stacks=tuple(reading.stacks.unique),
         names=tuple(reading.names),
     )
 
@@ -267,15 +267,15 @@ class Stacks:
     Attributes:
         cells: File name -> number, for the code of cells.
         links: Every call once.
-        found: Every stack once, innermost frame first.
+        unique: Every stack once, innermost frame first.
     """
 
     cells: Mapping[str, int]
     links: list[_Link] = field(default_factory=list)
-    found: list[tuple[Frame, ...]] = field(default_factory=list)
+    unique: list[tuple[AllocationFrame, ...]] = field(default_factory=list)
     _places: dict[_Link, int] = field(default_factory=dict)
-    _stacks: dict[tuple[Frame, ...], int] = field(default_factory=dict)
-    _known: dict[int, int] = field(default_factory=dict)
+    _stacks: dict[tuple[AllocationFrame, ...], int] = field(default_factory=dict)
+    _place_of_call: dict[int, int] = field(default_factory=dict)
     _files: dict[str, str] = field(default_factory=dict)
 
     def call(self, outer: int, file: str, line: int, function: str) -> int:
@@ -290,10 +290,10 @@ class Stacks:
         return self._place(_Link(call.outer, call.file, line, call.function, is_known=True))
 
     def place(self, link: int) -> int:
-        """The stack of a call, as a place in `found`; -1 where nothing of it is worth showing."""
-        place = self._known.get(link)
+        """The stack of a call, as a place in `unique`; -1 where nothing of it is worth showing."""
+        place = self._place_of_call.get(link)
         if place is None:
-            place = self._known[link] = self._new(link)
+            place = self._place_of_call[link] = self._new(link)
         return place
 
     def _new(self, link: int) -> int:
@@ -302,14 +302,14 @@ class Stacks:
             call = self.links[link]
             file = self._file(call.file)
             if file:
-                frames.append(Frame(file, call.line, call.function, call.is_known))
+                frames.append(AllocationFrame(file, call.line, call.function, call.is_known))
             link = call.outer
         if not frames:
             return -1
         stack = tuple(frames)
         if stack not in self._stacks:
-            self._stacks[stack] = len(self.found)
-            self.found.append(stack)
+            self._stacks[stack] = len(self.unique)
+            self.unique.append(stack)
         return self._stacks[stack]
 
     def _place(self, link: _Link) -> int:
@@ -325,14 +325,14 @@ class Stacks:
         return self._files[file]
 
 
-def shown(
-    stacks: Sequence[tuple[Frame, ...]], cells: Mapping[str, int]
-) -> tuple[tuple[tuple[Frame, ...], ...], npt.NDArray[np.int32]]:
+def visible_stacks(
+    stacks: Sequence[tuple[AllocationFrame, ...]], cells: Mapping[str, int]
+) -> tuple[tuple[tuple[AllocationFrame, ...], ...], npt.NDArray[np.int32]]:
     """Stacks of whole file names as `Stacks` has them, and the new place of each; the last is -1.
 
     A stack of which nothing is shown has no place: -1.
     """
-    numbers: dict[tuple[Frame, ...], int] = {}
+    numbers: dict[tuple[AllocationFrame, ...], int] = {}
     files = {frame.file: shown_file(frame.file, cells) for stack in stacks for frame in stack}
     places = []
     for stack in stacks:

@@ -25,7 +25,7 @@ from nbdist.memory.rank import cpu, cuda, owners
 from nbdist.memory.rank.cpu import CpuRecorder
 from nbdist.memory.rank.cuda import CudaRecorder
 from nbdist.memory.rank.marks import Marks
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
@@ -38,7 +38,7 @@ from nbdist.variables.pack import PackedValue
 NOTHING = "Nothing was recorded on this rank."
 
 
-class Recorder(Protocol):
+class MemoryRecorder(Protocol):
     """What notes allocations on one kind of device.
 
     Attributes:
@@ -75,8 +75,8 @@ class _Recording:
         # A recording of one step ends with the first one that ends.
         wanted = None if options.steps is None else options.steps - 1
         self._steps = Steps(wanted, self._end_step)
-        self._made: list[int] = []  # the mark of each end that was counted
-        self._recorder: Recorder = (
+        self._end_marks: list[int] = []  # the mark of each end that was counted
+        self._recorder: MemoryRecorder = (
             CpuRecorder(options) if _device() == "cpu" else CudaRecorder(options)
         )
         self._hooks: list[Any] = []
@@ -118,7 +118,7 @@ class _Recording:
         if self._memory is None:
             if self._is_on:
                 raise SnapshotError("The cell still runs.")
-            self._marks.ends = [self._made[number] for number in self._steps.ends]
+            self._marks.ends = [self._end_marks[number] for number in self._steps.ends]
             memory = self._recorder.read(self._marks, _here())
             problem = self.problem or self._recorder.problem
             if not memory.duration_ns:
@@ -128,7 +128,7 @@ class _Recording:
         return self._memory
 
     def _end_step(self) -> None:
-        self._made.append(self._recorder.mark())
+        self._end_marks.append(self._recorder.mark())
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_on:
@@ -148,7 +148,7 @@ class _Recording:
         if self._steps.take_optimizer(id(optimizer)):
             self.stop()
 
-    def _owners(self, optimizer: Optimizer) -> tuple[Owner, ...]:
+    def _owners(self, optimizer: Optimizer) -> tuple[StorageOwner, ...]:
         """Of what an optimizer steps. A failure leaves the step alone, and is told afterwards."""
         try:
             return owners.of_optimizer(optimizer)
@@ -174,35 +174,35 @@ class _Recording:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     """The recording that was armed last."""
 
-    last: _Recording | _Noted | None = None
+    last: _Recording | _Shortage | None = None
 
 
-_kept = _Kept()
+_state = _State()
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
+class _Shortage:
     """What was in use when memory ran out, in the place of a recording."""
 
-    found: RankMemory
+    in_use: RankMemory
 
     def memory(self) -> RankMemory:
         """What was noted: nothing is left to be read."""
-        return self.found
+        return self.in_use
 
 
 def keep(memory: RankMemory) -> None:
     """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
     if cell_hook.state.running is None:
-        _kept.last = _Noted(memory)
+        _state.last = _Shortage(memory)
 
 
 def begin(options: MemoryOptions, token: str) -> None:
     """Record the cell that brings this token; what was recorded before is forgotten."""
-    cell_hook.state.armed = _kept.last = _Recording(options, token)
+    cell_hook.state.armed = _state.last = _Recording(options, token)
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
@@ -214,22 +214,24 @@ def finish(folders: Sequence[str]) -> PackedValue:
     Raises:
         SnapshotError: If nothing was recorded.
     """
-    if _kept.last is None:
+    if _state.last is None:
         raise SnapshotError(f"{NOTHING[:-1]}: its process has replaced another.")
-    if cell_hook.state.armed is _kept.last:  # its cell was never sent
+    if cell_hook.state.armed is _state.last:  # its cell was never sent
         cell_hook.state.armed = None
         raise SnapshotError(NOTHING)
     with progress.during(NOUN):
         progress.tell("sorting what was allocated")
-        return sent(_kept.last.memory(), folders)
+        return pack_memory(_state.last.memory(), folders)
 
 
 def now(folders: Sequence[str]) -> PackedValue:
     """Whose the memory is at this moment, as `finish` gives it."""
-    return sent(taken(owners.owners()), folders)
+    return pack_memory(memory_in_use(owners.owners()), folders)
 
 
-def taken(current: Iterable[Owner], before: Mapping[str, Any] | None = None) -> RankMemory:
+def memory_in_use(
+    current: Iterable[StorageOwner], before: Mapping[str, Any] | None = None
+) -> RankMemory:
     """What is in use at this moment, and whose it is.
 
     Args:
@@ -241,7 +243,7 @@ def taken(current: Iterable[Owner], before: Mapping[str, Any] | None = None) -> 
     return cuda.of_now(current, _here(), before)
 
 
-def sent(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
+def pack_memory(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
     """A rank's memory on its way to the notebook, with the strategy."""
     strategy = choice.described(registry.current()) if registry.prepared() else ""
     return pack.send(pack.pack({"memory": memory, "strategy": strategy}), folders)

@@ -12,7 +12,7 @@ _RAW = "_raw_saved_"
 MOST_NODES = 200_000
 
 
-def saved(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]:
+def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]:
     """Tensors that the graphs of these keep, with the name of the operation that needs each.
 
     What hooks have put elsewhere (checkpoints, offload) is left out: to look at it is to compute
@@ -26,7 +26,7 @@ def saved(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]
             continue
         visited.add(node)
         nodes.extend(following for following, _ in node.next_functions if following is not None)
-        for tensor in _kept(node):
+        for tensor in _saved_by(node):
             yield tensor, node.name()
 
 
@@ -37,7 +37,7 @@ def _node(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _kept(node: Any) -> Iterator[torch.Tensor]:
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     """What one operation keeps.
 
     Private: `SavedTensor.data` and `unpack_hook` are not documented; the documented `_saved_*` run

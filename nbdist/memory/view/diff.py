@@ -8,8 +8,8 @@ from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.view import View, table
-from nbdist.memory.call_site import written
-from nbdist.memory.diff import Amount, Change, SnapshotDiff
+from nbdist.memory.call_site import frame_text
+from nbdist.memory.diff import Amount, BlockChange, SnapshotDiff
 from nbdist.memory.snapshot import CATEGORIES
 from nbdist.recording.view.iframe import clipped
 
@@ -18,7 +18,7 @@ _MOST_NAME = 40
 _NOTHING = "-"
 
 
-def grew(growth: SnapshotDiff, since: str) -> View:
+def growth_view(growth: SnapshotDiff, since: str) -> View:
     """What %dist_memory --since shows.
 
     Args:
@@ -34,7 +34,7 @@ def grew(growth: SnapshotDiff, since: str) -> View:
     return table(head, rows, before=before, after=after)
 
 
-def _cells(change: Change) -> list[str]:
+def _cells(change: BlockChange) -> list[str]:
     kind = change.kind
     size = f" of {units.size(kind.size_bytes)}" if kind.size_bytes else ""
     return [
@@ -44,7 +44,7 @@ def _cells(change: Change) -> list[str]:
         f"{change.before.count} -> {change.after.count}{size}",
         CATEGORIES[kind.category],
         clipped(kind.name, _MOST_NAME) if kind.name else _NOTHING,
-        written(kind.lines[0]) if kind.lines else _NOTHING,
+        frame_text(kind.lines[0]) if kind.lines else _NOTHING,
         rank_label(sorted(change.ranks)),
     ]
 

@@ -86,7 +86,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
     Leaves matplotlib's settings, figures and backend as they are.
     """
     shared, peak_of = scales(snapshot, peaks), {peak.rank: peak for peak in peaks}
-    ranks = _chosen(snapshot.ranks, peak_of)
+    ranks = _most_needy(snapshot.ranks, peak_of)
     header, gap = (LOW_HEADER, LOW_GAP) if len(ranks) > MANY else (HEADER, GAP)
     room = recording_png.MOST_HEIGHT // max(len(ranks), 1) - header - gap
     high = min(PANEL, max(LEAST_PANEL, room)) if shared.has_history else BAR
@@ -95,7 +95,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
             axes = recording_png.panel(figure, place * (header + high + gap), high, header)
             peak = peak_of.get(rank.rank)
             recording_png.header(
-                axes, header, f"rank {rank.rank}", one_line(_told(rank, peak), 150)
+                axes, header, f"rank {rank.rank}", one_line(_header_text(rank, peak), 150)
             )
             axes.set_xlim(0, shared.whole)
             if shared.has_history:
@@ -109,7 +109,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
         return recording_png.written(figure)
 
 
-def _chosen(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
+def _most_needy(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
     """The ranks that need most, in rank order, as many as one can look at."""
     needed = {number: peak.size_bytes for number, peak in peaks.items()}
     most = sorted(ranks, key=lambda rank: -needed.get(rank.rank, 0))[:MOST_RANKS]
@@ -126,7 +126,7 @@ def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scal
     edges = np.arange(INNER + 1) * shared.end_ns // INNER
     at_ns = np.maximum(time_ns[highest(time_ns, total, edges)], edges[:-1])
     tops = _tops(sizes_at(block_changes, at_ns))
-    pixels = _coloured(_layers(tops, row, panel - strip)[::-1])
+    pixels = _colour(_layers(tops, row, panel - strip)[::-1])
     _darken_edges(pixels, rank, (at_ns, tops), row)
     _show(axes, pixels, (0, shared.end_ns, 0, shared.most_bytes))
     axes.set_ylim(-strip * row, shared.most_bytes)
@@ -160,7 +160,7 @@ def _at_one_moment(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The bytes from left to right."""
     tops = _tops(sizes_at(changes(rank.blocks), np.zeros(1, np.int64)))
     layer = _layers(tops, shared.most_bytes / INNER, INNER).T
-    _show(axes, _coloured(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
+    _show(axes, _colour(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
     axes.set_yticks([])
 
 
@@ -186,7 +186,7 @@ def _layers(tops: Integers, row: float, n_rows: int) -> Integers:
     return layer
 
 
-def _coloured(layer: Integers) -> Pixels:
+def _colour(layer: Integers) -> Pixels:
     """The colours of layers, with stripes where a category is guessed."""
     lane = np.array(recording_png.rgb(LANE))
     strong = np.array(
@@ -248,7 +248,7 @@ def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
         axes.axvline(failure.time_ns, color=_FAILED, linewidth=3 * PIXEL)
 
 
-def _told(rank: RankMemory, peak: RankPeak | None) -> str:
+def _header_text(rank: RankMemory, peak: RankPeak | None) -> str:
     if peak is None:
         return rank.problem or "nothing was allocated"
     words = [f"peak {units.exact_size(peak.size_bytes)}"]

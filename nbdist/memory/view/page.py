@@ -8,10 +8,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nbdist.memory.call_site import innermost_library, is_own, written
+from nbdist.memory.call_site import frame_text, innermost_library, is_own
 from nbdist.memory.downsample import Level, level
 from nbdist.memory.peak import RankPeak, when
-from nbdist.memory.snapshot import BEFORE, CATEGORIES, STAYS, Frame, Integers, RankMemory, Snapshot
+from nbdist.memory.snapshot import (
+    BEFORE,
+    CATEGORIES,
+    STAYS,
+    AllocationFrame,
+    Integers,
+    RankMemory,
+    Snapshot,
+)
 from nbdist.memory.timeline import codes, lifetimes, m4_downsample
 from nbdist.memory.view.colours import COLOURS, LAYERS, PALER
 from nbdist.memory.view.image import scales
@@ -36,7 +44,7 @@ PANELS_PX = {1: 300, 2: 220, 3: 160, 4: 140}
 PANEL_PX, BAR_PX = 110, 40
 
 
-def packed(
+def pack_page(
     snapshot: Snapshot, peaks: tuple[RankPeak, ...], most_bytes: int = MOST_BYTES
 ) -> tuple[Level, str]:
     """The finest level of a snapshot that fits so many bytes, and what memory.js reads, as base64.
@@ -49,7 +57,7 @@ def packed(
         n_blocks = sum(len(rank.blocks) for rank in shown.ranks)
         size = shown.n_items / MOST_ITEMS
         if size <= 1 or most <= 0:
-            data = base64.b64encode(_packed(snapshot, peaks, shown))
+            data = base64.b64encode(_pack(snapshot, peaks, shown))
             if len(data) <= most_bytes or most <= 0:
                 return shown, data.decode("ascii")
             size = len(data) / most_bytes
@@ -75,10 +83,10 @@ def _panel_px(snapshot: Snapshot) -> int:
     return PANELS_PX.get(len(snapshot.ranks), PANEL_PX)
 
 
-def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
+def _pack(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
     texts = _Texts(shown, snapshot.ranks)
     shared = scales(snapshot, peaks)
-    reserved = [_held(rank) for rank in snapshot.ranks]
+    reserved = [_reserved(rank) for rank in snapshot.ranks]
     peak_of = {peak.rank: peak for peak in peaks}
     marks = MOST_MARKS // max(len(snapshot.ranks), 1)
     head = {
@@ -106,19 +114,19 @@ def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> by
     }
     spans = [lifetimes(rank.blocks) for rank in shown.ranks]
     columns = {
-        "start": _joined(_distances(start_ns) for start_ns, _ in spans),
-        "life": _joined(np.where(end == STAYS, 0, end - start) for start, end in spans),
-        "size": _joined(rank.blocks.size_bytes for rank in shown.ranks),
-        "code": _joined(codes(rank.blocks) for rank in shown.ranks),
+        "start": _join(_distances(start_ns) for start_ns, _ in spans),
+        "life": _join(np.where(end == STAYS, 0, end - start) for start, end in spans),
+        "size": _join(rank.blocks.size_bytes for rank in shown.ranks),
+        "code": _join(codes(rank.blocks) for rank in shown.ranks),
         "name": texts.name,
         "operator": texts.operator,
         "stack": texts.stack,
-        "restTime": _joined(_distances(rank.time_ns) for rank in shown.ranks),
-        "restCode": _joined(rank.code for rank in shown.ranks),
+        "restTime": _join(_distances(rank.time_ns) for rank in shown.ranks),
+        "restCode": _join(rank.code for rank in shown.ranks),
         # Signs go into the lowest bit: columns hold no number below 0.
-        "rest": _joined(2 * abs(rank.size_bytes) + (rank.size_bytes < 0) for rank in shown.ranks),
-        "heldTime": _joined(_distances(time_ns) for time_ns, _ in reserved),
-        "held": _joined(size_bytes for _, size_bytes in reserved),
+        "rest": _join(2 * abs(rank.size_bytes) + (rank.size_bytes < 0) for rank in shown.ranks),
+        "heldTime": _join(_distances(time_ns) for time_ns, _ in reserved),
+        "held": _join(size_bytes for _, size_bytes in reserved),
     }
     return recording_iframe.packed(head, columns)
 
@@ -160,7 +168,7 @@ class _Texts:
             for drawn, rank in zip(shown.ranks, ranks, strict=True)
         ]
         self.name, self.operator, self.stack = (
-            _joined(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
+            _join(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
         )
         self.names, self.lines = tuple(self._names), tuple(self._lines)
         self.stacks = tuple(self._stacks)
@@ -173,7 +181,9 @@ class _Texts:
         ]
         return np.array(numbers, np.int64)[place]
 
-    def _stack_numbers(self, column: Places, stacks: Sequence[tuple[Frame, ...]]) -> Integers:
+    def _stack_numbers(
+        self, column: Places, stacks: Sequence[tuple[AllocationFrame, ...]]
+    ) -> Integers:
         used, place = np.unique(column, return_inverse=True)
         numbers = [
             self._stacks.setdefault(self._stack(stacks[at]), len(self._stacks)) + 1
@@ -183,16 +193,16 @@ class _Texts:
         ]
         return np.array(numbers, np.int64)[place]
 
-    def _stack(self, frames: Sequence[Frame]) -> tuple[int, ...]:
+    def _stack(self, frames: Sequence[AllocationFrame]) -> tuple[int, ...]:
         via = innermost_library(frames)
         lines = [frame for frame in frames if is_own(frame)][:MOST_LINES]
         return (-1 if via is None else self._line(via), *map(self._line, lines))
 
-    def _line(self, frame: Frame) -> int:
-        return self._lines.setdefault(written(frame), len(self._lines))
+    def _line(self, frame: AllocationFrame) -> int:
+        return self._lines.setdefault(frame_text(frame), len(self._lines))
 
 
-def _held(rank: RankMemory) -> tuple[Integers, Integers]:
+def _reserved(rank: RankMemory) -> tuple[Integers, Integers]:
     """What the allocator held, at moments that show how it runs."""
     reserved = rank.reserved
     if not len(reserved.time_ns):
@@ -211,5 +221,5 @@ def _distances(time_ns: Integers) -> Integers:
     return np.diff(time_ns, prepend=0)
 
 
-def _joined(columns: Iterable[Integers]) -> Integers:
+def _join(columns: Iterable[Integers]) -> Integers:
     return np.concatenate([np.zeros(0, np.int64), *columns])

@@ -10,7 +10,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
 from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
 from nbdist.core.view import View, lines, table
-from nbdist.memory.call_site import written
+from nbdist.memory.call_site import frame_text
 from nbdist.memory.downsample import Level
 from nbdist.memory.peak import RankPeak, Site, when, worst
 from nbdist.memory.snapshot import (
@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.view.colours import ORDER
 from nbdist.memory.view.image import MOST_RANKS, png
-from nbdist.memory.view.page import height_px, packed, page
+from nbdist.memory.view.page import height_px, pack_page, page
 from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME
 
 MOST_FAILURES = 5
@@ -63,7 +63,7 @@ def memory_report(
     image, live = png(snapshot, peaks), ""
     if not is_stored():
         room = min(MOST_BYTES, _ROOM - 8 * len(image) // 3)
-        level, data = packed(snapshot, peaks, room)
+        level, data = pack_page(snapshot, peaks, room)
         parts.append(lines(_left_out(snapshot, level)))
         below = "".join(part.html for part in parts if part.text)
         live = _live(image, data, snapshot) + _SIZE.sub(r"\1&nbsp;\2", below)
@@ -130,7 +130,7 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
             *([shown(when(peak))] if has_time else []),
         ]
         row += [*(units.size(peak.parts[at].total) for at in there), units.size(peak.guessed_bytes)]
-        row += _held(peak) if has_held else []
+        row += _allocator_cells(peak) if has_held else []
         rows.append(row)
     legend = ["guessed: bytes whose category is concluded, not read off an owner"]
     if has_held:
@@ -141,7 +141,7 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
     return table(head, rows, after=legend)
 
 
-def _held(peak: RankPeak) -> list[str]:
+def _allocator_cells(peak: RankPeak) -> list[str]:
     """Reserved, unused and left."""
     share = f" ({peak.unused_bytes / peak.reserved_bytes:.0%})" if peak.reserved_bytes else ""
     headroom = units.size(max(0, peak.headroom_bytes)) if peak.limit_bytes else "-"
@@ -162,7 +162,7 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
     head = ["category", at, "%", "guessed", *(["at the end", "exact"] if has_time else [])]
     rows = []
     for place in ORDER:
-        part, at_end = peak.parts[place], peak.held[place]
+        part, at_end = peak.parts[place], peak.at_end[place]
         if not (part.total or at_end.total or is_stored()):
             continue
         share = shown(f"{100 * part.total / max(1, peak.size_bytes):.1f}")
@@ -176,7 +176,7 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
 
 def _sum(peak: RankPeak) -> str:
     total = f"together {units.size(peak.size_bytes)}"
-    return f"{total} at the peak, {units.size(peak.held_bytes)} at the end"
+    return f"{total} at the peak, {units.size(peak.end_bytes)} at the end"
 
 
 def _sites(peak: RankPeak, who: str) -> View:
@@ -199,8 +199,8 @@ def _site(peak: RankPeak, site: Site) -> list[str]:
         str(site.count),
         CATEGORIES[site.category] + ("" if site.is_exact else "?"),
         one_line(site.operator) or "-",
-        one_line(written(site.own)),
-        one_line(written(site.via)),
+        one_line(frame_text(site.line)),
+        one_line(frame_text(site.via)),
     ]
 
 
@@ -253,7 +253,7 @@ def _of_rank(rank: RankMemory) -> Iterator[str]:
         yield f"rank {rank.rank}: nothing was allocated"
     for failure in rank.failures[:MOST_FAILURES]:
         stack = rank.stacks[failure.stack] if failure.stack >= 0 else ()
-        where = f" at {one_line(written(stack[0]))}" if stack else ""
+        where = f" at {one_line(frame_text(stack[0]))}" if stack else ""
         free = f"; {units.size(failure.free_bytes)} were free" if failure.free_bytes >= 0 else ""
         yield (
             f"rank {rank.rank}: out of memory {units.duration(failure.time_ns)} after the "
