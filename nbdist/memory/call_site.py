@@ -11,7 +11,7 @@ from nbdist.memory.snapshot import AllocationFrame
 # What no user has written: installed packages, Python's own, what has no file.
 _LIBRARY = re.compile(
     r"^<(?!ipython-input|cell)|(?:^|[/\\])(?:site-packages|dist-packages|python3\.\d+|torch)[/\\]"
-    r"|[/\\]nbdist[/\\](?:engine|core)[/\\]"
+    r"|[/\\]nbdist[/\\](?:core|engine|parallel|strategy|variables|\w+[/\\]rank)[/\\]"
 )
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 # Of a library's path, so that nn/modules/linear.py is told from another linear.py.

@@ -22,8 +22,8 @@ from nbdist.memory.snapshot import STAYS, AllocationFrame, RankMemory, Snapshot
 # `losses[17]` and `losses[18]` are of one list.
 _ITEM = re.compile(r"\[[^\]]*\]")
 NO_LINES = (
-    "No lines are known: a snapshot of one moment on a CPU has none. Record a cell with "
-    "%%dist_memory before and after to see which lines made what grew."
+    "No lines are known: a CPU snapshot of one moment has none. Record a cell with "
+    "%%dist_memory before and after to see which lines allocated the growth."
 )
 
 
@@ -241,8 +241,8 @@ def _notes(
         old, new = first[rank], second[rank]
         if old.device != new.device:
             yield (
-                f"rank {rank}: the first snapshot is of its {old.device}'s memory, the second of "
-                f"its {new.device}'s."
+                f"rank {rank}: the first snapshot is of {old.device} memory, the second of "
+                f"{new.device} memory."
             )
         yield from (
             f"rank {rank}: {rank_memory.problem}"
@@ -253,4 +253,4 @@ def _notes(
     if grown and not any(kind.lines for kind in grown):
         yield NO_LINES
     elif any(kind.size_bytes for kind in grown):
-        yield "What has no line and no name is told apart by its size alone."
+        yield "Blocks without a line and a name are matched by size alone."

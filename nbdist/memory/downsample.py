@@ -118,7 +118,7 @@ def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -
 
 
 def select(blocks: Blocks, mask: Truths) -> Blocks:
-    """Those blocks alone."""
+    """The blocks that a mask selects, in their order."""
     return Blocks(*(getattr(blocks, column.name)[mask] for column in fields(Blocks)))
 
 

@@ -83,7 +83,7 @@ def read(path: Path, rank: int = 0) -> Snapshot:
         ours = Value(whole.get(own_format.OURS, {}), own_format.OURS)
         strategy, notes = ours.get("strategy", "").text(), ours.get("notes", ()).texts()
     except (SnapshotError, Misfit) as error:
-        raise SnapshotError(f"{path} is no snapshot of memory: {str(error).rstrip('.')}.") from None
+        raise SnapshotError(f"{path} is not a memory snapshot: {str(error).rstrip('.')}.") from None
     return Snapshot((memory,), strategy, notes)
 
 
@@ -122,8 +122,8 @@ def _decompress(file: BinaryIO, most: int) -> bytes:
 
 def _too_large(length: int, most: int) -> str:
     return (
-        f"is too large: {size(length)} or more, and {size(most)} are read. Record fewer steps, or "
-        "without stacks"
+        f"is too large: {size(length)} or more, and the limit is {size(most)}. Record fewer steps, or "
+        "use --no-stacks"
     )
 
 
@@ -149,15 +149,15 @@ def read_folder(folder: Path) -> Snapshot:
         SnapshotError: If there is none, or none can be read, or two are of one rank.
     """
     if not folder.is_dir():
-        raise SnapshotError(f"{folder.absolute()} is no folder.")
+        raise SnapshotError(f"{folder.absolute()} is not a folder.")
     paths = sorted(
         path for path in folder.iterdir()
         if path.name.endswith((".pickle", ".pickle.gz")) and not path.name.startswith(".")
     )  # fmt: skip
     if not paths:
         raise SnapshotError(
-            f"There are no snapshots in {folder.absolute()}: files *.pickle or *.pickle.gz, one "
-            "per rank, as %dist_memory --save or torch.cuda.memory._dump_snapshot writes them."
+            f"No snapshots found in {folder.absolute()}. Expected *.pickle or *.pickle.gz, one "
+            "file per rank, as %dist_memory --save or torch.cuda.memory._dump_snapshot writes."
         )
     ranks: dict[int, RankMemory] = {}
     strategies: list[str] = []
@@ -172,8 +172,8 @@ def read_folder(folder: Path) -> Snapshot:
         (memory,) = snapshot.ranks
         if memory.rank in ranks:
             raise SnapshotError(
-                f"{folder.absolute()} holds two snapshots of rank {memory.rank} ({path.name} is "
-                "one). Put each into a folder of its own."
+                f"{folder.absolute()} holds two snapshots of rank {memory.rank} (one is "
+                f"{path.name}). Put each in a folder of its own."
             )
         ranks[memory.rank] = memory
         strategies.append(snapshot.strategy)
@@ -200,7 +200,7 @@ def write_folder(folder: Path, snapshot: Snapshot) -> tuple[Path, ...]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SnapshotError(f"{folder} cannot be made: {error.strerror or error}.") from error
+        raise SnapshotError(f"{folder} cannot be created: {error.strerror or error}.") from error
     paths = []
     for rank in snapshot.ranks:
         path = folder / NAME.format(rank=rank.rank)

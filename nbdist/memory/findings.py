@@ -84,9 +84,10 @@ def near_limit(context: MemoryContext) -> RuleHit | None:
     if failures:
         last = failures[-1]
         asked = f"{len(failures)} {'allocation' if len(failures) == 1 else 'allocations'} failed"
-        free = f", {size(last.free_bytes)} were free" if last.free_bytes >= 0 else ""
+        free = f" with {size(last.free_bytes)} free" if last.free_bytes >= 0 else ""
         return RuleHit(
-            f"{asked} on rank {peak.rank}, the last of {size(last.size_bytes)}{free}", share=1.0
+            f"{asked} on rank {peak.rank}; the last requested {size(last.size_bytes)}{free}",
+            share=1.0,
         )
     if not peak.limit_bytes or peak.need_bytes <= NEAR_LIMIT * peak.limit_bytes:
         return None
@@ -103,8 +104,8 @@ def fragmented(context: MemoryContext) -> RuleHit | None:
     if peak.unused_bytes <= max(FRAGMENTED * peak.reserved_bytes, LEAST_BYTES):
         return None
     return RuleHit(
-        f"at the peak rank {peak.rank} holds {size(peak.reserved_bytes)}, of which "
-        f"{size(peak.unused_bytes)} ({peak.unused_bytes / peak.reserved_bytes:.0%}) are in no block",
+        f"at its peak rank {peak.rank} holds {size(peak.reserved_bytes)}, of which "
+        f"{size(peak.unused_bytes)} ({peak.unused_bytes / peak.reserved_bytes:.0%}) is unused",
         share=context.part(peak.unused_bytes),
     )
 
@@ -136,8 +137,8 @@ def optimizer_state(context: MemoryContext) -> RuleHit | None:
     rest = sum(context.of_category(category) for category in (PARAMETER, GRADIENT))
     more = rest - -(-rest // n_ranks)
     return RuleHit(
-        f"the optimizer's state is {context.part(size_bytes):.0%} of {context.whole} "
-        f"({size(size_bytes)}); split over {n_ranks} ranks it would be {size(gives)} less, "
+        f"optimizer state is {context.part(size_bytes):.0%} of {context.whole} "
+        f"({size(size_bytes)}); sharded over {n_ranks} ranks it would need {size(gives)} less, "
         f"and parameters and gradients {size(more)} less",
         share=context.part(gives),
     )
@@ -154,7 +155,7 @@ def imbalance(context: MemoryContext) -> RuleHit | None:
     if more <= IMBALANCE * middle:
         return None
     return RuleHit(
-        f"rank {peak.rank} needs {size(peak.size_bytes)}, the middle of all ranks is "
+        f"rank {peak.rank} needs {size(peak.size_bytes)}, the median rank "
         f"{size(middle)}{_has_more(context)}",
         share=context.part(more),
     )
@@ -174,8 +175,8 @@ def growth(context: MemoryContext) -> RuleHit | None:
         return None
     per_step = gained / (len(sizes) - 1)
     return RuleHit(
-        f"at the end of each step rank {rank.rank} has {size(per_step)} more in use than at "
-        f"the end of the one before ({size(sizes[0])} after step {WARM_STEPS}, "
+        f"each step leaves {size(per_step)} more in use on rank {rank.rank} "
+        f"({size(sizes[0])} after step {WARM_STEPS}, "
         f"{size(sizes[-1])} after step {WARM_STEPS + len(sizes) - 1})",
         share=context.part(gained),
         places=_places(_growth_sites(rank, ends_ns[0], ends_ns[-1])),
@@ -246,51 +247,51 @@ RULES = (
     Rule(
         "little memory left",
         near_limit,
-        "what a batch of another shape, another process or a library needs is not there",
-        "a smaller batch per rank with accelerator.accumulate, or a strategy that holds less: "
-        "%dist_plan lists them with their bytes",
+        "a batch of another shape, another process or a library may not find enough memory",
+        "use a smaller batch per rank with accelerator.accumulate, or a strategy that needs less: "
+        "%dist_plan lists them",
     ),
     Rule(
         "fragmentation",
         fragmented,
-        "the allocator keeps pieces of the device that no later block fits into",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start, so that pieces "
-        "grow; batches of one shape, so that freed pieces fit again",
+        "the allocator holds free pieces that no later block fits into",
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start, so that "
+        "segments can grow; use batches of one shape, so that freed pieces fit again",
     ),
     Rule(
         "activations",
         activations,
-        "what forward makes is kept until backward has used it, for every block of the model",
-        "%dist_strategy ... --checkpoint full keeps the blocks' inputs alone and computes the rest "
-        "again in backward; --bf16 halves them; so does half a batch",
+        "every block of the model keeps its activations from forward until its backward",
+        "%dist_strategy ... --checkpoint full keeps only the blocks' inputs and recomputes the "
+        "rest in backward; --bf16 halves them; so does half the batch",
     ),
     Rule(
         "optimizer state on every rank",
         optimizer_state,
-        "each rank keeps the same state, and updates all parameters with it",
-        "%dist_strategy zero1 splits the optimizer's state, %dist_strategy fsdp parameters and "
-        "gradients too",
+        "each rank keeps the same state and updates all parameters with it",
+        "%dist_strategy zero1 shards the optimizer state, %dist_strategy fsdp also parameters and "
+        "gradients",
     ),
     Rule(
         "one rank needs more",
         imbalance,
-        "the batch and the model have to fit on the rank that needs most",
-        "batches of equal size and length on all ranks; under pp stages of equal work; nothing "
-        "that rank 0 alone keeps (outputs that are collected, an evaluation)",
+        "the batch and the model have to fit on the rank that needs the most",
+        "use batches of equal size and length on all ranks; under pp, stages of equal work; keep "
+        "nothing on rank 0 alone (collected outputs, an evaluation)",
     ),
     Rule(
         "more with every step",
         growth,
-        "something keeps what each step makes, until there is no more memory",
-        "look at the lines below: losses and outputs that are kept in a list keep their graph "
-        "(loss.item() or .detach()), and so do hooks, caches and retain_graph",
+        "something keeps memory of each step, until none is left",
+        "look at the lines below: losses and outputs kept in a list keep their graph (use "
+        "loss.item() or .detach()), and so do hooks, caches and retain_graph",
     ),
     Rule(
         "copies in the optimizer's step",
         stepping,
-        "foreach updates all parameters at once, and makes temporary copies of them all",
-        "fused=True where the optimizer has it (%dist_strategy ... --fused), or foreach=False, "
-        "which is slower",
+        "foreach updates all parameters at once and makes temporary copies of all of them",
+        "use fused=True where the optimizer has it (%dist_strategy ... --fused), or "
+        "foreach=False, which is slower",
     ),
 )
 

@@ -141,7 +141,7 @@ def _rung(shortage: OomReport, what: str, gain: float, why: str) -> Remedy:
     return Remedy(what, round(gain), fits, why)
 
 
-_NONE_SEEN = "no activations were seen to predict from"
+_NONE_SEEN = "no activations were recorded to predict from"
 
 
 def _batch(shortage: OomReport) -> Iterator[Remedy]:
@@ -153,7 +153,7 @@ def _batch(shortage: OomReport) -> Iterator[Remedy]:
 def _accumulation(shortage: OomReport) -> Iterator[Remedy]:
     times = 2 * (shortage.choice.options.accumulate if shortage.choice else 1)
     scaled = shortage.scaled_bytes
-    why = "the same, and a step trains on as much as before" if scaled else _NONE_SEEN
+    why = "the same; the batch per step stays as it is" if scaled else _NONE_SEEN
     what = f"half the batch with --accumulate {times}"
     yield _rung(shortage, what, scaled / 2 if scaled else UNKNOWN, why)
 
@@ -185,10 +185,10 @@ def _checkpoint(shortage: OomReport) -> Iterator[Remedy]:
     if not activations:
         yield Remedy(what, UNKNOWN, None, _NONE_SEEN)
     elif shortage.blocks < 2:
-        yield Remedy(what, UNKNOWN, None, "no list of two or more like layers was found")
+        yield Remedy(what, UNKNOWN, None, "no list of two or more similar layers was found")
     else:
         gain = max(0.0, activations * (1 - 1 / shortage.blocks - _INPUT_SHARE))
-        why = f"activations of one of {shortage.blocks} blocks, and inputs of all, are left"
+        why = f"activations of one of {shortage.blocks} blocks and inputs of all remain"
         yield _rung(shortage, what, gain, why)
 
 
@@ -243,7 +243,9 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
             yield _rung(shortage, what, 0, "frees the host's memory, not the device's")
         else:
             gain = _states(shortage) - _gathered(shortage, choice)
-            yield _rung(shortage, what, max(0, gain), "all states leave the device, block by block")
+            yield _rung(
+                shortage, what, max(0, gain), "moves all states off the device, block by block"
+            )
 
 
 _STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (

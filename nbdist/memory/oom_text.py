@@ -22,8 +22,9 @@ def block(shortage: OomReport) -> str:
 
 
 def block_without_report(rank: int, message: OomMessage, why: str) -> str:
-    """The same where the rank could not be asked."""
-    return f"rank {rank} ran out of {_memory(message)}{_request(message)}; what held it is not known: {why}"
+    """What ran out, where the rank could not say what held its memory."""
+    what = f"rank {rank} ran out of {_memory(message)}{_request(message)}"
+    return f"{what}; what held it is unknown: {why}"
 
 
 def _memory(message: OomMessage) -> str:
@@ -35,7 +36,7 @@ def _memory(message: OomMessage) -> str:
 
 def _request(message: OomMessage) -> str:
     by = f" by {message.by}" if message.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
-    return f": {size(message.asked_bytes)} asked for{by}" if message.asked_bytes != UNKNOWN else by
+    return f": {size(message.asked_bytes)} requested{by}" if message.asked_bytes != UNKNOWN else by
 
 
 def _what(shortage: OomReport) -> Iterator[str]:
@@ -49,11 +50,11 @@ def _what(shortage: OomReport) -> Iterator[str]:
     if message.others_bytes > 0:
         yield f"other processes hold {size(message.others_bytes)} of it"
     if message.unused_bytes > 0:
-        yield f"torch's allocator holds {size(message.unused_bytes)} that nothing uses"
+        yield f"torch's allocator holds {size(message.unused_bytes)} unused"
     if shortage.is_larger_than_all:
         yield (
-            "one tensor larger than all there is: no strategy makes room for it. Look at its shape "
-            "in the line above"
+            "this tensor alone is larger than all memory there is: no strategy makes room for it. "
+            "Check its shape"
         )
 
 
@@ -68,20 +69,20 @@ def _usage(shortage: OomReport) -> Iterator[str]:
     if parts:
         yield f"in use by tensors: {size(shortage.in_use_bytes)}: {', '.join(parts)}"
     largest = [
-        f"{holder.name or 'without a name'} {size(holder.size_bytes)}"
+        f"{holder.name or 'unnamed'} {size(holder.size_bytes)}"
         + (f" in {holder.count} blocks" if holder.count > 1 else "")
         + f" ({CATEGORIES[holder.category]})"
         for holder in shortage.holders
     ]
     if largest:
-        yield f"the largest: {'; '.join(largest)}"
+        yield f"largest: {'; '.join(largest)}"
 
 
 def _ladder(shortage: OomReport) -> Iterator[str]:
     rungs = remedies(shortage)
     yield (
-        "what would help, cheap first; gains are predicted from what this rank held"
-        + (f", {size(shortage.lacking_bytes)} lack" if shortage.lacking_bytes > 0 else "")
+        "what would help, cheapest first; gains are predicted from what this rank held"
+        + (f"; short by {size(shortage.lacking_bytes)}" if shortage.lacking_bytes > 0 else "")
     )
     rows = [(rung.what, _gain(rung), _FITS[rung.fits], rung.why) for rung in rungs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -89,7 +90,7 @@ def _ladder(shortage: OomReport) -> Iterator[str]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
         yield f"  {'  '.join(cells)}".rstrip()
     if shortage.choice is not None and not shortage.categories[OPTIMIZER]:
-        yield "the optimizer has no state yet: its first step adds that to what is in use"
+        yield "the optimizer has no state yet: its first step will add to what is in use"
 
 
 def _gain(rung: Remedy) -> str:

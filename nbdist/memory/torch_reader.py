@@ -40,7 +40,7 @@ SMALL_BYTES = 2 * 2**20
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 # As the unwinder names what is no Python.
 _C_SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".inl", ".S", "??")
-NO_TIMES = "This version of torch noted no times: each event counts as one microsecond."
+NO_TIMES = "This version of torch recorded no times: each event counts as one microsecond."
 
 
 @dataclass(slots=True)
@@ -263,7 +263,7 @@ def _reconcile(
         replay.end[replay.open[address]] = max(replay.asked.get(address, now), 0)
     lost = sum(address not in replay.asked for address in gone)
     problem = (
-        f"The history does not tell when {lost} of its blocks were freed: their ends are late."
+        f"The history does not say when {lost} of its blocks were freed: their ends are too late."
     )
     return pieces, problem if lost else ""
 

@@ -265,7 +265,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> No
         header = picture.value("told(memory.ranks[1])")
 
     assert tip[:2] == [
-        "out of memory: 30.0 MB asked for",
+        "out of memory: 30.0 MB requested",
         "rank 0: 80.0 MB in use at 0.6000 us, forward",
     ]
     assert red[:3] == [0xD0, 0, 0]

@@ -153,7 +153,7 @@ def test_wrong_options_record_nothing(trained: Kernel) -> None:
     """They are refused before anything runs."""
     for line, told in (
         ("--steps 0", "no number of steps"),
-        ("--most-events 0", "no number of events"),
+        ("--most-events 0", "not a valid number of events"),
         ("--ranks 7", "7"),
         ("--what", "unrecognized"),
     ):

@@ -290,10 +290,10 @@ def _proto(*parts: bytes) -> bytes:
         (_proto(b"C\x03abc"), "has the instruction SHORT_BINBYTES"),
         (_proto(b"\x8f"), "has the instruction EMPTY_SET"),
         (b"\x80\x63N.", "is damaged"),
-        (_proto(b"]" * 10), "is no snapshot of memory: snapshot is a list"),
-        (_proto(b"N"), "is no snapshot of memory: snapshot is nothing"),
-        (_proto(b"}\x94\x8c\x08segmentsh\x00s"), "is no snapshot of memory: segments is a dict"),
-        (_proto(b"\x8c\x03\xed\xa0\x80"), "is no snapshot of memory: snapshot is a text"),
+        (_proto(b"]" * 10), "is not a memory snapshot: snapshot is a list"),
+        (_proto(b"N"), "is not a memory snapshot: snapshot is nothing"),
+        (_proto(b"}\x94\x8c\x08segmentsh\x00s"), "is not a memory snapshot: segments is a dict"),
+        (_proto(b"\x8c\x03\xed\xa0\x80"), "is not a memory snapshot: snapshot is a text"),
     ],
 )  # fmt: skip
 def test_bombs_and_rubbish(tmp_path: Path, data: bytes, problem: str) -> None:
@@ -405,13 +405,13 @@ def test_folder(tmp_path: Path) -> None:
     paths[1].write_bytes(paths[0].read_bytes())
     with pytest.raises(SnapshotError, match="holds two snapshots of rank 0"):
         read_folder(tmp_path / "new" / "one")
-    with pytest.raises(SnapshotError, match="There are no snapshots in"):
+    with pytest.raises(SnapshotError, match="No snapshots found in"):
         read_folder(tmp_path)
-    with pytest.raises(SnapshotError, match="is no folder"):
+    with pytest.raises(SnapshotError, match="is not a folder"):
         read_folder(tmp_path / "none")
     with pytest.raises(SnapshotError, match="cannot be read: No such file"):
         read(tmp_path / "none")
-    with pytest.raises(SnapshotError, match="cannot be made"):
+    with pytest.raises(SnapshotError, match="cannot be created"):
         write_folder(paths[0] / "below", snapshot)
 
 

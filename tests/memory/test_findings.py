@@ -124,28 +124,25 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
         ("little memory left", "rank 0 needs 100.0 MB of 110.0 MB (91%)"),
         (
             "fragmentation",
-            "at the peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) are in no block",
+            "at its peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) is unused",
         ),
         ("activations", "activations are 51% of the peak of rank 0 (51.0 MB of 100.0 MB)"),
         (
             "optimizer state on every rank",
             (
-                "the optimizer's state is 34% of the peak of rank 0 (31.0 MB); split over 4 ranks "
-                "it would be 23.2 MB less, and parameters and gradients 29.5 MB less"
+                "optimizer state is 34% of the peak of rank 0 (31.0 MB); sharded over 4 ranks "
+                "it would need 23.2 MB less, and parameters and gradients 29.5 MB less"
             ),
         ),
         (
             "one rank needs more",
-            (
-                "rank 1 needs 23.1 MB, the middle of all ranks is 20.0 MB; it has 3.1 MB more of "
-                "parameters"
-            ),
+            ("rank 1 needs 23.1 MB, the median rank 20.0 MB; it has 3.1 MB more of parameters"),
         ),
         (
             "more with every step",
             (
-                "at the end of each step rank 0 has 700.0 kB more in use than at the end of the "
-                "one before (30.7 MB after step 2, 32.1 MB after step 4)"
+                "each step leaves 700.0 kB more in use on rank 0 "
+                "(30.7 MB after step 2, 32.1 MB after step 4)"
             ),
         ),
         (
@@ -225,7 +222,9 @@ def test_a_failed_allocation_comes_first() -> None:
     first = findings(snapshot, peaks(snapshot))[0]
 
     assert first.rule == "little memory left"
-    assert first.found == "1 allocation failed on rank 0, the last of 2.0 GB, 5.0 MB were free"
+    assert (
+        first.found == "1 allocation failed on rank 0; the last requested 2.0 GB with 5.0 MB free"
+    )
 
 
 def test_tiny_programs_are_left_in_peace() -> None:

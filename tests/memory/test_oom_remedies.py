@@ -155,7 +155,7 @@ def test_unknown_models_have_rungs_without_numbers() -> None:
 
     assert {remedy.gain_bytes for remedy in unknown.values()} == {UNKNOWN}
     assert {remedy.fits for remedy in unknown.values()} == {None}
-    assert "no activations were seen" in unknown["half the batch"].why
+    assert "no activations were recorded" in unknown["half the batch"].why
     assert unknown["%dist_strategy fsdp"].why == "no prepared model to predict from"
     no_list = rungs(replace(DDP, blocks=0))["--checkpoint full"]
     assert (no_list.gain_bytes, "no list" in no_list.why) == (UNKNOWN, True)
@@ -180,27 +180,26 @@ def test_words(monkeypatch: Any) -> None:
     lines = block(shortage).splitlines()
 
     assert lines[0] == (
-        "rank 2 ran out of memory of its GPU 2: 3.0 GB asked for in forward; 1.0 GB free of 40.0 GB"
+        "rank 2 ran out of memory of its GPU 2: 3.0 GB requested in forward; 1.0 GB free of 40.0 GB"
     )
     assert lines[1] == "other processes hold 5.0 GB of it"
-    assert lines[2] == "torch's allocator holds 2.0 GB that nothing uses"
+    assert lines[2] == "torch's allocator holds 2.0 GB unused"
     assert lines[3] == (
         "in use by tensors: 10.5 GB: parameters 2.0 GB, gradients 2.0 GB, optimizer state 4.0 GB, "
         "activations 2.5 GB"
     )
     assert lines[4] == (
-        "the largest: blocks.0.hidden 4.0 GB in 8 blocks (activations); "
-        "head.weight 1.0 GB (parameters)"
+        "largest: blocks.0.hidden 4.0 GB in 8 blocks (activations); head.weight 1.0 GB (parameters)"
     )
     assert "no state yet" not in block(shortage)
     assert "no state yet" in block(replace(shortage, categories=sizes(parameters=2)))
-    assert lines[5].endswith("predicted from what this rank held, 2.0 GB lack")
+    assert lines[5].endswith("predicted from what this rank held; short by 2.0 GB")
     assert lines[6].split() == [
         "half", "the", "batch", "-2.8", "GB", "fits", "half", "of", "the", "activations",
     ]  # fmt: skip
     assert lines[-1] == MORE
-    assert "one tensor larger" not in block(shortage)
-    assert "one tensor larger" in block(
+    assert "this tensor alone" not in block(shortage)
+    assert "this tensor alone" in block(
         replace(shortage, message=replace(TOLD, asked_bytes=41 * GB))
     )
     monkeypatch.setenv("NBDIST_TEST", "1")
@@ -212,6 +211,6 @@ def test_words_where_the_rank_could_not_be_asked() -> None:
     message = OomMessage("NCCL", DEVICE, 4 * GB)
 
     assert block_without_report(3, message, "the rank has ended") == (
-        "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "
+        "rank 3 ran out of memory of its GPU: 4.0 GB requested by NCCL; what held it is unknown: "
         "the rank has ended"
     )

@@ -334,7 +334,7 @@ def test_owners_that_cannot_be_told_leave_the_cell_alone(
     memory = record(cell)
 
     assert not torch.equal(model.weight, before)
-    assert memory.problem == "What SGD holds could not be told: odd state."
+    assert memory.problem == "What SGD holds could not be determined: odd state."
     assert [phase.kind for phase in memory.phases] == [BACKWARD, STEPPING]
     assert len(memory.step_ends_ns) == 1
 

@@ -162,7 +162,7 @@ def test_freeing_that_the_history_leaves_out() -> None:
         (512, 1024, 4_000, 8_000),
         (4096, 512, 5_000, 8_000),
     ]
-    assert memory.problem.startswith("The history does not tell when 2 of its blocks were freed")
+    assert memory.problem.startswith("The history does not say when 2 of its blocks were freed")
 
 
 @pytest.mark.parametrize("seed", range(20))

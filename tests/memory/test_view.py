@@ -84,8 +84,8 @@ def test_the_text_has_all_numbers() -> None:
 
     assert re.fullmatch(r"memory of ranks 0-1, ddp, dp 2, 4 steps, \d\d\.\d ms", lines[0])
     assert re.fullmatch(
-        r"rank 1 has the most in use: 352\.5 MB \d\d\.\d ms after the beginning, in backward of "
-        r"step 1; its allocator holds 442\.0 MB; of 884\.0 MB 442\.0 MB are left",
+        r"rank 1 has the most in use: 352\.5 MB, \d\d\.\d ms after the start, in backward of "
+        r"step 1; the allocator holds 442\.0 MB; 442\.0 MB of 884\.0 MB left",
         lines[1],
     )
     assert "findings, the largest first:" in lines
@@ -95,7 +95,7 @@ def test_the_text_has_all_numbers() -> None:
     ] in cells
     assert ["activations", "112.0 MB", "31.8", "112.0 MB", "0 B", "0 B"] in cells
     assert ["gradients", "8.0 MB", "2.3", "0 B", "72.0 MB", "72.0 MB"] in cells
-    assert "together 352.5 MB at the peak, 300.5 MB at the end" in lines
+    assert "total 352.5 MB at the peak, 300.5 MB at the end" in lines
     assert [
         *("48.0 MB", "13.6", "6", "activations?", "aten::addmm", "cell 3:13 forward"),
         "nn/modules/linear.py:134 forward",
@@ -146,13 +146,12 @@ def test_failures_losses_and_other_counts_are_told() -> None:
     text = remembered(Snapshot((replace(rank, failures=(last, *rank.failures)),))).text
 
     assert (
-        "rank 0: out of memory 5.0 ms after the beginning, 1.0 GB were asked for at cell 2:9 "
-        "forward\n"
+        "rank 0: out of memory 5.0 ms after the start, 1.0 GB requested at cell 2:9 forward\n"
     ) in text
-    assert "7.0 GB were asked for; 1.0 MB were free\n" in text
-    assert "rank 0: and 3 more that failed\n" in text
-    assert "rank 0: the oldest 1,234 events no longer fitted the history" in text
-    assert "the allocator counts 500.0 MB at its peak, the blocks of the history make 333.8" in text
+    assert "7.0 GB requested; 1.0 MB were free\n" in text
+    assert "rank 0: 3 more allocations failed\n" in text
+    assert "rank 0: the oldest 1,234 events did not fit into the history" in text
+    assert "the allocator counted 500.0 MB at its peak, the recorded blocks add up to 333.8" in text
     assert (
         "rank 0: at the end 11.0 MB are in the allocator's segments, 6.0 MB of it free (55%), at "
         "most 6.0 MB in one segment"
@@ -241,7 +240,7 @@ def test_a_million_blocks_are_merged_and_it_says_so() -> None:
     view = remembered(snapshot)
     head = data_of(view)
     merged = re.search(
-        r"blocks smaller than ([\d.]+ [kM]B) are merged with the others of their category "
+        r"blocks smaller than ([\d.]+ [kM]B) by category "
         r"\(([\d,]+) of 1,000,000\)",
         view.text,
     )
@@ -442,7 +441,7 @@ def test_noise_on_many_ranks_stays_small() -> None:
 
     assert 100_000 < len(view.png) < 500_000
     assert size_of(view) < MOST_BYTES
-    assert "The image shows the 24 ranks that need most." in view.text.splitlines()
+    assert "The image shows the 24 ranks that need the most." in view.text.splitlines()
     assert len(data_of(view)["ranks"]) == 40
 
 

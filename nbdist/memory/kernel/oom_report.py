@@ -39,9 +39,9 @@ def _ask(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:
     if not ranks.is_connected(rank):
         return None, "the rank has ended"
     if ranks.is_busy(rank):
-        return None, "the rank still runs"
+        return None, "the rank is still running"
     try:
-        return last_shortage(ranks.call, rank).result(ASK_S), "it was not noted"
+        return last_shortage(ranks.call, rank).result(ASK_S), "nothing was recorded"
     except TimeoutError:
         return None, f"the rank did not answer within {ASK_S:.0f} s"
     except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised

@@ -17,7 +17,7 @@ from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
 
-COST = "What the recording itself needs is not in it: torch's allocators do not serve the profiler."
+COST = "Memory of the recording itself is not included: torch's allocators do not serve it."
 
 begin_memory: RankFunction[[MemoryOptions, str], None] = RankFunction(
     "nbdist.memory.rank.record:begin"
@@ -93,7 +93,9 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If it is no name.
         """
         if not name.isidentifier():
-            raise OptionError(f"{name!r} is no name: letters, digits and _, no digit first.")
+            raise OptionError(
+                f"{name!r} is not a valid name: use letters, digits and _, and no digit first."
+            )
         self._by_name[name] = snapshot
 
     def find(self, name: str) -> Snapshot:

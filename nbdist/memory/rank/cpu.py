@@ -32,7 +32,7 @@ BUSY = "Another profiler runs on this rank, and torch has one at a time. End it 
 TAKEN = (
     "The cell has used a profiler of its own, which ended the recording: torch has one at a time."
 )
-NO_TREE = "This version of torch tells no stacks of allocations on a CPU."
+NO_TREE = "This version of torch reports no stacks of CPU allocations."
 
 
 class CpuRecorder:

@@ -55,7 +55,7 @@ def make_report(
         return _shortage(message, error, memory, (limit, free))
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         nothing = tuple(0 for _ in CATEGORIES)
-        why = f"What held the memory could not be noted: {problem!r}."
+        why = f"What held the memory could not be recorded: {problem!r}."
         rank = this_rank().place.rank
         return OomReport(rank, message, _phase(error), nothing, (), limit, free, None, problem=why)
 

@@ -153,7 +153,9 @@ class _Recording:
         try:
             return owners.of_optimizer(optimizer)
         except Exception as error:  # noqa: BLE001  # the cell itself is to run
-            self.problem = f"What {type(optimizer).__name__} holds could not be told: {error}."
+            self.problem = (
+                f"What {type(optimizer).__name__} holds could not be determined: {error}."
+            )
             return ()
 
     def _end(self) -> None:

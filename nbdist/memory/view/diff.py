@@ -58,8 +58,8 @@ def _totals(growth: SnapshotDiff, since: str) -> Iterator[str]:
         change = after.size_bytes - before.size_bytes
         change_text = f"{'+' if change >= 0 else '-'}{units.size(abs(change))}"
         yield (
-            f"{ranks_phrase(ranks)} since {since}: {change_text}, from {units.size(before.size_bytes)} "
-            f"to {units.size(after.size_bytes)} in use"
+            f"{ranks_phrase(ranks)} since {since}: {change_text}, from "
+            f"{units.size(before.size_bytes)} to {units.size(after.size_bytes)} in use"
         )
 
 
@@ -69,7 +69,8 @@ def _rest(growth: SnapshotDiff) -> Iterator[str]:
         yield "nothing has grown"
     remaining = growth.grown[MOST_ROWS:]
     if remaining:
-        yield f"{len(remaining)} more have grown: +{units.size(sum(change.grown_bytes for change in remaining))}"
+        total = sum(change.grown_bytes for change in remaining)
+        yield f"{len(remaining)} more have grown: +{units.size(total)}"
     if growth.shrunk:
         total = -sum(change.grown_bytes for change in growth.shrunk)
         kinds = dict.fromkeys(CATEGORIES[change.kind.category] for change in growth.shrunk)

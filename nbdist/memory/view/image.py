@@ -273,5 +273,5 @@ def _legend(figure: Figure, ranks: Sequence[RankMemory]) -> None:
         figure, [(COLOURS[name], name) for name in names], "no memory was recorded"
     )
     if names:
-        words = "striped: the category is guessed; bottom line: dark backward, grey optimizer"
+        words = "striped: guessed category; bottom line: dark backward, grey optimizer"
         figure.text(0.985, 0.004, words, ha="right", fontsize=FONT_PT - 1, color=DARK)

@@ -393,7 +393,7 @@ function textsAt(x, y) {
   if (memory.moment || !rank.peak) return null;
   const column = Math.min(rank.drawn.columns - 1, Math.floor((x - LEFT) * ratio)), near = 3 * pixel();
   const failed = rank.failures.find(one => Math.abs(one[0] - timeOf(x)) < near);
-  if (failed) return [`out of memory: ${bytes(failed[1])} asked for`, ...breakdown(at.place, failed[0])];
+  if (failed) return [`out of memory: ${bytes(failed[1])} requested`, ...breakdown(at.place, failed[0])];
   if (at.below < HEADER) return null;
   // What is told is what is drawn: the moment of the most in use of the column's stretch.
   const changes = rank.drawn.shown[column], begins = from + column * span() / rank.drawn.columns;

@@ -53,7 +53,7 @@ def memory_report(
             finding.report(
                 findings,
                 order="the largest first",
-                none="no rule found memory that need not be used",
+                none="no rule found memory to save",
             )
         ),
         _ranks(snapshot, peaks),
@@ -103,12 +103,12 @@ def _most(most: RankPeak, n_ranks: int) -> str:
         return f"{who}: {PLACEHOLDER}"
     text = f"{who}: {units.size(most.size_bytes)}"
     if most.phase:
-        text += f" {units.duration(most.time_ns)} after the beginning, in {when(most)}"
+        text += f", {units.duration(most.time_ns)} after the start, in {when(most)}"
     if most.reserved_peak_bytes:
-        text += f"; its allocator holds {units.size(most.reserved_peak_bytes)}"
+        text += f"; the allocator holds {units.size(most.reserved_peak_bytes)}"
     if most.limit_bytes:
         headroom = units.size(max(0, most.headroom_bytes))
-        text += f"; of {units.size(most.limit_bytes)} {headroom} are left"
+        text += f"; {headroom} of {units.size(most.limit_bytes)} left"
     return text
 
 
@@ -132,11 +132,11 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
         row += [*(units.size(peak.parts[at].total) for at in there), units.size(peak.guessed_bytes)]
         row += _allocator_cells(peak) if has_held else []
         rows.append(row)
-    legend = ["guessed: bytes whose category is concluded, not read off an owner"]
+    legend = ["guessed: bytes whose category is inferred"]
     if has_held:
         legend.append(
-            "reserved: the most that the allocator held; unused: what it held at the peak and was "
-            "in no block; left: to the device's limit"
+            "reserved: most held by the allocator; unused: held at the peak, but in no block; "
+            "left: up to the device's limit"
         )
     return table(head, rows, after=legend)
 
@@ -170,12 +170,12 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
         is_equal = not is_stored() or place in _EQUAL
         exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
         rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
-    title = f"rank {peak.rank}, by what memory is for:"
+    title = f"rank {peak.rank}, by category:"
     return table(head, rows, before=[title], after=[_sum(peak)] if has_time else [])
 
 
 def _sum(peak: RankPeak) -> str:
-    total = f"together {units.size(peak.size_bytes)}"
+    total = f"total {units.size(peak.size_bytes)}"
     return f"{total} at the peak, {units.size(peak.end_bytes)} at the end"
 
 
@@ -187,8 +187,8 @@ def _sites(peak: RankPeak, who: str) -> View:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    title = f"{who}, by the lines that allocated it:"
-    legend = "?: the category is guessed; -: no line is known (allocated before the recording)"
+    title = f"{who}, by allocating line:"
+    legend = "?: guessed category; -: no known line (allocated before the recording)"
     return table(head, rows, before=[title], after=[legend])
 
 
@@ -236,13 +236,13 @@ def _notes(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> Iterator[str]:
 def _left_out(snapshot: Snapshot, level: Level) -> Iterator[str]:
     """How the picture differs from what was recorded."""
     if len(snapshot.ranks) > MOST_RANKS:
-        yield f"The image shows the {MOST_RANKS} ranks that need most."
+        yield f"The image shows the {MOST_RANKS} ranks that need the most."
     if level.merged:
         yield (
-            f"In the picture blocks smaller than {units.size(level.least_bytes)} are merged "
-            f"with the others of their category ({level.merged:,} of "
-            f"{sum(len(rank.blocks) for rank in snapshot.ranks):,}), but for the largest of "
-            "those in use at the peaks."
+            f"The picture merges blocks smaller than {units.size(level.least_bytes)} "
+            f"by category ({level.merged:,} of "
+            f"{sum(len(rank.blocks) for rank in snapshot.ranks):,}), except the largest "
+            "in use at the peaks."
         )
 
 
@@ -257,15 +257,15 @@ def _of_rank(rank: RankMemory) -> Iterator[str]:
         free = f"; {units.size(failure.free_bytes)} were free" if failure.free_bytes >= 0 else ""
         yield (
             f"rank {rank.rank}: out of memory {units.duration(failure.time_ns)} after the "
-            f"beginning, {units.size(failure.size_bytes)} were asked for{where}{free}"
+            f"start, {units.size(failure.size_bytes)} requested{where}{free}"
         )
     if len(rank.failures) > MOST_FAILURES:
-        yield f"rank {rank.rank}: and {len(rank.failures) - MOST_FAILURES} more that failed"
+        yield f"rank {rank.rank}: {len(rank.failures) - MOST_FAILURES} more allocations failed"
     if rank.lost:
         yield (
-            f"rank {rank.rank}: the oldest {shown(f'{rank.lost:,}')} events no longer fitted the "
-            "history; what was allocated in them has no line and no beginning (--most-events N "
-            "keeps more)"
+            f"rank {rank.rank}: the oldest {shown(f'{rank.lost:,}')} events did not fit into the "
+            "history; blocks allocated in them have no line and no start (--most-events N keeps "
+            "more)"
         )
 
 
@@ -274,14 +274,14 @@ def _counts(peak: RankPeak) -> Iterator[str]:
     more = peak.allocator_bytes - peak.size_bytes
     if peak.allocator_bytes and abs(more) > 0.01 * peak.allocator_bytes:
         yield (
-            f"rank {peak.rank}: the allocator counts {units.size(peak.allocator_bytes)} at its "
-            f"peak, the blocks of the history make {units.size(peak.size_bytes)}: "
-            + ("what the history lost or rounding" if more > 0 else "the peak was before it began")
+            f"rank {peak.rank}: the allocator counted {units.size(peak.allocator_bytes)} at its "
+            f"peak, the recorded blocks add up to {units.size(peak.size_bytes)}: "
+            + ("lost events, or rounding" if more > 0 else "its peak was before the recording")
         )
     if peak.segment_bytes:
         share = peak.free_bytes / peak.segment_bytes
         yield (
-            f"rank {peak.rank}: at the end {units.size(peak.segment_bytes)} are in the allocator's "
-            f"segments, {units.size(peak.free_bytes)} of it free ({share:.0%}), at most "
-            f"{units.size(peak.largest_free_bytes)} in one segment"
+            f"rank {peak.rank}: at the end the allocator's segments hold "
+            f"{units.size(peak.segment_bytes)}, of which {units.size(peak.free_bytes)} "
+            f"({share:.0%}) are free, at most {units.size(peak.largest_free_bytes)} in one segment"
         )
