@@ -122,8 +122,8 @@ def _decompress(file: BinaryIO, most: int) -> bytes:
 
 def _too_large(length: int, most: int) -> str:
     return (
-        f"is too large: {size(length)} or more, and the limit is {size(most)}. Record fewer steps, or "
-        "use --no-stacks"
+        f"is too large: {size(length)} or more, and the limit is {size(most)}. Record "
+        "fewer steps, or use --no-stacks"
     )
 
 

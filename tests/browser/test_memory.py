@@ -262,7 +262,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> No
         limit = picture.value(
             f"[...context.getImageData(LEFT + 2, {round(y)}, 1, 1).data].slice(0, 3)"
         )
-        header = picture.value("told(memory.ranks[1])")
+        header = picture.value("headerText(memory.ranks[1])")
 
     assert tip[:2] == [
         "out of memory: 30.0 MB requested",

@@ -143,11 +143,11 @@ def test_history_of_another_device_is_found(tmp_path: Path) -> None:
 class Calls:
     """Pickled, it is a call: what runs when anybody unpickles it plainly."""
 
-    def __init__(self, *made: Any):
-        self.made = made
+    def __init__(self, *parts: Any):
+        self.parts = parts
 
     def __reduce__(self) -> Any:
-        return self.made
+        return self.parts
 
 
 class Stated:
@@ -343,7 +343,7 @@ def test_huge_files(tmp_path: Path, monkeypatch: Any) -> None:
     path.touch()
     os.truncate(path, 3 * 2**30)  # takes no room on the disk
     with pytest.raises(
-        SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and 1.1 GB"
+        SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and the limit is 1.1 GB"
     ):
         read(path)
     monkeypatch.setattr(safe_pickle, "MOST_BYTES", 10**6)

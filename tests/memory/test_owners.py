@@ -138,13 +138,13 @@ def test_a_leaf_that_is_no_parameter_has_a_gradient(names: dict[str, Any]) -> No
 SHARED = """
 import collections
 from nbdist.memory.snapshot import CATEGORIES, COMMUNICATION
-from nbdist.memory.rank import owners as own
+from nbdist.memory.rank import owners
 def sums():
     "Category -> name -> bytes, of those with a model's name."
-    found = collections.defaultdict(dict)
-    for one in own.owners():
-        found[CATEGORIES[one.category]][one.name] = one.size_bytes
-    return found
+    by_category = collections.defaultdict(dict)
+    for owner in owners.owners():
+        by_category[CATEGORIES[owner.category]][owner.name] = owner.size_bytes
+    return by_category
 def step(model, optimizer):
     torch.manual_seed(rank)
     model(torch.randn(4, 12)).sum().backward()

@@ -469,11 +469,11 @@ import collections
 from nbdist.memory import snapshot as s
 from nbdist.memory.rank import record as engine
 def recorded(cell):
-    one = engine._Recording(s.MemoryOptions(), "token")
-    one.start()
+    recording = engine._Recording(s.MemoryOptions(), "token")
+    recording.start()
     cell()
-    one.stop()
-    return one.memory()
+    recording.stop()
+    return recording.memory()
 def bytes_at(memory, category, exact=True):
     when = [p for p in memory.phases if p.kind == s.STEPPING][-1].end_ns
     b = memory.blocks
@@ -498,23 +498,23 @@ def facts(outer, optimizer):
     mine = collections.Counter()
     for size, kind, exact in zip(b.size_bytes, b.category, b.is_exact):
         mine[s.CATEGORIES[kind] + "!" * bool(exact)] += int(size)
-    return dict(found=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
+    return dict(recorded=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
                 steps=len(memory.step_ends_ns), problem=memory.problem)
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 plain = net()
-told = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
+results = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
 del plain
 replicated = DDP(net())
-told["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
+results["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
 del replicated
 sharded = net()
 for layer in (sharded[0], sharded[2]):
     fully_shard(layer)
 fully_shard(sharded)
-told["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
-done(**told)
+results["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
+done(**results)
 """
 
 
@@ -532,8 +532,8 @@ def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(
     """Parameters, gradients and state, at the end of the last step."""
     whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
     for result in two:
-        assert result[case]["found"] == result[case]["expected"]
-        assert result[case]["found"][0] == (whole // 2 if case == "fsdp" else whole)
+        assert result[case]["recorded"] == result[case]["expected"]
+        assert result[case]["recorded"][0] == (whole // 2 if case == "fsdp" else whole)
         assert (result[case]["steps"], result[case]["problem"]) == (3, "")
 
 

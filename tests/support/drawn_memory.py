@@ -182,8 +182,8 @@ def training(  # noqa: PLR0913
         _rank(np.random.default_rng(rank), rank, steps, layers, width_bytes, leak_bytes)
         for rank in range(ranks)
     )
-    made = [rank if device == "cpu" else _on_gpu(rank) for rank in every]
-    return Snapshot(tuple(made), strategy)
+    memories = [rank if device == "cpu" else _on_gpu(rank) for rank in every]
+    return Snapshot(tuple(memories), strategy)
 
 
 def _rank(

@@ -115,7 +115,7 @@ class RecordingClock:
         return {number: mark_ns - self.zero_ns for number, mark_ns in enumerate(self.marks_ns)}
 
     def backwards(self) -> Iterator[Phase]:
-        """Those within the recording."""
+        """The backwards that end after the recording began, cut to it."""
         for start, end in self.backwards_ns:
             if end > self.zero_ns:
                 yield Phase(BACKWARD, max(0, start - self.zero_ns), end - self.zero_ns)

@@ -64,7 +64,7 @@ class Scales:
 
     @property
     def unit(self) -> tuple[float, str]:
-        """Of that axis."""
+        """The largest unit that the axis reaches: its size and name."""
         every = UNITS_NS if self.has_history else (*units.BYTE_UNITS, (1, "B"))
         return next(unit for unit in every if self.whole >= unit[0])
 
