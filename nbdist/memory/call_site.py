@@ -14,7 +14,7 @@ _LIBRARY = re.compile(
     r"|[/\\]nbdist[/\\](?:core|engine|parallel|strategy|variables|\w+[/\\]rank)[/\\]"
 )
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
-# Of a library's path, so that nn/modules/linear.py is told from another linear.py.
+# Of a library's path, so that nn/modules/linear.py differs from another linear.py.
 _PARTS = 3
 
 

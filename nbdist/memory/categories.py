@@ -1,7 +1,7 @@
-"""What each block of a history is for: read off its owner, or concluded from when and where.
+"""What each block of a history is for: read off its owner, or inferred from when and where.
 
 Exact is what an object claims: a parameter, a gradient, an optimizer's state, at a moment at which
-the objects were looked at. The rest is concluded, in this order:
+the objects were looked at. The rest is inferred, in this order:
 
 - communication: allocated below a collective, or where DDP or FSDP gather, reduce and send;
 - temporary: allocated and freed in one phase of a step;

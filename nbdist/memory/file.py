@@ -143,7 +143,7 @@ def _device(snapshot: Any) -> int:
 def read_folder(folder: Path) -> Snapshot:
     """The snapshots of a folder: one file per rank, *.pickle or *.pickle.gz.
 
-    A file that cannot be read is told in the notes if another one can.
+    If only some files can be read, the notes say why the others cannot.
 
     Raises:
         SnapshotError: If there is none, or none can be read, or two are of one rank.

@@ -66,7 +66,7 @@ class OomReport:
         free_bytes: Free of it for this process; UNKNOWN where it is not known.
         choice: What models are under; None where none was prepared.
         blocks: Like layers of the largest model; 0 where it has no list of them.
-        problem: Why something lacks, as a sentence.
+        problem: Why data is missing, as a sentence.
     """
 
     rank: int
@@ -82,30 +82,30 @@ class OomReport:
 
     @property
     def activation_bytes(self) -> int:
-        """What a smaller batch makes smaller."""
+        """Bytes that shrink with the batch: activations and temporary memory."""
         return self.categories[ACTIVATION] + self.categories[TEMPORARY]
 
     @property
     def in_use_bytes(self) -> int:
-        """All that was found."""
+        """Bytes in use of all categories together."""
         return sum(self.categories)
 
     @property
     def scaled_bytes(self) -> int:
-        """The same, with what was asked for where the batch decides on that too."""
+        """The same, plus the requested bytes in forward and backward."""
         asks = self.phase in {FORWARD, BACKWARD} and self.message.asked_bytes > 0
         return self.activation_bytes + (self.message.asked_bytes if asks else 0)
 
     @property
-    def lacking_bytes(self) -> int:
-        """So much more has to be free; UNKNOWN where that cannot be said.
+    def shortfall_bytes(self) -> int:
+        """How much more memory the allocation needed; UNKNOWN where that cannot be said.
 
-        It failed: where enough seems to be free, it is so in pieces, or behind another limit.
+        It failed: where enough seems to be free, it is in pieces, or another limit was hit.
         """
         if UNKNOWN in (self.message.asked_bytes, self.free_bytes):
             return UNKNOWN
-        lacking = self.message.asked_bytes - self.free_bytes
-        return lacking if lacking > 0 else UNKNOWN
+        shortfall = self.message.asked_bytes - self.free_bytes
+        return shortfall if shortfall > 0 else UNKNOWN
 
     @property
     def is_larger_than_all(self) -> bool:
@@ -136,8 +136,8 @@ def remedies(shortage: OomReport) -> tuple[Remedy, ...]:
 
 
 def _rung(shortage: OomReport, what: str, gain: float, why: str) -> Remedy:
-    lacking = shortage.lacking_bytes
-    fits = None if UNKNOWN in (gain, lacking) else gain >= lacking
+    shortfall = shortage.shortfall_bytes
+    fits = None if UNKNOWN in (gain, shortfall) else gain >= shortfall
     return Remedy(what, round(gain), fits, why)
 
 

@@ -82,7 +82,7 @@ def _ladder(shortage: OomReport) -> Iterator[str]:
     rungs = remedies(shortage)
     yield (
         "what would help, cheapest first; gains are predicted from what this rank held"
-        + (f"; short by {size(shortage.lacking_bytes)}" if shortage.lacking_bytes > 0 else "")
+        + (f"; short by {size(shortage.shortfall_bytes)}" if shortage.shortfall_bytes > 0 else "")
     )
     rows = [(rung.what, _gain(rung), _FITS[rung.fits], rung.why) for rung in rungs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -171,7 +171,7 @@ def frame(row: Value) -> AllocationFrame:
 
 def _blocks(table: Value, stack_count: int, name_count: int) -> Blocks:
     bounds = {
-        # -1 for what is held in C++, where only its size is told.
+        # -1 for what is held in C++, where only its size is known.
         "address": (-1, MOST_BYTES), "size_bytes": (1, MOST_BYTES), "start_ns": (BEFORE, MOST),
         "end_ns": (0, MOST), "category": (0, len(CATEGORIES) - 1), "is_exact": (0, 1),
         "stack": (-1, stack_count - 1), "name": (-1, name_count - 1),

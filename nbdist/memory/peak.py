@@ -34,7 +34,7 @@ class Bytes:
 
     Attributes:
         exact: Read off the object that owns them.
-        guessed: Concluded.
+        guessed: Inferred from when and where the blocks came and went.
     """
 
     exact: int
@@ -133,7 +133,7 @@ class RankPeak:
 
     @property
     def guessed_bytes(self) -> int:
-        """Bytes at the peak whose category is concluded."""
+        """Bytes at the peak whose category is inferred."""
         return sum(part.guessed for part in self.parts)
 
     @property

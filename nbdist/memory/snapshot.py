@@ -64,7 +64,7 @@ class Blocks:
         end_ns: When it was freed; STAYS where it was not.
         category: Place in CATEGORIES.
         is_exact: Whether the category was read off the object that owns the memory; otherwise it
-            is concluded from when, and from where in the program, it was allocated and freed.
+            is inferred from when, and from where in the program, it was allocated and freed.
         stack: Place in RankMemory.stacks; -1 where it is not known.
         name: Place in RankMemory.names: the parameter, the variable; -1 where it has none.
         operator: Place in RankMemory.names: what allocated it; -1 where it is not known.
@@ -170,7 +170,7 @@ class RankMemory:
         failures: Allocations that failed.
         lost: Events that no longer fitted the history's bound; the oldest ones.
         version: torch's.
-        problem: Why something lacks, as a sentence; empty when all is there.
+        problem: Why data is missing, as a sentence; empty when all is there.
     """
 
     rank: int

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from nbdist.memory.snapshot import CATEGORIES, STAYS, Blocks, Integers, Phase, RankMemory, Reserved
 
 Truths = npt.NDArray[np.bool_]
-# Each category twice: what is concluded, then what is exact.
+# Each category twice: what is inferred, then what is exact.
 CLASSES = 2 * len(CATEGORIES)
 
 
@@ -26,7 +26,7 @@ class Curve:
     Attributes:
         time_ns: Each later than the one before.
         size_bytes: (moments, categories, 2): from then until the next moment; of the last axis
-            first what is concluded, then what is exact.
+            first what is inferred, then what is exact.
     """
 
     time_ns: Integers

@@ -187,7 +187,7 @@ def _trace(whole: Value, device_index: int) -> Value:
 
 
 def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
-    """Nanoseconds since the beginning for each event, that beginning, and what lacks."""
+    """Nanoseconds since the beginning for each event, that beginning, and what is missing."""
     records = events.records()
     if not records:
         return [], start_us or 0, ""
@@ -237,7 +237,7 @@ def _replay_events(
 def _reconcile(
     replay: _Replay, segments: Sequence[Value], stacks: _Stacks, now: int
 ) -> tuple[list[Segment], str]:
-    """Compare what the history left in use with what is; add what it never told of."""
+    """Compare what the history left in use with what is; add the blocks that it does not have."""
     pieces = []
     alive: dict[int, int] = {}  # address -> size
     lists: set[int] = set()
@@ -309,7 +309,7 @@ def _segment(segment: Value, used: int) -> Segment:
 
 
 def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end: int) -> Reserved:
-    """What the allocator held, told backwards from its end, which is known."""
+    """What the allocator held, counted back from its end, which is known."""
     changes = [
         (max(now, 0), sign * event["size"])
         for event, now in zip(events, times, strict=True)

@@ -129,9 +129,9 @@ def _with_activations(memory: RankMemory, saved_addresses: set[int]) -> RankMemo
     """What a graph keeps and nothing else claims is an activation."""
     blocks = memory.blocks
     is_kept = [int(address) in saved_addresses for address in blocks.address]
-    is_one = (blocks.category == NO_CATEGORY) & is_kept
+    is_unowned = (blocks.category == NO_CATEGORY) & is_kept
     category, is_exact = blocks.category.copy(), blocks.is_exact.copy()
-    category[is_one], is_exact[is_one] = ACTIVATION, True
+    category[is_unowned], is_exact[is_unowned] = ACTIVATION, True
     return replace(memory, blocks=replace(blocks, category=category, is_exact=is_exact))
 
 

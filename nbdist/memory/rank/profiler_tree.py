@@ -47,7 +47,7 @@ class ProfilerHistory:
         backwards: In order.
         marks_ns: Time of each mark, by its number.
         stacks, names: As RankMemory has them.
-        problem: What lacks, as a sentence.
+        problem: What is missing, as a sentence.
     """
 
     events: tuple[Event, ...]
@@ -250,7 +250,7 @@ class _Link:
 
     Attributes:
         outer: Place of that one; NO_LINK for none.
-        file, line, function, is_known: As memory.snapshot.Frame has them.
+        file, line, function, is_known: As memory.snapshot.AllocationFrame has them.
     """
 
     outer: int

@@ -85,7 +85,7 @@ class _Recording:
         self._memory: RankMemory | None = None
 
     def start(self) -> None:
-        """Record from now on. A failure leaves the cell alone, and is told afterwards."""
+        """Record from now on. A failure does not stop the cell, and is reported afterwards."""
         try:
             self._marks.before = owners.owners()
             self._is_on = self._recorder.start()
@@ -149,7 +149,7 @@ class _Recording:
             self.stop()
 
     def _owners(self, optimizer: Optimizer) -> tuple[StorageOwner, ...]:
-        """Of what an optimizer steps. A failure leaves the step alone, and is told afterwards."""
+        """Of what an optimizer steps. A failure does not stop the step; it is reported later."""
         try:
             return owners.of_optimizer(optimizer)
         except Exception as error:  # noqa: BLE001  # the cell itself is to run

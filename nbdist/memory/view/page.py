@@ -217,7 +217,7 @@ def _firsts(lengths: Iterable[int]) -> list[int]:
 
 
 def _distances(time_ns: Integers) -> Integers:
-    """Small numbers pack better: each time is told from the one before it."""
+    """Small numbers pack better: each time is a difference to the one before it."""
     return np.diff(time_ns, prepend=0)
 
 
