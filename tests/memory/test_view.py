@@ -153,8 +153,8 @@ def test_failures_losses_and_other_counts_are_told() -> None:
     assert "rank 0: the oldest 1,234 events did not fit into the history" in text
     assert "the allocator counted 500.0 MB at its peak, the recorded blocks add up to 333.8" in text
     assert (
-        "rank 0: at the end 11.0 MB are in the allocator's segments, 6.0 MB of it free (55%), at "
-        "most 6.0 MB in one segment"
+        "rank 0: at the end the allocator's segments hold 11.0 MB, of which 6.0 MB (55%) are free, "
+        "at most 6.0 MB in one segment"
     ) in text
 
 
@@ -464,9 +464,9 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
     program = (
         "import sys\n"
         "from nbdist.memory.snapshot import Snapshot\n"
-        "from nbdist.memory.view.report import remembered\n"
+        "from nbdist.memory.view.report import memory_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "remembered(Snapshot(()), (), ())\n"
+        "memory_report(Snapshot(()), (), ())\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(
