@@ -29,7 +29,7 @@ NO_LINES = (
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Blocks, and their bytes."""
+    """A number of blocks, and their bytes together."""
 
     count: int = 0
     size_bytes: int = 0
@@ -58,7 +58,7 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class BlockChange:
-    """How much there was of one kind, and is.
+    """Blocks of one kind in both snapshots, and the difference.
 
     Attributes:
         kind: Of what.
@@ -81,7 +81,7 @@ class BlockChange:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """What has grown.
+    """What grew and what shrank between two snapshots.
 
     Attributes:
         grown: The most bytes first.

@@ -48,7 +48,7 @@ _SPLIT = ("fsdp", "fsdp1", "zero1", "deepspeed")
 
 @dataclass(frozen=True, slots=True)
 class MemoryContext:
-    """One rank, and what is known of all.
+    """What a rule looks at: one rank's memory, and the peaks of all ranks.
 
     Attributes:
         snapshot: All of it.

@@ -37,7 +37,7 @@ _CATEGORY = {"parameters": PARAMETER, "gradients": GRADIENT, "optimizer": OPTIMI
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds memory.
+    """A named owner of memory, or all unnamed blocks of a category.
 
     Attributes:
         name: The parameter, the variable; empty where it has none.
@@ -115,7 +115,7 @@ class OomReport:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One remedy.
+    """Something to try when memory ran out, with its predicted gain.
 
     Attributes:
         what: To do, as typed where it is an option.

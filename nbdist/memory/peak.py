@@ -48,7 +48,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What one place in the program has allocated of what is in use.
+    """Blocks in use that one line of the program allocated.
 
     Attributes:
         category: Place in CATEGORIES.
@@ -70,7 +70,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class PeakOwner:
-    """What is in use of one name.
+    """Blocks in use under one name, at a peak.
 
     Attributes:
         name: Of the layers that differ in their number alone, with `*` for it; of all that an

@@ -213,7 +213,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What is to be recorded.
+    """What a recording of memory notes, and for how long.
 
     Attributes:
         steps: Stop after so many; None for the whole cell.

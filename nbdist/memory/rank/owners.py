@@ -47,7 +47,7 @@ class StorageOwner:
 
 @dataclass(slots=True)
 class _Collected:
-    """What is known so far.
+    """Owners found so far, and what tells their names.
 
     Attributes:
         variables: What the user's variables hold, by id.
