@@ -14,7 +14,7 @@ from nbdist.memory import file as memory_file
 from nbdist.memory import findings, peak
 from nbdist.memory.diff import diff
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
-from nbdist.memory.view.diff import grew
+from nbdist.memory.view.diff import growth_view
 from nbdist.memory.view.report import memory_report
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
 from nbdist.notebook.verb import Option, Verb
@@ -26,13 +26,13 @@ def cell_options(values: Namespace) -> CellOptions:
     record = Record(
         options,
         values.recorded,
-        lambda snapshot: show(shown(snapshot)),
+        lambda snapshot: show(snapshot_view(snapshot)),
         lambda session: session.memories,
     )
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
-def shown(snapshot: Snapshot) -> View:
+def snapshot_view(snapshot: Snapshot) -> View:
     """What a snapshot says."""
     peaks = peak.peaks(snapshot)
     return memory_report(snapshot, peaks, findings.findings(snapshot, peaks))
@@ -42,23 +42,23 @@ def dist_memory(values: Namespace) -> View:
     """Show the last recorded memory again, or whose it is now; keep, compare or save it."""
     folder = Path(values.folder[0]).expanduser() if values.folder else None
     if folder is not None and values.is_now:
-        raise OptionError("%dist_memory: a folder holds what was saved, not what is --now.")
+        raise OptionError("%dist_memory: give a folder or --now, not both.")
     asked = [name for name in ("keep", "since", "save") if getattr(values, name) is not None]
     if len(asked) > 1:
-        raise OptionError(f"%dist_memory: one of --{' and --'.join(asked)} at a time.")
-    snapshot = _asked(folder, is_now=values.is_now)
+        raise OptionError(f"%dist_memory: --{' and --'.join(asked)} cannot be combined.")
+    snapshot = _snapshot(folder, is_now=values.is_now)
     if values.keep is not None:
         NOTEBOOK.session.memories.keep(values.keep, snapshot)
         return View(f"kept as {values.keep}; %dist_memory --since {values.keep} shows what grew")
     if values.save is not None:
-        made = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
-        return View("\n".join(f"written: {path}" for path in made))
+        paths = memory_file.write_folder(Path(values.save).expanduser(), snapshot)
+        return View("\n".join(f"written: {path}" for path in paths))
     if values.since is not None:
-        return _grown(values.since, snapshot)
-    return shown(snapshot)
+        return _growth(values.since, snapshot)
+    return snapshot_view(snapshot)
 
 
-def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
+def _snapshot(folder: Path | None, *, is_now: bool) -> Snapshot:
     """The saved snapshots of a folder, or of the ranks: of now, or what was recorded last."""
     if folder is not None:
         return memory_file.read_folder(folder)
@@ -66,42 +66,42 @@ def _asked(folder: Path | None, *, is_now: bool) -> Snapshot:
     return session.memories.now() if is_now else session.memory()
 
 
-def _grown(since: str, snapshot: Snapshot) -> View:
-    before = saved(since) if not NOTEBOOK.is_running else NOTEBOOK.session.memories.kept(since)
+def _growth(since: str, snapshot: Snapshot) -> View:
+    before = read_saved(since) if not NOTEBOOK.is_running else NOTEBOOK.session.memories.find(since)
     if before is snapshot:
         return View(
-            f"{since} is the recording that was made last: record another one with %%dist_memory, "
-            "or compare with this moment: %dist_memory --now --since " + since
+            f"{since} is the last recording itself. Record another one with %%dist_memory, "
+            "or compare with the present: %dist_memory --now --since " + since
         )
-    return grew(diff(before, snapshot), since)
+    return growth_view(diff(before, snapshot), since)
 
 
-def saved(folder: str) -> Snapshot:
+def read_saved(folder: str) -> Snapshot:
     """The snapshots that were saved into a folder; see memory.file.read_folder."""
     return memory_file.read_folder(Path(folder).expanduser())
 
 
 def _event_count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of events (1 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of events (1 or more)")
     return int(text)
 
 
 AS_LINE = Verb(
     "dist_memory",
-    "Show the last recorded memory again; before any recording, whose it is now.",
+    "Show the last memory recording again; without one, current memory by owner.",
     "%dist_memory --now",
     dist_memory,
     (
         Option(("folder",), "show the snapshots in this folder instead", metavar="DIR"),
         Option(
-            ("--now",), "whose the memory is at this moment, without a history", None,
+            ("--now",), "show current memory by owner, without a history", None,
             name="is_now",
         ),
-        Option(("--keep",), "keep it under a name, to compare with", metavar="NAME"),
-        Option(("--since",), "show what has grown since one that was kept or saved",
+        Option(("--keep",), "keep the snapshot under a name, for --since", metavar="NAME"),
+        Option(("--since",), "show what has grown since a kept or saved snapshot",
                metavar="NAME|DIR"),
-        Option(("--save",), "write a file per rank, as torch's viewer reads them", metavar="DIR"),
+        Option(("--save",), "write one file per rank, for torch's viewer", metavar="DIR"),
     ),
 )  # fmt: skip
 VERBS = (
@@ -112,18 +112,18 @@ VERBS = (
         cell_options,
         (
             Option(
-                ("--steps",), "record N steps; the cell goes on", step_count, metavar="N",
+                ("--steps",), "record the first N steps; the cell runs on", step_count, metavar="N",
             ),
             Option(
-                ("--ranks",), "record ranks such as 0,2-3 (all without it)", metavar="RANKS",
-                name="recorded",
+                ("--ranks",), "record only these ranks, such as 0,2-3 (default: all)",
+                metavar="RANKS", name="recorded",
             ),
             Option(
-                ("--no-stacks",), "leave out the lines of Python: faster, and smaller", None,
+                ("--no-stacks",), "record no Python stacks: faster and smaller", None,
                 name="has_no_stacks",
             ),
             Option(
-                ("--most-events",), "keep the last N allocations and frees (1000000)",
+                ("--most-events",), "keep the last N allocations and frees (default: 1,000,000)",
                 _event_count, MemoryOptions().most_events, metavar="N",
             ),
             *cells.CELL_OPTIONS,

@@ -81,29 +81,29 @@ def pair_events(
         most_events: The bound.
         gone_ns: Address -> when what was there before went, where no event says so.
     """
-    found = _Rows()
+    table = _Rows()
     for address, size_bytes in before:
-        found.put(address, size_bytes, BEFORE, -1, -1)
-        found.rows[-1][3] = (gone_ns or {}).get(address, STAYS)
+        table.put(address, size_bytes, BEFORE, -1, -1)
+        table.rows[-1][3] = (gone_ns or {}).get(address, STAYS)
     lost = max(0, len(events) - most_events)
     for number, event in enumerate(events):
         if event.size_bytes > 0:
             start_ns = BEFORE if number < lost else event.time_ns
-            found.put(event.address, event.size_bytes, start_ns, event.stack, event.operator)
+            table.put(event.address, event.size_bytes, start_ns, event.stack, event.operator)
         elif event.size_bytes < 0:
-            found.free(event.address, -event.size_bytes, event.time_ns)
+            table.free(event.address, -event.size_bytes, event.time_ns)
         if number == lost - 1:
-            _forget_ended(found, event.time_ns)
-    return _blocks(found.rows), lost
+            _forget_ended(table, event.time_ns)
+    return _blocks(table.rows), lost
 
 
-def _forget_ended(found: _Rows, now_ns: int) -> None:
-    kept = [place for place, row in enumerate(found.rows) if row[3] > now_ns]
-    moved = {old: new for new, old in enumerate(kept)}
-    found.rows = [found.rows[place] for place in kept]
-    found.open = {address: moved[place] for address, place in found.open.items() if place in moved}
-    found.nowhere = {
-        size: [moved[place] for place in places] for size, places in found.nowhere.items()
+def _forget_ended(table: _Rows, now_ns: int) -> None:
+    remaining = [place for place, row in enumerate(table.rows) if row[3] > now_ns]
+    moved = {old: new for new, old in enumerate(remaining)}
+    table.rows = [table.rows[place] for place in remaining]
+    table.open = {address: moved[place] for address, place in table.open.items() if place in moved}
+    table.nowhere = {
+        size: [moved[place] for place in places] for size, places in table.nowhere.items()
     }
 
 

@@ -6,19 +6,19 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from nbdist.memory.snapshot import Frame
+from nbdist.memory.snapshot import AllocationFrame
 
 # What no user has written: installed packages, Python's own, what has no file.
 _LIBRARY = re.compile(
     r"^<(?!ipython-input|cell)|(?:^|[/\\])(?:site-packages|dist-packages|python3\.\d+|torch)[/\\]"
-    r"|[/\\]nbdist[/\\](?:engine|core)[/\\]"
+    r"|[/\\]nbdist[/\\](?:core|engine|parallel|strategy|variables|\w+[/\\]rank)[/\\]"
 )
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
-# Of a library's path, so that nn/modules/linear.py is told from another linear.py.
+# Of a library's path, so that nn/modules/linear.py differs from another linear.py.
 _PARTS = 3
 
 
-def is_own(frame: Frame) -> bool:
+def is_own(frame: AllocationFrame) -> bool:
     """Whether the line is the user's own: a cell's, or of a file that no package installed."""
     return _is_users(frame.file)
 
@@ -29,17 +29,17 @@ def _is_users(file: str) -> bool:
     return _LIBRARY.search(file) is None
 
 
-def innermost_own(stack: Sequence[Frame]) -> Frame | None:
+def innermost_own(stack: Sequence[AllocationFrame]) -> AllocationFrame | None:
     """The user's own line that led here; None where the stack has none."""
     return next((frame for frame in stack if is_own(frame)), None)
 
 
-def innermost_library(stack: Sequence[Frame]) -> Frame | None:
+def innermost_library(stack: Sequence[AllocationFrame]) -> AllocationFrame | None:
     """The library's innermost line, where it is further in than the user's own."""
     return stack[0] if stack and not is_own(stack[0]) else None
 
 
-def written(frame: Frame | None) -> str:
+def frame_text(frame: AllocationFrame | None) -> str:
     """`train.py:12 forward`; without a number where it is only the function's first line."""
     if frame is None:
         return "-"

@@ -1,7 +1,7 @@
-"""What each block of a history is for: read off its owner, or concluded from when and where.
+"""What each block of a history is for: read off its owner, or inferred from when and where.
 
 Exact is what an object claims: a parameter, a gradient, an optimizer's state, at a moment at which
-the objects were looked at. The rest is concluded, in this order:
+the objects were looked at. The rest is inferred, in this order:
 
 - communication: allocated below a collective, or where DDP or FSDP gather, reduce and send;
 - temporary: allocated and freed in one phase of a step;
@@ -34,8 +34,8 @@ from nbdist.memory.snapshot import (
     STAYS,
     TEMPORARY,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     Integers,
     Phase,
     RankMemory,
@@ -80,7 +80,7 @@ class Claim:
     name: str = ""
 
 
-def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
+def categorise(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     """The same memory with categories, whether they are exact, and names.
 
     Args:
@@ -89,7 +89,7 @@ def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     """
     blocks = memory.blocks
     owners = _owners(blocks, claims)
-    category = _concluded(memory)
+    category = _infer(memory)
     is_exact = np.zeros(len(blocks), np.bool_)
     names = list(memory.names)
     places = {name: place for place, name in enumerate(names)}
@@ -108,14 +108,14 @@ def categorised(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
                 places[claim.name] = len(names)
                 names.append(claim.name)
             name[place] = places[claim.name]
-    found = replace(
+    columns = replace(
         blocks,
         category=category,
         is_exact=is_exact,
         name=name,
-        end_ns=_ended(blocks, category, by_size, claims),
+        end_ns=_end_buckets(blocks, category, by_size, claims),
     )
-    return replace(memory, blocks=found, names=tuple(names))
+    return replace(memory, blocks=columns, names=tuple(names))
 
 
 def with_foreign(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
@@ -126,21 +126,21 @@ def with_foreign(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     """
     at = _index(memory.blocks)
     first: dict[tuple[int, int], Claim] = {}
-    for claim in sorted(claims, key=lambda one: one.time_ns):
+    for claim in sorted(claims, key=lambda claim: claim.time_ns):
         if claim.address != NOWHERE and _block_at(memory.blocks, at, claim) < 0:
             first.setdefault((claim.address, claim.size_bytes), claim)
     last_ns = max((claim.time_ns for claim in claims), default=0)
-    kept = {(one.address, one.size_bytes) for one in claims if one.time_ns == last_ns}
-    rows = [claim for key, claim in first.items() if key in kept]
+    last_keys = {(claim.address, claim.size_bytes) for claim in claims if claim.time_ns == last_ns}
+    rows = [claim for key, claim in first.items() if key in last_keys]
     return replace(memory, blocks=_with_rows(memory.blocks, rows)) if rows else memory
 
 
 def _with_rows(blocks: Blocks, rows: Sequence[Claim]) -> Blocks:
     n = len(rows)
     added = {
-        "address": [one.address for one in rows],
-        "size_bytes": [one.size_bytes for one in rows],
-        "start_ns": [one.time_ns for one in rows],
+        "address": [claim.address for claim in rows],
+        "size_bytes": [claim.size_bytes for claim in rows],
+        "start_ns": [claim.time_ns for claim in rows],
         "end_ns": [STAYS] * n,
         "category": [UNKNOWN] * n,
         "is_exact": [False] * n,
@@ -161,13 +161,13 @@ _Index = dict[int, tuple[list[int], list[int]]]
 
 def _index(blocks: Blocks) -> _Index:
     """Address -> starts and places of the blocks there, in order."""
-    found: _Index = {}
+    index: _Index = {}
     rows = zip(blocks.address.tolist(), blocks.start_ns.tolist(), strict=True)
     for place, (address, start_ns) in enumerate(rows):
-        starts, places = found.setdefault(address, ([], []))
+        starts, places = index.setdefault(address, ([], []))
         starts.append(start_ns)
         places.append(place)
-    return found
+    return index
 
 
 def _block_at(blocks: Blocks, index: _Index, claim: Claim) -> int:
@@ -182,15 +182,15 @@ def _block_at(blocks: Blocks, index: _Index, claim: Claim) -> int:
 def _owners(blocks: Blocks, claims: Sequence[Claim]) -> dict[int, Claim]:
     """Block -> the claim on it that counts: the strongest, of those the first."""
     index = _index(blocks)
-    found: dict[int, Claim] = {}
-    for claim in sorted(claims, key=lambda one: (_RANK[one.category], one.time_ns)):
+    owners: dict[int, Claim] = {}
+    for claim in sorted(claims, key=lambda claim: (_RANK[claim.category], claim.time_ns)):
         if claim.address == NOWHERE:
             continue
         place = _block_at(blocks, index, claim)
-        if place >= 0 and (place not in found or (claim.name and not found[place].name)):
-            known = found.get(place)
-            found[place] = claim if known is None else replace(known, name=claim.name)
-    return found
+        if place >= 0 and (place not in owners or (claim.name and not owners[place].name)):
+            previous = owners.get(place)
+            owners[place] = claim if previous is None else replace(previous, name=claim.name)
+    return owners
 
 
 def _of_unknown_address(
@@ -206,21 +206,21 @@ def _of_unknown_address(
     is_open = (category == COMMUNICATION) | (blocks.start_ns == BEFORE)
     is_open[list(owners)] = False
     used: dict[int, set[int]] = {}
-    for claim in sorted(claims, key=lambda one: one.time_ns):
+    for claim in sorted(claims, key=lambda claim: claim.time_ns):
         if claim.address != NOWHERE:
             continue
         is_there = (blocks.start_ns <= claim.time_ns) & (blocks.end_ns > claim.time_ns)
         held_bytes = -(-claim.size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
         is_size = (blocks.size_bytes == claim.size_bytes) | (blocks.size_bytes == held_bytes)
         fitting = np.flatnonzero(is_open & is_there & is_size)
-        taken = used.setdefault(claim.time_ns, set())
-        free = [place for place in fitting.tolist() if place not in taken]
+        used_places = used.setdefault(claim.time_ns, set())
+        free = [place for place in fitting.tolist() if place not in used_places]
         if free:
-            taken.add(free[0])
+            used_places.add(free[0])
             yield free[0], claim
 
 
-def _ended(
+def _end_buckets(
     blocks: Blocks,
     category: npt.NDArray[np.int8],
     nowhere: Mapping[int, Claim],
@@ -232,7 +232,7 @@ def _ended(
     together, and then drops the old ones; what it tells of them is one step behind.
     """
     last_ns = max((claim.time_ns for claim in claims), default=0)
-    last = [one for one in claims if one.address == NOWHERE and one.time_ns == last_ns]
+    last = [claim for claim in claims if claim.address == NOWHERE and claim.time_ns == last_ns]
     old = [place for place in nowhere if blocks.address[place] == NOWHERE]
     gone = [place for place in old if nowhere[place].time_ns != last_ns]
     is_new = (category == COMMUNICATION) & (blocks.start_ns != BEFORE) & (blocks.end_ns == STAYS)
@@ -240,7 +240,7 @@ def _ended(
     old_bytes = int(blocks.size_bytes[old].sum())
     if not gone and old_bytes == int(blocks.size_bytes[newer].sum()):
         gone = old  # told of as before, and made anew
-    elif old_bytes == sum(one.size_bytes for one in last) and not newer:
+    elif old_bytes == sum(claim.size_bytes for claim in last) and not newer:
         gone = []  # told of otherwise, but they were made anew before the recording
     end_ns = blocks.end_ns.copy()
     if gone:
@@ -248,7 +248,7 @@ def _ended(
     return end_ns
 
 
-def _concluded(memory: RankMemory) -> npt.NDArray[np.int8]:
+def _infer(memory: RankMemory) -> npt.NDArray[np.int8]:
     """The category of each block as if it had no owner."""
     blocks, phases = memory.blocks, memory.phases
     start, end = _segments(phases, blocks.start_ns), _segments(phases, blocks.end_ns)
@@ -262,19 +262,19 @@ def _concluded(memory: RankMemory) -> npt.NDArray[np.int8]:
     is_forward = start % 2 == 0
     from_backward = ~is_forward & _is_backward(phases, blocks.start_ns)
 
-    found = np.full(len(blocks), UNKNOWN, np.int8)
+    category = np.full(len(blocks), UNKNOWN, np.int8)
     is_seen = is_forward & (end >= begins) & (begins < n_segments)
-    found[is_seen & (in_backward | (end < ends_before)) & ~is_before] = ACTIVATION
-    found[is_seen & is_stay & (ends_before >= n_segments) & ~is_before] = ACTIVATION
-    found[is_before & in_backward] = ACTIVATION
-    found[from_backward & (end != start)] = GRADIENT
-    found[(start == end) & ~is_before] = TEMPORARY
-    found[_is_sent(memory)] = COMMUNICATION
-    return found
+    category[is_seen & (in_backward | (end < ends_before)) & ~is_before] = ACTIVATION
+    category[is_seen & is_stay & (ends_before >= n_segments) & ~is_before] = ACTIVATION
+    category[is_before & in_backward] = ACTIVATION
+    category[from_backward & (end != start)] = GRADIENT
+    category[(start == end) & ~is_before] = TEMPORARY
+    category[_is_sent(memory)] = COMMUNICATION
+    return category
 
 
 def _boundaries(phases: Sequence[Phase]) -> npt.NDArray[np.int64]:
-    return np.array([time for one in phases for time in (one.start_ns, one.end_ns)], np.int64)
+    return np.array([time for phase in phases for time in (phase.start_ns, phase.end_ns)], np.int64)
 
 
 def _segments(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -284,10 +284,10 @@ def _segments(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> npt.N
 
 def _is_backward(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     is_kind = np.zeros(2 * len(phases) + 1, np.bool_)
-    for number, one in enumerate(phases):
-        is_kind[2 * number + 1] = one.kind == BACKWARD
-    found: npt.NDArray[np.bool_] = is_kind[_segments(phases, times_ns)] & (times_ns != STAYS)
-    return found
+    for number, phase in enumerate(phases):
+        is_kind[2 * number + 1] = phase.kind == BACKWARD
+    is_backward: npt.NDArray[np.bool_] = is_kind[_segments(phases, times_ns)] & (times_ns != STAYS)
+    return is_backward
 
 
 def _next_backwards(
@@ -307,13 +307,13 @@ def _next_backwards(
 def _is_sent(memory: RankMemory) -> npt.NDArray[np.bool_]:
     """Whether each block was allocated to gather, reduce or send."""
     # The last entry stands for a place of -1: not known.
-    operators = np.array([*(bool(_COLLECTIVE.search(one)) for one in memory.names), False])
-    stacks = np.array([*(_sends(one) for one in memory.stacks), False])
-    found: npt.NDArray[np.bool_] = operators[memory.blocks.operator] | stacks[memory.blocks.stack]
-    return found
+    operators = np.array([*(bool(_COLLECTIVE.search(name)) for name in memory.names), False])
+    stacks = np.array([*(_sends(stack) for stack in memory.stacks), False])
+    is_sent: npt.NDArray[np.bool_] = operators[memory.blocks.operator] | stacks[memory.blocks.stack]
+    return is_sent
 
 
-def _sends(stack: Sequence[Frame]) -> bool:
+def _sends(stack: Sequence[AllocationFrame]) -> bool:
     if any(_SENDERS.search(frame.file) for frame in stack):
         return True
     if not stack:

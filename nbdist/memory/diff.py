@@ -17,19 +17,19 @@ import numpy as np
 
 from nbdist.core.failures import ranks_are
 from nbdist.memory.call_site import is_own
-from nbdist.memory.snapshot import STAYS, Frame, RankMemory, Snapshot
+from nbdist.memory.snapshot import STAYS, AllocationFrame, RankMemory, Snapshot
 
 # `losses[17]` and `losses[18]` are of one list.
 _ITEM = re.compile(r"\[[^\]]*\]")
 NO_LINES = (
-    "No lines are known: a snapshot of one moment on a CPU has none. Record a cell with "
-    "%%dist_memory before and after to see which lines made what grew."
+    "No lines are known: a CPU snapshot of one moment has none. Record a cell with "
+    "%%dist_memory before and after to see which lines allocated the growth."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Blocks, and their bytes."""
+    """A number of blocks, and their bytes together."""
 
     count: int = 0
     size_bytes: int = 0
@@ -39,7 +39,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """What blocks have in common that count as one.
 
     Attributes:
@@ -50,15 +50,15 @@ class Kind:
         size_bytes: Of each, where nothing else tells them apart; 0 otherwise.
     """
 
-    lines: tuple[Frame, ...]
+    lines: tuple[AllocationFrame, ...]
     category: int
     name: str
     size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """How much there was of one kind, and is.
+class BlockChange:
+    """Blocks of one kind in both snapshots, and the difference.
 
     Attributes:
         kind: Of what.
@@ -67,7 +67,7 @@ class Change:
         ranks: Rank -> by how many bytes it grew there; ranks where it did not change are left out.
     """
 
-    kind: Kind
+    kind: BlockKind
     before: Amount
     after: Amount
     new: Amount
@@ -81,7 +81,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDiff:
-    """What has grown.
+    """What grew and what shrank between two snapshots.
 
     Attributes:
         grown: The most bytes first.
@@ -90,25 +90,25 @@ class SnapshotDiff:
         notes: What could not be compared, as sentences.
     """
 
-    grown: tuple[Change, ...]
-    shrunk: tuple[Change, ...]
+    grown: tuple[BlockChange, ...]
+    shrunk: tuple[BlockChange, ...]
     ranks: Mapping[int, tuple[Amount, Amount]]
     notes: tuple[str, ...] = ()
 
 
 def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     """What is in use at the end of the second snapshot beyond what was at the end of the first."""
-    first = {one.rank: one for one in before.ranks if _is_there(one)}
-    second = {one.rank: one for one in after.ranks if _is_there(one)}
+    first = {rank.rank: rank for rank in before.ranks if _is_there(rank)}
+    second = {rank.rank: rank for rank in after.ranks if _is_there(rank)}
     both = sorted(first.keys() & second.keys())
-    found: dict[Kind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
+    amounts_by_kind: dict[BlockKind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
     totals = {}
     for rank in both:
         old, new = _alive(first[rank]), _alive(second[rank])
         totals[rank] = (_amount(old), _amount(new))
-        for kind, amounts in _compared(old, new):
-            found[kind].append((rank, *amounts))
-    changes = [_merged(kind, rows) for kind, rows in found.items()]
+        for kind, amounts in _compare(old, new):
+            amounts_by_kind[kind].append((rank, *amounts))
+    changes = [_sum_ranks(kind, rows) for kind, rows in amounts_by_kind.items()]
     return SnapshotDiff(
         tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
         tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
@@ -117,22 +117,22 @@ def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     )
 
 
-def _is_there(one: RankMemory) -> bool:
-    return bool(len(one.blocks)) or not one.problem
+def _is_there(rank: RankMemory) -> bool:
+    return bool(len(rank.blocks)) or not rank.problem
 
 
 def _missing(snapshot: Snapshot, which: str) -> Iterator[str]:
-    for one in snapshot.ranks:
-        if not _is_there(one):
-            yield f"rank {one.rank} has nothing in the {which} snapshot: {one.problem}"
+    for rank in snapshot.ranks:
+        if not _is_there(rank):
+            yield f"rank {rank.rank} has nothing in the {which} snapshot: {rank.problem}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    kind: Kind
+    kind: BlockKind
     address: int
     size_bytes: int
-    stack: tuple[Frame, ...]
+    stack: tuple[AllocationFrame, ...]
 
 
 def _alive(memory: RankMemory) -> list[_Block]:
@@ -140,96 +140,96 @@ def _alive(memory: RankMemory) -> list[_Block]:
     b = memory.blocks
     names = [_ITEM.sub("[...]", name) for name in memory.names]
     lines = [_lines(stack) for stack in memory.stacks]
-    found = []
+    alive = []
     for place in np.flatnonzero(b.end_ns == STAYS).tolist():
         stack, name, size = int(b.stack[place]), int(b.name[place]), int(b.size_bytes[place])
         is_bare = stack < 0 and name < 0
-        kind = Kind(
+        kind = BlockKind(
             lines[stack] if stack >= 0 else (),
             int(b.category[place]),
             names[name] if name >= 0 else "",
             size if is_bare else 0,
         )
         whole = memory.stacks[stack] if stack >= 0 else ()
-        found.append(_Block(kind, int(b.address[place]), size, whole))
-    return found
+        alive.append(_Block(kind, int(b.address[place]), size, whole))
+    return alive
 
 
-def _lines(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+def _lines(stack: tuple[AllocationFrame, ...]) -> tuple[AllocationFrame, ...]:
     return tuple(frame for frame in stack if is_own(frame)) or stack
 
 
 def _amount(blocks: Iterable[_Block]) -> Amount:
-    sizes = [one.size_bytes for one in blocks]
+    sizes = [block.size_bytes for block in blocks]
     return Amount(len(sizes), sum(sizes))
 
 
-def _compared(
+def _compare(
     old: list[_Block], new: list[_Block]
-) -> Iterator[tuple[Kind, tuple[Amount, Amount, Amount]]]:
+) -> Iterator[tuple[BlockKind, tuple[Amount, Amount, Amount]]]:
     """Each kind with what there was, what is, and what is new of it."""
     pairs = _pairs(old, new)
     before, after, added = (
-        defaultdict[Kind, list[_Block]](list),
-        defaultdict[Kind, list[_Block]](list),
-        defaultdict[Kind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
+        defaultdict[BlockKind, list[_Block]](list),
     )
-    for one, other in pairs:
-        kind = _better(one, other)
-        if one is not None:
-            before[kind].append(one)
-        if other is not None:
-            after[kind].append(other)
-            if one is None:
-                added[kind].append(other)
+    for earlier, later in pairs:
+        kind = _better(earlier, later)
+        if earlier is not None:
+            before[kind].append(earlier)
+        if later is not None:
+            after[kind].append(later)
+            if earlier is None:
+                added[kind].append(later)
     for kind in dict.fromkeys((*before, *after)):
         yield kind, (_amount(before[kind]), _amount(after[kind]), _amount(added[kind]))
 
 
 def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None, _Block | None]]:
     """The same block in both, or one that is only in one of them."""
-    there: dict[tuple[int, int], list[_Block]] = defaultdict(list)
-    for one in old:
-        there[one.address, one.size_bytes].append(one)
+    candidates: dict[tuple[int, int], list[_Block]] = defaultdict(list)
+    for block in old:
+        candidates[block.address, block.size_bytes].append(block)
     for other in new:
-        known = there[other.address, other.size_bytes]
-        match = next((o for o in known if o.stack == other.stack), None) or next(
-            (o for o in known if not o.stack or not other.stack), None
+        matching = candidates[other.address, other.size_bytes]
+        match = next((o for o in matching if o.stack == other.stack), None) or next(
+            (o for o in matching if not o.stack or not other.stack), None
         )
         if match is not None:
-            known.remove(match)
+            matching.remove(match)
         yield match, other
-    for left in there.values():
-        yield from ((one, None) for one in left)
+    for unmatched in candidates.values():
+        yield from ((block, None) for block in unmatched)
 
 
-def _better(one: _Block | None, other: _Block | None) -> Kind:
+def _better(earlier: _Block | None, later: _Block | None) -> BlockKind:
     """What a block is, by the snapshot that knows more of it; the second where both do."""
-    kinds = [block.kind for block in (other, one) if block is not None]
+    kinds = [block.kind for block in (later, earlier) if block is not None]
     best = max(kinds, key=lambda kind: bool(kind.lines))
     name = best.name or next((kind.name for kind in kinds if kind.name), "")
     size = best.size_bytes if not best.lines and not name else 0
     return replace(best, name=name, size_bytes=size)
 
 
-def _merged(kind: Kind, rows: list[tuple[int, Amount, Amount, Amount]]) -> Change:
+def _sum_ranks(kind: BlockKind, rows: list[tuple[int, Amount, Amount, Amount]]) -> BlockChange:
     before, after, new = Amount(), Amount(), Amount()
     ranks = {}
     for rank, one_before, one_after, one_new in rows:
         before, after, new = before + one_before, after + one_after, new + one_new
         if change := one_after.size_bytes - one_before.size_bytes:
             ranks[rank] = change
-    return Change(kind, before, after, new, ranks)
+    return BlockChange(kind, before, after, new, ranks)
 
 
-def _order(change: Change) -> tuple[object, ...]:
+def _order(change: BlockChange) -> tuple[object, ...]:
     kind = change.kind
     lines = tuple((frame.file, frame.line) for frame in kind.lines)
     return (-abs(change.grown_bytes), kind.category, kind.name, lines)
 
 
 def _notes(
-    first: Mapping[int, RankMemory], second: Mapping[int, RankMemory], changes: list[Change]
+    first: Mapping[int, RankMemory], second: Mapping[int, RankMemory], changes: list[BlockChange]
 ) -> Iterator[str]:
     for ranks, where in (
         (first.keys() - second.keys(), "first"),
@@ -241,12 +241,16 @@ def _notes(
         old, new = first[rank], second[rank]
         if old.device != new.device:
             yield (
-                f"rank {rank}: the first snapshot is of its {old.device}'s memory, the second of "
-                f"its {new.device}'s."
+                f"rank {rank}: the first snapshot is of {old.device} memory, the second of "
+                f"{new.device} memory."
             )
-        yield from (f"rank {rank}: {one.problem}" for one in (old, new) if one.problem)
-    grown = [one.kind for one in changes if one.grown_bytes > 0]
+        yield from (
+            f"rank {rank}: {rank_memory.problem}"
+            for rank_memory in (old, new)
+            if rank_memory.problem
+        )
+    grown = [change.kind for change in changes if change.grown_bytes > 0]
     if grown and not any(kind.lines for kind in grown):
         yield NO_LINES
     elif any(kind.size_bytes for kind in grown):
-        yield "What has no line and no name is told apart by its size alone."
+        yield "Blocks without a line and a name are matched by size alone."

@@ -63,12 +63,12 @@ class Level:
     @property
     def merged(self) -> int:
         """Blocks that are shown together with others."""
-        return sum(one.merged for one in self.ranks)
+        return sum(rank.merged for rank in self.ranks)
 
     @property
     def n_items(self) -> int:
         """Blocks that are shown alone, and changes of the others."""
-        return sum(len(one.blocks) + len(one.time_ns) for one in self.ranks)
+        return sum(len(rank.blocks) + len(rank.time_ns) for rank in self.ranks)
 
 
 def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
@@ -79,7 +79,11 @@ def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
     at_peaks = most_blocks // 5 // max(len(ranks), 1)
     every = np.sort(np.concatenate([np.zeros(0, np.int64), *(r.blocks.size_bytes for r in ranks)]))
     room = most_blocks if most_blocks >= len(every) else most_blocks - at_peaks * len(ranks)
-    least = next(one for one in _sizes() if len(every) - np.searchsorted(every, one) <= room)
+    least = next(
+        least_bytes
+        for least_bytes in _sizes()
+        if len(every) - np.searchsorted(every, least_bytes) <= room
+    )
     moments = min(MOST_MOMENTS, 2 * most_blocks) // max(len(ranks), 1)
     return Level(least, tuple(downsample(rank, least, at_peaks, moments) for rank in ranks))
 
@@ -94,33 +98,33 @@ def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -
         moments: About so many show how the total runs.
     """
     blocks = rank.blocks
-    kept = blocks.size_bytes >= least_bytes
-    if kept.all():
+    is_shown = blocks.size_bytes >= least_bytes
+    if is_shown.all():
         none = np.zeros(0, np.int64)
         return DownsampledRank(blocks, none, none, none, 0)
-    made = changes(blocks)
-    time_ns, total = totals(made)
-    there = np.flatnonzero(is_in_use(blocks, int(time_ns[np.argmax(total)])) & ~kept)
+    block_changes = changes(blocks)
+    time_ns, total = totals(block_changes)
+    there = np.flatnonzero(is_in_use(blocks, int(time_ns[np.argmax(total)])) & ~is_shown)
     largest = there[np.argsort(-blocks.size_bytes[there], kind="stable")[:at_peak]]
-    kept[largest] = True
-    told = [time_ns[m4_downsample(time_ns, total, moments)], *_edges(blocks, kept)]
-    at_ns = np.unique(np.concatenate(told))
-    sizes = sizes_at(changes(chosen(blocks, ~kept)), at_ns).reshape(len(at_ns), CLASSES)
+    is_shown[largest] = True
+    moments_ns = [time_ns[m4_downsample(time_ns, total, moments)], *_edges(blocks, is_shown)]
+    at_ns = np.unique(np.concatenate(moments_ns))
+    sizes = sizes_at(changes(select(blocks, ~is_shown)), at_ns).reshape(len(at_ns), CLASSES)
     steps = np.diff(sizes, axis=0, prepend=0)
     moment, code = np.nonzero(steps)
     return DownsampledRank(
-        chosen(blocks, kept), at_ns[moment], code, steps[moment, code], int((~kept).sum())
+        select(blocks, is_shown), at_ns[moment], code, steps[moment, code], int((~is_shown).sum())
     )
 
 
-def chosen(blocks: Blocks, mask: Truths) -> Blocks:
-    """Those blocks alone."""
+def select(blocks: Blocks, mask: Truths) -> Blocks:
+    """The blocks that a mask selects, in their order."""
     return Blocks(*(getattr(blocks, column.name)[mask] for column in fields(Blocks)))
 
 
-def _edges(blocks: Blocks, kept: Truths) -> list[Integers]:
+def _edges(blocks: Blocks, is_shown: Truths) -> list[Integers]:
     """When the blocks that stay come and go."""
-    start_ns, end_ns = (column[kept] for column in lifetimes(blocks))
+    start_ns, end_ns = (column[is_shown] for column in lifetimes(blocks))
     return [start_ns, end_ns[end_ns != STAYS]]
 
 

@@ -41,24 +41,24 @@ def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[st
     Raises:
         SnapshotError: If it cannot be written; what was there is as it was.
     """
-    made = to_torch(memory)
-    made[own_format.OURS] |= {"strategy": strategy, "notes": list(notes)}
+    content = to_torch(memory)
+    content[own_format.OURS] |= {"strategy": strategy, "notes": list(notes)}
     half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with half.open("xb") as file:
-            _dump(made, file, is_packed=path.suffix == ".gz")
+            _dump(content, file, is_packed=path.suffix == ".gz")
         half.replace(path)
     except OSError as error:
         half.unlink(missing_ok=True)
         raise SnapshotError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def _dump(made: dict[str, Any], file: BinaryIO, *, is_packed: bool) -> None:
+def _dump(content: dict[str, Any], file: BinaryIO, *, is_packed: bool) -> None:
     if not is_packed:
-        pickle.dump(made, file, PROTOCOL)
+        pickle.dump(content, file, PROTOCOL)
         return
     with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as packed:
-        pickle.dump(made, packed, PROTOCOL)
+        pickle.dump(content, packed, PROTOCOL)
 
 
 def read(path: Path, rank: int = 0) -> Snapshot:
@@ -83,7 +83,7 @@ def read(path: Path, rank: int = 0) -> Snapshot:
         ours = Value(whole.get(own_format.OURS, {}), own_format.OURS)
         strategy, notes = ours.get("strategy", "").text(), ours.get("notes", ()).texts()
     except (SnapshotError, Misfit) as error:
-        raise SnapshotError(f"{path} is no snapshot of memory: {str(error).rstrip('.')}.") from None
+        raise SnapshotError(f"{path} is not a memory snapshot: {str(error).rstrip('.')}.") from None
     return Snapshot((memory,), strategy, notes)
 
 
@@ -95,7 +95,7 @@ def _content(path: Path) -> bytes:
             first = file.read(len(_GZIP))
             file.seek(0)
             if first == _GZIP:
-                return _unpacked(file, most)
+                return _decompress(file, most)
             length = os.fstat(file.fileno()).st_size
             if length > most:
                 raise safe_pickle.Refused(_too_large(length, most))
@@ -107,23 +107,23 @@ def _content(path: Path) -> bytes:
     return data
 
 
-def _unpacked(file: BinaryIO, most: int) -> bytes:
-    made = io.BytesIO()
+def _decompress(file: BinaryIO, most: int) -> bytes:
+    unpacked = io.BytesIO()
     try:
         with gzip.GzipFile(fileobj=file) as packed:
             while chunk := packed.read(_CHUNK_BYTES):
-                made.write(chunk)
-                if made.tell() > most:
-                    raise safe_pickle.Refused(_too_large(made.tell(), most))
+                unpacked.write(chunk)
+                if unpacked.tell() > most:
+                    raise safe_pickle.Refused(_too_large(unpacked.tell(), most))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
-    return made.getvalue()
+    return unpacked.getvalue()
 
 
 def _too_large(length: int, most: int) -> str:
     return (
-        f"is too large: {size(length)} or more, and {size(most)} are read. Record fewer steps, or "
-        "without stacks"
+        f"is too large: {size(length)} or more, and the limit is {size(most)}. Record "
+        "fewer steps, or use --no-stacks"
     )
 
 
@@ -131,7 +131,9 @@ def _device(snapshot: Any) -> int:
     """Which of a file's devices has a history, or else memory; 0 where none has."""
     whole = Value(Value(snapshot, "snapshot").mapping(), "")
     traces = whole.get("device_traces", ()).sequence()
-    with_history = [number for number, one in enumerate(traces) if type(one) is list and one]
+    with_history = [
+        number for number, events in enumerate(traces) if type(events) is list and events
+    ]
     if with_history:
         return with_history[0]
     segments = whole.get("segments", ()).entries()
@@ -141,21 +143,21 @@ def _device(snapshot: Any) -> int:
 def read_folder(folder: Path) -> Snapshot:
     """The snapshots of a folder: one file per rank, *.pickle or *.pickle.gz.
 
-    A file that cannot be read is told in the notes if another one can.
+    If only some files can be read, the notes say why the others cannot.
 
     Raises:
         SnapshotError: If there is none, or none can be read, or two are of one rank.
     """
     if not folder.is_dir():
-        raise SnapshotError(f"{folder.absolute()} is no folder.")
+        raise SnapshotError(f"{folder.absolute()} is not a folder.")
     paths = sorted(
         path for path in folder.iterdir()
         if path.name.endswith((".pickle", ".pickle.gz")) and not path.name.startswith(".")
     )  # fmt: skip
     if not paths:
         raise SnapshotError(
-            f"There are no snapshots in {folder.absolute()}: files *.pickle or *.pickle.gz, one "
-            "per rank, as %dist_memory --save or torch.cuda.memory._dump_snapshot writes them."
+            f"No snapshots found in {folder.absolute()}. Expected *.pickle or *.pickle.gz, one "
+            "file per rank, as %dist_memory --save or torch.cuda.memory._dump_snapshot writes."
         )
     ranks: dict[int, RankMemory] = {}
     strategies: list[str] = []
@@ -163,19 +165,19 @@ def read_folder(folder: Path) -> Snapshot:
     problems: list[str] = []
     for number, path in enumerate(paths):
         try:
-            one = read(path, number)
+            snapshot = read(path, number)
         except SnapshotError as error:
             problems.append(str(error))
             continue
-        (memory,) = one.ranks
+        (memory,) = snapshot.ranks
         if memory.rank in ranks:
             raise SnapshotError(
-                f"{folder.absolute()} holds two snapshots of rank {memory.rank} ({path.name} is "
-                "one). Put each into a folder of its own."
+                f"{folder.absolute()} holds two snapshots of rank {memory.rank} (one is "
+                f"{path.name}). Put each in a folder of its own."
             )
         ranks[memory.rank] = memory
-        strategies.append(one.strategy)
-        notes += one.notes
+        strategies.append(snapshot.strategy)
+        notes += snapshot.notes
     if not ranks:
         raise SnapshotError(" ".join(problems))
     return Snapshot(
@@ -198,10 +200,10 @@ def write_folder(folder: Path, snapshot: Snapshot) -> tuple[Path, ...]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SnapshotError(f"{folder} cannot be made: {error.strerror or error}.") from error
-    made = []
-    for one in snapshot.ranks:
-        path = folder / NAME.format(rank=one.rank)
-        write(path, one, snapshot.strategy, snapshot.notes)
-        made.append(path)
-    return tuple(made)
+        raise SnapshotError(f"{folder} cannot be created: {error.strerror or error}.") from error
+    paths = []
+    for rank in snapshot.ranks:
+        path = folder / NAME.format(rank=rank.rank)
+        write(path, rank, snapshot.strategy, snapshot.notes)
+        paths.append(path)
+    return tuple(paths)

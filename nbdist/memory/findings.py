@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdist.core.finding import Finding, Rule, RuleHit, on_ranks
 from nbdist.core.units import size
-from nbdist.memory.call_site import written
+from nbdist.memory.call_site import frame_text
 from nbdist.memory.peak import RankPeak, Site, sites
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -47,164 +47,167 @@ _SPLIT = ("fsdp", "fsdp1", "zero1", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """One rank, and what is known of all.
+class MemoryContext:
+    """What a rule looks at: one rank's memory, and the peaks of all ranks.
 
     Attributes:
         snapshot: All of it.
         peaks: Of all ranks that have blocks.
         rank: The rank's own memory.
-        own: Its peak.
+        peak: Its own peak.
     """
 
     snapshot: Snapshot
     peaks: tuple[RankPeak, ...]
     rank: RankMemory
-    own: RankPeak
+    peak: RankPeak
 
     def part(self, size_bytes: float) -> float:
         """Bytes as a share of the rank's peak."""
-        return size_bytes / max(1, self.own.size_bytes)
+        return size_bytes / max(1, self.peak.size_bytes)
 
     @property
     def whole(self) -> str:
         """What shares are of, as people read it."""
-        if self.own.phase:
-            return f"the peak of rank {self.own.rank}"
-        return f"what rank {self.own.rank} has in use"
+        if self.peak.phase:
+            return f"the peak of rank {self.peak.rank}"
+        return f"what rank {self.peak.rank} has in use"
 
     def of_category(self, category: int) -> int:
         """Bytes at the peak."""
-        return self.own.parts[category].total
+        return self.peak.parts[category].total
 
 
-def near_limit(scene: Scene) -> RuleHit | None:
+def near_limit(context: MemoryContext) -> RuleHit | None:
     """An allocation failed, or the next larger batch will."""
-    own, failures = scene.own, scene.rank.failures
+    peak, failures = context.peak, context.rank.failures
     if failures:
         last = failures[-1]
         asked = f"{len(failures)} {'allocation' if len(failures) == 1 else 'allocations'} failed"
-        free = f", {size(last.free_bytes)} were free" if last.free_bytes >= 0 else ""
+        free = f" with {size(last.free_bytes)} free" if last.free_bytes >= 0 else ""
         return RuleHit(
-            f"{asked} on rank {own.rank}, the last of {size(last.size_bytes)}{free}", share=1.0
+            f"{asked} on rank {peak.rank}; the last requested {size(last.size_bytes)}{free}",
+            share=1.0,
         )
-    if not own.limit_bytes or own.need_bytes <= NEAR_LIMIT * own.limit_bytes:
+    if not peak.limit_bytes or peak.need_bytes <= NEAR_LIMIT * peak.limit_bytes:
         return None
     return RuleHit(
-        f"rank {own.rank} needs {size(own.need_bytes)} of {size(own.limit_bytes)} "
-        f"({own.need_bytes / own.limit_bytes:.0%})",
-        share=own.need_bytes / own.limit_bytes,
+        f"rank {peak.rank} needs {size(peak.need_bytes)} of {size(peak.limit_bytes)} "
+        f"({peak.need_bytes / peak.limit_bytes:.0%})",
+        share=peak.need_bytes / peak.limit_bytes,
     )
 
 
-def fragmented(scene: Scene) -> RuleHit | None:
+def fragmented(context: MemoryContext) -> RuleHit | None:
     """The allocator holds much that no block uses, even at the peak."""
-    own = scene.own
-    if own.unused_bytes <= max(FRAGMENTED * own.reserved_bytes, LEAST_BYTES):
+    peak = context.peak
+    if peak.unused_bytes <= max(FRAGMENTED * peak.reserved_bytes, LEAST_BYTES):
         return None
     return RuleHit(
-        f"at the peak rank {own.rank} holds {size(own.reserved_bytes)}, of which "
-        f"{size(own.unused_bytes)} ({own.unused_bytes / own.reserved_bytes:.0%}) are in no block",
-        share=scene.part(own.unused_bytes),
+        f"at its peak rank {peak.rank} holds {size(peak.reserved_bytes)}, of which "
+        f"{size(peak.unused_bytes)} ({peak.unused_bytes / peak.reserved_bytes:.0%}) is unused",
+        share=context.part(peak.unused_bytes),
     )
 
 
-def activations(scene: Scene) -> RuleHit | None:
+def activations(context: MemoryContext) -> RuleHit | None:
     """What forward keeps for backward is most of the peak."""
-    size_bytes = scene.of_category(ACTIVATION)
-    if scene.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
+    size_bytes = context.of_category(ACTIVATION)
+    if context.part(size_bytes) <= MOST_ACTIVATIONS or size_bytes <= LEAST_BYTES:
         return None
-    lines = [one for one in scene.own.sites if one.category == ACTIVATION]
+    lines = [site for site in context.peak.sites if site.category == ACTIVATION]
     return RuleHit(
-        f"activations are {scene.part(size_bytes):.0%} of {scene.whole} "
-        f"({size(size_bytes)} of {size(scene.own.size_bytes)})",
-        share=scene.part(size_bytes),
+        f"activations are {context.part(size_bytes):.0%} of {context.whole} "
+        f"({size(size_bytes)} of {size(context.peak.size_bytes)})",
+        share=context.part(size_bytes),
         places=_places(lines),
     )
 
 
-def optimizer_state(scene: Scene) -> RuleHit | None:
+def optimizer_state(context: MemoryContext) -> RuleHit | None:
     """Every rank keeps the whole optimizer's state, and that is much."""
-    n_ranks = len(scene.peaks)
-    size_bytes = scene.of_category(OPTIMIZER)
-    is_split = scene.snapshot.strategy.replace(",", " ").split()[:1]
+    n_ranks = len(context.peaks)
+    size_bytes = context.of_category(OPTIMIZER)
+    is_split = context.snapshot.strategy.replace(",", " ").split()[:1]
     if n_ranks < 2 or any(name in _SPLIT for name in is_split) or size_bytes <= LEAST_BYTES:
         return None
-    if scene.part(size_bytes) <= MOST_OPTIMIZER:
+    if context.part(size_bytes) <= MOST_OPTIMIZER:
         return None
     gives = size_bytes - -(-size_bytes // n_ranks)
-    rest = sum(scene.of_category(one) for one in (PARAMETER, GRADIENT))
+    rest = sum(context.of_category(category) for category in (PARAMETER, GRADIENT))
     more = rest - -(-rest // n_ranks)
     return RuleHit(
-        f"the optimizer's state is {scene.part(size_bytes):.0%} of {scene.whole} "
-        f"({size(size_bytes)}); split over {n_ranks} ranks it would be {size(gives)} less, "
+        f"optimizer state is {context.part(size_bytes):.0%} of {context.whole} "
+        f"({size(size_bytes)}); sharded over {n_ranks} ranks it would need {size(gives)} less, "
         f"and parameters and gradients {size(more)} less",
-        share=scene.part(gives),
+        share=context.part(gives),
     )
 
 
-def imbalance(scene: Scene) -> RuleHit | None:
+def imbalance(context: MemoryContext) -> RuleHit | None:
     """One rank needs more than the others do, and sets what all can do."""
-    sizes = [one.size_bytes for one in scene.peaks]
-    own = scene.own
+    sizes = [peak.size_bytes for peak in context.peaks]
+    peak = context.peak
     middle = float(np.median(sizes))
-    more = own.size_bytes - middle
-    if len(sizes) < 2 or own.size_bytes < max(sizes) or more <= LEAST_BYTES:
+    more = peak.size_bytes - middle
+    if len(sizes) < 2 or peak.size_bytes < max(sizes) or more <= LEAST_BYTES:
         return None
     if more <= IMBALANCE * middle:
         return None
     return RuleHit(
-        f"rank {own.rank} needs {size(own.size_bytes)}, the middle of all ranks is "
-        f"{size(middle)}{_has_more(scene)}",
-        share=scene.part(more),
+        f"rank {peak.rank} needs {size(peak.size_bytes)}, the median rank "
+        f"{size(middle)}{_has_more(context)}",
+        share=context.part(more),
     )
 
 
-def growth(scene: Scene) -> RuleHit | None:
+def growth(context: MemoryContext) -> RuleHit | None:
     """What is in use at the ends of successive steps becomes more and more."""
-    rank = scene.rank
+    rank = context.rank
     ends_ns = rank.step_ends_ns[WARM_STEPS:]
     if len(ends_ns) < LEAST_STEPS:
         return None
-    sizes = [int(rank.blocks.size_bytes[is_in_use(rank.blocks, one)].sum()) for one in ends_ns]
+    sizes = [
+        int(rank.blocks.size_bytes[is_in_use(rank.blocks, end_ns)].sum()) for end_ns in ends_ns
+    ]
     gained = sizes[-1] - sizes[0]
-    if gained <= max(GROWTH * scene.own.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
+    if gained <= max(GROWTH * context.peak.size_bytes, LEAST_BYTES) or min(np.diff(sizes)) <= 0:
         return None
     per_step = gained / (len(sizes) - 1)
     return RuleHit(
-        f"at the end of each step rank {rank.rank} has {size(per_step)} more in use than at "
-        f"the end of the one before ({size(sizes[0])} after step {WARM_STEPS}, "
+        f"each step leaves {size(per_step)} more in use on rank {rank.rank} "
+        f"({size(sizes[0])} after step {WARM_STEPS}, "
         f"{size(sizes[-1])} after step {WARM_STEPS + len(sizes) - 1})",
-        share=scene.part(gained),
-        places=_places(_grown(rank, ends_ns[0], ends_ns[-1])),
+        share=context.part(gained),
+        places=_places(_growth_sites(rank, ends_ns[0], ends_ns[-1])),
     )
 
 
-def stepping(scene: Scene) -> RuleHit | None:
+def stepping(context: MemoryContext) -> RuleHit | None:
     """The peak is in the optimizer's step, where copies for all parameters at once are made."""
-    own = scene.own
-    size_bytes = scene.of_category(TEMPORARY)
-    if own.phase != STEPPING or scene.part(size_bytes) <= STEPPING_COPIES:
+    peak = context.peak
+    size_bytes = context.of_category(TEMPORARY)
+    if peak.phase != STEPPING or context.part(size_bytes) <= STEPPING_COPIES:
         return None
     if size_bytes <= LEAST_BYTES:
         return None
     return RuleHit(
-        f"the peak of rank {own.rank} is in the optimizer's step, with {size(size_bytes)} "
-        f"({scene.part(size_bytes):.0%}) that are freed within it",
-        share=scene.part(size_bytes),
-        places=_places([one for one in own.sites if one.category == TEMPORARY]),
+        f"the peak of rank {peak.rank} is in the optimizer's step, with {size(size_bytes)} "
+        f"({context.part(size_bytes):.0%}) that are freed within it",
+        share=context.part(size_bytes),
+        places=_places([site for site in peak.sites if site.category == TEMPORARY]),
     )
 
 
-def _places(found: Sequence[Site]) -> tuple[str, ...]:
+def _places(sites: Sequence[Site]) -> tuple[str, ...]:
     """The lines that allocated the most, each once, whatever operators they called."""
     sums: dict[str, list[int]] = {}
-    for one in found:
-        lines = [written(line) for line in (one.own, one.via) if line]
+    for site in sites:
+        lines = [frame_text(line) for line in (site.line, site.via) if line]
         if lines:
             each = sums.setdefault(" via ".join(lines), [0, 0])
-            each[0] += one.size_bytes
-            each[1] += one.count
+            each[0] += site.size_bytes
+            each[1] += site.count
     most = sorted(sums, key=lambda line: -sums[line][0])[:MOST_PLACES]
     return tuple(f"{line} ({size(sums[line][0])}, {_blocks(sums[line][1])})" for line in most)
 
@@ -213,27 +216,27 @@ def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count} blocks"
 
 
-def _grown(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
+def _growth_sites(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:
     """What each line has more in use at the later moment, the most bytes first."""
     blocks = rank.blocks
     was = {
-        replace(one, count=0, size_bytes=0): one
-        for one in sites(rank, is_in_use(blocks, first_ns), len(blocks))
+        replace(site, count=0, size_bytes=0): site
+        for site in sites(rank, is_in_use(blocks, first_ns), len(blocks))
     }
     more = []
-    for one in sites(rank, is_in_use(blocks, last_ns), len(blocks)):
-        before = was.get(replace(one, count=0, size_bytes=0))
+    for site in sites(rank, is_in_use(blocks, last_ns), len(blocks)):
+        before = was.get(replace(site, count=0, size_bytes=0))
         count, size_bytes = (before.count, before.size_bytes) if before else (0, 0)
-        grown = replace(one, count=one.count - count, size_bytes=one.size_bytes - size_bytes)
+        grown = replace(site, count=site.count - count, size_bytes=site.size_bytes - size_bytes)
         more += [grown] if grown.size_bytes > 0 else []
-    return sorted(more, key=lambda one: -one.size_bytes)
+    return sorted(more, key=lambda site: -site.size_bytes)
 
 
-def _has_more(scene: Scene) -> str:
+def _has_more(context: MemoryContext) -> str:
     """In which category the rank has most more than the others."""
-    others = [one for one in scene.peaks if one.rank != scene.own.rank]
+    others = [peak for peak in context.peaks if peak.rank != context.peak.rank]
     more = [
-        scene.own.parts[at].total - float(np.median([one.parts[at].total for one in others]))
+        context.peak.parts[at].total - float(np.median([peak.parts[at].total for peak in others]))
         for at in range(len(CATEGORIES))
     ]
     at = int(np.argmax(more))
@@ -244,51 +247,51 @@ RULES = (
     Rule(
         "little memory left",
         near_limit,
-        "what a batch of another shape, another process or a library needs is not there",
-        "a smaller batch per rank with accelerator.accumulate, or a strategy that holds less: "
-        "%dist_plan lists them with their bytes",
+        "a batch of another shape, another process or a library may not find enough memory",
+        "use a smaller batch per rank with accelerator.accumulate, or a strategy that needs less: "
+        "%dist_plan lists them",
     ),
     Rule(
         "fragmentation",
         fragmented,
-        "the allocator keeps pieces of the device that no later block fits into",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start, so that pieces "
-        "grow; batches of one shape, so that freed pieces fit again",
+        "the allocator holds free pieces that no later block fits into",
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the ranks start, so that "
+        "segments can grow; use batches of one shape, so that freed pieces fit again",
     ),
     Rule(
         "activations",
         activations,
-        "what forward makes is kept until backward has used it, for every block of the model",
-        "%dist_strategy ... --checkpoint full keeps the blocks' inputs alone and computes the rest "
-        "again in backward; --bf16 halves them; so does half a batch",
+        "every block of the model keeps its activations from forward until its backward",
+        "%dist_strategy ... --checkpoint full keeps only the blocks' inputs and recomputes the "
+        "rest in backward; --bf16 halves them; so does half the batch",
     ),
     Rule(
         "optimizer state on every rank",
         optimizer_state,
-        "each rank keeps the same state, and updates all parameters with it",
-        "%dist_strategy zero1 splits the optimizer's state, %dist_strategy fsdp parameters and "
-        "gradients too",
+        "each rank keeps the same state and updates all parameters with it",
+        "%dist_strategy zero1 shards the optimizer state, %dist_strategy fsdp also parameters and "
+        "gradients",
     ),
     Rule(
         "one rank needs more",
         imbalance,
-        "the batch and the model have to fit on the rank that needs most",
-        "batches of equal size and length on all ranks; under pp stages of equal work; nothing "
-        "that rank 0 alone keeps (outputs that are collected, an evaluation)",
+        "the batch and the model have to fit on the rank that needs the most",
+        "use batches of equal size and length on all ranks; under pp, stages of equal work; keep "
+        "nothing on rank 0 alone (collected outputs, an evaluation)",
     ),
     Rule(
         "more with every step",
         growth,
-        "something keeps what each step makes, until there is no more memory",
-        "look at the lines below: losses and outputs that are kept in a list keep their graph "
-        "(loss.item() or .detach()), and so do hooks, caches and retain_graph",
+        "something keeps memory of each step, until none is left",
+        "look at the lines below: losses and outputs kept in a list keep their graph (use "
+        "loss.item() or .detach()), and so do hooks, caches and retain_graph",
     ),
     Rule(
         "copies in the optimizer's step",
         stepping,
-        "foreach updates all parameters at once, and makes temporary copies of them all",
-        "fused=True where the optimizer has it (%dist_strategy ... --fused), or foreach=False, "
-        "which is slower",
+        "foreach updates all parameters at once and makes temporary copies of all of them",
+        "use fused=True where the optimizer has it (%dist_strategy ... --fused), or "
+        "foreach=False, which is slower",
     ),
 )
 
@@ -296,5 +299,7 @@ RULES = (
 def findings(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> tuple[Finding, ...]:
     """What takes memory by `RULES`, the largest first; empty where no rule finds anything."""
     ranks = {rank.rank: rank for rank in snapshot.ranks}
-    scenes = {own.rank: Scene(snapshot, tuple(peaks), ranks[own.rank], own) for own in peaks}
-    return on_ranks(RULES, scenes)
+    contexts = {
+        peak.rank: MemoryContext(snapshot, tuple(peaks), ranks[peak.rank], peak) for peak in peaks
+    }
+    return on_ranks(RULES, contexts)

@@ -91,8 +91,8 @@ def parse_oom(name: str, message: str) -> OomMessage | None:
         message: Its text.
     """
     for pattern, read in _READERS:
-        if found := pattern.search(message):
-            return read(found, message)
+        if match := pattern.search(message):
+            return read(match, message)
     if name in _PYTHON:
         asked = _NUMPY.search(message)
         return OomMessage("Python", HOST, _bytes(*asked.groups()) if asked else UNKNOWN)
@@ -106,15 +106,15 @@ def has_oom(text: str) -> bool:
     )
 
 
-def _of_device(found: re.Match[str], message: str) -> OomMessage:
+def _of_device(match: re.Match[str], message: str) -> OomMessage:
     values = {name: _first(patterns, message) for name, patterns in _FIELDS.items()}
     reserved = _first((_RESERVED,), message)
     if values["unused_bytes"] == UNKNOWN and UNKNOWN not in (reserved, values["allocated_bytes"]):
         values["unused_bytes"] = max(0, reserved - values["allocated_bytes"])
-    others = [_bytes(*one) for one in _OTHERS.findall(message)]
+    others = [_bytes(*amount) for amount in _OTHERS.findall(message)]
     number = _DEVICE_NUMBER.search(message)
     return OomMessage(
-        by=found.group(1),
+        by=match.group(1),
         memory=DEVICE,
         device=int(number.group(1) or number.group(2)) if number else UNKNOWN,
         others_bytes=sum(others) if others else UNKNOWN,
@@ -124,13 +124,13 @@ def _of_device(found: re.Match[str], message: str) -> OomMessage:
 
 def _first(patterns: tuple[re.Pattern[str], ...], message: str) -> int:
     for pattern in patterns:
-        if found := pattern.search(message):
-            return _bytes(*found.groups())
+        if match := pattern.search(message):
+            return _bytes(*match.groups())
     return UNKNOWN
 
 
-def _of_cpu(found: re.Match[str], _message: str) -> OomMessage:
-    return OomMessage("CPU", HOST, int(found.group(1)))
+def _of_cpu(match: re.Match[str], _message: str) -> OomMessage:
+    return OomMessage("CPU", HOST, int(match.group(1)))
 
 
 def _of_nccl(_found: re.Match[str], message: str) -> OomMessage:

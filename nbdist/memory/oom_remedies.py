@@ -37,7 +37,7 @@ _CATEGORY = {"parameters": PARAMETER, "gradients": GRADIENT, "optimizer": OPTIMI
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds memory.
+    """A named owner of memory, or all unnamed blocks of a category.
 
     Attributes:
         name: The parameter, the variable; empty where it has none.
@@ -58,7 +58,7 @@ class OomReport:
 
     Attributes:
         rank: Whose.
-        told: What the error said.
+        message: What the error said.
         phase: FORWARD, BACKWARD, STEPPING, or empty.
         categories: In use for each of memory.snapshot.CATEGORIES, in bytes.
         holders: The largest first.
@@ -66,11 +66,11 @@ class OomReport:
         free_bytes: Free of it for this process; UNKNOWN where it is not known.
         choice: What models are under; None where none was prepared.
         blocks: Like layers of the largest model; 0 where it has no list of them.
-        problem: Why something lacks, as a sentence.
+        problem: Why data is missing, as a sentence.
     """
 
     rank: int
-    told: OomMessage
+    message: OomMessage
     phase: str
     categories: tuple[int, ...]
     holders: tuple[Holder, ...]
@@ -82,40 +82,40 @@ class OomReport:
 
     @property
     def activation_bytes(self) -> int:
-        """What a smaller batch makes smaller."""
+        """Bytes that shrink with the batch: activations and temporary memory."""
         return self.categories[ACTIVATION] + self.categories[TEMPORARY]
 
     @property
     def in_use_bytes(self) -> int:
-        """All that was found."""
+        """Bytes in use of all categories together."""
         return sum(self.categories)
 
     @property
     def scaled_bytes(self) -> int:
-        """The same, with what was asked for where the batch decides on that too."""
-        asks = self.phase in {FORWARD, BACKWARD} and self.told.asked_bytes > 0
-        return self.activation_bytes + (self.told.asked_bytes if asks else 0)
+        """The same, plus the requested bytes in forward and backward."""
+        asks = self.phase in {FORWARD, BACKWARD} and self.message.asked_bytes > 0
+        return self.activation_bytes + (self.message.asked_bytes if asks else 0)
 
     @property
-    def lacking_bytes(self) -> int:
-        """So much more has to be free; UNKNOWN where that cannot be said.
+    def shortfall_bytes(self) -> int:
+        """How much more memory the allocation needed; UNKNOWN where that cannot be said.
 
-        It failed: where enough seems to be free, it is so in pieces, or behind another limit.
+        It failed: where enough seems to be free, it is in pieces, or another limit was hit.
         """
-        if UNKNOWN in (self.told.asked_bytes, self.free_bytes):
+        if UNKNOWN in (self.message.asked_bytes, self.free_bytes):
             return UNKNOWN
-        lacking = self.told.asked_bytes - self.free_bytes
-        return lacking if lacking > 0 else UNKNOWN
+        shortfall = self.message.asked_bytes - self.free_bytes
+        return shortfall if shortfall > 0 else UNKNOWN
 
     @property
     def is_larger_than_all(self) -> bool:
         """Whether more was asked for than there is, free or not."""
-        return 0 < self.limit_bytes < self.told.asked_bytes
+        return 0 < self.limit_bytes < self.message.asked_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One remedy.
+    """Something to try when memory ran out, with its predicted gain.
 
     Attributes:
         what: To do, as typed where it is an option.
@@ -136,12 +136,12 @@ def remedies(shortage: OomReport) -> tuple[Remedy, ...]:
 
 
 def _rung(shortage: OomReport, what: str, gain: float, why: str) -> Remedy:
-    lacking = shortage.lacking_bytes
-    fits = None if UNKNOWN in (gain, lacking) else gain >= lacking
+    shortfall = shortage.shortfall_bytes
+    fits = None if UNKNOWN in (gain, shortfall) else gain >= shortfall
     return Remedy(what, round(gain), fits, why)
 
 
-_NONE_SEEN = "no activations were seen to predict from"
+_NONE_SEEN = "no activations were recorded to predict from"
 
 
 def _batch(shortage: OomReport) -> Iterator[Remedy]:
@@ -153,7 +153,7 @@ def _batch(shortage: OomReport) -> Iterator[Remedy]:
 def _accumulation(shortage: OomReport) -> Iterator[Remedy]:
     times = 2 * (shortage.choice.options.accumulate if shortage.choice else 1)
     scaled = shortage.scaled_bytes
-    why = "the same, and a step trains on as much as before" if scaled else _NONE_SEEN
+    why = "the same; the batch per step stays as it is" if scaled else _NONE_SEEN
     what = f"half the batch with --accumulate {times}"
     yield _rung(shortage, what, scaled / 2 if scaled else UNKNOWN, why)
 
@@ -181,21 +181,21 @@ def _checkpoint(shortage: OomReport) -> Iterator[Remedy]:
     choice = shortage.choice
     if choice is not None and choice.options.checkpoint:
         return
-    what, kept = "--checkpoint full", shortage.activation_bytes
-    if not kept:
+    what, activations = "--checkpoint full", shortage.activation_bytes
+    if not activations:
         yield Remedy(what, UNKNOWN, None, _NONE_SEEN)
     elif shortage.blocks < 2:
-        yield Remedy(what, UNKNOWN, None, "no list of two or more like layers was found")
+        yield Remedy(what, UNKNOWN, None, "no list of two or more similar layers was found")
     else:
-        gain = max(0.0, kept * (1 - 1 / shortage.blocks - _INPUT_SHARE))
-        why = f"activations of one of {shortage.blocks} blocks, and inputs of all, are left"
+        gain = max(0.0, activations * (1 - 1 / shortage.blocks - _INPUT_SHARE))
+        why = f"activations of one of {shortage.blocks} blocks and inputs of all remain"
         yield _rung(shortage, what, gain, why)
 
 
 def _allocator(shortage: OomReport) -> Iterator[Remedy]:
     """Only where what the allocator holds and does not use would be enough."""
-    unused, asked = shortage.told.unused_bytes, shortage.told.asked_bytes
-    if shortage.told.memory == DEVICE and unused > 0 and 0 < asked <= unused:
+    unused, asked = shortage.message.unused_bytes, shortage.message.asked_bytes
+    if shortage.message.memory == DEVICE and unused > 0 and 0 < asked <= unused:
         yield _rung(
             shortage,
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init",
@@ -212,11 +212,11 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
         return
     ranks = max(2, choice.world_size)
     on = "" if ranks == choice.world_size else f" on {ranks} ranks (%dist_init -n {ranks})"
-    for name, own, what in (
+    for name, options, what in (
         ("deepspeed", {"stage": 2}, "%dist_strategy deepspeed --stage 2"),
         ("fsdp", {}, "%dist_strategy fsdp"),
     ):
-        other = _like(choice, name, own, ranks)
+        other = _like(choice, name, options, ranks)
         if other is None or (gain := _gain(shortage, choice, other)) <= 0:
             continue
         formula = footprint.held_formula(other)
@@ -226,16 +226,16 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
 def _offload(shortage: OomReport) -> Iterator[Remedy]:
     """Of a GPU alone: on a CPU the states lie in the host's memory already."""
     choice = shortage.choice
-    if shortage.told.memory != DEVICE or (choice and choice.options.offload == "nvme"):
+    if shortage.message.memory != DEVICE or (choice and choice.options.offload == "nvme"):
         return
     is_on_host = bool(choice and choice.options.offload)
-    for name, where, own in (
+    for name, where, options in (
         ("fsdp", "cpu", {}),
         ("deepspeed", "nvme", {"stage": 3}),
     ):
         if where == "cpu" and is_on_host:
             continue
-        words = "".join(f" --{key} {value}" for key, value in own.items())
+        words = "".join(f" --{key} {value}" for key, value in options.items())
         what = f"%dist_strategy {name}{words} --offload {where}"
         if choice is None:
             yield Remedy(what, UNKNOWN, None, "no prepared model to predict from")
@@ -243,7 +243,9 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
             yield _rung(shortage, what, 0, "frees the host's memory, not the device's")
         else:
             gain = _states(shortage) - _gathered(shortage, choice)
-            yield _rung(shortage, what, max(0, gain), "all states leave the device, block by block")
+            yield _rung(
+                shortage, what, max(0, gain), "moves all states off the device, block by block"
+            )
 
 
 _STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (
@@ -251,14 +253,16 @@ _STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (
 )  # fmt: skip
 
 
-def _like(choice: Strategy, name: str, own: Mapping[str, object], ranks: int) -> Strategy | None:
+def _like(
+    choice: Strategy, name: str, options: Mapping[str, object], ranks: int
+) -> Strategy | None:
     """Another strategy with the degrees and options that are in use; None where it does not go."""
     degrees = choice.degrees
-    kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
+    degrees_kept = {word: n for word in ("tp", "pp", "cp") if (n := getattr(degrees, word)) > 1}
     half = choice.options.precision
-    given = {**own, **kept, **({"precision": half} if half != "fp32" else {})}
+    merged = {**options, **degrees_kept, **({"precision": half} if half != "fp32" else {})}
     try:
-        return choose(name, given, ranks)
+        return choose(name, merged, ranks)
     except OptionError:
         return None
 
@@ -276,11 +280,12 @@ def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
     """Bytes of states less, without what is gathered meanwhile."""
     gain = 0.0
     for what in HELD:
-        held = shortage.categories[_CATEGORY[what]]
+        held_bytes = shortage.categories[_CATEGORY[what]]
         before, after = (
-            footprint.axes_size(one, footprint.split_axes(one, what)) for one in (now, other)
+            footprint.axes_size(strategy, footprint.split_axes(strategy, what))
+            for strategy in (now, other)
         )
-        gain += held - held * before / after
+        gain += held_bytes - held_bytes * before / after
     is_gathered = footprint.split_axes(other, "parameters") and not footprint.split_axes(
         replace(now), "parameters"
     )
@@ -289,6 +294,6 @@ def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
 
 def _gathered(shortage: OomReport, now: Strategy) -> float:
     """Parameters that are whole at a time while their states are split."""
-    held = shortage.categories[PARAMETER]
-    whole = held * footprint.axes_size(now, footprint.split_axes(now, "parameters"))
+    parameters = shortage.categories[PARAMETER]
+    whole = parameters * footprint.axes_size(now, footprint.split_axes(now, "parameters"))
     return whole * min(1.0, _GATHERED_BLOCKS / shortage.blocks) if shortage.blocks else whole

@@ -18,46 +18,47 @@ MORE = "%dist_memory shows what was in use when it failed"
 
 def block(shortage: OomReport) -> str:
     """What ran out, what held it, and the ladder of remedies; lines of text."""
-    return "\n".join((*_what(shortage), *_held(shortage), *_ladder(shortage), MORE))
+    return "\n".join((*_what(shortage), *_usage(shortage), *_ladder(shortage), MORE))
 
 
-def unmeasured(rank: int, told: OomMessage, why: str) -> str:
-    """The same where the rank could not be asked."""
-    return f"rank {rank} ran out of {_memory(told)}{_asked(told)}; what held it is not known: {why}"
+def block_without_report(rank: int, message: OomMessage, why: str) -> str:
+    """What ran out, where the rank could not say what held its memory."""
+    what = f"rank {rank} ran out of {_memory(message)}{_request(message)}"
+    return f"{what}; what held it is unknown: {why}"
 
 
-def _memory(told: OomMessage) -> str:
-    if told.memory == HOST:
+def _memory(message: OomMessage) -> str:
+    if message.memory == HOST:
         return "the host's memory"
-    number = f" {told.device}" if told.device != UNKNOWN else ""
+    number = f" {message.device}" if message.device != UNKNOWN else ""
     return f"memory of its GPU{number}"
 
 
-def _asked(told: OomMessage) -> str:
-    by = f" by {told.by}" if told.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
-    return f": {size(told.asked_bytes)} asked for{by}" if told.asked_bytes != UNKNOWN else by
+def _request(message: OomMessage) -> str:
+    by = f" by {message.by}" if message.by not in {"CUDA", "HIP", "XPU", "CPU"} else ""
+    return f": {size(message.asked_bytes)} requested{by}" if message.asked_bytes != UNKNOWN else by
 
 
 def _what(shortage: OomReport) -> Iterator[str]:
-    told = shortage.told
+    message = shortage.message
     free = f"; {size(shortage.free_bytes)} free" if shortage.free_bytes != UNKNOWN else ""
     limit = f" of {size(shortage.limit_bytes)}" if free and shortage.limit_bytes else ""
     yield (
-        f"rank {shortage.rank} ran out of {_memory(told)}{_asked(told)}"
+        f"rank {shortage.rank} ran out of {_memory(message)}{_request(message)}"
         f"{_PHASES.get(shortage.phase, '')}{free}{limit}"
     )
-    if told.others_bytes > 0:
-        yield f"other processes hold {size(told.others_bytes)} of it"
-    if told.unused_bytes > 0:
-        yield f"torch's allocator holds {size(told.unused_bytes)} that nothing uses"
+    if message.others_bytes > 0:
+        yield f"other processes hold {size(message.others_bytes)} of it"
+    if message.unused_bytes > 0:
+        yield f"torch's allocator holds {size(message.unused_bytes)} unused"
     if shortage.is_larger_than_all:
         yield (
-            "one tensor larger than all there is: no strategy makes room for it. Look at its shape "
-            "in the line above"
+            "this tensor alone is larger than all memory there is: no strategy makes room for it. "
+            "Check its shape"
         )
 
 
-def _held(shortage: OomReport) -> Iterator[str]:
+def _usage(shortage: OomReport) -> Iterator[str]:
     if shortage.problem:
         yield shortage.problem
     parts = [
@@ -68,20 +69,20 @@ def _held(shortage: OomReport) -> Iterator[str]:
     if parts:
         yield f"in use by tensors: {size(shortage.in_use_bytes)}: {', '.join(parts)}"
     largest = [
-        f"{one.name or 'without a name'} {size(one.size_bytes)}"
-        + (f" in {one.count} blocks" if one.count > 1 else "")
-        + f" ({CATEGORIES[one.category]})"
-        for one in shortage.holders
+        f"{holder.name or 'unnamed'} {size(holder.size_bytes)}"
+        + (f" in {holder.count} blocks" if holder.count > 1 else "")
+        + f" ({CATEGORIES[holder.category]})"
+        for holder in shortage.holders
     ]
     if largest:
-        yield f"the largest: {'; '.join(largest)}"
+        yield f"largest: {'; '.join(largest)}"
 
 
 def _ladder(shortage: OomReport) -> Iterator[str]:
     rungs = remedies(shortage)
     yield (
-        "what would help, cheap first; gains are predicted from what this rank held"
-        + (f", {size(shortage.lacking_bytes)} lack" if shortage.lacking_bytes > 0 else "")
+        "what would help, cheapest first; gains are predicted from what this rank held"
+        + (f"; short by {size(shortage.shortfall_bytes)}" if shortage.shortfall_bytes > 0 else "")
     )
     rows = [(rung.what, _gain(rung), _FITS[rung.fits], rung.why) for rung in rungs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -89,7 +90,7 @@ def _ladder(shortage: OomReport) -> Iterator[str]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
         yield f"  {'  '.join(cells)}".rstrip()
     if shortage.choice is not None and not shortage.categories[OPTIMIZER]:
-        yield "the optimizer has no state yet: its first step adds that to what is in use"
+        yield "the optimizer has no state yet: its first step will add to what is in use"
 
 
 def _gain(rung: Remedy) -> str:

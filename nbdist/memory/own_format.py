@@ -13,8 +13,8 @@ from nbdist.memory.snapshot import (
     BEFORE,
     CATEGORIES,
     STEPPING,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     Phase,
     RankMemory,
@@ -41,20 +41,20 @@ _TYPES = {
 }  # fmt: skip
 
 
-def frames(stacks: Sequence[Sequence[Frame]]) -> list[list[dict[str, Any]]]:
+def frames(stacks: Sequence[Sequence[AllocationFrame]]) -> list[list[dict[str, Any]]]:
     """Stacks as torch writes them: equal frames are one object, which a pickle writes once."""
-    made: dict[Frame, dict[str, Any]] = {}
-    return [[made.setdefault(one, _frame(one)) for one in stack] for stack in stacks]
+    encoded: dict[AllocationFrame, dict[str, Any]] = {}
+    return [[encoded.setdefault(frame, _frame(frame)) for frame in stack] for stack in stacks]
 
 
-def _frame(one: Frame) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "filename": str(one.file), "line": int(one.line), "name": str(one.function),
+def _frame(frame: AllocationFrame) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
+        "filename": str(frame.file), "line": int(frame.line), "name": str(frame.function),
     }  # fmt: skip
-    return told if one.is_line_known else {**told, "is_line_known": 0}
+    return encoded if frame.is_line_known else {**encoded, "is_line_known": 0}
 
 
-def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
+def pack(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
     """All of it, of dicts, lists, texts and whole numbers, and of no class derived from them.
 
     Args:
@@ -72,7 +72,9 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
         },
         "stacks": list(stacks),
         "names": list(map(str, memory.names)),
-        "phases": [[str(one.kind), int(one.start_ns), int(one.end_ns)] for one in memory.phases],
+        "phases": [
+            [str(phase.kind), int(phase.start_ns), int(phase.end_ns)] for phase in memory.phases
+        ],
         "step_ends_ns": list(map(int, memory.step_ends_ns)),
         "reserved": {
             "time_ns": memory.reserved.time_ns.tolist(),
@@ -80,19 +82,22 @@ def packed(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
         },
         "segments": [
             [
-                str(one.kind),
-                *map(int, (one.address, one.size_bytes, one.allocated_bytes, one.stream)),
+                str(segment.kind),
+                *map(
+                    int,
+                    (segment.address, segment.size_bytes, segment.allocated_bytes, segment.stream),
+                ),
             ]
-            for one in memory.segments
+            for segment in memory.segments
         ],
         "failures": [
-            list(map(int, (one.time_ns, one.size_bytes, one.free_bytes, one.stack)))
-            for one in memory.failures
+            list(map(int, (failure.time_ns, failure.size_bytes, failure.free_bytes, failure.stack)))
+            for failure in memory.failures
         ],
     }
 
 
-def unpacked(ours: Value) -> RankMemory:
+def unpack(ours: Value) -> RankMemory:
     """What `packed` was given.
 
     Raises:
@@ -136,10 +141,10 @@ def unpacked(ours: Value) -> RankMemory:
     )
 
 
-def _stacks(listed: Value) -> tuple[tuple[Frame, ...], ...]:
+def _stacks(listed: Value) -> tuple[tuple[AllocationFrame, ...], ...]:
     # By identity, while `listed` keeps all alive: a small file can hold one list very often.
-    frames: dict[int, Frame] = {}
-    stacks: dict[int, tuple[Frame, ...]] = {}
+    frames: dict[int, AllocationFrame] = {}
+    stacks: dict[int, tuple[AllocationFrame, ...]] = {}
     for stack in listed.entries():
         if id(stack.raw) in stacks:
             continue
@@ -150,13 +155,13 @@ def _stacks(listed: Value) -> tuple[tuple[Frame, ...], ...]:
     return tuple(stacks[id(stack)] for stack in listed.raw)
 
 
-def frame(row: Value) -> Frame:
+def frame(row: Value) -> AllocationFrame:
     """A line of Python, as torch writes it.
 
     Raises:
         Misfit: If it is none.
     """
-    return Frame(
+    return AllocationFrame(
         row["filename"].text(),
         row["line"].whole(),
         row["name"].text(),
@@ -166,7 +171,7 @@ def frame(row: Value) -> Frame:
 
 def _blocks(table: Value, stack_count: int, name_count: int) -> Blocks:
     bounds = {
-        # -1 for what is held in C++, where only its size is told.
+        # -1 for what is held in C++, where only its size is known.
         "address": (-1, MOST_BYTES), "size_bytes": (1, MOST_BYTES), "start_ns": (BEFORE, MOST),
         "end_ns": (0, MOST), "category": (0, len(CATEGORIES) - 1), "is_exact": (0, 1),
         "stack": (-1, stack_count - 1), "name": (-1, name_count - 1),

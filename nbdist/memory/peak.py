@@ -12,8 +12,8 @@ from nbdist.memory.call_site import innermost_library, innermost_own
 from nbdist.memory.snapshot import (
     CATEGORIES,
     FORWARD,
+    AllocationFrame,
     Blocks,
-    Frame,
     Integers,
     RankMemory,
     Snapshot,
@@ -34,7 +34,7 @@ class Bytes:
 
     Attributes:
         exact: Read off the object that owns them.
-        guessed: Concluded.
+        guessed: Inferred from when and where the blocks came and went.
     """
 
     exact: int
@@ -48,13 +48,13 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What one place in the program has allocated of what is in use.
+    """Blocks in use that one line of the program allocated.
 
     Attributes:
         category: Place in CATEGORIES.
         is_exact: Whether that was read off an owner.
         operator: What allocated it; empty where it is not known.
-        own: The user's innermost line; None where there is none.
+        line: The user's innermost line; None where there is none.
         via: The library's innermost line.
         count, size_bytes: Blocks, and their bytes.
     """
@@ -62,15 +62,15 @@ class Site:
     category: int
     is_exact: bool
     operator: str
-    own: Frame | None
-    via: Frame | None
+    line: AllocationFrame | None
+    via: AllocationFrame | None
     count: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """What is in use of one name.
+class PeakOwner:
+    """Blocks in use under one name, at a peak.
 
     Attributes:
         name: Of the layers that differ in their number alone, with `*` for it; of all that an
@@ -96,7 +96,7 @@ class RankPeak:
         step: The step that was under way, from 0; -1 after the last one, or without steps.
         size_bytes: In use.
         parts: Of each of CATEGORIES.
-        held: The same at the end of the recording.
+        at_end: The same at the end of the recording.
         sites: What allocated the most of it, the most first.
         owners: Whose it is, the most first.
         allocator_bytes: The allocator's own peak; 0 where it does not count.
@@ -114,9 +114,9 @@ class RankPeak:
     step: int
     size_bytes: int
     parts: tuple[Bytes, ...]
-    held: tuple[Bytes, ...]
+    at_end: tuple[Bytes, ...]
     sites: tuple[Site, ...]
-    owners: tuple[Owner, ...]
+    owners: tuple[PeakOwner, ...]
     allocator_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
@@ -133,8 +133,8 @@ class RankPeak:
 
     @property
     def guessed_bytes(self) -> int:
-        """Bytes at the peak whose category is concluded."""
-        return sum(one.guessed for one in self.parts)
+        """Bytes at the peak whose category is inferred."""
+        return sum(part.guessed for part in self.parts)
 
     @property
     def need_bytes(self) -> int:
@@ -147,9 +147,9 @@ class RankPeak:
         return self.limit_bytes - self.need_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def end_bytes(self) -> int:
         """In use at the end of the recording."""
-        return sum(one.total for one in self.held)
+        return sum(part.total for part in self.at_end)
 
 
 def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
@@ -157,9 +157,9 @@ def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
     return tuple(_peak(rank) for rank in snapshot.ranks if len(rank.blocks))
 
 
-def worst(found: Sequence[RankPeak]) -> RankPeak | None:
+def worst(peaks: Sequence[RankPeak]) -> RankPeak | None:
     """The rank that needs most, the first of equals."""
-    return max(found, key=lambda one: one.size_bytes, default=None)
+    return max(peaks, key=lambda peak: peak.size_bytes, default=None)
 
 
 def when(peak: RankPeak) -> str:
@@ -171,8 +171,8 @@ def when(peak: RankPeak) -> str:
 def _peak(rank: RankMemory) -> RankPeak:
     time_ns = peak_ns(rank.blocks)
     there = is_in_use(rank.blocks, time_ns)
-    held = is_in_use(rank.blocks, max(rank.duration_ns, _last_ns(rank.blocks)))
-    in_segments = sum(one.size_bytes for one in rank.segments)
+    is_alive = is_in_use(rank.blocks, max(rank.duration_ns, _last_ns(rank.blocks)))
+    in_segments = sum(segment.size_bytes for segment in rank.segments)
     return RankPeak(
         rank=rank.rank,
         time_ns=time_ns,
@@ -180,7 +180,7 @@ def _peak(rank: RankMemory) -> RankPeak:
         step=step_at(rank, time_ns),
         size_bytes=int(rank.blocks.size_bytes[there].sum()),
         parts=_parts(rank.blocks, there),
-        held=_parts(rank.blocks, held),
+        at_end=_parts(rank.blocks, is_alive),
         sites=sites(rank, there),
         owners=_owners(rank, there),
         allocator_bytes=rank.allocator_peak_bytes,
@@ -190,9 +190,9 @@ def _peak(rank: RankMemory) -> RankPeak:
         ),
         reserved_end_bytes=int(rank.reserved.size_bytes[-1]) if len(rank.reserved.time_ns) else 0,
         segment_bytes=in_segments,
-        free_bytes=in_segments - sum(one.allocated_bytes for one in rank.segments),
+        free_bytes=in_segments - sum(segment.allocated_bytes for segment in rank.segments),
         largest_free_bytes=max(
-            (one.size_bytes - one.allocated_bytes for one in rank.segments), default=0
+            (segment.size_bytes - segment.allocated_bytes for segment in rank.segments), default=0
         ),
         limit_bytes=rank.limit_bytes,
     )
@@ -222,8 +222,8 @@ def _parts(blocks: Blocks, chosen: Truths) -> tuple[Bytes, ...]:
     """Bytes of the chosen blocks, of each of CATEGORIES."""
     sums = [0] * (2 * len(CATEGORIES))
     code, size_bytes = codes(blocks)[chosen], blocks.size_bytes[chosen]
-    for one in np.unique(code):  # bincount would add as floats
-        sums[one] = int(size_bytes[code == one].sum())
+    for number in np.unique(code):  # bincount would add as floats
+        sums[number] = int(size_bytes[code == number].sum())
     return tuple(Bytes(sums[2 * at + 1], sums[2 * at]) for at in range(len(CATEGORIES)))
 
 
@@ -231,41 +231,43 @@ def sites(rank: RankMemory, chosen: Truths, most: int = MOST_SITES) -> tuple[Sit
     """Where the chosen blocks were allocated, the most bytes first."""
     blocks, places = rank.blocks, np.flatnonzero(chosen)
     key = np.stack([codes(blocks)[places], blocks.operator[places], blocks.stack[places]])
-    found: dict[tuple[int, bool, str, Frame | None, Frame | None], list[int]] = {}
-    for (code, operator, stack), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+    sums_by_site: dict[
+        tuple[int, bool, str, AllocationFrame | None, AllocationFrame | None], list[int]
+    ] = {}
+    for (code, operator, stack), count, size_bytes in _group(key, blocks.size_bytes[places]):
         frames = rank.stacks[stack] if stack >= 0 else ()
-        own, via = innermost_own(frames), innermost_library(frames)
+        line, via = innermost_own(frames), innermost_library(frames)
         name = rank.names[operator] if operator >= 0 else ""
-        sums = found.setdefault((code // 2, bool(code % 2), name, own, via), [0, 0])
+        sums = sums_by_site.setdefault((code // 2, bool(code % 2), name, line, via), [0, 0])
         sums[0] += count
         sums[1] += size_bytes
-    every = (Site(*what, count, size_bytes) for what, (count, size_bytes) in found.items())
-    return tuple(sorted(every, key=lambda one: -one.size_bytes)[:most])
+    every = (Site(*what, count, size_bytes) for what, (count, size_bytes) in sums_by_site.items())
+    return tuple(sorted(every, key=lambda site: -site.size_bytes)[:most])
 
 
-def _owners(rank: RankMemory, chosen: Truths) -> tuple[Owner, ...]:
+def _owners(rank: RankMemory, chosen: Truths) -> tuple[PeakOwner, ...]:
     """Whose the chosen blocks are that have a name, the most bytes first."""
     blocks = rank.blocks
     places = np.flatnonzero(chosen & (blocks.name >= 0))
     key = np.stack([blocks.category[places].astype(np.int64), blocks.name[places]])
-    found: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for (category, number), count, size_bytes in _grouped(key, blocks.size_bytes[places]):
+    alike_by_title: dict[tuple[str, int], dict[str, list[int]]] = {}
+    for (category, number), count, size_bytes in _group(key, blocks.size_bytes[places]):
         name = rank.names[number]
         title = _NUMBER.sub("*", _STATE.sub("", name))
-        alike = found.setdefault((title, category), {})
+        alike = alike_by_title.setdefault((title, category), {})
         sums = alike.setdefault(name, [0, 0])
         sums[0] += count
         sums[1] += size_bytes
     every = (
-        Owner(
-            title if len({_STATE.sub("", one) for one in alike}) > 1 else _only(alike),
+        PeakOwner(
+            title if len({_STATE.sub("", name) for name in alike}) > 1 else _only(alike),
             category,
             sum(count for count, _ in alike.values()),
             sum(size_bytes for _, size_bytes in alike.values()),
         )
-        for (title, category), alike in found.items()
+        for (title, category), alike in alike_by_title.items()
     )
-    return tuple(sorted(every, key=lambda one: -one.size_bytes)[:MOST_OWNERS])
+    return tuple(sorted(every, key=lambda owner: -owner.size_bytes)[:MOST_OWNERS])
 
 
 def _only(alike: Iterable[str]) -> str:
@@ -274,7 +276,7 @@ def _only(alike: Iterable[str]) -> str:
     return _STATE.sub("", first) if more else first
 
 
-def _grouped(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def _group(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """(key, count, bytes) of each key, in order; `key` has a column for each size."""
     if not len(size_bytes):
         return

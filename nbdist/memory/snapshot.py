@@ -37,7 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class AllocationFrame:
     """A line of Python that was under way.
 
     Attributes:
@@ -64,7 +64,7 @@ class Blocks:
         end_ns: When it was freed; STAYS where it was not.
         category: Place in CATEGORIES.
         is_exact: Whether the category was read off the object that owns the memory; otherwise it
-            is concluded from when, and from where in the program, it was allocated and freed.
+            is inferred from when, and from where in the program, it was allocated and freed.
         stack: Place in RankMemory.stacks; -1 where it is not known.
         name: Place in RankMemory.names: the parameter, the variable; -1 where it has none.
         operator: Place in RankMemory.names: what allocated it; -1 where it is not known.
@@ -170,7 +170,7 @@ class RankMemory:
         failures: Allocations that failed.
         lost: Events that no longer fitted the history's bound; the oldest ones.
         version: torch's.
-        problem: Why something lacks, as a sentence; empty when all is there.
+        problem: Why data is missing, as a sentence; empty when all is there.
     """
 
     rank: int
@@ -180,7 +180,7 @@ class RankMemory:
     device_name: str = ""
     limit_bytes: int = 0
     duration_ns: int = 0
-    stacks: tuple[tuple[Frame, ...], ...] = ()
+    stacks: tuple[tuple[AllocationFrame, ...], ...] = ()
     names: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
     step_ends_ns: tuple[int, ...] = ()
@@ -213,7 +213,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """What is to be recorded.
+    """What a recording of memory notes, and for how long.
 
     Attributes:
         steps: Stop after so many; None for the whole cell.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from nbdist.memory.snapshot import CATEGORIES, STAYS, Blocks, Integers, Phase, RankMemory, Reserved
 
 Truths = npt.NDArray[np.bool_]
-# Each category twice: what is concluded, then what is exact.
+# Each category twice: what is inferred, then what is exact.
 CLASSES = 2 * len(CATEGORIES)
 
 
@@ -26,7 +26,7 @@ class Curve:
     Attributes:
         time_ns: Each later than the one before.
         size_bytes: (moments, categories, 2): from then until the next moment; of the last axis
-            first what is concluded, then what is exact.
+            first what is inferred, then what is exact.
     """
 
     time_ns: Integers
@@ -66,8 +66,8 @@ def lifetimes(blocks: Blocks) -> tuple[Integers, Integers]:
 def is_in_use(blocks: Blocks, time_ns: int) -> Truths:
     """Which blocks are in use at a moment."""
     start_ns, end_ns = lifetimes(blocks)
-    found: Truths = (start_ns <= time_ns) & (time_ns < end_ns)
-    return found
+    is_alive: Truths = (start_ns <= time_ns) & (time_ns < end_ns)
+    return is_alive
 
 
 def codes(blocks: Blocks) -> Integers:
@@ -87,10 +87,10 @@ def changes(blocks: Blocks) -> Changes:
     return Changes(time_ns[order], size_bytes[order], codes(blocks)[block], block)
 
 
-def totals(made: Changes) -> tuple[Integers, Integers]:
+def totals(block_changes: Changes) -> tuple[Integers, Integers]:
     """(time, bytes in use from then on), one entry for each moment; 0 is always among them."""
-    time_ns = np.concatenate([[0], made.time_ns])
-    total = np.concatenate([[0], np.cumsum(made.size_bytes)])
+    time_ns = np.concatenate([[0], block_changes.time_ns])
+    total = np.concatenate([[0], np.cumsum(block_changes.size_bytes)])
     last = np.append(np.flatnonzero(np.diff(time_ns)), len(time_ns) - 1)
     return time_ns[last], total[last]
 
@@ -100,21 +100,21 @@ def curve(blocks: Blocks, most: int | None = None) -> Curve:
 
     The moment of the most in use is always among them, and so is the last one.
     """
-    made = changes(blocks)
-    time_ns, total = totals(made)
+    block_changes = changes(blocks)
+    time_ns, total = totals(block_changes)
     if most is not None:
         time_ns = time_ns[m4_downsample(time_ns, total, most)]
-    return Curve(time_ns, sizes_at(made, time_ns))
+    return Curve(time_ns, sizes_at(block_changes, time_ns))
 
 
-def sizes_at(made: Changes, time_ns: Integers) -> Integers:
+def sizes_at(block_changes: Changes, time_ns: Integers) -> Integers:
     """(moments, categories, 2): the bytes of each category at these moments, which are sorted."""
-    found = np.zeros((len(time_ns), CLASSES), np.int64)
-    for code in np.unique(made.code):
-        own = np.flatnonzero(made.code == code)
-        until = np.searchsorted(made.time_ns[own], time_ns, side="right")
-        found[:, code] = np.concatenate([[0], np.cumsum(made.size_bytes[own])])[until]
-    return found.reshape(len(time_ns), len(CATEGORIES), 2)
+    sizes = np.zeros((len(time_ns), CLASSES), np.int64)
+    for code in np.unique(block_changes.code):
+        of_code = np.flatnonzero(block_changes.code == code)
+        until = np.searchsorted(block_changes.time_ns[of_code], time_ns, side="right")
+        sizes[:, code] = np.concatenate([[0], np.cumsum(block_changes.size_bytes[of_code])])[until]
+    return sizes.reshape(len(time_ns), len(CATEGORIES), 2)
 
 
 def m4_downsample(time_ns: Integers, value: Integers, most: int) -> Integers:
@@ -146,16 +146,16 @@ def highest(time_ns: Integers, value: Integers, edges: Integers) -> Integers:
     rank = np.empty(len(value) + 1, np.int64)
     rank[order] = np.arange(len(value))
     rank[-1] = -1
-    found = np.maximum.reduceat(rank, np.stack([firsts, lasts], axis=1).ravel())[::2]
-    places: Integers = order[found]
+    highest_ranks = np.maximum.reduceat(rank, np.stack([firsts, lasts], axis=1).ravel())[::2]
+    places: Integers = order[highest_ranks]
     return places
 
 
 def _first_of(extreme: np.ufunc, value: Integers, firsts: Integers) -> Integers:
     """The place of the first highest (or lowest) value of each stretch that begins at `firsts`."""
     lengths = np.diff(firsts, append=len(value))
-    found = np.flatnonzero(value == np.repeat(extreme.reduceat(value, firsts), lengths))
-    places: Integers = found[np.searchsorted(found, firsts)]
+    matches = np.flatnonzero(value == np.repeat(extreme.reduceat(value, firsts), lengths))
+    places: Integers = matches[np.searchsorted(matches, firsts)]
     return places
 
 
@@ -173,5 +173,5 @@ def reserved_at(reserved: Reserved, time_ns: int) -> int:
 
 def phase_at(rank: RankMemory, time_ns: int) -> Phase | None:
     """The phase that is under way; None for forward."""
-    under_way = (one for one in rank.phases if one.start_ns <= time_ns < one.end_ns)
+    under_way = (phase for phase in rank.phases if phase.start_ns <= time_ns < phase.end_ns)
     return next(under_way, None)

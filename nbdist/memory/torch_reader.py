@@ -20,8 +20,8 @@ from nbdist.memory.snapshot import (
     BEFORE,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     RankMemory,
     Reserved,
@@ -40,26 +40,26 @@ SMALL_BYTES = 2 * 2**20
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 # As the unwinder names what is no Python.
 _C_SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".inl", ".S", "??")
-NO_TIMES = "This version of torch noted no times: each event counts as one microsecond."
+NO_TIMES = "This version of torch recorded no times: each event counts as one microsecond."
 
 
 @dataclass(slots=True)
 class _Stacks:
     """Every stack of the dict once, without frames of C."""
 
-    places: dict[tuple[Frame, ...], int] = field(default_factory=dict)
-    known: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
-    frames: dict[int, Frame | None] = field(default_factory=dict)
+    places: dict[tuple[AllocationFrame, ...], int] = field(default_factory=dict)
+    by_id: dict[int, int] = field(default_factory=dict)  # by identity, while the dict lives
+    frames: dict[int, AllocationFrame | None] = field(default_factory=dict)
 
     def place(self, stack: Value) -> int:
         """The stack's place; -1 where there is none."""
-        if id(stack.raw) not in self.known:
+        if id(stack.raw) not in self.by_id:
             frames = tuple(filter(None, map(self._frame, stack.entries())))
             place = self.places.setdefault(frames, len(self.places)) if frames else -1
-            self.known[id(stack.raw)] = place
-        return self.known[id(stack.raw)]
+            self.by_id[id(stack.raw)] = place
+        return self.by_id[id(stack.raw)]
 
-    def _frame(self, row: Value) -> Frame | None:
+    def _frame(self, row: Value) -> AllocationFrame | None:
         if id(row.raw) not in self.frames:
             frame = own_format.frame(row)
             self.frames[id(row.raw)] = None if frame.file.endswith(_C_SUFFIXES) else frame
@@ -91,13 +91,13 @@ class _Replay:
         if address in self.open:
             self.end[self.open.pop(address)] = self.asked.pop(address, now)
         self.open[address] = len(self.address)
-        self.add(address, _held(size), now, STAYS, stack)
+        self.add(address, _round_up(size), now, STAYS, stack)
 
     def ask(self, address: int, size: int, now: int, stack: int) -> None:
         """Python has let go of it; a stream may still use it."""
         if address not in self.open:  # its beginning is older than the history
             self.open[address] = len(self.address)
-            self.add(address, _held(size), BEFORE, STAYS, -1)
+            self.add(address, _round_up(size), BEFORE, STAYS, -1)
         self.asked[address] = now
 
     def free(self, address: int, size: int, now: int, stack: int) -> None:
@@ -106,10 +106,10 @@ class _Replay:
         if address in self.open:
             self.end[self.open.pop(address)] = now
         else:
-            self.add(address, _held(size), BEFORE, now, -1)
+            self.add(address, _round_up(size), BEFORE, now, -1)
 
 
-def _held(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
@@ -141,7 +141,7 @@ def of_torch(
     try:
         whole = Value(Value(snapshot, "snapshot").mapping(), "")
         if own_format.OURS in snapshot:
-            return own_format.unpacked(whole[own_format.OURS])
+            return own_format.unpack(whole[own_format.OURS])
         return _of_torch(whole, rank, host, device_index, (start_us, end_us))
     except Misfit as error:
         raise SnapshotError(f"{error}.") from None
@@ -160,8 +160,8 @@ def _of_torch(
     times, zero_us, problem = _times(events, start_us)
     duration = max(times[-1] if times else 0, 0 if end_us is None else (end_us - zero_us) * US)
     stacks = _Stacks()
-    replay, failures = _replayed(events, times, stacks)
-    made, unknown = _ended(replay, segments, stacks, duration)
+    replay, failures = _replay_events(events, times, stacks)
+    pieces, unknown = _reconcile(replay, segments, stacks, duration)
     if unknown:
         problem = f"{problem} {unknown}".strip()
     return RankMemory(
@@ -171,9 +171,9 @@ def _of_torch(
         blocks=_columns(replay),
         duration_ns=duration,
         stacks=tuple(stacks.places),
-        reserved=_reserved(events.raw, times, sum(one.size_bytes for one in made)),
-        segments=tuple(made),
-        failures=tuple(one for one in failures if one.time_ns >= 0),
+        reserved=_reserved(events.raw, times, sum(piece.size_bytes for piece in pieces)),
+        segments=tuple(pieces),
+        failures=tuple(failure for failure in failures if failure.time_ns >= 0),
         problem=problem,
     )
 
@@ -187,7 +187,7 @@ def _trace(whole: Value, device_index: int) -> Value:
 
 
 def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
-    """Nanoseconds since the beginning for each event, that beginning, and what lacks."""
+    """Nanoseconds since the beginning for each event, that beginning, and what is missing."""
     records = events.records()
     if not records:
         return [], start_us or 0, ""
@@ -203,7 +203,7 @@ def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:
     return [time_us * US for time_us in times_us], zero_us, ""
 
 
-def _replayed(
+def _replay_events(
     events: Value, times: Sequence[int], stacks: _Stacks
 ) -> tuple[_Replay, list[OutOfMemory]]:
     """What the history makes of memory. Times below 0 are before the recording."""
@@ -223,7 +223,7 @@ def _replayed(
         if step is None and action != "oom":
             continue
         frames = events.raw[number].get("frames", ())
-        stack = stacks.known.get(id(frames)) if frames != () else -1
+        stack = stacks.by_id.get(id(frames)) if frames != () else -1
         if stack is None:
             stack = stacks.place(Value(frames, f"{events.where}[{number}].frames"))
         if step is not None and size:
@@ -234,11 +234,11 @@ def _replayed(
     return replay, failures
 
 
-def _ended(
+def _reconcile(
     replay: _Replay, segments: Sequence[Value], stacks: _Stacks, now: int
 ) -> tuple[list[Segment], str]:
-    """Compare what the history left in use with what is; add what it never told of."""
-    made = []
+    """Compare what the history left in use with what is; add the blocks that it does not have."""
+    pieces = []
     alive: dict[int, int] = {}  # address -> size
     lists: set[int] = set()
     for segment in segments:
@@ -249,21 +249,23 @@ def _ended(
         used = _used(segment, blocks)
         for block, address, size in used:
             alive[address] = size
-            known = replay.open.get(address)
-            if known is not None:
-                replay.size[known] = size  # held, where the history has what was asked for
+            open_block = replay.open.get(address)
+            if open_block is not None:
+                replay.size[open_block] = size  # held, where the history has what was asked for
                 continue
             frames = _frames(block)
             replay.add(address, size, BEFORE, STAYS, stacks.place(frames) if frames.raw else -1)
-        made.append(_segment(segment, sum(size for _, _, size in used)))
+        pieces.append(_segment(segment, sum(size for _, _, size in used)))
     if not segments:
-        return made, ""
+        return pieces, ""
     gone = [address for address in replay.open if address not in alive]
     for address in gone:
         replay.end[replay.open[address]] = max(replay.asked.get(address, now), 0)
     lost = sum(address not in replay.asked for address in gone)
-    told = f"The history does not tell when {lost} of its blocks were freed: their ends are late."
-    return made, told if lost else ""
+    problem = (
+        f"The history does not say when {lost} of its blocks were freed: their ends are too late."
+    )
+    return pieces, problem if lost else ""
 
 
 def _frames(block: Value) -> Value:
@@ -307,25 +309,25 @@ def _segment(segment: Value, used: int) -> Segment:
 
 
 def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end: int) -> Reserved:
-    """What the allocator held, told backwards from its end, which is known."""
+    """What the allocator held, counted back from its end, which is known."""
     changes = [
-        (max(now, 0), sign * one["size"])
-        for one, now in zip(events, times, strict=True)
-        if (sign := _RESERVES.get(one["action"], 0)) and one.get("size", 0)
+        (max(now, 0), sign * event["size"])
+        for event, now in zip(events, times, strict=True)
+        if (sign := _RESERVES.get(event["action"], 0)) and event.get("size", 0)
     ]
     before = at_end - sum(change for _, change in changes)
     states = accumulate((change for _, change in changes), initial=before)
-    sizes = np.array([min(max(one, 0), MOST) for one in states], np.int64)
-    found = np.array([0, *(now for now, _ in changes)], np.int64)
+    sizes = np.array([min(max(state, 0), MOST) for state in states], np.int64)
+    change_ns = np.array([0, *(now for now, _ in changes)], np.int64)
     # Changes before the recording, or at its very beginning, are one state.
-    is_last = np.append(found[1:] > found[:-1], True)
-    return Reserved(found[is_last], sizes[is_last])
+    is_last = np.append(change_ns[1:] > change_ns[:-1], True)
+    return Reserved(change_ns[is_last], sizes[is_last])
 
 
 def _columns(replay: _Replay) -> Blocks:
     start, end = np.array(replay.start, np.int64), np.array(replay.end, np.int64)
-    kept = np.flatnonzero(end >= 0)  # the others were freed before the recording
-    order = kept[np.argsort(start[kept], kind="stable")]
+    recorded = np.flatnonzero(end >= 0)  # the others were freed before the recording
+    order = recorded[np.argsort(start[recorded], kind="stable")]
     none = np.full(len(order), -1, np.int32)
     return Blocks(
         address=np.array(replay.address, np.int64)[order],

@@ -25,15 +25,15 @@ def to_torch(memory: RankMemory) -> dict[str, Any]:
     recording began; device 0 is the rank's own.
     """
     stacks = own_format.frames(memory.stacks)
-    placed = replace(memory, blocks=_placed(memory.blocks))
+    placed = replace(memory, blocks=_with_addresses(memory.blocks))
     return {
         "segments": _segments(placed, stacks),
         "device_traces": [_trace(placed, stacks)],
-        own_format.OURS: own_format.packed(memory, stacks),
+        own_format.OURS: own_format.pack(memory, stacks),
     }
 
 
-def _placed(blocks: Blocks) -> Blocks:
+def _with_addresses(blocks: Blocks) -> Blocks:
     """With an address for blocks of which only the size is known: behind all others."""
     unknown = np.flatnonzero(blocks.address < 0)
     if not len(unknown):
@@ -53,7 +53,7 @@ def _trace(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]:
     """The history, oldest first."""
     # The viewer gives colours in the order in which categories first come: the same for all ranks
     # so. It also fails where there are categories and no event has "unknown" (torch 2.13).
-    found = [
+    events = [
         {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": [],
          "category": category}
         for category in CATEGORIES
@@ -64,7 +64,7 @@ def _trace(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]:
     failures = list(memory.failures)
     for time_ns, place, is_free in _changes(memory):
         while failures and failures[0].time_ns <= time_ns:
-            found.append(_failed(failures.pop(0), stacks))
+            events.append(_oom_event(failures.pop(0), stacks))
         event = {
             "action": "free_requested" if is_free else "alloc",
             "addr": address[place],
@@ -74,10 +74,10 @@ def _trace(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]:
             "frames": _frames(stacks, stack[place]),
             "category": CATEGORIES[category[place]],
         }
-        found.append(event)
+        events.append(event)
         if is_free:
-            found.append({**event, "action": "free_completed"})
-    return found + [_failed(one, stacks) for one in failures]
+            events.append({**event, "action": "free_completed"})
+    return events + [_oom_event(failure, stacks) for failure in failures]
 
 
 def _changes(memory: RankMemory) -> Iterator[tuple[int, int, bool]]:
@@ -90,23 +90,23 @@ def _changes(memory: RankMemory) -> Iterator[tuple[int, int, bool]]:
     is_all_along = (memory.blocks.start_ns == BEFORE) & (memory.blocks.end_ns == STAYS)
     start = np.where(is_all_along, 0, memory.blocks.start_ns)
     end = memory.blocks.end_ns
-    made, freed = np.flatnonzero(start != BEFORE), np.flatnonzero(end != STAYS)
-    time = np.concatenate([start[made], end[freed]])
-    place = np.concatenate([made, freed])
-    is_free = np.arange(len(time)) >= len(made)
+    allocated, freed = np.flatnonzero(start != BEFORE), np.flatnonzero(end != STAYS)
+    time = np.concatenate([start[allocated], end[freed]])
+    place = np.concatenate([allocated, freed])
+    is_free = np.arange(len(time)) >= len(allocated)
     is_old = is_free & (start[place] < time)
     order = np.lexsort((is_free, np.where(is_old, 0, place), ~is_old, time))
     return zip(time[order].tolist(), place[order].tolist(), is_free[order].tolist(), strict=True)
 
 
-def _failed(one: Any, stacks: Sequence[Any]) -> dict[str, Any]:
+def _oom_event(failure: Any, stacks: Sequence[Any]) -> dict[str, Any]:
     return {
         "action": "oom",
-        "size": int(one.size_bytes),
-        "device_free": max(int(one.free_bytes), 0),
+        "size": int(failure.size_bytes),
+        "device_free": max(int(failure.free_bytes), 0),
         "stream": 0,
-        "time_us": int(one.time_ns) // US,
-        "frames": _frames(stacks, one.stack),
+        "time_us": int(failure.time_ns) // US,
+        "frames": _frames(stacks, failure.stack),
     }
 
 
@@ -118,30 +118,34 @@ def _segments(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]
     starts = blocks.address[alive]
     ends = starts + blocks.size_bytes[alive]
     is_placed = np.zeros(len(alive), bool)
-    found = []
-    for one in sorted(memory.segments, key=lambda one: one.address):
-        first, last = np.searchsorted(starts, (one.address, one.address + one.size_bytes))
-        taken = []
-        free_from = one.address
+    segments = []
+    for segment in sorted(memory.segments, key=lambda segment: segment.address):
+        first, last = np.searchsorted(
+            starts, (segment.address, segment.address + segment.size_bytes)
+        )
+        inside_places = []
+        free_from = segment.address
         for number in range(first, last):
-            inside = free_from <= starts[number] and ends[number] <= one.address + one.size_bytes
+            inside = (
+                free_from <= starts[number] and ends[number] <= segment.address + segment.size_bytes
+            )
             if inside and not is_placed[number]:
-                taken.append(int(alive[number]))
+                inside_places.append(int(alive[number]))
                 is_placed[number] = True
                 free_from = int(ends[number])
-        found.append(_segment(memory, stacks, one, taken))
+        segments.append(_segment(memory, stacks, segment, inside_places))
     for place in alive[~is_placed].tolist():
         size = int(blocks.size_bytes[place])
-        own = Segment(int(blocks.address[place]), size, size, 0, "large")
-        found.append(_segment(memory, stacks, own, [place]))
-    return found
+        single = Segment(int(blocks.address[place]), size, size, 0, "large")
+        segments.append(_segment(memory, stacks, single, [place]))
+    return segments
 
 
 def _segment(
-    memory: RankMemory, stacks: Sequence[Any], one: Segment, places: Sequence[int]
+    memory: RankMemory, stacks: Sequence[Any], segment: Segment, places: Sequence[int]
 ) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
-    at, end = int(one.address), int(one.address) + int(one.size_bytes)
+    at, end = int(segment.address), int(segment.address) + int(segment.size_bytes)
     for place in places:
         begin, size = int(memory.blocks.address[place]), int(memory.blocks.size_bytes[place])
         if begin > at:
@@ -162,14 +166,14 @@ def _segment(
     used = sum(block["requested_size"] for block in blocks)
     return {
         "device": 0,
-        "address": int(one.address),
-        "total_size": int(one.size_bytes),
+        "address": int(segment.address),
+        "total_size": int(segment.size_bytes),
         "allocated_size": used,
         "active_size": used,
         "requested_size": used,
-        "stream": int(one.stream),
-        "segment_type": "small" if one.kind == "small" else "large",
-        "is_expandable": int(one.kind == "expandable"),
+        "stream": int(segment.stream),
+        "segment_type": "small" if segment.kind == "small" else "large",
+        "is_expandable": int(segment.kind == "expandable"),
         "frames": [],
         "blocks": blocks,
     }

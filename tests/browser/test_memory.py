@@ -33,7 +33,7 @@ class Picture(LivePicture):
 
     def drawn_bytes(self, place: int) -> list[float]:
         """How high each column of a rank is, in bytes, by the pixels of its blocks."""
-        found: list[float] = self.value(
+        sizes: list[float] = self.value(
             """(place => {
                 const { ids, columns, rows } = memory.ranks[place].drawn, high = [];
                 for (let x = 0; x < columns; x++) {
@@ -45,7 +45,7 @@ class Picture(LivePicture):
             })"""
             f"({place})"
         )
-        return found
+        return sizes
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +72,16 @@ def picture(shown: Picture) -> Picture:
 def optimizer_block() -> tuple[float, float, list[str]]:
     """(time, height in bytes) in rank 0's last block of Adam's state, and what is told of it."""
     rank = MEMORY.ranks[0]
-    own = rank.blocks
+    blocks = rank.blocks
     layers = [CATEGORIES.index(name) for name in ("parameters", "buffers", "optimizer state")]
-    base = sum(int(own.size_bytes[own.category == layer].sum()) for layer in layers)
-    at = np.flatnonzero(own.category == layers[-1])[-1]
-    start_ns = int(own.start_ns[at])
+    base = sum(int(blocks.size_bytes[blocks.category == layer].sum()) for layer in layers)
+    at = np.flatnonzero(blocks.category == layers[-1])[-1]
+    start_ns = int(blocks.start_ns[at])
     return (
         WHOLE_NS * 0.7,
-        base - own.size_bytes[at] / 2,
+        base - blocks.size_bytes[at] / 2,
         [
-            f"{STATE}: {own.size_bytes[at] / 1e6:.1f} MB",
+            f"{STATE}: {blocks.size_bytes[at] / 1e6:.1f} MB",
             "optimizer state, aten::zeros_like",
             "at cell 3:33 forward",
             "called at cell 3:40 <module>",
@@ -93,29 +93,29 @@ def optimizer_block() -> tuple[float, float, list[str]]:
 
 def test_pointing_at_a_block_tells_its_bytes_and_its_lines(picture: Picture) -> None:
     """Name, size, category, operator, the user's lines first, when, in which phase."""
-    ns, size_bytes, told = optimizer_block()
+    ns, size_bytes, lines = optimizer_block()
     picture.move_to(ns, size_bytes)
 
-    assert picture.tip == told
+    assert picture.tip == lines
 
 
 def test_pointing_above_tells_what_is_in_use_then(picture: Picture) -> None:
     """All categories, exact and guessed, as the curve has them, and what the allocator holds."""
     rank = MEMORY.ranks[0]
     ns = peak_ns(rank.blocks)
-    made = curve(rank.blocks)
-    at = int(np.searchsorted(made.time_ns, ns))
+    in_use = curve(rank.blocks)
+    at = int(np.searchsorted(in_use.time_ns, ns))
     picture.move_to(ns, 395 * MB)
-    told = picture.tip
-    activations = made.size_bytes[at, ACTIVATION, 0] / 1e6
+    tip = picture.tip
+    activations = in_use.size_bytes[at, ACTIVATION, 0] / 1e6
 
-    assert told[0] == (
-        f"rank 0: {made.total_bytes[at] / 1e6:.1f} MB in use at {ns / 1e6:.3f} ms, "
+    assert tip[0] == (
+        f"rank 0: {in_use.total_bytes[at] / 1e6:.1f} MB in use at {ns / 1e6:.3f} ms, "
         "backward of step 1"
     )
-    assert told[1] == "held by the allocator 418.0 MB"
-    assert f"activations (guessed) {activations:.1f} MB" in told
-    assert "parameters 72.0 MB" in told
+    assert tip[1] == "held by the allocator 418.0 MB"
+    assert f"activations (guessed) {activations:.1f} MB" in tip
+    assert "parameters 72.0 MB" in tip
 
 
 def test_shift_and_the_wheel_zoom_bytes(picture: Picture) -> None:
@@ -143,15 +143,15 @@ def test_shift_and_the_wheel_zoom_bytes(picture: Picture) -> None:
 
 def test_keys_go_through_the_blocks_of_the_peak(picture: Picture) -> None:
     """The largest first, said to who cannot see it."""
-    own = MEMORY.ranks[0].blocks
+    blocks = MEMORY.ranks[0].blocks
     picture.frame.locator("#all").focus()
     heard = []
     for key in ("Tab", "Shift+ArrowRight", "Shift+ArrowRight", "Shift+ArrowDown"):
         picture.page.keyboard.press(key)
         heard.append(picture.value("element('said').textContent"))
         assert ", ".join(picture.tip) == heard[-1]
-    there = (own.start_ns <= peak_ns(own)) & (own.end_ns > peak_ns(own))
-    largest = sorted(own.size_bytes[there].tolist(), reverse=True)[:3]
+    is_in_use = (blocks.start_ns <= peak_ns(blocks)) & (blocks.end_ns > peak_ns(blocks))
+    largest = sorted(blocks.size_bytes[is_in_use].tolist(), reverse=True)[:3]
 
     assert [re.search(r": ([\d.]+) MB", text)[1] for text in heard[:3]] == [  # type: ignore[index]
         f"{size / 1e6:.1f}" for size in largest
@@ -164,12 +164,12 @@ def test_a_key_leads_to_the_peak(picture: Picture) -> None:
     picture.frame.locator("#frame").focus()
     picture.page.keyboard.press("p")
     begin, end = picture.seen_ns
-    told = picture.tip
+    tip = picture.tip
     blocks = MEMORY.ranks[1].blocks
     _, total = totals(changes(blocks))
 
     assert begin < peak_ns(blocks) < end
-    assert told[0].startswith(f"rank 1: {total.max() / 1e6:.1f} MB in use at ")
+    assert tip[0].startswith(f"rank 1: {total.max() / 1e6:.1f} MB in use at ")
 
 
 def test_a_click_on_a_header_folds_the_rank(picture: Picture) -> None:
@@ -202,11 +202,11 @@ def test_columns_are_as_high_as_the_most_in_use_of_their_stretch(picture: Pictur
         drawn = picture.drawn_bytes(place)
         time_ns, total = totals(changes(rank.blocks))
         edges = np.arange(len(drawn) + 1) * picture.value("memory.to") / len(drawn)
-        for column, found in enumerate(drawn):
+        for column, height in enumerate(drawn):
             inside = (time_ns >= edges[column]) & (time_ns < edges[column + 1])
             carried = total[np.searchsorted(time_ns, edges[column], side="right") - 1]
             truth = max([carried, *total[inside]])
-            assert found == pytest.approx(truth, abs=1.5 * most / rows), (place, column)
+            assert height == pytest.approx(truth, abs=1.5 * most / rows), (place, column)
 
 
 def test_a_million_blocks_keep_their_peaks(page: "Page") -> None:
@@ -236,10 +236,10 @@ def test_one_moment_is_a_bar_for_each_rank(page: "Page") -> None:
         )
         x, y = picture.value(f"[xOf({20 * MB}), tops[1] + HEADER + 10]")
         picture.frame.locator("#canvas").hover(position={"x": x, "y": y})
-        told = picture.tip
+        tip = picture.tip
 
     assert share == pytest.approx(70 / 106, abs=0.01)
-    assert told == ["parameters: 30.0 MB", "parameters", "rank 1"]
+    assert tip == ["parameters: 30.0 MB", "parameters", "rank 1"]
 
 
 def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> None:
@@ -254,7 +254,7 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> No
     lacking = rank_memory(1, [], 0, problem="rank 1 <b>ended</b>")
     with opened(Picture, page, remembered(Snapshot((failed, lacking)))) as picture:
         picture.move_to(600, 90 * MB)
-        told = picture.tip
+        tip = picture.tip
         red = picture.value(
             "[...context.getImageData(Math.round(xOf(600)), tops[0] + HEADER + 40, 1, 1).data]"
         )
@@ -262,10 +262,10 @@ def test_what_failed_is_marked_and_what_a_rank_lacks_is_told(page: "Page") -> No
         limit = picture.value(
             f"[...context.getImageData(LEFT + 2, {round(y)}, 1, 1).data].slice(0, 3)"
         )
-        header = picture.value("told(memory.ranks[1])")
+        header = picture.value("headerText(memory.ranks[1])")
 
-    assert told[:2] == [
-        "out of memory: 30.0 MB asked for",
+    assert tip[:2] == [
+        "out of memory: 30.0 MB requested",
         "rank 0: 80.0 MB in use at 0.6000 us, forward",
     ]
     assert red[:3] == [0xD0, 0, 0]

@@ -47,7 +47,7 @@ def test_leaks_are_found_by_line(ranks: Kernel) -> None:
     told(ranks, _LOOP.format(first=0, last=4))
     told(ranks, "%dist_memory --keep grown_before")
     same = told(ranks, "%dist_memory --since grown_before")
-    assert "is the recording that was made last" in same
+    assert "is the last recording itself" in same
     told(ranks, _LOOP.format(first=4, last=10))
     text = told(ranks, "%dist_memory --since grown_before")
 
@@ -101,7 +101,7 @@ def test_saved_folders(ranks: Kernel, shared_folder: Path) -> None:
         ("--since grown_nothing", "Nothing is kept as 'grown_nothing'"),
         ("--keep 1x", "'1x' is no name"),
         ("--keep a --save b", "one of --keep and --save at a time"),
-        ("grown_none", "is no folder"),
+        ("grown_none", "is not a folder"),
         ("grown_none --now", "not what is --now"),
     ],
 )

@@ -37,7 +37,7 @@ def test_out_of_memory_is_explained(session: Session) -> None:
         session.run(FAILS)
     lines = caught.value.advice.splitlines()
 
-    assert re.match(r"rank 0 ran out of memory of its GPU 0: 1\.1 GB asked for", lines[0])
+    assert re.match(r"rank 0 ran out of memory of its GPU 0: 1\.1 GB requested", lines[0])
     assert any("hidden in train" in line for line in lines)
     assert any(line.startswith("  half the batch") for line in lines)
     (memory,) = session.memory().ranks

@@ -49,9 +49,9 @@ def test_a_second_allocation_at_an_address_ends_the_first() -> None:
 
 def test_blocks_without_an_address_end_by_their_size() -> None:
     """The first of two alike; one of another size stays."""
-    found = rows([(NOWHERE, 8), (NOWHERE, 8), (NOWHERE, 16)], [Event(4, 500, -8)])[0]
+    blocks = rows([(NOWHERE, 8), (NOWHERE, 8), (NOWHERE, 16)], [Event(4, 500, -8)])[0]
 
-    assert found == [
+    assert blocks == [
         (NOWHERE, 8, BEFORE, 4), (NOWHERE, 8, BEFORE, STAYS), (NOWHERE, 16, BEFORE, STAYS),
     ]  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_bytes_in_use_are_those_of_a_simulated_allocator(seed: int) -> None:
             address = draw.choice(sorted(heap))
             events.append(Event(now, address, -heap.pop(address)))
         else:
-            address = draw.choice([one for one in range(100) if one not in heap])
+            address = draw.choice([place for place in range(100) if place not in heap])
             heap[address] = draw.randint(1, 50)
             events.append(Event(now, address, heap[address]))
         in_use.append((now, dict(heap)))
@@ -88,5 +88,5 @@ def test_bytes_in_use_are_those_of_a_simulated_allocator(seed: int) -> None:
     for now, there in in_use[lost:]:
         is_there = (blocks.start_ns <= now) & (blocks.end_ns > now)
         addresses, sizes = blocks.address[is_there].tolist(), blocks.size_bytes[is_there].tolist()
-        found = dict(zip(addresses, sizes, strict=True))
-        assert found == there
+        drawn = dict(zip(addresses, sizes, strict=True))
+        assert drawn == there

@@ -54,7 +54,7 @@ def test_each_has_two_steps_of_two_ranks(name: str) -> None:
     for rank in snapshot.ranks:
         files = {frame.file for stack in rank.stacks for frame in stack}
         assert (rank.problem, rank.lost, len(rank.step_ends_ns)) == ("", 0, 2)
-        assert [one.kind for one in rank.phases] == [BACKWARD, STEPPING] * 2
+        assert [phase.kind for phase in rank.phases] == [BACKWARD, STEPPING] * 2
         assert "cell [1]" in files
         assert all(file.startswith(("cell [", "/python/", "<")) for file in files)
 
@@ -77,24 +77,24 @@ def test_states_are_the_bytes_of_their_elements(name: str, parts: int) -> None:
 
 def test_activations_are_what_backward_needs() -> None:
     """Results of relu, and each block's result: the input of the first one is a variable."""
-    kept = 3 * INNER + 3 * INPUT
+    saved = 3 * INNER + 3 * INPUT
     for rank in read("ddp").ranks:
-        assert kept <= most(rank, ACTIVATION) <= kept + SMALL
+        assert saved <= most(rank, ACTIVATION) <= saved + SMALL
 
 
 def test_checkpoints_keep_inputs_alone() -> None:
     """And the state of the random generator for each block."""
-    kept = 3 * INPUT + 3 * RANDOM
+    saved = 3 * INPUT + 3 * RANDOM
     for rank in read("checkpoint").ranks:
-        assert kept <= most(rank, ACTIVATION) <= kept + SMALL
+        assert saved <= most(rank, ACTIVATION) <= saved + SMALL
 
 
 def test_ddp_holds_its_buckets_all_the_time() -> None:
     """As many bytes as there are gradients, at every moment."""
     for rank in read("ddp").ranks:
-        held = curve(rank.blocks).size_bytes[:, COMMUNICATION].sum(axis=1)
-        assert np.median(held) == PARAMETERS
-        assert held.min() == PARAMETERS
+        communication = curve(rank.blocks).size_bytes[:, COMMUNICATION].sum(axis=1)
+        assert np.median(communication) == PARAMETERS
+        assert communication.min() == PARAMETERS
 
 
 def test_fsdp_gathers_a_block_or_two_and_never_all() -> None:
@@ -127,11 +127,11 @@ def test_the_peak_is_the_most_of_a_plain_sum(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "checkpoint"])
 def test_a_leak_is_what_grew(name: str) -> None:
     """Two tensors of a thousand numbers on each rank, by the list and by the line."""
-    found = diff(read(name), read(f"{name}_leak")).grown
-    kept = [one for one in found if one.kind.name == "kept[...]"]
+    grown = diff(read(name), read(f"{name}_leak")).grown
+    leak = [growth for growth in grown if growth.kind.name == "kept[...]"]
 
-    assert [dict(one.ranks) for one in kept] == [{0: LEAK, 1: LEAK}]
-    assert [(line.file, line.line) for line in kept[0].kind.lines[:1]] == [("cell [1]", 33)]
+    assert [dict(growth.ranks) for growth in leak] == [{0: LEAK, 1: LEAK}]
+    assert [(line.file, line.line) for line in leak[0].kind.lines[:1]] == [("cell [1]", 33)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,6 +139,6 @@ def test_no_rule_speaks_of_a_plain_loop(name: str) -> None:
     """States of a small model are no finding."""
     snapshot = read(name)
 
-    assert {one.rule for one in findings(snapshot, peaks(snapshot))} <= {
+    assert {finding.rule for finding in findings(snapshot, peaks(snapshot))} <= {
         "optimizer state on every rank"
     }

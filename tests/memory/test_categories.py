@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nbdist.memory.blocks import NOWHERE, Event, pair_events
-from nbdist.memory.categories import Claim, categorised, with_foreign
+from nbdist.memory.categories import Claim, categorise, with_foreign
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
     STEPPING,
     TEMPORARY,
     UNKNOWN,
-    Frame,
+    AllocationFrame,
     Phase,
     RankMemory,
 )
@@ -35,7 +35,7 @@ Spans = list[tuple[int, int, int]]  # address, start, end
 def memory(
     spans: Spans,
     phases: tuple[Phase, ...] = (),
-    stacks: tuple[tuple[Frame, ...], ...] = (),
+    stacks: tuple[tuple[AllocationFrame, ...], ...] = (),
     names: tuple[str, ...] = (),
     *,
     places: list[tuple[int, int]] | None = None,
@@ -49,14 +49,14 @@ def memory(
         if end != STAYS:
             events.append(Event(end, address, -address - 1))
     before = [(address, address + 1) for address, start, _ in spans if start == BEFORE]
-    events.sort(key=lambda one: (one.time_ns, one.size_bytes > 0))
+    events.sort(key=lambda event: (event.time_ns, event.size_bytes > 0))
     blocks, _ = pair_events(before, events, 10**6)
     return RankMemory(0, "one", "cpu", blocks, phases=phases, stacks=stacks, names=names)
 
 
-def kinds(found: RankMemory) -> dict[int, str]:
+def kinds(rank: RankMemory) -> dict[int, str]:
     """Address -> category, with a ! where it is exact."""
-    blocks = found.blocks
+    blocks = rank.blocks
     rows = zip(blocks.address, blocks.category, blocks.is_exact, strict=True)
     return {int(address): CATEGORIES[kind] + "!" * bool(exact) for address, kind, exact in rows}
 
@@ -79,7 +79,7 @@ def test_a_step_is_taken_apart_by_its_phases() -> None:
         (10, BEFORE, 150),  # of a forward before the recording
     ]
 
-    assert kinds(categorised(memory(spans, STEP), [])) == {
+    assert kinds(categorise(memory(spans, STEP), [])) == {
         1: "temporary", 2: "activations", 3: "activations", 4: "temporary", 5: "gradients",
         6: "temporary", 7: "unknown", 8: "unknown", 9: "unknown", 10: "activations",
     }  # fmt: skip
@@ -90,7 +90,7 @@ def test_what_outlives_several_backwards_is_no_activation() -> None:
     phases = (Phase(BACKWARD, 100, 200), Phase(BACKWARD, 300, 400))
     spans = [(1, 10, STAYS), (2, 10, 350), (3, 10, 500), (4, 220, STAYS), (5, 10, 250)]
 
-    assert kinds(categorised(memory(spans, phases), [])) == {
+    assert kinds(categorise(memory(spans, phases), [])) == {
         1: "unknown", 2: "activations", 3: "unknown", 4: "activations", 5: "activations",
     }  # fmt: skip
 
@@ -108,17 +108,17 @@ def test_claims_are_exact_and_the_strongest_counts() -> None:
         Claim(600, 77, 4, OPTIMIZER, "nowhere"),
         Claim(50, 4, 5, UNKNOWN, "h"),
     ]
-    found = categorised(memory(spans, STEP), claims)
-    blocks = found.blocks
-    told = [
-        (int(a), int(s), CATEGORIES[c], bool(e), found.names[n] if n >= 0 else "")
+    rank = categorise(memory(spans, STEP), claims)
+    blocks = rank.blocks
+    rows = [
+        (int(a), int(s), CATEGORIES[c], bool(e), rank.names[n] if n >= 0 else "")
         for a, s, c, e, n in zip(
             blocks.address, blocks.start_ns, blocks.category, blocks.is_exact, blocks.name,
             strict=True,
         )
     ]  # fmt: skip
 
-    assert sorted(told) == [
+    assert sorted(rows) == [
         (1, 10, "parameters", True, "weight"),
         (2, 110, "gradients", True, "weight"),
         (3, 10, "temporary", False, ""),
@@ -129,28 +129,43 @@ def test_claims_are_exact_and_the_strongest_counts() -> None:
 
 def test_a_variable_that_goes_on_is_no_activation() -> None:
     """The user's own name holds it."""
-    found = categorised(memory([(1, 10, STAYS)], STEP), [Claim(600, 1, 2, UNKNOWN, "batch")])
+    rank = categorise(memory([(1, 10, STAYS)], STEP), [Claim(600, 1, 2, UNKNOWN, "batch")])
 
-    assert kinds(found) == {1: "unknown"}
-    assert found.names == ("batch",)
+    assert kinds(rank) == {1: "unknown"}
+    assert rank.names == ("batch",)
 
 
 DDP, FSDP = "/env/torch/nn/parallel/distributed.py", "/env/torch/distributed/fsdp"
 _STACKS = {
-    "DDP's buckets": ((Frame(DDP, 1, "_ddp_init_helper"), Frame("cell [1]", 1, "f")), True),
-    "the model under DDP": ((Frame("cell [1]", 1, "f"), Frame(DDP, 2, "forward")), False),
-    "DDP's own forward": ((Frame(DDP, 2, "forward"), Frame("cell [1]", 1, "f")), False),
+    "DDP's buckets": (
+        (AllocationFrame(DDP, 1, "_ddp_init_helper"), AllocationFrame("cell [1]", 1, "f")),
+        True,
+    ),
+    "the model under DDP": (
+        (AllocationFrame("cell [1]", 1, "f"), AllocationFrame(DDP, 2, "forward")),
+        False,
+    ),
+    "DDP's own forward": (
+        (AllocationFrame(DDP, 2, "forward"), AllocationFrame("cell [1]", 1, "f")),
+        False,
+    ),
     "FSDP2 gathers": (
         (
-            Frame("/env/torch/_tensor.py", 1, "x"),
-            Frame(f"{FSDP}/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"),
+            AllocationFrame("/env/torch/_tensor.py", 1, "x"),
+            AllocationFrame(f"{FSDP}/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"),
         ),
         True,
     ),
-    "FSDP2 casts inputs": ((Frame(f"{FSDP}/_fully_shard/_fsdp_state.py", 1, "_pre"),), False),
-    "FSDP1 gathers": ((Frame(f"{FSDP}/_flat_param.py", 1, "_alloc"),), True),
-    "a user's file of that name": ((Frame("/own/distributed_c10d.py", 1, "f"),), False),
-    "torch.distributed": ((Frame("/env/torch/distributed/distributed_c10d.py", 1, "g"),), True),
+    "FSDP2 casts inputs": (
+        (AllocationFrame(f"{FSDP}/_fully_shard/_fsdp_state.py", 1, "_pre"),),
+        False,
+    ),
+    "FSDP1 gathers": ((AllocationFrame(f"{FSDP}/_flat_param.py", 1, "_alloc"),), True),
+    "a user's file of that name": ((AllocationFrame("/own/distributed_c10d.py", 1, "f"),), False),
+    "torch.distributed": (
+        (AllocationFrame("/env/torch/distributed/distributed_c10d.py", 1, "g"),),
+        True,
+    ),
 }
 
 
@@ -158,9 +173,9 @@ _STACKS = {
 def test_what_gathers_and_reduces_is_known_by_its_lines(case: str) -> None:
     """Also where the block would be an activation by its time."""
     stack, is_sent = _STACKS[case]
-    found = categorised(memory([(1, 10, 150)], STEP, (stack,), places=[(0, -1)]), [])
+    rank = categorise(memory([(1, 10, 150)], STEP, (stack,), places=[(0, -1)]), [])
 
-    assert kinds(found) == {1: "communication" if is_sent else "activations"}
+    assert kinds(rank) == {1: "communication" if is_sent else "activations"}
 
 
 @pytest.mark.parametrize(
@@ -170,33 +185,35 @@ def test_what_gathers_and_reduces_is_known_by_its_lines(case: str) -> None:
 )  # fmt: skip
 def test_what_is_allocated_below_a_collective_is_sent(operator: str, is_sent: bool) -> None:
     """By the operator's name."""
-    found = categorised(memory([(1, 10, 20)], STEP, (), (operator,), places=[(-1, 0)]), [])
+    rank = categorise(memory([(1, 10, 20)], STEP, (), (operator,), places=[(-1, 0)]), [])
 
-    assert kinds(found) == {1: "communication" if is_sent else "temporary"}
+    assert kinds(rank) == {1: "communication" if is_sent else "temporary"}
 
 
 def test_claims_without_an_address_take_a_block_of_their_size() -> None:
     """One that was there before, or that DDP allocated meanwhile; each block once at a time."""
-    stack = (Frame(DDP, 1, "_ddp_init_helper"),)
-    made = memory([(7, 10, STAYS), (7 + 50, 10, STAYS)], (), (stack,), places=[(0, -1), (-1, -1)])
+    stack = (AllocationFrame(DDP, 1, "_ddp_init_helper"),)
+    buckets = memory(
+        [(7, 10, STAYS), (7 + 50, 10, STAYS)], (), (stack,), places=[(0, -1), (-1, -1)]
+    )
     claims = [Claim(500, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
-    assert kinds(categorised(made, claims)) == {7: "communication!", 57: "unknown"}
+    assert kinds(categorise(buckets, claims)) == {7: "communication!", 57: "unknown"}
     blocks, _ = pair_events([(NOWHERE, 8), (NOWHERE, 8)], [Event(40, 99, -8)], 9)
     there = RankMemory(0, "one", "cpu", blocks)
     begin = [Claim(0, NOWHERE, 8, COMMUNICATION, name) for name in ("bucket 0", "bucket 1")]
-    found = categorised(there, begin)
-    assert [found.names[n] for n in found.blocks.name] == ["bucket 0", "bucket 1"]
-    assert found.blocks.is_exact.all()
+    rank = categorise(there, begin)
+    assert [rank.names[n] for n in rank.blocks.name] == ["bucket 0", "bucket 1"]
+    assert rank.blocks.is_exact.all()
 
 
 def test_a_bucket_of_before_on_a_gpu_is_concluded_from_its_size() -> None:
     """Rounded up as the allocator does; nothing else tells of it."""
     blocks, _ = pair_events([(4096, 1024), (8192, 512)], [], 9)
     claims = [Claim(0, NOWHERE, 1000, COMMUNICATION, "bucket 0")]
-    found = categorised(RankMemory(0, "one", "cuda", blocks), claims)
+    rank = categorise(RankMemory(0, "one", "cuda", blocks), claims)
 
-    assert kinds(found) == {4096: "communication", 8192: "unknown"}
-    assert found.names == ("bucket 0",)
+    assert kinds(rank) == {4096: "communication", 8192: "unknown"}
+    assert rank.names == ("bucket 0",)
 
 
 def test_memory_of_no_allocator_begins_where_it_is_first_claimed() -> None:
@@ -205,12 +222,12 @@ def test_memory_of_no_allocator_begins_where_it_is_first_claimed() -> None:
         Claim(20, 500, 64, UNKNOWN, "array"), Claim(20, 600, 8, UNKNOWN, "gone"),
         Claim(90, 500, 64, UNKNOWN, "array"), Claim(90, 1, 2, UNKNOWN, "own"),
     ]  # fmt: skip
-    found = categorised(with_foreign(memory([(1, 10, STAYS)]), claims), claims)
-    blocks = found.blocks
+    rank = categorise(with_foreign(memory([(1, 10, STAYS)]), claims), claims)
+    blocks = rank.blocks
 
     assert blocks.address.tolist() == [1, 500]
     assert (blocks.start_ns[1], blocks.end_ns[1], blocks.size_bytes[1]) == (20, STAYS, 64)
-    assert [found.names[n] for n in blocks.name] == ["own", "array"]
+    assert [rank.names[n] for n in blocks.name] == ["own", "array"]
 
 
 @dataclass
@@ -231,18 +248,20 @@ class Life:
     claims: list[Claim] = field(default_factory=list)
 
 
-def verdict(one: Life) -> str:
+def verdict(life: Life) -> str:
     """The category by the rules of the documentation."""
     for kind in (PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION):
-        if any(claim.category == kind for claim in one.claims):
+        if any(claim.category == kind for claim in life.claims):
             return f"{CATEGORIES[kind]}!"
     rules = (
-        (TEMPORARY, one.made_in and one.freed_in and one.visit[0] == one.visit[-1]),
-        (GRADIENT, one.made_in == BACKWARD),
-        (ACTIVATION, one.made_in in ("forward", "") and one.freed_in == BACKWARD),
+        (TEMPORARY, life.made_in and life.freed_in and life.visit[0] == life.visit[-1]),
+        (GRADIENT, life.made_in == BACKWARD),
+        (ACTIVATION, life.made_in in ("forward", "") and life.freed_in == BACKWARD),
         (
             ACTIVATION,
-            one.made_in == "forward" and one.backwards == 1 and not any(c.name for c in one.claims),
+            life.made_in == "forward"
+            and life.backwards == 1
+            and not any(c.name for c in life.claims),
         ),
     )
     return CATEGORIES[next((kind for kind, holds in rules if holds), UNKNOWN)]
@@ -283,15 +302,15 @@ class World:
             self.phase = "forward"
             return
         self.phase, self.began = self.draw.choice([BACKWARD, BACKWARD, STEPPING]), now
-        for one in self.there.values():
-            one.backwards += self.phase == BACKWARD
+        for life in self.there.values():
+            life.backwards += self.phase == BACKWARD
 
     def free(self, now: int) -> None:
         """A block goes."""
         address = self.draw.choice(sorted(self.there))
-        one = self.there.pop(address)
-        one.freed_in = self.phase
-        one.visit.append(self.visit)
+        life = self.there.pop(address)
+        life.freed_in = self.phase
+        life.visit.append(self.visit)
         self.events.append(Event(now, address, -address - 1))
 
     def claim(self, now: int) -> None:
@@ -314,8 +333,8 @@ def test_any_history_has_the_categories_of_a_slow_simulation(seed: int) -> None:
         world.phases.append(Phase(world.phase, world.began, 10**6))
     world.draw.shuffle(world.claims)
     blocks, _ = pair_events(world.before, world.events, 10**6)
-    one = RankMemory(0, "one", "cpu", blocks, phases=tuple(world.phases))
-    found = categorised(one, world.claims)
+    rank = RankMemory(0, "one", "cpu", blocks, phases=tuple(world.phases))
+    result = categorise(rank, world.claims)
 
-    assert kinds(found) == {address: verdict(life) for address, life in world.lives.items()}
-    assert np.array_equal(found.blocks.end_ns, blocks.end_ns)
+    assert kinds(result) == {address: verdict(life) for address, life in world.lives.items()}
+    assert np.array_equal(result.blocks.end_ns, blocks.end_ns)

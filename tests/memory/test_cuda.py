@@ -11,9 +11,9 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from nbdist.memory.rank import cuda
-from nbdist.memory.rank.cuda import Clock, CudaRecorder, assembled
+from nbdist.memory.rank.cuda import CudaRecorder, RecordingClock, assemble
 from nbdist.memory.rank.marks import Marks
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import (
     BACKWARD,
     BEFORE,
@@ -79,8 +79,8 @@ def snapshot_of_a_step() -> dict[str, Any]:
     return {"segments": [segment], "device_traces": [[], events]}
 
 
-def owner(address: int, category: int, name: str, device: str = "cuda:1") -> Owner:
-    return Owner(address, 512, category, name, device)
+def owner(address: int, category: int, name: str, device: str = "cuda:1") -> StorageOwner:
+    return StorageOwner(address, 512, category, name, device)
 
 
 MARKS = Marks(
@@ -94,7 +94,7 @@ MARKS = Marks(
     steppings=[(1, 2)],
     ends=[2],
 )
-CLOCK = Clock(
+CLOCK = RecordingClock(
     zero_ns=BASE_US * 1000,
     marks_ns=[(BASE_US + after) * 1000 for after in (0, 200, 300, 400)],
     backwards_ns=[((BASE_US - 50) * 1000, (BASE_US - 40) * 1000),
@@ -105,43 +105,43 @@ CLOCK = Clock(
 def test_a_step_on_a_gpu_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims of the right device, phases by the host's clock, lines of the cell."""
     monkeypatch.setattr(crash_files, "cells", {CELL: 7})
-    known = RankMemory(
+    described = RankMemory(
         3, "one", "cuda", empty(3, "one", "").blocks, device_name="GPU", limit_bytes=99,
         allocator_peak_bytes=2048, reserved_peak_bytes=1 << 21, lost=4, version="2.13",
     )  # fmt: skip
-    found = assembled(snapshot_of_a_step(), MARKS, known, CLOCK, DEVICE)
-    b = found.blocks
-    told = {
+    rank = assemble(snapshot_of_a_step(), MARKS, described, CLOCK, DEVICE)
+    b = rank.blocks
+    blocks_by_address = {
         int(a): (CATEGORIES[c], bool(e), int(s), int(end))
         for a, c, e, s, end in zip(
             b.address, b.category, b.is_exact, b.start_ns, b.end_ns, strict=True
         )
     }
 
-    assert told == {
+    assert blocks_by_address == {
         1000: ("parameters", True, BEFORE, STAYS),
         2000: ("activations", False, 10_000, 120_000),
         3000: ("gradients", True, 110_000, 310_000),
         4000: ("optimizer state", True, 210_000, STAYS),
         5000: ("temporary", False, 220_000, 230_000),
     }
-    assert found.phases == (
+    assert rank.phases == (
         Phase(BACKWARD, 100_000, 150_000), Phase(STEPPING, 200_000, 300_000),
     )  # fmt: skip
-    assert found.step_ends_ns == (300_000,)
-    assert {one.file for stack in found.stacks for one in stack} == {"cell [7]"}
+    assert rank.step_ends_ns == (300_000,)
+    assert {frame.file for stack in rank.stacks for frame in stack} == {"cell [7]"}
     places = list(zip(b.address, b.stack, strict=True))
-    lines = {int(a): found.stacks[n][0].line for a, n in places if n >= 0}
+    lines = {int(a): rank.stacks[n][0].line for a, n in places if n >= 0}
     assert lines == {2000: 2, 3000: 2, 4000: 3, 5000: 3}
-    assert (found.rank, found.device, found.device_name, found.limit_bytes) == (
+    assert (rank.rank, rank.device, rank.device_name, rank.limit_bytes) == (
         3,
         "cuda",
         "GPU",
         99,
     )
-    assert (found.allocator_peak_bytes, found.lost, found.version) == (2048, 4, "2.13")
-    assert found.duration_ns == 400_000
-    assert [one.size_bytes for one in found.segments] == [1 << 21]
+    assert (rank.allocator_peak_bytes, rank.lost, rank.version) == (2048, 4, "2.13")
+    assert rank.duration_ns == 400_000
+    assert [segment.size_bytes for segment in rank.segments] == [1 << 21]
 
 
 class Gpu:
@@ -165,21 +165,21 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Stands for a GPU; nothing of torch stays replaced."""
-    one = Gpu()
+    fake = Gpu()
     place = SimpleNamespace(place=SimpleNamespace(rank=0, device="cuda:1"))
     monkeypatch.setattr(cuda, "this_rank", lambda: place)
     # A torch for CUDA asks the driver, which may not be there.
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", one.record)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", one.take)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: dict(one.stats))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.take)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: dict(fake.stats))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 1536)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _device: 1 << 21)
     properties = SimpleNamespace(name="GPU", total_memory=1 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     before = torch.autograd.backward, torch.autograd.grad
-    yield one
+    yield fake
     assert (torch.autograd.backward, torch.autograd.grad) == before
     assert not optimizers._global_optimizer_pre_hooks
 
@@ -191,13 +191,13 @@ def test_a_recording_bounds_the_history_and_ends_it(gpu: Gpu) -> None:
     assert recorder.mark() == 0
     recorder.stop()
     recorder.stop()
-    found = recorder.read(Marks(), empty(0, "one", ""))
+    rank = recorder.read(Marks(), empty(0, "one", ""))
 
-    assert [one["enabled"] for one in gpu.asked] == ["all", None]
+    assert [call["enabled"] for call in gpu.asked] == ["all", None]
     assert (gpu.asked[0]["max_entries"], gpu.asked[0]["context"]) == (50, None)
     assert gpu.asked[0]["stacks"] == "python"
-    assert (found.allocator_peak_bytes, found.reserved_peak_bytes) == (1536, 1 << 21)
-    assert (found.device_name, found.limit_bytes, found.lost) == ("GPU", 1 << 30, 0)
+    assert (rank.allocator_peak_bytes, rank.reserved_peak_bytes) == (1536, 1 << 21)
+    assert (rank.device_name, rank.limit_bytes, rank.lost) == ("GPU", 1 << 30, 0)
 
 
 def test_events_beyond_the_bound_are_counted(gpu: Gpu) -> None:
@@ -239,9 +239,9 @@ def test_backwards_are_noted_once_each(gpu: Gpu) -> None:
         (x * 2).backward()
     recorder.stop()
     x.sum().backward()
-    found = recorder.read(Marks(), empty(0, "one", ""))
+    rank = recorder.read(Marks(), empty(0, "one", ""))
 
-    assert [one.kind for one in found.phases] == [BACKWARD] * 3
+    assert [phase.kind for phase in rank.phases] == [BACKWARD] * 3
 
 
 def test_a_recording_of_the_user_s_own_is_left_alone(
@@ -279,8 +279,8 @@ def test_a_torch_without_a_history_says_so(gpu: Gpu, monkeypatch: pytest.MonkeyP
 
 def test_of_this_moment_there_are_the_blocks_that_are_there(gpu: Gpu) -> None:
     """With their owners; events of a history do not count."""
-    found = cuda.of_now([owner(1000, PARAMETER, "weight")], empty(0, "one", ""))
+    rank = cuda.of_now([owner(1000, PARAMETER, "weight")], empty(0, "one", ""))
 
-    assert found.duration_ns == 0
-    assert found.blocks.address.tolist() == [1000, 4000]
-    assert [CATEGORIES[one] for one in found.blocks.category] == ["parameters", "unknown"]
+    assert rank.duration_ns == 0
+    assert rank.blocks.address.tolist() == [1000, 4000]
+    assert [CATEGORIES[category] for category in rank.blocks.category] == ["parameters", "unknown"]

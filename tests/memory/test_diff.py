@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbdist.memory.diff import NO_LINES, Amount, Kind, diff
+from nbdist.memory.diff import NO_LINES, Amount, BlockKind, diff
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BEFORE,
@@ -15,16 +15,16 @@ from nbdist.memory.snapshot import (
     PARAMETER,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     RankMemory,
     Snapshot,
     empty,
 )
-from nbdist.memory.view.diff import grew
+from nbdist.memory.view.diff import growth_view
 
-LINE3, LINE9 = Frame("train.py", 3, "step"), Frame("train.py", 9, "train")
-LINEAR = Frame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
+LINE3, LINE9 = AllocationFrame("train.py", 3, "step"), AllocationFrame("train.py", 9, "train")
+LINEAR = AllocationFrame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
 KB = 1000
 
 
@@ -34,7 +34,7 @@ class Has:
 
     address: int
     size: int
-    stack: tuple[Frame, ...] = ()
+    stack: tuple[AllocationFrame, ...] = ()
     category: int = UNKNOWN
     name: str = ""
     end: int = STAYS
@@ -42,17 +42,17 @@ class Has:
 
 def memory(rank: int, *has: Has, device: str = "cpu") -> RankMemory:
     """A rank with these blocks."""
-    stacks = list(dict.fromkeys(one.stack for one in has if one.stack))
-    names = list(dict.fromkeys(one.name for one in has if one.name))
+    stacks = list(dict.fromkeys(block.stack for block in has if block.stack))
+    names = list(dict.fromkeys(block.name for block in has if block.name))
     count = len(has)
     return RankMemory(
         rank, "one", device,
         Blocks(
-            np.array([one.address for one in has], np.int64),
-            np.array([one.size for one in has], np.int64),
+            np.array([block.address for block in has], np.int64),
+            np.array([block.size for block in has], np.int64),
             np.full(count, BEFORE),
-            np.array([one.end for one in has], np.int64),
-            np.array([one.category for one in has], np.int8),
+            np.array([block.end for block in has], np.int64),
+            np.array([block.category for block in has], np.int8),
             np.ones(count, bool),
             np.array([stacks.index(o.stack) if o.stack else -1 for o in has], np.int32),
             np.array([names.index(o.name) if o.name else -1 for o in has], np.int32),
@@ -74,30 +74,30 @@ def test_reused_address_is_a_new_block() -> None:
     after = snapshot(
         memory(0, Has(1, 15 * KB, (LINE3,)), Has(2, 20 * KB, (LINE9,)), Has(3, KB, (LINE3,)))
     )
-    found = diff(before, after)
+    growth = diff(before, after)
 
-    (grown,) = found.grown
-    assert grown.kind == Kind((LINE9,), UNKNOWN, "")
+    (grown,) = growth.grown
+    assert grown.kind == BlockKind((LINE9,), UNKNOWN, "")
     assert (grown.before, grown.after, grown.new) == (
         Amount(),
         Amount(1, 20 * KB),
         Amount(1, 20 * KB),
     )
-    (shrunk,) = found.shrunk
+    (shrunk,) = growth.shrunk
     assert shrunk.kind.lines == (LINE3,)
     assert (shrunk.before, shrunk.after) == (Amount(3, 31 * KB), Amount(2, 16 * KB))
     assert shrunk.new == Amount(1, 15 * KB)
-    assert found.ranks == {0: (Amount(3, 31 * KB), Amount(3, 36 * KB))}
+    assert growth.ranks == {0: (Amount(3, 31 * KB), Amount(3, 36 * KB))}
 
 
 def test_what_is_freed_and_made_again_has_not_grown() -> None:
     """Gradients of each step are at other addresses, and are as large as before."""
     has = [Has(n, KB, (LINE9,), GRADIENT, f"layers.{n}.weight") for n in range(3)]
-    moved = [replace(one, address=one.address + 100) for one in has]
-    found = diff(snapshot(memory(0, *has)), snapshot(memory(0, *moved)))
+    moved = [replace(block, address=block.address + 100) for block in has]
+    growth = diff(snapshot(memory(0, *has)), snapshot(memory(0, *moved)))
 
-    assert (found.grown, found.shrunk) == ((), ())
-    assert "nothing has grown" in grew(found, "start").text
+    assert (growth.grown, growth.shrunk) == ((), ())
+    assert "nothing has grown" in growth_view(growth, "start").text
 
 
 def test_lines_of_libraries_do_not_part_what_one_line_made() -> None:
@@ -111,9 +111,9 @@ def test_lines_of_libraries_do_not_part_what_one_line_made() -> None:
             Has(9, 50 * KB, (LINE3,), ACTIVATION, end=5),
         )
     )
-    found = diff(snapshot(memory(0)), after)
+    growth = diff(snapshot(memory(0)), after)
 
-    assert [(one.kind.lines, one.after) for one in found.grown] == [
+    assert [(change.kind.lines, change.after) for change in growth.grown] == [
         ((LINE3, LINE9), Amount(2, 2 * KB)),
         ((LINEAR,), Amount(1, KB)),
     ]
@@ -128,14 +128,17 @@ def test_owners_without_lines_grow_by_name_and_size() -> None:
             Has(2, 8), Has(3, 8), Has(4, 16), Has(5, 40, name="cache['a'].keys[3]"),
         )
     )  # fmt: skip
-    found = diff(before, after)
+    growth = diff(before, after)
 
-    assert [(one.kind.name, one.kind.size_bytes, one.before, one.after) for one in found.grown] == [
+    assert [
+        (change.kind.name, change.kind.size_bytes, change.before, change.after)
+        for change in growth.grown
+    ] == [
         ("cache[...].keys[...]", 0, Amount(), Amount(1, 40)),
         ("losses[...]", 0, Amount(1, 4), Amount(9, 36)),
         ("", 16, Amount(), Amount(1, 16)),
     ]
-    assert found.notes == (NO_LINES,)
+    assert growth.notes == (NO_LINES,)
 
 
 def test_ranks_are_merged_and_told() -> None:
@@ -147,12 +150,12 @@ def test_ranks_are_merged_and_told() -> None:
         memory(1, Has(1, KB, at)),
         memory(3, Has(1, 99 * KB, at)),
     )
-    found = diff(before, after)
+    growth = diff(before, after)
 
-    (grown,) = found.grown
+    (grown,) = growth.grown
     assert (grown.before, grown.after) == (Amount(2, 2 * KB), Amount(3, 6 * KB))
     assert grown.ranks == {0: 4 * KB}
-    assert found.notes == (
+    assert growth.notes == (
         "rank 2 is only in the first snapshot, and not compared.",
         "rank 3 is only in the second snapshot, and not compared.",
     )
@@ -164,10 +167,10 @@ def test_block_of_an_older_recording_keeps_its_lines() -> None:
     after = snapshot(
         memory(0, Has(1, KB, name="losses[0]"), Has(2, KB), Has(3, KB, (LINE3,), ACTIVATION))
     )
-    found = diff(before, after)
+    growth = diff(before, after)
 
-    assert found.shrunk == ()
-    (grown,) = found.grown
+    assert growth.shrunk == ()
+    (grown,) = growth.grown
     assert (grown.kind.lines, grown.kind.name) == ((LINE3,), "")
     assert (grown.before, grown.after) == (Amount(), Amount(1, KB))
 
@@ -175,10 +178,10 @@ def test_block_of_an_older_recording_keeps_its_lines() -> None:
 def test_rank_that_gave_nothing_is_not_compared() -> None:
     """All that it has in the other snapshot would seem to have grown."""
     there = memory(1, Has(1, KB, (LINE3,)))
-    found = diff(snapshot(memory(0), empty(1, "one", "It ended.")), snapshot(memory(0), there))
+    growth = diff(snapshot(memory(0), empty(1, "one", "It ended.")), snapshot(memory(0), there))
 
-    assert (found.grown, list(found.ranks)) == ((), [0])
-    assert found.notes == (
+    assert (growth.grown, list(growth.ranks)) == ((), [0])
+    assert growth.notes == (
         "rank 1 has nothing in the first snapshot: It ended.",
         "rank 1 is only in the second snapshot, and not compared.",
     )
@@ -199,27 +202,27 @@ def test_sums_are_as_a_plain_count_says(seed: int) -> None:
             )
             for _ in range(chance.randrange(40))
         ]  # fmt: skip
-        return memory(rank, *has), [one for one in has if one.end == STAYS]
+        return memory(rank, *has), [block for block in has if block.end == STAYS]
 
     first, second = some(0), some(0)
-    found = diff(snapshot(first[0]), snapshot(second[0]))
+    growth = diff(snapshot(first[0]), snapshot(second[0]))
 
-    sizes = [sum(one.size for one in has) for _, has in (first, second)]
-    changed = sum(one.grown_bytes for one in (*found.grown, *found.shrunk))
+    sizes = [sum(block.size for block in has) for _, has in (first, second)]
+    changed = sum(change.grown_bytes for change in (*growth.grown, *growth.shrunk))
     assert changed == sizes[1] - sizes[0]
-    orders = [one.grown_bytes for one in found.grown]
+    orders = [change.grown_bytes for change in growth.grown]
     assert orders == sorted(orders, reverse=True)
 
 
 def test_table(monkeypatch: Any) -> None:
     """Every number with its line, name and ranks; the rest in sum."""
-    after = [Has(n, KB * (n + 1), (Frame("train.py", n + 1, "step"),)) for n in range(25)]
+    after = [Has(n, KB * (n + 1), (AllocationFrame("train.py", n + 1, "step"),)) for n in range(25)]
     after.append(Has(99, 10**6, (LINE9,), ACTIVATION, "losses[3]"))
-    found = diff(
+    growth = diff(
         snapshot(memory(0, Has(500, 3 * KB, name="old")), memory(1)),
         snapshot(memory(0, *after), memory(1)),
     )
-    view = grew(found, "start")
+    view = growth_view(growth, "start")
     lines = view.text.splitlines()
 
     assert lines[0] == "rank 0 since start: +1.3 MB, from 3.0 kB to 1.3 MB in use"
@@ -232,4 +235,4 @@ def test_table(monkeypatch: Any) -> None:
     assert "<table" in view.html
     assert "losses[...]" in view.html
     monkeypatch.setenv("NBDIST_TEST", "1")
-    assert "MB" not in grew(found, "start").text
+    assert "MB" not in growth_view(growth, "start").text

@@ -11,14 +11,14 @@ from nbdist.memory.timeline import CLASSES, changes, curve, is_in_use, sizes_at,
 from tests.support.drawn_memory import Piece, blocks, million, random_blocks, rank_memory, training
 
 
-def sums_after(one: DownsampledRank, ns: int) -> np.ndarray:
+def sums_after(rank: DownsampledRank, ns: int) -> np.ndarray:
     """The bytes of each class at a moment: the blocks shown alone, and the changes of the rest."""
     sums = np.zeros(CLASSES, np.int64)
-    there = is_in_use(one.blocks, ns)
-    code = one.blocks.category.astype(int) * 2 + one.blocks.is_exact
-    np.add.at(sums, code[there], one.blocks.size_bytes[there])
-    until = one.time_ns <= ns
-    np.add.at(sums, one.code[until], one.size_bytes[until])
+    there = is_in_use(rank.blocks, ns)
+    code = rank.blocks.category.astype(int) * 2 + rank.blocks.is_exact
+    np.add.at(sums, code[there], rank.blocks.size_bytes[there])
+    until = rank.time_ns <= ns
+    np.add.at(sums, rank.code[until], rank.size_bytes[until])
     return sums
 
 
@@ -27,65 +27,65 @@ def sums_after(one: DownsampledRank, ns: int) -> np.ndarray:
 def test_sums_are_exact_whenever_the_picture_changes(seed: int, least_bytes: int) -> None:
     """Of each category at every change, against all blocks; the true peak is one of them."""
     columns = random_blocks(400, seed, span_ns=4000)
-    one = downsample(replace(rank_memory(0, []), blocks=columns), least_bytes, 5, 40)
-    starts = np.maximum(one.blocks.start_ns, 0)
-    ends = one.blocks.end_ns[one.blocks.end_ns != STAYS]
-    shown_ns = np.unique(np.concatenate([one.time_ns, starts, ends]))
+    rank = downsample(replace(rank_memory(0, []), blocks=columns), least_bytes, 5, 40)
+    starts = np.maximum(rank.blocks.start_ns, 0)
+    ends = rank.blocks.end_ns[rank.blocks.end_ns != STAYS]
+    shown_ns = np.unique(np.concatenate([rank.time_ns, starts, ends]))
     truth = sizes_at(changes(columns), shown_ns).reshape(-1, CLASSES)
-    found = np.array([sums_after(one, int(ns)) for ns in shown_ns])
+    sums = np.array([sums_after(rank, int(ns)) for ns in shown_ns])
     _, total = totals(changes(columns))
 
-    assert (found == truth).all()
-    assert found.sum(axis=1).max() == total.max()
-    assert one.merged + len(one.blocks) == 400
-    assert one.merged > 0
+    assert (sums == truth).all()
+    assert sums.sum(axis=1).max() == total.max()
+    assert rank.merged + len(rank.blocks) == 400
+    assert rank.merged > 0
 
 
 def test_large_blocks_stay_and_small_ones_of_the_peak() -> None:
     """The largest of those, as many as have room."""
     pieces = [Piece(size, 10, 20) for size in (1, 2, 3, 4, 50)]
     pieces += [Piece(9, 0, 5), Piece(60, 30, 40)]
-    one = downsample(rank_memory(0, pieces), 50, 2, 100)
+    rank = downsample(rank_memory(0, pieces), 50, 2, 100)
 
-    assert sorted(one.blocks.size_bytes.tolist()) == [3, 4, 50, 60]
-    assert one.merged == 3
+    assert sorted(rank.blocks.size_bytes.tolist()) == [3, 4, 50, 60]
+    assert rank.merged == 3
 
 
 def test_all_blocks_stay_where_there_is_room() -> None:
     """Nothing is merged, and nothing has to be told."""
     ranks = training().ranks
-    found = level(ranks, 10_000)
+    shown = level(ranks, 10_000)
 
-    assert (found.merged, found.least_bytes) == (0, 0)
-    assert [one.blocks for one in found.ranks] == [rank.blocks for rank in ranks]
+    assert (shown.merged, shown.least_bytes) == (0, 0)
+    assert [drawn.blocks for drawn in shown.ranks] == [rank.blocks for rank in ranks]
 
 
 def test_the_level_is_the_finest_that_has_room() -> None:
     """One step finer is too much; all ranks have the same."""
     snapshot = million(40_000, ranks=4)
-    found = level(snapshot.ranks, 5000)
+    shown = level(snapshot.ranks, 5000)
     sizes = np.concatenate([rank.blocks.size_bytes for rank in snapshot.ranks])
-    is_five = str(found.least_bytes).startswith("5")
-    finer = found.least_bytes * 2 // 5 if is_five else found.least_bytes // 2
+    is_five = str(shown.least_bytes).startswith("5")
+    finer = shown.least_bytes * 2 // 5 if is_five else shown.least_bytes // 2
 
-    assert (sizes >= found.least_bytes).sum() <= 5000 - 1000
+    assert (sizes >= shown.least_bytes).sum() <= 5000 - 1000
     assert (sizes >= finer).sum() > 5000 - 1000
-    assert sum(len(one.blocks) for one in found.ranks) <= 5000
-    assert found.n_items == sum(len(one.blocks) + len(one.time_ns) for one in found.ranks)
-    for one, rank in zip(found.ranks, snapshot.ranks, strict=True):
+    assert sum(len(drawn.blocks) for drawn in shown.ranks) <= 5000
+    assert shown.n_items == sum(len(drawn.blocks) + len(drawn.time_ns) for drawn in shown.ranks)
+    for drawn, rank in zip(shown.ranks, snapshot.ranks, strict=True):
         whole = curve(rank.blocks)
         at = int(np.argmax(whole.total_bytes))
-        assert sums_after(one, int(whole.time_ns[at])).sum() == whole.total_bytes[at]
+        assert sums_after(drawn, int(whole.time_ns[at])).sum() == whole.total_bytes[at]
 
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_no_room_at_all(most: int) -> None:
     """Everything is merged; the curve stays."""
     rank = rank_memory(0, [Piece(5, 1, 9, ACTIVATION), Piece(7, 2, 9, ACTIVATION)])
-    (one,) = level([rank], most).ranks
+    (drawn,) = level([rank], most).ranks
 
-    assert len(one.blocks) <= most
-    assert sums_after(one, 5).sum() == 12
+    assert len(drawn.blocks) <= most
+    assert sums_after(drawn, 5).sum() == 12
 
 
 def test_nothing_is_nothing() -> None:

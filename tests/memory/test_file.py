@@ -47,12 +47,12 @@ def test_written_file_is_plain_and_comes_back(tmp_path: Path, name: str) -> None
     path = tmp_path / name
     write(path, memory, "ddp", ["a note"])
     data = path.read_bytes()
-    found = read(path)
+    snapshot = read(path)
 
     whole = pickle.loads(gzip.decompress(data) if name.endswith("gz") else data)
     assert plain_types(whole) == {dict, list, str, int}
-    assert to_torch(found.ranks[0]) == to_torch(memory)
-    assert (found.strategy, found.notes) == ("ddp", ("a note",))
+    assert to_torch(snapshot.ranks[0]) == to_torch(memory)
+    assert (snapshot.strategy, snapshot.notes) == ("ddp", ("a note",))
     write(path, memory, "ddp", ["a note"])
     assert path.read_bytes() == data
     assert list(tmp_path.iterdir()) == [path]
@@ -72,10 +72,10 @@ _VIEWER = {
 def test_only_what_torchs_viewer_unpickles(tmp_path: Path, seed: int) -> None:
     """Of its instructions, and no number beyond 64 bits, which it would read as another type."""
     write(tmp_path / "one.pickle", drawn(seed))
-    found = list(pickletools.genops((tmp_path / "one.pickle").read_bytes()))
+    opcodes = list(pickletools.genops((tmp_path / "one.pickle").read_bytes()))
 
-    assert {one.name for one, _, _ in found} <= _VIEWER
-    assert all(abs(value) < 2**63 for _, value, _ in found if isinstance(value, int))
+    assert {opcode.name for opcode, _, _ in opcodes} <= _VIEWER
+    assert all(abs(value) < 2**63 for _, value, _ in opcodes if isinstance(value, int))
 
 
 class Version(str):
@@ -129,7 +129,7 @@ def test_torchs_own_files(tmp_path: Path, protocol: int) -> None:
 
 def test_history_of_another_device_is_found(tmp_path: Path) -> None:
     """A process that uses its third GPU alone."""
-    only = [{**one, "device": 2} for one in GPU["segments"][:2]]
+    only = [{**segment, "device": 2} for segment in GPU["segments"][:2]]
     whole = {"segments": only, "device_traces": [[], [], GPU["device_traces"][0]]}
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(whole))
@@ -143,11 +143,11 @@ def test_history_of_another_device_is_found(tmp_path: Path) -> None:
 class Calls:
     """Pickled, it is a call: what runs when anybody unpickles it plainly."""
 
-    def __init__(self, *made: Any):
-        self.made = made
+    def __init__(self, *parts: Any):
+        self.parts = parts
 
     def __reduce__(self) -> Any:
-        return self.made
+        return self.parts
 
 
 class Stated:
@@ -264,7 +264,7 @@ def _proto(*parts: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "problem"),
     [
         (b"", "is empty"),
         (b".", "is no pickle of protocol 2 or later"),
@@ -290,20 +290,20 @@ def _proto(*parts: bytes) -> bytes:
         (_proto(b"C\x03abc"), "has the instruction SHORT_BINBYTES"),
         (_proto(b"\x8f"), "has the instruction EMPTY_SET"),
         (b"\x80\x63N.", "is damaged"),
-        (_proto(b"]" * 10), "is no snapshot of memory: snapshot is a list"),
-        (_proto(b"N"), "is no snapshot of memory: snapshot is nothing"),
-        (_proto(b"}\x94\x8c\x08segmentsh\x00s"), "is no snapshot of memory: segments is a dict"),
-        (_proto(b"\x8c\x03\xed\xa0\x80"), "is no snapshot of memory: snapshot is a text"),
+        (_proto(b"]" * 10), "is not a memory snapshot: snapshot is a list"),
+        (_proto(b"N"), "is not a memory snapshot: snapshot is nothing"),
+        (_proto(b"}\x94\x8c\x08segmentsh\x00s"), "is not a memory snapshot: segments is a dict"),
+        (_proto(b"\x8c\x03\xed\xa0\x80"), "is not a memory snapshot: snapshot is a text"),
     ],
 )  # fmt: skip
-def test_bombs_and_rubbish(tmp_path: Path, data: bytes, told: str) -> None:
+def test_bombs_and_rubbish(tmp_path: Path, data: bytes, problem: str) -> None:
     """Refused at once with a reason, and without the memory that they ask for."""
     path = tmp_path / "rank0.pickle"
     path.write_bytes(data)
     with pytest.raises(SnapshotError) as caught:
         read(path)
 
-    assert told in str(caught.value)
+    assert problem in str(caught.value)
     assert str(caught.value).startswith(str(path))
 
 
@@ -343,7 +343,7 @@ def test_huge_files(tmp_path: Path, monkeypatch: Any) -> None:
     path.touch()
     os.truncate(path, 3 * 2**30)  # takes no room on the disk
     with pytest.raises(
-        SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and 1.1 GB"
+        SnapshotError, match=rf"is too large: {size(3 * 2**30)} or more, and the limit is 1.1 GB"
     ):
         read(path)
     monkeypatch.setattr(safe_pickle, "MOST_BYTES", 10**6)
@@ -389,30 +389,30 @@ def test_flipped_bytes(tmp_path: Path, seed: int) -> None:
 def test_folder(tmp_path: Path) -> None:
     """One file per rank, in rank order; what cannot be read is told."""
     ranks = tuple(
-        type(one)(**{**{n: getattr(one, n) for n in one.__slots__}, "rank": rank})
-        for rank, one in enumerate(map(drawn, range(3)))
+        type(memory)(**{**{n: getattr(memory, n) for n in memory.__slots__}, "rank": rank})
+        for rank, memory in enumerate(map(drawn, range(3)))
     )
-    made = write_folder(tmp_path / "new" / "one", Snapshot(ranks, "fsdp", ("guessed.",)))
-    found = read_folder(tmp_path / "new" / "one")
+    paths = write_folder(tmp_path / "new" / "one", Snapshot(ranks, "fsdp", ("guessed.",)))
+    snapshot = read_folder(tmp_path / "new" / "one")
 
-    assert [path.name for path in made] == ["rank0.pickle", "rank1.pickle", "rank2.pickle"]
-    assert [to_torch(one) for one in found.ranks] == [to_torch(one) for one in ranks]
-    assert (found.strategy, found.notes) == ("fsdp", ("guessed.",))
-    made[1].write_bytes(b"torn")
-    found = read_folder(tmp_path / "new" / "one")
-    assert [one.rank for one in found.ranks] == [0, 2]
-    assert found.notes[0].startswith(f"{made[1]} is no pickle")
-    made[1].write_bytes(made[0].read_bytes())
+    assert [path.name for path in paths] == ["rank0.pickle", "rank1.pickle", "rank2.pickle"]
+    assert [to_torch(rank) for rank in snapshot.ranks] == [to_torch(rank) for rank in ranks]
+    assert (snapshot.strategy, snapshot.notes) == ("fsdp", ("guessed.",))
+    paths[1].write_bytes(b"torn")
+    snapshot = read_folder(tmp_path / "new" / "one")
+    assert [rank.rank for rank in snapshot.ranks] == [0, 2]
+    assert snapshot.notes[0].startswith(f"{paths[1]} is no pickle")
+    paths[1].write_bytes(paths[0].read_bytes())
     with pytest.raises(SnapshotError, match="holds two snapshots of rank 0"):
         read_folder(tmp_path / "new" / "one")
-    with pytest.raises(SnapshotError, match="There are no snapshots in"):
+    with pytest.raises(SnapshotError, match="No snapshots found in"):
         read_folder(tmp_path)
-    with pytest.raises(SnapshotError, match="is no folder"):
+    with pytest.raises(SnapshotError, match="is not a folder"):
         read_folder(tmp_path / "none")
     with pytest.raises(SnapshotError, match="cannot be read: No such file"):
         read(tmp_path / "none")
-    with pytest.raises(SnapshotError, match="cannot be made"):
-        write_folder(made[0] / "below", found)
+    with pytest.raises(SnapshotError, match="cannot be created"):
+        write_folder(paths[0] / "below", snapshot)
 
 
 def test_unreadable_sizes_do_not_reach_memory() -> None:

@@ -16,7 +16,7 @@ from nbdist.memory.snapshot import (
     STEPPING,
     TEMPORARY,
     UNKNOWN,
-    Frame,
+    AllocationFrame,
     OutOfMemory,
     Phase,
     RankMemory,
@@ -25,15 +25,15 @@ from nbdist.memory.snapshot import (
 )
 from tests.support.drawn_memory import MB, Piece, rank_memory, training
 
-LINE = Frame("cell 3", 12, "forward")
+LINE = AllocationFrame("cell 3", 12, "forward")
 
 
-def found(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, Finding]:
+def rules_of(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, Finding]:
     snapshot = Snapshot(ranks, strategy)
-    return {one.rule: one for one in findings(snapshot, peaks(snapshot))}
+    return {finding.rule: finding for finding in findings(snapshot, peaks(snapshot))}
 
 
-def made(rank: int = 0, **sizes_mb: float) -> RankMemory:
+def rank_with(rank: int = 0, **sizes_mb: float) -> RankMemory:
     """A rank with one block of each of these categories."""
     of = {"a": ACTIVATION, "o": OPTIMIZER, "p": PARAMETER, "g": GRADIENT, "t": TEMPORARY}
     pieces = [
@@ -43,11 +43,11 @@ def made(rank: int = 0, **sizes_mb: float) -> RankMemory:
     return rank_memory(rank, pieces, stacks=((LINE,),), names=("aten::mm",))
 
 
-def held(unused_mb: float, limit_mb: float = 0) -> RankMemory:
+def device_with(unused_mb: float, limit_mb: float = 0) -> RankMemory:
     """A device whose allocator holds 100 MB at the peak."""
     reserved = Reserved(np.array([0]), np.array([100 * MB]))
     return replace(
-        made(p=100 - unused_mb),
+        rank_with(p=100 - unused_mb),
         device="cuda",
         reserved=reserved,
         reserved_peak_bytes=100 * MB,
@@ -57,8 +57,8 @@ def held(unused_mb: float, limit_mb: float = 0) -> RankMemory:
 
 def split(optimizer_mb: float, strategy: str = "ddp, dp 4") -> dict[str, Finding]:
     rest = (90 - optimizer_mb) / 3
-    ranks = (made(r, o=optimizer_mb, p=rest, g=rest, t=rest) for r in range(4))
-    return found(*ranks, strategy=strategy)
+    ranks = (rank_with(r, o=optimizer_mb, p=rest, g=rest, t=rest) for r in range(4))
+    return rules_of(*ranks, strategy=strategy)
 
 
 def steps(sizes_mb: list[float]) -> RankMemory:
@@ -74,25 +74,28 @@ def steps(sizes_mb: list[float]) -> RankMemory:
 
 
 def stepping(copies_mb: float, phase: str = STEPPING) -> RankMemory:
-    rank = made(p=100 - copies_mb, t=copies_mb)
+    rank = rank_with(p=100 - copies_mb, t=copies_mb)
     return replace(rank, phases=(Phase(phase, 1, 60),), step_ends_ns=(70,))
 
 
 # Rule -> (memory that has it, memory that nearly has).
 _CASES = {
-    "little memory left": (found(held(1, limit_mb=110)), found(held(1, limit_mb=112))),
-    "fragmentation": (found(held(20.5)), found(held(19.5))),
-    "activations": (found(made(a=51, p=49)), found(made(a=49, p=51))),
+    "little memory left": (
+        rules_of(device_with(1, limit_mb=110)),
+        rules_of(device_with(1, limit_mb=112)),
+    ),
+    "fragmentation": (rules_of(device_with(20.5)), rules_of(device_with(19.5))),
+    "activations": (rules_of(rank_with(a=51, p=49)), rules_of(rank_with(a=49, p=51))),
     "optimizer state on every rank": (split(31), split(29)),
     "one rank needs more": (
-        found(made(0, p=20), made(1, p=23.1), made(2, p=20)),
-        found(made(0, p=20), made(1, p=22.9), made(2, p=20)),
+        rules_of(rank_with(0, p=20), rank_with(1, p=23.1), rank_with(2, p=20)),
+        rules_of(rank_with(0, p=20), rank_with(1, p=22.9), rank_with(2, p=20)),
     ),
     "more with every step": (
-        found(steps([5, 5, 0.7, 0.7, 0.7])),
-        found(steps([5, 5, 0.4, 0.4, 0.4])),
+        rules_of(steps([5, 5, 0.7, 0.7, 0.7])),
+        rules_of(steps([5, 5, 0.4, 0.4, 0.4])),
     ),
-    "copies in the optimizer's step": (found(stepping(10.5)), found(stepping(9.5))),
+    "copies in the optimizer's step": (rules_of(stepping(10.5)), rules_of(stepping(9.5))),
 }
 
 
@@ -116,33 +119,30 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "expected"),
     [
         ("little memory left", "rank 0 needs 100.0 MB of 110.0 MB (91%)"),
         (
             "fragmentation",
-            "at the peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) are in no block",
+            "at its peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) is unused",
         ),
         ("activations", "activations are 51% of the peak of rank 0 (51.0 MB of 100.0 MB)"),
         (
             "optimizer state on every rank",
             (
-                "the optimizer's state is 34% of the peak of rank 0 (31.0 MB); split over 4 ranks "
-                "it would be 23.2 MB less, and parameters and gradients 29.5 MB less"
+                "optimizer state is 34% of the peak of rank 0 (31.0 MB); sharded over 4 ranks "
+                "it would need 23.2 MB less, and parameters and gradients 29.5 MB less"
             ),
         ),
         (
             "one rank needs more",
-            (
-                "rank 1 needs 23.1 MB, the middle of all ranks is 20.0 MB; it has 3.1 MB more of "
-                "parameters"
-            ),
+            ("rank 1 needs 23.1 MB, the median rank 20.0 MB; it has 3.1 MB more of parameters"),
         ),
         (
             "more with every step",
             (
-                "at the end of each step rank 0 has 700.0 kB more in use than at the end of the "
-                "one before (30.7 MB after step 2, 32.1 MB after step 4)"
+                "each step leaves 700.0 kB more in use on rank 0 "
+                "(30.7 MB after step 2, 32.1 MB after step 4)"
             ),
         ),
         (
@@ -154,9 +154,9 @@ def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
         ),
     ],
 )
-def test_findings_have_their_numbers(rule: str, told: str) -> None:
+def test_findings_have_their_numbers(rule: str, expected: str) -> None:
     """As a person can check them against the tables."""
-    assert _CASES[rule][0][rule].found == told
+    assert _CASES[rule][0][rule].found == expected
 
 
 def test_lines_to_look_at_are_those_that_allocated_it() -> None:
@@ -177,7 +177,7 @@ def test_operators_of_one_line_are_one_place() -> None:
     lines = tuple((replace(LINE, line=line),) for line in range(4))
     rank = rank_memory(0, pieces, stacks=lines, names=("aten::mm", "aten::add"))
 
-    assert found(rank)["activations"].places == (
+    assert rules_of(rank)["activations"].places == (
         "cell 3:3 forward (33.0 MB, 2 blocks)",
         "cell 3:2 forward (29.0 MB, 2 blocks)",
         "cell 3:1 forward (25.0 MB, 2 blocks)",
@@ -189,12 +189,12 @@ def test_the_optimizers_state_is_not_told_where_it_is_split() -> None:
     for strategy in ("fsdp, dp 4", "zero1", "deepspeed, dp 4", "fsdp, dp 2, tp 2"):
         assert "optimizer state on every rank" not in split(60, strategy)
     assert "optimizer state on every rank" in split(60)
-    assert "optimizer state on every rank" not in found(made(o=60, p=30))
+    assert "optimizer state on every rank" not in rules_of(rank_with(o=60, p=30))
 
 
 def test_copies_of_another_phase_are_not_the_optimizers() -> None:
     """The same bytes in backward."""
-    assert not found(stepping(40, phase="backward"))
+    assert not rules_of(stepping(40, phase="backward"))
 
 
 def test_memory_that_falls_once_is_no_leak() -> None:
@@ -203,41 +203,45 @@ def test_memory_that_falls_once_is_no_leak() -> None:
     freed = growing.blocks.end_ns.copy()
     freed[-3] = 450
 
-    assert "more with every step" in found(growing)
-    assert "more with every step" not in found(
+    assert "more with every step" in rules_of(growing)
+    assert "more with every step" not in rules_of(
         replace(growing, blocks=replace(growing.blocks, end_ns=freed))
     )
 
 
 def test_three_ends_of_steps_have_to_grow() -> None:
     """The first two are not counted: the optimizer makes its state then."""
-    assert "more with every step" not in found(steps([5, 5, 9, 9]))
-    assert "more with every step" in found(steps([5, 5, 9, 9, 9]))
+    assert "more with every step" not in rules_of(steps([5, 5, 9, 9]))
+    assert "more with every step" in rules_of(steps([5, 5, 9, 9, 9]))
 
 
 def test_a_failed_allocation_comes_first() -> None:
     """With what was asked for and what was free."""
-    rank = replace(made(a=51, p=49), failures=(OutOfMemory(40, 2 * 10**9, 5 * MB),))
+    rank = replace(rank_with(a=51, p=49), failures=(OutOfMemory(40, 2 * 10**9, 5 * MB),))
     snapshot = Snapshot((rank,))
     first = findings(snapshot, peaks(snapshot))[0]
 
     assert first.rule == "little memory left"
-    assert first.found == "1 allocation failed on rank 0, the last of 2.0 GB, 5.0 MB were free"
+    assert (
+        first.found == "1 allocation failed on rank 0; the last requested 2.0 GB with 5.0 MB free"
+    )
 
 
 def test_tiny_programs_are_left_in_peace() -> None:
     """Below a megabyte no remedy is worth it."""
-    assert not found(made(0, a=0.9, p=0.1), made(1, a=0.3, o=0.3))
+    assert not rules_of(rank_with(0, a=0.9, p=0.1), rank_with(1, a=0.3, o=0.3))
 
 
 def test_a_training_is_judged_by_the_rank_where_it_is_worst() -> None:
     """A leak is found with its line on all ranks; the largest comes first."""
     snapshot = training(steps=6, leak_bytes=5 * MB)
     every = findings(snapshot, peaks(snapshot))
-    leak = next(one for one in every if one.rule == "more with every step")
+    leak = next(finding for finding in every if finding.rule == "more with every step")
 
     assert leak.ranks == (0, 1)
     assert leak.places == (
         "cell 3:27 forward via nn/modules/linear.py:134 forward (15.0 MB, 3 blocks)",
     )
-    assert [one.share for one in every] == sorted((one.share for one in every), reverse=True)
+    assert [finding.share for finding in every] == sorted(
+        (finding.share for finding in every), reverse=True
+    )

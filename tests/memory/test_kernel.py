@@ -14,8 +14,8 @@ from tests.trace.test_kernel import Ranks, answered
 
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
-    one = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
-    return answered(pack.send(pack.pack({"memory": one, "strategy": strategy}), ()))
+    memory = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
+    return given(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
 
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
@@ -25,7 +25,7 @@ def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, R
 
 def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
     """One has ended, one still runs its cell, one raised; the others' memory is there."""
-    one, ranks = memories({
+    recordings, ranks = memories({
         0: lambda: parcel(0),
         1: Future,
         2: Future,
@@ -33,34 +33,34 @@ def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
         4: lambda: answered(pack.PackedValue((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
-    one.begin(MemoryOptions())
-    found = one.finish()
+    recordings.begin(MemoryOptions())
+    snapshot = recordings.finish()
 
-    assert [(r.rank, r.host, r.duration_ns) for r in found.ranks] == [
+    assert [(r.rank, r.host, r.duration_ns) for r in snapshot.ranks] == [
         (0, "host 0", 5), (1, "host 1", 0), (2, "host 2", 0), (3, "host 3", 0), (4, "host 4", 0),
     ]  # fmt: skip
-    told = [r.problem for r in found.ranks]
-    assert told[:4] == [
+    problems = [r.problem for r in snapshot.ranks]
+    assert problems[:4] == [
         "",
         "It ended (exit code 1) before its memory was read.",
         "It is still running its cell, so its memory was not read.",
         "Nothing was recorded on this rank.",
     ]
-    assert told[4].startswith("Its memory did not arrive: ")
-    assert (found.strategy, found.notes) == ("ddp", (COST,))
-    assert one.last is found
-    assert one.token == ""
+    assert problems[4].startswith("Its memory did not arrive: ")
+    assert (snapshot.strategy, snapshot.notes) == ("ddp", (COST,))
+    assert recordings.last is snapshot
+    assert recordings.token == ""
 
 
 def test_before_a_recording_the_memory_of_this_moment_is_given_and_not_kept() -> None:
     """Nothing was recorded: that is an error only where the record itself is asked for."""
-    one, _ = memories({0: lambda: parcel(0, 0, ""), 1: lambda: parcel(1, 0, "")})
-    found = one.last_or_now()
+    recordings, _ = memories({0: lambda: parcel(0, 0, ""), 1: lambda: parcel(1, 0, "")})
+    current = recordings.last_or_now()
 
-    assert [r.rank for r in found.ranks] == [0, 1]
-    assert (found.strategy, found.notes) == ("", ())
+    assert [r.rank for r in current.ranks] == [0, 1]
+    assert (current.strategy, current.notes) == ("", ())
     with pytest.raises(SnapshotError, match=r"recorded yet\..*%%dist_memory"):
-        _ = one.last
-    one.begin(MemoryOptions())
-    kept = one.finish()
-    assert one.last_or_now() is kept
+        _ = recordings.last
+    recordings.begin(MemoryOptions())
+    recorded = recordings.finish()
+    assert recordings.last_or_now() is recorded

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def addresses(roots: list[torch.Tensor]) -> dict[int, str]:
-    return {one.data_ptr(): name for one, name in saved_tensors.saved(roots)}
+    return {tensor.data_ptr(): name for tensor, name in saved_tensors.saved_by_graphs(roots)}
 
 
 def test_saved_tensors_of_a_graph() -> None:
@@ -27,10 +27,10 @@ def test_saved_tensors_of_a_graph() -> None:
     x = torch.randn(50, 50, requires_grad=True)
     hidden = x.exp()
     loss = (hidden * 2).tanh().sum()
-    kept = addresses([loss])
+    saved = addresses([loss])
 
-    assert kept[hidden.data_ptr()] == "ExpBackward0"
-    assert "TanhBackward0" in kept.values()
+    assert saved[hidden.data_ptr()] == "ExpBackward0"
+    assert "TanhBackward0" in saved.values()
     assert addresses([x]) == {}
 
 
@@ -66,9 +66,9 @@ def test_hooks_are_not_run() -> None:
     x = torch.randn(5, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), unpack):
         loss = x.exp().sum()
-    found = addresses([loss])
+    saved = addresses([loss])
 
-    assert (found, ran) == ({}, [])
+    assert (saved, ran) == ({}, [])
     loss.backward()
     assert ran
 
@@ -99,12 +99,12 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What is handed on to be looked at."""
     calls: list[Any] = []
 
-    def take(told: Any, error: BaseException, before: Any) -> Any:
-        calls.append((told, error, before))
+    def take(message: Any, error: BaseException, before: Any) -> Any:
+        calls.append((message, error, before))
         return "shortage"
 
-    monkeypatch.setattr("nbdist.memory.rank.oom_report.noted", take)
-    monkeypatch.setattr(oom_hook, "_kept", oom_hook._Kept())
+    monkeypatch.setattr("nbdist.memory.rank.oom_report.make_report", take)
+    monkeypatch.setattr(oom_hook, "_state", oom_hook._State())
     yield calls
     vars(sys).pop("last_value", None)
     gc.collect()
@@ -145,7 +145,7 @@ def test_a_failure_to_look_leaves_the_cell_its_error(
     def broken(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("nbdist.memory.rank.oom_report.noted", broken)
+    monkeypatch.setattr("nbdist.memory.rank.oom_report.make_report", broken)
     kernel = Kernel()
     assert asyncio.run(kernel.do_execute(fails)) == {"status": "error"}
     assert oom_hook.last() is None
@@ -215,14 +215,14 @@ def test_phases_by_the_frames() -> None:
 
 def test_locals_of_frames_are_named() -> None:
     """By variable and function; lists too."""
-    found = {}
+    pointers = {}
 
     def train() -> None:
         batch = torch.ones(3)
         several = [torch.ones(4), torch.ones(5)]
-        found.update(batch=batch.data_ptr(), last=several[1].data_ptr())
+        pointers.update(batch=batch.data_ptr(), last=several[1].data_ptr())
         fails()
 
     names = {address: name for (_, address), name in _locals(error_of(train))}
-    assert names[found["batch"]] == "batch in train"
-    assert names[found["last"]] == "several in train"
+    assert names[pointers["batch"]] == "batch in train"
+    assert names[pointers["last"]] == "several in train"

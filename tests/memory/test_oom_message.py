@@ -89,9 +89,9 @@ _CASES = {
 @pytest.mark.parametrize("case", _CASES)
 def test_messages(case: str) -> None:
     """Every number that a message has, and nothing else."""
-    name, message, told = _CASES[case]
+    name, message, expected = _CASES[case]
 
-    assert parse_oom(name, message) == told
+    assert parse_oom(name, message) == expected
     assert has_oom(f"Traceback\n{name}: {message}\nValueError: x")
 
 
@@ -114,5 +114,5 @@ def test_other_errors(name: str, message: str) -> None:
 
 def test_odd_numbers() -> None:
     """A number that is none is not known."""
-    told = parse_oom("OutOfMemoryError", "CUDA out of memory. Tried to allocate 1.2.3 GiB.")
-    assert told == OomMessage("CUDA", DEVICE)
+    message = parse_oom("OutOfMemoryError", "CUDA out of memory. Tried to allocate 1.2.3 GiB.")
+    assert message == OomMessage("CUDA", DEVICE)

@@ -15,27 +15,27 @@ from nbdist.memory.oom_remedies import (
     Remedy,
     remedies,
 )
-from nbdist.memory.oom_text import MORE, block, unmeasured
+from nbdist.memory.oom_text import MORE, block, block_without_report
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
 from nbdist.strategy.choose import choose
 
 GB = 10**9
 
 
-def held(**by_name: float) -> tuple[int, ...]:
-    """GB by category: held(parameters=2)."""
-    given = {name.replace("_", " "): value for name, value in by_name.items()}
-    assert given.keys() <= {*CATEGORIES}
-    return tuple(round(GB * given.get(name, 0)) for name in CATEGORIES)
+def sizes(**by_name: float) -> tuple[int, ...]:
+    """GB by category: sizes(parameters=2)."""
+    by_category = {name.replace("_", " "): value for name, value in by_name.items()}
+    assert by_category.keys() <= {*CATEGORIES}
+    return tuple(round(GB * by_category.get(name, 0)) for name in CATEGORIES)
 
 
 # A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
 TOLD = OomMessage("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
 DDP = OomReport(
     rank=2,
-    told=TOLD,
+    message=TOLD,
     phase=FORWARD,
-    categories=held(
+    categories=sizes(
         parameters=2, gradients=2, optimizer_state=4, activations=24, temporary=2, communication=2,
     ),
     holders=(
@@ -49,18 +49,18 @@ DDP = OomReport(
 
 
 def rungs(shortage: OomReport) -> dict[str, Remedy]:
-    return {one.what: one for one in remedies(shortage)}
+    return {remedy.what: remedy for remedy in remedies(shortage)}
 
 
 def gains(shortage: OomReport) -> dict[str, float]:
-    return {what: one.gain_bytes / GB for what, one in rungs(shortage).items()}
+    return {what: remedy.gain_bytes / GB for what, remedy in rungs(shortage).items()}
 
 
 def test_ladder_of_a_gpu() -> None:
     """In order, each gain by arithmetic; 2 GB lack."""
-    found = gains(DDP)
+    predicted = gains(DDP)
 
-    assert list(found) == [
+    assert list(predicted) == [
         "half the batch",
         "half the batch with --accumulate 2",
         "--bf16",
@@ -71,15 +71,15 @@ def test_ladder_of_a_gpu() -> None:
         "%dist_strategy deepspeed --stage 3 --offload nvme",
     ]
     batch = (24 + 2 + 3) / 2  # with what was asked for
-    assert found["half the batch"] == batch
-    assert found["half the batch with --accumulate 2"] == batch
-    assert found["--bf16"] == batch - 2 / 2  # copies of the weights in half as many bytes
-    assert found["--checkpoint full"] == pytest.approx(26 * (1 - 1 / 10 - 2 / 34))
-    assert found["%dist_strategy deepspeed --stage 2"] == (2 + 4) * 3 / 4
+    assert predicted["half the batch"] == batch
+    assert predicted["half the batch with --accumulate 2"] == batch
+    assert predicted["--bf16"] == batch - 2 / 2  # copies of the weights in half as many bytes
+    assert predicted["--checkpoint full"] == pytest.approx(26 * (1 - 1 / 10 - 2 / 34))
+    assert predicted["%dist_strategy deepspeed --stage 2"] == (2 + 4) * 3 / 4
     gathered = 2 * 2 / 10
-    assert found["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
-    assert found["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
-    assert all(one.fits for one in remedies(DDP))
+    assert predicted["%dist_strategy fsdp"] == pytest.approx((2 + 2 + 4) * 3 / 4 - gathered)
+    assert predicted["%dist_strategy fsdp --offload cpu"] == pytest.approx(8 - gathered)
+    assert all(remedy.fits for remedy in remedies(DDP))
 
 
 def test_what_is_taken_is_left_out() -> None:
@@ -87,19 +87,19 @@ def test_what_is_taken_is_left_out() -> None:
     choice = choose(
         "fsdp", {"bf16": True, "checkpoint": "full", "offload": "cpu", "accumulate": 4}, 4
     )
-    found = rungs(replace(DDP, choice=choice))
+    rungs_left = rungs(replace(DDP, choice=choice))
 
-    assert list(found) == [
+    assert list(rungs_left) == [
         "half the batch",
         "half the batch with --accumulate 8",
         "%dist_strategy deepspeed --stage 3 --offload nvme",
     ]
-    nvme = found["%dist_strategy deepspeed --stage 3 --offload nvme"]
+    nvme = rungs_left["%dist_strategy deepspeed --stage 3 --offload nvme"]
     assert (nvme.gain_bytes, nvme.fits) == (0, False)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "left"),
+    ("name", "options", "expected"),
     [
         # Stage 2 splits what zero1 leaves: gradients.
         ("zero1", {}, {"%dist_strategy deepspeed --stage 2": 2 * 3 / 4,
@@ -111,35 +111,35 @@ def test_what_is_taken_is_left_out() -> None:
     ],
 )  # fmt: skip
 def test_states_by_the_shares_of_strategies(
-    name: str, given: dict[str, object], left: dict[str, float]
+    name: str, options: dict[str, object], expected: dict[str, float]
 ) -> None:
     """Of what a rank holds now: under zero1 its quarter of the optimizer's state, and so on."""
-    found = gains(replace(DDP, choice=choose(name, given, 4)))
+    predicted = gains(replace(DDP, choice=choose(name, options, 4)))
     states = {
         what: gain
-        for what, gain in found.items()
+        for what, gain in predicted.items()
         if "%dist_strategy" in what and "--offload" not in what
     }
 
-    assert states == pytest.approx(left)
+    assert states == pytest.approx(expected)
 
 
 def test_one_rank_needs_another() -> None:
     """Alone nothing can be split; the rung says how many ranks it takes."""
-    found = gains(replace(DDP, choice=choose("single", {}, 1)))
+    predicted = gains(replace(DDP, choice=choose("single", {}, 1)))
 
     what = "%dist_strategy fsdp on 2 ranks (%dist_init -n 2)"
-    assert found[what] == pytest.approx(8 / 2 - 0.4)
+    assert predicted[what] == pytest.approx(8 / 2 - 0.4)
 
 
 def test_allocator_only_where_it_holds_enough() -> None:
     """Its pieces have to come to what was asked for."""
     what = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before %dist_init"
-    told = replace(TOLD, unused_bytes=4 * GB)
+    message = replace(TOLD, unused_bytes=4 * GB)
 
     assert what not in rungs(DDP)
-    assert rungs(replace(DDP, told=told))[what].gain_bytes == 4 * GB
-    assert what not in rungs(replace(DDP, told=replace(told, memory=HOST)))
+    assert rungs(replace(DDP, message=message))[what].gain_bytes == 4 * GB
+    assert what not in rungs(replace(DDP, message=replace(message, memory=HOST)))
 
 
 def test_phases() -> None:
@@ -151,65 +151,66 @@ def test_phases() -> None:
 
 def test_unknown_models_have_rungs_without_numbers() -> None:
     """Each says why."""
-    found = rungs(replace(DDP, choice=None, categories=held(unknown=30), blocks=0, phase=""))
+    unknown = rungs(replace(DDP, choice=None, categories=sizes(unknown=30), blocks=0, phase=""))
 
-    assert {one.gain_bytes for one in found.values()} == {UNKNOWN}
-    assert {one.fits for one in found.values()} == {None}
-    assert "no activations were seen" in found["half the batch"].why
-    assert found["%dist_strategy fsdp"].why == "no prepared model to predict from"
+    assert {remedy.gain_bytes for remedy in unknown.values()} == {UNKNOWN}
+    assert {remedy.fits for remedy in unknown.values()} == {None}
+    assert "no activations were recorded" in unknown["half the batch"].why
+    assert unknown["%dist_strategy fsdp"].why == "no prepared model to predict from"
     no_list = rungs(replace(DDP, blocks=0))["--checkpoint full"]
     assert (no_list.gain_bytes, "no list" in no_list.why) == (UNKNOWN, True)
 
 
 def test_cpu_has_no_offload() -> None:
     """Its memory is the host's already; a limit behind which enough seems free says nothing."""
-    told = OomMessage("CPU", HOST, 3 * GB)
-    found = rungs(replace(DDP, told=told, free_bytes=4 * GB))
+    message = OomMessage("CPU", HOST, 3 * GB)
+    on_cpu = rungs(replace(DDP, message=message, free_bytes=4 * GB))
 
-    assert not any("--offload" in what for what in found)
-    assert {one.fits for one in found.values()} == {None}
+    assert not any("--offload" in what for what in on_cpu)
+    assert {remedy.fits for remedy in on_cpu.values()} == {None}
 
 
 def test_words(monkeypatch: Any) -> None:
     """Every number, and what to do, in one block."""
     shortage = replace(
         DDP,
-        told=replace(TOLD, others_bytes=5 * GB),
-        categories=held(parameters=2, gradients=2, optimizer_state=4, activations=2.5),
+        message=replace(TOLD, others_bytes=5 * GB),
+        categories=sizes(parameters=2, gradients=2, optimizer_state=4, activations=2.5),
     )
     lines = block(shortage).splitlines()
 
     assert lines[0] == (
-        "rank 2 ran out of memory of its GPU 2: 3.0 GB asked for in forward; 1.0 GB free of 40.0 GB"
+        "rank 2 ran out of memory of its GPU 2: 3.0 GB requested in forward; 1.0 GB free of 40.0 GB"
     )
     assert lines[1] == "other processes hold 5.0 GB of it"
-    assert lines[2] == "torch's allocator holds 2.0 GB that nothing uses"
+    assert lines[2] == "torch's allocator holds 2.0 GB unused"
     assert lines[3] == (
         "in use by tensors: 10.5 GB: parameters 2.0 GB, gradients 2.0 GB, optimizer state 4.0 GB, "
         "activations 2.5 GB"
     )
     assert lines[4] == (
-        "the largest: blocks.0.hidden 4.0 GB in 8 blocks (activations); "
-        "head.weight 1.0 GB (parameters)"
+        "largest: blocks.0.hidden 4.0 GB in 8 blocks (activations); head.weight 1.0 GB (parameters)"
     )
     assert "no state yet" not in block(shortage)
-    assert "no state yet" in block(replace(shortage, categories=held(parameters=2)))
-    assert lines[5].endswith("predicted from what this rank held, 2.0 GB lack")
+    assert "no state yet" in block(replace(shortage, categories=sizes(parameters=2)))
+    assert lines[5].endswith("predicted from what this rank held; short by 2.0 GB")
     assert lines[6].split() == [
         "half", "the", "batch", "-2.8", "GB", "fits", "half", "of", "the", "activations",
     ]  # fmt: skip
     assert lines[-1] == MORE
-    assert "one tensor larger" not in block(shortage)
-    assert "one tensor larger" in block(replace(shortage, told=replace(TOLD, asked_bytes=41 * GB)))
+    assert "this tensor alone" not in block(shortage)
+    assert "this tensor alone" in block(
+        replace(shortage, message=replace(TOLD, asked_bytes=41 * GB))
+    )
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert " GB" not in block(shortage)
 
 
 def test_words_where_the_rank_could_not_be_asked() -> None:
     """What the message says is told all the same."""
-    told = OomMessage("NCCL", DEVICE, 4 * GB)
+    message = OomMessage("NCCL", DEVICE, 4 * GB)
 
-    assert unmeasured(3, told, "the rank has ended") == (
-        "rank 3 ran out of memory of its GPU: 4.0 GB asked for by NCCL; what held it is not known: "
+    assert block_without_report(3, message, "the rank has ended") == (
+        "rank 3 ran out of memory of its GPU: 4.0 GB requested by NCCL; what held it is unknown: "
         "the rank has ended"
     )

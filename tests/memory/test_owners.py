@@ -10,7 +10,7 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.memory.rank.owners import Owner, owners
+from nbdist.memory.rank.owners import StorageOwner, owners
 from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
 from tests.support.torch_ranks import TorchRanks
 
@@ -32,7 +32,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 def of(category: int) -> dict[str, int]:
     """Name -> bytes."""
-    return {one.name: one.size_bytes for one in owners() if one.category == category}
+    return {owner.name: owner.size_bytes for owner in owners() if owner.category == category}
 
 
 def trained(model: torch.nn.Module, *shape: int) -> torch.optim.Optimizer:
@@ -46,7 +46,7 @@ def test_each_part_of_a_training_has_its_owner_once(names: dict[str, Any]) -> No
     """Parameters, buffers, gradients, both moments and the count of steps, and a variable."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
     names.update(model=model, optimizer=trained(model, 4, 5), batch=torch.ones(9)[3:])
-    found = owners()
+    all_owners = owners()
 
     parameters = {"0.weight": 140, "0.bias": 28, "1.weight": 28, "1.bias": 28}
     assert of(PARAMETER) == parameters
@@ -58,9 +58,9 @@ def test_each_part_of_a_training_has_its_owner_once(names: dict[str, Any]) -> No
         for key in ("step", "exp_avg", "exp_avg_sq")
     }
     assert of(UNKNOWN)["batch"] == 36
-    assert len({(one.device, one.address) for one in found}) == len(found)
+    assert len({(owner.device, owner.address) for owner in all_owners}) == len(all_owners)
     weight = model[0].weight
-    assert Owner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in found
+    assert StorageOwner(weight.data_ptr(), 140, PARAMETER, "0.weight", "cpu") in all_owners
 
 
 def test_tied_weights_count_once(names: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ def test_what_is_around_a_model_does_not_show_in_names(names: dict[str, Any]) ->
     """DataParallel's and a compiled model's; a user's own `module` does."""
     names["model"] = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False)))
     assert of(PARAMETER) == {"0.weight": 24}
-    own = torch.nn.Module()
-    own.module = torch.nn.Linear(2, 2, bias=False)
-    names["model"] = own
+    inner = torch.nn.Module()
+    inner.module = torch.nn.Linear(2, 2, bias=False)
+    names["model"] = inner
 
     assert of(PARAMETER) == {"module.weight": 16}
 
@@ -119,10 +119,10 @@ def test_sparse_meta_and_half_made_tensors(names: dict[str, Any]) -> None:
     names["embedding"](torch.tensor([1, 2, 2])).sum().backward()
     names["lazy"] = torch.nn.LazyLinear(3)
     names["meta"] = torch.nn.Linear(4, 4, device="meta")
-    gradients = [one for one in owners() if one.category == GRADIENT]
+    gradients = [owner for owner in owners() if owner.category == GRADIENT]
 
-    assert sorted(one.size_bytes for one in gradients) == [3 * 8, 3 * 4 * 4]
-    assert {one.name for one in gradients} == {"embedding.weight"}
+    assert sorted(gradient.size_bytes for gradient in gradients) == [3 * 8, 3 * 4 * 4]
+    assert {gradient.name for gradient in gradients} == {"embedding.weight"}
     assert of(PARAMETER) == {"embedding.weight": 160}
 
 
@@ -138,13 +138,13 @@ def test_a_leaf_that_is_no_parameter_has_a_gradient(names: dict[str, Any]) -> No
 SHARED = """
 import collections
 from nbdist.memory.snapshot import CATEGORIES, COMMUNICATION
-from nbdist.memory.rank import owners as own
+from nbdist.memory.rank import owners
 def sums():
     "Category -> name -> bytes, of those with a model's name."
-    found = collections.defaultdict(dict)
-    for one in own.owners():
-        found[CATEGORIES[one.category]][one.name] = one.size_bytes
-    return found
+    by_category = collections.defaultdict(dict)
+    for owner in owners.owners():
+        by_category[CATEGORIES[owner.category]][owner.name] = owner.size_bytes
+    return by_category
 def step(model, optimizer):
     torch.manual_seed(rank)
     model(torch.randn(4, 12)).sum().backward()
@@ -181,27 +181,27 @@ done(ddp=ddp, fsdp=fsdp, gathered=gathered)
 def test_ddp_has_whole_parameters_and_its_buckets(two: list[dict[str, Any]]) -> None:
     """Names without DDP's own, the buckets as large as all gradients together."""
     whole = {"0.weight": 336, "0.bias": 28, "1.weight": 84, "1.bias": 12}
-    for one in two:
-        assert one["ddp"]["parameters"] == whole
-        assert one["ddp"]["gradients"] == whole
-        assert sum(one["ddp"]["communication"].values()) == sum(whole.values())
+    for result in two:
+        assert result["ddp"]["parameters"] == whole
+        assert result["ddp"]["gradients"] == whole
+        assert sum(result["ddp"]["communication"].values()) == sum(whole.values())
 
 
 def test_fsdp_has_shards_with_their_padding(two: list[dict[str, Any]]) -> None:
     """Seven rows are four on each of two ranks, three are two."""
     padded = {"0.weight": 4 * 12 * 4, "0.bias": 4 * 4, "1.weight": 2 * 7 * 4, "1.bias": 2 * 4}
-    for one in two:
-        assert one["fsdp"]["parameters"] == padded
-        assert "communication" not in one["fsdp"]
-        assert sum(one["gathered"]["communication"].values()) == 2 * sum(padded.values())
-        assert one["gathered"]["parameters"] == padded
+    for result in two:
+        assert result["fsdp"]["parameters"] == padded
+        assert "communication" not in result["fsdp"]
+        assert sum(result["gathered"]["communication"].values()) == 2 * sum(padded.values())
+        assert result["gathered"]["parameters"] == padded
 
 
 def test_fsdp_gradients_and_moments_are_those_of_the_shard(two: list[dict[str, Any]]) -> None:
     """The rank's own rows."""
-    for rank, one in enumerate(two):
+    for rank, result in enumerate(two):
         rows = {"0.weight": (4, 3)[rank] * 48, "0.bias": (4, 3)[rank] * 4}
-        moments = one["fsdp"]["optimizer state"]
+        moments = result["fsdp"]["optimizer state"]
         assert {name: moments[f"{name}: exp_avg"] for name in rows} == rows
         # FSDP2 reduces all gradients of a group into one storage: here every rank's halves.
-        assert one["fsdp"]["gradients"] == {"0.weight and 3 more": 272}
+        assert result["fsdp"]["gradients"] == {"0.weight and 3 more": 272}

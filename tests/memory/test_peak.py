@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nbdist.memory.call_site import innermost_library, innermost_own, is_own, written
+from nbdist.memory.call_site import frame_text, innermost_library, innermost_own, is_own
 from nbdist.memory.peak import Bytes, peaks, sites, when, worst
 from nbdist.memory.snapshot import (
     ACTIVATION,
@@ -16,7 +16,7 @@ from nbdist.memory.snapshot import (
     OPTIMIZER,
     PARAMETER,
     STEPPING,
-    Frame,
+    AllocationFrame,
     Phase,
     Reserved,
     Segment,
@@ -25,9 +25,11 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.timeline import is_in_use
 from tests.support.drawn_memory import Piece, random_blocks, rank_memory, training
 
-OWN = Frame("cell 2", 7, "forward")
-OUTER = Frame("/srv/me/train.py", 90, "main")
-LIBRARY = Frame("/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward")
+OWN = AllocationFrame("cell 2", 7, "forward")
+OUTER = AllocationFrame("/srv/me/train.py", 90, "main")
+LIBRARY = AllocationFrame(
+    "/usr/lib/python3.11/site-packages/torch/nn/modules/linear.py", 134, "forward"
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -35,8 +37,8 @@ def test_parts_are_as_counted_by_hand(seed: int) -> None:
     """Of each category, exact and guessed, at the peak and at the end."""
     columns = random_blocks(200, seed)
     rank = replace(rank_memory(3, [], 10_000, stacks=((OWN,), (), (LIBRARY,))), blocks=columns)
-    (one,) = peaks(Snapshot((rank,)))
-    for parts, moment in ((one.parts, one.time_ns), (one.held, 10_000)):
+    (peak,) = peaks(Snapshot((rank,)))
+    for parts, moment in ((peak.parts, peak.time_ns), (peak.at_end, 10_000)):
         sums: Counter[tuple[int, bool]] = Counter()
         for at in np.flatnonzero(is_in_use(columns, moment)):
             what = int(columns.category[at]), bool(columns.is_exact[at])
@@ -44,11 +46,11 @@ def test_parts_are_as_counted_by_hand(seed: int) -> None:
         assert parts == tuple(
             Bytes(sums[at, True], sums[at, False]) for at in range(len(CATEGORIES))
         )
-    assert one.size_bytes == sum(part.total for part in one.parts)
-    assert one.guessed_bytes == sum(part.guessed for part in one.parts)
-    assert sum(site.size_bytes for site in one.sites) <= one.size_bytes
-    assert sum(site.size_bytes for site in sites(rank, is_in_use(columns, one.time_ns), 999)) == (
-        one.size_bytes
+    assert peak.size_bytes == sum(part.total for part in peak.parts)
+    assert peak.guessed_bytes == sum(part.guessed for part in peak.parts)
+    assert sum(site.size_bytes for site in peak.sites) <= peak.size_bytes
+    assert sum(site.size_bytes for site in sites(rank, is_in_use(columns, peak.time_ns), 999)) == (
+        peak.size_bytes
     )
 
 
@@ -65,10 +67,10 @@ def test_blocks_of_one_line_are_one_site() -> None:
         stacks=((LIBRARY, OWN, OUTER), (LIBRARY, OWN)),
         names=("aten::mm",),
     )
-    (one,) = peaks(Snapshot((rank,)))
+    (peak,) = peaks(Snapshot((rank,)))
 
-    found = [(s.size_bytes, s.count, s.is_exact, s.operator, s.own, s.via) for s in one.sites]
-    assert found == [
+    rows = [(s.size_bytes, s.count, s.is_exact, s.operator, s.line, s.via) for s in peak.sites]
+    assert rows == [
         (1000, 1, True, "", None, None),
         (30, 2, False, "aten::mm", OWN, LIBRARY),
         (5, 1, True, "aten::mm", OWN, LIBRARY),
@@ -90,9 +92,9 @@ def test_owners_that_differ_in_a_number_are_one() -> None:
         ],
         names=names,
     )
-    (one,) = peaks(Snapshot((rank,)))
+    (peak,) = peaks(Snapshot((rank,)))
 
-    assert [(o.name, o.category, o.count, o.size_bytes) for o in one.owners] == [
+    assert [(o.name, o.category, o.count, o.size_bytes) for o in peak.owners] == [
         ("*.*.w", PARAMETER, 2, 240),
         ("h.1.b", PARAMETER, 1, 40),
         ("h.*.w", PARAMETER, 2, 30),
@@ -129,11 +131,11 @@ def test_what_the_allocator_holds() -> None:
         reserved_peak_bytes=95,
         limit_bytes=200,
     )
-    (one,) = peaks(Snapshot((rank,)))
+    (peak,) = peaks(Snapshot((rank,)))
 
-    assert (one.reserved_bytes, one.reserved_peak_bytes, one.reserved_end_bytes) == (80, 95, 90)
-    assert (one.unused_bytes, one.headroom_bytes) == (20, 105)
-    assert (one.segment_bytes, one.free_bytes, one.largest_free_bytes) == (90, 30, 30)
+    assert (peak.reserved_bytes, peak.reserved_peak_bytes, peak.reserved_end_bytes) == (80, 95, 90)
+    assert (peak.unused_bytes, peak.headroom_bytes) == (20, 105)
+    assert (peak.segment_bytes, peak.free_bytes, peak.largest_free_bytes) == (90, 30, 30)
 
 
 def test_a_device_whose_history_is_smaller_than_its_own_count_needs_the_latter() -> None:
@@ -146,15 +148,15 @@ def test_a_device_whose_history_is_smaller_than_its_own_count_needs_the_latter()
 def test_ranks_without_blocks_have_no_peak() -> None:
     """And the first of equals needs most."""
     snapshot = Snapshot((rank_memory(0, []), *training(ranks=2).ranks[1:], rank_memory(2, [])))
-    found = peaks(snapshot)
+    found_peaks = peaks(snapshot)
 
-    assert [one.rank for one in found] == [1]
-    assert worst(found) is found[0]
+    assert [peak.rank for peak in found_peaks] == [1]
+    assert worst(found_peaks) is found_peaks[0]
     assert worst(()) is None
 
 
 @pytest.mark.parametrize(
-    ("file", "own"),
+    ("file", "is_users"),
     [
         ("cell 3", True),
         ("/srv/me/train.py", True),
@@ -169,19 +171,19 @@ def test_ranks_without_blocks_have_no_peak() -> None:
         ("<string>", False),
     ],
 )
-def test_whose_a_line_is(file: str, *, own: bool) -> None:
+def test_whose_a_line_is(file: str, *, is_users: bool) -> None:
     """The user's is what no package installed."""
-    assert is_own(Frame(file, 1, "f")) is own
+    assert is_own(AllocationFrame(file, 1, "f")) is is_users
 
 
 def test_how_lines_are_written() -> None:
     """Short, with the line where it is known."""
-    assert written(OUTER) == "train.py:90 main"
-    assert written(OWN) == "cell 2:7 forward"
-    assert written(LIBRARY) == "nn/modules/linear.py:134 forward"
-    assert written(Frame("C:\\me\\a.py", 3, "f")) == "a.py:3 f"
-    assert written(Frame("a.py", 3, "f", is_line_known=False)) == "a.py f"
-    assert written(None) == "-"
+    assert frame_text(OUTER) == "train.py:90 main"
+    assert frame_text(OWN) == "cell 2:7 forward"
+    assert frame_text(LIBRARY) == "nn/modules/linear.py:134 forward"
+    assert frame_text(AllocationFrame("C:\\me\\a.py", 3, "f")) == "a.py:3 f"
+    assert frame_text(AllocationFrame("a.py", 3, "f", is_line_known=False)) == "a.py f"
+    assert frame_text(None) == "-"
     assert innermost_own((LIBRARY, OWN, OUTER)) == OWN
     assert innermost_own((LIBRARY,)) is None
     assert innermost_library((OWN, LIBRARY)) is None

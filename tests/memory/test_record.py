@@ -54,14 +54,14 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     before = dict(optimizers._global_optimizer_post_hooks)
 
     def run(cell: Callable[[], Any], **options: Any) -> RankMemory:
-        one = memory_record._Recording(MemoryOptions(**options), "token")
-        one.start()
+        recording = memory_record._Recording(MemoryOptions(**options), "token")
+        recording.start()
         try:
-            held = cell()
+            result = cell()
         finally:
-            one.stop()
-        del held
-        return one.memory()
+            recording.stop()
+        del result
+        return recording.memory()
 
     yield run
     assert not steps.is_profiling(unknown=True)
@@ -85,7 +85,7 @@ def total(memory: RankMemory, time_ns: int, category: int) -> int:
 
 
 def elements_bytes(tensors: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Block(torch.nn.Module):
@@ -121,11 +121,11 @@ def test_parameters_gradients_and_state_are_the_bytes_of_their_elements(record: 
             optimizer.step()
 
     memory = record(cell)
-    stepping = [one for one in memory.phases if one.kind == STEPPING]
+    stepping = [phase for phase in memory.phases if phase.kind == STEPPING]
     parameters = list(model.parameters())
     states = [v for state in optimizer.state.values() for v in state.values()]
 
-    assert [one.kind for one in memory.phases] == [BACKWARD, STEPPING] * 2
+    assert [phase.kind for phase in memory.phases] == [BACKWARD, STEPPING] * 2
     assert len(memory.step_ends_ns) == 2
     assert memory.step_ends_ns[1] >= stepping[1].end_ns > stepping[1].start_ns
     now = stepping[1].start_ns
@@ -140,11 +140,11 @@ def test_parameters_gradients_and_state_are_the_bytes_of_their_elements(record: 
 def test_activations_are_what_autograd_has_saved(record: Record) -> None:
     """When the backward begins: the very storages, and the loss beside them."""
     model, saved, loss_at = Block(), dict[int, int](), []
-    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameters:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -157,16 +157,16 @@ def test_activations_are_what_autograd_has_saved(record: Record) -> None:
     memory = record(cell)
     (backward,) = memory.phases
     b = memory.blocks
-    found = {
+    activations = {
         int(b.address[n]): int(b.size_bytes[n])
         for n in at(memory, backward.start_ns - 1, ACTIVATION)
     }
-    found.pop(loss_at[0])
+    activations.pop(loss_at[0])
 
     assert len(saved) > 10
     # Autograd's own first gradient is made as the backward begins.
-    assert {a: size for a, size in found.items() if a in saved} == saved
-    assert all(size == 4 for address, size in found.items() if address not in saved)
+    assert {a: size for a, size in activations.items() if a in saved} == saved
+    assert all(size == 4 for address, size in activations.items() if address not in saved)
 
 
 def test_checkpoints_keep_less_and_make_it_again(record: Record) -> None:
@@ -179,7 +179,7 @@ def test_checkpoints_keep_less_and_make_it_again(record: Record) -> None:
     def again(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         return checkpoint(plain, layer, hidden, use_reentrant=False, preserve_rng_state=False)
 
-    def kept(run: Callable[..., torch.Tensor]) -> int:
+    def saved_count(run: Callable[..., torch.Tensor]) -> int:
         def cell() -> None:
             hidden = torch.ones(32, 64, requires_grad=True)
             for layer in model:
@@ -187,13 +187,13 @@ def test_checkpoints_keep_less_and_make_it_again(record: Record) -> None:
             hidden.sum().backward()
 
         memory = record(cell)
-        (backward,) = [one for one in memory.phases if one.kind == BACKWARD]
+        (backward,) = [phase for phase in memory.phases if phase.kind == BACKWARD]
         there = list(at(memory, backward.start_ns, ACTIVATION))
         return int(memory.blocks.size_bytes[there].sum()) // (32 * 64 * 4)
 
-    assert kept(again) == 7  # six inputs and the result
+    assert saved_count(again) == 7  # six inputs and the result
     # Of each layer its input, what relu gives, and the argument of sin, which is the same.
-    assert kept(plain) == 13
+    assert saved_count(plain) == 13
 
 
 def test_allocations_have_the_line_of_their_forward(record: Record) -> None:
@@ -209,8 +209,10 @@ def test_allocations_have_the_line_of_their_forward(record: Record) -> None:
     lines = defaultdict(set)
     for operator, stack in zip(memory.blocks.operator, memory.blocks.stack, strict=True):
         if operator >= 0 and stack >= 0:
-            own = [one for one in memory.stacks[stack] if one.function == "cell"]
-            lines[memory.names[operator]] |= {(one.line - first, one.is_line_known) for one in own}
+            frames = [frame for frame in memory.stacks[stack] if frame.function == "cell"]
+            lines[memory.names[operator]] |= {
+                (frame.line - first, frame.is_line_known) for frame in frames
+            }
 
     assert lines["aten::ones"] == {(1, True)}
     assert lines["aten::linear"] == lines["AddmmBackward0"] == {(1, True)}
@@ -234,8 +236,8 @@ def test_without_stacks_the_same_blocks_have_the_same_categories(record: Record)
             optimizer.zero_grad()
         return model, optimizer
 
-    def told(memory: RankMemory) -> list[tuple[int, str]]:
-        kinds = [CATEGORIES[one] for one in memory.blocks.category]
+    def sizes_and_kinds(memory: RankMemory) -> list[tuple[int, str]]:
+        kinds = [CATEGORIES[category] for category in memory.blocks.category]
         rows = zip(memory.blocks.size_bytes.tolist(), kinds, memory.blocks.start_ns, strict=True)
         return [(size, kind) for size, kind, start in rows if start != BEFORE]
 
@@ -243,17 +245,17 @@ def test_without_stacks_the_same_blocks_have_the_same_categories(record: Record)
 
     assert without.stacks == ()
     # A gradient's first seed is made before the first node of a backward.
-    assert [one for one in told(with_stacks) if one[0] > 8] == [
-        one for one in told(without) if one[0] > 8
+    assert [row for row in sizes_and_kinds(with_stacks) if row[0] > 8] == [
+        row for row in sizes_and_kinds(without) if row[0] > 8
     ]
-    assert [one.kind for one in without.phases] == [BACKWARD, STEPPING] * 2
+    assert [phase.kind for phase in without.phases] == [BACKWARD, STEPPING] * 2
 
 
 def test_without_the_profilers_tree_there_are_no_stacks(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file for Chrome has the same allocations; what lacks is told."""
-    held: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     class Results:
         """As of a version of torch that has no tree."""
@@ -268,9 +270,9 @@ def test_without_the_profilers_tree_there_are_no_stacks(
         self.profiler.kineto_results = without
 
     monkeypatch.setattr(cpu.profile, "stop", stop)
-    memory = record(lambda: held.append(torch.ones(1000)))
+    memory = record(lambda: tensors.append(torch.ones(1000)))
     b = memory.blocks
-    (place,) = (b.address == held[0].data_ptr()).nonzero()[0]
+    (place,) = (b.address == tensors[0].data_ptr()).nonzero()[0]
 
     assert memory.problem == cpu.NO_TREE
     assert (b.size_bytes[place], b.end_ns[place], b.stack[place]) == (4000, STAYS, -1)
@@ -279,10 +281,10 @@ def test_without_the_profilers_tree_there_are_no_stacks(
 
 def test_the_bound_keeps_the_newest(record: Record) -> None:
     """And tells how many it has left out."""
-    held = []
+    tensors = []
 
     def cell() -> None:
-        held.extend(torch.ones(100 + number) for number in range(10))
+        tensors.extend(torch.ones(100 + number) for number in range(10))
 
     memory = record(cell, most_events=4)
     starts = {
@@ -298,13 +300,13 @@ def test_steps_end_the_recording_and_an_explicit_one_counts_alone(record: Record
     """The first N; the cell goes on unrecorded."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    held = []
+    tensors = []
 
     def cell() -> None:
         for number in range(4):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            held.append(torch.ones(1000 + number))
+            tensors.append(torch.ones(1000 + number))
 
     memory = record(cell, steps=2)
     assert len(memory.step_ends_ns) == 2
@@ -332,8 +334,8 @@ def test_owners_that_cannot_be_told_leave_the_cell_alone(
     memory = record(cell)
 
     assert not torch.equal(model.weight, before)
-    assert memory.problem == "What SGD holds could not be told: odd state."
-    assert [one.kind for one in memory.phases] == [BACKWARD, STEPPING]
+    assert memory.problem == "What SGD holds could not be determined: odd state."
+    assert [phase.kind for phase in memory.phases] == [BACKWARD, STEPPING]
     assert len(memory.step_ends_ns) == 1
 
 
@@ -350,11 +352,11 @@ def test_a_closure_s_backward_is_apart_from_its_step(record: Record) -> None:
 
     memory = record(lambda: optimizer.step(closure))
     ends = [0]
-    for one in memory.phases:
-        assert one.start_ns >= ends[-1]
-        ends.append(one.end_ns)
+    for phase in memory.phases:
+        assert phase.start_ns >= ends[-1]
+        ends.append(phase.end_ns)
 
-    kinds = [one.kind for one in memory.phases]
+    kinds = [phase.kind for phase in memory.phases]
     assert kinds.count(BACKWARD) >= 2
     assert kinds[0] == kinds[-1] == STEPPING
 
@@ -365,12 +367,12 @@ def own_profiler() -> torch.profiler.profile:
 
 def test_another_profiler_is_told_and_left_alone(record: Record) -> None:
     """It goes on; one in the cell ends the recording."""
-    own = own_profiler()
-    own.start()
+    profiler = own_profiler()
+    profiler.start()
     with pytest.raises(SnapshotError, match="Another profiler runs on this rank"):
         record(lambda: None)
     assert steps.is_profiling(unknown=False)
-    own.stop()
+    profiler.stop()
 
     def cell() -> None:
         with own_profiler():
@@ -386,7 +388,7 @@ def test_what_is_older_than_the_recording_ends_when_it_is_freed(record: Record) 
     model(torch.ones(3, 30)).sum().backward()
     gradient = model.weight.grad.data_ptr()
     hidden = torch.ones(700, requires_grad=True).exp()
-    kept, loss = hidden.data_ptr(), hidden.square().sum()
+    saved, loss = hidden.data_ptr(), hidden.square().sum()
     del hidden
     box = [torch.ones(800)]
     boxed = box[0].data_ptr()
@@ -409,14 +411,14 @@ def test_what_is_older_than_the_recording_ends_when_it_is_freed(record: Record) 
         for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
         if end == STAYS
     }
-    first, second, third, fourth = [begins[one.data_ptr()] for one in between]
+    first, second, third, fourth = [begins[tensor.data_ptr()] for tensor in between]
     ends = {
         int(address): int(end)
         for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
         if start == BEFORE
     }
 
-    assert first < ends[gradient] < second < ends[kept] < third < ends[boxed] < fourth
+    assert first < ends[gradient] < second < ends[saved] < third < ends[boxed] < fourth
     assert ends[model.weight.data_ptr()] == STAYS
 
 
@@ -447,19 +449,19 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
         memory_record.finish(())
     assert cell_hook.state.armed is None
     memory_record.begin(MemoryOptions(), "mine")
-    one, cell_hook.state.armed = cell_hook.state.armed, None
-    assert one is not None
-    one.start()
-    kept = torch.ones(500)
-    one.stop()
-    found = unpack.opened(memory_record.finish(()))["memory"]
+    recording, cell_hook.state.armed = cell_hook.state.armed, None
+    assert recording is not None
+    recording.start()
+    tensor = torch.ones(500)
+    recording.stop()
+    recorded = unpack.opened(memory_record.finish(()))["memory"]
     now = unpack.opened(memory_record.now(()))["memory"]
 
-    assert kept.data_ptr() in found.blocks.address
-    assert found.duration_ns > 0
+    assert tensor.data_ptr() in recorded.blocks.address
+    assert recorded.duration_ns > 0
     assert (now.duration_ns, now.rank) == (0, 0)
-    assert kept.data_ptr() in now.blocks.address
-    assert unpack.opened(memory_record.finish(()))["memory"].duration_ns == found.duration_ns
+    assert tensor.data_ptr() in now.blocks.address
+    assert unpack.opened(memory_record.finish(()))["memory"].duration_ns == recorded.duration_ns
 
 
 RANKS = """
@@ -467,11 +469,11 @@ import collections
 from nbdist.memory import snapshot as s
 from nbdist.memory.rank import record as engine
 def recorded(cell):
-    one = engine._Recording(s.MemoryOptions(), "token")
-    one.start()
+    recording = engine._Recording(s.MemoryOptions(), "token")
+    recording.start()
     cell()
-    one.stop()
-    return one.memory()
+    recording.stop()
+    return recording.memory()
 def bytes_at(memory, category, exact=True):
     when = [p for p in memory.phases if p.kind == s.STEPPING][-1].end_ns
     b = memory.blocks
@@ -496,23 +498,23 @@ def facts(outer, optimizer):
     mine = collections.Counter()
     for size, kind, exact in zip(b.size_bytes, b.category, b.is_exact):
         mine[s.CATEGORIES[kind] + "!" * bool(exact)] += int(size)
-    return dict(found=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
+    return dict(recorded=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
                 steps=len(memory.step_ends_ns), problem=memory.problem)
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
 plain = net()
-told = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
+results = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
 del plain
 replicated = DDP(net())
-told["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
+results["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
 del replicated
 sharded = net()
 for layer in (sharded[0], sharded[2]):
     fully_shard(layer)
 fully_shard(sharded)
-told["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
-done(**told)
+results["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
+done(**results)
 """
 
 
@@ -529,18 +531,18 @@ def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(
 ) -> None:
     """Parameters, gradients and state, at the end of the last step."""
     whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
-    for one in two:
-        assert one[case]["found"] == one[case]["expected"]
-        assert one[case]["found"][0] == (whole // 2 if case == "fsdp" else whole)
-        assert (one[case]["steps"], one[case]["problem"]) == (3, "")
+    for result in two:
+        assert result[case]["recorded"] == result[case]["expected"]
+        assert result[case]["recorded"][0] == (whole // 2 if case == "fsdp" else whole)
+        assert (result[case]["steps"], result[case]["problem"]) == (3, "")
 
 
 def test_what_ddp_and_fsdp_send_is_known(two: list[dict[str, Any]]) -> None:
     """DDP's buckets are as large as all gradients; FSDP gathers whole layers."""
     whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
-    for one in two:
-        sent = {case: one[case]["all"].get("communication!", 0) for case in one}
-        guessed = {case: one[case]["all"].get("communication", 0) for case in one}
+    for result in two:
+        sent = {case: result[case]["all"].get("communication!", 0) for case in result}
+        guessed = {case: result[case]["all"].get("communication", 0) for case in result}
 
         assert sent["plain"] == guessed["plain"] == 0
         assert sent["ddp"] + guessed["ddp"] >= whole

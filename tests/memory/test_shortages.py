@@ -49,7 +49,7 @@ def test_rank_that_knows() -> None:
     """Its block; its memory is asked for when it is wanted."""
     ranks = Ranks(SHORTAGE)
 
-    assert advice(ranks).startswith("rank 1 ran out of the host's memory: 4.0 GB asked for; 1.0 GB")
+    assert advice(ranks).startswith("rank 1 ran out of the host's memory: 4.0 GB requested; 1.0 GB")
     assert ranks.noted == [1]
 
 
@@ -73,8 +73,8 @@ def test_failure_that_came_from_a_shortage() -> None:
     ("ranks", "why"),
     [
         (Ranks(is_gone=True), "the rank has ended"),
-        (Ranks(is_busy=True), "the rank still runs"),
-        (Ranks(None), "it was not noted"),
+        (Ranks(is_busy=True), "the rank is still running"),
+        (Ranks(None), "nothing was recorded"),
         (Ranks(RuntimeError("no such module")), "no such module"),
         (Ranks(...), "the rank did not answer within"),
     ],
@@ -84,6 +84,6 @@ def test_rank_that_does_not_tell(ranks: Ranks, why: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(oom_report, "ASK_S", 0.0)
     text = advice(ranks)
 
-    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB asked for; what held it")
+    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB requested; what held it")
     assert why in text
     assert ranks.noted == []

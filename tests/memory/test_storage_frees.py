@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.memory.blocks import NOWHERE, Event, pair_events
-from nbdist.memory.categories import Claim, categorised
+from nbdist.memory.categories import Claim, categorise
 from nbdist.memory.snapshot import BEFORE, COMMUNICATION, STAYS, empty
 
 
@@ -52,18 +52,18 @@ def test_buckets_go_when_as_many_bytes_come_in_their_place(
     blocks, _ = pair_events([(NOWHERE, 30)], events, 100)
     blocks = replace(blocks, operator=blocks.operator * 0)
     memory = replace(empty(0, "a", ""), blocks=blocks, duration_ns=100, names=("c10d::broadcast_",))
-    found = categorised(memory, [*claimed(0, 30), *claimed(90, 30)]).blocks
+    result = categorise(memory, [*claimed(0, 30), *claimed(90, 30)]).blocks
 
-    assert rows(found)[0] == (NOWHERE, 30, BEFORE, end_ns)
+    assert rows(result)[0] == (NOWHERE, 30, BEFORE, end_ns)
 
 
 def test_buckets_that_were_made_anew_before_stay() -> None:
     """DDP tells of them only while they are used: other sizes, and nothing was allocated."""
     blocks, _ = pair_events([(NOWHERE, 30)], [Event(50, 5, 4)], 100)
     memory = replace(empty(0, "a", ""), blocks=blocks, duration_ns=100)
-    found = categorised(memory, [*claimed(0, 30), *claimed(90, 10, 20)]).blocks
+    result = categorise(memory, [*claimed(0, 30), *claimed(90, 10, 20)]).blocks
 
-    assert rows(found)[0] == (NOWHERE, 30, BEFORE, STAYS)
+    assert rows(result)[0] == (NOWHERE, 30, BEFORE, STAYS)
 
 
 def test_buckets_go_when_their_successors_come() -> None:
@@ -72,12 +72,12 @@ def test_buckets_go_when_their_successors_come() -> None:
     blocks, _ = pair_events([(NOWHERE, 30), (NOWHERE, 8)], events, 100)
     blocks = replace(blocks, operator=blocks.operator * 0)
     memory = replace(empty(0, "a", ""), blocks=blocks, duration_ns=100, names=("c10d::broadcast_",))
-    found = categorised(memory, [*claimed(0, 30, 8), *claimed(90, 10, 20, 8)]).blocks
+    result = categorise(memory, [*claimed(0, 30, 8), *claimed(90, 10, 20, 8)]).blocks
 
-    assert sorted(rows(found)) == [
+    assert sorted(rows(result)) == [
         (NOWHERE, 8, BEFORE, STAYS),
         (NOWHERE, 30, BEFORE, 50),
         (5, 10, 50, STAYS),
         (6, 20, 55, STAYS),
     ]
-    assert found.category.tolist() == [COMMUNICATION] * 4
+    assert result.category.tolist() == [COMMUNICATION] * 4

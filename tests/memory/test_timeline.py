@@ -32,31 +32,31 @@ from tests.support.drawn_memory import Piece, blocks, random_blocks, rank_memory
 def slowly(columns: Blocks) -> dict[int, dict[tuple[int, bool], int]]:
     """The bytes of each (category, is exact) at each nanosecond, counted block by block."""
     last = max([0, *(int(e) for e in columns.end_ns if e != STAYS), *map(int, columns.start_ns)])
-    found: dict[int, dict[tuple[int, bool], int]] = {ns: defaultdict(int) for ns in range(last + 2)}
+    sums: dict[int, dict[tuple[int, bool], int]] = {ns: defaultdict(int) for ns in range(last + 2)}
     for at in range(len(columns)):
         begin = max(0, int(columns.start_ns[at]))
         end = int(columns.end_ns[at])
         end = last + 2 if end == STAYS else max(end, begin + 1)
         for ns in range(begin, min(end, last + 2)):
             what = int(columns.category[at]), bool(columns.is_exact[at])
-            found[ns][what] += int(columns.size_bytes[at])
-    return found
+            sums[ns][what] += int(columns.size_bytes[at])
+    return sums
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_moment_is_as_counted_by_hand(seed: int) -> None:
     """All categories, exact and guessed, at every nanosecond, with equal times and short lives."""
     columns = random_blocks(150, seed)
-    made = curve(columns)
+    in_use = curve(columns)
 
     for ns, sums in slowly(columns).items():
-        at = np.searchsorted(made.time_ns, ns, side="right") - 1
+        at = np.searchsorted(in_use.time_ns, ns, side="right") - 1
         for category in range(len(CATEGORIES)):
             for is_exact in (False, True):
-                found = made.size_bytes[at, category, int(is_exact)]
-                assert found == sums[category, is_exact], (ns, category, is_exact)
-    assert (np.diff(made.time_ns) > 0).all()
-    assert made.time_ns[0] == 0
+                size_bytes = in_use.size_bytes[at, category, int(is_exact)]
+                assert size_bytes == sums[category, is_exact], (ns, category, is_exact)
+    assert (np.diff(in_use.time_ns) > 0).all()
+    assert in_use.time_ns[0] == 0
 
 
 @pytest.mark.parametrize("most", [4, 20, 60])
@@ -98,7 +98,7 @@ def test_few_moments_are_all_told() -> None:
 
 def test_before_is_the_base_and_what_stays_remains() -> None:
     """From 0 to the end."""
-    made = curve(
+    in_use = curve(
         blocks(
             [
                 Piece(100, BEFORE, STAYS, PARAMETER),
@@ -108,9 +108,9 @@ def test_before_is_the_base_and_what_stays_remains() -> None:
         )
     )
 
-    assert made.time_ns.tolist() == [0, 10, 20]
-    assert made.total_bytes.tolist() == [107, 100, 150]
-    assert made.size_bytes[2, ACTIVATION].tolist() == [50, 0]
+    assert in_use.time_ns.tolist() == [0, 10, 20]
+    assert in_use.total_bytes.tolist() == [107, 100, 150]
+    assert in_use.size_bytes[2, ACTIVATION].tolist() == [50, 0]
 
 
 def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
@@ -118,9 +118,9 @@ def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
     pieces = [Piece(100, 0, 10), Piece(60, 10, 20), Piece(5, 15, 15)]
 
     for ordered in (pieces, pieces[::-1]):
-        made = curve(blocks(ordered))
-        assert made.time_ns.tolist() == [0, 10, 15, 16, 20]
-        assert made.total_bytes.tolist() == [100, 60, 65, 60, 0]
+        in_use = curve(blocks(ordered))
+        assert in_use.time_ns.tolist() == [0, 10, 15, 16, 20]
+        assert in_use.total_bytes.tolist() == [100, 60, 65, 60, 0]
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,18 @@ def test_the_peak_is_the_first_of_equals(pieces: list[Piece], ns: int, peak_byte
 
 def test_no_blocks_have_a_curve() -> None:
     """Nothing, from 0 on."""
-    made = curve(no_blocks(), 4)
+    in_use = curve(no_blocks(), 4)
 
-    assert made.time_ns.tolist() == [0]
-    assert made.total_bytes.tolist() == [0]
+    assert in_use.time_ns.tolist() == [0]
+    assert in_use.total_bytes.tolist() == [0]
 
 
 def test_reserved_and_phase_at_a_moment() -> None:
     """What holds from then on; forward is what no phase covers."""
-    held = Reserved(np.array([0, 10]), np.array([5, 8]))
+    reserved = Reserved(np.array([0, 10]), np.array([5, 8]))
     rank = rank_memory(0, [], phases=(Phase(BACKWARD, 10, 20),))
 
-    assert [reserved_at(held, ns) for ns in (0, 9, 10, 99)] == [5, 5, 8, 8]
+    assert [reserved_at(reserved, ns) for ns in (0, 9, 10, 99)] == [5, 5, 8, 8]
     assert reserved_at(rank.reserved, 5) == 0
     assert [phase_at(rank, ns) for ns in (9, 20)] == [None, None]
     assert phase_at(rank, 10) == rank.phases[0]

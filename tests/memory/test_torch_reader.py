@@ -16,8 +16,8 @@ from nbdist.memory.snapshot import (
     CATEGORIES,
     STAYS,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     RankMemory,
     Segment,
@@ -30,16 +30,16 @@ HUGE = 2**20000  # more digits than Python writes
 _COLUMNS = Blocks.__slots__
 
 
-def same(one: RankMemory, other: RankMemory) -> bool:
+def same(memory: RankMemory, other: RankMemory) -> bool:
     """Whether two records are equal, columns and their types too."""
-    pairs = [(getattr(one.blocks, name), getattr(other.blocks, name)) for name in _COLUMNS]
+    pairs = [(getattr(memory.blocks, name), getattr(other.blocks, name)) for name in _COLUMNS]
     pairs += [
-        (getattr(one.reserved, name), getattr(other.reserved, name))
+        (getattr(memory.reserved, name), getattr(other.reserved, name))
         for name in ("time_ns", "size_bytes")
     ]
     no_columns = {"blocks": no_blocks(), "reserved": None}
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs) and (
-        replace(one, **no_columns) == replace(other, **no_columns)
+        replace(memory, **no_columns) == replace(other, **no_columns)
     )
 
 
@@ -73,10 +73,10 @@ def test_gpu_by_hand() -> None:
         (28 * MIB, 3 * MIB, 8_000, STAYS),
     ]
     stacks = [memory.stacks[p] if p >= 0 else () for p in memory.blocks.stack]
-    line5, main = Frame("train.py", 5, "train"), Frame("train.py", 1, "main")
+    line5, main = AllocationFrame("train.py", 5, "train"), AllocationFrame("train.py", 1, "main")
     assert stacks == [
-        (), (Frame("train.py", 3, "load"),), (line5, main), (line5,),
-        (Frame("train.py", 9, "train"),),
+        (), (AllocationFrame("train.py", 3, "load"),), (line5, main), (line5,),
+        (AllocationFrame("train.py", 9, "train"),),
     ]  # fmt: skip
     assert set(memory.blocks.category) == {UNKNOWN}
     assert not memory.blocks.is_exact.any()
@@ -86,7 +86,7 @@ def test_gpu_by_hand() -> None:
     )
     assert memory.reserved.time_ns.tolist() == [0, 2_000]
     assert memory.reserved.size_bytes.tolist() == [20 * MIB, 22 * MIB]
-    place = memory.stacks.index((Frame("train.py", 11, "train"),))
+    place = memory.stacks.index((AllocationFrame("train.py", 11, "train"),))
     assert memory.failures == (OutOfMemory(10_000, 2**40, 5 * MIB, place),)
     assert memory.problem == ""
 
@@ -137,7 +137,7 @@ def test_old_torch_without_addresses_times_and_frames() -> None:
     assert rows(memory) == [
         (2024, 2048, BEFORE, STAYS), (4072, 1024, 0, STAYS), (1000, 1024, 1_000, 3_000),
     ]  # fmt: skip
-    assert memory.stacks == ((Frame("train.py", 4, "train"),),)
+    assert memory.stacks == ((AllocationFrame("train.py", 4, "train"),),)
     assert memory.segments == (Segment(1000, 4096, 3072, 0, "small"),)
     assert memory.problem == NO_TIMES
 
@@ -162,7 +162,7 @@ def test_freeing_that_the_history_leaves_out() -> None:
         (512, 1024, 4_000, 8_000),
         (4096, 512, 5_000, 8_000),
     ]
-    assert memory.problem.startswith("The history does not tell when 2 of its blocks were freed")
+    assert memory.problem.startswith("The history does not say when 2 of its blocks were freed")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -210,10 +210,10 @@ def test_random_history_as_a_simulator_says(seed: int) -> None:
 def test_written_events_lead_to_the_written_segments(seed: int) -> None:
     """What viewers add up: no address twice in use, and after all events the blocks that stay."""
     memory = drawn(seed)
-    made = to_torch(memory)
+    content = to_torch(memory)
 
-    assert list(made) == ["segments", "device_traces", OURS]
-    (events,) = made["device_traces"]
+    assert list(content) == ["segments", "device_traces", OURS]
+    (events,) = content["device_traces"]
     b = memory.blocks
     older = np.flatnonzero((b.start_ns == BEFORE) & (b.end_ns != STAYS))
     used = {int(b.address[i]): int(b.size_bytes[i]) for i in older}
@@ -231,16 +231,16 @@ def test_written_events_lead_to_the_written_segments(seed: int) -> None:
                 del used[event["addr"]]
     assert [*events] == sorted(events, key=lambda event: event["time_us"])
     assert asked == set()
-    found = {}
-    for segment in made["segments"]:
+    sizes = {}
+    for segment in content["segments"]:
         at_address = segment["address"]
         for block in segment["blocks"]:
             assert block["address"] == at_address
             at_address += block["size"]
             if block["state"] == "active_allocated":
-                found[block["address"]] = block["size"]
+                sizes[block["address"]] = block["size"]
         assert at_address == segment["address"] + segment["total_size"]
-    assert found == used
+    assert sizes == used
     assert sum(event["action"] == "oom" for event in events) == len(memory.failures)
 
 
@@ -251,9 +251,11 @@ def test_blocks_that_stay_have_their_colour_in_an_event(seed: int) -> None:
     b = memory.blocks
     (events,) = to_torch(memory)["device_traces"]
 
-    told = {event["addr"]: event["category"] for event in events if event["action"] == "alloc"}
+    categories = {
+        event["addr"]: event["category"] for event in events if event["action"] == "alloc"
+    }
     stays = np.flatnonzero(b.end_ns == STAYS)
-    assert {a: told[a] for a in b.address[stays].tolist()} == {
+    assert {a: categories[a] for a in b.address[stays].tolist()} == {
         int(b.address[i]): CATEGORIES[b.category[i]] for i in stays
     }
     assert [event["category"] for event in events[: len(CATEGORIES)]] == [*CATEGORIES]
@@ -265,17 +267,17 @@ def test_blocks_without_an_address_get_one_in_the_viewer() -> None:
     nowhere = memory.blocks.address.copy()
     nowhere[2:5] = -1
     memory = replace(memory, blocks=replace(memory.blocks, address=nowhere))
-    made = to_torch(memory)
+    content = to_torch(memory)
 
-    assert same(of_torch(made), memory)
+    assert same(of_torch(content), memory)
     used = [
         (event["addr"], event["addr"] + event["size"])
-        for event in made["device_traces"][0]
+        for event in content["device_traces"][0]
         if event["action"] == "alloc"
     ]
     ends = sorted(used)
     assert all(begin >= 2**20 for begin, _ in ends)
-    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    assert all(block[1] <= other[0] for block, other in itertools.pairwise(ends))
 
 
 def test_one_address_used_twice_in_one_moment() -> None:
@@ -290,10 +292,12 @@ def test_one_address_used_twice_in_one_moment() -> None:
         category=np.zeros(4, np.int8),
         stack=(five * 0 - 1).astype(np.int32),
     )
-    made = to_torch(RankMemory(0, "", "cpu", blocks))["device_traces"][0]
+    events = to_torch(RankMemory(0, "", "cpu", blocks))["device_traces"][0]
 
-    told = [(e["action"], e["size"]) for e in made if e["action"] in {"alloc", "free_completed"}]
-    assert told == [
+    changes = [
+        (e["action"], e["size"]) for e in events if e["action"] in {"alloc", "free_completed"}
+    ]
+    assert changes == [
         ("alloc", 1), ("free_completed", 1), ("alloc", 2), ("free_completed", 2), ("alloc", 3),
         ("free_completed", 3), ("alloc", 4),
     ]  # fmt: skip
@@ -305,15 +309,18 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         inner = value.items()
     elif isinstance(value, (list, tuple)):
         inner = enumerate(value)
-    return [path, *(found for key, one in inner for found in _paths(one, (*path, key)))]
+    return [
+        path,
+        *(inner_path for key, value in inner for inner_path in _paths(value, (*path, key))),
+    ]
 
 
 def _with(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
-    made = copy.copy(whole) if isinstance(whole, dict) else list(whole)
-    made[path[0]] = _with(whole[path[0]], path[1:], value)
-    return made
+    changed = copy.copy(whole) if isinstance(whole, dict) else list(whole)
+    changed[path[0]] = _with(whole[path[0]], path[1:], value)
+    return changed
 
 
 _OTHER = (
@@ -342,7 +349,7 @@ _TRACE = ("device_traces", 0)
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "expected"),
     [
         (
             ("segments", 0, "blocks", 1, "size"), "8",
@@ -355,12 +362,14 @@ _TRACE = ("device_traces", 0)
         pytest.param((*_TRACE, 0, "action"), HUGE, "(of 20001 bits), not a text", id="huge text"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_with_its_place(path: tuple[Any, ...], value: Any, told: str) -> None:
+def test_what_is_wrong_is_told_with_its_place(
+    path: tuple[Any, ...], value: Any, expected: str
+) -> None:
     """The place reads like Python."""
     with pytest.raises(SnapshotError) as caught:
         of_torch(_with(GPU, path, value))
 
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_file_of_a_newer_nbdist() -> None:

@@ -30,16 +30,18 @@ def test_torch_reads_it(tmp_path: Path, memory: RankMemory) -> None:
     b = memory.blocks
     stays = b.end_ns == STAYS
 
-    told = viz.segsum(data)
+    summary = viz.segsum(data)
     used = int(b.size_bytes[stays].sum())
-    assert f"total_allocated: {viz.Bytes(used)}" in told
+    assert f"total_allocated: {viz.Bytes(used)}" in summary
     trace = viz.trace(data)
-    made = int(((b.start_ns != BEFORE) | stays).sum())
-    assert len(re.findall(r"^\w+ = \w+\[", trace, re.MULTILINE)) == made
+    allocation_count = int(((b.start_ns != BEFORE) | stays).sum())
+    assert len(re.findall(r"^\w+ = \w+\[", trace, re.MULTILINE)) == allocation_count
     assert trace.count("raise OutOfMemoryError") == len(memory.failures)
     flames = viz.memory(data, format_flamegraph=lambda lines: lines)
-    held = sum(int(line.rsplit(" ", 1)[1]) for line in flames.splitlines() if ";active_" in line)
-    assert held == used
+    active_bytes = sum(
+        int(line.rsplit(" ", 1)[1]) for line in flames.splitlines() if ";active_" in line
+    )
+    assert active_bytes == used
     for place in np.unique(b.stack[stays & (b.stack >= 0)]):
         frame = memory.stacks[place][0]
         assert f":{frame.line}:{frame.function}" in flames
@@ -49,15 +51,15 @@ def test_segments_of_the_gpu_are_as_they_were(tmp_path: Path) -> None:
     """What is free in them is told as torch tells it of its own snapshot."""
     path = tmp_path / "rank0.pickle"
     write(path, of_torch(GPU))
-    own = {"segments": [one for one in GPU["segments"] if one["device"] == 0]}
-    for segment in own["segments"]:  # a block that waits for its stream counts as free there
+    on_device = {"segments": [segment for segment in GPU["segments"] if segment["device"] == 0]}
+    for segment in on_device["segments"]:  # a block that waits for its stream counts as free there
         for block in segment["blocks"]:
             if block["state"] == "active_pending_free":
                 block["state"] = "active_allocated"
             if block["state"] != "inactive":
                 block["requested_size"] = block["size"]
 
-    assert viz.segsum(pickle.loads(path.read_bytes())) == viz.segsum(own)
+    assert viz.segsum(pickle.loads(path.read_bytes())) == viz.segsum(on_device)
 
 
 def test_plot_holds_the_whole_file(tmp_path: Path) -> None:
@@ -70,8 +72,8 @@ def test_plot_holds_the_whole_file(tmp_path: Path) -> None:
     (packed,) = json.loads(re.search(r"local_files = (\[.*\])\n", page)[1])
     whole = pickle.loads(base64.b64decode(packed["base64"]))
     assert whole == pickle.loads(path.read_bytes())
-    told = {event.get("category") for event in whole["device_traces"][0]}
-    assert "unknown" in told  # its javascript fails where there are categories without it
+    categories = {event.get("category") for event in whole["device_traces"][0]}
+    assert "unknown" in categories  # its javascript fails where there are categories without it
     again = tmp_path / "again.pickle"
     again.write_bytes(base64.b64decode(packed["base64"]))
     assert len(read(again).ranks[0].blocks) == len(memory.blocks)
@@ -85,6 +87,6 @@ def test_what_differs_between_two_files(tmp_path: Path) -> None:
         pickle.loads((tmp_path / name).read_bytes())["segments"] for name in ("before", "after")
     )
 
-    told = viz.compare(before, after, format_flamegraph=lambda lines: lines)
-    assert "only_before" in told
-    assert "only_after" in told
+    comparison = viz.compare(before, after, format_flamegraph=lambda lines: lines)
+    assert "only_before" in comparison
+    assert "only_after" in comparison

@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
     CATEGORIES,
     PARAMETER,
     STAYS,
-    Frame,
+    AllocationFrame,
     OutOfMemory,
     RankMemory,
     Segment,
@@ -56,7 +56,7 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
     ranks = []
     for rank in snapshot.ranks:
         stays = rank.blocks.end_ns == STAYS
-        own = [
+        pieces = [
             Piece(int(size), category=int(category), name=int(name))
             for size, category, name in zip(
                 rank.blocks.size_bytes[stays],
@@ -66,7 +66,7 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
             )
         ]
         ranks.append(
-            RankMemory(rank.rank, "a", "cpu", blocks(own), names=rank.names, stacks=rank.stacks)
+            RankMemory(rank.rank, "a", "cpu", blocks(pieces), names=rank.names, stacks=rank.stacks)
         )
     return replace(snapshot, ranks=tuple(ranks))
 
@@ -84,8 +84,8 @@ def test_the_text_has_all_numbers() -> None:
 
     assert re.fullmatch(r"memory of ranks 0-1, ddp, dp 2, 4 steps, \d\d\.\d ms", lines[0])
     assert re.fullmatch(
-        r"rank 1 has the most in use: 352\.5 MB \d\d\.\d ms after the beginning, in backward of "
-        r"step 1; its allocator holds 442\.0 MB; of 884\.0 MB 442\.0 MB are left",
+        r"rank 1 has the most in use: 352\.5 MB, \d\d\.\d ms after the start, in backward of "
+        r"step 1; the allocator holds 442\.0 MB; 442\.0 MB of 884\.0 MB left",
         lines[1],
     )
     assert "findings, the largest first:" in lines
@@ -95,7 +95,7 @@ def test_the_text_has_all_numbers() -> None:
     ] in cells
     assert ["activations", "112.0 MB", "31.8", "112.0 MB", "0 B", "0 B"] in cells
     assert ["gradients", "8.0 MB", "2.3", "0 B", "72.0 MB", "72.0 MB"] in cells
-    assert "together 352.5 MB at the peak, 300.5 MB at the end" in lines
+    assert "total 352.5 MB at the peak, 300.5 MB at the end" in lines
     assert [
         *("48.0 MB", "13.6", "6", "activations?", "aten::addmm", "cell 3:13 forward"),
         "nn/modules/linear.py:134 forward",
@@ -133,7 +133,7 @@ def test_one_moment_has_no_times() -> None:
 
 def test_failures_losses_and_other_counts_are_told() -> None:
     """Each with its numbers, below the tables; the picture marks what failed."""
-    stack = (Frame("cell 2", 9, "forward"),)
+    stack = (AllocationFrame("cell 2", 9, "forward"),)
     rank = replace(
         training().ranks[0],
         stacks=(*training().ranks[0].stacks, stack),
@@ -146,16 +146,15 @@ def test_failures_losses_and_other_counts_are_told() -> None:
     text = remembered(Snapshot((replace(rank, failures=(last, *rank.failures)),))).text
 
     assert (
-        "rank 0: out of memory 5.0 ms after the beginning, 1.0 GB were asked for at cell 2:9 "
-        "forward\n"
+        "rank 0: out of memory 5.0 ms after the start, 1.0 GB requested at cell 2:9 forward\n"
     ) in text
-    assert "7.0 GB were asked for; 1.0 MB were free\n" in text
-    assert "rank 0: and 3 more that failed\n" in text
-    assert "rank 0: the oldest 1,234 events no longer fitted the history" in text
-    assert "the allocator counts 500.0 MB at its peak, the blocks of the history make 333.8" in text
+    assert "7.0 GB requested; 1.0 MB were free\n" in text
+    assert "rank 0: 3 more allocations failed\n" in text
+    assert "rank 0: the oldest 1,234 events did not fit into the history" in text
+    assert "the allocator counted 500.0 MB at its peak, the recorded blocks add up to 333.8" in text
     assert (
-        "rank 0: at the end 11.0 MB are in the allocator's segments, 6.0 MB of it free (55%), at "
-        "most 6.0 MB in one segment"
+        "rank 0: at the end the allocator's segments hold 11.0 MB, of which 6.0 MB (55%) are free, "
+        "at most 6.0 MB in one segment"
     ) in text
 
 
@@ -192,7 +191,7 @@ def test_the_page_packs_every_block() -> None:
     """Read back with plain Python: bytes, time, category, names and lines of each."""
     snapshot = training(device="cuda")
     head = data_of(remembered(snapshot))
-    found = []
+    packed_blocks = []
     for place in range(2):
         start = 0
         for i in range(head["firsts"][place], head["firsts"][place + 1]):
@@ -200,7 +199,7 @@ def test_the_page_packs_every_block() -> None:
             names = [head["names"][head[key][i] - 1] if head[key][i] else "" for key in
                      ("name", "operator")]  # fmt: skip
             lines = head["stacks"][head["stack"][i] - 1] if head["stack"][i] else []
-            found.append(
+            packed_blocks.append(
                 (
                     *(place, start, head["life"][i], head["size"][i], head["code"][i], *names),
                     [head["lines"][at] if at >= 0 else "" for at in lines],
@@ -208,22 +207,27 @@ def test_the_page_packs_every_block() -> None:
             )
     expected = []
     for place, rank in enumerate(snapshot.ranks):
-        own = rank.blocks
-        for i in range(len(own)):
-            names = [rank.names[at] if at >= 0 else "" for at in (own.name[i], own.operator[i])]
-            start, end = max(0, int(own.start_ns[i])), int(own.end_ns[i])
+        blocks_of_rank = rank.blocks
+        for i in range(len(blocks_of_rank)):
+            names = [
+                rank.names[at] if at >= 0 else ""
+                for at in (blocks_of_rank.name[i], blocks_of_rank.operator[i])
+            ]
+            start, end = max(0, int(blocks_of_rank.start_ns[i])), int(blocks_of_rank.end_ns[i])
             lines = []
-            if own.stack[i] >= 0:
+            if blocks_of_rank.stack[i] >= 0:
                 lines = [
                     "nn/modules/linear.py:134 forward",
-                    f"cell 3:{rank.stacks[own.stack[i]][1].line} forward",
+                    f"cell 3:{rank.stacks[blocks_of_rank.stack[i]][1].line} forward",
                     "cell 3:40 <module>",
                 ]
-            code = 2 * int(own.category[i]) + bool(own.is_exact[i])
+            code = 2 * int(blocks_of_rank.category[i]) + bool(blocks_of_rank.is_exact[i])
             life = 0 if end == STAYS else end - start
-            expected.append((place, start, life, int(own.size_bytes[i]), code, *names, lines))
+            expected.append(
+                (place, start, life, int(blocks_of_rank.size_bytes[i]), code, *names, lines)
+            )
 
-    assert found == expected
+    assert packed_blocks == expected
     assert head["merged"] == 0
     assert head["ranks"][0]["before"] == 14
     assert head["ranks"][1]["peak"][1] == peaks(snapshot)[1].size_bytes
@@ -236,23 +240,25 @@ def test_a_million_blocks_are_merged_and_it_says_so() -> None:
     view = remembered(snapshot)
     head = data_of(view)
     merged = re.search(
-        r"blocks smaller than ([\d.]+ [kM]B) are merged with the others of their category "
+        r"blocks smaller than ([\d.]+ [kM]B) by category "
         r"\(([\d,]+) of 1,000,000\)",
         view.text,
     )
     assert merged is not None
     last = [(r // 2) * (-1 if r % 2 else 1) for r in head["rest"][: head["restFirsts"][1]]]
-    kept = slice(*head["firsts"][:2])
+    first_rank = slice(*head["firsts"][:2])
     stays = [
-        size for size, life in zip(head["size"][kept], head["life"][kept], strict=True) if not life
+        size
+        for size, life in zip(head["size"][first_rank], head["life"][first_rank], strict=True)
+        if not life
     ]
-    own = snapshot.ranks[0].blocks
+    recorded = snapshot.ranks[0].blocks
 
     assert size_of(view) < MOST_BYTES
     assert head["merged"] == int(merged[2].replace(",", ""))
     assert head["merged"] + len(head["size"]) == 1_000_000
     assert len(head["size"]) > 1000
-    assert sum(last) + sum(stays) == own.size_bytes[own.end_ns == STAYS].sum()
+    assert sum(last) + sum(stays) == recorded.size_bytes[recorded.end_ns == STAYS].sum()
 
 
 MARKUP = "</script><script>alert(1)</script><!-- \"'&"
@@ -280,7 +286,10 @@ BAD = {
                 0,
                 [Piece(9, i, 80, i % 8, name=i, operator=4 - i, stack=i % 2) for i in range(5)],
                 names=STRANGE,
-                stacks=((Frame(MARKUP, 1, "$"), Frame("x" * 900, 2, "f" * 900)), ()),
+                stacks=(
+                    (AllocationFrame(MARKUP, 1, "$"), AllocationFrame("x" * 900, 2, "f" * 900)),
+                    (),
+                ),
                 problem=MARKUP + "\n" + "x" * 3000,
             ),
         ),
@@ -340,18 +349,20 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
     snapshot = training()
     ranks = []
     for rank in snapshot.ranks:  # what is guessed has other bytes and other times
-        own, guessed = rank.blocks, ~rank.blocks.is_exact
-        size = np.where(guessed, own.size_bytes * (3 - rank.rank), own.size_bytes)
-        ranks.append(replace(rank, blocks=replace(own, size_bytes=size), duration_ns=7))
-    one, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
+        blocks_of_rank, guessed = rank.blocks, ~rank.blocks.is_exact
+        size = np.where(
+            guessed, blocks_of_rank.size_bytes * (3 - rank.rank), blocks_of_rank.size_bytes
+        )
+        ranks.append(replace(rank, blocks=replace(blocks_of_rank, size_bytes=size), duration_ns=7))
+    first, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
 
-    assert one.text == other.text
-    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in one.text
-    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(one.text)
-    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(one.text)
-    assert ["activations", "#", "#", "#", "#", "#"] in rows(one.text)
-    assert one.html == ""
-    assert set(one._repr_mimebundle_()) == {"text/plain", "image/png"}
+    assert first.text == other.text
+    assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in first.text
+    assert ["parameters", "#", "#", "#", "#", "72.0 MB"] in rows(first.text)
+    assert ["optimizer state", "#", "#", "#", "#", "144.0 MB"] in rows(first.text)
+    assert ["activations", "#", "#", "#", "#", "#"] in rows(first.text)
+    assert first.html == ""
+    assert set(first._repr_mimebundle_()) == {"text/plain", "image/png"}
 
 
 def pixels_of(snapshot: Snapshot) -> np.ndarray:
@@ -430,7 +441,7 @@ def test_noise_on_many_ranks_stays_small() -> None:
 
     assert 100_000 < len(view.png) < 500_000
     assert size_of(view) < MOST_BYTES
-    assert "The image shows the 24 ranks that need most." in view.text.splitlines()
+    assert "The image shows the 24 ranks that need the most." in view.text.splitlines()
     assert len(data_of(view)["ranks"]) == 40
 
 
@@ -455,7 +466,7 @@ def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
         "from nbdist.memory.snapshot import Snapshot\n"
         "from nbdist.memory.view.report import memory_report\n"
         "before = 'matplotlib' in sys.modules\n"
-        "remembered(Snapshot(()), (), ())\n"
+        "memory_report(Snapshot(()), (), ())\n"
         "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbdist
 from nbdist.memory import file as memory_file
-from nbdist.memory.snapshot import Frame, RankMemory
+from nbdist.memory.snapshot import AllocationFrame, RankMemory
 from nbdist.notebook.notebook import NOTEBOOK
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
@@ -63,12 +63,12 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
     try:
         session.run(MODEL)
         for name, code in {"": "train(2)", "_leak": "train(2, leaks=True)"}.items():
-            made = session.record_memory(code)
+            snapshot = session.record_memory(code)
             target = folder.with_name(f"{folder.name}{name}")
             target.mkdir(parents=True, exist_ok=True)
-            for rank in made.ranks:
+            for rank in snapshot.ranks:
                 path = target / f"rank{rank.rank}.pickle.gz"
-                memory_file.write(path, _anonymous(rank), made.strategy, made.notes)
+                memory_file.write(path, _anonymous(rank), snapshot.strategy, snapshot.notes)
     finally:
         NOTEBOOK.stop()
 
@@ -78,7 +78,7 @@ def _anonymous(rank: RankMemory) -> RankMemory:
     return replace(rank, host="host", stacks=stacks)
 
 
-def _frame(frame: Frame) -> Frame:
+def _frame(frame: AllocationFrame) -> AllocationFrame:
     return replace(frame, file=_BEFORE.sub(r"/python/\1/", frame.file))
 
 

@@ -25,8 +25,8 @@ from nbdist.memory.snapshot import (
     STEPPING,
     TEMPORARY,
     UNKNOWN,
+    AllocationFrame,
     Blocks,
-    Frame,
     Phase,
     RankMemory,
     Reserved,
@@ -59,10 +59,10 @@ class Piece:
 
 def blocks(pieces: Iterable[Piece]) -> Blocks:
     """The columns of these, sorted by start."""
-    ordered = sorted(pieces, key=lambda one: one.start_ns)
+    ordered = sorted(pieces, key=lambda piece: piece.start_ns)
 
     def column(name: str, kind: type[np.generic]) -> np.ndarray:
-        return np.array([getattr(one, name) for one in ordered], kind)
+        return np.array([getattr(piece, name) for piece in ordered], kind)
 
     return Blocks(
         column("address", np.int64),
@@ -120,7 +120,7 @@ class _Training:
     now: int = 0
     pieces: list[Piece] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    stacks: list[tuple[Frame, ...]] = field(default_factory=list)
+    stacks: list[tuple[AllocationFrame, ...]] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     step_ends_ns: list[int] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ class _Training:
             self.names.append(text)
         return self.names.index(text)
 
-    def stack(self, *frames: Frame) -> int:
+    def stack(self, *frames: AllocationFrame) -> int:
         """Its place in stacks."""
         if frames not in self.stacks:
             self.stacks.append(frames)
@@ -143,8 +143,10 @@ class _Training:
 
     def piece(self, size_bytes: int, category: int, operator: str, line: int, **more) -> int:
         """Allocate now; returns its place, so that it can be freed."""
-        via = Frame(f"{_TORCH}/nn/modules/linear.py", 134, "forward")
-        stack = self.stack(via, Frame(_CELL, line, "forward"), Frame(_CELL, 40, "<module>"))
+        via = AllocationFrame(f"{_TORCH}/nn/modules/linear.py", 134, "forward")
+        stack = self.stack(
+            via, AllocationFrame(_CELL, line, "forward"), AllocationFrame(_CELL, 40, "<module>")
+        )
         self.pieces.append(
             Piece(
                 size_bytes,
@@ -180,71 +182,82 @@ def training(  # noqa: PLR0913
         _rank(np.random.default_rng(rank), rank, steps, layers, width_bytes, leak_bytes)
         for rank in range(ranks)
     )
-    made = [one if device == "cpu" else _on_gpu(one) for one in every]
-    return Snapshot(tuple(made), strategy)
+    memories = [rank if device == "cpu" else _on_gpu(rank) for rank in every]
+    return Snapshot(tuple(memories), strategy)
 
 
 def _rank(
     random: np.random.Generator, rank: int, steps: int, layers: int, width: int, leak: int
 ) -> RankMemory:
-    one = _Training(random)
+    builder = _Training(random)
     weights = [f"h.{layer}.{what}" for layer in range(layers) for what in ("attn.w", "mlp.w")]
     for at, weight in enumerate(weights):
-        one.pieces.append(
-            Piece(width * (1 + at % 2), category=PARAMETER, name=one.name(weight), address=at << 30)
+        builder.pieces.append(
+            Piece(
+                width * (1 + at % 2),
+                category=PARAMETER,
+                name=builder.name(weight),
+                address=at << 30,
+            )
         )
-    one.pieces.append(Piece(width // 8, category=BUFFER, name=one.name("mask"), address=1 << 40))
-    one.pieces.append(Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41))
+    builder.pieces.append(
+        Piece(width // 8, category=BUFFER, name=builder.name("mask"), address=1 << 40)
+    )
+    builder.pieces.append(Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41))
     gradients: list[int] = []
     for step in range(steps):
         for gradient in gradients:
-            one.free(gradient)
-        gradients = _step(one, rank, step, weights, width)
+            builder.free(gradient)
+        gradients = _step(builder, rank, step, weights, width)
         if leak:
-            one.piece(leak, UNKNOWN, "aten::stack", 27)
-        one.step_ends_ns.append(one.tick())
+            builder.piece(leak, UNKNOWN, "aten::stack", 27)
+        builder.step_ends_ns.append(builder.tick())
     return RankMemory(
         rank,
         "a",
         "cpu",
-        blocks(one.pieces),
-        duration_ns=one.tick(),
-        stacks=tuple(one.stacks),
-        names=tuple(one.names),
-        phases=tuple(one.phases),
-        step_ends_ns=tuple(one.step_ends_ns),
+        blocks(builder.pieces),
+        duration_ns=builder.tick(),
+        stacks=tuple(builder.stacks),
+        names=tuple(builder.names),
+        phases=tuple(builder.phases),
+        step_ends_ns=tuple(builder.step_ends_ns),
         version="2.13.0",
     )
 
 
-def _step(one: _Training, rank: int, step: int, weights: Sequence[str], width: int) -> list[int]:
+def _step(
+    builder: _Training, rank: int, step: int, weights: Sequence[str], width: int
+) -> list[int]:
     """Forward, backward, the optimizer's step; returns the gradients' places."""
-    kept = []
+    activations = []
     for at, _ in enumerate(weights):
         size = width * (5 + rank) // (4 - at % 2)
-        kept.append(one.piece(size, ACTIVATION, "aten::addmm", 12 + at % 2))
-        kept += [one.piece(size // 9, ACTIVATION, "aten::native_dropout", 14) for _ in range(3)]
-        one.free(one.piece(size // 2, TEMPORARY, "aten::gelu", 16))
-    began, gradients = one.tick(), []
+        activations.append(builder.piece(size, ACTIVATION, "aten::addmm", 12 + at % 2))
+        activations += [
+            builder.piece(size // 9, ACTIVATION, "aten::native_dropout", 14) for _ in range(3)
+        ]
+        builder.free(builder.piece(size // 2, TEMPORARY, "aten::gelu", 16))
+    began, gradients = builder.tick(), []
     for at, weight in reversed(list(enumerate(weights))):
-        short = one.piece(width, TEMPORARY, "aten::mm", 30)
+        short = builder.piece(width, TEMPORARY, "aten::mm", 30)
         gradients.append(
-            one.piece(width * (1 + at % 2), GRADIENT, "aten::mm", 30, name=one.name(weight))
+            builder.piece(width * (1 + at % 2), GRADIENT, "aten::mm", 30, name=builder.name(weight))
         )
         for _ in range(4):
-            one.free(kept.pop())
-        one.free(short)
-    one.phases.append(Phase(BACKWARD, began, one.tick()))
-    began = one.tick()
+            builder.free(activations.pop())
+        builder.free(short)
+    builder.phases.append(Phase(BACKWARD, began, builder.tick()))
+    began = builder.tick()
     if step == 0:
         for weight in weights:
-            size = next(p.size_bytes for p in one.pieces if p.name == one.name(weight))
+            size = next(p.size_bytes for p in builder.pieces if p.name == builder.name(weight))
             for _ in range(2):
-                one.piece(size, OPTIMIZER, "aten::zeros_like", 33, name=one.name(weight))
-    copies = [one.piece(width // 2, TEMPORARY, "aten::_foreach_sqrt", 33) for _ in weights]
+                builder.piece(size, OPTIMIZER, "aten::zeros_like", 33, name=builder.name(weight))
+    copies = [builder.piece(width // 2, TEMPORARY, "aten::_foreach_sqrt", 33) for _ in weights]
     for copy in copies:
-        one.free(copy)
-    one.phases.append(Phase(STEPPING, began, one.tick()))
+        builder.free(copy)
+    builder.phases.append(Phase(STEPPING, began, builder.tick()))
     return gradients
 
 
@@ -253,15 +266,15 @@ def _on_gpu(rank: RankMemory) -> RankMemory:
     from nbdist.memory.timeline import changes, totals
 
     time_ns, total = totals(changes(rank.blocks))
-    held = -(-np.maximum.accumulate(total) * 5 // 4 // (2 * MB)) * 2 * MB
-    first = np.concatenate([[0], np.flatnonzero(np.diff(held)) + 1])
-    peak, most = int(total.max()), int(held[-1])
+    reserved = -(-np.maximum.accumulate(total) * 5 // 4 // (2 * MB)) * 2 * MB
+    first = np.concatenate([[0], np.flatnonzero(np.diff(reserved)) + 1])
+    peak, most = int(total.max()), int(reserved[-1])
     return replace(
         rank,
         device="cuda",
         device_name="Some GPU",
         limit_bytes=2 * most,
-        reserved=Reserved(time_ns[first], held[first]),
+        reserved=Reserved(time_ns[first], reserved[first]),
         segments=(
             Segment(1 << 42, most // 2, most // 2, 0, "large"),
             Segment(1 << 43, most - most // 2, int(total[-1]) - most // 2, 0, "large"),
@@ -281,7 +294,7 @@ def _many(count: int, rank: int, seed: int) -> RankMemory:
     start_ns = np.sort(random.integers(0, 10**10, count))
     category = random.integers(0, len(CATEGORIES), count).astype(np.int8)
     stacks, names = _texts()
-    made = Blocks(
+    blocks = Blocks(
         random.integers(0, 2**46, count),
         random.lognormal(9, 3, count).astype(np.int64) + 1,
         start_ns,
@@ -297,7 +310,7 @@ def _many(count: int, rank: int, seed: int) -> RankMemory:
         rank,
         "a",
         "cpu",
-        made,
+        blocks,
         duration_ns=10**10,
         stacks=stacks,
         names=names,
@@ -307,12 +320,14 @@ def _many(count: int, rank: int, seed: int) -> RankMemory:
 
 
 @cache
-def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
+def _texts() -> tuple[tuple[tuple[AllocationFrame, ...], ...], tuple[str, ...]]:
     """Stacks and names that cannot be compressed."""
     random = np.random.default_rng(0)
     stacks = tuple(
         tuple(
-            Frame(f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward")
+            AllocationFrame(
+                f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward"
+            )
             for depth in range(12)
         )
         for number in random.integers(0, 2**48, 3000)
@@ -322,5 +337,5 @@ def _texts() -> tuple[tuple[tuple[Frame, ...], ...], tuple[str, ...]]:
 
 def remembered(snapshot: Snapshot) -> View:
     """What %dist_memory shows of a snapshot."""
-    found = peaks(snapshot)
-    return memory_report.memory_report(snapshot, found, findings(snapshot, found))
+    found_peaks = peaks(snapshot)
+    return memory_report.memory_report(snapshot, found_peaks, findings(snapshot, found_peaks))

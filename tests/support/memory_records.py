@@ -10,8 +10,8 @@ from nbdist.memory.snapshot import (
     CATEGORIES,
     STAYS,
     STEPPING,
+    AllocationFrame,
     Blocks,
-    Frame,
     OutOfMemory,
     Phase,
     RankMemory,
@@ -29,7 +29,7 @@ def drawn(seed: int) -> RankMemory:
     count = int(chance.integers(0, 40))
     stacks = tuple(
         tuple(
-            Frame(
+            AllocationFrame(
                 _FILES[chance.integers(4)], int(chance.integers(1, 10**5)), "f",
                 is_line_known=bool(chance.integers(2)),
             )

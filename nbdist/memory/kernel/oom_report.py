@@ -24,24 +24,24 @@ def advice(ranks: Ranks, note: Callable[[int], object], failure: RankFailure) ->
         note: Called with a rank that has noted what was in use.
         failure: Of that cell.
     """
-    told = oom_message.parse_oom(failure.name, failure.message)
-    if told is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
+    message = oom_message.parse_oom(failure.name, failure.message)
+    if message is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
         return ""
-    found, why = _asked(ranks, failure.rank)
-    if found is not None:
+    report, why = _ask(ranks, failure.rank)
+    if report is not None:
         note(failure.rank)
-        return oom_text.block(found)
-    return "" if told is None else oom_text.unmeasured(failure.rank, told, why)
+        return oom_text.block(report)
+    return "" if message is None else oom_text.block_without_report(failure.rank, message, why)
 
 
-def _asked(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:
+def _ask(ranks: Ranks, rank: int) -> tuple[OomReport | None, str]:
     """What a rank knows, or why nothing is known."""
     if not ranks.is_connected(rank):
         return None, "the rank has ended"
     if ranks.is_busy(rank):
-        return None, "the rank still runs"
+        return None, "the rank is still running"
     try:
-        return last_shortage(ranks.call, rank).result(ASK_S), "it was not noted"
+        return last_shortage(ranks.call, rank).result(ASK_S), "nothing was recorded"
     except TimeoutError:
         return None, f"the rank did not answer within {ASK_S:.0f} s"
     except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised

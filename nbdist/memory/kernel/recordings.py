@@ -17,7 +17,7 @@ from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
 
-COST = "What the recording itself needs is not in it: torch's allocators do not serve the profiler."
+COST = "Memory of the recording itself is not included: torch's allocators do not serve it."
 
 begin_memory: RankFunction[[MemoryOptions, str], None] = RankFunction(
     "nbdist.memory.rank.record:begin"
@@ -45,8 +45,8 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
     def __init__(self, ranks: Ranks, variables: Variables):
         super().__init__(ranks, variables, SUBJECT)
-        self._kept: dict[str, Snapshot] = {}
-        self._short: tuple[int, ...] = ()  # ranks whose memory has run out since
+        self._by_name: dict[str, Snapshot] = {}
+        self._oom_ranks: tuple[int, ...] = ()  # ranks whose memory has run out since
 
     def now(self, ranks: str | Sequence[int] | None = None) -> Snapshot:
         """Whose the memory of ranks is at this moment, without a history. It is not kept.
@@ -64,13 +64,13 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
-        found = super().finish()
-        self._short = ()
-        return found
+        snapshot = super().finish()
+        self._oom_ranks = ()
+        return snapshot
 
     def note_shortage(self, rank: int) -> None:
         """The memory of a rank has run out: it has noted what was in use, and is asked for it."""
-        self._short = tuple(sorted({*self._short, rank}))
+        self._oom_ranks = tuple(sorted({*self._oom_ranks, rank}))
 
     def advice(self, failure: RankFailure) -> str:
         """What to do about a shortage of memory; what was in use then is shown next."""
@@ -81,8 +81,8 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
 
         If memory has run out since, it is what was in use then on those ranks.
         """
-        if self._short:
-            short, self._short = self._short, ()
+        if self._oom_ranks:
+            short, self._oom_ranks = self._oom_ranks, ()
             self._last = self._joined(self._taken(finish_memory, short))
         return self.now() if self._last is None else self._last
 
@@ -93,31 +93,37 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If it is no name.
         """
         if not name.isidentifier():
-            raise OptionError(f"{name!r} is no name: letters, digits and _, no digit first.")
-        self._kept[name] = snapshot
+            raise OptionError(
+                f"{name!r} is not a valid name: use letters, digits and _, and no digit first."
+            )
+        self._by_name[name] = snapshot
 
-    def kept(self, name: str) -> Snapshot:
+    def find(self, name: str) -> Snapshot:
         """What is kept under a name, or else saved in a folder of that name.
 
         Raises:
             OptionError: If there is neither.
             SnapshotError: If the folder's files cannot be read.
         """
-        if name in self._kept:
-            return self._kept[name]
+        if name in self._by_name:
+            return self._by_name[name]
         folder = Path(name).expanduser()
         if folder.is_dir():
             return memory_file.read_folder(folder)
-        names = ", ".join(sorted(self._kept)) or "nothing yet (%dist_memory --keep NAME)"
+        names = ", ".join(sorted(self._by_name)) or "nothing yet (%dist_memory --keep NAME)"
         raise OptionError(
             f"Nothing is kept as {name!r}, and there is no folder of that name. Kept: {names}."
         )
 
-    def _joined(self, found: dict[int, dict[str, Any]]) -> Snapshot:
+    def _joined(self, replies: dict[int, dict[str, Any]]) -> Snapshot:
         ranks = tuple(
-            one["memory"] if "memory" in one else empty(rank, self._host(rank), one["problem"])
-            for rank, one in sorted(found.items())
+            reply["memory"]
+            if "memory" in reply
+            else empty(rank, self._host(rank), reply["problem"])
+            for rank, reply in sorted(replies.items())
         )
-        told = [one["strategy"] for _, one in sorted(found.items()) if one.get("strategy")]
-        has_history = any(one.duration_ns for one in ranks)
-        return Snapshot(ranks, told[0] if told else "", (COST,) if has_history else ())
+        strategies = [
+            reply["strategy"] for _, reply in sorted(replies.items()) if reply.get("strategy")
+        ]
+        has_history = any(memory.duration_ns for memory in ranks)
+        return Snapshot(ranks, strategies[0] if strategies else "", (COST,) if has_history else ())

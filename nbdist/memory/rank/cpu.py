@@ -17,12 +17,12 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nbdist.memory.blocks import Event, pair_events
-from nbdist.memory.categories import Claim, categorised, with_foreign
+from nbdist.memory.categories import Claim, categorise, with_foreign
 from nbdist.memory.rank import profiler_tree
-from nbdist.memory.rank.marks import Marks, merged
-from nbdist.memory.rank.owners import Owner, live_storages
-from nbdist.memory.rank.profiler_tree import MARK, History
-from nbdist.memory.rank.storage_frees import Ends
+from nbdist.memory.rank.marks import Marks, merge_phases
+from nbdist.memory.rank.owners import StorageOwner, live_storages
+from nbdist.memory.rank.profiler_tree import MARK, ProfilerHistory
+from nbdist.memory.rank.storage_frees import StorageFrees
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.recording.rank.steps import QUIET, is_profiling
 from nbdist.rpc.rank import crash_files
@@ -32,7 +32,7 @@ BUSY = "Another profiler runs on this rank, and torch has one at a time. End it 
 TAKEN = (
     "The cell has used a profiler of its own, which ended the recording: torch has one at a time."
 )
-NO_TREE = "This version of torch tells no stacks of allocations on a CPU."
+NO_TREE = "This version of torch reports no stacks of CPU allocations."
 
 
 class CpuRecorder:
@@ -42,7 +42,7 @@ class CpuRecorder:
         self.problem = ""
         self._options = options
         self._numbers = itertools.count()
-        self._ends = Ends()
+        self._ends = StorageFrees()
         self._profiler: profile | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
 
@@ -90,10 +90,10 @@ class CpuRecorder:
             return memory
         history = _history(self._profiler)
         self._profiler = None
-        return assembled(history, marks, memory, self._ends.events(), self._options.most_events)
+        return assemble(history, marks, memory, self._ends.events(), self._options.most_events)
 
 
-def _history(profiler: profile) -> History:
+def _history(profiler: profile) -> ProfilerHistory:
     """What the profiler has seen.
 
     Private: the tree is the only place where allocations have their stacks. Without it they come
@@ -110,30 +110,30 @@ def _history(profiler: profile) -> History:
     return of_chrome(whole["traceEvents"], int(whole.get("baseTimeNanoseconds", 0)))
 
 
-def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> History:
+def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> ProfilerHistory:
     """What a trace for Chrome says of the CPU's memory: no stacks, and no operators.
 
     Args:
         events: The trace's.
         base_ns: What is to be added to their times.
     """
-    found, marks_ns, backwards = [], {}, []
-    for one in events:
-        name, args = str(one.get("name", "")), one.get("args", {})
-        time_ns = base_ns + round(float(one.get("ts", 0)) * 1000)
+    allocations, marks_ns, backwards = [], {}, []
+    for event in events:
+        name, args = str(event.get("name", "")), event.get("args", {})
+        time_ns = base_ns + round(float(event.get("ts", 0)) * 1000)
         if name == "[memory]" and args.get("Device Type") == 0:
-            found.append(Event(time_ns, int(args["Addr"]), int(args["Bytes"])))
+            allocations.append(Event(time_ns, int(args["Addr"]), int(args["Bytes"])))
         elif name.startswith(MARK):
             marks_ns[int(name.removeprefix(MARK))] = time_ns
         elif name.startswith("autograd::engine::evaluate_function"):
-            end_ns = time_ns + round(float(one.get("dur", 0)) * 1000)
+            end_ns = time_ns + round(float(event.get("dur", 0)) * 1000)
             backwards.append(Phase(BACKWARD, time_ns, end_ns))
-    found.sort(key=lambda one: one.time_ns)
-    return History(tuple(found), tuple(backwards), marks_ns, problem=NO_TREE)
+    allocations.sort(key=lambda allocation: allocation.time_ns)
+    return ProfilerHistory(tuple(allocations), tuple(backwards), marks_ns, problem=NO_TREE)
 
 
-def assembled(
-    history: History,
+def assemble(
+    history: ProfilerHistory,
     marks: Marks,
     memory: RankMemory,
     ends: Sequence[Event],
@@ -150,22 +150,22 @@ def assembled(
     """
     zero_ns = history.marks_ns.get(marks.first, 0)
     times = {number: time_ns - zero_ns for number, time_ns in history.marks_ns.items()}
-    duration_ns = max([*times.values(), *(one.time_ns - zero_ns for one in history.events), 0])
+    duration_ns = max([*times.values(), *(event.time_ns - zero_ns for event in history.events), 0])
     events = [
-        Event(one.time_ns - zero_ns, one.address, one.size_bytes, one.stack, one.operator)
-        for one in history.events
-        if one.time_ns >= zero_ns
+        Event(event.time_ns - zero_ns, event.address, event.size_bytes, event.stack, event.operator)
+        for event in history.events
+        if event.time_ns >= zero_ns
     ]
-    before = [(one.address, one.size_bytes) for one in marks.before if one.device == DEVICE]
+    before = [(owner.address, owner.size_bytes) for owner in marks.before if owner.device == DEVICE]
     # Apart: by another clock a free may seem to come after the next allocation at its address.
-    gone_ns = {one.address: max(1, one.time_ns - zero_ns) for one in ends}
+    gone_ns = {event.address: max(1, event.time_ns - zero_ns) for event in ends}
     blocks, lost = pair_events(before, events, most_events, gone_ns)
     claims = list(marks.claims(times, DEVICE))
     backwards = [
-        Phase(one.kind, max(0, one.start_ns - zero_ns), max(0, one.end_ns - zero_ns))
-        for one in history.backwards
+        Phase(backward.kind, max(0, backward.start_ns - zero_ns), max(0, backward.end_ns - zero_ns))
+        for backward in history.backwards
     ]
-    found = RankMemory(
+    recorded = RankMemory(
         rank=memory.rank,
         host=memory.host,
         device=DEVICE,
@@ -174,22 +174,24 @@ def assembled(
         duration_ns=max(1, duration_ns),
         stacks=history.stacks,
         names=history.names,
-        phases=merged([*backwards, *marks.stepping(times)]),
+        phases=merge_phases([*backwards, *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
         lost=lost,
         version=memory.version,
         problem=history.problem,
     )
-    return categorised(with_foreign(found, claims), claims)
+    return categorise(with_foreign(recorded, claims), claims)
 
 
-def of_now(owners: Iterable[Owner], memory: RankMemory) -> RankMemory:
+def of_now(owners: Iterable[StorageOwner], memory: RankMemory) -> RankMemory:
     """Who owns the memory at this moment, without a history."""
-    own = [one for one in owners if one.device == DEVICE]
-    blocks, _ = pair_events([(one.address, one.size_bytes) for one in own], (), 0)
-    claims = [Claim(0, one.address, one.size_bytes, one.category, one.name) for one in own]
-    found = RankMemory(
+    on_cpu = [owner for owner in owners if owner.device == DEVICE]
+    blocks, _ = pair_events([(owner.address, owner.size_bytes) for owner in on_cpu], (), 0)
+    claims = [
+        Claim(0, owner.address, owner.size_bytes, owner.category, owner.name) for owner in on_cpu
+    ]
+    current = RankMemory(
         memory.rank, memory.host, DEVICE, blocks,
         limit_bytes=memory.limit_bytes, version=memory.version,
     )  # fmt: skip
-    return categorised(found, claims)
+    return categorise(current, claims)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from nbdist.core.rank import this_rank
-from nbdist.memory.categories import Claim, categorised
-from nbdist.memory.rank.marks import Marks, merged
-from nbdist.memory.rank.owners import Owner
-from nbdist.memory.rank.profiler_tree import shown
+from nbdist.memory.categories import Claim, categorise
+from nbdist.memory.rank.marks import Marks, merge_phases
+from nbdist.memory.rank.owners import StorageOwner
+from nbdist.memory.rank.profiler_tree import visible_stacks
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.memory.torch_reader import of_torch
 from nbdist.rpc.rank import crash_files
@@ -73,9 +73,11 @@ class CudaRecorder:
             self._snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
         finally:
             _stop()
-        made = _event_count(stats) - self._counted
-        kept = len(_trace(self._snapshot, self._device.index or 0))
-        self._rest["lost"] = max(0, made - kept) if kept >= self._options.most_events else 0
+        event_count = _event_count(stats) - self._counted
+        kept_count = len(_trace(self._snapshot, self._device.index or 0))
+        self._rest["lost"] = (
+            max(0, event_count - kept_count) if kept_count >= self._options.most_events else 0
+        )
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
         """What was recorded, beside what is known of the rank.
@@ -87,13 +89,15 @@ class CudaRecorder:
         if self._snapshot is None:
             return memory
         snapshot, self._snapshot = self._snapshot, None
-        clock = Clock(self._times_ns[marks.first], tuple(self._times_ns), self._backwards.found)
-        known = replace(memory, **{**_described(self._device), **self._rest})
-        return assembled(snapshot, marks, known, clock, self._device)
+        clock = RecordingClock(
+            self._times_ns[marks.first], tuple(self._times_ns), self._backwards.spans_ns
+        )
+        described = replace(memory, **{**_device_fields(self._device), **self._rest})
+        return assemble(snapshot, marks, described, clock, self._device)
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class RecordingClock:
     """When things were, by the host's clock, as the allocator's history has it.
 
     Attributes:
@@ -108,10 +112,10 @@ class Clock:
 
     def times_ns(self) -> dict[int, int]:
         """Mark -> time since the beginning."""
-        return {number: one - self.zero_ns for number, one in enumerate(self.marks_ns)}
+        return {number: mark_ns - self.zero_ns for number, mark_ns in enumerate(self.marks_ns)}
 
     def backwards(self) -> Iterator[Phase]:
-        """Those within the recording."""
+        """The backwards that end after the recording began, cut to it."""
         for start, end in self.backwards_ns:
             if end > self.zero_ns:
                 yield Phase(BACKWARD, max(0, start - self.zero_ns), end - self.zero_ns)
@@ -125,22 +129,22 @@ class _Backwards:
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
+        self.spans_ns: list[tuple[int, int]] = []
         self._depth = 0
-        self._own: dict[str, Callable[..., Any]] = {}
-        self._before: dict[str, Callable[..., Any]] = {}
+        self._replacements: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Callable[..., Any]] = {}
 
     def watch(self) -> None:
         """Replace the functions that run a backward, until `leave`."""
         for name in _BACKWARDS:
-            self._before[name] = getattr(torch.autograd, name)
-            self._own[name] = self._around(self._before[name])
-            setattr(torch.autograd, name, self._own[name])
+            self._originals[name] = getattr(torch.autograd, name)
+            self._replacements[name] = self._around(self._originals[name])
+            setattr(torch.autograd, name, self._replacements[name])
 
     def leave(self) -> None:
         """Put back what was there, unless somebody else has replaced it meanwhile."""
-        for name, before in self._before.items():
-            if getattr(torch.autograd, name) is self._own[name]:
+        for name, before in self._originals.items():
+            if getattr(torch.autograd, name) is self._replacements[name]:
                 setattr(torch.autograd, name, before)
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +158,7 @@ class _Backwards:
                 return call(*args, **kwargs)
             finally:
                 self._depth -= 1
-                self.found.append((start, time.time_ns()))
+                self.spans_ns.append((start, time.time_ns()))
 
         return run
 
@@ -202,11 +206,11 @@ def _trace(snapshot: Mapping[str, Any], index: int) -> list[Any]:
     return list(traces[index]) if index < len(traces) else []
 
 
-def assembled(
+def assemble(
     snapshot: Mapping[str, Any],
     marks: Marks,
     memory: RankMemory,
-    clock: Clock,
+    clock: RecordingClock,
     device: torch.device,
 ) -> RankMemory:
     """The rank's memory from torch's snapshot and what the objects claimed.
@@ -220,26 +224,26 @@ def assembled(
     """
     times = clock.times_ns()
     end_ns = clock.zero_ns + max(times.values(), default=0)
-    found = of_torch(
+    recorded = of_torch(
         snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0,
         start_us=clock.zero_ns // US, end_us=end_ns // US,
     )  # fmt: skip
-    found = replace(
-        _with_cells(found),
+    recorded = replace(
+        _with_cells(recorded),
         device_name=memory.device_name,
         limit_bytes=memory.limit_bytes,
         allocator_peak_bytes=memory.allocator_peak_bytes,
         reserved_peak_bytes=memory.reserved_peak_bytes,
         lost=memory.lost,
         version=memory.version,
-        phases=merged([*clock.backwards(), *marks.stepping(times)]),
+        phases=merge_phases([*clock.backwards(), *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
     )
-    return categorised(found, list(marks.claims(times, str(device))))
+    return categorise(recorded, list(marks.claims(times, str(device))))
 
 
 def of_now(
-    owners: Iterable[Owner], memory: RankMemory, before: Mapping[str, Any] | None = None
+    owners: Iterable[StorageOwner], memory: RankMemory, before: Mapping[str, Any] | None = None
 ) -> RankMemory:
     """Whose the memory is at this moment, without a history.
 
@@ -251,28 +255,32 @@ def of_now(
     device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}
-    taken = before or (empty if ask is None else ask())
-    snapshot = {**taken, "device_traces": []}
-    found = of_torch(snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0)
-    found = replace(_with_cells(found), **_described(device), version=memory.version)
-    return categorised(found, list(_claims(owners, str(device))))
+    torch_snapshot = before or (empty if ask is None else ask())
+    segments_only = {**torch_snapshot, "device_traces": []}
+    current = of_torch(
+        segments_only, rank=memory.rank, host=memory.host, device_index=device.index or 0
+    )
+    current = replace(_with_cells(current), **_device_fields(device), version=memory.version)
+    return categorise(current, list(_claims(owners, str(device))))
 
 
-def _claims(owners: Iterable[Owner], device: str) -> Iterator[Claim]:
-    for one in owners:
-        if one.device == device:
-            yield Claim(0, one.address, one.size_bytes, one.category, one.name)
+def _claims(owners: Iterable[StorageOwner], device: str) -> Iterator[Claim]:
+    for owner in owners:
+        if owner.device == device:
+            yield Claim(0, owner.address, owner.size_bytes, owner.category, owner.name)
 
 
-def _described(device: torch.device) -> dict[str, Any]:
+def _device_fields(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {"device_name": str(properties.name), "limit_bytes": int(properties.total_memory)}
 
 
 def _with_cells(memory: RankMemory) -> RankMemory:
     """With stacks as they are shown: cells by their numbers, without lines that say nothing."""
-    stacks, places = shown(memory.stacks, crash_files.cells)
+    stacks, places = visible_stacks(memory.stacks, crash_files.cells)
     # The last entry stands for a place of -1: not known.
     blocks = replace(memory.blocks, stack=places[memory.blocks.stack])
-    failures = tuple(replace(one, stack=int(places[one.stack])) for one in memory.failures)
+    failures = tuple(
+        replace(failure, stack=int(places[failure.stack])) for failure in memory.failures
+    )
     return replace(memory, stacks=stacks, blocks=blocks, failures=failures)

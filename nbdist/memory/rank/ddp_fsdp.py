@@ -16,7 +16,7 @@ def shards(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], Any]:
     Private: the modules show the gathered parameters from a forward on, and nothing public gives
     the shards then. Without it what the modules show is taken for the parameters.
     """
-    found = {}
+    shards_by_name = {}
     for module in modules:
         if not issubclass(type(module), FSDPModule):
             continue
@@ -24,13 +24,13 @@ def shards(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], Any]:
         single = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [single]):
             for shard in getattr(group, "fsdp_params", ()):
-                own = shard._module_info  # noqa: SLF001
+                info = shard._module_info  # noqa: SLF001
                 pairs = [
-                    (own.module, own.param_name),
-                    *zip(own.shared_modules, own.shared_param_names, strict=True),
+                    (info.module, info.param_name),
+                    *zip(info.shared_modules, info.shared_param_names, strict=True),
                 ]
-                found.update({(id(holder), name): shard for holder, name in pairs})
-    return found
+                shards_by_name.update({(id(holder), name): shard for holder, name in pairs})
+    return shards_by_name
 
 
 def unsharded_gradients(shard: Any) -> Iterator[Any]:
@@ -59,7 +59,7 @@ def bucket_sizes(module: DistributedDataParallel) -> tuple[int, ...]:
     ask = getattr(module, "_get_ddp_logging_data", None)
     if ask is None or not hasattr(module, "reducer"):
         return ()
-    told = ask()
+    logged = ask()
     # Since the first step they follow the order in which gradients come.
-    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or "")
     return tuple(int(size) for size in sizes.split(",") if size.strip().isdigit() and int(size))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nbdist.memory.categories import Claim
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import BACKWARD, STEPPING, Phase
 
 
@@ -23,8 +23,8 @@ class Marks:
     """
 
     first: int = 0
-    before: tuple[Owner, ...] = ()
-    owners: list[tuple[int, tuple[Owner, ...]]] = field(default_factory=list)
+    before: tuple[StorageOwner, ...] = ()
+    owners: list[tuple[int, tuple[StorageOwner, ...]]] = field(default_factory=list)
     steppings: list[tuple[int, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
@@ -34,9 +34,11 @@ class Marks:
             time_ns = times_ns.get(number)
             if time_ns is None:
                 continue
-            for one in owners:
-                if one.device == device:
-                    yield Claim(time_ns, one.address, one.size_bytes, one.category, one.name)
+            for owner in owners:
+                if owner.device == device:
+                    yield Claim(
+                        time_ns, owner.address, owner.size_bytes, owner.category, owner.name
+                    )
 
     def stepping(self, times_ns: Mapping[int, int]) -> Iterator[Phase]:
         """The steps of optimizers that both marks were seen of."""
@@ -49,22 +51,22 @@ class Marks:
         return tuple(times_ns[number] for number in self.ends if number in times_ns)
 
 
-def merged(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+def merge_phases(phases: Iterable[Phase]) -> tuple[Phase, ...]:
     """In order, none over another: a backward within an optimizer's step (a closure's) stays one.
 
     A step of an optimizer within another's, or in a backward (hooks that step), is part of it.
     """
-    found: list[Phase] = []
-    for one in sorted(phases, key=lambda one: (one.start_ns, -one.end_ns)):
-        if not found or one.start_ns >= found[-1].end_ns:
-            found.append(one)
+    ordered: list[Phase] = []
+    for phase in sorted(phases, key=lambda phase: (phase.start_ns, -phase.end_ns)):
+        if not ordered or phase.start_ns >= ordered[-1].end_ns:
+            ordered.append(phase)
             continue
-        last = found[-1]
-        if one.kind == BACKWARD and last.kind == STEPPING and one.end_ns <= last.end_ns:
-            found[-1:] = _split(last, one)
-        elif one.end_ns > last.end_ns:
-            found[-1] = Phase(last.kind, last.start_ns, one.end_ns)
-    return tuple(found)
+        last = ordered[-1]
+        if phase.kind == BACKWARD and last.kind == STEPPING and phase.end_ns <= last.end_ns:
+            ordered[-1:] = _split(last, phase)
+        elif phase.end_ns > last.end_ns:
+            ordered[-1] = Phase(last.kind, last.start_ns, phase.end_ns)
+    return tuple(ordered)
 
 
 def _split(around: Phase, inner: Phase) -> Sequence[Phase]:
@@ -73,4 +75,4 @@ def _split(around: Phase, inner: Phase) -> Sequence[Phase]:
         inner,
         Phase(around.kind, inner.end_ns, around.end_ns),
     )
-    return [one for one in parts if one.end_ns > one.start_ns]
+    return [part for part in parts if part.end_ns > part.start_ns]

@@ -24,7 +24,7 @@ from nbdist.rpc.rank.cell_hooks import Cell
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     """What the last cell lacked.
 
     Attributes:
@@ -38,36 +38,36 @@ class _Kept:
     is_watching: bool = False
 
 
-_kept = _Kept()
+_state = _State()
 
 
 def last() -> OomReport | None:
     """What the last cell lacked; None where its memory did not run out."""
-    return _kept.shortage
+    return _state.shortage
 
 
 def note(error: BaseException) -> None:
     """A cell has failed; nothing happens unless memory ran out, here or where it came from."""
-    for one in chain(error):
-        told = oom_message.parse_oom(type(one).__name__, str(one))
-        if told is not None:
+    for cause in chain(error):
+        message = oom_message.parse_oom(type(cause).__name__, str(cause))
+        if message is not None:
             from nbdist.memory.rank import oom_report
 
-            _kept.shortage = oom_report.noted(told, one, _kept.device)
+            _state.shortage = oom_report.make_report(message, cause, _state.device)
             return
 
 
 @contextmanager
 def around_cell(cell: Cell) -> Iterator[None]:
     """Note what a cell lacked: before the notebook hears of the failure."""
-    _kept.shortage = _kept.device = None
+    _state.shortage = _state.device = None
     watch_device()
     before = getattr(sys, "last_value", None)
     yield
     error = getattr(sys, "last_value", None)
     if cell.reply.get("status") == "error" and error is not None and error is not before:
         _try_to_note(error)
-    _kept.device = None
+    _state.device = None
 
 
 def watch_device() -> None:
@@ -77,9 +77,9 @@ def watch_device() -> None:
     cell has ended, without what C++ has let go of by then.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)  # noqa: SLF001
-    if _kept.is_watching or attach is None or not _is_initialized():
+    if _state.is_watching or attach is None or not _is_initialized():
         return
-    _kept.is_watching = True
+    _state.is_watching = True
     attach(_at_failure)
 
 
@@ -91,13 +91,13 @@ def _at_failure(*_device_and_sizes: int) -> None:
     """The allocator has failed, and raises its error after this; nothing may be raised here."""
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     try:
-        _kept.device = None if ask is None else {**ask(), "device_traces": []}
+        _state.device = None if ask is None else {**ask(), "device_traces": []}
     except Exception:  # noqa: BLE001  # the cell's own error is the one to be seen
-        _kept.device = None
+        _state.device = None
 
 
 def _try_to_note(error: BaseException) -> None:
     try:
         note(error)
     except (Exception, KeyboardInterrupt):  # noqa: BLE001  # the cell has its own error, and gets its reply
-        _kept.shortage = None
+        _state.shortage = None

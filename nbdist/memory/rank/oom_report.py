@@ -22,7 +22,7 @@ from nbdist.errors import OptionError
 from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
 from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, OomReport
 from nbdist.memory.rank import owners, record, saved_tensors
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, RankMemory
 from nbdist.memory.snapshot import UNKNOWN as NO_CATEGORY
 from nbdist.parallel import live_models, registry
@@ -37,48 +37,48 @@ _PHASES = (
 )
 
 
-def noted(
-    told: OomMessage, error: BaseException, before: Mapping[str, Any] | None = None
+def make_report(
+    message: OomMessage, error: BaseException, before: Mapping[str, Any] | None = None
 ) -> OomReport:
     """What there is to say of a shortage; memory.rank.record keeps the memory as it is.
 
     Args:
-        told: What the error said.
+        message: What the error said.
         error: As it was raised, its traceback with it.
         before: torch's snapshot of the GPU when the allocation failed; None where there is none.
     """
-    limit, free = 0, told.free_bytes
+    limit, free = 0, message.free_bytes
     try:
-        limit, free = _room(told)
-        found = _taken(error, before)
-        record.keep(found)
-        return _shortage(told, error, found, (limit, free))
+        limit, free = _room(message)
+        memory = _named_memory(error, before)
+        record.keep(memory)
+        return _shortage(message, error, memory, (limit, free))
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         nothing = tuple(0 for _ in CATEGORIES)
-        why = f"What held the memory could not be noted: {problem!r}."
+        why = f"What held the memory could not be recorded: {problem!r}."
         rank = this_rank().place.rank
-        return OomReport(rank, told, _phase(error), nothing, (), limit, free, None, problem=why)
+        return OomReport(rank, message, _phase(error), nothing, (), limit, free, None, problem=why)
 
 
 def _shortage(
-    told: OomMessage, error: BaseException, found: RankMemory, room: tuple[int, int]
+    message: OomMessage, error: BaseException, memory: RankMemory, room: tuple[int, int]
 ) -> OomReport:
-    blocks = found.blocks
+    blocks = memory.blocks
     categories = [
         int(blocks.size_bytes[blocks.category == n].sum()) for n in range(len(CATEGORIES))
     ]
     prepared = registry.prepared()
     return OomReport(
-        rank=found.rank,
-        told=told,
+        rank=memory.rank,
+        message=message,
         phase=_phase(error),
         categories=tuple(categories),
-        holders=tuple(_holders(found)),
+        holders=tuple(_holders(memory)),
         limit_bytes=room[0],
         free_bytes=room[1],
         choice=registry.current() if prepared else None,
-        blocks=max((_block_count(one.base) for one in prepared), default=0),
-        problem=found.problem,
+        blocks=max((_block_count(model.base) for model in prepared), default=0),
+        problem=memory.problem,
     )
 
 
@@ -89,55 +89,55 @@ def _block_count(model: torch.nn.Module) -> int:
         return 0
 
 
-def _holders(found: RankMemory) -> list[Holder]:
+def _holders(memory: RankMemory) -> list[Holder]:
     """The largest owners; what has no name counts by its category."""
     sums: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    blocks = found.blocks
+    blocks = memory.blocks
     for place in range(len(blocks)):
-        name = found.names[blocks.name[place]] if blocks.name[place] >= 0 else ""
+        name = memory.names[blocks.name[place]] if blocks.name[place] >= 0 else ""
         category = int(blocks.category[place])
         sums[name, category].append(int(blocks.size_bytes[place]))
     every = [Holder(name, kind, sum(sizes), len(sizes)) for (name, kind), sizes in sums.items()]
-    return sorted(every, key=lambda one: -one.size_bytes)[:MOST_HOLDERS]
+    return sorted(every, key=lambda holder: -holder.size_bytes)[:MOST_HOLDERS]
 
 
-def _taken(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
+def _named_memory(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
     """What is in use, with names for what frames and graphs hold."""
     names = dict(_locals(error))
-    kept = dict(_graphs())
-    found = []
-    seen = set()
-    for one in owners.owners():
-        key = (one.device, one.address)
-        seen.add(key)
-        operation = kept[key][1] if key in kept else ""
-        name = one.name or names.get(key) or _kept_for(operation)
-        found.append(one if name == one.name else replace(one, name=name))
-    found += [
-        Owner(address, size, NO_CATEGORY, _kept_for(operation), device)
-        for (device, address), (size, operation) in kept.items()
-        if (device, address) not in seen
+    saved = dict(_graphs())
+    owned = []
+    owned_keys = set()
+    for owner in owners.owners():
+        key = (owner.device, owner.address)
+        owned_keys.add(key)
+        operation = saved[key][1] if key in saved else ""
+        name = owner.name or names.get(key) or _saved_for(operation)
+        owned.append(owner if name == owner.name else replace(owner, name=name))
+    owned += [
+        StorageOwner(address, size, NO_CATEGORY, _saved_for(operation), device)
+        for (device, address), (size, operation) in saved.items()
+        if (device, address) not in owned_keys
     ]
-    return _with_activations(record.taken(found, before), {address for _, address in kept})
+    return _with_activations(record.memory_in_use(owned, before), {address for _, address in saved})
 
 
-def _kept_for(operation: str) -> str:
+def _saved_for(operation: str) -> str:
     return f"kept for {operation}" if operation else ""
 
 
-def _with_activations(found: RankMemory, kept: set[int]) -> RankMemory:
+def _with_activations(memory: RankMemory, saved_addresses: set[int]) -> RankMemory:
     """What a graph keeps and nothing else claims is an activation."""
-    blocks = found.blocks
-    is_kept = [int(address) in kept for address in blocks.address]
-    is_one = (blocks.category == NO_CATEGORY) & is_kept
+    blocks = memory.blocks
+    is_kept = [int(address) in saved_addresses for address in blocks.address]
+    is_unowned = (blocks.category == NO_CATEGORY) & is_kept
     category, is_exact = blocks.category.copy(), blocks.is_exact.copy()
-    category[is_one], is_exact[is_one] = ACTIVATION, True
-    return replace(found, blocks=replace(blocks, category=category, is_exact=is_exact))
+    category[is_unowned], is_exact[is_unowned] = ACTIVATION, True
+    return replace(memory, blocks=replace(blocks, category=category, is_exact=is_exact))
 
 
 def _graphs() -> Iterator[tuple[tuple[str, int], tuple[int, str]]]:
     """(device, address) -> (bytes, operation) of what autograd keeps."""
-    for tensor, operation in saved_tensors.saved(live_models.live(torch.Tensor)):
+    for tensor, operation in saved_tensors.saved_by_graphs(live_models.live(torch.Tensor)):
         for device, address, size in owners.storages(tensor):
             yield (device, address), (size, operation)
 
@@ -149,9 +149,9 @@ def _locals(error: BaseException) -> Iterator[tuple[tuple[str, int], str]]:
             continue  # a cell's own variables have their names already
         for name, value in list(frame.f_locals.items()):
             values = value if isinstance(value, list | tuple) else (value,)
-            for one in values:
-                if isinstance(one, torch.Tensor):
-                    for device, address, _ in owners.storages(one):
+            for item in values:
+                if isinstance(item, torch.Tensor):
+                    for device, address, _ in owners.storages(item):
                         yield (device, address), f"{name} in {frame.f_code.co_name}"
 
 
@@ -168,16 +168,16 @@ def _phase(error: BaseException) -> str:
     return next((phase for part, phase in _PHASES if any(part in file for file in files)), "")
 
 
-def _room(told: OomMessage) -> tuple[int, int]:
+def _room(message: OomMessage) -> tuple[int, int]:
     """What there is of the memory, and what of it this process could still have had."""
-    if told.memory == HOST:
+    if message.memory == HOST:
         host = psutil.virtual_memory()
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft == resource.RLIM_INFINITY:
             return host.total, host.available
-        left = max(0, soft - psutil.Process().memory_info().vms)
-        return min(host.total, soft), min(host.available, left)
-    total, free = told.total_bytes, told.free_bytes
+        available = max(0, soft - psutil.Process().memory_info().vms)
+        return min(host.total, soft), min(host.available, available)
+    total, free = message.total_bytes, message.free_bytes
     with contextlib.suppress(RuntimeError, AssertionError):
         if UNKNOWN in (total, free):
             now_free, total = torch.cuda.mem_get_info(this_rank().place.device)

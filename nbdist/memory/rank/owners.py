@@ -19,7 +19,7 @@ from nbdist.memory.rank import ddp_fsdp
 from nbdist.memory.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
 from nbdist.parallel import live_models, registry
 
-# The address of what is held in C++, where only its size is told.
+# The address of what is held in C++, where only its size is known.
 NOWHERE = -1
 # Modules around the user's own, and what each calls the one that is inside.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
@@ -27,7 +27,7 @@ _PARALLEL = (DistributedDataParallel, torch.nn.DataParallel)
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class StorageOwner:
     """One storage and what holds it.
 
     Attributes:
@@ -46,8 +46,8 @@ class Owner:
 
 
 @dataclass(slots=True)
-class _Found:
-    """What is known so far.
+class _Collected:
+    """Owners found so far, and what tells their names.
 
     Attributes:
         variables: What the user's variables hold, by id.
@@ -55,31 +55,31 @@ class _Found:
         owners: By device and address.
         places: Those without an address.
         more: How many further tensors of the same category lie in a storage.
-        seen: Tensors that were looked at, by id.
+        visited: Tensors that were looked at, by id.
         names: Of parameters, by id.
         trained: Parameters, in order.
     """
 
     variables: Mapping[int, str]
     shards: Mapping[tuple[int, str], Any]
-    owners: dict[tuple[str, int], Owner] = field(default_factory=dict)
-    places: list[Owner] = field(default_factory=list)
+    owners: dict[tuple[str, int], StorageOwner] = field(default_factory=dict)
+    places: list[StorageOwner] = field(default_factory=list)
     more: dict[tuple[str, int], int] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
+    visited: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     trained: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, tensor: object, category: int, name: str) -> None:
         """Let a tensor own its storages, those that have no owner yet."""
-        if not isinstance(tensor, torch.Tensor) or id(tensor) in self.seen:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in self.visited:
             return
-        self.seen.add(id(tensor))
+        self.visited.add(id(tensor))
         for device, address, size_bytes in storages(tensor):
             key = device, address
-            known = self.owners.get(key)
-            if known is None:
-                self.owners[key] = Owner(address, size_bytes, category, name, device)
-            elif known.category == category != UNKNOWN and known.name != name:
+            previous = self.owners.get(key)
+            if previous is None:
+                self.owners[key] = StorageOwner(address, size_bytes, category, name, device)
+            elif previous.category == category != UNKNOWN and previous.name != name:
                 self.more[key] = self.more.get(key, 0) + 1
 
     def take_parameter(self, parameter: torch.Tensor, name: str) -> None:
@@ -89,17 +89,17 @@ class _Found:
             self.trained.append(parameter)
         self.take(parameter, PARAMETER, name)
 
-    def all(self) -> tuple[Owner, ...]:
+    def all(self) -> tuple[StorageOwner, ...]:
         """In the order in which they were found."""
-        return (*(self._named(key, one) for key, one in self.owners.items()), *self.places)
+        return (*(self._named(key, owner) for key, owner in self.owners.items()), *self.places)
 
-    def _named(self, key: tuple[str, int], one: Owner) -> Owner:
+    def _named(self, key: tuple[str, int], owner: StorageOwner) -> StorageOwner:
         """A flat storage is of several tensors: the first one's name, and how many more."""
         more = self.more.get(key)
-        return one if not more else replace(one, name=f"{one.name} and {more} more")
+        return owner if not more else replace(owner, name=f"{owner.name} and {more} more")
 
 
-def owners() -> tuple[Owner, ...]:
+def owners() -> tuple[StorageOwner, ...]:
     """What this rank's memory is for, as far as Python objects hold it. This rank alone.
 
     Parameters go before buffers, gradients, optimizers' state, what is gathered or sent, and what
@@ -108,45 +108,49 @@ def owners() -> tuple[Owner, ...]:
     meta have no memory.
     """
     objects = list(live_models.live(torch.nn.Module, torch.Tensor))
-    modules = [one for one in objects if issubclass(type(one), torch.nn.Module) and _is_made(one)]
+    modules = [
+        module
+        for module in objects
+        if issubclass(type(module), torch.nn.Module) and _is_initialised(module)
+    ]
     optimizers = live_models.live_optimizers()
-    found = _Found(live_models.variables(), ddp_fsdp.shards(modules))
-    tensors = list(_of_models(found.variables, modules))
-    _take_models(found, tensors)
-    _take_optimizers(found, optimizers)
+    collected = _Collected(live_models.variables(), ddp_fsdp.shards(modules))
+    tensors = list(_of_models(collected.variables, modules))
+    _take_models(collected, tensors)
+    _take_optimizers(collected, optimizers)
     for place, name, _ in tensors:
-        _take_gathered(found, place, name)
+        _take_gathered(collected, place, name)
     for module in modules:
         if isinstance(module, DistributedDataParallel):
-            _take_buckets(found, module)
-    _take_rest(found, [one for one in objects if issubclass(type(one), torch.Tensor)])
+            _take_buckets(collected, module)
+    _take_rest(collected, [tensor for tensor in objects if issubclass(type(tensor), torch.Tensor)])
     for optimizer in optimizers:
-        _names[optimizer] = {key: found.names[key] for key in map(id, _stepped(optimizer))}
-    return found.all()
+        _names[optimizer] = {key: collected.names[key] for key in map(id, _stepped(optimizer))}
+    return collected.all()
 
 
 # What `owners` has called each optimizer's parameters, by id: the optimizer keeps them alive.
 _names: weakref.WeakKeyDictionary[Optimizer, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
-def of_optimizer(optimizer: Optimizer) -> tuple[Owner, ...]:
+def of_optimizer(optimizer: Optimizer) -> tuple[StorageOwner, ...]:
     """The same of what one optimizer steps: parameters, gradients, state. This rank alone.
 
     Much faster; all owners where the optimizer's parameters are not known yet.
     """
     names = _names.get(optimizer, {})
     parameters = list(_stepped(optimizer))
-    if any(id(one) not in names for one in parameters):
+    if any(id(parameter) not in names for parameter in parameters):
         return owners()
-    found = _Found({}, {}, names=dict(names), trained=parameters)
-    for one in parameters:
-        found.take(one, PARAMETER, names[id(one)])
-    _take_optimizers(found, [optimizer])
-    return found.all()
+    collected = _Collected({}, {}, names=dict(names), trained=parameters)
+    for parameter in parameters:
+        collected.take(parameter, PARAMETER, names[id(parameter)])
+    _take_optimizers(collected, [optimizer])
+    return collected.all()
 
 
 def _stepped(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (one for group in optimizer.param_groups for one in group["params"])
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class _Place:
     is_parameter: bool
 
 
-def _is_made(module: torch.nn.Module) -> bool:
+def _is_initialised(module: torch.nn.Module) -> bool:
     """Whether its constructor has come far enough."""
     return hasattr(module, "_modules") and hasattr(module, "_parameters")
 
@@ -173,28 +177,28 @@ def _of_models(
     variables: Mapping[int, str], modules: list[torch.nn.Module]
 ) -> Iterator[tuple[_Place, str, torch.Tensor]]:
     """Every parameter and buffer, by its name in the user's own module."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     walked = []
     for root in _roots(modules):
-        own = list(_walk(root, "", set()))
-        if any(id(tensor) not in seen for _, _, tensor in own):
-            walked.append((root, own))
-        seen |= {id(tensor) for _, _, tensor in own}
+        walk = list(_walk(root, "", set()))
+        if any(id(tensor) not in visited for _, _, tensor in walk):
+            walked.append((root, walk))
+        visited |= {id(tensor) for _, _, tensor in walk}
     titles = _titles(variables, [root for root, _ in walked])
-    for root, own in walked:
-        for place, name, tensor in own:
+    for root, walk in walked:
+        for place, name, tensor in walk:
             yield place, f"{titles[id(root)]}{name}", tensor
 
 
 def _roots(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """The modules that are in no other, without what is around them: prepared ones first."""
-    inner = {id(child) for one in modules for child in one.children()}
-    outermost = [_own(one) for one in modules if id(one) not in inner]
-    first = [one.base for one in registry.prepared()]
-    return list({id(one): one for one in [*first, *outermost]}.values())
+    inner = {id(child) for module in modules for child in module.children()}
+    outermost = [_unwrapped(module) for module in modules if id(module) not in inner]
+    first = [model.base for model in registry.prepared()]
+    return list({id(module): module for module in [*first, *outermost]}.values())
 
 
-def _own(module: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     children = list(module.named_children())
     while len(children) == 1 and _is_around(module, children[0][0]):
         module = children[0][1]
@@ -212,73 +216,75 @@ def _titles(variables: Mapping[int, str], roots: list[torch.nn.Module]) -> dict[
 
     A cell that was run again can leave models behind that nobody holds; they do not count.
     """
-    named = [one for one in roots if id(one) in variables]
+    named = [root for root in roots if id(root) in variables]
     single = named or roots
     titles = {key: f"{name}." for key, name in live_models.names(roots, variables).items()}
     return {**titles, id(single[0]): ""} if len(single) == 1 else titles
 
 
 def _walk(
-    module: torch.nn.Module, path: str, seen: set[int]
+    module: torch.nn.Module, path: str, visited: set[int]
 ) -> Iterator[tuple[_Place, str, torch.Tensor]]:
-    if id(module) in seen:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield _Place(id(module), key, is_parameter=True), f"{path}{key}", parameter
     for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         yield _Place(id(module), key, is_parameter=False), f"{path}{key}", buffer
     for name, child in module.named_children():
-        yield from _walk(child, path if _is_around(module, name) else f"{path}{name}.", seen)
+        yield from _walk(child, path if _is_around(module, name) else f"{path}{name}.", visited)
 
 
-def _take_models(found: _Found, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
+def _take_models(collected: _Collected, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
     for place, name, tensor in tensors:
         if place.is_parameter:
-            _take_parameter(found, place, name, tensor)
+            _take_parameter(collected, place, name, tensor)
     for place, name, tensor in tensors:
         if not place.is_parameter:
-            found.take(tensor, BUFFER, name)
+            collected.take(tensor, BUFFER, name)
 
 
-def _take_optimizers(found: _Found, optimizers: list[Optimizer]) -> None:
+def _take_optimizers(collected: _Collected, optimizers: list[Optimizer]) -> None:
     """Parameters that are in no module, all gradients, and state."""
     for optimizer in optimizers:
-        _take_stepped(found, optimizer)
-    for parameter in found.trained:
+        _take_stepped(collected, optimizer)
+    for parameter in collected.trained:
         for gradient in _gradients(parameter):
-            found.take(gradient, GRADIENT, found.names[id(parameter)])
+            collected.take(gradient, GRADIENT, collected.names[id(parameter)])
     for optimizer in optimizers:
-        _take_state(found, optimizer)
+        _take_state(collected, optimizer)
 
 
-def _take_parameter(found: _Found, place: _Place, name: str, parameter: torch.Tensor) -> None:
+def _take_parameter(
+    collected: _Collected, place: _Place, name: str, parameter: torch.Tensor
+) -> None:
     """A parameter; under fully_shard this rank's shard, with its padding."""
-    shard = found.shards.get((place.module, place.key))
+    shard = collected.shards.get((place.module, place.key))
     if shard is None:
-        found.take_parameter(parameter, name)
+        collected.take_parameter(parameter, name)
         return
-    found.take_parameter(shard.sharded_param, name)
-    found.take(ddp_fsdp.padded(shard), PARAMETER, name)
+    collected.take_parameter(shard.sharded_param, name)
+    collected.take(ddp_fsdp.padded(shard), PARAMETER, name)
     for gradient in ddp_fsdp.unsharded_gradients(shard):
-        found.take(gradient, GRADIENT, name)
+        collected.take(gradient, GRADIENT, name)
 
 
-def _take_gathered(found: _Found, place: _Place, name: str) -> None:
+def _take_gathered(collected: _Collected, place: _Place, name: str) -> None:
     """What fully_shard has gathered of a parameter from all ranks, while it is there."""
-    shard = found.shards.get((place.module, place.key))
+    shard = collected.shards.get((place.module, place.key))
     if shard is not None:
         for gathered in ddp_fsdp.gathered(shard):
-            found.take(gathered, COMMUNICATION, name)
+            collected.take(gathered, COMMUNICATION, name)
 
 
-def _take_stepped(found: _Found, optimizer: Optimizer) -> None:
+def _take_stepped(collected: _Collected, optimizer: Optimizer) -> None:
     """Parameters that an optimizer has and no module."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in found.names:
+            if id(parameter) not in collected.names:
                 title = f"{type(optimizer).__name__}, group {number}, parameter {place}"
-                found.take_parameter(parameter, found.variables.get(id(parameter), title))
+                collected.take_parameter(parameter, collected.variables.get(id(parameter), title))
 
 
 def _gradients(parameter: torch.Tensor) -> Iterator[Any]:
@@ -286,16 +292,16 @@ def _gradients(parameter: torch.Tensor) -> Iterator[Any]:
         yield parameter.grad
 
 
-def _take_state(found: _Found, optimizer: Optimizer) -> None:
+def _take_state(collected: _Collected, optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        name = found.names.get(id(parameter), "")
+        name = collected.names.get(id(parameter), "")
         for key, tensor in _inside(state):
-            found.take(tensor, OPTIMIZER, f"{name}: {key}" if name else key)
+            collected.take(tensor, OPTIMIZER, f"{name}: {key}" if name else key)
     for number, group in enumerate(optimizer.param_groups):
-        own = {key: value for key, value in group.items() if key != "params"}
-        for key, tensor in _inside(own):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for key, tensor in _inside(options):
             title = f"{type(optimizer).__name__}, group {number}: {key}"
-            found.take(tensor, OPTIMIZER, title)
+            collected.take(tensor, OPTIMIZER, title)
 
 
 def _inside(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -310,25 +316,25 @@ def _inside(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _inside(item, name)
 
 
-def _take_buckets(found: _Found, module: DistributedDataParallel) -> None:
+def _take_buckets(collected: _Collected, module: DistributedDataParallel) -> None:
     """DDP's buckets, unless gradients lie in them."""
     is_view = module.gradient_as_bucket_view
-    if is_view and any(one.grad is not None for one in module.parameters()):
+    if is_view and any(parameter.grad is not None for parameter in module.parameters()):
         return
     device = str(next(module.parameters()).device)
     for number, size_bytes in enumerate(ddp_fsdp.bucket_sizes(module)):
         name = f"DDP bucket {number}"
-        found.places.append(Owner(NOWHERE, size_bytes, COMMUNICATION, name, device))
+        collected.places.append(StorageOwner(NOWHERE, size_bytes, COMMUNICATION, name, device))
 
 
-def _take_rest(found: _Found, tensors: list[torch.Tensor]) -> None:
+def _take_rest(collected: _Collected, tensors: list[torch.Tensor]) -> None:
     """Tensors without an owner, those that a variable means first."""
-    tensors.sort(key=lambda one: id(one) not in found.variables)
+    tensors.sort(key=lambda tensor: id(tensor) not in collected.variables)
     for tensor in tensors:
-        name = found.variables.get(id(tensor), "")
-        if id(tensor) not in found.names and _is_trained(tensor):
-            found.take(tensor.grad, GRADIENT, name)
-        found.take(tensor, UNKNOWN, name)
+        name = collected.variables.get(id(tensor), "")
+        if id(tensor) not in collected.names and _is_trained(tensor):
+            collected.take(tensor.grad, GRADIENT, name)
+        collected.take(tensor, UNKNOWN, name)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -340,7 +346,10 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 def storages(tensor: torch.Tensor) -> list[tuple[str, int, int]]:
     """Device, address and bytes of what a tensor lies in; nothing where it cannot be asked."""
-    return [(str(one.device), one.data_ptr(), one.nbytes()) for one in _own_storages(tensor)]
+    return [
+        (str(storage.device), storage.data_ptr(), storage.nbytes())
+        for storage in _own_storages(tensor)
+    ]
 
 
 def live_storages() -> Iterator[torch.UntypedStorage]:
@@ -351,10 +360,12 @@ def live_storages() -> Iterator[torch.UntypedStorage]:
 
 def _own_storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     try:
-        found = [part.untyped_storage() for part in _parts(tensor)]
+        storages = [part.untyped_storage() for part in _parts(tensor)]
         # Those on meta have no memory, and a fake tensor's is on meta.
         return [
-            one for one in found if one.device.type != "meta" and one.nbytes() and one.data_ptr()
+            storage
+            for storage in storages
+            if storage.device.type != "meta" and storage.nbytes() and storage.data_ptr()
         ]
     except Exception:  # noqa: BLE001  # not made yet, or without a storage
         return []
@@ -364,9 +375,9 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of which one is made."""
     if hasattr(type(tensor), "__tensor_flatten__"):  # DTensor and others of its kind
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-        for one in inner:
-            if isinstance(one, torch.Tensor):  # a DTensor's mesh is among them
-                yield from _parts(one)
+        for attribute in inner:
+            if isinstance(attribute, torch.Tensor):  # a DTensor's mesh is among them
+                yield from _parts(attribute)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())  # noqa: SLF001  # before coalesce()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.memory.blocks import Event
-from nbdist.memory.snapshot import BACKWARD, Frame, Phase
+from nbdist.memory.snapshot import BACKWARD, AllocationFrame, Phase
 
 # Before the number of a mark.
 MARK = "nbdist memory "
@@ -39,7 +39,7 @@ _NOISE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class ProfilerHistory:
     """What a profiler has seen.
 
     Attributes:
@@ -47,13 +47,13 @@ class History:
         backwards: In order.
         marks_ns: Time of each mark, by its number.
         stacks, names: As RankMemory has them.
-        problem: What lacks, as a sentence.
+        problem: What is missing, as a sentence.
     """
 
     events: tuple[Event, ...]
     backwards: tuple[Phase, ...]
     marks_ns: Mapping[int, int]
-    stacks: tuple[tuple[Frame, ...], ...] = ()
+    stacks: tuple[tuple[AllocationFrame, ...], ...] = ()
     names: tuple[str, ...] = ()
     problem: str = ""
 
@@ -131,9 +131,9 @@ class _Reading:
         outer = within.link
         if not within.is_cut:
             outer = self.stacks.at(outer, fields.caller.line_number)
-        own = fields.callsite
-        file, function = _text(own, "file_name"), _text(own, "function_name")
-        link = self.stacks.call(outer, file, own.line_number, function)
+        call_site = fields.callsite
+        file, function = _text(call_site, "file_name"), _text(call_site, "function_name")
+        link = self.stacks.call(outer, file, call_site.line_number, function)
         return _Within(link, is_backward=within.is_backward)
 
     def c(self, node: Any, fields: Any, within: _Within) -> _Within:
@@ -180,14 +180,14 @@ class _Reading:
         return _Within(link, operator, is_cut=True, is_backward=True)
 
 
-def _text(one: Any, name: str) -> str:
+def _text(fields: Any, name: str) -> str:
     """A text of torch's; empty where its memory is used for something else by now.
 
     The profiler keeps the names of code that is gone (torch 2.13), as of a module that a traceback
     has loaded.
     """
     try:
-        return str(getattr(one, name))
+        return str(getattr(fields, name))
     except UnicodeDecodeError:
         return ""
 
@@ -201,36 +201,36 @@ _STEPS = {
 }
 
 
-def read(roots: Iterable[Any], cells: Mapping[str, int]) -> History:
+def read(roots: Iterable[Any], cells: Mapping[str, int]) -> ProfilerHistory:
     """What the profiler's tree says of the CPU's memory.
 
     Args:
         roots: torch's `_ProfilerEvent`s that are in no other.
         cells: File name -> number, for the code of cells.
     """
-    found = _Reading(Stacks(cells))
+    reading = _Reading(Stacks(cells))
     # Without recursion: calls can be as deep as Python allows.
-    todo: list[tuple[Any, _Within]] = [(one, _Within()) for one in reversed(list(roots))]
+    todo: list[tuple[Any, _Within]] = [(node, _Within()) for node in reversed(list(roots))]
     while todo:
         node, within = todo.pop()
         children = node.children
-        inner = found.visit(node, children, within)
+        inner = reading.visit(node, children, within)
         todo.extend((child, inner) for child in reversed(children))
-    return History(
-        events=tuple(sorted(found.events, key=lambda one: one.time_ns)),
-        backwards=tuple(_backwards(found)),
-        marks_ns=found.marks_ns,
-        stacks=tuple(found.stacks.found),
-        names=tuple(found.names),
+    return ProfilerHistory(
+        events=tuple(sorted(reading.events, key=lambda event: event.time_ns)),
+        backwards=tuple(_backwards(reading)),
+        marks_ns=reading.marks_ns,
+        stacks=tuple(reading.stacks.unique),
+        names=tuple(reading.names),
     )
 
 
-def _backwards(found: _Reading) -> Iterator[Phase]:
+def _backwards(reading: _Reading) -> Iterator[Phase]:
     """What ran a backward; where no calls were recorded, nodes with no other operator between."""
-    others = sorted(found.others)
+    others = sorted(reading.others)
     place = 0
     start, end = 0, -1
-    for first, last in sorted([*found.runs, *found.nodes]):
+    for first, last in sorted([*reading.runs, *reading.nodes]):
         while place < len(others) and others[place] < end:
             place += 1
         is_apart = place < len(others) and others[place] < first
@@ -250,7 +250,7 @@ class _Link:
 
     Attributes:
         outer: Place of that one; NO_LINK for none.
-        file, line, function, is_known: As memory.snapshot.Frame has them.
+        file, line, function, is_known: As memory.snapshot.AllocationFrame has them.
     """
 
     outer: int
@@ -267,15 +267,15 @@ class Stacks:
     Attributes:
         cells: File name -> number, for the code of cells.
         links: Every call once.
-        found: Every stack once, innermost frame first.
+        unique: Every stack once, innermost frame first.
     """
 
     cells: Mapping[str, int]
     links: list[_Link] = field(default_factory=list)
-    found: list[tuple[Frame, ...]] = field(default_factory=list)
+    unique: list[tuple[AllocationFrame, ...]] = field(default_factory=list)
     _places: dict[_Link, int] = field(default_factory=dict)
-    _stacks: dict[tuple[Frame, ...], int] = field(default_factory=dict)
-    _known: dict[int, int] = field(default_factory=dict)
+    _stacks: dict[tuple[AllocationFrame, ...], int] = field(default_factory=dict)
+    _place_of_call: dict[int, int] = field(default_factory=dict)
     _files: dict[str, str] = field(default_factory=dict)
 
     def call(self, outer: int, file: str, line: int, function: str) -> int:
@@ -286,30 +286,30 @@ class Stacks:
         """The same function, now at this line."""
         if link == NO_LINK:
             return link
-        one = self.links[link]
-        return self._place(_Link(one.outer, one.file, line, one.function, is_known=True))
+        call = self.links[link]
+        return self._place(_Link(call.outer, call.file, line, call.function, is_known=True))
 
     def place(self, link: int) -> int:
-        """The stack of a call, as a place in `found`; -1 where nothing of it is worth showing."""
-        known = self._known.get(link)
-        if known is None:
-            known = self._known[link] = self._new(link)
-        return known
+        """The stack of a call, as a place in `unique`; -1 where nothing of it is worth showing."""
+        place = self._place_of_call.get(link)
+        if place is None:
+            place = self._place_of_call[link] = self._new(link)
+        return place
 
     def _new(self, link: int) -> int:
         frames = []
         while link != NO_LINK:
-            one = self.links[link]
-            file = self._file(one.file)
+            call = self.links[link]
+            file = self._file(call.file)
             if file:
-                frames.append(Frame(file, one.line, one.function, one.is_known))
-            link = one.outer
+                frames.append(AllocationFrame(file, call.line, call.function, call.is_known))
+            link = call.outer
         if not frames:
             return -1
         stack = tuple(frames)
         if stack not in self._stacks:
-            self._stacks[stack] = len(self.found)
-            self.found.append(stack)
+            self._stacks[stack] = len(self.unique)
+            self.unique.append(stack)
         return self._stacks[stack]
 
     def _place(self, link: _Link) -> int:
@@ -325,20 +325,22 @@ class Stacks:
         return self._files[file]
 
 
-def shown(
-    stacks: Sequence[tuple[Frame, ...]], cells: Mapping[str, int]
-) -> tuple[tuple[tuple[Frame, ...], ...], npt.NDArray[np.int32]]:
+def visible_stacks(
+    stacks: Sequence[tuple[AllocationFrame, ...]], cells: Mapping[str, int]
+) -> tuple[tuple[tuple[AllocationFrame, ...], ...], npt.NDArray[np.int32]]:
     """Stacks of whole file names as `Stacks` has them, and the new place of each; the last is -1.
 
     A stack of which nothing is shown has no place: -1.
     """
-    found: dict[tuple[Frame, ...], int] = {}
+    numbers: dict[tuple[AllocationFrame, ...], int] = {}
     files = {frame.file: shown_file(frame.file, cells) for stack in stacks for frame in stack}
     places = []
     for stack in stacks:
-        own = tuple(replace(one, file=files[one.file]) for one in stack if files[one.file])
-        places.append(found.setdefault(own, len(found)) if own else -1)
-    return tuple(found), np.array([*places, -1], np.int32)
+        visible = tuple(
+            replace(frame, file=files[frame.file]) for frame in stack if files[frame.file]
+        )
+        places.append(numbers.setdefault(visible, len(numbers)) if visible else -1)
+    return tuple(numbers), np.array([*places, -1], np.int32)
 
 
 def shown_file(file: str, cells: Mapping[str, int]) -> str:
@@ -353,7 +355,9 @@ def cell_number(file: str, cells: Mapping[str, int]) -> int | None:
     """The cell with this file name, of which the beginning may be cut off."""
     if file in cells:
         return cells[file]
-    return next((cells[one] for one in cells if one.endswith(f"/{file}") and "ipy" in file), None)
+    return next(
+        (cells[path] for path in cells if path.endswith(f"/{file}") and "ipy" in file), None
+    )
 
 
 def whole_name(file: str) -> str:
@@ -361,6 +365,6 @@ def whole_name(file: str) -> str:
     if file.startswith("<") or Path(file).is_absolute():
         return file
     return next(
-        (str(path) for one in sys.path if (path := Path(one) / file).is_file()),
+        (str(path) for folder in sys.path if (path := Path(folder) / file).is_file()),
         file,
     )

@@ -25,7 +25,7 @@ from nbdist.memory.rank import cpu, cuda, owners
 from nbdist.memory.rank.cpu import CpuRecorder
 from nbdist.memory.rank.cuda import CudaRecorder
 from nbdist.memory.rank.marks import Marks
-from nbdist.memory.rank.owners import Owner
+from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
@@ -38,7 +38,7 @@ from nbdist.variables.pack import PackedValue
 NOTHING = "Nothing was recorded on this rank."
 
 
-class Recorder(Protocol):
+class MemoryRecorder(Protocol):
     """What notes allocations on one kind of device.
 
     Attributes:
@@ -75,8 +75,8 @@ class _Recording:
         # A recording of one step ends with the first one that ends.
         wanted = None if options.steps is None else options.steps - 1
         self._steps = Steps(wanted, self._end_step)
-        self._made: list[int] = []  # the mark of each end that was counted
-        self._recorder: Recorder = (
+        self._end_marks: list[int] = []  # the mark of each end that was counted
+        self._recorder: MemoryRecorder = (
             CpuRecorder(options) if _device() == "cpu" else CudaRecorder(options)
         )
         self._hooks: list[Any] = []
@@ -85,7 +85,7 @@ class _Recording:
         self._memory: RankMemory | None = None
 
     def start(self) -> None:
-        """Record from now on. A failure leaves the cell alone, and is told afterwards."""
+        """Record from now on. A failure does not stop the cell, and is reported afterwards."""
         try:
             self._marks.before = owners.owners()
             self._is_on = self._recorder.start()
@@ -118,24 +118,24 @@ class _Recording:
         if self._memory is None:
             if self._is_on:
                 raise SnapshotError("The cell still runs.")
-            self._marks.ends = [self._made[number] for number in self._steps.ends]
-            found = self._recorder.read(self._marks, _here())
+            self._marks.ends = [self._end_marks[number] for number in self._steps.ends]
+            memory = self._recorder.read(self._marks, _here())
             problem = self.problem or self._recorder.problem
-            if not found.duration_ns:
+            if not memory.duration_ns:
                 raise SnapshotError(problem or NOTHING)
-            told = " ".join(filter(None, [problem, found.problem]))
-            self._memory = replace(found, problem=told)
+            problems = " ".join(filter(None, [problem, memory.problem]))
+            self._memory = replace(memory, problem=problems)
         return self._memory
 
     def _end_step(self) -> None:
-        self._made.append(self._recorder.mark())
+        self._end_marks.append(self._recorder.mark())
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_on:
             # The mark comes after: looking for the owners takes a while the first time.
-            found = self._owners(optimizer)
+            current = self._owners(optimizer)
             mark = self._began[id(optimizer)] = self._recorder.mark()
-            self._marks.owners.append((mark, found))
+            self._marks.owners.append((mark, current))
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._is_on:
@@ -148,12 +148,14 @@ class _Recording:
         if self._steps.take_optimizer(id(optimizer)):
             self.stop()
 
-    def _owners(self, optimizer: Optimizer) -> tuple[Owner, ...]:
-        """Of what an optimizer steps. A failure leaves the step alone, and is told afterwards."""
+    def _owners(self, optimizer: Optimizer) -> tuple[StorageOwner, ...]:
+        """Of what an optimizer steps. A failure does not stop the step; it is reported later."""
         try:
             return owners.of_optimizer(optimizer)
         except Exception as error:  # noqa: BLE001  # the cell itself is to run
-            self.problem = f"What {type(optimizer).__name__} holds could not be told: {error}."
+            self.problem = (
+                f"What {type(optimizer).__name__} holds could not be determined: {error}."
+            )
             return ()
 
     def _end(self) -> None:
@@ -174,35 +176,35 @@ class _Recording:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     """The recording that was armed last."""
 
-    last: _Recording | _Noted | None = None
+    last: _Recording | _Shortage | None = None
 
 
-_kept = _Kept()
+_state = _State()
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
+class _Shortage:
     """What was in use when memory ran out, in the place of a recording."""
 
-    found: RankMemory
+    in_use: RankMemory
 
     def memory(self) -> RankMemory:
         """What was noted: nothing is left to be read."""
-        return self.found
+        return self.in_use
 
 
-def keep(found: RankMemory) -> None:
+def keep(memory: RankMemory) -> None:
     """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
     if cell_hook.state.running is None:
-        _kept.last = _Noted(found)
+        _state.last = _Shortage(memory)
 
 
 def begin(options: MemoryOptions, token: str) -> None:
     """Record the cell that brings this token; what was recorded before is forgotten."""
-    cell_hook.state.armed = _kept.last = _Recording(options, token)
+    cell_hook.state.armed = _state.last = _Recording(options, token)
 
 
 def finish(folders: Sequence[str]) -> PackedValue:
@@ -214,37 +216,39 @@ def finish(folders: Sequence[str]) -> PackedValue:
     Raises:
         SnapshotError: If nothing was recorded.
     """
-    if _kept.last is None:
+    if _state.last is None:
         raise SnapshotError(f"{NOTHING[:-1]}: its process has replaced another.")
-    if cell_hook.state.armed is _kept.last:  # its cell was never sent
+    if cell_hook.state.armed is _state.last:  # its cell was never sent
         cell_hook.state.armed = None
         raise SnapshotError(NOTHING)
     with progress.during(NOUN):
         progress.tell("sorting what was allocated")
-        return sent(_kept.last.memory(), folders)
+        return pack_memory(_state.last.memory(), folders)
 
 
 def now(folders: Sequence[str]) -> PackedValue:
     """Whose the memory is at this moment, as `finish` gives it."""
-    return sent(taken(owners.owners()), folders)
+    return pack_memory(memory_in_use(owners.owners()), folders)
 
 
-def taken(found: Iterable[Owner], before: Mapping[str, Any] | None = None) -> RankMemory:
+def memory_in_use(
+    current: Iterable[StorageOwner], before: Mapping[str, Any] | None = None
+) -> RankMemory:
     """What is in use at this moment, and whose it is.
 
     Args:
-        found: All owners.
+        current: All owners.
         before: Of a GPU, torch's snapshot of an earlier moment, to be used instead.
     """
     if _device() == "cpu":
-        return cpu.of_now(found, _here())
-    return cuda.of_now(found, _here(), before)
+        return cpu.of_now(current, _here())
+    return cuda.of_now(current, _here(), before)
 
 
-def sent(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
+def pack_memory(memory: RankMemory, folders: Sequence[str]) -> PackedValue:
     """A rank's memory on its way to the notebook, with the strategy."""
-    told = choice.described(registry.current()) if registry.prepared() else ""
-    return pack.send(pack.pack({"memory": memory, "strategy": told}), folders)
+    strategy = choice.described(registry.current()) if registry.prepared() else ""
+    return pack.send(pack.pack({"memory": memory, "strategy": strategy}), folders)
 
 
 def _device() -> str:
@@ -253,7 +257,7 @@ def _device() -> str:
 
 def _here() -> RankMemory:
     """Who and where, without blocks."""
-    found = empty(this_rank().place.rank, socket.gethostname(), "")
+    nothing = empty(this_rank().place.rank, socket.gethostname(), "")
     return RankMemory(
-        found.rank, found.host, found.device, found.blocks, version=str(torch.__version__)
+        nothing.rank, nothing.host, nothing.device, nothing.blocks, version=str(torch.__version__)
     )

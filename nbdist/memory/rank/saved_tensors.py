@@ -12,21 +12,21 @@ _RAW = "_raw_saved_"
 MOST_NODES = 200_000
 
 
-def saved(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]:
+def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, str]]:
     """Tensors that the graphs of these keep, with the name of the operation that needs each.
 
     What hooks have put elsewhere (checkpoints, offload) is left out: to look at it is to compute
     or to copy it again.
     """
-    nodes: list[Any] = [node for one in tensors if (node := _node(one)) is not None]
-    seen: set[Any] = set()
-    while nodes and len(seen) < MOST_NODES:
+    nodes: list[Any] = [node for tensor in tensors if (node := _node(tensor)) is not None]
+    visited: set[Any] = set()
+    while nodes and len(visited) < MOST_NODES:
         node = nodes.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes.extend(following for following, _ in node.next_functions if following is not None)
-        for tensor in _kept(node):
+        for tensor in _saved_by(node):
             yield tensor, node.name()
 
 
@@ -37,7 +37,7 @@ def _node(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _kept(node: Any) -> Iterator[torch.Tensor]:
+def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     """What one operation keeps.
 
     Private: `SavedTensor.data` and `unpack_hook` are not documented; the documented `_saved_*` run
@@ -50,15 +50,15 @@ def _kept(node: Any) -> Iterator[torch.Tensor]:
             value = getattr(node, name)
         except RuntimeError:  # freed by a backward
             continue
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if getattr(one, "unpack_hook", one) is None:
-                tensor = _data(one)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if getattr(item, "unpack_hook", item) is None:
+                tensor = _data(item)
                 if isinstance(tensor, torch.Tensor):
                     yield tensor
 
 
-def _data(one: Any) -> Any:
+def _data(item: Any) -> Any:
     try:
-        return one.data
+        return item.data
     except (RuntimeError, AttributeError):  # freed by a backward
         return None

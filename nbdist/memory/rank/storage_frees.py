@@ -12,7 +12,7 @@ import torch
 from nbdist.memory.blocks import Event
 
 
-class Ends:
+class StorageFrees:
     """Notes when storages go. They are not kept alive by it."""
 
     def __init__(self) -> None:

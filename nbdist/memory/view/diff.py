@@ -8,8 +8,8 @@ from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.view import View, table
-from nbdist.memory.call_site import written
-from nbdist.memory.diff import Amount, Change, SnapshotDiff
+from nbdist.memory.call_site import frame_text
+from nbdist.memory.diff import Amount, BlockChange, SnapshotDiff
 from nbdist.memory.snapshot import CATEGORIES
 from nbdist.recording.view.iframe import clipped
 
@@ -18,7 +18,7 @@ _MOST_NAME = 40
 _NOTHING = "-"
 
 
-def grew(growth: SnapshotDiff, since: str) -> View:
+def growth_view(growth: SnapshotDiff, since: str) -> View:
     """What %dist_memory --since shows.
 
     Args:
@@ -30,22 +30,22 @@ def grew(growth: SnapshotDiff, since: str) -> View:
     if not growth.grown:
         return View("\n".join([*before, *after]))
     head = ["grown", "before", "after", "blocks", "what", "name", "line", "ranks"]
-    rows = [_cells(one) for one in growth.grown[:MOST_ROWS]]
+    rows = [_cells(change) for change in growth.grown[:MOST_ROWS]]
     return table(head, rows, before=before, after=after)
 
 
-def _cells(one: Change) -> list[str]:
-    kind = one.kind
+def _cells(change: BlockChange) -> list[str]:
+    kind = change.kind
     size = f" of {units.size(kind.size_bytes)}" if kind.size_bytes else ""
     return [
-        f"+{units.size(one.grown_bytes)}",
-        units.size(one.before.size_bytes),
-        units.size(one.after.size_bytes),
-        f"{one.before.count} -> {one.after.count}{size}",
+        f"+{units.size(change.grown_bytes)}",
+        units.size(change.before.size_bytes),
+        units.size(change.after.size_bytes),
+        f"{change.before.count} -> {change.after.count}{size}",
         CATEGORIES[kind.category],
         clipped(kind.name, _MOST_NAME) if kind.name else _NOTHING,
-        written(kind.lines[0]) if kind.lines else _NOTHING,
-        rank_label(sorted(one.ranks)),
+        frame_text(kind.lines[0]) if kind.lines else _NOTHING,
+        rank_label(sorted(change.ranks)),
     ]
 
 
@@ -56,10 +56,10 @@ def _totals(growth: SnapshotDiff, since: str) -> Iterator[str]:
         alike.setdefault(amounts, []).append(rank)
     for (before, after), ranks in alike.items():
         change = after.size_bytes - before.size_bytes
-        told = f"{'+' if change >= 0 else '-'}{units.size(abs(change))}"
+        change_text = f"{'+' if change >= 0 else '-'}{units.size(abs(change))}"
         yield (
-            f"{ranks_phrase(ranks)} since {since}: {told}, from {units.size(before.size_bytes)} "
-            f"to {units.size(after.size_bytes)} in use"
+            f"{ranks_phrase(ranks)} since {since}: {change_text}, from "
+            f"{units.size(before.size_bytes)} to {units.size(after.size_bytes)} in use"
         )
 
 
@@ -67,10 +67,11 @@ def _rest(growth: SnapshotDiff) -> Iterator[str]:
     """What the table leaves out, in sum."""
     if not growth.grown and growth.ranks:
         yield "nothing has grown"
-    left = growth.grown[MOST_ROWS:]
-    if left:
-        yield f"{len(left)} more have grown: +{units.size(sum(one.grown_bytes for one in left))}"
+    remaining = growth.grown[MOST_ROWS:]
+    if remaining:
+        total = sum(change.grown_bytes for change in remaining)
+        yield f"{len(remaining)} more have grown: +{units.size(total)}"
     if growth.shrunk:
-        total = -sum(one.grown_bytes for one in growth.shrunk)
-        kinds = dict.fromkeys(CATEGORIES[one.kind.category] for one in growth.shrunk)
+        total = -sum(change.grown_bytes for change in growth.shrunk)
+        kinds = dict.fromkeys(CATEGORIES[change.kind.category] for change in growth.shrunk)
         yield f"shrunk or gone: -{units.size(total)} ({', '.join(kinds)})"

@@ -64,7 +64,7 @@ class Scales:
 
     @property
     def unit(self) -> tuple[float, str]:
-        """Of that axis."""
+        """The largest unit that the axis reaches: its size and name."""
         every = UNITS_NS if self.has_history else (*units.BYTE_UNITS, (1, "B"))
         return next(unit for unit in every if self.whole >= unit[0])
 
@@ -73,8 +73,8 @@ def scales(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> Scales:
     """One scale of time, from 0, and one of bytes for all ranks."""
     has_history = any(rank.duration_ns for rank in snapshot.ranks)
     ends = [int(rank.blocks.start_ns.max(initial=0)) + 1 for rank in snapshot.ranks]
-    needed = max((max(one.size_bytes, one.reserved_peak_bytes) for one in peaks), default=0)
-    limits = [one.limit_bytes for one in peaks if one.limit_bytes <= _MOST_LIMIT * needed]
+    needed = max((max(peak.size_bytes, peak.reserved_peak_bytes) for peak in peaks), default=0)
+    limits = [peak.limit_bytes for peak in peaks if peak.limit_bytes <= _MOST_LIMIT * needed]
     most = max([needed * _HEADROOM, *(limit * 1.02 for limit in limits)])
     end_ns = max([1, *ends, *(rank.duration_ns for rank in snapshot.ranks)]) if has_history else 1
     return Scales(end_ns, max(1, int(most)), has_history)
@@ -86,7 +86,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
     Leaves matplotlib's settings, figures and backend as they are.
     """
     shared, peak_of = scales(snapshot, peaks), {peak.rank: peak for peak in peaks}
-    ranks = _chosen(snapshot.ranks, peak_of)
+    ranks = _most_needy(snapshot.ranks, peak_of)
     header, gap = (LOW_HEADER, LOW_GAP) if len(ranks) > MANY else (HEADER, GAP)
     room = recording_png.MOST_HEIGHT // max(len(ranks), 1) - header - gap
     high = min(PANEL, max(LEAST_PANEL, room)) if shared.has_history else BAR
@@ -95,7 +95,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
             axes = recording_png.panel(figure, place * (header + high + gap), high, header)
             peak = peak_of.get(rank.rank)
             recording_png.header(
-                axes, header, f"rank {rank.rank}", one_line(_told(rank, peak), 150)
+                axes, header, f"rank {rank.rank}", one_line(_header_text(rank, peak), 150)
             )
             axes.set_xlim(0, shared.whole)
             if shared.has_history:
@@ -109,7 +109,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
         return recording_png.written(figure)
 
 
-def _chosen(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
+def _most_needy(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
     """The ranks that need most, in rank order, as many as one can look at."""
     needed = {number: peak.size_bytes for number, peak in peaks.items()}
     most = sorted(ranks, key=lambda rank: -needed.get(rank.rank, 0))[:MOST_RANKS]
@@ -121,12 +121,12 @@ def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scal
     panel = round(axes.bbox.height)
     strip = PHASES if rank.phases and panel >= 5 * PHASES else 0
     row = shared.most_bytes / (panel - strip)  # bytes of a row of pixels
-    made = changes(rank.blocks)
-    time_ns, total = totals(made)
+    block_changes = changes(rank.blocks)
+    time_ns, total = totals(block_changes)
     edges = np.arange(INNER + 1) * shared.end_ns // INNER
     at_ns = np.maximum(time_ns[highest(time_ns, total, edges)], edges[:-1])
-    tops = _tops(sizes_at(made, at_ns))
-    pixels = _coloured(_layers(tops, row, panel - strip)[::-1])
+    tops = _tops(sizes_at(block_changes, at_ns))
+    pixels = _colour(_layers(tops, row, panel - strip)[::-1])
     _darken_edges(pixels, rank, (at_ns, tops), row)
     _show(axes, pixels, (0, shared.end_ns, 0, shared.most_bytes))
     axes.set_ylim(-strip * row, shared.most_bytes)
@@ -160,7 +160,7 @@ def _at_one_moment(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The bytes from left to right."""
     tops = _tops(sizes_at(changes(rank.blocks), np.zeros(1, np.int64)))
     layer = _layers(tops, shared.most_bytes / INNER, INNER).T
-    _show(axes, _coloured(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
+    _show(axes, _colour(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
     axes.set_yticks([])
 
 
@@ -186,7 +186,7 @@ def _layers(tops: Integers, row: float, n_rows: int) -> Integers:
     return layer
 
 
-def _coloured(layer: Integers) -> Pixels:
+def _colour(layer: Integers) -> Pixels:
     """The colours of layers, with stripes where a category is guessed."""
     lane = np.array(recording_png.rgb(LANE))
     strong = np.array(
@@ -219,10 +219,10 @@ def _darken_edges(
     bases = np.pad(tops, ((0, 0), (1, 0)))
     for column, moment in enumerate(at_ns):
         there = np.flatnonzero((start_ns <= moment) & (moment < end_ns))
-        own, summed = layer[there], np.cumsum(size_bytes[there])
-        firsts = np.searchsorted(own, own)
+        present_layers, summed = layer[there], np.cumsum(size_bytes[there])
+        firsts = np.searchsorted(present_layers, present_layers)
         before = np.where(firsts > 0, summed[firsts - 1], 0)
-        up = np.rint((bases[column, own] + summed - before) / row).astype(np.int64)
+        up = np.rint((bases[column, present_layers] + summed - before) / row).astype(np.int64)
         rows = len(pixels) - up[up <= len(pixels)]
         pixels[rows, column] = (pixels[rows, column] * _EDGE).astype(np.uint8)
 
@@ -231,11 +231,13 @@ def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The ends of steps, what the allocator held, the device's limit, and what failed."""
     if 4 * len({end_ns * INNER // shared.end_ns for end_ns in rank.step_ends_ns}) < INNER:
         axes.vlines(rank.step_ends_ns, 0, shared.most_bytes, color=LINE, alpha=0.4, linewidth=PIXEL)
-    held = rank.reserved
-    if len(held.time_ns):
-        first = int(held.time_ns[0]) * INNER // shared.end_ns
-        edges = np.maximum(np.arange(first, INNER + 1) * shared.end_ns // INNER, held.time_ns[0])
-        most = held.size_bytes[highest(held.time_ns, held.size_bytes, edges)]
+    reserved = rank.reserved
+    if len(reserved.time_ns):
+        first = int(reserved.time_ns[0]) * INNER // shared.end_ns
+        edges = np.maximum(
+            np.arange(first, INNER + 1) * shared.end_ns // INNER, reserved.time_ns[0]
+        )
+        most = reserved.size_bytes[highest(reserved.time_ns, reserved.size_bytes, edges)]
         axes.step(
             edges, [*most, most[-1]], where="post", color=_RESERVED, linewidth=2 * PIXEL,
             antialiased=False,
@@ -246,21 +248,21 @@ def _marks(axes: Axes, rank: RankMemory, shared: Scales) -> None:
         axes.axvline(failure.time_ns, color=_FAILED, linewidth=3 * PIXEL)
 
 
-def _told(rank: RankMemory, peak: RankPeak | None) -> str:
+def _header_text(rank: RankMemory, peak: RankPeak | None) -> str:
     if peak is None:
         return rank.problem or "nothing was allocated"
-    told = [f"peak {units.exact_size(peak.size_bytes)}"]
+    words = [f"peak {units.exact_size(peak.size_bytes)}"]
     if peak.phase:
-        told[0] += f" in {when(peak)}"
+        words[0] += f" in {when(peak)}"
     if peak.reserved_peak_bytes:
-        told.append(f"reserved {units.exact_size(peak.reserved_peak_bytes)} (black line)")
+        words.append(f"reserved {units.exact_size(peak.reserved_peak_bytes)} (black line)")
     if peak.limit_bytes:
-        told.append(f"limit {units.exact_size(peak.limit_bytes)}")
+        words.append(f"limit {units.exact_size(peak.limit_bytes)}")
     if rank.failures:
-        told.append("out of memory (red)")
+        words.append("out of memory (red)")
     if rank.problem:
-        told.append(rank.problem)
-    return ", ".join(told)
+        words.append(rank.problem)
+    return ", ".join(words)
 
 
 def _legend(figure: Figure, ranks: Sequence[RankMemory]) -> None:
@@ -271,5 +273,5 @@ def _legend(figure: Figure, ranks: Sequence[RankMemory]) -> None:
         figure, [(COLOURS[name], name) for name in names], "no memory was recorded"
     )
     if names:
-        words = "striped: the category is guessed; bottom line: dark backward, grey optimizer"
+        words = "striped: guessed category; bottom line: dark backward, grey optimizer"
         figure.text(0.985, 0.004, words, ha="right", fontsize=FONT_PT - 1, color=DARK)

@@ -57,8 +57,8 @@ const phaseColour = kind => kind === "backward" ? theme.text : theme.faint;
 
 // What of a rank was drawn last: for each pixel the block (its place + 1), or -1 - class of the rest.
 function buffersOf(rank, columns, rows) {
-  const own = rank.drawn;
-  if (own && own.columns === columns && own.rows === rows) return own;
+  const raster = rank.drawn;
+  if (raster && raster.columns === columns && raster.rows === rows) return raster;
   const surface = document.createElement("canvas");
   surface.width = columns;
   surface.height = rows;
@@ -91,22 +91,22 @@ function seenAfter(rank, changes, least) {
 
 function drawArea(place, rank) {
   const columns = Math.max(1, Math.round((width - LEFT) * ratio)), rows = Math.max(1, Math.round(areaOf(rank) * ratio));
-  const own = buffersOf(rank, columns, rows), least = 0.8 * (high - low) / rows;
-  own.step = span() / columns;
-  const shown = own.shown = momentsOf(rank, columns), classes = memory.layers.length;
+  const raster = buffersOf(rank, columns, rows), least = 0.8 * (high - low) / rows;
+  raster.step = span() / columns;
+  const shown = raster.shown = momentsOf(rank, columns), classes = memory.layers.length;
   let k = shown[0];
   const sums = sumsAfter(rank, k, classes), live = seenAfter(rank, k, least);
-  own.pixels.fill(lanePixel);
-  own.ids.fill(0);
+  raster.pixels.fill(lanePixel);
+  raster.ids.fill(0);
   for (let column = 0; column < columns; column++) {
     for (; k < shown[column]; k++) change(rank, k, sums, live, least);
-    drawColumn(own, column, sums, live);
+    drawColumn(raster, column, sums, live);
   }
-  const ink = own.surface.getContext("2d");
-  ink.putImageData(own.image, 0, 0);
+  const ink = raster.surface.getContext("2d");
+  ink.putImageData(raster.image, 0, 0);
   const y = tops[place] + HEADER - frame.scrollTop;
   context.imageSmoothingEnabled = false;
-  context.drawImage(own.surface, LEFT, y, width - LEFT, areaOf(rank));
+  context.drawImage(raster.surface, LEFT, y, width - LEFT, areaOf(rank));
 }
 
 function change(rank, k, sums, live, least) {
@@ -117,30 +117,30 @@ function change(rank, k, sums, live, least) {
   else live[code].splice(live[code].indexOf(i), 1);
 }
 
-function drawColumn(own, column, sums, live) {
-  const scale = own.rows / (high - low);
+function drawColumn(raster, column, sums, live) {
+  const scale = raster.rows / (high - low);
   let base = -low;
   for (const code of memory.layers) {
     const top = base + sums[code];
     let at = base;
     for (const i of live[code]) {
-      fill(own, column, at * scale, (at + memory.size[i]) * scale, code, i + 1);
+      fill(raster, column, at * scale, (at + memory.size[i]) * scale, code, i + 1);
       at += memory.size[i];
     }
-    if (top > at) fill(own, column, at * scale, top * scale, code, -1 - code);
+    if (top > at) fill(raster, column, at * scale, top * scale, code, -1 - code);
     base = top;
-    if (base * scale > own.rows) return;
+    if (base * scale > raster.rows) return;
   }
 }
 
 // One column of a block from a height to another; a darker pixel on top and where it begins, where
 // it is large enough for that: many edges side by side would be noise.
-function fill(own, column, bottom, top, code, id) {
-  const { rows, columns, pixels, ids } = own;
+function fill(raster, column, bottom, top, code, id) {
+  const { rows, columns, pixels, ids } = raster;
   const last = rows - 1 - Math.max(0, Math.round(bottom)), first = Math.max(0, rows - Math.round(top));
   if (last < first) return;
   const category = code >> 1, shade = id > 0 ? id % SHADES : 0;
-  const isEdged = id > 0 && last - first >= EDGED && memory.end[id - 1] - memory.start[id - 1] > EDGED * own.step;
+  const isEdged = id > 0 && last - first >= EDGED && memory.end[id - 1] - memory.start[id - 1] > EDGED * raster.step;
   const full = strong[category][shade], stripe = code & 1 ? full : pale[category][shade];
   const isRinged = id > 0 && (id - 1 === hovered || id - 1 === focused);
   const middle = ((first + last) >> 1) * columns + column;
@@ -155,25 +155,25 @@ function fill(own, column, bottom, top, code, id) {
 // One moment: the bytes of a rank from left to right.
 function drawBar(place, rank) {
   const columns = Math.max(1, Math.round((width - LEFT) * ratio)), rows = Math.max(1, Math.round(memory.panel * ratio));
-  const own = buffersOf(rank, columns, rows), scale = columns / span(), changes = rank.time.length;
+  const raster = buffersOf(rank, columns, rows), scale = columns / span(), changes = rank.time.length;
   const sums = sumsAfter(rank, changes, memory.layers.length), live = seenAfter(rank, changes, 0.8 / scale);
-  own.pixels.fill(lanePixel);
-  own.ids.fill(0);
+  raster.pixels.fill(lanePixel);
+  raster.ids.fill(0);
   let base = -from;
   for (const code of memory.layers) {
     let at = base;
     base += sums[code];
-    for (const i of live[code]) at = fillAcross(own, at * scale, (at + memory.size[i]) * scale, code, i + 1) / scale;
-    if (base > at) fillAcross(own, at * scale, base * scale, code, -1 - code);
+    for (const i of live[code]) at = fillAcross(raster, at * scale, (at + memory.size[i]) * scale, code, i + 1) / scale;
+    if (base > at) fillAcross(raster, at * scale, base * scale, code, -1 - code);
   }
-  own.surface.getContext("2d").putImageData(own.image, 0, 0);
+  raster.surface.getContext("2d").putImageData(raster.image, 0, 0);
   context.imageSmoothingEnabled = false;
-  context.drawImage(own.surface, LEFT, tops[place] + HEADER - frame.scrollTop, width - LEFT, memory.panel);
+  context.drawImage(raster.surface, LEFT, tops[place] + HEADER - frame.scrollTop, width - LEFT, memory.panel);
   drawLabels(place, rank);
 }
 
-function fillAcross(own, left, right, code, id) {
-  const { rows, columns, pixels, ids } = own, category = code >> 1, shade = id > 0 ? id % SHADES : 0;
+function fillAcross(raster, left, right, code, id) {
+  const { rows, columns, pixels, ids } = raster, category = code >> 1, shade = id > 0 ? id % SHADES : 0;
   const first = Math.max(0, Math.round(left)), last = Math.min(columns, Math.round(right));
   const full = strong[category][shade], stripe = code & 1 ? full : pale[category][shade];
   const isRinged = id > 0 && (id - 1 === hovered || id - 1 === focused), isWide = id > 0 && last - first >= EDGED;
@@ -188,20 +188,20 @@ function fillAcross(own, left, right, code, id) {
 // Names on blocks that are high enough, at the beginning of what is seen of them.
 function drawLabels(place, rank) {
   const { ids, columns, rows } = rank.drawn, y = tops[place] + HEADER - frame.scrollTop;
-  const least = memory.moment ? 0 : LABEL_HIGH * (high - low) / areaOf(rank), seen = new Set();
+  const least = memory.moment ? 0 : LABEL_HIGH * (high - low) / areaOf(rank), labelled = new Set();
   context.font = "11px system-ui, sans-serif";
-  for (let column = 0, told = 0; column < columns && told < MOST_LABELS; column += 12) {
+  for (let column = 0, labels = 0; column < columns && labels < MOST_LABELS; column += 12) {
     for (let row = 0; row < rows; row += Math.max(1, Math.floor(LABEL_HIGH * ratio / 2))) {
       const id = ids[row * columns + column];
-      if (id <= 0 || memory.size[id - 1] < least || seen.has(id)) continue;
+      if (id <= 0 || memory.size[id - 1] < least || labelled.has(id)) continue;
       let end = column, above = row, below = row;
       while (end < columns && ids[row * columns + end] === id) end++;
       while (above > 0 && ids[(above - 1) * columns + column] === id) above--;
       while (below + 1 < rows && ids[(below + 1) * columns + column] === id) below++;
       const wide = (end - column) / ratio, middle = (above + below + 1) / 2 / ratio;
       if (wide < LABEL_WIDE || (below - above + 1) / ratio < LABEL_HIGH - 1) continue;
-      seen.add(id);
-      told++;
+      labelled.add(id);
+      labels++;
       const colour = channels(memory.colours[memory.code[id - 1] >> 1]);
       context.fillStyle = id - 1 === hovered || id - 1 === focused ? theme.back : inkOn(colour);
       context.fillText(fitted(context, `${label(id - 1)} ${bytes(memory.size[id - 1])}`, wide - 8), LEFT + column / ratio + 4, y + middle + 4);
@@ -211,11 +211,11 @@ function drawLabels(place, rank) {
 
 // ---------------------------------------------------------------- around the areas
 
-function told(rank) {
+function headerText(rank) {
   if (!rank.peak) return rank.problem || "nothing was allocated";
   const [ns, size, when] = rank.peak, parts = [memory.moment ? `${bytes(size)} in use` : `peak ${bytes(size)} at ${moment(ns, memory.to / 1e4)} in ${when}`];
-  const held = memory.held.slice(...memory.heldFirsts.slice(memory.ranks.indexOf(rank), memory.ranks.indexOf(rank) + 2));
-  if (held.length) parts.push(`held by the allocator ${bytes(held.reduce((a, b) => Math.max(a, b)))} (line)`);
+  const reserved = memory.held.slice(...memory.heldFirsts.slice(memory.ranks.indexOf(rank), memory.ranks.indexOf(rank) + 2));
+  if (reserved.length) parts.push(`held by the allocator ${bytes(reserved.reduce((a, b) => Math.max(a, b)))} (line)`);
   if (rank.limit) parts.push(`limit ${bytes(rank.limit)}`);
   if (rank.failures.length) parts.push("out of memory (red)");
   if (rank.problem) parts.push(rank.problem);
@@ -298,7 +298,7 @@ function paint(top, bottom) {
   memory.ranks.forEach((rank, place) => {
     const end = place + 1 < tops.length ? tops[place + 1] : total;
     if (end < top || tops[place] > bottom) return;
-    drawHeader(tops[place] - top, `${rank.isFolded ? "\u25b8" : "\u25be"} rank ${rank.rank}`, told(rank));
+    drawHeader(tops[place] - top, `${rank.isFolded ? "\u25b8" : "\u25be"} rank ${rank.rank}`, headerText(rank));
     if (rank.isFolded) return;
     if (memory.moment) return drawBar(place, rank);
     drawArea(place, rank);
@@ -354,9 +354,9 @@ function scrollTo(place) {
 // Blocks in use at a rank's peak, the largest first.
 function walked(rank) {
   if (!rank.walked) {
-    const ns = memory.moment || !rank.peak ? 0 : rank.peak[0], found = [];
-    for (let i = rank.first; i < rank.stop && memory.start[i] <= ns; i++) if (memory.end[i] > ns) found.push(i);
-    rank.walked = found.sort((a, b) => memory.size[b] - memory.size[a] || a - b).slice(0, MOST_WALKED);
+    const ns = memory.moment || !rank.peak ? 0 : rank.peak[0], present = [];
+    for (let i = rank.first; i < rank.stop && memory.start[i] <= ns; i++) if (memory.end[i] > ns) present.push(i);
+    rank.walked = present.sort((a, b) => memory.size[b] - memory.size[a] || a - b).slice(0, MOST_WALKED);
   }
   return rank.walked;
 }
@@ -379,9 +379,9 @@ function nextRank(by) {
 function idAt(x, y) {
   const at = rankAt(y);
   if (!at || y < AXIS || x < LEFT || memory.ranks[at.place].isFolded) return 0;
-  const own = memory.ranks[at.place].drawn, row = Math.floor((at.below - HEADER) * ratio);
-  const column = Math.min(Math.floor((x - LEFT) * ratio), own ? own.columns - 1 : 0);
-  return own && row >= 0 && row < own.rows ? own.ids[row * own.columns + column] : 0;
+  const raster = memory.ranks[at.place].drawn, row = Math.floor((at.below - HEADER) * ratio);
+  const column = Math.min(Math.floor((x - LEFT) * ratio), raster ? raster.columns - 1 : 0);
+  return raster && row >= 0 && row < raster.rows ? raster.ids[row * raster.columns + column] : 0;
 }
 
 // What there is to say of a point, a line each.
@@ -392,8 +392,8 @@ function textsAt(x, y) {
   const rank = memory.ranks[at.place];
   if (memory.moment || !rank.peak) return null;
   const column = Math.min(rank.drawn.columns - 1, Math.floor((x - LEFT) * ratio)), near = 3 * pixel();
-  const failed = rank.failures.find(one => Math.abs(one[0] - timeOf(x)) < near);
-  if (failed) return [`out of memory: ${bytes(failed[1])} asked for`, ...breakdown(at.place, failed[0])];
+  const failed = rank.failures.find(failure => Math.abs(failure[0] - timeOf(x)) < near);
+  if (failed) return [`out of memory: ${bytes(failed[1])} requested`, ...breakdown(at.place, failed[0])];
   if (at.below < HEADER) return null;
   // What is told is what is drawn: the moment of the most in use of the column's stretch.
   const changes = rank.drawn.shown[column], begins = from + column * span() / rank.drawn.columns;

@@ -84,9 +84,9 @@ function changesUntil(rank, ns) {
 
 // The bytes of each class after so many changes.
 function sumsAfter(rank, changes, classes) {
-  const kept = Math.min(Math.floor(changes / EVERY), rank.sums.length / classes - 1);
-  const sums = rank.sums.slice(kept * classes, (kept + 1) * classes);
-  for (let k = kept * EVERY; k < changes; k++) sums[rank.code[k]] += rank.delta[k];
+  const saved = Math.min(Math.floor(changes / EVERY), rank.sums.length / classes - 1);
+  const sums = rank.sums.slice(saved * classes, (saved + 1) * classes);
+  for (let k = saved * EVERY; k < changes; k++) sums[rank.code[k]] += rank.delta[k];
   return sums;
 }
 
@@ -101,7 +101,7 @@ function label(i) {
 }
 
 function phaseAt(rank, ns) {
-  const phase = rank.phases.find(one => one[1] <= ns && ns < one[2]);
+  const phase = rank.phases.find(([, start, end]) => start <= ns && ns < end);
   const step = rank.steps.findIndex(end => ns < end);
   return (phase ? phase[0] : "forward") + (step >= 0 ? ` of step ${step}` : "");
 }
@@ -110,9 +110,9 @@ function phaseAt(rank, ns) {
 function lines(i) {
   const rank = memory.ranks[memory.rankOf[i]], code = memory.code[i];
   const by = memory.operator[i] && memory.name[i] ? `, ${memory.names[memory.operator[i] - 1]}` : "";
-  const [via, ...own] = memory.stack[i] ? memory.stacks[memory.stack[i] - 1] : [-1];
+  const [via, ...userLines] = memory.stack[i] ? memory.stacks[memory.stack[i] - 1] : [-1];
   return [`${label(i)}: ${bytes(memory.size[i])}`, categoryOf(code) + by,
-          ...own.map((line, at) => (at ? "called at " : "at ") + memory.lines[line]),
+          ...userLines.map((line, at) => (at ? "called at " : "at ") + memory.lines[line]),
           ...(via >= 0 ? [`via ${memory.lines[via]}`] : []),
           `rank ${rank.rank}${memory.moment ? "" : `, ${lifeOf(i, rank)}`}`];
 }
@@ -129,15 +129,15 @@ function lifeOf(i, rank) {
 // What the tooltip shows of a rank at a moment, after so many changes.
 function breakdown(place, ns, changes = changesUntil(memory.ranks[place], ns)) {
   const rank = memory.ranks[place], sums = sumsAfter(rank, changes, memory.layers.length);
-  const total = sums.reduce((all, one) => all + one, 0);
+  const total = sums.reduce((sum, size) => sum + size, 0);
   const head = `rank ${rank.rank}: ${bytes(total)} in use at ${moment(ns, finest())}, ${phaseAt(rank, ns)}`;
-  const held = heldAt(place, ns);
+  const reserved = heldAt(place, ns);
   const parts = memory.layers.filter(code => sums[code]).reverse().map(code => `${categoryOf(code)} ${bytes(sums[code])}`);
-  return [head, ...(held ? [`held by the allocator ${bytes(held)}`] : []), ...parts];
+  return [head, ...(reserved ? [`held by the allocator ${bytes(reserved)}`] : []), ...parts];
 }
 
 function heldAt(place, ns) {
-  let held = 0;
-  for (let k = memory.heldFirsts[place]; k < memory.heldFirsts[place + 1] && memory.heldTime[k] <= ns; k++) held = memory.held[k];
-  return held;
+  let reserved = 0;
+  for (let k = memory.heldFirsts[place]; k < memory.heldFirsts[place + 1] && memory.heldTime[k] <= ns; k++) reserved = memory.held[k];
+  return reserved;
 }

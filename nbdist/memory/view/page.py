@@ -8,10 +8,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from nbdist.memory.call_site import innermost_library, is_own, written
+from nbdist.memory.call_site import frame_text, innermost_library, is_own
 from nbdist.memory.downsample import Level, level
 from nbdist.memory.peak import RankPeak, when
-from nbdist.memory.snapshot import BEFORE, CATEGORIES, STAYS, Frame, Integers, RankMemory, Snapshot
+from nbdist.memory.snapshot import (
+    BEFORE,
+    CATEGORIES,
+    STAYS,
+    AllocationFrame,
+    Integers,
+    RankMemory,
+    Snapshot,
+)
 from nbdist.memory.timeline import codes, lifetimes, m4_downsample
 from nbdist.memory.view.colours import COLOURS, LAYERS, PALER
 from nbdist.memory.view.image import scales
@@ -36,7 +44,7 @@ PANELS_PX = {1: 300, 2: 220, 3: 160, 4: 140}
 PANEL_PX, BAR_PX = 110, 40
 
 
-def packed(
+def pack_page(
     snapshot: Snapshot, peaks: tuple[RankPeak, ...], most_bytes: int = MOST_BYTES
 ) -> tuple[Level, str]:
     """The finest level of a snapshot that fits so many bytes, and what memory.js reads, as base64.
@@ -46,10 +54,10 @@ def packed(
     most = MOST_ITEMS
     while True:
         shown = level(snapshot.ranks, most)
-        n_blocks = sum(len(one.blocks) for one in shown.ranks)
+        n_blocks = sum(len(rank.blocks) for rank in shown.ranks)
         size = shown.n_items / MOST_ITEMS
         if size <= 1 or most <= 0:
-            data = base64.b64encode(_packed(snapshot, peaks, shown))
+            data = base64.b64encode(_pack(snapshot, peaks, shown))
             if len(data) <= most_bytes or most <= 0:
                 return shown, data.decode("ascii")
             size = len(data) / most_bytes
@@ -75,11 +83,11 @@ def _panel_px(snapshot: Snapshot) -> int:
     return PANELS_PX.get(len(snapshot.ranks), PANEL_PX)
 
 
-def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
+def _pack(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> bytes:
     texts = _Texts(shown, snapshot.ranks)
     shared = scales(snapshot, peaks)
-    held = [_held(rank) for rank in snapshot.ranks]
-    known = {one.rank: one for one in peaks}
+    reserved = [_reserved(rank) for rank in snapshot.ranks]
+    peak_of = {peak.rank: peak for peak in peaks}
     marks = MOST_MARKS // max(len(snapshot.ranks), 1)
     head = {
         "categories": CATEGORIES,
@@ -95,30 +103,30 @@ def _packed(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> by
         "most": shared.most_bytes,
         "moment": not shared.has_history,
         "panel": _panel_px(snapshot),
-        "firsts": _firsts(len(one.blocks) for one in shown.ranks),
-        "restFirsts": _firsts(len(one.time_ns) for one in shown.ranks),
-        "heldFirsts": _firsts(len(time_ns) for time_ns, _ in held),
+        "firsts": _firsts(len(rank.blocks) for rank in shown.ranks),
+        "restFirsts": _firsts(len(rank.time_ns) for rank in shown.ranks),
+        "heldFirsts": _firsts(len(time_ns) for time_ns, _ in reserved),
         "ranks": [
-            _rank(rank, known.get(rank.rank), marks)
-            | {"before": int((one.blocks.start_ns == BEFORE).sum())}
-            for rank, one in zip(snapshot.ranks, shown.ranks, strict=True)
+            _rank(rank, peak_of.get(rank.rank), marks)
+            | {"before": int((drawn.blocks.start_ns == BEFORE).sum())}
+            for rank, drawn in zip(snapshot.ranks, shown.ranks, strict=True)
         ],
     }
-    spans = [lifetimes(one.blocks) for one in shown.ranks]
+    spans = [lifetimes(rank.blocks) for rank in shown.ranks]
     columns = {
-        "start": _joined(_distances(start_ns) for start_ns, _ in spans),
-        "life": _joined(np.where(end == STAYS, 0, end - start) for start, end in spans),
-        "size": _joined(one.blocks.size_bytes for one in shown.ranks),
-        "code": _joined(codes(one.blocks) for one in shown.ranks),
+        "start": _join(_distances(start_ns) for start_ns, _ in spans),
+        "life": _join(np.where(end == STAYS, 0, end - start) for start, end in spans),
+        "size": _join(rank.blocks.size_bytes for rank in shown.ranks),
+        "code": _join(codes(rank.blocks) for rank in shown.ranks),
         "name": texts.name,
         "operator": texts.operator,
         "stack": texts.stack,
-        "restTime": _joined(_distances(one.time_ns) for one in shown.ranks),
-        "restCode": _joined(one.code for one in shown.ranks),
+        "restTime": _join(_distances(rank.time_ns) for rank in shown.ranks),
+        "restCode": _join(rank.code for rank in shown.ranks),
         # Signs go into the lowest bit: columns hold no number below 0.
-        "rest": _joined(2 * abs(one.size_bytes) + (one.size_bytes < 0) for one in shown.ranks),
-        "heldTime": _joined(_distances(time_ns) for time_ns, _ in held),
-        "held": _joined(size_bytes for _, size_bytes in held),
+        "rest": _join(2 * abs(rank.size_bytes) + (rank.size_bytes < 0) for rank in shown.ranks),
+        "heldTime": _join(_distances(time_ns) for time_ns, _ in reserved),
+        "held": _join(size_bytes for _, size_bytes in reserved),
     }
     return recording_iframe.packed(head, columns)
 
@@ -133,7 +141,7 @@ def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, obje
         "peak": [peak.time_ns, peak.size_bytes, when(peak)] if peak else None,
         "phases": [[p.kind, p.start_ns, p.end_ns] for p in rank.phases[:marks]],
         "steps": rank.step_ends_ns[:marks],
-        "failures": [[one.time_ns, one.size_bytes] for one in rank.failures[:marks]],
+        "failures": [[failure.time_ns, failure.size_bytes] for failure in rank.failures[:marks]],
     }
 
 
@@ -153,52 +161,54 @@ class _Texts:
         self._stacks: dict[tuple[int, ...], int] = {}
         columns = [
             (
-                self._numbers(one.blocks.name, rank.names),
-                self._numbers(one.blocks.operator, rank.names),
-                self._stack_numbers(one.blocks.stack, rank.stacks),
+                self._numbers(drawn.blocks.name, rank.names),
+                self._numbers(drawn.blocks.operator, rank.names),
+                self._stack_numbers(drawn.blocks.stack, rank.stacks),
             )
-            for one, rank in zip(shown.ranks, ranks, strict=True)
+            for drawn, rank in zip(shown.ranks, ranks, strict=True)
         ]
         self.name, self.operator, self.stack = (
-            _joined(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
+            _join(each) for each in (zip(*columns, strict=True) if columns else ((), (), ()))
         )
         self.names, self.lines = tuple(self._names), tuple(self._lines)
         self.stacks = tuple(self._stacks)
 
     def _numbers(self, column: Places, names: Sequence[str]) -> Integers:
         used, place = np.unique(column, return_inverse=True)
-        own = [
+        numbers = [
             self._names.setdefault(names[at], len(self._names)) + 1 if at >= 0 else 0
             for at in used.tolist()
         ]
-        return np.array(own, np.int64)[place]
+        return np.array(numbers, np.int64)[place]
 
-    def _stack_numbers(self, column: Places, stacks: Sequence[tuple[Frame, ...]]) -> Integers:
+    def _stack_numbers(
+        self, column: Places, stacks: Sequence[tuple[AllocationFrame, ...]]
+    ) -> Integers:
         used, place = np.unique(column, return_inverse=True)
-        own = [
+        numbers = [
             self._stacks.setdefault(self._stack(stacks[at]), len(self._stacks)) + 1
             if at >= 0
             else 0
             for at in used.tolist()
         ]
-        return np.array(own, np.int64)[place]
+        return np.array(numbers, np.int64)[place]
 
-    def _stack(self, frames: Sequence[Frame]) -> tuple[int, ...]:
+    def _stack(self, frames: Sequence[AllocationFrame]) -> tuple[int, ...]:
         via = innermost_library(frames)
-        lines = [one for one in frames if is_own(one)][:MOST_LINES]
+        lines = [frame for frame in frames if is_own(frame)][:MOST_LINES]
         return (-1 if via is None else self._line(via), *map(self._line, lines))
 
-    def _line(self, one: Frame) -> int:
-        return self._lines.setdefault(written(one), len(self._lines))
+    def _line(self, frame: AllocationFrame) -> int:
+        return self._lines.setdefault(frame_text(frame), len(self._lines))
 
 
-def _held(rank: RankMemory) -> tuple[Integers, Integers]:
+def _reserved(rank: RankMemory) -> tuple[Integers, Integers]:
     """What the allocator held, at moments that show how it runs."""
-    held = rank.reserved
-    if not len(held.time_ns):
-        return held.time_ns, held.size_bytes
-    at = m4_downsample(held.time_ns, held.size_bytes, MOST_HELD)
-    return held.time_ns[at], held.size_bytes[at]
+    reserved = rank.reserved
+    if not len(reserved.time_ns):
+        return reserved.time_ns, reserved.size_bytes
+    at = m4_downsample(reserved.time_ns, reserved.size_bytes, MOST_HELD)
+    return reserved.time_ns[at], reserved.size_bytes[at]
 
 
 def _firsts(lengths: Iterable[int]) -> list[int]:
@@ -207,9 +217,9 @@ def _firsts(lengths: Iterable[int]) -> list[int]:
 
 
 def _distances(time_ns: Integers) -> Integers:
-    """Small numbers pack better: each time is told from the one before it."""
+    """Small numbers pack better: each time is a difference to the one before it."""
     return np.diff(time_ns, prepend=0)
 
 
-def _joined(columns: Iterable[Integers]) -> Integers:
+def _join(columns: Iterable[Integers]) -> Integers:
     return np.concatenate([np.zeros(0, np.int64), *columns])

@@ -10,7 +10,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
 from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
 from nbdist.core.view import View, lines, table
-from nbdist.memory.call_site import written
+from nbdist.memory.call_site import frame_text
 from nbdist.memory.downsample import Level
 from nbdist.memory.peak import RankPeak, Site, when, worst
 from nbdist.memory.snapshot import (
@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.view.colours import ORDER
 from nbdist.memory.view.image import MOST_RANKS, png
-from nbdist.memory.view.page import height_px, packed, page
+from nbdist.memory.view.page import height_px, pack_page, page
 from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME
 
 MOST_FAILURES = 5
@@ -53,7 +53,7 @@ def memory_report(
             finding.report(
                 findings,
                 order="the largest first",
-                none="no rule found memory that need not be used",
+                none="no rule found memory to save",
             )
         ),
         _ranks(snapshot, peaks),
@@ -63,7 +63,7 @@ def memory_report(
     image, live = png(snapshot, peaks), ""
     if not is_stored():
         room = min(MOST_BYTES, _ROOM - 8 * len(image) // 3)
-        level, data = packed(snapshot, peaks, room)
+        level, data = pack_page(snapshot, peaks, room)
         parts.append(lines(_left_out(snapshot, level)))
         below = "".join(part.html for part in parts if part.text)
         live = _live(image, data, snapshot) + _SIZE.sub(r"\1&nbsp;\2", below)
@@ -79,19 +79,19 @@ def _live(image: bytes, data: str, snapshot: Snapshot) -> str:
 
 def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
     ranks = [rank.rank for rank in snapshot.ranks]
-    told = [f"memory of {ranks_phrase(ranks) if ranks else 'no ranks'}"]
-    told += [snapshot.strategy] if snapshot.strategy else []
+    parts = [f"memory of {ranks_phrase(ranks) if ranks else 'no ranks'}"]
+    parts += [snapshot.strategy] if snapshot.strategy else []
     took_ns = max((rank.duration_ns for rank in snapshot.ranks), default=0)
     if took_ns:
         counts = sorted({len(rank.step_ends_ns) for rank in snapshot.ranks})
         steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
-        told.append(
+        parts.append(
             "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
         )
-        told.append(units.duration(took_ns))
+        parts.append(units.duration(took_ns))
     else:
-        told.append("at one moment")
-    yield ", ".join(one_line(one) for one in told)
+        parts.append("at one moment")
+    yield ", ".join(one_line(part) for part in parts)
     if most is not None:
         yield _most(most, len(ranks))
 
@@ -101,106 +101,110 @@ def _most(most: RankPeak, n_ranks: int) -> str:
     who = f"rank {shown(most.rank)} has" + (" the most in use" if n_ranks > 1 else " in use")
     if is_stored():
         return f"{who}: {PLACEHOLDER}"
-    told = f"{who}: {units.size(most.size_bytes)}"
+    text = f"{who}: {units.size(most.size_bytes)}"
     if most.phase:
-        told += f" {units.duration(most.time_ns)} after the beginning, in {when(most)}"
+        text += f", {units.duration(most.time_ns)} after the start, in {when(most)}"
     if most.reserved_peak_bytes:
-        told += f"; its allocator holds {units.size(most.reserved_peak_bytes)}"
+        text += f"; the allocator holds {units.size(most.reserved_peak_bytes)}"
     if most.limit_bytes:
-        left = units.size(max(0, most.headroom_bytes))
-        told += f"; of {units.size(most.limit_bytes)} {left} are left"
-    return told
+        headroom = units.size(max(0, most.headroom_bytes))
+        text += f"; {headroom} of {units.size(most.limit_bytes)} left"
+    return text
 
 
-def _ranks(snapshot: Snapshot, found: Sequence[RankPeak]) -> View:
+def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
     """A line for each rank: its peak, when that was, and what it was made of."""
-    if not found:
+    if not peaks:
         return View("")
     has_time = any(rank.duration_ns for rank in snapshot.ranks)
-    has_held = any(one.reserved_peak_bytes for one in found)
-    there = [at for at in ORDER if is_stored() or any(one.parts[at].total for one in found)]
+    has_held = any(peak.reserved_peak_bytes for peak in peaks)
+    there = [at for at in ORDER if is_stored() or any(peak.parts[at].total for peak in peaks)]
     head = ["rank", "peak" if has_time else "in use", *(["in"] if has_time else [])]
     head += [*(CATEGORIES[at] for at in there), "guessed"]
     head += ["reserved", "unused", "left"] if has_held else []
     rows = []
-    for one in found:
-        row = [str(one.rank), units.size(one.size_bytes), *([shown(when(one))] if has_time else [])]
-        row += [*(units.size(one.parts[at].total) for at in there), units.size(one.guessed_bytes)]
-        row += _held(one) if has_held else []
+    for peak in peaks:
+        row = [
+            str(peak.rank),
+            units.size(peak.size_bytes),
+            *([shown(when(peak))] if has_time else []),
+        ]
+        row += [*(units.size(peak.parts[at].total) for at in there), units.size(peak.guessed_bytes)]
+        row += _allocator_cells(peak) if has_held else []
         rows.append(row)
-    legend = ["guessed: bytes whose category is concluded, not read off an owner"]
+    legend = ["guessed: bytes whose category is inferred"]
     if has_held:
         legend.append(
-            "reserved: the most that the allocator held; unused: what it held at the peak and was "
-            "in no block; left: to the device's limit"
+            "reserved: most held by the allocator; unused: held at the peak, but in no block; "
+            "left: up to the device's limit"
         )
     return table(head, rows, after=legend)
 
 
-def _held(one: RankPeak) -> list[str]:
+def _allocator_cells(peak: RankPeak) -> list[str]:
     """Reserved, unused and left."""
-    share = f" ({one.unused_bytes / one.reserved_bytes:.0%})" if one.reserved_bytes else ""
-    left = units.size(max(0, one.headroom_bytes)) if one.limit_bytes else "-"
-    unused = units.size(one.unused_bytes) + shown(share).replace(PLACEHOLDER, "")
-    return [units.size(one.reserved_peak_bytes), unused, shown(left)]
+    share = f" ({peak.unused_bytes / peak.reserved_bytes:.0%})" if peak.reserved_bytes else ""
+    headroom = units.size(max(0, peak.headroom_bytes)) if peak.limit_bytes else "-"
+    unused = units.size(peak.unused_bytes) + shown(share).replace(PLACEHOLDER, "")
+    return [units.size(peak.reserved_peak_bytes), unused, shown(headroom)]
 
 
-def _of(snapshot: Snapshot, one: RankPeak) -> list[View]:
+def _of(snapshot: Snapshot, peak: RankPeak) -> list[View]:
     """What the rank that needs most has at its peak and at the end."""
     has_time = any(rank.duration_ns for rank in snapshot.ranks)
-    who = f"rank {one.rank}{' at its peak' if has_time else ''}"
-    return [_categories(one, has_time=has_time), _sites(one, who), _owners(one, who)]
+    who = f"rank {peak.rank}{' at its peak' if has_time else ''}"
+    return [_categories(peak, has_time=has_time), _sites(peak, who), _owners(peak, who)]
 
 
-def _categories(one: RankPeak, *, has_time: bool) -> View:
+def _categories(peak: RankPeak, *, has_time: bool) -> View:
     """Bytes of each category. What is exact at the end is equal on every machine."""
     at = "at its peak" if has_time else "in use"
     head = ["category", at, "%", "guessed", *(["at the end", "exact"] if has_time else [])]
     rows = []
     for place in ORDER:
-        part, held = one.parts[place], one.held[place]
-        if not (part.total or held.total or is_stored()):
+        part, at_end = peak.parts[place], peak.at_end[place]
+        if not (part.total or at_end.total or is_stored()):
             continue
-        share = shown(f"{100 * part.total / max(1, one.size_bytes):.1f}")
+        share = shown(f"{100 * part.total / max(1, peak.size_bytes):.1f}")
         row = [CATEGORIES[place], units.size(part.total), share, units.size(part.guessed)]
         is_equal = not is_stored() or place in _EQUAL
-        exact = units.exact_size(held.exact) if is_equal else PLACEHOLDER
-        rows.append([*row, *([units.size(held.total), exact] if has_time else [])])
-    title = f"rank {one.rank}, by what memory is for:"
-    return table(head, rows, before=[title], after=[_sum(one)] if has_time else [])
+        exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
+        rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
+    title = f"rank {peak.rank}, by category:"
+    return table(head, rows, before=[title], after=[_sum(peak)] if has_time else [])
 
 
-def _sum(one: RankPeak) -> str:
-    total = f"together {units.size(one.size_bytes)}"
-    return f"{total} at the peak, {units.size(one.held_bytes)} at the end"
+def _sum(peak: RankPeak) -> str:
+    total = f"total {units.size(peak.size_bytes)}"
+    return f"{total} at the peak, {units.size(peak.end_bytes)} at the end"
 
 
-def _sites(one: RankPeak, who: str) -> View:
+def _sites(peak: RankPeak, who: str) -> View:
     """The lines that allocated the most; which they are differs from run to run."""
     head = ["bytes", "%", "blocks", "category", "operator", "line", "via"]
-    rows = [_site(one, site) for site in one.sites]
+    rows = [_site(peak, site) for site in peak.sites]
     if not rows:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    title = f"{who}, by the lines that allocated it:"
-    legend = "?: the category is guessed; -: no line is known (allocated before the recording)"
+    title = f"{who}, by allocating line:"
+    legend = "?: guessed category; -: no known line (allocated before the recording)"
     return table(head, rows, before=[title], after=[legend])
 
 
-def _site(one: RankPeak, site: Site) -> list[str]:
+def _site(peak: RankPeak, site: Site) -> list[str]:
     return [
         units.size(site.size_bytes),
-        f"{100 * site.size_bytes / max(1, one.size_bytes):.1f}",
+        f"{100 * site.size_bytes / max(1, peak.size_bytes):.1f}",
         str(site.count),
         CATEGORIES[site.category] + ("" if site.is_exact else "?"),
         one_line(site.operator) or "-",
-        one_line(written(site.own)),
-        one_line(written(site.via)),
+        one_line(frame_text(site.line)),
+        one_line(frame_text(site.via)),
     ]
 
 
-def _owners(one: RankPeak, who: str) -> View:
+def _owners(peak: RankPeak, who: str) -> View:
     """Whose memory it is, by name."""
     head = ["owner", "category", "blocks", "bytes"]
     rows = [
@@ -210,7 +214,7 @@ def _owners(one: RankPeak, who: str) -> View:
             str(owner.count),
             units.size(owner.size_bytes),
         ]
-        for owner in one.owners
+        for owner in peak.owners
     ]
     if not rows:
         return View("")
@@ -219,26 +223,26 @@ def _owners(one: RankPeak, who: str) -> View:
     return table(head, rows, before=[f"{who}, by owner:"])
 
 
-def _notes(snapshot: Snapshot, found: Sequence[RankPeak]) -> Iterator[str]:
+def _notes(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> Iterator[str]:
     """What is missing, what failed, and where two counts differ."""
     for rank in snapshot.ranks:
         yield from _of_rank(rank)
     if not is_stored():
-        for one in found:
-            yield from _counts(one)
+        for peak in peaks:
+            yield from _counts(peak)
     yield from (one_line(note, 400) for note in snapshot.notes)
 
 
 def _left_out(snapshot: Snapshot, level: Level) -> Iterator[str]:
     """How the picture differs from what was recorded."""
     if len(snapshot.ranks) > MOST_RANKS:
-        yield f"The image shows the {MOST_RANKS} ranks that need most."
+        yield f"The image shows the {MOST_RANKS} ranks that need the most."
     if level.merged:
         yield (
-            f"In the picture blocks smaller than {units.size(level.least_bytes)} are merged "
-            f"with the others of their category ({level.merged:,} of "
-            f"{sum(len(rank.blocks) for rank in snapshot.ranks):,}), but for the largest of "
-            "those in use at the peaks."
+            f"The picture merges blocks smaller than {units.size(level.least_bytes)} "
+            f"by category ({level.merged:,} of "
+            f"{sum(len(rank.blocks) for rank in snapshot.ranks):,}), except the largest "
+            "in use at the peaks."
         )
 
 
@@ -249,35 +253,35 @@ def _of_rank(rank: RankMemory) -> Iterator[str]:
         yield f"rank {rank.rank}: nothing was allocated"
     for failure in rank.failures[:MOST_FAILURES]:
         stack = rank.stacks[failure.stack] if failure.stack >= 0 else ()
-        where = f" at {one_line(written(stack[0]))}" if stack else ""
+        where = f" at {one_line(frame_text(stack[0]))}" if stack else ""
         free = f"; {units.size(failure.free_bytes)} were free" if failure.free_bytes >= 0 else ""
         yield (
             f"rank {rank.rank}: out of memory {units.duration(failure.time_ns)} after the "
-            f"beginning, {units.size(failure.size_bytes)} were asked for{where}{free}"
+            f"start, {units.size(failure.size_bytes)} requested{where}{free}"
         )
     if len(rank.failures) > MOST_FAILURES:
-        yield f"rank {rank.rank}: and {len(rank.failures) - MOST_FAILURES} more that failed"
+        yield f"rank {rank.rank}: {len(rank.failures) - MOST_FAILURES} more allocations failed"
     if rank.lost:
         yield (
-            f"rank {rank.rank}: the oldest {shown(f'{rank.lost:,}')} events no longer fitted the "
-            "history; what was allocated in them has no line and no beginning (--most-events N "
-            "keeps more)"
+            f"rank {rank.rank}: the oldest {shown(f'{rank.lost:,}')} events did not fit into the "
+            "history; blocks allocated in them have no line and no start (--most-events N keeps "
+            "more)"
         )
 
 
-def _counts(one: RankPeak) -> Iterator[str]:
+def _counts(peak: RankPeak) -> Iterator[str]:
     """The allocator's own numbers where they say something else."""
-    more = one.allocator_bytes - one.size_bytes
-    if one.allocator_bytes and abs(more) > 0.01 * one.allocator_bytes:
+    more = peak.allocator_bytes - peak.size_bytes
+    if peak.allocator_bytes and abs(more) > 0.01 * peak.allocator_bytes:
         yield (
-            f"rank {one.rank}: the allocator counts {units.size(one.allocator_bytes)} at its "
-            f"peak, the blocks of the history make {units.size(one.size_bytes)}: "
-            + ("what the history lost or rounding" if more > 0 else "the peak was before it began")
+            f"rank {peak.rank}: the allocator counted {units.size(peak.allocator_bytes)} at its "
+            f"peak, the recorded blocks add up to {units.size(peak.size_bytes)}: "
+            + ("lost events, or rounding" if more > 0 else "its peak was before the recording")
         )
-    if one.segment_bytes:
-        share = one.free_bytes / one.segment_bytes
+    if peak.segment_bytes:
+        share = peak.free_bytes / peak.segment_bytes
         yield (
-            f"rank {one.rank}: at the end {units.size(one.segment_bytes)} are in the allocator's "
-            f"segments, {units.size(one.free_bytes)} of it free ({share:.0%}), at most "
-            f"{units.size(one.largest_free_bytes)} in one segment"
+            f"rank {peak.rank}: at the end the allocator's segments hold "
+            f"{units.size(peak.segment_bytes)}, of which {units.size(peak.free_bytes)} "
+            f"({share:.0%}) are free, at most {units.size(peak.largest_free_bytes)} in one segment"
         )
