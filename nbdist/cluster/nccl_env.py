@@ -110,22 +110,22 @@ def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         environ: The environment that the ranks have, those of `environment` included or not.
     """
-    told = []
+    sentences = []
     for row in ENVIRONMENT:
-        given = row.given(environ)
-        if given is None or _is_harmless(row, given[1]):
+        setting = row.given(environ)
+        if setting is None or _is_harmless(row, setting[1]):
             continue
-        name, value = given
+        name, value = setting
         lost = "a hung NCCL call cannot be aborted safely: " if row.breaks_abort else ""
-        told.append(
+        sentences.append(
             f"{name}={value} was kept. With it {lost}{row.reason}. Set it to {row.value or '0'}, "
             "or remove it."
         )
-    return tuple(told)
+    return tuple(sentences)
 
 
-def _is_harmless(row: Variable, given: str) -> bool:
-    value = given.strip()
+def _is_harmless(row: Variable, setting: str) -> bool:
+    value = setting.strip()
     if row.value in {None, "0"}:
         return value.lower() in _FALSE
     return value.isdigit() and int(value) > 0  # a size: any but none at all

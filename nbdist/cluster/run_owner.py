@@ -93,6 +93,6 @@ def state(owner: Owner | None, here: Machine, start_now: str | None) -> str:
         is_it = start_now is not None and start_now == owner.start
         return RUNNING if is_it else DEAD
     # The same machine, started again; a container has a name and a pid space of its own.
-    known = bool(here.boot and owner.machine.boot)
+    has_boot_ids = bool(here.boot and owner.machine.boot)
     is_rebooted = (owner.machine.host, owner.machine.pid_space) == (here.host, here.pid_space)
-    return DEAD if known and is_rebooted else ELSEWHERE
+    return DEAD if has_boot_ids and is_rebooted else ELSEWHERE

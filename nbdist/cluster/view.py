@@ -83,7 +83,7 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
 
 
 def _with_stacks(view: View, states: Status) -> View:
-    stacks = [(f"rank {one.rank}", one.stack.rstrip()) for one in states.ranks if one.stack]
+    stacks = [(f"rank {state.rank}", state.stack.rstrip()) for state in states.ranks if state.stack]
     if not stacks:
         return view
     text = "\n\n".join([view.text, *(f"{who}\n{stack}" for who, stack in stacks)])
@@ -97,10 +97,10 @@ def _with_stacks(view: View, states: Status) -> View:
 def _memory(memory_bytes: Mapping[str, int]) -> str:
     if not memory_bytes:
         return "-"
-    told = f"{units.size(memory_bytes['resident'])} host"
+    text = f"{units.size(memory_bytes['resident'])} host"
     if "allocated" in memory_bytes:
-        told += (
+        text += (
             f", {units.size(memory_bytes['allocated'])} GPU"
             f" ({units.size(memory_bytes['reserved'])} reserved)"
         )
-    return told
+    return text

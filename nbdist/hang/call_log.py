@@ -115,9 +115,9 @@ class Writer:
     def group(self, name: str, ranks: Sequence[int]) -> int:
         """The channel of a group, made at its first call; NO_CHANNEL when there is no room."""
         with self._lock:
-            found = self._channels.get(name)
+            channel = self._channels.get(name)
             text = name.encode() + b"\0" + pack_ranks(ranks)
-            return self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if found is None else found
+            return self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if channel is None else channel
 
     def transfer(self, group: int, source: int, destination: int) -> int:
         """The channel from one global rank to another; NO_CHANNEL when there is no room."""

@@ -94,10 +94,10 @@ def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
     still exists.
     """
     merged: list[MadeGroup] = []
-    for made in lists:
+    for groups in lists:
         place = 0
-        for group in made:
-            index = next((i for i, one in enumerate(merged) if one.name == group.name), None)
+        for group in groups:
+            index = next((i for i, known_group in enumerate(merged) if known_group.name == group.name), None)
             if index is None:
                 merged.insert(place, group)
                 place += 1
@@ -117,12 +117,12 @@ def notes(results: Mapping[int, Recovered]) -> tuple[str, ...]:
     return (
         *_broken(results),
         *_cleared(results),
-        *apart({rank: one.checksums for rank, one in results.items()}),
+        *apart({rank: result.checksums for rank, result in results.items()}),
     )
 
 
 def _cleared(results: Mapping[int, Recovered]) -> list[str]:
-    names = {n: None for one in results.values() for n, count in one.gradients.items() if count}
+    names = {n: None for result in results.values() for n, count in result.gradients.items() if count}
     if not names:
         return []
     return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
@@ -135,10 +135,10 @@ def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
         checksums: Rank -> model -> checksum, as in Recovered.
     """
     lines = []
-    for name in dict.fromkeys(n for one in checksums.values() for n in one):
+    for name in dict.fromkeys(n for by_model in checksums.values() for n in by_model):
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in sorted(checksums.items()):
-            if (text := own.get(name, SHARDED)) != SHARDED:
+        for rank, by_model in sorted(checksums.items()):
+            if (text := by_model.get(name, SHARDED)) != SHARDED:
                 # Buffers such as running means differ between ranks in a sound run too.
                 ranks_of.setdefault(text.split(HALVES)[0], []).append(rank)
         if len(ranks_of) > 1:
@@ -152,7 +152,7 @@ def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
 
 def _broken(results: Mapping[int, Recovered]) -> list[str]:
     """A line for the groups that lack ranks, and one for those that could not be recovered."""
-    groups = {tuple(sorted(ranks)) for one in results.values() for ranks in one.skipped.values()}
+    groups = {tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()}
     everybody = {*results, *(rank for ranks in groups for rank in ranks)}
     ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]
@@ -176,8 +176,8 @@ def _groups(groups: Sequence[tuple[int, ...]], everybody: Collection[int]) -> st
     ]
     if len(groups) > SHOWN_GROUPS:
         names.append(f"{len(groups) - SHOWN_GROUPS} more")
-    told = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-    return f"the group{'s' if len(groups) > 1 else ''} {told}"
+    listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+    return f"the group{'s' if len(groups) > 1 else ''} {listed}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -36,13 +36,13 @@ def chosen(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
     """
     if variable is None:
         return gpus
-    kept: list[Gpu] = []
+    gpus_left: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in variable.split(","))):
         match = [g for g in gpus if entry == str(g.index) or g.uuid.startswith(entry)]
         if not match:
             break
-        kept.append(match[0])
-    return tuple(kept)
+        gpus_left.append(match[0])
+    return tuple(gpus_left)
 
 
 def table(*fields: str) -> tuple[list[list[str]], str]:

@@ -89,8 +89,8 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._start()
-        for told in self._pids:
-            self._tell(*told)
+        for process in self._pids:
+            self._tell(*process)
 
     def _tell(self, pid: int, start: str) -> None:
         self._write(f"+{pid} {start}\n")

@@ -39,7 +39,7 @@ def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
     """Processes of these sessions, and those whose environment carries the marker."""
     # A session's leader with another start time is a stranger that got the pid again.
     ours = {pid for pid, start in sessions.items() if started(pid) in (None, start)}
-    found = []
+    pids = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -47,8 +47,8 @@ def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
         if fields is None or fields[0] == "Z":
             continue
         if int(fields[3]) in ours or has_marker(int(entry), marker):
-            found.append(int(entry))
-    return found
+            pids.append(int(entry))
+    return pids
 
 
 def has_marker(pid: int, marker: bytes) -> bool:
@@ -76,11 +76,11 @@ def end_all(sessions: dict[int, str | None], marker: bytes) -> set[int]:
         return killed
     was_empty = False
     for _ in range(SWEEPS):
-        found = members(sessions, marker)
-        if not found and was_empty:
+        pids = members(sessions, marker)
+        if not pids and was_empty:
             break
-        was_empty = not found  # once more: a process that is being started has no marker yet
-        for pid in found:
+        was_empty = not pids  # once more: a process that is being started has no marker yet
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:

@@ -20,9 +20,9 @@ def shipped() -> dict[str, Path]:
     """
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "profiles", package.parent / "profiles"):
-        found = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
-        if found:
-            return found
+        folders = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
+        if folders:
+            return folders
     return {}
 
 

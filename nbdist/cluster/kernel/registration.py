@@ -67,11 +67,11 @@ class EngineRegistration:
         Raises:
             StartError: When a process ends, or at the end, naming who is missing.
         """
-        told = -1
+        reported = -1
         while (ready := len(self.registered())) < len(self.expected):
-            if ready != told:
+            if ready != reported:
                 progress(f"{ready} of {len(self.expected)} ranks ready")
-                told = ready
+                reported = ready
             self.raise_for_exits()
             check()
             if time.monotonic() > end_s:

@@ -295,10 +295,10 @@ def _store(
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
             tried[address] = str(error)
             continue
-        found = _all(
+        reached = _all(
             {e: reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
         )
-        missing = sorted(plan.rank_of_engine(e) for e, ok in found.items() if not ok)
+        missing = sorted(plan.rank_of_engine(e) for e, ok in reached.items() if not ok)
         if not missing:
             return "", address, port
         tried[address] = f"not from {ranks_phrase(missing)}"

@@ -143,12 +143,12 @@ class GroupRecovery:
             self.outcome = RecoveryOutcome()
 
     def _compared(self) -> RecoveryOutcome:
-        known = {
+        by_rank = {
             rank: future.result()
             for rank, future in self._comparing.items()
             if future.done() and future.exception() is None
         }
-        return RecoveryOutcome(lines=recovery.apart(known))
+        return RecoveryOutcome(lines=recovery.apart(by_rank))
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}
@@ -164,7 +164,7 @@ class GroupRecovery:
             self.outcome = RecoveryOutcome()
 
     def _recovered(self) -> RecoveryOutcome:
-        failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
+        failed = {rank: reason for rank, f in self._recovering.items() if (reason := _failure(f))}
         self._health.needs_recovery = bool(failed)
         # Space on the disk for the next recovery: the last one has used it.
         run_dir.reserve(self._ranks.cluster.run_dir)

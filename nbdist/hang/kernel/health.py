@@ -84,8 +84,8 @@ class Health:
 
     def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
-        found = {rank: self.box(rank) for rank in self._ranks.ranks}
-        return {rank: box for rank, box in found.items() if box is not None}
+        boxes = {rank: self.box(rank) for rank in self._ranks.ranks}
+        return {rank: box for rank, box in boxes.items() if box is not None}
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
@@ -97,15 +97,15 @@ class Health:
         for rank, pid in self.pids().items():
             known = self._watched.get(rank)
             if known is None or known[0] != pid:
-                watched = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
-                self._watched[rank] = pid, watched
+                new = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
+                self._watched[rank] = pid, new
                 self._causes.pop(rank, None)
 
     def note_exit(self, rank: int, code: int | None, *, is_ours: bool) -> None:
         """Find out how a rank ended, at once: another process may take its place and its files."""
-        known = self._watched.get(rank)
-        if known is not None:
-            self._causes[rank] = known[1].cause(code, is_ours=is_ours)
+        watched = self._watched.get(rank)
+        if watched is not None:
+            self._causes[rank] = watched[1].cause(code, is_ours=is_ours)
         self._last_words[rank] = diagnose.last_words(
             list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
         )
@@ -300,12 +300,12 @@ class BoxFiles:
             inode = path.stat().st_ino
         except OSError:
             return None
-        known = self._maps.get(rank)
-        if known is None or known[0] != inode:  # a rank that replaces another has a new one
+        mapped = self._maps.get(rank)
+        if mapped is None or mapped[0] != inode:  # a rank that replaces another has a new one
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                known = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                mapped = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
-            self._maps[rank] = known
-        return known[1]
+            self._maps[rank] = mapped
+        return mapped[1]

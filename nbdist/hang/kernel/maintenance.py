@@ -69,8 +69,8 @@ class Maintenance:
             OptionError: If this profile's cannot be started again.
         """
         if not self._ranks.is_stopped:
-            told = hang_restart.reconnect(self._ranks)
-            self._notes += [told] if told else []
+            note = hang_restart.reconnect(self._ranks)
+            self._notes += [note] if note else []
             self._release_unheard()
 
     def _release_unheard(self) -> None:
@@ -84,8 +84,8 @@ class Maintenance:
             health.ask_looks(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
             findings = diagnose.diagnose(list(health.views_now().values()), time.monotonic())
-            seen = {finding.text for finding in findings if finding.is_certain}
-            certain = seen if certain is None else certain & seen
+            texts = {finding.text for finding in findings if finding.is_certain}
+            certain = texts if certain is None else certain & texts
         if certain:
             health.abort()
             self._notes += [f"{text}; aborted" for text in sorted(certain)]

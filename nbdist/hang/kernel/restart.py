@@ -108,16 +108,16 @@ def restart(
             "starts by itself. %dist_reset starts all ranks of this profile afresh, without their "
             "variables."
         )
-    told = reconnect(ranks)
+    controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
     also = [rank for rank in replaced if rank not in named]
-    one = _Restart(ranks, health, replaced, began_s + deadline_s)
-    one.check_idle()
-    lacking = one.run(progress)
+    steps = _Restart(ranks, health, replaced, began_s + deadline_s)
+    steps.check_idle()
+    missing_names = steps.run(progress)
     notes = [
-        told,
+        controller_note,
         f"{ranks_phrase(also)} had ended too, and came back as well" if also else "",
-        _lacking_note(replaced, lacking),
+        _lacking_note(replaced, missing_names),
     ]
     return Restarted(replaced, time.monotonic() - began_s, tuple(note for note in notes if note))
 
@@ -149,7 +149,7 @@ class _Restart:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
-            made = merge_made(self._all(groups_made, self._staying, "tell their groups"))
+            groups = merge_made(self._all(groups_made, self._staying, "tell their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
@@ -160,7 +160,7 @@ class _Restart:
             for rank in self._replaced:
                 self._ranks.free(rank)
             try:
-                self._form(made, progress)
+                self._form(groups, progress)
                 return self._lacking()
             except BaseException:
                 self._health.needs_recovery = True
@@ -168,7 +168,7 @@ class _Restart:
                 self._cluster.end_engines(engines)
                 raise
 
-    def _form(self, made: tuple[MadeGroup, ...], progress: Progress) -> None:
+    def _form(self, groups: tuple[MadeGroup, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
         health, topology = self._health, self._ranks.topology
@@ -180,7 +180,7 @@ class _Restart:
             rank: recover(call, rank, health.generation, ()) for rank in self._staying
         }
         for rank in new:
-            futures[rank] = rejoin(call, rank, topology, rank, health.generation, made)
+            futures[rank] = rejoin(call, rank, topology, rank, health.generation, groups)
         try:
             self._results(futures, "form the groups again")
         except BaseException:
@@ -191,8 +191,8 @@ class _Restart:
         self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
-            for known in self._all(group_names, self._staying, "tell their groups"):
-                variables.update(known)
+            for group_variables in self._all(group_names, self._staying, "tell their groups"):
+                variables.update(group_variables)
             self._all(lambda c, rank: name_groups(c, rank, variables), new, "prepare")
             meshes = self._all(mesh_names, self._staying, "tell their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
@@ -204,8 +204,8 @@ class _Restart:
         choice = self._ranks.strategy_chosen
         if choice is None:
             return  # nothing was chosen, so it is what every rank begins with
-        for told in self._all(current_strategy, self._staying[:1], "tell the strategy"):
-            choice = told
+        for current in self._all(current_strategy, self._staying[:1], "tell the strategy"):
+            choice = current
         self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "take a strategy")
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
@@ -267,12 +267,12 @@ class _Restart:
         return self._ranks.topology.engine_of_rank(rank)
 
 
-def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:
-    if not lacking:
+def _lacking_note(replaced: Collection[int], missing_names: Sequence[str]) -> str:
+    if not missing_names:
         return ""
-    shown = ", ".join(lacking[:SHOWN_NAMES])
-    if len(lacking) > SHOWN_NAMES:
-        shown += f" and {len(lacking) - SHOWN_NAMES} more"
+    shown = ", ".join(missing_names[:SHOWN_NAMES])
+    if len(missing_names) > SHOWN_NAMES:
+        shown += f" and {len(missing_names) - SHOWN_NAMES} more"
     verb = "lacks" if len(replaced) == 1 else "lack"
     return (
         f"{ranks_phrase(sorted(replaced))} {verb} {shown}: define what is needed again with "
@@ -300,10 +300,10 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
     cluster.unheard = {rank for rank in ranks.busy_ranks if rank in _living(ranks)}
     _await_answers(ranks, began_s + deadline_s)
     _await_unheard(ranks, time.monotonic() + UNHEARD_S)
-    kept = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    still_busy = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
-        f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{kept}."
+        f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{still_busy}."
     )
 
 

@@ -34,7 +34,7 @@ def free(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[st
         for ident, frame in current.items()
         if ident not in calling and _joined(frame) not in calling
     }
-    names = {one.ident: one.name for one in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = sorted(
         names.get(ident, f"thread {ident}")
         for ident, frame in idle.items()
@@ -69,9 +69,9 @@ def _joined(frame: FrameType | None) -> int | None:
         if frame is None or frame.f_code.co_filename != threading.__file__:
             return None
         if frame.f_code.co_name == "join":
-            found = frame.f_locals
-            thread = found.get("self")
-            is_endless = found.get("timeout") is None
+            arguments = frame.f_locals
+            thread = arguments.get("self")
+            is_endless = arguments.get("timeout") is None
             return thread.ident if is_endless and isinstance(thread, threading.Thread) else None
         frame = frame.f_back
     return None

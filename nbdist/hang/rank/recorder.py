@@ -80,8 +80,8 @@ class Recorder:
         self._replace(c10d, "split_group", functools.partial(self._met, "split_group"))
         # Everything that makes a group by new_group comes through this private function, also
         # torch's modules that hold new_group itself, as init_device_mesh does.
-        has_one = hasattr(c10d, "_new_group_with_tag")
-        name = "_new_group_with_tag" if has_one else "new_group"
+        has_helper = hasattr(c10d, "_new_group_with_tag")
+        name = "_new_group_with_tag" if has_helper else "new_group"
         self._replace(c10d, name, functools.partial(self._met, "new_group"))
         self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.noting)
         self._replace(dist.Work, "wait", lambda wait: self._waited(recv_anysource.abortable(wait)))
@@ -128,9 +128,9 @@ class Recorder:
         if original is None:
             return
         wrapper = wrap(original)
-        for place, held_as in _holders(owner, name, original):
-            self._replaced.append((place, held_as, original))
-            setattr(place, held_as, wrapper)
+        for place, attribute in _holders(owner, name, original):
+            self._replaced.append((place, attribute, original))
+            setattr(place, attribute, wrapper)
 
     def _recorded(self, op: str, original: Function) -> Function:
         describe = Describer(self, op, original).describe
@@ -222,15 +222,15 @@ class Recorder:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            ranks = None if self._thread.entry is not None else _who_meets(op, given)
+            arguments = signature.bind(*args, **kwargs).arguments
+            ranks = None if self._thread.entry is not None else _who_meets(op, arguments)
             if ranks is None:
                 return original(*args, **kwargs)
             self._thread.entry = _INSIDE
             try:
                 place = self.places.packed(sys._getframe(1))  # noqa: SLF001
-                entry = self._begin_meeting(op, ranks, given.get("ranks") or ranks, place)
-                rendezvous.meet(ranks, self.box.generation, given.get("timeout"), op)
+                entry = self._begin_meeting(op, ranks, arguments.get("ranks") or ranks, place)
+                rendezvous.meet(ranks, self.box.generation, arguments.get("timeout"), op)
                 result = original(*args, **kwargs)
                 self.know_groups()
                 self.box.end(entry, DONE)
@@ -255,15 +255,15 @@ class Recorder:
         return entry
 
 
-def _who_meets(op: str, given: Mapping[str, Any]) -> Sequence[int] | None:
+def _who_meets(op: str, arguments: Mapping[str, Any]) -> Sequence[int] | None:
     """The global ranks that have to come before a group can be formed; None: torch says what."""
     if not dist.is_initialized():
         return None
     if op == "split_group":
-        return dist.get_process_group_ranks(given.get("parent_pg"))
-    if not given.get("use_local_synchronization"):
+        return dist.get_process_group_ranks(arguments.get("parent_pg"))
+    if not arguments.get("use_local_synchronization"):
         return range(dist.get_world_size())
-    ranks: Sequence[int] | None = given.get("ranks")
+    ranks: Sequence[int] | None = arguments.get("ranks")
     return ranks if ranks is not None and dist.get_rank() in ranks else None
 
 
@@ -277,9 +277,9 @@ def _holders(owner: Any, name: str, original: Any) -> list[tuple[Any, str]]:
         if title.startswith("torch.distributed") and title != KEEPS_ORIGINALS
     ]
     return [
-        (module, held_as)
+        (module, attribute)
         for module in loaded
-        for held_as, value in list(getattr(module, "__dict__", {}).items())
+        for attribute, value in list(getattr(module, "__dict__", {}).items())
         if value is original
     ]
 

@@ -57,22 +57,22 @@ class UserFrameFinder:
         code = frame.f_code
         # Finding the line's number takes a while in long functions; this is the same.
         key = (id(code), frame.f_lasti)
-        found = self._packed.get(key)
-        if found is None:
+        cached = self._packed.get(key)
+        if cached is None:
             if len(self._packed) >= MAX_PLACES:
                 self.forget()
             packed = pack_place(self._describe(code.co_filename, frame.f_lineno))
-            found = self._packed[key] = (packed, code)
-        return found[0]
+            cached = self._packed[key] = (packed, code)
+        return cached[0]
 
     def _users_frame(self, frame: FrameType | None) -> FrameType | None:
         is_users = self._is_users
         while frame is not None:
             file = frame.f_code.co_filename
-            known = is_users.get(file)
-            if known is None:
-                known = is_users[file] = self._is_users_file(file)
-            if known:
+            is_user = is_users.get(file)
+            if is_user is None:
+                is_user = is_users[file] = self._is_users_file(file)
+            if is_user:
                 return frame
             frame = frame.f_back
         return None
@@ -114,5 +114,5 @@ def _package_folders() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in _NOT_THE_USERS]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
-    found = {Path(folder) for folder in folders} | {stacks.PACKAGE}
-    return tuple(found | {folder.resolve() for folder in found})
+    package_folders = {Path(folder) for folder in folders} | {stacks.PACKAGE}
+    return tuple(package_folders | {folder.resolve() for folder in package_folders})

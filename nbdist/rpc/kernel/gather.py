@@ -43,7 +43,7 @@ def gather_results(
         except TimeoutError as error:
             if errors or _has_failure(futures):
                 continue  # it waits for the rank that has failed
-            late = [one for one, other in futures.items() if not other.done()]
+            late = [rank_ for rank_, other in futures.items() if not other.done()]
             raise NbdistError(
                 f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
             ) from error
@@ -55,10 +55,10 @@ def gather_results(
     if errors:
         if any(getattr(error, "ename", "") == ENGINE_DIED for error in errors.values()):
             _tell_end(controller_end)
-        told = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
+        messages = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
         # A rank whose peer has failed loses its connection: that is no root cause.
-        first = min(errors, key=lambda rank: (is_follower(told[rank]), rank))
-        raise NbdistError(f"rank {first}: {told[first]}") from errors[first]
+        first = min(errors, key=lambda rank: (is_follower(messages[rank]), rank))
+        raise NbdistError(f"rank {first}: {messages[first]}") from errors[first]
     return answers
 
 
