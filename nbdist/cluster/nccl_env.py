@@ -31,7 +31,7 @@ class Variable:
     older: tuple[str, ...] = ()
     breaks_abort: bool = True
 
-    def given(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    def user_setting(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
         """(name, value) as the user has set it, or None."""
         names = (name for name in (self.name, *self.older) if name in environ)
         return next(((name, environ[name]) for name in names), None)
@@ -100,7 +100,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         row.name: row.value
         for row in ENVIRONMENT
-        if row.value is not None and row.given(environ) is None
+        if row.value is not None and row.user_setting(environ) is None
     }
 
 
@@ -112,7 +112,7 @@ def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
     """
     sentences = []
     for row in ENVIRONMENT:
-        setting = row.given(environ)
+        setting = row.user_setting(environ)
         if setting is None or _is_harmless(row, setting[1]):
             continue
         name, value = setting

@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class RunOwner:
     """The kernel that has started a run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
 
     folder: str
     state: str
-    owner: Owner | None = None
+    owner: RunOwner | None = None
     hosts: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
     shm_files: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Run:
         return self.folder.rstrip("/").rsplit("/", 1)[-1]
 
 
-def state(owner: Owner | None, here: Machine, start_now: str | None) -> str:
+def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     """Whether a run's kernel lives: RUNNING, DEAD, ELSEWHERE or UNKNOWN.
 
     What cannot be told for certain is never DEAD: dead runs are removed.

@@ -12,7 +12,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
 
-NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
+SHARED_HARDWARE = "The ranks share {shared}: times measured here are no scaling numbers."
 
 
 def _ranks_and_hosts(topology: Topology) -> str:
@@ -24,11 +24,13 @@ def _why(topology: Topology) -> list[str]:
     lines = [topology.why]
     if not topology.is_scaling:
         on_cpu = topology.ranks[0].device == "cpu"
-        lines.append(NO_SCALING.format(shared="this machine's CPU cores" if on_cpu else "a GPU"))
+        lines.append(
+            SHARED_HARDWARE.format(shared="this machine's CPU cores" if on_cpu else "a GPU")
+        )
     return lines
 
 
-def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
+def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
     """What %dist_init prints: every rank's host, device, backend and threads, and why."""
     rows = [
         [
@@ -48,7 +50,7 @@ def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> 
     )
 
 
-def restarted(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
+def restart_view(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
     """What %dist_restart prints: who is back, and what is missing there."""
     head = f"{ranks_are(ranks)} back after {units.seconds(elapsed_s)}, groups rejoined"
     lines = [head, *notes]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Call, CallLog, Finding, FlightRecorderEntry, RankView
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, WaitFinding
 from nbdist.hang.text import (
     BlockingRank,
     act_of,
-    at_told,
     blamed,
+    call_signature,
     last_call,
     line,
-    name_told,
-    place_told,
+    place_suffix,
+    place_text,
 )
 from nbdist.hang.wait_graph import OVER, WaitGraph, count_in, is_transfer, last_event_s
 
@@ -22,7 +22,9 @@ from nbdist.hang.wait_graph import OVER, WaitGraph, count_in, is_transfer, last_
 _SLEEPS_LONG = 3.0
 
 
-def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> tuple[Finding, ...]:
+def diagnose(
+    views: Sequence[RankView], now_s: float, after_s: float = 1.0
+) -> tuple[WaitFinding, ...]:
     """Why ranks wait that have waited for at least `after_s`.
 
     A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
@@ -45,7 +47,7 @@ def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> t
                 marks = tuple(wait.key for wait in waits)
                 is_doomed = bool(missing) and not is_certain
                 findings.append(
-                    Finding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
+                    WaitFinding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
                 )
     return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
 
@@ -63,7 +65,9 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
     for box in boxes:
         for call in box.calls:
             if call.run == run and call.number and call.peer is None and not is_transfer(call):
-                calls_by_number.setdefault((box.generation, call.group, call.number), {})[box.rank] = call
+                calls_by_number.setdefault((box.generation, call.group, call.number), {})[
+                    box.rank
+                ] = call
     lines: dict[str, None] = {}
     broken: set[str] = set()
     for (_, group, _), calls in sorted(calls_by_number.items()):
@@ -88,10 +92,18 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
         is_abort: It ended by SIGABRT.
     """
     ended_box = next((box for box in boxes if box.rank == rank), None)
-    if ended_box is None or ended_box.state != "running" or not any(c.run == ended_box.run for c in ended_box.calls[-1:]):
+    if (
+        ended_box is None
+        or ended_box.state != "running"
+        or not any(c.run == ended_box.run for c in ended_box.calls[-1:])
+    ):
         return ""
     for call in reversed(ended_box.calls if is_abort else ()):
-        if call.run == ended_box.run and call.state in {"waiting", "issued"} and not is_transfer(call):
+        if (
+            call.run == ended_box.run
+            and call.state in {"waiting", "issued"}
+            and not is_transfer(call)
+        ):
             parts = {box.rank: part for box in boxes if (part := _part(box, ended_box, call))}
             if len({act_of(part).kind for part in parts.values()}) > 1:
                 return _mismatch(parts)
@@ -101,7 +113,11 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
 def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
     """A rank's part in another one's call, whatever became of it; None where it has none."""
     key = (call.group, call.number, call.run)
-    parts = (candidate for candidate in reversed(box.calls) if (candidate.group, candidate.number, candidate.run) == key)
+    parts = (
+        candidate
+        for candidate in reversed(box.calls)
+        if (candidate.group, candidate.number, candidate.run) == key
+    )
     same = None if box.generation != caller_box.generation else next(parts, None)
     return None if same is None or is_transfer(same) else same
 
@@ -147,7 +163,7 @@ def _newest_differ(
     return False
 
 
-def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
+def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
     """Ranks that sleep in torch, with nothing to tell where, while all others are done."""
     asleep = [rank for rank in scene.views if _is_asleep(scene, rank, until_s)]
     others = sorted(set(scene.views) - set(asleep))
@@ -156,7 +172,7 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
     by_place: dict[str, list[int]] = {}
     for rank in sorted(asleep):
         look = scene.views[rank].look
-        at = place_told(look.place) if look is not None else ""
+        at = place_text(look.place) if look is not None else ""
         by_place.setdefault(f"inside torch{' at ' if at else ''}{at}", []).append(rank)
     clauses = [
         f"{ranks_phrase(ranks)} sleep{'' if len(ranks) > 1 else 's'} {at}"
@@ -164,7 +180,7 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
     ]
     who = f"{ranks_phrase(others)} {'have' if len(others) > 1 else 'has'}"
     text = f"{'; '.join(clauses)}; {who} ended the cell, and may be waited for there"
-    yield Finding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
+    yield WaitFinding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
 
 
 def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
@@ -180,14 +196,14 @@ def _together(ranks: set[int], needs: Mapping[int, Sequence[BlockingRank]]) -> l
     clusters: list[tuple[set[int], set[int]]] = []
     for rank in sorted(ranks):
         waiting, linked = {rank}, {rank} | {need.rank for need in needs[rank]}
-        apart = []
+        separate = []
         for cluster in clusters:
             if cluster[1] & linked:
                 waiting |= cluster[0]
                 linked |= cluster[1]
             else:
-                apart.append(cluster)
-        clusters = [*apart, (waiting, linked)]
+                separate.append(cluster)
+        clusters = [*separate, (waiting, linked)]
     return sorted((waiting for waiting, _ in clusters), key=min)
 
 
@@ -197,8 +213,8 @@ def _mismatch(calls: Mapping[int, Call]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         act = act_of(call)
-        what = name_told(act) if len(ops) > 1 else act.detail
-        by_text.setdefault(f"{what}{at_told(act, with_source=False)}", []).append(rank)
+        what = call_signature(act) if len(ops) > 1 else act.detail
+        by_text.setdefault(f"{what}{place_suffix(act, with_source=False)}", []).append(rank)
     shapes = {call.detail.partition("]")[0] for call in calls.values()}
     what = "shapes" if len(shapes) > 1 else "arguments"
     which = f"{ops.pop()} with different {what}" if len(ops) == 1 else "different collectives"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLine:
     """A line of the user's code.
 
     Attributes:
@@ -48,7 +48,7 @@ class Call:
     group: str
     number: int
     peer: int | None
-    place: Place | None
+    place: SourceLine | None
     run: int
     began_s: float
     ended_s: float | None
@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupRecord:
     """A process group of which a rank is a member.
 
     Attributes:
@@ -93,7 +93,7 @@ class CallLog:
     run: int
     state: str
     since_s: float
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupRecord]
     transfers: Mapping[tuple[str, int, int], int]
     calls: tuple[Call, ...]
 
@@ -146,7 +146,7 @@ class ThreadSnapshot:
         free_threads: Names of other threads and of tasks of the user that are in no call.
     """
 
-    place: Place | None
+    place: SourceLine | None
     stack: tuple[str, ...]
     is_in_torch: bool
     is_asleep: bool
@@ -178,7 +178,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class WaitFinding:
     """Why ranks wait.
 
     Attributes:

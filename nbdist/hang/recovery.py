@@ -18,7 +18,7 @@ SHOWN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class RecoveryResult:
     """What `groups.recover` did on one rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeGroup:
+class GroupSpec:
     """A process group that the user's code made, as one rank knows it.
 
     Attributes:
@@ -67,7 +67,7 @@ class MadeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeMesh:
+class MeshSpec:
     """A device mesh that a variable of the user's holds, as one rank knows it.
 
     Attributes:
@@ -84,20 +84,22 @@ class MadeMesh:
     ranks: tuple[int, ...]
     dim_names: tuple[str, ...] | None
     groups: tuple[str, ...]
-    root: MadeMesh | None
+    root: MeshSpec | None
 
 
-def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
+def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     """All groups that the given ranks know of, each once, in an order that fits every list.
 
     What a member says of a group wins over what others say: only members know whether it
     still exists.
     """
-    merged: list[MadeGroup] = []
+    merged: list[GroupSpec] = []
     for groups in lists:
         place = 0
         for group in groups:
-            index = next((i for i, known_group in enumerate(merged) if known_group.name == group.name), None)
+            index = next(
+                (i for i, known_group in enumerate(merged) if known_group.name == group.name), None
+            )
             if index is None:
                 merged.insert(place, group)
                 place += 1
@@ -108,7 +110,7 @@ def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
     return tuple(merged)
 
 
-def notes(results: Mapping[int, Recovered]) -> tuple[str, ...]:
+def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
     """What a person has to know after a recovery, one plain line each, most important last.
 
     Args:
@@ -117,22 +119,24 @@ def notes(results: Mapping[int, Recovered]) -> tuple[str, ...]:
     return (
         *_broken(results),
         *_cleared(results),
-        *apart({rank: result.checksums for rank, result in results.items()}),
+        *parameter_differences({rank: result.checksums for rank, result in results.items()}),
     )
 
 
-def _cleared(results: Mapping[int, Recovered]) -> list[str]:
-    names = {n: None for result in results.values() for n, count in result.gradients.items() if count}
+def _cleared(results: Mapping[int, RecoveryResult]) -> list[str]:
+    names = {
+        n: None for result in results.values() for n, count in result.gradients.items() if count
+    }
     if not names:
         return []
     return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
 
 
-def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
+def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
     """A line per model whose parameters differ between ranks.
 
     Args:
-        checksums: Rank -> model -> checksum, as in Recovered.
+        checksums: Rank -> model -> checksum, as in RecoveryResult.
     """
     lines = []
     for name in dict.fromkeys(n for by_model in checksums.values() for n in by_model):
@@ -150,9 +154,11 @@ def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _broken(results: Mapping[int, Recovered]) -> list[str]:
+def _broken(results: Mapping[int, RecoveryResult]) -> list[str]:
     """A line for the groups that lack ranks, and one for those that could not be recovered."""
-    groups = {tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()}
+    groups = {
+        tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()
+    }
     everybody = {*results, *(rank for ranks in groups for rank in ranks)}
     ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, Place, RankView
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, SourceLine
 
 # A line of source longer than this is cut.
 SOURCE_CHARACTERS = 80
@@ -71,7 +71,7 @@ class CallText:
 
     op: str
     detail: str
-    place: Place | None
+    place: SourceLine | None
     is_inside: bool = False
 
     @property
@@ -118,7 +118,7 @@ class BlockingRank:
     rank: int
     kind: str
     how: str = ""
-    at: Place | None = None
+    at: SourceLine | None = None
     theirs: CallText | None = None
     mine: CallText | None = None
     is_open: bool = False
@@ -129,12 +129,12 @@ def act_of(call: Call) -> CallText:
     return CallText(call.op, call.detail, call.place)
 
 
-def act_inside(call: FlightRecorderEntry, place: Place | None) -> CallText:
+def act_inside(call: FlightRecorderEntry, place: SourceLine | None) -> CallText:
     """A call that C++ issued."""
     return CallText(call.op, call.detail, place, is_inside=True)
 
 
-def place_told(place: Place | None, *, with_source: bool = True) -> str:
+def place_text(place: SourceLine | None, *, with_source: bool = True) -> str:
     """`line 7 of cell [12]: dist.all_reduce(x)`; empty where the place is not known."""
     if place is None:
         return ""
@@ -146,14 +146,14 @@ def place_told(place: Place | None, *, with_source: bool = True) -> str:
     return f"{text}: {source}" if with_source and source else text
 
 
-def name_told(act: CallText) -> str:
+def call_signature(act: CallText) -> str:
     """`all_reduce(float32[3])`."""
     return f"{act.op}({act.detail})"
 
 
-def act_told(act: CallText, *, with_source: bool = True, of: str = "") -> str:
+def call_text(act: CallText, *, with_source: bool = True, of: str = "") -> str:
     """`all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x)`."""
-    return f"{name_told(act)}{of}{at_told(act, with_source=with_source)}"
+    return f"{call_signature(act)}{of}{place_suffix(act, with_source=with_source)}"
 
 
 def last_call(box: CallLog) -> str:
@@ -162,7 +162,7 @@ def last_call(box: CallLog) -> str:
         return ""
     call = box.waiting or box.calls[-1]
     end = {"waiting": "it was still in it", "issued": "not waited for"}
-    text = act_told(act_of(call), with_source=False)
+    text = call_text(act_of(call), with_source=False)
     return f"its last call was {text} ({end.get(call.state, 'which was over')})"
 
 
@@ -173,11 +173,11 @@ def state_of(box: CallLog | None, view: RankView) -> str:
     """
     call = None if box is None or box.state != "running" else box.waiting
     if call is not None:
-        return f"waiting in {act_told(act_of(call), with_source=False)}"
+        return f"waiting in {call_text(act_of(call), with_source=False)}"
     look = view.look
     if view.state == "running" and look is not None and look.is_in_torch and look.is_asleep:
         for pending in [call for call in look.newest.values() if call.is_pending]:
-            return f"waiting in {act_told(act_inside(pending, look.place), with_source=False)}"
+            return f"waiting in {call_text(act_inside(pending, look.place), with_source=False)}"
     return ""
 
 
@@ -258,7 +258,8 @@ def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[st
     if len(ranks_by_text) > MANY_CLAUSES:
         ranks_by_text = reasons(is_short=True)
     return _clauses(waits) + _few(
-        [(ranks, texts[len(ranks) > 1]) for texts, ranks in ranks_by_text.items()], "are needed as well"
+        [(ranks, texts[len(ranks) > 1]) for texts, ranks in ranks_by_text.items()],
+        "are needed as well",
     )
 
 
@@ -283,9 +284,9 @@ def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -
     def text_of(wait: WaitText, *, is_short: bool) -> str:
         act = wait.act
         if is_short:
-            return f" in {act.op}{at_told(act)}"
+            return f" in {act.op}{place_suffix(act)}"
         of = f" of {ranks_phrase(wait.members)}" if wait.members else ""
-        return f"{(whom or {}).get(wait.rank, '')} in {act_told(act, of=of)}"
+        return f"{(whom or {}).get(wait.rank, '')} in {call_text(act, of=of)}"
 
     def by_text(*, is_short: bool) -> dict[str, list[int]]:
         ranks_by_text: dict[str, list[int]] = {}
@@ -297,7 +298,10 @@ def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -
     if len(ranks_by_text) > MANY_CLAUSES:
         ranks_by_text = by_text(is_short=True)
     return _few(
-        [(ranks, f"wait{'' if len(ranks) > 1 else 's'}{text}") for text, ranks in ranks_by_text.items()],
+        [
+            (ranks, f"wait{'' if len(ranks) > 1 else 's'}{text}")
+            for text, ranks in ranks_by_text.items()
+        ],
         "wait too",
     )
 
@@ -322,30 +326,30 @@ def _it(waits: Sequence[WaitText]) -> tuple[str, str]:
     return it, f"calling {it}"
 
 
-def _fields(need: BlockingRank, near: Place | None, *, is_short: bool) -> dict[str, str]:
+def _fields(need: BlockingRank, near: SourceLine | None, *, is_short: bool) -> dict[str, str]:
     """What the texts of _MISSING are filled with."""
-    at = place_told(need.at)
+    at = place_text(need.at)
     how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
     how["threaded"] = need.how
     return {
         "how": how.get(need.kind, f" ({need.how})" if need.how else ""),
         "at": f": {at}" if at and not is_short else "",
         "theirs": _theirs(need, near, is_short=is_short),
-        "mine": name_told(need.mine) if need.mine else "",
+        "mine": call_signature(need.mine) if need.mine else "",
     }
 
 
-def _theirs(need: BlockingRank, near: Place | None, *, is_short: bool) -> str:
+def _theirs(need: BlockingRank, near: SourceLine | None, *, is_short: bool) -> str:
     act = need.theirs
     if act is None:
         return "it"
     if is_short and need.kind in _VAGUE:
         return _VAGUE[need.kind]
-    what = act.detail or "()" if need.kind == "unlike" else name_told(act)
-    return what if is_short else what + at_told(act, near, with_source=need.kind == "waiting")
+    what = act.detail or "()" if need.kind == "unlike" else call_signature(act)
+    return what if is_short else what + place_suffix(act, near, with_source=need.kind == "waiting")
 
 
-def at_told(act: CallText, near: Place | None = None, *, with_source: bool = True) -> str:
+def place_suffix(act: CallText, near: SourceLine | None = None, *, with_source: bool = True) -> str:
     """` at line 7 of cell [12]: ...`, to be put behind; only the line if `near` is as near."""
     place = act.place
     if place is None:
@@ -353,5 +357,5 @@ def at_told(act: CallText, near: Place | None = None, *, with_source: bool = Tru
     if near is not None and (near.cell, near.file) == (place.cell, place.file):
         where = f"line {place.line}"
     else:
-        where = place_told(place, with_source=with_source)
+        where = place_text(place, with_source=with_source)
     return f" {'inside' if act.is_inside else 'at'} {where}"

@@ -38,7 +38,7 @@ class WaitGraph:
             (v.box.run for v in views if v.box is not None and v.state not in {"absent", "busy"}),
             default=0,
         )
-        self._known: dict[tuple[int, str], _CallHistory] = {}
+        self._histories: dict[tuple[int, str], _CallHistory] = {}
         self.states = {view.rank: self._state(view) for view in views}
         waits = ((view.rank, self._wait(view)) for view in views)
         self.waits = {rank: wait for rank, wait in waits if wait is not None}
@@ -76,7 +76,7 @@ class WaitGraph:
         if call is None:
             return self._inner_wait(view)
         partner = _PARTNERS["send" in call.op] if is_transfer(call) else ""
-        members = () if partner else self._told_members(call.group)
+        members = () if partner else self._shown_members(call.group)
         ends = (str(view.rank), str(call.peer)) if partner else ()
         key = ("call", call.group, str(call.number), *ends)
         return WaitText(view.rank, key, act_of(call), members, partner, call.began_s)
@@ -108,7 +108,7 @@ class WaitGraph:
             act = act_inside(pending, view.look.place if view.look else None)
             key = ("inner", group, str(pending.number))
             return WaitText(
-                view.rank, key, act, self._told_members(group), "", last_event_s(view.box)
+                view.rank, key, act, self._shown_members(group), "", last_event_s(view.box)
             )
         return None
 
@@ -128,7 +128,8 @@ class WaitGraph:
         for group, call in look.newest.items():
             others = [self._newest(q, group) for q in self._members(group) if q != rank]
             if call.is_pending and any(
-                other is None or other.number < call.number or _differ(other, call) for other in others
+                other is None or other.number < call.number or _differ(other, call)
+                for other in others
             ):
                 pending.append((group, call, group in issued))
         return [entry for entry in pending if not entry[2]] or pending
@@ -188,7 +189,7 @@ class WaitGraph:
                 return self._unfit(q, act_of(call), broken)
             earlier = None if q in self.waits else self._earlier(q, mine, call)
             return (earlier if is_same else None) or self._missing(q)
-        theirs = self._made(box, call.group).calls.get(call.number)
+        theirs = self._history(box, call.group).calls.get(call.number)
         return None if theirs is None else self._unfit(q, act_of(call), theirs)
 
     def _broken_in(self, box: CallLog, call: Call) -> Call | None:
@@ -196,7 +197,12 @@ class WaitGraph:
         same = (self.run, call.group, call.number, "raised")
         calls = (candidate for candidate in reversed(box.calls) if not is_transfer(candidate))
         return next(
-            (candidate for candidate in calls if (candidate.run, candidate.group, candidate.number, candidate.state) == same), None
+            (
+                candidate
+                for candidate in calls
+                if (candidate.run, candidate.group, candidate.number, candidate.state) == same
+            ),
+            None,
         )
 
     def _unfit(
@@ -224,20 +230,25 @@ class WaitGraph:
         box = self.views[q].box
         if box is None or box.generation != mine.generation:
             return None
-        history, other_history = self._made(mine, call.group), self._made(box, call.group)
+        history, other_history = self._history(mine, call.group), self._history(box, call.group)
         if history.ops == other_history.ops:  # nearly always
             return None
         for number, my_call in history.calls.items():
             their_call = other_history.calls.get(number)
-            if number < call.number and my_call.run == self.run and their_call and their_call.op != my_call.op:
+            if (
+                number < call.number
+                and my_call.run == self.run
+                and their_call
+                and their_call.op != my_call.op
+            ):
                 acts = act_of(their_call), act_of(my_call)
                 return BlockingRank(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
         return None
 
-    def _made(self, box: CallLog, group: str) -> _CallHistory:
-        if (box.rank, group) not in self._known:
-            self._known[box.rank, group] = _history_of(box, group)
-        return self._known[box.rank, group]
+    def _history(self, box: CallLog, group: str) -> _CallHistory:
+        if (box.rank, group) not in self._histories:
+            self._histories[box.rank, group] = _history_of(box, group)
+        return self._histories[box.rank, group]
 
     def _transfer_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if call.peer is None:
@@ -306,7 +317,7 @@ class WaitGraph:
         looks = {rank: view.look for rank, view in self.views.items()}
         return tuple(rank for rank, look in looks.items() if look and group in look.newest)
 
-    def _told_members(self, group: str) -> tuple[int, ...]:
+    def _shown_members(self, group: str) -> tuple[int, ...]:
         members = self._members(group)
         return () if set(members) == set(self.views) else members
 

@@ -108,7 +108,7 @@ def test_another_run_keeps_the_base_folder(started: Started, run_dir: Path) -> N
 def test_a_stranger_that_got_the_pid_again_is_spared(started: Started) -> None:
     """A leader that did not start when the told one did is somebody else, with its session."""
     process = started()
-    start = guardian.started(process.pid)
+    start = guardian.start_ticks(process.pid)
     marker = b"NBDIST_RUN=/nowhere"
 
     assert guardian.members({process.pid: start}, marker) == [process.pid]
@@ -122,7 +122,7 @@ def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
     leader = started("sh", "-c", "sleep 300 & echo $!; exec 1>&-; wait")
     assert leader.stdout is not None
     child = int(leader.stdout.readline())
-    start = guardian.started(leader.pid)
+    start = guardian.start_ticks(leader.pid)
     leader.kill()
     leader.wait()
 

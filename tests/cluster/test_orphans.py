@@ -94,7 +94,7 @@ def dead_run(base: Path, name: str) -> Iterator[tuple[Path, list[psutil.Process]
 
 
 def run_in(folder: Path) -> Run:
-    return next(run for run in runs.found() if run.folder == str(folder))
+    return next(run for run in runs.find_runs() if run.folder == str(folder))
 
 
 def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str) -> None:
@@ -203,7 +203,7 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
         own = Path(kernel.stdout.readline().strip())
         written = json.loads((own / "owner.json").read_text())
         (dead / "owner.json").write_text(json.dumps({**written, "pid": ended.pid, "start": "1"}))
-        found = {run.folder: run.state for run in runs.found()}
+        found = {run.folder: run.state for run in runs.find_runs()}
         done = orphans.clean()
         code = kernel.poll()
         kernel.kill()
@@ -216,7 +216,7 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
 def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
     """A process with another start time is not the one that was meant."""
     with subprocess.Popen(["sleep", "300"]) as process:
-        began = guardian.started(process.pid)
+        began = guardian.start_ticks(process.pid)
         assert began is not None
         is_hit = orphans.send(Process(process.pid, str(int(began) - 1)), orphans.signal.SIGKILL)
         code = process.poll()
@@ -250,7 +250,10 @@ def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
         found = run_in(session.cluster.run_dir)
 
         assert found.owner is not None
-        assert (found.owner.pid, found.owner.start) == (os.getpid(), guardian.started(os.getpid()))
+        assert (found.owner.pid, found.owner.start) == (
+            os.getpid(),
+            guardian.start_ticks(os.getpid()),
+        )
         assert abs(found.owner.since_s - session.started_s) < 60
         assert found.hosts == (session.topology.ranks[0].host,)
         assert os.getpid() not in {one.pid for one in runs.processes_of(found)}

@@ -55,7 +55,7 @@ def test_the_shipped_profile_is_found_without_an_own_one(ipython_dir: Path) -> N
     """`local` is there from the start, and gives ranks itself."""
     config = profiles.load("local")
 
-    assert profiles.own() == {}
+    assert profiles.user_profiles() == {}
     assert cluster.gives_ranks(config)
 
 
@@ -181,9 +181,9 @@ def test_a_launchers_number_is_translated_to_the_engine() -> None:
     one._started = {0: psutil.Process(1), 1: psutil.Process()}
     told: list[cluster.Exit] = []
     one.on_exit = told.append
-    one._ended(1, {"exit_code": -9})
+    one._note_end(1, {"exit_code": -9})
     one.identify({0: psutil.Process().pid, 1: 1})
-    one._ended(0, {"exit_code": 3})
+    one._note_end(0, {"exit_code": 3})
 
     assert one.exits == {0: cluster.Exit(0, -9), 1: cluster.Exit(1, 3)}
     assert told[-1] == cluster.Exit(1, 3)

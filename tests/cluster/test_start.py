@@ -455,7 +455,7 @@ def test_gpus_are_read_from_nvidia_smi(fake_smi: None) -> None:
 )
 def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) -> None:
     """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
-    assert [gpu.index for gpu in gpus.chosen(TWO_GPUS, variable)] == indices
+    assert [gpu.index for gpu in gpus.filter_visible(TWO_GPUS, variable)] == indices
 
 
 def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(

@@ -20,19 +20,19 @@ from nbdist.hang.call_log import (
     NO_CHANNEL,
     RAISED,
     SIZE_BYTES,
-    Writer,
+    CallLogWriter,
     pack_place,
     pack_what,
 )
-from nbdist.hang.records import CallLog, Group, Place
+from nbdist.hang.records import CallLog, GroupRecord, SourceLine
 
-PLACE = Place(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
+PLACE = SourceLine(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
 
 
-def new_writer() -> tuple[bytearray, Writer]:
+def new_writer() -> tuple[bytearray, CallLogWriter]:
     """Memory of its own, and its writer."""
     memory = bytearray(SIZE_BYTES)
-    return memory, Writer(memory, rank=3, pid=99)
+    return memory, CallLogWriter(memory, rank=3, pid=99)
 
 
 def read(memory: bytearray) -> CallLog:
@@ -65,7 +65,7 @@ def test_call_is_read_as_it_was_made() -> None:
     assert call is not None
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.peer, call.place, call.run, call.ended_s) == (None, PLACE, 41, None)
-    assert box.groups == {"0": Group("0", (0, 1, 2, 3), 1)}
+    assert box.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1)}
 
     writer.end(entry, DONE)
     done = read(memory).calls[0]
@@ -77,7 +77,7 @@ def test_call_is_read_as_it_was_made() -> None:
 def test_place_in_a_file_and_no_place() -> None:
     """A file's place has no cell; a call without a place has none."""
     memory, writer = new_writer()
-    place = Place(cell=None, file="train.py", line=90, source="loss.backward()")
+    place = SourceLine(cell=None, file="train.py", line=90, source="loss.backward()")
     writer.begin(NO_CHANNEL, pack_what("wait", ""), pack_place(place))
     writer.begin(NO_CHANNEL, pack_what("wait", ""), pack_place(None))
 
@@ -87,7 +87,7 @@ def test_place_in_a_file_and_no_place() -> None:
 def test_long_texts_are_cut_and_stay_readable() -> None:
     """A name cut within a character loses that character and nothing else."""
     memory, writer = new_writer()
-    place = Place(cell=1, file="f" * 60, line=2, source="ä" * 500)
+    place = SourceLine(cell=1, file="f" * 60, line=2, source="ä" * 500)
     writer.begin(NO_CHANNEL, pack_what("op", "ü" * 500), pack_place(place))
     call = read(memory).calls[0]
 

@@ -91,13 +91,13 @@ def test_what_only_the_error_holds_is_ended(loop: Callable[[], None]) -> None:
     """At once, the error keeps its frames, and the finalizer has nothing left to wait for."""
     error = failure(loop)
     left, began_s = workers(), time.monotonic()
-    ended = dataloader_workers.end_left(error)
+    ended = dataloader_workers.end_abandoned(error)
     took_s = time.monotonic() - began_s
 
     assert left == ended == N_WORKERS
     assert workers() == 0
     assert took_s < ENDED_S
-    assert dataloader_workers.end_left(error) == 0
+    assert dataloader_workers.end_abandoned(error) == 0
     began_s = time.monotonic()
     del error
     gc.collect()
@@ -113,7 +113,7 @@ def test_an_error_that_came_of_it_counts_too() -> None:
         except LookupError as error:
             raise LookupError("in training") from error
 
-    assert dataloader_workers.end_left(failure(wrapped)) == N_WORKERS
+    assert dataloader_workers.end_abandoned(failure(wrapped)) == N_WORKERS
 
 
 def a_loop_over(batches: Any) -> None:
@@ -141,7 +141,7 @@ def test_what_a_variable_still_holds_goes_on(made: str, looped: str) -> None:
     cell["a_loop_over"] = a_loop_over
     error = failure(lambda: exec(f"a_loop_over({looped})", cell))
 
-    assert dataloader_workers.end_left(error) == 0
+    assert dataloader_workers.end_abandoned(error) == 0
     assert [one.pid for one in multiprocessing.active_children()] == pids
     following = eval(f"next({looped})", cell)
     batch = following[1] if isinstance(following, tuple) else following
@@ -157,7 +157,7 @@ def test_persistent_workers_stay() -> None:
             pass
 
     error = failure(loop)
-    assert dataloader_workers.end_left(error) == 0
+    assert dataloader_workers.end_abandoned(error) == 0
     assert workers() == N_WORKERS
     assert next(iter(own)).tolist() == [0, 1, 2, 3]
     del error
@@ -168,10 +168,10 @@ def test_a_torch_without_these_names_is_left_alone(monkeypatch: pytest.MonkeyPat
     error = failure(in_a_function)
     with monkeypatch.context() as patch:
         patch.setattr(dataloader_workers, "_OWN", ("_no_such_name",))
-        assert dataloader_workers.end_left(error) == 0
+        assert dataloader_workers.end_abandoned(error) == 0
         patch.undo()
         patch.delattr(dataloader, "_MultiProcessingDataLoaderIter")
-        assert dataloader_workers.end_left(error) == 0
+        assert dataloader_workers.end_abandoned(error) == 0
     assert workers() == N_WORKERS
-    assert dataloader_workers.end_left(error) == N_WORKERS
-    assert dataloader_workers.end_left(None) == 0
+    assert dataloader_workers.end_abandoned(error) == N_WORKERS
+    assert dataloader_workers.end_abandoned(None) == 0

@@ -18,9 +18,9 @@ from nbdist.hang.records import (
     Call,
     CallLog,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
 )
 
@@ -173,8 +173,8 @@ class Simulation:
             elif part.kind != "inner":
                 transfers[name, int(str(part.channel[1])), int(str(part.channel[2]))] += 1
         is_inner = rank.blocked is not None
-        look = ThreadSnapshot(Place(1, "", 1), (), is_inner, is_inner, newest)
-        own = {n: Group(n, m, groups[n]) for n, m in self.groups.items() if who in m}
+        look = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
+        own = {n: GroupRecord(n, m, groups[n]) for n, m in self.groups.items() if who in m}
         in_box = state if state in {"finished", "raised"} else "running"
         box = CallLog(who, who, 0, RUN, in_box, 0.0, own, transfers, tuple(calls))
         return RankView(who, state, "x" * (state != "finished"), box, look)
@@ -184,7 +184,7 @@ class Simulation:
         peer = None
         if part.kind in {"send", "recv"}:
             peer = int(str(part.channel[2 if part.kind == "send" else 1]))
-        place = Place(1, "", part.number)
+        place = SourceLine(1, "", part.number)
         name = str(part.channel[0])
         return Call(part.op, "f[3]", name, part.number, peer, place, RUN, 0.0, None, state)
 

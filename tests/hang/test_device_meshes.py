@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.hang.recovery import merge_made
+from nbdist.hang.recovery import merge_groups
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -78,7 +78,7 @@ def test_a_new_process_has_the_meshes_that_the_others_have(
         for rank in replaced:
             ranks.kill(rank)
         (tmp_path / "go.9").touch()
-        made = merge_made(said[r][0] for r in said if r not in replaced)
+        made = merge_groups(said[r][0] for r in said if r not in replaced)
         for rank in replaced:
             ranks.replace(rank, 1, said[0][2], made)
         results = ranks.results()

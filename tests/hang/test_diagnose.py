@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding, RankView
+from nbdist.hang.records import RankView, WaitFinding
 from tests.support.boxes import NOW_S, REDUCE, RUN, WORLD, at, box, call, found, look, reduce, view
 
 HEAD = f"rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
@@ -25,7 +25,7 @@ def test_a_rank_that_will_not_come_is_blamed(state: str, how: str, text: str) ->
     """A deadlock, certain, with the reason that the other rank's state is."""
     one = found(view(0, "running", reduce("waiting")), view(1, state, how=how))
 
-    assert one == Finding(HEAD + text, is_certain=True, waiting=(0,), blamed=(1,))
+    assert one == WaitFinding(HEAD + text, is_certain=True, waiting=(0,), blamed=(1,))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_rank_that_may_come_is_told_of_but_not_blamed(state: str, text: str) -
     """Nothing is certain while the other rank can still call it."""
     one = found(view(0, "running", reduce("waiting")), view(1, state))
 
-    assert one == Finding(HEAD + text, is_certain=False, waiting=(0,), blamed=())
+    assert one == WaitFinding(HEAD + text, is_certain=False, waiting=(0,), blamed=())
 
 
 def test_where_a_late_rank_is_stands_in_the_line() -> None:
@@ -155,7 +155,7 @@ def test_a_rank_that_raised_inside_the_call_is_told() -> None:
         view(1, "raised", reduce("raised"), how="RuntimeError"),
     )
 
-    assert one == Finding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
+    assert one == WaitFinding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
 
 
 def test_a_call_that_was_caught_may_be_tried_again() -> None:
@@ -173,7 +173,7 @@ def test_only_members_are_blamed() -> None:
         *(view(rank, "finished", world=4, groups=groups) for rank in (1, 2, 3)),
     ]
 
-    assert found(*views) == Finding(
+    assert found(*views) == WaitFinding(
         "rank 0 waits in all_reduce(float32[3]) of ranks 0-1 at line 7 of cell [12]: "
         f"{REDUCE}; rank 1 finished the cell without calling it",
         is_certain=True,
@@ -222,7 +222,7 @@ def chain(last: str) -> list[RankView]:
 
 def test_who_waits_in_consequence_is_in_the_same_line() -> None:
     """The rank at the end of the chain alone is blamed."""
-    assert found(*chain("raised")) == Finding(
+    assert found(*chain("raised")) == WaitFinding(
         "rank 1 waits in barrier() of ranks 1-2 at line 9 of cell [12]; "
         "rank 2 raised ValueError before it; "
         "rank 0 waits for rank 1 in all_reduce(float32[3]) of ranks 0-1 at line 7 of cell [12]: "
@@ -263,7 +263,7 @@ def test_ranks_in_a_circle_wait_for_each_other() -> None:
         view(1, "running", call("barrier", group="2", line=3, state="waiting"), groups=groups),
     )
 
-    assert one == Finding(
+    assert one == WaitFinding(
         HEAD + "rank 1 waits in barrier() at line 3 of cell [12]; they wait for each other",
         is_certain=True,
         waiting=(0, 1),

@@ -9,14 +9,14 @@ from typing import Any, cast
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, GroupRecovery
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import CallLog, Group
-from nbdist.hang.recovery import Recovered
+from nbdist.hang.records import CallLog, GroupRecord
+from nbdist.hang.recovery import RecoveryResult
 
-RECOVERED = Recovered(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
+RECOVERED = RecoveryResult(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
 
 
 def box(rank: int, calls: int) -> CallLog:
-    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": Group("0", (0, 1), calls)}, {}, ())
+    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": GroupRecord("0", (0, 1), calls)}, {}, ())
 
 
 def done(value: Any) -> Future[Any]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.topology import Topology
-from nbdist.hang.call_log import SIZE_BYTES, Writer
+from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
 from nbdist.hang.kernel.health import Health
 
 AHEAD_S = 5000.0
@@ -76,7 +76,7 @@ class OneRank:
 
 def content() -> bytes:
     """A box of another host, whose clock is ahead."""
-    box = Writer(bytearray(SIZE_BYTES), 0, 77)
+    box = CallLogWriter(bytearray(SIZE_BYTES), 0, 77)
     box.set_cell(3, "running")
     box.end(box.begin(box.group("0", (0,)), b"barrier\0", b""), 2)
     return bytes(box.memory)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding, RankView, ThreadSnapshot
+from nbdist.hang.records import RankView, ThreadSnapshot, WaitFinding
 from tests.support.boxes import NOW_S, at, call, found, inner, look, reduce, view
 
 
@@ -78,7 +78,7 @@ def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:
     """Worded so, and only once all others are done."""
     asleep = view(0, "running", look=look(at(3, "loss.backward()")))
 
-    assert found(asleep, view(1, "finished")) == Finding(
+    assert found(asleep, view(1, "finished")) == WaitFinding(
         "rank 0 sleeps inside torch at line 3 of cell [12]: loss.backward(); "
         "rank 1 has ended the cell, and may be waited for there",
         is_certain=False,

@@ -16,7 +16,7 @@ import pytest
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel import health
 from nbdist.hang.rank import main_thread
-from nbdist.hang.records import FlightRecorderEntry, Place, ThreadSnapshot
+from nbdist.hang.records import FlightRecorderEntry, SourceLine, ThreadSnapshot
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import session_of, temporary_folder, until
@@ -107,7 +107,7 @@ def test_a_collective_that_waits(ranks: Ranks) -> None:
     ranks.run(1, "dist.all_reduce(torch.ones(3))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
+    assert look.place == SourceLine(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
     assert look.stack[0] == f"cell [{ranks.cell - 1}], line 3: dist.all_reduce(x)"
     assert "torch/distributed/distributed_c10d.py" in look.stack[-1]
     assert look.newest[WORLD] == FlightRecorderEntry(
@@ -126,7 +126,7 @@ def test_an_asynchronous_collective_that_is_waited_for(ranks: Ranks) -> None:
     ranks.run(1, "dist.all_reduce(torch.ones(2))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 2, "work.wait()")
+    assert look.place == SourceLine(ranks.cell - 1, "", 2, "work.wait()")
     assert look.newest[WORLD].is_pending
 
 
@@ -143,7 +143,7 @@ def test_ddp_waits_in_backward(ranks: Ranks) -> None:
     ranks.run(1, "loss.backward()")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 2, "loss.backward()")
+    assert look.place == SourceLine(ranks.cell - 1, "", 2, "loss.backward()")
     assert look.newest[WORLD] == FlightRecorderEntry(
         "all_reduce", "float32[25]", before + 1, is_pending=True
     )
@@ -162,7 +162,7 @@ def test_fsdp_waits_in_forward(ranks: Ranks) -> None:
     ranks.run(1, "y = f(torch.ones(2, 8))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
+    assert look.place == SourceLine(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
     assert look.newest[WORLD] == FlightRecorderEntry(
         "all_gather", "float32[36]", before + 1, is_pending=True
     )
@@ -180,7 +180,7 @@ def test_sleep_is_no_wait_in_torch(ranks: Ranks, tmp_path: Path) -> None:
     end()
 
     assert not look.is_in_torch
-    assert look.place == Place(ranks.cell, "", 3, "time.sleep(1)")
+    assert look.place == SourceLine(ranks.cell, "", 3, "time.sleep(1)")
 
 
 def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
     gate.touch()
     end()
 
-    assert look.place == Place(None, "users_module.py", 4, "time.sleep(0.2)")
+    assert look.place == SourceLine(None, "users_module.py", 4, "time.sleep(0.2)")
     assert look.stack[0].startswith(f"cell [{ranks.cell}], line 3")
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks
-from nbdist.hang.recovery import MadeGroup, Recovered, merge_made
+from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -176,7 +176,7 @@ def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> No
         (tmp_path / "dead.1").touch()
         for rank in said:
             ranks.wait_for("again", rank)
-        made = merge_made(groups for _, groups in said.values())
+        made = merge_groups(groups for _, groups in said.values())
         ranks.replace(1, 2, said[0][0], made)
         results = ranks.results()
 
@@ -262,7 +262,7 @@ def test_a_group_that_has_used_every_number_says_how_to_go_on() -> None:
 
 def test_an_answer_crosses_the_wire() -> None:
     """Records of a recovery are equal after pickling."""
-    made = MadeGroup("1", (0, 1), "gloo", 60.0, "mine", "", 2, is_member=True, is_open=True)
-    back = Recovered(3, ("0",), {"1": (0, 1)}, ("model",), {"model": 2}, {"model": "a/b"})
+    made = GroupSpec("1", (0, 1), "gloo", 60.0, "mine", "", 2, is_member=True, is_open=True)
+    back = RecoveryResult(3, ("0",), {"1": (0, 1)}, ("model",), {"model": 2}, {"model": "a/b"})
 
     assert pickle.loads(pickle.dumps((made, back))) == (made, back)

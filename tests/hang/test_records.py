@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.hang.diagnose import counts_differ, last_words, mismatches
 from nbdist.hang.records import Call, CallLog, RankView
-from nbdist.hang.text import last_call, place_told, state_of
+from nbdist.hang.text import last_call, place_text, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
 
 PAIR = {WORLD: (0, 1)}
@@ -147,7 +147,7 @@ def test_the_state_of_a_rank_that_waits() -> None:
 
 def test_a_place_in_words() -> None:
     """In a cell, in a file, unknown."""
-    assert place_told(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
-    assert place_told(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
-    assert place_told(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
-    assert place_told(None) == ""
+    assert place_text(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
+    assert place_text(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
+    assert place_text(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
+    assert place_text(None) == ""

@@ -1,6 +1,6 @@
 """What a person reads after a recovery, and how lists of groups of several ranks become one."""
 
-from nbdist.hang.recovery import MadeGroup, Recovered, merge_made, notes
+from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups, notes
 
 
 def recovered(
@@ -8,14 +8,14 @@ def recovered(
     checksums: dict[str, str] | None = None,
     gradients: dict[str, int] | None = None,
     skipped: dict[str, tuple[int, ...]] | None = None,
-) -> Recovered:
-    return Recovered(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
+) -> RecoveryResult:
+    return RecoveryResult(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
 
 
 def made(
     name: str, *ranks: int, count: int = 2, is_member: bool = True, is_open: bool = True
-) -> MadeGroup:
-    return MadeGroup(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
+) -> GroupSpec:
+    return GroupSpec(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
 
 
 def test_nothing_is_said_when_all_is_equal() -> None:
@@ -103,7 +103,7 @@ def test_lists_of_several_ranks_become_one_in_order() -> None:
         [made("1", 0, 1), made("5", 1)],
     ]
 
-    assert [one.name for one in merge_made(lists)] == ["1", "5", "local", "4"]
+    assert [one.name for one in merge_groups(lists)] == ["1", "5", "local", "4"]
 
 
 def test_a_members_word_counts() -> None:
@@ -111,5 +111,5 @@ def test_a_members_word_counts() -> None:
     outside = made("1", 0, 1, is_member=False)
     inside = made("1", 0, 1, is_open=False)
 
-    assert merge_made([[outside], [inside]]) == (inside,)
-    assert merge_made([[inside], [outside]]) == (inside,)
+    assert merge_groups([[outside], [inside]]) == (inside,)
+    assert merge_groups([[inside], [outside]]) == (inside,)

@@ -44,7 +44,7 @@ PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pai
 
 def restart(
     session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
-) -> hang_restart.Restarted:
+) -> hang_restart.RestartResult:
     return hang_restart.restart(session, session.health, ranks, DEADLINE_S, progress)
 
 

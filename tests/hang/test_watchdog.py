@@ -12,14 +12,14 @@ from nbdist.hang.records import (
     Call,
     CallLog,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
 )
 
 RUN = 7
-WORLD = Group("0", (0, 1), 0)
+WORLD = GroupRecord("0", (0, 1), 0)
 GRACE_S = 5.0
 
 
@@ -27,13 +27,13 @@ def box(rank: int, state: str = "running", waits_since_s: float | None = None) -
     """A rank that has made no call, or waits in its first one."""
     calls: tuple[Call, ...] = ()
     if waits_since_s is not None:
-        place = Place(12, "", 7, "dist.all_reduce(x)")
+        place = SourceLine(12, "", 7, "dist.all_reduce(x)")
         calls = (
             Call(
                 "all_reduce", "float32[3]", "0", 1, None, place, RUN, waits_since_s, None, "waiting"
             ),
         )
-    group = Group("0", (0, 1), len(calls))
+    group = GroupRecord("0", (0, 1), len(calls))
     return CallLog(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
 
 
@@ -244,7 +244,7 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
     watch.states[1] = "finished", ""
     for number in range(1, 40):
         call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
-        group = Group("0", (0, 1), number)
+        group = GroupRecord("0", (0, 1), number)
         own = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
         watch.health.boxes[0] = own
         watch.until(number * PAUSE_S)
@@ -255,9 +255,9 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
 def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
     """And aborted only then: the rank that computes is left alone."""
     boxes = {0: box(0, waits_since_s=0.1), 1: box(1, "finished"), 2: box(2)}
-    world = {"0": Group("0", (0, 1, 2), 0)}
+    world = {"0": GroupRecord("0", (0, 1, 2), 0)}
     boxes = {r: replace(one, groups=world) for r, one in boxes.items()}
-    boxes[0] = replace(boxes[0], groups={"0": Group("0", (0, 1, 2), 1)})
+    boxes[0] = replace(boxes[0], groups={"0": GroupRecord("0", (0, 1, 2), 1)})
     watch = Watch(boxes)
     watch.states[1] = "finished", ""
     watch.until(20.0)

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.engine import join
 from nbdist.rpc.rank import cell_hooks
-from nbdist.rpc.rank.cell_hooks import Cell, CellHook
+from nbdist.rpc.rank.cell_hooks import CellContext, CellHook
 
 
 class Kernel:
@@ -31,7 +31,7 @@ class Kernel:
         """A hook that notes when it is entered and left, and what it sees of the cell."""
 
         @contextmanager
-        def around(cell: Cell) -> Iterator[None]:
+        def around(cell: CellContext) -> Iterator[None]:
             self.noted.append(f"{name} {cell.metadata['channel']}")
             try:
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding
+from nbdist.hang.records import WaitFinding
 from tests.support.boxes import NOW_S, WORLD, call, found, view
 
 
@@ -21,7 +21,7 @@ def test_a_recv_waits_for_its_send() -> None:
         view(2, "running", world=3),
     ]
 
-    assert found(*views) == Finding(
+    assert found(*views) == WaitFinding(
         "rank 0 waits in recv(float32[3], src=1) at line 7 of cell [12]; "
         "rank 1 finished the cell without a send to rank 0",
         is_certain=True,

@@ -11,12 +11,12 @@ from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import (
     Call,
     CallLog,
-    Finding,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
+    WaitFinding,
 )
 
 RUN = 5
@@ -24,9 +24,9 @@ NOW_S = 100.0
 WORLD = "0"
 
 
-def at(line: int, source: str = "", cell: int = 12) -> Place:
+def at(line: int, source: str = "", cell: int = 12) -> SourceLine:
     """A line of a cell."""
-    return Place(cell, "", line, source)
+    return SourceLine(cell, "", line, source)
 
 
 def call(  # noqa: PLR0913  # a record has many fields
@@ -70,7 +70,7 @@ def box(
             number = counts[one.group]
             counts[one.group] -= one.state == "raised"  # it was not made
         numbered.append(replace(one, number=number))
-    own = {n: Group(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks}
+    own = {n: GroupRecord(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks}
     since_s = NOW_S - 20
     return CallLog(
         rank, 1000 + rank, generation, run, state, since_s, own, dict(transfers), tuple(numbered)
@@ -95,7 +95,7 @@ def view(
 
 
 def look(
-    place: Place | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
+    place: SourceLine | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
 ) -> ThreadSnapshot:
     """A rank that sleeps in torch, or computes; the flight recorder's calls by group."""
     named = {name.removeprefix("g"): one for name, one in newest.items()}
@@ -115,7 +115,7 @@ def reduce(state: str = "done", **fields: Any) -> Call:
     return replace(call("all_reduce", "float32[3]", source=REDUCE, state=state), **fields)
 
 
-def found(*views: RankView) -> Finding:
+def found(*views: RankView) -> WaitFinding:
     """The only finding."""
     (one,) = diagnose(views, NOW_S)
     return one

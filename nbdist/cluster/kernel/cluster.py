@@ -82,13 +82,15 @@ class Cluster:
         """Engine id -> process id of the living engines that this kernel has started itself."""
         return {
             self._engine_of.get(number, number): engine.pid
-            for number, engine in self._own_launchers().items()
+            for number, engine in self._local_launchers().items()
         }
 
     def controller_pid(self) -> int | None:
         """The controller's process id, where this kernel has started it itself and it lives."""
         controller = self._cluster.controller
-        return int(controller.pid) if processes.is_own(controller) and None not in self.exits else None
+        return (
+            int(controller.pid) if processes.is_own(controller) and None not in self.exits else None
+        )
 
     def identify(self, pids: dict[int, int]) -> None:
         """Take in which engine has which process, where the launcher did not decide it.
@@ -103,7 +105,9 @@ class Cluster:
         exits = list(self.exits.values())
         self.exits.clear()
         for exit_ in exits:
-            engine = None if exit_.engine is None else self._engine_of.get(exit_.engine, exit_.engine)
+            engine = (
+                None if exit_.engine is None else self._engine_of.get(exit_.engine, exit_.engine)
+            )
             self.exits[engine] = replace(exit_, engine=engine)
 
     def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
@@ -114,10 +118,12 @@ class Cluster:
             time.sleep(POLL_S)
         return self.exits.get(engine)
 
-    def _own_launchers(self) -> dict[int, LocalProcessLauncher]:
+    def _local_launchers(self) -> dict[int, LocalProcessLauncher]:
         # ipyparallel takes a launcher out of this when its process ends.
         launchers = getattr(self._cluster.engine_set, "launchers", {})
-        return {int(i): started for i, started in list(launchers.items()) if processes.is_own(started)}
+        return {
+            int(i): started for i, started in list(launchers.items()) if processes.is_own(started)
+        }
 
     def start(self, world_size: int, deadline_s: float, progress: Progress) -> None:
         """Start controller and engines, connect, and wait until all engines have registered.
@@ -174,17 +180,17 @@ class Cluster:
 
     def _watch_processes(self) -> None:
         self._watch_controller()
-        for number, engine in self._own_launchers().items():
+        for number, engine in self._local_launchers().items():
             self._watch_engine(number, engine)
 
     def _watch_controller(self) -> None:
         controller = self._cluster.controller
-        controller.on_stop(functools.partial(self._ended, None))
+        controller.on_stop(functools.partial(self._note_end, None))
         if processes.is_own(controller):
             self.guard(controller.pid)
 
     def _watch_engine(self, number: int, engine: LocalProcessLauncher) -> None:
-        engine.on_stop(functools.partial(self._ended, number))
+        engine.on_stop(functools.partial(self._note_end, number))
         if self.can_restart:  # an engine without a nanny, which would tell the controller
             engine.on_stop(functools.partial(self._forget_soon, number))
         self._started[number] = engine
@@ -193,9 +199,9 @@ class Cluster:
     def guard(self, pid: int) -> None:
         """Let a process, which leads a session of its own, end with this run at the latest."""
         self._guard.watch(pid)
-        self._start_times[pid] = guardian.started(pid) or ""
+        self._start_times[pid] = guardian.start_ticks(pid) or ""
 
-    def _ended(self, number: int | None, stop_data: dict[str, Any]) -> None:
+    def _note_end(self, number: int | None, stop_data: dict[str, Any]) -> None:
         """An engine or the controller has ended (called in the cluster's loop)."""
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
@@ -222,7 +228,9 @@ class Cluster:
             if engines is not None:
                 return sorted(engine_ids.intersection(engines))
             # Of those that join by themselves both is waited for: they do it side by side.
-            return sorted(engine_ids & run_dir.joined(self.run_dir) if self.can_restart else engine_ids)
+            return sorted(
+                engine_ids & run_dir.joined_ranks(self.run_dir) if self.can_restart else engine_ids
+            )
 
         expected = tuple(range(world_size) if engines is None else engines)
         return EngineRegistration(self.run_dir, expected, exits, registered, self._output)

@@ -29,7 +29,7 @@ def stat_fields(pid: int) -> list[str] | None:
         return None
 
 
-def started(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process started, in clock ticks: a pid that was used again differs in it."""
     fields = stat_fields(pid)
     return fields[19] if fields else None
@@ -38,7 +38,7 @@ def started(pid: int) -> str | None:
 def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
     """Processes of these sessions, and those whose environment carries the marker."""
     # A session's leader with another start time is a stranger that got the pid again.
-    ours = {pid for pid, start in sessions.items() if started(pid) in (None, start)}
+    ours = {pid for pid, start in sessions.items() if start_ticks(pid) in (None, start)}
     pids = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -130,7 +130,7 @@ def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
             if line == b"stop":
                 return None
             pid, _, start = line[1:].partition(b" ")
-            sessions[int(pid)] = start.decode() or started(int(pid))
+            sessions[int(pid)] = start.decode() or start_ticks(int(pid))
 
 
 def wait(kernel: int) -> dict[int, str | None]:

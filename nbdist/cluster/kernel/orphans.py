@@ -29,7 +29,7 @@ def clean() -> tuple[str, ...]:
     Runs whose notebook lives, or whose owner is not known for certain, are left alone.
     """
     lines: list[str] = []
-    for run in runs.found():
+    for run in runs.find_runs():
         if run.state == DEAD:
             lines += _remove(run)
     return tuple(lines)
@@ -116,7 +116,7 @@ def send(process: Process, number: signal.Signals) -> bool:
         descriptor = os.pidfd_open(process.pid)
         try:
             # From here on the descriptor is this process's, whoever may get its pid later.
-            if guardian.started(process.pid) == process.start:
+            if guardian.start_ticks(process.pid) == process.start:
                 signal.pidfd_send_signal(descriptor, number)
                 return True
         finally:

@@ -55,7 +55,9 @@ class Exit:
 def is_own(candidate: Any) -> bool:
     """Whether this launcher's process is a child of this kernel (SSH's pids are elsewhere)."""
     return (
-        isinstance(candidate, LocalProcessLauncher) and not isinstance(candidate, SSHLauncher) and candidate.pid > 0
+        isinstance(candidate, LocalProcessLauncher)
+        and not isinstance(candidate, SSHLauncher)
+        and candidate.pid > 0
     )
 
 
@@ -77,7 +79,7 @@ def end_session(pid: int, start: str, deadline_s: float) -> bool:
 
     Args:
         pid: The leader, which may have ended already.
-        start: When it started (`guardian.started`); a stranger that got the pid again is spared.
+        start: When it started (`guardian.start_ticks`); a stranger with the same pid is spared.
         deadline_s: How long to go on.
 
     Returns:

@@ -26,7 +26,7 @@ def shipped() -> dict[str, Path]:
     return {}
 
 
-def own() -> dict[str, Path]:
+def user_profiles() -> dict[str, Path]:
     """Name -> folder of the user's IPython profiles that describe a cluster."""
     return {
         path.parent.name.removeprefix("profile_"): path.parent
@@ -36,7 +36,7 @@ def own() -> dict[str, Path]:
 
 def available() -> dict[str, Path]:
     """Name -> folder of every profile; the user's own wins over a shipped one."""
-    return {**shipped(), **own()}
+    return {**shipped(), **user_profiles()}
 
 
 def load(name: str) -> Config:
@@ -50,7 +50,7 @@ def load(name: str) -> Config:
     """
     profiles = available()
     if name not in profiles:
-        mine = ", ".join(sorted(own())) or "none"
+        mine = ", ".join(sorted(user_profiles())) or "none"
         raise OptionError(
             f"There is no profile {name!r}. Shipped with nbdist: {', '.join(sorted(shipped()))}. "
             f"Your own, in {get_ipython_dir()}: {mine}. A profile is a folder "

@@ -113,7 +113,7 @@ class EngineRegistration:
     def _missing(self) -> list[int]:
         """The ranks for which the others wait: of local ones those that hold all back."""
         everybody = set(self.expected)
-        waiting = cluster_run_dir.arrived(self.run_dir)
+        waiting = cluster_run_dir.arrived_ranks(self.run_dir)
         return sorted(everybody - waiting if waiting else ()) or sorted(
             everybody.difference(self.registered())
         )

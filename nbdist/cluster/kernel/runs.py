@@ -26,7 +26,7 @@ SHM = Path("/dev/shm")  # noqa: S108  # what is removed there is known to be a d
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class UserProcess:
     """A living process of this user.
 
     Attributes:
@@ -46,21 +46,27 @@ class Seen:
     guards: str
 
 
-def found() -> tuple[Run, ...]:
+def find_runs() -> tuple[Run, ...]:
     """All runs of this user, in order of their folders."""
     processes = _processes()
     guarded = {process.guards for process in processes.values() if process.guards}
-    folders = {*_folders(), *(process.mark for process in processes.values() if process.mark), *guarded}
+    folders = {
+        *_folders(),
+        *(process.mark for process in processes.values() if process.mark),
+        *guarded,
+    }
     here = host.this_machine()
-    all_runs = [_run(Path(folder), here, is_guarded=folder in guarded) for folder in sorted(folders)]
+    all_runs = [
+        _run(Path(folder), here, is_guarded=folder in guarded) for folder in sorted(folders)
+    ]
     spared = _protected(all_runs, processes)
     return tuple(_with_processes(run, processes, spared) for run in all_runs)
 
 
 def processes_of(run: Run) -> tuple[Process, ...]:
-    """The run's processes now; see `found`."""
+    """The run's processes now; see `find_runs`."""
     # With all other runs: what belongs to a living one is spared whatever mark it carries.
-    return next((other.processes for other in found() if other.folder == run.folder), ())
+    return next((other.processes for other in find_runs() if other.folder == run.folder), ())
 
 
 def _folders() -> list[str]:
@@ -86,24 +92,27 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
 
 
-def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:
+def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: frozenset[int]) -> Run:
     folder = Path(run.folder)
     noted = run_dir.pids(folder)
     # Of a leader that has gone, the number may long be a stranger's session.
-    leaders = {pid for pid, start in noted.items() if guardian.started(pid) == start}
-    own = tuple(
+    leaders = {pid for pid, start in noted.items() if guardian.start_ticks(pid) == start}
+    processes = tuple(
         Process(process.pid, process.start)
-        for process in sorted(seen.values(), key=lambda process: process.pid)
+        for process in sorted(all_processes.values(), key=lambda process: process.pid)
         if process.pid not in spared
-        and (run.folder in (process.mark, process.guards) or (not process.mark and process.session in leaders))
+        and (
+            run.folder in (process.mark, process.guards)
+            or (not process.mark and process.session in leaders)
+        )
     )
-    files = _shm_files(own, noted, seen) if run.state == run_owner.DEAD else ()
+    files = _shm_files(processes, noted, all_processes) if run.state == run_owner.DEAD else ()
     return Run(
-        run.folder, run.state, run.owner, run.hosts, own, files, has_folder=run.has_folder
+        run.folder, run.state, run.owner, run.hosts, processes, files, has_folder=run.has_folder
     )
 
 
-def _protected(all_runs: Iterable[Run], processes: dict[int, Seen]) -> frozenset[int]:
+def _protected(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:
     """Processes that belong to nobody's leftovers, whatever mark they have inherited.
 
     This one, the kernels that live, what these were started by, and their guardians: a notebook
@@ -117,16 +126,18 @@ def _protected(all_runs: Iterable[Run], processes: dict[int, Seen]) -> frozenset
         process = processes.get(pid)
         while process is not None and (process := processes.get(process.parent)) is not None:
             spared.add(process.pid)
-    return frozenset(spared | {process.pid for process in processes.values() if process.guards in living})
+    return frozenset(
+        spared | {process.pid for process in processes.values() if process.guards in living}
+    )
 
 
-def _processes() -> dict[int, Seen]:
+def _processes() -> dict[int, UserProcess]:
     if not Path("/proc/self").is_dir():
         return {}
     return {process.pid: process for pid in psutil.pids() if (process := _process(pid)) is not None}
 
 
-def _process(pid: int) -> Seen | None:
+def _process(pid: int) -> UserProcess | None:
     folder = Path(f"/proc/{pid}")
     try:
         if folder.stat().st_uid != os.getuid():
@@ -141,7 +152,7 @@ def _process(pid: int) -> Seen | None:
     marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
     is_guardian = any(word.endswith(b"/kernel/guardian.py") for word in words[:5])
     guards = [word for word in words if word][-1] if is_guardian else b""
-    return Seen(
+    return UserProcess(
         pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])
     )
 
@@ -154,7 +165,7 @@ def _folder_of(named: list[bytes]) -> str:
 
 
 def _shm_files(
-    processes: Iterable[Process], noted: dict[int, str], all_processes: dict[int, Seen]
+    processes: Iterable[Process], noted: dict[int, str], all_processes: dict[int, UserProcess]
 ) -> tuple[str, ...]:
     """Files that processes of a dead run use alone, or that its ranks have left.
 
@@ -162,8 +173,8 @@ def _shm_files(
     told as long as somebody uses it.
     """
     pids = {process.pid for process in processes}
-    used = {path for pid in pids for path in _used(pid)}
-    makers = pids | {pid for pid in noted if guardian.started(pid) is None}
+    used = {path for pid in pids for path in _shm_paths(pid)}
+    makers = pids | {pid for pid in noted if guardian.start_ticks(pid) is None}
     with contextlib.suppress(OSError):
         for path in SHM.iterdir():
             words = path.name.split("_")
@@ -172,7 +183,7 @@ def _shm_files(
     candidates = {path for path in used if _is_own_file(Path(path))}
     if candidates:
         for pid in all_processes.keys() - pids:
-            candidates -= _used(pid)
+            candidates -= _shm_paths(pid)
     return tuple(sorted(candidates))
 
 
@@ -184,7 +195,7 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _used(pid: int) -> set[str]:
+def _shm_paths(pid: int) -> set[str]:
     """The paths in /dev/shm that a process has mapped or open."""
     folder, prefix = Path(f"/proc/{pid}"), f"{SHM}/"
     paths: set[str] = set()

@@ -73,9 +73,9 @@ class GroupRecovery:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""
         if self.outcome is None and (self._has_all() or now_s >= self._end_s):
             if self._recovering and not self._is_any_lost():
-                self.outcome = self._recovered()
+                self.outcome = self._recovery_outcome()
             elif self._comparing:
-                self.outcome = self._compared()
+                self.outcome = self._comparison_outcome()
             elif self._recovering or self._is_out_of_step():
                 self._recover(now_s)
             else:
@@ -142,13 +142,13 @@ class GroupRecovery:
         if not self._comparing:
             self.outcome = RecoveryOutcome()
 
-    def _compared(self) -> RecoveryOutcome:
+    def _comparison_outcome(self) -> RecoveryOutcome:
         by_rank = {
             rank: future.result()
             for rank, future in self._comparing.items()
             if future.done() and future.exception() is None
         }
-        return RecoveryOutcome(lines=recovery.apart(by_rank))
+        return RecoveryOutcome(lines=recovery.parameter_differences(by_rank))
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}
@@ -163,7 +163,7 @@ class GroupRecovery:
         if not self._recovering:
             self.outcome = RecoveryOutcome()
 
-    def _recovered(self) -> RecoveryOutcome:
+    def _recovery_outcome(self) -> RecoveryOutcome:
         failed = {rank: reason for rank, f in self._recovering.items() if (reason := _failure(f))}
         self._health.needs_recovery = bool(failed)
         # Space on the disk for the next recovery: the last one has used it.

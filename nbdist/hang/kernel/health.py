@@ -19,7 +19,7 @@ from nbdist.core import procfs
 from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
 from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
-from nbdist.hang.recovery import Recovered
+from nbdist.hang.recovery import RecoveryResult
 from nbdist.rpc.kernel.functions import RankFunction
 
 # A rank that has not answered by then is asked again.
@@ -30,7 +30,7 @@ LOOK_PAUSE_S = 0.5
 look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
 abort: RankFunction[[int], int] = RankFunction("abort")
 snapshot: RankFunction[[], tuple[float, bytes | None]] = RankFunction("snapshot")
-recover: RankFunction[[int, tuple[int, ...]], Recovered] = RankFunction(
+recover: RankFunction[[int, tuple[int, ...]], RecoveryResult] = RankFunction(
     "nbdist.hang.rank.process_groups:recover"
 )
 
@@ -95,8 +95,8 @@ class Health:
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
         for rank, pid in self.pids().items():
-            known = self._watched.get(rank)
-            if known is None or known[0] != pid:
+            watched = self._watched.get(rank)
+            if watched is None or watched[0] != pid:
                 new = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
                 self._watched[rank] = pid, new
                 self._causes.pop(rank, None)

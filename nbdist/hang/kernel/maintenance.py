@@ -17,7 +17,7 @@ from nbdist.hang import diagnose
 from nbdist.hang.kernel import restart as hang_restart
 from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.kernel.restart import Restarted
+from nbdist.hang.kernel.restart import RestartResult
 from nbdist.rpc.kernel import sigint
 
 RESTART_S = 120.0
@@ -95,7 +95,7 @@ class Maintenance:
         ranks: Sequence[int] | None,
         deadline_s: float,
         progress: Callable[[str], None],
-    ) -> Restarted:
+    ) -> RestartResult:
         """Put new processes in the place of ranks.
 
         Args:

@@ -24,7 +24,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
 from nbdist.hang.kernel.health import Health, recover
-from nbdist.hang.recovery import MadeGroup, MadeMesh, merge_made
+from nbdist.hang.recovery import GroupSpec, MeshSpec, merge_groups
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import failure_of
 from nbdist.rpc.kernel.functions import RankFunction
@@ -41,7 +41,7 @@ RECONNECT_DEADLINE_S = 30.0
 UNHEARD_S = 2.0
 SHOWN_NAMES = 12
 
-rejoin: RankFunction[[Topology, int, int, Sequence[MadeGroup]], None] = RankFunction(
+rejoin: RankFunction[[Topology, int, int, Sequence[GroupSpec]], None] = RankFunction(
     "nbdist.engine.join:rejoin"
 )
 names: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.rpc.rank.namespace:names")
@@ -51,20 +51,20 @@ group_names: RankFunction[[], dict[str, str]] = RankFunction(
 name_groups: RankFunction[[Mapping[str, str]], None] = RankFunction(
     "nbdist.rpc.rank.namespace:name_groups"
 )
-mesh_names: RankFunction[[], dict[str, MadeMesh]] = RankFunction(
+mesh_names: RankFunction[[], dict[str, MeshSpec]] = RankFunction(
     "nbdist.hang.rank.device_meshes:mesh_names"
 )
-name_meshes: RankFunction[[Sequence[Mapping[str, MadeMesh]]], tuple[str, ...]] = RankFunction(
+name_meshes: RankFunction[[Sequence[Mapping[str, MeshSpec]]], tuple[str, ...]] = RankFunction(
     "nbdist.hang.rank.device_meshes:name_meshes"
 )
-groups_made: RankFunction[[], tuple[MadeGroup, ...]] = RankFunction(
-    "nbdist.hang.rank.process_groups:groups_made"
+created_groups: RankFunction[[], tuple[GroupSpec, ...]] = RankFunction(
+    "nbdist.hang.rank.process_groups:created_groups"
 )
 catching_up: RankFunction[[bool], None] = RankFunction("nbdist.parallel.live_models:catching_up")
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class RestartResult:
     """What a restart did.
 
     Attributes:
@@ -80,7 +80,7 @@ class Restarted:
 
 def restart(
     ranks: Ranks, health: Health, named: Sequence[int], deadline_s: float, progress: Progress
-) -> Restarted:
+) -> RestartResult:
     """Put new processes in the place of ranks, and make all groups whole again.
 
     Ranks that have ended and were not named come back as well: no group of all ranks could be
@@ -117,9 +117,11 @@ def restart(
     notes = [
         controller_note,
         f"{ranks_phrase(also)} had ended too, and came back as well" if also else "",
-        _lacking_note(replaced, missing_names),
+        _missing_names_note(replaced, missing_names),
     ]
-    return Restarted(replaced, time.monotonic() - began_s, tuple(note for note in notes if note))
+    return RestartResult(
+        replaced, time.monotonic() - began_s, tuple(note for note in notes if note)
+    )
 
 
 class _Restart:
@@ -149,11 +151,11 @@ class _Restart:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
-            groups = merge_made(self._all(groups_made, self._staying, "tell their groups"))
+            groups = merge_groups(self._all(created_groups, self._staying, "tell their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
-                self._left_s(),
+                self._remaining_s(),
                 progress,
                 self._check,
             )
@@ -161,14 +163,14 @@ class _Restart:
                 self._ranks.free(rank)
             try:
                 self._form(groups, progress)
-                return self._lacking()
+                return self._missing_names()
             except BaseException:
                 self._health.needs_recovery = True
                 engines = [self._engine(rank) for rank in self._replaced]
                 self._cluster.end_engines(engines)
                 raise
 
-    def _form(self, groups: tuple[MadeGroup, ...], progress: Progress) -> None:
+    def _form(self, groups: tuple[GroupSpec, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
         health, topology = self._health, self._ranks.topology
@@ -218,7 +220,7 @@ class _Restart:
                 self._ranks.interrupt(rank)
             time.sleep(INTERRUPT_PAUSE_S)
 
-    def _lacking(self) -> list[str]:
+    def _missing_names(self) -> list[str]:
         """In the order in which the first rank that stays has made them."""
         there = self._all(names, self._staying, "tell their names")
         here = set(self._all(names, self._replaced[:1], "tell their names")[0])
@@ -238,7 +240,7 @@ class _Restart:
                     f"{ranks_phrase(gone)} ended "
                     f"({self._cluster.exits[self._engine(gone[0])].how}) while ranks were to {what}"
                 )
-            if self._left_s() <= 0:
+            if self._remaining_s() <= 0:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
             if any(future.done() and future.exception() for future in futures.values()):
                 break  # the others would wait for it
@@ -260,14 +262,14 @@ class _Restart:
                 f"{rank_label(self._replaced)} begins again"
             )
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return self._end_s - time.monotonic()
 
     def _engine(self, rank: int) -> int:
         return self._ranks.topology.engine_of_rank(rank)
 
 
-def _lacking_note(replaced: Collection[int], missing_names: Sequence[str]) -> str:
+def _missing_names_note(replaced: Collection[int], missing_names: Sequence[str]) -> str:
     if not missing_names:
         return ""
     shown = ", ".join(missing_names[:SHOWN_NAMES])
@@ -300,7 +302,9 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
     cluster.unheard = {rank for rank in ranks.busy_ranks if rank in _living(ranks)}
     _await_answers(ranks, began_s + deadline_s)
     _await_unheard(ranks, time.monotonic() + UNHEARD_S)
-    still_busy = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    still_busy = (
+        f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    )
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
         f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{still_busy}."
@@ -347,12 +351,12 @@ def _ping_unheard(ranks: Ranks) -> None:
     unheard = ranks.cluster.unheard
     for rank in unheard.intersection(ranks.ranks):
 
-        def heard(answer: Future[Any], rank: int = rank) -> None:
+        def mark_heard(answer: Future[Any], rank: int = rank) -> None:
             if rank in unheard and answer.exception() is None:
                 unheard.discard(rank)
                 ranks.free(rank)
 
-        _ping(ranks, rank).add_done_callback(heard)
+        _ping(ranks, rank).add_done_callback(mark_heard)
 
 
 def _ping(ranks: Ranks, rank: int) -> Future[Any]:

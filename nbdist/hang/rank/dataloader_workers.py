@@ -28,7 +28,7 @@ MAX_STEPS, MAX_HOLDERS = 4, 50
 _OWN = ("_index_queues", "_persistent_workers", "_shutdown", "_worker_pids_set", "_workers")
 
 
-def end_left(error: BaseException | None) -> int:
+def end_abandoned(error: BaseException | None) -> int:
     """End the workers of the iterators that only this error's frames hold; return how many.
 
     Once its cell has failed, in the main thread; at most 0.5 s. An iterator that a variable of
@@ -38,7 +38,9 @@ def end_left(error: BaseException | None) -> int:
     iterators = {id(iterator): iterator for frame in frames for iterator in _iterators(frame)}
     if not iterators:
         return 0
-    abandoned = [iterator for iterator in iterators.values() if _is_left(iterator, frames, iterators)]
+    abandoned = [
+        iterator for iterator in iterators.values() if _is_abandoned(iterator, frames, iterators)
+    ]
     return _end(abandoned)
 
 
@@ -63,14 +65,18 @@ def _iterators(frame: FrameType) -> Iterator[Any]:
                 yield value
 
 
-def _is_left(iterator: Any, frames: list[FrameType], iterators: dict[int, Any]) -> bool:
+def _is_abandoned(iterator: Any, frames: list[FrameType], iterators: dict[int, Any]) -> bool:
     """Whether everything that leads to it starts in these frames, which never go on."""
     # Before Python 3.13 a frame keeps the dict in which it shows its locals.
-    expected = {id(container) for container in (iterators, frames, *frames)} | {id(f.f_locals) for f in frames}
+    expected = {id(container) for container in (iterators, frames, *frames)} | {
+        id(f.f_locals) for f in frames
+    }
     referrers: list[Any] = [iterator]
     for _ in range(MAX_STEPS):
         expected |= {id(referrers), *map(id, referrers)}
-        referrers = [referrer for referrer in gc.get_referrers(*referrers) if id(referrer) not in expected]
+        referrers = [
+            referrer for referrer in gc.get_referrers(*referrers) if id(referrer) not in expected
+        ]
         referrers = [referrer for referrer in referrers if referrer is not sys._getframe()]  # noqa: SLF001
         if not referrers:
             return True

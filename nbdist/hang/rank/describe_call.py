@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from nbdist.hang.call_log import NO_PEER, Writer, pack_what
+from nbdist.hang.call_log import NO_PEER, CallLogWriter, pack_what
 
 # Called by every member of a group -> the argument that names its root, "" without one.
 GROUP_CALLS = {
@@ -54,7 +54,7 @@ Described = tuple[int, bytes, int, int | None]
 class Channels(Protocol):
     """What a describer needs of the recorder."""
 
-    box: Writer
+    box: CallLogWriter
     channels: dict[str, int]
 
     def channel(self, name: str) -> int:

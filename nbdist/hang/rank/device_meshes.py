@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from nbdist.hang.recovery import MadeMesh
+from nbdist.hang.recovery import MeshSpec
 from nbdist.rpc.rank import namespace
 
 # What differs between versions of torch, or cannot be built: the variable is told as lacking.
 UNBUILT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def mesh_names() -> dict[str, MadeMesh]:
+def mesh_names() -> dict[str, MeshSpec]:
     """Variable -> mesh, for the user's variables that are device meshes."""
     return {name: _spec_of(value) for name, value in namespace.values_of(DeviceMesh).items()}
 
 
-def name_meshes(by_rank: Sequence[Mapping[str, MadeMesh]]) -> tuple[str, ...]:
+def name_meshes(by_rank: Sequence[Mapping[str, MeshSpec]]) -> tuple[str, ...]:
     """Give this rank the meshes that others have, without a word to them; the variables' names.
 
     On a rank that takes another's place, once its groups are there. What cannot be built is
@@ -48,11 +48,11 @@ def name_meshes(by_rank: Sequence[Mapping[str, MadeMesh]]) -> tuple[str, ...]:
     return tuple(variables)
 
 
-def _spec_of(mesh: DeviceMesh) -> MadeMesh:
+def _spec_of(mesh: DeviceMesh) -> MeshSpec:
     # Nothing public tells of what a mesh is a part; without it a part is a mesh of its own.
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
-    return MadeMesh(
+    return MeshSpec(
         device_type=mesh.device_type,
         shape=tuple(mesh.mesh.shape),
         ranks=tuple(mesh.mesh.flatten().tolist()),
@@ -62,7 +62,7 @@ def _spec_of(mesh: DeviceMesh) -> MadeMesh:
     )
 
 
-def _mesh(specs: Sequence[MadeMesh], built: dict[Any, DeviceMesh]) -> DeviceMesh:
+def _mesh(specs: Sequence[MeshSpec], built: dict[Any, DeviceMesh]) -> DeviceMesh:
     """The mesh that others tell of, each from its place; the same object for the same groups."""
     rank = dist.get_rank()
     spec = next((spec for spec in specs if rank in spec.ranks), specs[0])
@@ -79,7 +79,7 @@ def _mesh(specs: Sequence[MadeMesh], built: dict[Any, DeviceMesh]) -> DeviceMesh
     return built[key]
 
 
-def _groups(spec: MadeMesh, same_mesh: Sequence[MadeMesh], rank: int) -> list[Any]:
+def _groups(spec: MeshSpec, same_mesh: Sequence[MeshSpec], rank: int) -> list[Any]:
     """This rank's group of each dimension; none where it is not in the mesh.
 
     Of several with the right ranks, the one that another member names. Where none does, all
@@ -94,7 +94,9 @@ def _groups(spec: MadeMesh, same_mesh: Sequence[MadeMesh], rank: int) -> list[An
         step = math.prod(spec.shape[dim + 1 :])
         first = place - place // step % size * step
         ranks = sorted(spec.ranks[first + step * index] for index in range(size))
-        fit = [n for n, pg in groups_here.items() if sorted(dist.get_process_group_ranks(pg)) == ranks]
+        fit = [
+            n for n, pg in groups_here.items() if sorted(dist.get_process_group_ranks(pg)) == ranks
+        ]
         named = {other.groups[dim] for other in same_mesh if other.groups}
         fit.sort(key=lambda name: name not in named)
         if not fit:
@@ -103,13 +105,15 @@ def _groups(spec: MadeMesh, same_mesh: Sequence[MadeMesh], rank: int) -> list[An
     return groups
 
 
-def _form(spec: MadeMesh, groups: Sequence[Any]) -> DeviceMesh:
+def _form(spec: MeshSpec, groups: Sequence[Any]) -> DeviceMesh:
     """A mesh of groups that there are. No collective."""
     ranks = torch.tensor(spec.ranks, dtype=torch.int).reshape(spec.shape)
     if not groups:
         # What torch makes on a rank outside of it; only init_device_mesh does so in public, and
         # that one makes the groups.
-        return DeviceMesh(spec.device_type, ranks, mesh_dim_names=spec.dim_names, _init_backend=False)
+        return DeviceMesh(
+            spec.device_type, ranks, mesh_dim_names=spec.dim_names, _init_backend=False
+        )
     names = spec.dim_names or tuple(f"dim{dim}" for dim in range(len(spec.shape)))
     mesh = DeviceMesh.from_group(list(groups), spec.device_type, ranks, mesh_dim_names=names)
     if spec.dim_names is None:

@@ -94,8 +94,8 @@ def install() -> None:
     # torch builds groups in several places (its own helper, the wrapper of debug mode, the user
     # by hand), all through this class; wrapping its constructor keeps its type as it is.
     gloo: Any = dist.ProcessGroupGloo
-    _wrap(gloo, "create_device", _noting)
-    _wrap(gloo, "create_default_device", _noting)
+    _wrap(gloo, "create_device", _note_devices)
+    _wrap(gloo, "create_default_device", _note_devices)
     gloo.__init__ = _with_shared_device(gloo.__init__)
     os.register_at_fork(after_in_child=_forget)
 
@@ -136,7 +136,10 @@ def _drain() -> None:
     a call to which somebody does not come has no bytes under way.
     """
     end_s = time.monotonic() + DRAIN_S
-    while not all(_is_at_rest(*connection) for connection in _connections()) and time.monotonic() < end_s:
+    while (
+        not all(_is_at_rest(*connection) for connection in _connections())
+        and time.monotonic() < end_s
+    ):
         time.sleep(_DRAIN_PAUSE_S)
 
 
@@ -189,13 +192,13 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, staticmethod(wrapper(original)))
 
 
-def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+def _note_devices(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def note_and_make(*args: Any, **kwargs: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Any:
         with _note_new_loops():
             return make(*args, **kwargs)
 
-    return note_and_make
+    return create
 
 
 def _with_shared_device(construct: Callable[..., None]) -> Callable[..., None]:
@@ -297,7 +300,9 @@ def _is_socket(number: int, inode: int) -> bool:
 
 def _listens(number: int, inode: int) -> bool:
     with _open_socket(number, inode) as connection:
-        return connection is not None and bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return connection is not None and bool(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def _main_state() -> str:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _FlightRecorder:
     """One of torch's flight recorders, read whole only when there is something new in it."""
 
     dump: Callable[[bool, bool, bool], bytes]
@@ -163,7 +163,9 @@ class _Recorder:
             entries = self.entries()
             self.mark = max((entry.get("record_id", -1) for entry in entries), default=-1)
             self.base = {
-                entry["pg_id"]: entry["collective_seq_id"] for entry in entries if not entry["is_p2p"]
+                entry["pg_id"]: entry["collective_seq_id"]
+                for entry in entries
+                if not entry["is_p2p"]
             }
             self.status = None
 
@@ -233,7 +235,7 @@ _DTYPES = {
 # Private: torch has no public way to read its flight recorder from inside the process. Without
 # these functions nothing is known of calls made by C++ (torch 2.11 to 2.13 have the first).
 _recorders = [
-    _Recorder(dump)
+    _FlightRecorder(dump)
     for name in RECORDERS
     if (dump := getattr(_distributed_c10d, name, None)) is not None
 ]

@@ -23,7 +23,7 @@ from nbdist.core.rank import this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
-from nbdist.hang.recovery import DEADLINE_S, MadeGroup, Recovered
+from nbdist.hang.recovery import DEADLINE_S, GroupSpec, RecoveryResult
 from nbdist.rpc.rank import gc_pause
 
 
@@ -32,13 +32,13 @@ class _Registry:
     """What is remembered of this process's groups.
 
     Attributes:
-        made: The groups that the user's code made, in order.
+        groups: The groups that the user's code made, in order.
         stores: ProcessGroup -> the stores of its backends; C++ keeps these alive no more than
             half, and the backends that were replaced stay in the object.
         is_installed: Whether torch's helper is wrapped.
     """
 
-    made: list[MadeGroup] = field(default_factory=list)
+    groups: list[GroupSpec] = field(default_factory=list)
     stores: dict[Any, list[dist.Store]] = field(default_factory=dict)
     is_installed: bool = False
 
@@ -46,7 +46,7 @@ class _Registry:
 _registry = _Registry()
 
 
-class _Hurried(dist.Store):
+class _DeadlineStore(dist.Store):
     """A store in which a rank waits no longer than the deadline, whatever it asks for.
 
     Gloo waits for the others as long as a collective may take, half an hour, and needs that
@@ -88,12 +88,12 @@ def install() -> None:
     # Below new_group, init_device_mesh and the rest; nothing public sees the chosen name.
     helper = c10d._new_process_group_helper  # noqa: SLF001
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def note_and_make(*args: Any, **kwargs: Any) -> Any:
         result = helper(*args, **kwargs)
         _note(result[0], args, kwargs)
         return result
 
-    c10d._new_process_group_helper = noting  # noqa: SLF001
+    c10d._new_process_group_helper = note_and_make  # noqa: SLF001
 
 
 def generation_store(store: dist.Store, generation: int) -> dist.Store:
@@ -102,7 +102,7 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
 
 
 @gc_pause.gc_paused()  # all ranks would wait for one's finalizer
-def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
+def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     """Give every process group without a dead member new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
@@ -146,7 +146,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     gradients = reset_models.reset(models)
     call_log.reset(generation)
     main_thread.mark_recovered()
-    return Recovered(
+    return RecoveryResult(
         generation=generation,
         renewed=tuple(str(world.pg_names[pg]) for pg in whole),
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
@@ -167,7 +167,7 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
     keys = {other: f"here/{other}" for other in living}
     store.set(keys[rank], "here")
     try:
-        _Hurried(store, DEADLINE_S).wait(list(keys.values()))
+        _DeadlineStore(store, DEADLINE_S).wait(list(keys.values()))
     except NbdistError as error:
         missing = [other for other, key in keys.items() if not store.check([key])]
         raise NbdistError(
@@ -177,29 +177,30 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
         ) from error
 
 
-def groups_made() -> tuple[MadeGroup, ...]:
+def created_groups() -> tuple[GroupSpec, ...]:
     """The groups that the user's code made on this rank, in order, also as no member of them."""
     world = _world()
     names = {str(name) for name in world.pg_names.values()}
     return tuple(
-        replace(spec, is_open=spec.name in names if spec.is_member else True) for spec in _registry.made
+        replace(spec, is_open=spec.name in names if spec.is_member else True)
+        for spec in _registry.groups
     )
 
 
-def rejoin(specs: Iterable[MadeGroup]) -> tuple[str, ...]:
+def rejoin(specs: Iterable[GroupSpec]) -> tuple[str, ...]:
     """Make the groups that others made before this process came, and return their names.
 
     On a rank that takes a dead one's place, while the others are in `recover`; once the
     default group is formed. It waits for the members of each group and for nobody else.
 
     Args:
-        specs: `merge_made` of the survivors' `groups_made`.
+        specs: `merge_groups` of the survivors' `created_groups`.
     """
     world = _world()
     rank = dist.get_rank()
     names = []
     for spec in specs:
-        _registry.made.append(replace(spec, is_member=rank in spec.ranks))
+        _registry.groups.append(replace(spec, is_member=rank in spec.ranks))
         if spec.is_open and rank in spec.ranks:
             _make(world, spec, rank)
             names.append(spec.name)
@@ -208,10 +209,10 @@ def rejoin(specs: Iterable[MadeGroup]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _make(world: Any, spec: MadeGroup, rank: int) -> None:
+def _make(world: Any, spec: GroupSpec, rank: int) -> None:
     """Make one group as new_group does, by a given name and without meeting non-members."""
     default = world.default_pg
-    noted = list(_registry.made)
+    noted = list(_registry.groups)
     pg, _ = c10d._new_process_group_helper(  # noqa: SLF001  # see install
         len(spec.ranks),
         spec.ranks.index(rank),
@@ -224,21 +225,21 @@ def _make(world: Any, spec: MadeGroup, rank: int) -> None:
         device_id=default.bound_device_id,
         group_desc=spec.description,
     )
-    _registry.made[:] = noted
+    _registry.groups[:] = noted
     world.pg_group_ranks[pg] = {member: place for place, member in enumerate(spec.ranks)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Fresh:
+class _NewBackends:
     """A group's new backends, connected and not yet in use."""
 
     pg: Any
     store: dist.Store
     backends: dict[str, Any]
-    kept: list[dist.Store]
+    stores: list[dist.Store]
 
 
-def _connect(pg: Any, store: dist.Store) -> _Fresh:
+def _connect(pg: Any, store: dist.Store) -> _NewBackends:
     """Connect new backends for a group. Collective: its members."""
     world = _world()
     # new_group nests a group's prefix in the default group's, and so must we: a new rank uses it.
@@ -246,12 +247,12 @@ def _connect(pg: Any, store: dist.Store) -> _Fresh:
     outer = store if pg is default else dist.PrefixStore(f"{world.pg_names[default]}/", store)
     group_store = dist.PrefixStore(f"{world.pg_names[pg]}/", outer)
     kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
-    fresh = _Fresh(pg, group_store, {}, [])
+    fresh = _NewBackends(pg, group_store, {}, [])
     for device, kind in kinds.items():
         if kind == c10d.Backend.GLOO:
-            hurried = _Hurried(group_store, DEADLINE_S)
+            hurried = _DeadlineStore(group_store, DEADLINE_S)
             backend = _gloo(pg, dist.PrefixStore(f"{device}/", hurried), device)
-            fresh.kept.append(hurried)
+            fresh.stores.append(hurried)
         else:
             # In this place, as a new rank makes one group after the other, and each whole.
             _renew_other(pg, group_store, device, kind)
@@ -301,7 +302,7 @@ def _renew_other(pg: Any, store: dist.Store, device: str, kind: str) -> None:
     nccl_abort.renew(pg, store, getattr(old, "wrapped_pg", old).options._timeout)  # noqa: SLF001
 
 
-def _register(world: Any, fresh: _Fresh) -> None:
+def _register(world: Any, fresh: _NewBackends) -> None:
     """Put the new backends in the old ones' place."""
     pg = fresh.pg
     kinds: dict[int, Any] = {}
@@ -314,7 +315,7 @@ def _register(world: Any, fresh: _Fresh) -> None:
     pg._set_group_name(world.pg_names[pg])  # noqa: SLF001
     pg._set_group_desc(pg.group_desc)  # noqa: SLF001
     world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
-    _registry.stores.setdefault(pg, []).extend(fresh.kept)
+    _registry.stores.setdefault(pg, []).extend(fresh.stores)
 
 
 def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -322,15 +323,15 @@ def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names = ("size", "rank", "ranks", "backend", "store", "name")
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if not arguments["ranks"]:  # the default group: every rank makes it by itself, and first
-        _registry.made.clear()
+        _registry.groups.clear()
         return
     world = _world()
     name = str(arguments["name"])
-    if any(spec.name == name and spec.is_open for spec in groups_made()):
+    if any(spec.name == name and spec.is_open for spec in created_groups()):
         return  # same tag and ranks: torch hands out the group that there is
     timeout: timedelta = arguments.get("timeout") or c10d.default_pg_timeout
-    _registry.made.append(
-        MadeGroup(
+    _registry.groups.append(
+        GroupSpec(
             name=name,
             ranks=tuple(arguments["ranks"]),
             backend=str(arguments["backend"]),

@@ -21,7 +21,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
-from nbdist.hang.call_log import DONE, ISSUED, NO_CHANNEL, NO_PEER, RAISED, Entry, Writer, pack_what
+from nbdist.hang.call_log import (
+    DONE,
+    ISSUED,
+    NO_CHANNEL,
+    NO_PEER,
+    RAISED,
+    CallLogWriter,
+    Entry,
+    pack_what,
+)
 from nbdist.hang.rank import recv_anysource, rendezvous
 from nbdist.hang.rank.describe_call import (
     GROUP_CALLS,
@@ -57,10 +66,10 @@ class _Thread(threading.local):
     entry: Entry | None = None
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of this process in a box, from `install` to `uninstall`."""
 
-    def __init__(self, box: Writer, places: UserFrameFinder) -> None:
+    def __init__(self, box: CallLogWriter, places: UserFrameFinder) -> None:
         self.box = box
         self.places = places
         self.channels: dict[str, int] = {}
@@ -74,19 +83,21 @@ class Recorder:
         import torch.distributed._functional_collectives as functional
 
         for op in (*GROUP_CALLS, *TRANSFERS):
-            self._replace(c10d, op, functools.partial(self._recorded, op))
+            self._replace(c10d, op, functools.partial(self._wrap_call, op))
         for name in ("init_process_group", "destroy_process_group"):
-            self._replace(c10d, name, self._then_know_groups)
-        self._replace(c10d, "split_group", functools.partial(self._met, "split_group"))
+            self._replace(c10d, name, self._wrap_group_change)
+        self._replace(c10d, "split_group", functools.partial(self._wrap_meeting, "split_group"))
         # Everything that makes a group by new_group comes through this private function, also
         # torch's modules that hold new_group itself, as init_device_mesh does.
         has_helper = hasattr(c10d, "_new_group_with_tag")
         name = "_new_group_with_tag" if has_helper else "new_group"
-        self._replace(c10d, name, functools.partial(self._met, "new_group"))
-        self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.noting)
-        self._replace(dist.Work, "wait", lambda wait: self._waited(recv_anysource.abortable(wait)))
+        self._replace(c10d, name, functools.partial(self._wrap_meeting, "new_group"))
+        self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.remember_issued)
+        self._replace(
+            dist.Work, "wait", lambda wait: self._wrap_wait(recv_anysource.abortable(wait))
+        )
         # DTensor waits here.
-        self._replace(functional, "wait_tensor", self._waited)
+        self._replace(functional, "wait_tensor", self._wrap_wait)
         self.know_groups()
 
     def uninstall(self) -> None:
@@ -132,7 +143,7 @@ class Recorder:
             self._replaced.append((place, attribute, original))
             setattr(place, attribute, wrapper)
 
-    def _recorded(self, op: str, original: Function) -> Function:
+    def _wrap_call(self, op: str, original: Function) -> Function:
         describe = Describer(self, op, original).describe
         thread, box, packed = self._thread, self.box, self.places.packed
         begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
@@ -176,7 +187,7 @@ class Recorder:
             self._pending.pop(next(iter(self._pending)), None)
         self._pending[id(work)] = (weakref.ref(work), entry)
 
-    def _waited(self, original: Function) -> Function:
+    def _wrap_wait(self, original: Function) -> Function:
         """For Work.wait and wait_tensor: the call that it waits for, else one named "wait"."""
         thread = self._thread
 
@@ -206,7 +217,7 @@ class Recorder:
 
         return wait
 
-    def _then_know_groups(self, original: Function) -> Function:
+    def _wrap_group_change(self, original: Function) -> Function:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -216,7 +227,7 @@ class Recorder:
 
         return call
 
-    def _met(self, op: str, original: Function) -> Function:
+    def _wrap_meeting(self, op: str, original: Function) -> Function:
         """For what forms groups: blocked in the store in C++, nothing would end the wait."""
         signature = inspect.signature(original)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist.core import stacks
 from nbdist.hang.call_log import pack_place
-from nbdist.hang.records import Place
+from nbdist.hang.records import SourceLine
 
 MAX_PLACES = 4096
 MAX_SOURCE_CHARS = 120
@@ -40,7 +40,7 @@ class UserFrameFinder:
         """Look again: the same text can be run as a cell of another number."""
         self._packed = {}
 
-    def find(self, frame: FrameType | None) -> Place | None:
+    def find(self, frame: FrameType | None) -> SourceLine | None:
         """The innermost line of the user's code, from this frame outwards."""
         frame = self._users_frame(frame)
         return None if frame is None else self._describe(frame.f_code.co_filename, frame.f_lineno)
@@ -102,11 +102,11 @@ class UserFrameFinder:
         looks_like_one = "/ipykernel" in file or file.startswith("<ipython-input")
         return int(self.shell.execution_count) if looks_like_one else None
 
-    def _describe(self, file: str, line: int) -> Place:
+    def _describe(self, file: str, line: int) -> SourceLine:
         cell = self._cell(file)
         source = linecache.getline(file, line).strip()[:MAX_SOURCE_CHARS]
         name = "" if cell is not None else Path(file).name
-        return Place(cell=cell, file=name, line=line, source=source)
+        return SourceLine(cell=cell, file=name, line=line, source=source)
 
 
 def _package_folders() -> tuple[Path, ...]:
