@@ -175,8 +175,8 @@ def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
         "%dist_reset --backend mpi": "auto, nccl, gloo",
         "%dist_shutdown": "No ranks are running",
     }
-    own = tmp_path / "ipython"
-    with Kernel(env={"IPYTHONDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
+    ipython_dir = tmp_path / "ipython"
+    with Kernel(env={"IPYTHONDIR": str(ipython_dir), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
         kernel.run("%load_ext nbdist")
         cells = [kernel.run(line) for line in lines]
 
@@ -186,7 +186,7 @@ def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
     pairs = zip(errors, lines.values(), strict=True)
     assert [error.evalue for error, word in pairs if word not in error.evalue] == []
     assert not [e for e in errors if e.ename == "UsageError"]
-    assert [path.name for path in own.glob("profile_*")] == ["profile_default"]
+    assert [path.name for path in ipython_dir.glob("profile_*")] == ["profile_default"]
 
 
 # Ranks that do not come up.
@@ -341,13 +341,13 @@ def test_an_interrupted_dist_init_says_so_and_can_be_repeated(tmp_path: Path) ->
         kernel.wait_output(handle, "waiting for the controller")
         kernel.interrupt()
         cell = kernel.finish(handle, 5)
-        left = processes_under(tmp_path)
+        remaining = processes_under(tmp_path)
         again = kernel.run("%dist_init -n 1\n%dist_shutdown")
 
     assert cell.error is not None
     assert cell.error.ename == "KeyboardInterrupt"
     assert "nothing of it is left" in cell.error.evalue
-    assert left == []
+    assert remaining == []
     assert again.status == "ok", again.visible
 
 

@@ -101,14 +101,14 @@ def test_the_newest_call_tells_its_cell() -> None:
     """Of an empty box, in a cell without a call, in one with calls, and round the ring."""
     memory, writer = new_writer()
     world = writer.group("0", (0, 1))
-    told = [call_log.newest_run(memory)]
+    runs = [call_log.newest_run(memory)]
     for run, calls in ((7, 1), (8, 0), (9, MAX_RECORDS + 3), (10, 0)):
         writer.set_cell(run, "running")
         for _ in range(calls):
             writer.end(writer.begin(world, b"all_reduce", b""), DONE)
-        told.append(call_log.newest_run(memory))
+        runs.append(call_log.newest_run(memory))
 
-    assert told == [0, 7, 7, 9, 9]
+    assert runs == [0, 7, 7, 9, 9]
     assert read(memory).calls[-1].run == 9
 
 
@@ -265,17 +265,17 @@ def test_full_table_is_told() -> None:
         (b"\0" * (SIZE_BYTES + 8), f"has {SIZE_BYTES} bytes"),
     ],
 )
-def test_what_is_no_box_is_told(source: bytes, told: str) -> None:
+def test_what_is_no_box_is_told(source: bytes, message: str) -> None:
     """A wrong size or a wrong beginning raises with what was found."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         call_log.read(source)
 
 
 WRITER = """
 import mmap, os, sys
-from nbdist.hang.call_log import SIZE_BYTES, DONE, Writer, pack_what
+from nbdist.hang.call_log import SIZE_BYTES, DONE, CallLogWriter, pack_what
 with open(sys.argv[1], "r+b") as file:
-    writer = Writer(mmap.mmap(file.fileno(), SIZE_BYTES), 0, os.getpid())
+    writer = CallLogWriter(mmap.mmap(file.fileno(), SIZE_BYTES), 0, os.getpid())
 world = writer.group("0", (0, 1))
 print("ready", flush=True)
 while True:

@@ -332,13 +332,13 @@ def test_cell_begins_and_ends_in_the_box(
 ) -> None:
     """Its run id, "running" inside, and how it ended, whatever kind of cell it is."""
     rank = engine()
-    seen = []
-    rank.shell.push({"note": lambda: seen.append((now().run, now().state))})
+    states = []
+    rank.shell.push({"note": lambda: states.append((now().run, now().state))})
     rank.run("note()", 41)
     before_s = time.monotonic()
     rank.run(source, 42)
 
-    assert seen == [(41, "running")]
+    assert states == [(41, "running")]
     assert (now().run, now().state) == (42, state)
     assert before_s <= now().since_s <= time.monotonic()
     rank.run("1 + 1")  # of somebody else: without a run id

@@ -177,7 +177,7 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     assert pause_s == LOOK_S
     assert session.interrupted == [0]
     assert aftermath.step(100.3) is None
-    assert [set(one) for one in session.recoveries] == [{0, 1}, {0}]
+    assert [set(recovery) for recovery in session.recoveries] == [{0, 1}, {0}]
     assert aftermath.outcome is not None
     assert aftermath.outcome.is_recovered
     assert not session.health.needs_recovery

@@ -96,7 +96,7 @@ def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Sessio
         pair.sync_model(0)
     result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
-    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
+    assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]
 
 
 @pytest.mark.cluster
@@ -108,4 +108,4 @@ def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Se
         pair.run(CAUGHT, timeout_s=30)
     result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
-    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
+    assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]

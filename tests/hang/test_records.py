@@ -22,8 +22,8 @@ def test_wrong_shapes_that_ended_are_told_afterwards() -> None:
         box(1, reduce(detail="float32[4]", place=at(3)), groups=PAIR, state="finished"),
     ]
 
-    (one,) = mismatches(boxes, RUN)
-    assert one == (
+    (mismatch,) = mismatches(boxes, RUN)
+    assert mismatch == (
         "ranks 0-1 called all_reduce with different shapes: "
         "float32[3] at line 2 of cell [12] (rank 0), "
         "float32[4] at line 3 of cell [12] (rank 1): the results are wrong"
@@ -39,8 +39,8 @@ def test_different_ops_that_ended_are_told_once() -> None:
         box(1, *(call(op) for op in reversed(ops)), groups=PAIR),
     ]
 
-    (one,) = mismatches(boxes, RUN)
-    assert one == (
+    (mismatch,) = mismatches(boxes, RUN)
+    assert mismatch == (
         "ranks 0-1 called different collectives: reduce() at line 7 of cell [12] (rank 0), "
         "barrier() at line 7 of cell [12] (rank 1): the results are wrong"
     )
@@ -55,8 +55,8 @@ def test_calls_that_fit_are_no_mismatch() -> None:
         (call("send", "float32[3]", peer=1), call("recv", "float32[3], src=0", peer=0)),
     ]
 
-    for one, other in pairs:
-        assert mismatches([box(0, one, groups=PAIR), box(1, other, groups=PAIR)], RUN) == ()
+    for calls, other_calls in pairs:
+        assert mismatches([box(0, calls, groups=PAIR), box(1, other_calls, groups=PAIR)], RUN) == ()
 
 
 @pytest.mark.parametrize("state", ["waiting", "raised"])
@@ -95,11 +95,12 @@ def test_last_words_are_of_the_cell_that_ran() -> None:
     ],
 )
 def test_counts_that_differ(
-    one: tuple[Call, ...], other: tuple[Call, ...], is_different: bool
+    calls: tuple[Call, ...], other_calls: tuple[Call, ...], is_different: bool
 ) -> None:
     """Collectives per group; sends against the other side's recvs."""
     assert (
-        counts_differ([box(0, *one, groups=PAIR), box(1, *other, groups=PAIR)], {}) is is_different
+        counts_differ([box(0, *calls, groups=PAIR), box(1, *other_calls, groups=PAIR)], {})
+        is is_different
     )
 
 

@@ -12,7 +12,7 @@ def recovered(
     return RecoveryResult(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
 
 
-def made(
+def group_spec(
     name: str, *ranks: int, count: int = 2, is_member: bool = True, is_open: bool = True
 ) -> GroupSpec:
     return GroupSpec(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
@@ -76,9 +76,9 @@ def test_a_group_with_a_dead_member_names_the_restart() -> None:
 def test_groups_are_told_by_their_ranks() -> None:
     """torch's names say nothing; the same ranks once, of many groups how many more."""
     many = {str(n): (n, 9) for n in range(6)}
-    one = recovered(skipped={"0": (0, 1), "1": (1, 0)})
+    result = recovered(skipped={"0": (0, 1), "1": (1, 0)})
 
-    assert notes({0: one}) == (
+    assert notes({0: result}) == (
         "the group of all ranks stays broken until rank 1 is back: %dist_restart 1",
     )
     [line] = notes({rank: recovered(skipped=many) for rank in range(9)})
@@ -98,18 +98,22 @@ def test_a_whole_group_that_was_not_recovered_has_a_line_of_its_own() -> None:
 def test_lists_of_several_ranks_become_one_in_order() -> None:
     """A group that only some know stands between those that were made before and after it."""
     lists = [
-        [made("1", 0, 1), made("4", 0, 1, 2)],
-        [made("1", 0, 1, is_member=False), made("local", 2, 3), made("4", 0, 1, 2)],
-        [made("1", 0, 1), made("5", 1)],
+        [group_spec("1", 0, 1), group_spec("4", 0, 1, 2)],
+        [
+            group_spec("1", 0, 1, is_member=False),
+            group_spec("local", 2, 3),
+            group_spec("4", 0, 1, 2),
+        ],
+        [group_spec("1", 0, 1), group_spec("5", 1)],
     ]
 
-    assert [one.name for one in merge_groups(lists)] == ["1", "5", "local", "4"]
+    assert [group.name for group in merge_groups(lists)] == ["1", "5", "local", "4"]
 
 
 def test_a_members_word_counts() -> None:
     """Only a member knows that a group was destroyed."""
-    outside = made("1", 0, 1, is_member=False)
-    inside = made("1", 0, 1, is_open=False)
+    outside = group_spec("1", 0, 1, is_member=False)
+    inside = group_spec("1", 0, 1, is_open=False)
 
     assert merge_groups([[outside], [inside]]) == (inside,)
     assert merge_groups([[inside], [outside]]) == (inside,)
