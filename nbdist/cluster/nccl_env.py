@@ -47,19 +47,19 @@ ENVIRONMENT = (
     Variable(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
-        "torch ends the process of a rank whose own watcher stands still, as in an abort that "
-        "takes long",
+        "torch ends the process of a rank whose watchdog thread makes no progress, as in a long "
+        "abort",
     ),
     Variable(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "0",
-        "torch throws in its watcher's thread, which ends the process, when an abort leaves a "
+        "torch throws in its watchdog thread, which ends the process, when an abort leaves a "
         "CUDA error behind",
     ),
     Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
-        "an error of one rank is handed to the others by way of the store, which breaks ranks "
+        "an error of one rank is passed to the others through the store, which breaks ranks "
         "that were not aborted",
     ),
     Variable(
@@ -78,7 +78,7 @@ ENVIRONMENT = (
         "TORCH_NCCL_BLOCKING_WAIT",
         None,
         "wait() raises by itself after the group's timeout, also while a peer still computes, "
-        "and torch starts no watcher, which sees calls end",
+        "and torch does not start the watchdog that sees calls end",
         ("NCCL_BLOCKING_WAIT",),
     ),
     Variable(

@@ -12,7 +12,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
 
-SHARED_HARDWARE = "The ranks share {shared}: times measured here are no scaling numbers."
+SHARED_HARDWARE = "The ranks share {shared}: timings here say nothing about scaling."
 
 
 def _ranks_and_hosts(topology: Topology) -> str:

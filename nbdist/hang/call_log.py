@@ -301,7 +301,8 @@ def read(source: bytes | memoryview | mmap) -> CallLog:
     words = memoryview(data).cast("Q")
     if words[_MAGIC] != MAGIC:
         raise ValueError(
-            f"this is no black box of layout {LAYOUT_VERSION}: it begins with {data[:WORD_BYTES]!r}"
+            f"this is not a black box of layout {LAYOUT_VERSION}: "
+            f"it begins with {data[:WORD_BYTES]!r}"
         )
     run, state = divmod(words[_RUN], len(CELL_STATES))
     names, groups, transfers = _read_channels(data, words)

@@ -31,7 +31,7 @@ class Call:
         op: torch.distributed's name: "all_reduce", "send", "barrier", "new_group".
         detail: "float32[3]", "float32[3], src=0"; empty where there is nothing to say.
         group: torch's name of the process group.
-        number: The how manieth call of its channel since the last recovery, from 1. A channel is
+        number: Its position in its channel since the last recovery, from 1. A channel is
             the group for collectives, and (group, source, destination) for send and recv.
         peer: The other rank of a send or recv, by its global rank; None otherwise, and for a
             recv from any rank.

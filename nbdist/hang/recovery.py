@@ -129,7 +129,7 @@ def _cleared(results: Mapping[int, RecoveryResult]) -> list[str]:
     }
     if not names:
         return []
-    return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
+    return [f"gradients of {', '.join(names)} were cleared: they may be incomplete"]
 
 
 def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
     assert done.stdout.startswith("1 rank on 1 host")
     assert done.stdout.count("rank  host  device  backend  threads") == 1
     assert "Gloo on the CPU: no rank sees a GPU." in done.stdout
-    assert "no scaling numbers" in done.stdout
+    assert "say nothing about scaling" in done.stdout
     assert "0 1 7" in done.stdout
     assert "<" not in done.stdout.split("RUN")[0]
     assert done.stderr == ""
@@ -144,7 +144,7 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"gpus": "x"}, ["'x' does not name GPUs"]),
         ({"world_size": 0}, ["-n 0", "1 or more"]),
         ({"world_size": -2}, ["-n -2", "1 or more"]),
-        ({"world_size": "2"}, ["'2' is no number of ranks"]),
+        ({"world_size": "2"}, ["'2' is not a valid number of ranks"]),
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
     ],

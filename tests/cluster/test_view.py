@@ -53,7 +53,7 @@ def test_started() -> None:
         "   0  box   cpu     gloo           8\n"
         "   1  box   cpu     gloo           8\n"
         "Gloo on the CPU: why.\n"
-        "The ranks share this machine's CPU cores: times measured here are no scaling numbers.\n"
+        "The ranks share this machine's CPU cores: timings here say nothing about scaling.\n"
         "a note"
     )
 
@@ -64,7 +64,7 @@ def test_gpus_by_name() -> None:
 
     assert "cuda:0 NVIDIA H200" in text
     assert text.startswith("2 ranks on 2 hosts, ready in 1.0 s\n")
-    assert "no scaling numbers" not in text
+    assert "nothing about scaling" not in text
 
 
 def test_a_shared_gpu_is_told() -> None:

@@ -258,10 +258,10 @@ def test_full_table_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         (b"", "this has 0"),
-        (bytes(SIZE_BYTES), "no black box of layout"),
+        (bytes(SIZE_BYTES), "not a black box of layout"),
         (b"\0" * (SIZE_BYTES + 8), f"has {SIZE_BYTES} bytes"),
     ],
 )

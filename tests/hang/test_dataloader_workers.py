@@ -123,7 +123,7 @@ def a_loop_over(batches: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "looped"),
+    ("setup", "looped"),
     [
         ("own = iter(loader())", "own"),
         ("own = iter(loader()); kept = [own]", "kept[0]"),

@@ -158,7 +158,7 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     assert second.step(100.0 + RECOVER_S) is None
     assert first.outcome is not None
     assert second.outcome is not None
-    assert "rank 1 could not make the groups anew (rank 1: no store)" in first.outcome.problem
+    assert "rank 1 could not recreate the groups (rank 1: no store)" in first.outcome.problem
     assert "ranks 0-1 could not" in second.outcome.problem
     assert failed.health.needs_recovery
     assert silent.health.needs_recovery

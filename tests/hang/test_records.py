@@ -85,7 +85,7 @@ def test_last_words_are_of_the_cell_that_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_different"),
+    ("calls", "other_calls", "is_different"),
     [
         ((reduce(),), (reduce(),), False),
         ((reduce(),), (), True),

@@ -58,7 +58,7 @@ def test_cleared_gradients_are_named_once() -> None:
         1: recovered(gradients={"model": 4, "third": 1}),
     }
 
-    assert notes(results) == ("gradients of model, third were cleared: they may be half made",)
+    assert notes(results) == ("gradients of model, third were cleared: they may be incomplete",)
 
 
 def test_a_group_with_a_dead_member_names_the_restart() -> None:

@@ -77,7 +77,7 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     assert pair.cluster.exits == {}
     assert texts(pair, "import os; print(os.getpid())") == [f"{after[0]}\n", f"{after[1]}\n"]
     [note] = done.notes
-    assert note.startswith("rank 1 lacks kept, step: ")
+    assert note.startswith("rank 1 is missing kept, step: ")
     assert "%%rank [1]" in note
     assert "%dist_sync_model" in note
     assert texts(pair, SUM) == ["3.0\n"] * 2
@@ -148,7 +148,7 @@ def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
         later = texts(session, SUM)
 
     assert some.ranks == (0, 2)
-    assert "rank 0 had ended too, and came back as well" in some.notes
+    assert "rank 0 had ended too, and restarted as well" in some.notes
     assert sums == ["6.0\n"] * 3
     assert printed == ["False\n", "True\n", "False\n"]
     assert everybody.notes == ()
@@ -176,7 +176,7 @@ def test_a_new_rank_has_the_meshes_of_the_others(runs: Path) -> None:
         sums = texts(session, add)
 
     [note] = done.notes
-    assert note.startswith("rank 2 lacks init_device_mesh, kept: ")
+    assert note.startswith("rank 2 is missing init_device_mesh, kept: ")
     assert sums == ["4.0\n3.0\n", "6.0\n3.0\n", "4.0\n7.0\n", "6.0\n7.0\n"]
 
 
@@ -271,7 +271,7 @@ def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) 
 
     texts(pair, "kept = 1")
     survivor = pair.cluster.pids()[0]
-    with pytest.raises(Interrupted, match="%dist_restart 1 begins again"):
+    with pytest.raises(Interrupted, match="%dist_restart 1 tries again"):
         restart(pair, 1, progress=press)
     pids = pair.cluster.pids()
     ended = set(pair.cluster.exits)
@@ -292,7 +292,7 @@ def test_a_death_during_a_restart_is_told_at_once(pair: Session) -> None:
             kill(pair, 0)
 
     began_s = time.monotonic()
-    with pytest.raises(NbdistError, match=r"rank 0 ended \(signal SIGKILL\) while ranks were to"):
+    with pytest.raises(NbdistError, match=r"rank 0 ended \(signal SIGKILL\) before it could"):
         restart(pair, 1, progress=end_survivor)
     failed_s = time.monotonic() - began_s
     again = restart(pair, *pair.health.dead)

@@ -31,7 +31,7 @@ def bare(rank: int, op: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "calls"),
     [
         (
             call(0, "ALLREDUCE"),

@@ -172,7 +172,7 @@ class Cluster:
             return cluster_loop().run(coroutine, max(0.1, end_s - time.monotonic()))
         except TimeoutError as error:
             raise StartError(
-                f"{what} did not come before the start's deadline (--timeout)."
+                f"{what} was not ready before the start's deadline (--timeout)."
             ) from error
         except (RuntimeError, OSError, ipyparallel.error.IPythonError) as error:
             self._arrivals(engines).raise_for_exits()
@@ -296,7 +296,7 @@ class Cluster:
         while registered := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
-                raise StartError(f"the controller still lists {ranks_phrase(registered)} as there")
+                raise StartError(f"the controller still lists {ranks_phrase(registered)}")
             time.sleep(POLL_S)
 
     def _kill(self, engine: int) -> None:
@@ -329,7 +329,7 @@ class Cluster:
         end_s = time.monotonic() + deadline_s
         connection, old = self._connection, self._cluster.controller
         if connection is None or not processes.is_own(old) or connection.is_encrypted:
-            raise OptionError("The controller of this profile cannot be started again from here.")
+            raise OptionError("The controller of this profile cannot be restarted from here.")
         if self.channel is not None:
             self.channel.close()
         # Its heart monitor is a child that outlives it and holds its ports.
@@ -381,7 +381,7 @@ class Cluster:
             with sigint.deferred_sigint():
                 is_clean = self._guard.close()
         if not is_clean:
-            sys.stderr.write(f"nbdist: processes of {self.run_dir} could not all be ended\n")
+            sys.stderr.write(f"nbdist: some processes of {self.run_dir} could not be ended\n")
 
     def _stop_processes(self, grace_s: float) -> None:
         # The loop may be in the middle of a start that was broken off: wait for its step.
@@ -403,5 +403,5 @@ class Cluster:
         except TimeoutError:
             sys.stderr.write(
                 f"nbdist: the profile's launcher did not end the {what} in "
-                f"{OTHER_STOP_DEADLINE_S:.0f} s; look after them with its own tools\n"
+                f"{OTHER_STOP_DEADLINE_S:.0f} s; end them with its own tools\n"
             )

@@ -178,7 +178,7 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
 
 
 def main() -> None:
-    """Guard one run."""
+    """Wait for the kernel's end, then end its processes and remove its run folder."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]

@@ -68,8 +68,8 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
 
     launcher_class = RankEngineLauncher
 
-    common_environment = Dict(help="Variables of every engine.").tag(config=True)
-    rank_environment = Dict(help="{rank as text: {name: value}}.").tag(config=True)
+    common_environment = Dict(help="Environment variables of every engine.").tag(config=True)
+    rank_environment = Dict(help="Per rank: {rank as text: {name: value}}.").tag(config=True)
     engine_program = Unicode(str(ENGINE_PROGRAM), help="The engines' program.").tag(config=True)
 
     def __init__(self, **kwargs: Any):

@@ -64,7 +64,7 @@ def stop(run: Run) -> None:
     gone, and lets its guardian remove the folder.
 
     Raises:
-        NbdistError: If no word can be left for the notebook, or a process could not be ended.
+        NbdistError: If the notebook cannot be notified, or a process could not be ended.
     """
     run_dir.leave_note(Path(run.folder))
     started = run_dir.pids(Path(run.folder))
@@ -78,7 +78,7 @@ def stop(run: Run) -> None:
     if remaining:
         raise NbdistError(
             f"{_processes(remaining)} of {run.name} could not be ended in {END_DEADLINE_S:.0f} s "
-            "(uninterruptible in the kernel?). Look at them with ps."
+            "(uninterruptible in the kernel?). Inspect them with ps."
         )
 
 

@@ -242,7 +242,7 @@ class Ranks:
             )
             raise RankGone(
                 f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
-                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset starts all afresh."
+                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset restarts all ranks."
             )
 
     def check_death(self, ranks: Sequence[int]) -> None:

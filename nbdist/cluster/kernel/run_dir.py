@@ -80,8 +80,8 @@ def create() -> Path:
             # From the first moment on, whoever sees a run can see whose it is.
             return path.rename(path.with_name(path.name.replace("new-", "run-", 1)))
     raise StartError(
-        f"No folder for the run can be made in {tempfile.gettempdir()}. Make that folder, or point "
-        "TMPDIR elsewhere and restart the kernel."
+        f"The run's folder could not be created in {tempfile.gettempdir()}. Create that folder, or "
+        "point TMPDIR elsewhere and restart the kernel."
     )
 
 
@@ -212,8 +212,9 @@ def leave_note(run_dir: Path) -> None:
         new.replace(run_dir / STOPPED)
     except OSError as error:
         raise NbdistError(
-            f"No word can be left for the notebook in {run_dir} ({error.strerror}), so nothing was "
-            "ended. Free some space there, or stop the ranks in the notebook with %dist_shutdown."
+            f"The notebook could not be notified: {run_dir} cannot be written ({error.strerror}). "
+            "Nothing was ended. Free some space there, or stop the ranks in the notebook with "
+            "%dist_shutdown."
         ) from error
 
 

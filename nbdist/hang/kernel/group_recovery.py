@@ -92,7 +92,7 @@ class GroupRecovery:
             self.outcome = RecoveryOutcome()
         elif self.outcome is None:
             self._health.needs_recovery = True
-            self.outcome = RecoveryOutcome(problem="the groups are made anew before the next cell")
+            self.outcome = RecoveryOutcome(problem="the groups are recreated before the next cell")
 
     def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
         for future in futures.values():
@@ -155,7 +155,7 @@ class GroupRecovery:
         busy = self._ranks.busy_ranks
         if busy:
             self._health.needs_recovery = True
-            problem = f"the groups are made anew once {ranks_are(busy)} back"
+            problem = f"the groups are recreated once {ranks_are(busy)} back"
             self.outcome = RecoveryOutcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S
@@ -171,7 +171,7 @@ class GroupRecovery:
         if failed:
             rank, why = min(failed.items())
             problem = (
-                f"{ranks_phrase(sorted(failed))} could not make the groups anew "
+                f"{ranks_phrase(sorted(failed))} could not recreate the groups "
                 f"(rank {rank}: {why}); %dist_reset starts afresh"
             )
             return RecoveryOutcome(problem=problem)

@@ -115,7 +115,7 @@ class Maintenance:
             last = self._ranks.ranks[-1]
             raise OptionError(
                 f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
-                "are then lost; %dist_reset starts all afresh."
+                "are then lost; %dist_reset restarts all ranks."
             )
         self.ended_by_us |= set(chosen)
         try:
@@ -178,7 +178,7 @@ class Maintenance:
                 with contextlib.suppress(Empty):
                     if presses_or_answers.get(timeout=pause_s):
                         aftermath.give_up()
-                        raise Interrupted("the groups are made anew before the next cell")
+                        raise Interrupted("the groups are recreated before the next cell")
         return aftermath.outcome or RecoveryOutcome()
 
     def settle(self) -> None:

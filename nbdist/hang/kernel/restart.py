@@ -104,9 +104,9 @@ def restart(
     began_s = time.monotonic()
     if not ranks.cluster.can_restart:
         raise OptionError(
-            "Single ranks can be restarted in the profile local alone, whose processes nbdist "
-            "starts by itself. %dist_reset starts all ranks of this profile afresh, without their "
-            "variables."
+            "Single ranks can be restarted only under the profile local, whose processes nbdist "
+            "starts itself. %dist_reset restarts all ranks of this profile; their variables are "
+            "lost."
         )
     controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
@@ -116,7 +116,7 @@ def restart(
     missing_names = steps.run(progress)
     notes = [
         controller_note,
-        f"{ranks_phrase(also)} had ended too, and came back as well" if also else "",
+        f"{ranks_phrase(also)} had ended too, and restarted as well" if also else "",
         _missing_names_note(replaced, missing_names),
     ]
     return RestartResult(
@@ -151,7 +151,7 @@ class _Restart:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
-            groups = merge_groups(self._all(created_groups, self._staying, "tell their groups"))
+            groups = merge_groups(self._all(created_groups, self._staying, "report their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
@@ -188,15 +188,15 @@ class _Restart:
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
-        self._results(adopted, "take the notebook's folder")
+        self._results(adopted, "switch to the notebook's folder")
         self._all(lambda c, rank: prepare(c, rank, self._ranks.seed), new, "prepare")
         self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
-            for group_variables in self._all(group_names, self._staying, "tell their groups"):
+            for group_variables in self._all(group_names, self._staying, "report their groups"):
                 variables.update(group_variables)
             self._all(lambda c, rank: name_groups(c, rank, variables), new, "prepare")
-            meshes = self._all(mesh_names, self._staying, "tell their meshes")
+            meshes = self._all(mesh_names, self._staying, "report their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
@@ -206,9 +206,9 @@ class _Restart:
         choice = self._ranks.strategy_chosen
         if choice is None:
             return  # nothing was chosen, so it is what every rank begins with
-        for current in self._all(current_strategy, self._staying[:1], "tell the strategy"):
+        for current in self._all(current_strategy, self._staying[:1], "report the strategy"):
             choice = current
-        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "take a strategy")
+        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "set the strategy")
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""
@@ -222,8 +222,8 @@ class _Restart:
 
     def _missing_names(self) -> list[str]:
         """In the order in which the first rank that stays has made them."""
-        there = self._all(names, self._staying, "tell their names")
-        here = set(self._all(names, self._replaced[:1], "tell their names")[0])
+        there = self._all(names, self._staying, "report their variables")
+        here = set(self._all(names, self._replaced[:1], "report their variables")[0])
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
     def _all(
@@ -238,7 +238,7 @@ class _Restart:
             if gone:
                 raise NbdistError(
                     f"{ranks_phrase(gone)} ended "
-                    f"({self._cluster.exits[self._engine(gone[0])].how}) while ranks were to {what}"
+                    f"({self._cluster.exits[self._engine(gone[0])].how}) before it could {what}"
                 )
             if self._remaining_s() <= 0:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
@@ -259,7 +259,7 @@ class _Restart:
         if self._is_interrupted:
             raise Interrupted(
                 f"{ranks_phrase(self._replaced)} not restarted; %dist_restart "
-                f"{rank_label(self._replaced)} begins again"
+                f"{rank_label(self._replaced)} tries again"
             )
 
     def _remaining_s(self) -> float:
@@ -275,10 +275,10 @@ def _missing_names_note(replaced: Collection[int], missing_names: Sequence[str])
     shown = ", ".join(missing_names[:SHOWN_NAMES])
     if len(missing_names) > SHOWN_NAMES:
         shown += f" and {len(missing_names) - SHOWN_NAMES} more"
-    verb = "lacks" if len(replaced) == 1 else "lack"
+    verb = "is" if len(replaced) == 1 else "are"
     return (
-        f"{ranks_phrase(sorted(replaced))} {verb} {shown}: define what is needed again with "
-        f"%%rank [{rank_label(sorted(replaced))}], then %dist_sync_model"
+        f"{ranks_phrase(sorted(replaced))} {verb} missing {shown}: define what you need "
+        f"again with %%rank [{rank_label(sorted(replaced))}], then run %dist_sync_model"
     )
 
 

@@ -210,7 +210,7 @@ class Watchdog:
         if not unreported:
             return []
         who = ranks_phrase(unreported)
-        return [f"{ranks_are(unreported)} stopped (SIGSTOP); kill -CONT lets {who} go on"]
+        return [f"{ranks_are(unreported)} stopped (SIGSTOP); kill -CONT resumes {who}"]
 
 
 def _is_firm(finding: WaitFinding) -> bool:

@@ -56,8 +56,8 @@ def open_box(folder: Path | None, rank: int) -> CallLogWriter:
         except OSError as error:
             _problem = (
                 f"rank {rank} could not make its black box of {SIZE_BYTES // 1024} KiB in "
-                f"{folder / FOLDER} ({error.strerror}): a hang on it is not explained. Make room "
-                "there, or point TMPDIR elsewhere, and restart the ranks."
+                f"{folder / FOLDER} ({error.strerror}): its hangs cannot be explained. Free "
+                "some space there, or point TMPDIR elsewhere, and restart the ranks."
             )
     return CallLogWriter(mmap.mmap(-1, SIZE_BYTES), rank, os.getpid())
 

@@ -130,5 +130,5 @@ def unused_type(group: Any) -> Any:
             return kind
     raise NbdistError(
         f"group {group.group_name} has been recovered {_LAST_NUMBER - _NAMED_NUMBERS + 1} times, "
-        "which is all that torch allows. Save what you need, then start anew with %dist_reset."
+        "the most that torch allows. Save what you need, then run %dist_reset."
     )

@@ -110,8 +110,8 @@ def _result(
             end = controller_end()
             if end:
                 raise RankGone(
-                    f"The cluster's controller ended ({end}) while the ranks were asked. Their "
-                    "variables are kept: try again, which starts another one."
+                    f"The cluster's controller ended ({end}) while the ranks were "
+                    "answering. Their variables are kept. Try again: that starts a new controller."
                 ) from None
             if left_s <= PAUSE_S or _has_failure(futures):
                 raise

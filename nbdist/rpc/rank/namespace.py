@@ -73,7 +73,7 @@ def model_of(name: str) -> torch.nn.Module:
         value = getattr(value, part)
     if not isinstance(value, torch.nn.Module):
         raise OptionError(
-            f"{name} on the ranks is a {type(value).__name__} and no model (torch.nn.Module). "
+            f"{name} on the ranks is a {type(value).__name__}, not a model (torch.nn.Module). "
             f"{_models()}"
         )
     return value
