@@ -9,7 +9,7 @@ from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, Wa
 from nbdist.hang.text import (
     BlockingRank,
     act_of,
-    blamed,
+    blamed_ranks,
     call_signature,
     last_call,
     line,
@@ -42,7 +42,7 @@ def diagnose(
             waits = [scene.waits[rank] for rank in sorted(ranks)]
             if any(now_s - wait.since_s >= after_s for wait in waits):
                 missing = scene.never_come(ranks)
-                whom = blamed(waits, scene.needs) if is_certain else missing
+                whom = blamed_ranks(waits, scene.needs) if is_certain else missing
                 text = line(waits, scene.needs)
                 marks = tuple(wait.key for wait in waits)
                 is_doomed = bool(missing) and not is_certain

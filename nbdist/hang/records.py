@@ -102,7 +102,7 @@ class CallLog:
         """The newest call in which the rank is inside now."""
         return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
 
-    def shifted(self, seconds: float) -> CallLog:
+    def shift_clock(self, seconds: float) -> CallLog:
         """The same by a clock that is this much ahead, for a box of another host."""
         calls = tuple(
             replace(

@@ -19,7 +19,7 @@ SHOWN_GROUPS = 4
 
 @dataclass(frozen=True, slots=True)
 class RecoveryResult:
-    """What `groups.recover` did on one rank.
+    """What `process_groups.recover` did on one rank.
 
     Attributes:
         generation: How often the groups have been recovered now.
@@ -117,13 +117,13 @@ def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
         results: Rank -> what it answered.
     """
     return (
-        *_broken(results),
-        *_cleared(results),
+        *_group_notes(results),
+        *_gradient_notes(results),
         *parameter_differences({rank: result.checksums for rank, result in results.items()}),
     )
 
 
-def _cleared(results: Mapping[int, RecoveryResult]) -> list[str]:
+def _gradient_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
     names = {
         n: None for result in results.values() for n, count in result.gradients.items() if count
     }
@@ -154,7 +154,7 @@ def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[s
     return tuple(lines)
 
 
-def _broken(results: Mapping[int, RecoveryResult]) -> list[str]:
+def _group_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
     """A line for the groups that lack ranks, and one for those that could not be recovered."""
     groups = {
         tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()

@@ -200,7 +200,7 @@ def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]])
     return "; ".join(clauses)
 
 
-def blamed(
+def blamed_ranks(
     waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]
 ) -> tuple[int, ...]:
     """The ranks that the line gives as the reason; in a circle all that are waited for."""

@@ -53,7 +53,7 @@ def now() -> CallLog:
 
 
 def last() -> Call:
-    """The newest call."""
+    """The newest call in the box."""
     return now().calls[-1]
 
 

@@ -63,7 +63,7 @@ def _none_left() -> Iterator[None]:
 
 
 def in_a_function() -> None:
-    """A loop."""
+    """A loop whose iterator only this function's frame holds."""
     for _ in loader():
         pass
 

@@ -36,7 +36,7 @@ class FakeHealth:
         self.recoveries: list[dict[int, Future[Any]]] = []
 
     def boxes(self) -> dict[int, CallLog]:
-        """By rank."""
+        """Rank -> what its box says."""
         return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
@@ -57,7 +57,7 @@ class FakeRanks:
         self.checksums: dict[int, dict[str, str]] = {}
 
     def interrupt(self, rank: int) -> None:
-        """Note it."""
+        """Note which rank was interrupted."""
         self.interrupted.append(rank)
 
     @property

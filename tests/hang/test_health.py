@@ -27,7 +27,7 @@ class LateCallbacks(Future[Any]):
         self.callbacks.append(fn)
 
     def tell(self) -> None:
-        """Tell all."""
+        """Call whoever waits for an answer."""
         for callback in self.callbacks:
             callback(self)
 
@@ -55,22 +55,22 @@ class FakeCluster:
         self.exits: dict[int | None, object] = {}
 
     def pids(self) -> dict[int, int]:
-        """None are here."""
+        """No rank runs on this host."""
         return {}
 
 
 class OneRank:
-    """Rank 0 is engine 0."""
+    """A topology in which rank 0 is engine 0."""
 
     class Place:
-        """Where it is."""
+        """A rank's place in the topology."""
 
         rank = engine_id = 0
 
     ranks = (Place(),)
 
     def engine_of_rank(self, rank: int) -> int:
-        """The same number."""
+        """Engine and rank have the same number here."""
         return rank
 
 

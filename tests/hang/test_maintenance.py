@@ -38,16 +38,16 @@ class FakeHealth:
     aborts = 0
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Nobody completes it."""
+        """A future that nobody completes."""
         return {0: Future()}
 
     def abort(self) -> None:
-        """Count."""
+        """Count the aborts."""
         self.aborts += 1
 
 
 class FakeSession:
-    """One idle rank."""
+    """A session of one idle rank."""
 
     busy_ranks = ()
 
@@ -56,7 +56,7 @@ class FakeSession:
         self.upkeep = Maintenance(cast("Ranks", self), cast("Health", self.health))
 
     def is_connected(self, _rank: int) -> bool:
-        """It lives."""
+        """Every rank lives here."""
         return True
 
 

@@ -89,7 +89,7 @@ class Peers:
         return call
 
     def end(self) -> None:
-        """End all."""
+        """End every process of these ranks."""
         for process in self.processes:
             process.kill()
             process.wait()

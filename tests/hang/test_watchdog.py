@@ -49,10 +49,10 @@ class FakeHealth:
         self.is_deaf = False
 
     def forget_looks(self) -> None:
-        """Nothing."""
+        """Keep the look: these tests set it."""
 
     def forget_look(self, _rank: int) -> None:
-        """Nothing."""
+        """Keep the look: these tests set it."""
 
     def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Note who was asked; the answer is there at the next look, and kept for half a second."""

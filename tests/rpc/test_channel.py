@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def session(pair: Session) -> Session:
-    """The shared ranks."""
+    """Two ranks that all tests of this file share."""
     return pair
 
 

@@ -126,6 +126,6 @@ def reduce(state: str = "done", **fields: Any) -> Call:
 
 
 def only_finding(*views: RankView) -> WaitFinding:
-    """The only finding."""
+    """The finding of a diagnosis that has just one."""
     (finding,) = diagnose(views, NOW_S)
     return finding

@@ -27,10 +27,10 @@ class Silent:
     """A sink that shows nothing."""
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Nothing."""
+        """Show nothing: these tests read the result."""
 
     def close(self, result: CellResult) -> None:
-        """Nothing."""
+        """Show nothing: these tests read the result."""
 
 
 def silent(_request: CellRequest) -> Silent:

@@ -23,7 +23,7 @@ def no_progress(_text: str) -> None:
 
 
 class ProcessExit(Protocol):
-    """The end of a process, as `cluster.Exit` has it."""
+    """The end of a process, as `processes.Exit` has it."""
 
     @property
     def how(self) -> str:

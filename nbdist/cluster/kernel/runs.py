@@ -59,7 +59,7 @@ def find_runs() -> tuple[Run, ...]:
     all_runs = [
         _run(Path(folder), here, is_guarded=folder in guarded) for folder in sorted(folders)
     ]
-    spared = _protected(all_runs, processes)
+    spared = _spared_pids(all_runs, processes)
     return tuple(_with_processes(run, processes, spared) for run in all_runs)
 
 
@@ -112,7 +112,7 @@ def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: fro
     )
 
 
-def _protected(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:
+def _spared_pids(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:
     """Processes that belong to nobody's leftovers, whatever mark they have inherited.
 
     This one, the kernels that live, what these were started by, and their guardians: a notebook

@@ -85,7 +85,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
     world_size = topology.default_world_size(chosen) if asked is None else asked
-    expected = _expected(world_size, chosen, options, is_local=is_local)
+    expected = _expected_plan(world_size, chosen, options, is_local=is_local)
     if is_local:
         notes += _local_notes(expected, options)
     elif options.debug != "off":
@@ -139,7 +139,7 @@ def _check_values(options: Any) -> None:
         )
 
 
-def _expected(
+def _expected_plan(
     world_size: int, chosen: tuple[Gpu, ...], options: StartOptions, *, is_local: bool
 ) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""

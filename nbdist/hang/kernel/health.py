@@ -266,7 +266,7 @@ class Health:
         if arrived := self._arrived.pop(rank, None):
             came_s, (their_now_s, content) = arrived
             if content is not None:
-                self._remote[rank] = call_log.read(content).shifted(came_s - their_now_s)
+                self._remote[rank] = call_log.read(content).shift_clock(came_s - their_now_s)
 
 
 class BoxFiles:

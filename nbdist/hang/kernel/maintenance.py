@@ -106,7 +106,7 @@ class Maintenance:
         Raises:
             NotRunning: After the ranks were stopped.
             OptionError: If none is named and none has ended; on other profiles than local.
-            RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
+            RankBusy, StartError, NbdistError, Interrupted: See restart.restart.
         """
         if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")

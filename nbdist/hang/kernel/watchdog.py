@@ -125,7 +125,7 @@ class Watchdog:
         self._last = findings
         if not any(finding.is_certain for finding in findings):
             self._reported_s = None
-        return [*self._stopped(), *self._report(steady, now_s)]
+        return [*self._stopped_lines(), *self._report(steady, now_s)]
 
     def _forget_older(self, cell_states: States) -> None:
         """Of a rank that has ended its cell, only what it answers afterwards counts."""
@@ -203,7 +203,7 @@ class Watchdog:
         self._late_again_s = now_s + LATE_AGAIN_S
         return [finding.text for finding in steady]
 
-    def _stopped(self) -> list[str]:
+    def _stopped_lines(self) -> list[str]:
         new = [v.rank for v in self._views if v.state == "stopped"]
         unreported = [rank for rank in new if rank not in self._reported_stopped]
         self._reported_stopped = set(new)

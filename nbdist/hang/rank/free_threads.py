@@ -32,7 +32,7 @@ def free(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[st
     idle = {
         ident: frame
         for ident, frame in current.items()
-        if ident not in calling and _joined(frame) not in calling
+        if ident not in calling and _awaited_thread(frame) not in calling
     }
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = sorted(
@@ -63,7 +63,7 @@ def _is_in_call(frame: FrameType | None) -> bool:
     return False
 
 
-def _joined(frame: FrameType | None) -> int | None:
+def _awaited_thread(frame: FrameType | None) -> int | None:
     """The thread that this one waits for in join(), however long it takes; None otherwise."""
     for _ in range(2):  # before Python 3.13 join calls another function
         if frame is None or frame.f_code.co_filename != threading.__file__:

@@ -109,7 +109,7 @@ def abort(generation: int | None = None) -> int | None:
     """Shut every connection of this process's Gloo groups down and return how many there were.
 
     From any thread, also while the main thread is blocked in C++. All groups of this process
-    are unusable afterwards, until all ranks have been in `groups.recover`. Only connections
+    are unusable afterwards, until all ranks have been in `process_groups.recover`. Only connections
     that a Gloo device holds are touched: no other socket of this process.
 
     Args:

@@ -106,7 +106,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     """Give every process group without a dead member new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
-    takes a dead one's place calls `runtime.join` with the generation meanwhile. Connections
+    takes a dead one's place calls `join.rejoin` with the generation meanwhile. Connections
     of the old groups, and what still waits in them, are ended once all ranks have come.
 
     Args:

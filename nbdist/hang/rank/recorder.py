@@ -145,7 +145,7 @@ class CallRecorder:
 
     def _wrap_call(self, op: str, original: Function) -> Function:
         describe = Describer(self, op, original).describe
-        thread, box, packed = self._thread, self.box, self.places.packed
+        thread, box, packed = self._thread, self.box, self.places.pack_line
         begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
         is_broken_off = rendezvous.is_broken_off
 
@@ -197,7 +197,7 @@ class CallRecorder:
                 return original(awaited, *args, **kwargs)
             thread.entry = _INSIDE
             try:
-                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
+                place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
                 work, entry = self._pending.get(id(awaited), (None, None))
                 if entry is not None and work is not None and work() is awaited:
                     entry = self.box.wait(entry, place)
@@ -239,7 +239,7 @@ class CallRecorder:
                 return original(*args, **kwargs)
             self._thread.entry = _INSIDE
             try:
-                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
+                place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
                 entry = self._begin_meeting(op, ranks, arguments.get("ranks") or ranks, place)
                 rendezvous.meet(ranks, self.box.generation, arguments.get("timeout"), op)
                 result = original(*args, **kwargs)

@@ -49,7 +49,7 @@ class UserFrameFinder:
         """Whether this frame, or one outwards of it, runs the user's code."""
         return self._users_frame(frame) is not None
 
-    def packed(self, frame: FrameType | None) -> bytes:
+    def pack_line(self, frame: FrameType | None) -> bytes:
         """The same, as it stands in a black box; empty where there is none."""
         frame = self._users_frame(frame)
         if frame is None:

@@ -66,7 +66,7 @@ def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> Nbd
     """What a rank has refused, in its own words; None where it failed otherwise.
 
     Args:
-        error: Of `collect`, whose cause is the rank's.
+        error: Of `gather_results`, whose cause is the rank's.
         kinds: Errors that a rank raises to refuse.
     """
     cause = error.__cause__
