@@ -109,8 +109,8 @@ class DistributedError(NbdistError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive pickling otherwise.
-        told = self.ranks, self.traceback_text, self.advice
-        return (_rebuild, (type(self), str(self), *told))
+        fields = self.ranks, self.traceback_text, self.advice
+        return (_rebuild, (type(self), str(self), *fields))
 
     def _render_traceback_(self) -> list[str]:
         summary = f"{type(self).__name__}: {self}"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from nbdist.checkpoint import manifest
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Owner
+from nbdist.cluster.run_owner import RunOwner
 from nbdist.core import host
 from nbdist.core.host import Machine
 from nbdist.errors import CheckpointError
@@ -234,7 +234,7 @@ def _check_place(path: Path) -> None:
 
 
 def _lock(path: Path, where: str, *, is_alone: bool) -> None:
-    owner = Owner(
+    owner = RunOwner(
         os.getpid(), host.started(os.getpid()) or "", host.this_machine(), time.time(), where
     )
     lock = _beside(path, _LOCK)
@@ -255,7 +255,7 @@ def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
     """The state of the process that saves there (None without one), and its owner record."""
     try:
         written = json.loads(lock.read_text(encoding="utf-8"))
-        owner = Owner(**{**written, "machine": Machine(**written["machine"])})
+        owner = RunOwner(**{**written, "machine": Machine(**written["machine"])})
     except FileNotFoundError:
         return None, None
     except OSError:  # another user's
@@ -265,7 +265,7 @@ def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
     return run_owner.state(owner, host.this_machine(), host.started(owner.pid)), owner
 
 
-def _busy(path: Path, owner: Owner | None) -> str:
+def _busy(path: Path, owner: RunOwner | None) -> str:
     lock = _beside(path, _LOCK)
     if owner is None:
         return f"{path} is being saved by another process. If that is no longer so, remove {lock}."

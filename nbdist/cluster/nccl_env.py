@@ -31,7 +31,7 @@ class Variable:
     older: tuple[str, ...] = ()
     breaks_abort: bool = True
 
-    def given(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    def user_setting(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
         """(name, value) as the user has set it, or None."""
         names = (name for name in (self.name, *self.older) if name in environ)
         return next(((name, environ[name]) for name in names), None)
@@ -47,19 +47,19 @@ ENVIRONMENT = (
     Variable(
         "TORCH_NCCL_ENABLE_MONITORING",
         "0",
-        "torch ends the process of a rank whose own watcher stands still, as in an abort that "
-        "takes long",
+        "torch ends the process of a rank whose watchdog thread makes no progress, as in a long "
+        "abort",
     ),
     Variable(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS",
         "0",
-        "torch throws in its watcher's thread, which ends the process, when an abort leaves a "
+        "torch throws in its watchdog thread, which ends the process, when an abort leaves a "
         "CUDA error behind",
     ),
     Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
-        "an error of one rank is handed to the others by way of the store, which breaks ranks "
+        "an error of one rank is passed to the others through the store, which breaks ranks "
         "that were not aborted",
     ),
     Variable(
@@ -78,7 +78,7 @@ ENVIRONMENT = (
         "TORCH_NCCL_BLOCKING_WAIT",
         None,
         "wait() raises by itself after the group's timeout, also while a peer still computes, "
-        "and torch starts no watcher, which sees calls end",
+        "and torch does not start the watchdog that sees calls end",
         ("NCCL_BLOCKING_WAIT",),
     ),
     Variable(
@@ -100,7 +100,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         row.name: row.value
         for row in ENVIRONMENT
-        if row.value is not None and row.given(environ) is None
+        if row.value is not None and row.user_setting(environ) is None
     }
 
 
@@ -110,22 +110,22 @@ def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         environ: The environment that the ranks have, those of `environment` included or not.
     """
-    told = []
+    sentences = []
     for row in ENVIRONMENT:
-        given = row.given(environ)
-        if given is None or _is_harmless(row, given[1]):
+        setting = row.user_setting(environ)
+        if setting is None or _is_harmless(row, setting[1]):
             continue
-        name, value = given
+        name, value = setting
         lost = "a hung NCCL call cannot be aborted safely: " if row.breaks_abort else ""
-        told.append(
+        sentences.append(
             f"{name}={value} was kept. With it {lost}{row.reason}. Set it to {row.value or '0'}, "
             "or remove it."
         )
-    return tuple(told)
+    return tuple(sentences)
 
 
-def _is_harmless(row: Variable, given: str) -> bool:
-    value = given.strip()
+def _is_harmless(row: Variable, setting: str) -> bool:
+    value = setting.strip()
     if row.value in {None, "0"}:
         return value.lower() in _FALSE
     return value.isdigit() and int(value) > 0  # a size: any but none at all

@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class RunOwner:
     """The kernel that has started a run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
 
     folder: str
     state: str
-    owner: Owner | None = None
+    owner: RunOwner | None = None
     hosts: tuple[str, ...] = ()
     processes: tuple[Process, ...] = ()
     shm_files: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Run:
         return self.folder.rstrip("/").rsplit("/", 1)[-1]
 
 
-def state(owner: Owner | None, here: Machine, start_now: str | None) -> str:
+def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     """Whether a run's kernel lives: RUNNING, DEAD, ELSEWHERE or UNKNOWN.
 
     What cannot be told for certain is never DEAD: dead runs are removed.
@@ -93,6 +93,6 @@ def state(owner: Owner | None, here: Machine, start_now: str | None) -> str:
         is_it = start_now is not None and start_now == owner.start
         return RUNNING if is_it else DEAD
     # The same machine, started again; a container has a name and a pid space of its own.
-    known = bool(here.boot and owner.machine.boot)
+    has_boot_ids = bool(here.boot and owner.machine.boot)
     is_rebooted = (owner.machine.host, owner.machine.pid_space) == (here.host, here.pid_space)
-    return DEAD if known and is_rebooted else ELSEWHERE
+    return DEAD if has_boot_ids and is_rebooted else ELSEWHERE

@@ -12,7 +12,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
 
-NO_SCALING = "The ranks share {shared}: times measured here are no scaling numbers."
+SHARED_HARDWARE = "The ranks share {shared}: timings here say nothing about scaling."
 
 
 def _ranks_and_hosts(topology: Topology) -> str:
@@ -24,11 +24,13 @@ def _why(topology: Topology) -> list[str]:
     lines = [topology.why]
     if not topology.is_scaling:
         on_cpu = topology.ranks[0].device == "cpu"
-        lines.append(NO_SCALING.format(shared="this machine's CPU cores" if on_cpu else "a GPU"))
+        lines.append(
+            SHARED_HARDWARE.format(shared="this machine's CPU cores" if on_cpu else "a GPU")
+        )
     return lines
 
 
-def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
+def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:
     """What %dist_init prints: every rank's host, device, backend and threads, and why."""
     rows = [
         [
@@ -48,7 +50,7 @@ def started(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> 
     )
 
 
-def restarted(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
+def restart_view(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -> View:
     """What %dist_restart prints: who is back, and what is missing there."""
     head = f"{ranks_are(ranks)} back after {units.seconds(elapsed_s)}, groups rejoined"
     lines = [head, *notes]
@@ -83,7 +85,7 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
 
 
 def _with_stacks(view: View, states: Status) -> View:
-    stacks = [(f"rank {one.rank}", one.stack.rstrip()) for one in states.ranks if one.stack]
+    stacks = [(f"rank {state.rank}", state.stack.rstrip()) for state in states.ranks if state.stack]
     if not stacks:
         return view
     text = "\n\n".join([view.text, *(f"{who}\n{stack}" for who, stack in stacks)])
@@ -97,10 +99,10 @@ def _with_stacks(view: View, states: Status) -> View:
 def _memory(memory_bytes: Mapping[str, int]) -> str:
     if not memory_bytes:
         return "-"
-    told = f"{units.size(memory_bytes['resident'])} host"
+    text = f"{units.size(memory_bytes['resident'])} host"
     if "allocated" in memory_bytes:
-        told += (
+        text += (
             f", {units.size(memory_bytes['allocated'])} GPU"
             f" ({units.size(memory_bytes['reserved'])} reserved)"
         )
-    return told
+    return text

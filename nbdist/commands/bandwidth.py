@@ -71,7 +71,7 @@ def bench(values: Namespace) -> View:
     _check(values)
     try:
         started = NOTEBOOK.start(_start_options(values), lambda _text: None)
-        shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
         found = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
         return bandwidth_view.bench(found, has_picture=False)

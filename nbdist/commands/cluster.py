@@ -30,7 +30,9 @@ def start_and_show(options: StartOptions, title: str = "starting") -> Started:
     """Bring ranks up with a progress line that becomes their table."""
     progress = SHOWN.line(title)
     started = NOTEBOOK.start(options, progress)
-    progress.finish(ranks_view.started(started.session.topology, started.elapsed_s, started.notes))
+    progress.finish(
+        ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
+    )
     return started
 
 
@@ -145,7 +147,7 @@ def dist_restart(values: Namespace) -> None:
     chosen = session.chosen(" ".join(values.where)) if values.where else None
     progress = SHOWN.line("restarting")
     restarted = session.upkeep.restart(chosen, values.timeout_s, progress)
-    progress.finish(ranks_view.restarted(restarted.ranks, restarted.elapsed_s, restarted.notes))
+    progress.finish(ranks_view.restart_view(restarted.ranks, restarted.elapsed_s, restarted.notes))
 
 
 def dist_mode(values: Namespace) -> View:

@@ -58,7 +58,7 @@ def stop(values: Namespace) -> View:
 
 
 def _living() -> list[Run]:
-    return [run for run in runs.found() if run.state in {RUNNING, STOPPED}]
+    return [run for run in runs.find_runs() if run.state in {RUNNING, STOPPED}]
 
 
 def _chosen(named: Sequence[str], *, is_all: bool) -> list[Run]:
@@ -93,7 +93,7 @@ def run(values: Namespace) -> None:
     sys.path.insert(0, str(path.parent))
     try:
         started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
         started.session.call_all(
             take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S

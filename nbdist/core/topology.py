@@ -79,7 +79,7 @@ class Topology:
     ranks: tuple[RankPlace, ...]  # in rank order
     backend: str  # "nccl" or "gloo"
     why: str  # one sentence: why this backend
-    is_scaling: bool  # False: ranks share a GPU or run on CPUs, timings are no scaling numbers
+    is_scaling: bool  # False: ranks share a GPU or run on CPUs, timings say nothing about scaling
     n_hosts: int  # network namespaces count as hosts of their own
     is_launcher_order: bool = False  # False: sorted by host and device, not by the rank hints
 

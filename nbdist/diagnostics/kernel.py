@@ -37,7 +37,9 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         gpus_typed: Their --gpus.
     """
     known, problem = _gpus()
-    visible = gpus.chosen(tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = gpus.filter_visible(
+        tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
     given = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
@@ -60,7 +62,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         environ=dict(os.environ),
         given={name: value for name, value in given.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
-        runs=runs.found(),
+        runs=runs.find_runs(),
     )
 
 

@@ -31,7 +31,7 @@ from nbdist.core.versions import check_torch
 from nbdist.engine import child_sockets, facts, idle_imports, responder, shell_hooks
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups
-from nbdist.hang.recovery import MadeGroup
+from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
@@ -118,7 +118,7 @@ def join(
     rank: int,
     store: dist.Store,
     generation: int = 0,
-    made: Sequence[MadeGroup] = (),
+    made: Sequence[GroupSpec] = (),
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -130,7 +130,7 @@ def join(
         rank: This process's.
         store: All ranks' common store.
         generation: How often the groups have been recovered once this is done.
-        made: The user's groups that the others have (hang.recovery.merge_made).
+        made: The user's groups that the others have (hang.recovery.merge_groups).
 
     Raises:
         NbdistError: With a generation, when other ranks do not come.
@@ -170,7 +170,7 @@ def join(
     call_log.reset(generation)
 
 
-def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[MadeGroup]) -> None:
+def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[GroupSpec]) -> None:
     """Take the place of a rank of this host that has ended.
 
     On a new process, while every other rank is in `groups.recover` with the same generation, or

@@ -20,7 +20,7 @@ from nbdist.core import stacks
 from nbdist.core.failures import chain
 from nbdist.engine import raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
-from nbdist.rpc.rank.cell_hooks import Cell
+from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_NUMBER
 
 
@@ -175,7 +175,7 @@ def refuse_exit(shell: Any) -> None:
 
 
 @contextmanager
-def top_level_await(cell: Cell) -> Iterator[None]:
+def top_level_await(cell: CellContext) -> Iterator[None]:
     """Let `await` at a cell's top level work on an ipyparallel engine.
 
     ipykernel 7 compares the current thread with `shell_channel_thread.parent_thread` when

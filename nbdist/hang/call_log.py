@@ -17,7 +17,7 @@ from mmap import mmap
 from time import monotonic
 
 from nbdist.core.ranks import pack_ranks, unpack_ranks
-from nbdist.hang.records import Call, CallLog, Group, Place
+from nbdist.hang.records import Call, CallLog, GroupRecord, SourceLine
 
 WORD_BYTES = 8
 LAYOUT_VERSION = 1
@@ -67,7 +67,7 @@ _NO_CELL = -1
 Entry = tuple[int, int, int, int, bytes, int]
 
 
-class Writer:
+class CallLogWriter:
     """The writing end. Calls may come from several threads and from a signal handler.
 
     Args:
@@ -115,9 +115,11 @@ class Writer:
     def group(self, name: str, ranks: Sequence[int]) -> int:
         """The channel of a group, made at its first call; NO_CHANNEL when there is no room."""
         with self._lock:
-            found = self._channels.get(name)
+            channel = self._channels.get(name)
             text = name.encode() + b"\0" + pack_ranks(ranks)
-            return self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if found is None else found
+            return (
+                self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if channel is None else channel
+            )
 
     def transfer(self, group: int, source: int, destination: int) -> int:
         """The channel from one global rank to another; NO_CHANNEL when there is no room."""
@@ -258,7 +260,7 @@ def pack_what(op: str, detail: str) -> bytes:
     return f"{op}\0{detail}".encode()[:_WHAT_BYTES]
 
 
-def pack_place(place: Place | None) -> bytes:
+def pack_place(place: SourceLine | None) -> bytes:
     """A place as it stands in a record, its source cut to fit."""
     if place is None:
         return b""
@@ -267,7 +269,7 @@ def pack_place(place: Place | None) -> bytes:
     return (_PLACE.pack(cell, place.line) + text)[:_PLACE_BYTES]
 
 
-def settled(source: bytes | memoryview | mmap) -> bytes:
+def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
     """A copy of a box that may be written meanwhile, without its half-written records."""
     if isinstance(source, bytes):
         return source  # already one
@@ -295,11 +297,12 @@ def read(source: bytes | memoryview | mmap) -> CallLog:
     """
     if len(source) != SIZE_BYTES:
         raise ValueError(f"a black box has {SIZE_BYTES} bytes, this has {len(source)}")
-    data = settled(source)
+    data = consistent_copy(source)
     words = memoryview(data).cast("Q")
     if words[_MAGIC] != MAGIC:
         raise ValueError(
-            f"this is no black box of layout {LAYOUT_VERSION}: it begins with {data[:WORD_BYTES]!r}"
+            f"this is not a black box of layout {LAYOUT_VERSION}: "
+            f"it begins with {data[:WORD_BYTES]!r}"
         )
     run, state = divmod(words[_RUN], len(CELL_STATES))
     names, groups, transfers = _read_channels(data, words)
@@ -328,10 +331,10 @@ def newest_run(source: bytes | memoryview | mmap) -> int:
 
 def _read_channels(
     data: bytes, words: Sequence[int]
-) -> tuple[dict[int, str], dict[str, Group], dict[tuple[str, int, int], int]]:
+) -> tuple[dict[int, str], dict[str, GroupRecord], dict[tuple[str, int, int], int]]:
     """Channel -> name of its group (dropped ones too), and what `CallLog` tells of channels."""
     names: dict[int, str] = {}
-    groups: dict[str, Group] = {}
+    groups: dict[str, GroupRecord] = {}
     transfers: dict[tuple[str, int, int], int] = {}
     # A transfer's group has been made before it, but can stand behind it: groups first.
     in_use = [c for c in range(MAX_CHANNELS) if words[_channel_at(c) + _KIND] != _UNUSED]
@@ -344,7 +347,7 @@ def _read_channels(
             name, _, ranks = text.partition(b"\0")
             names[channel] = name.decode()
             if kind == _IS_GROUP:
-                groups[names[channel]] = Group(names[channel], unpack_ranks(ranks), count)
+                groups[names[channel]] = GroupRecord(names[channel], unpack_ranks(ranks), count)
         else:
             names[channel] = names.get(group, "")
             if kind == _IS_TRANSFER:
@@ -381,13 +384,13 @@ def _read_call(data: bytes, slot: int, names: Mapping[int, str], now: int) -> Ca
     )
 
 
-def _unpack_place(packed: bytes) -> Place | None:
+def _unpack_place(packed: bytes) -> SourceLine | None:
     cell, line = _PLACE.unpack_from(packed)
     if not line:
         return None
     text = packed[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
     file, _, source = text.partition("\0")
-    return Place(cell=None if cell == _NO_CELL else cell, file=file, line=line, source=source)
+    return SourceLine(cell=None if cell == _NO_CELL else cell, file=file, line=line, source=source)
 
 
 def _channel_at(channel: int) -> int:

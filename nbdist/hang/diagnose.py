@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Call, CallLog, Finding, FlightRecorderEntry, RankView
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, WaitFinding
 from nbdist.hang.text import (
     BlockingRank,
     act_of,
-    at_told,
-    blamed,
+    blamed_ranks,
+    call_signature,
     last_call,
     line,
-    name_told,
-    place_told,
+    place_suffix,
+    place_text,
 )
 from nbdist.hang.wait_graph import OVER, WaitGraph, count_in, is_transfer, last_event_s
 
@@ -22,7 +22,9 @@ from nbdist.hang.wait_graph import OVER, WaitGraph, count_in, is_transfer, last_
 _SLEEPS_LONG = 3.0
 
 
-def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> tuple[Finding, ...]:
+def diagnose(
+    views: Sequence[RankView], now_s: float, after_s: float = 1.0
+) -> tuple[WaitFinding, ...]:
     """Why ranks wait that have waited for at least `after_s`.
 
     A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
@@ -40,12 +42,12 @@ def diagnose(views: Sequence[RankView], now_s: float, after_s: float = 1.0) -> t
             waits = [scene.waits[rank] for rank in sorted(ranks)]
             if any(now_s - wait.since_s >= after_s for wait in waits):
                 missing = scene.never_come(ranks)
-                whom = blamed(waits, scene.needs) if is_certain else missing
+                whom = blamed_ranks(waits, scene.needs) if is_certain else missing
                 text = line(waits, scene.needs)
                 marks = tuple(wait.key for wait in waits)
                 is_doomed = bool(missing) and not is_certain
                 findings.append(
-                    Finding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
+                    WaitFinding(text, is_certain, tuple(sorted(ranks)), whom, marks, is_doomed)
                 )
     return (*findings, *_sleepers(scene, now_s - _SLEEPS_LONG * after_s))
 
@@ -59,21 +61,23 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
         boxes: Of all ranks.
         run: The cell run.
     """
-    made: dict[tuple[int, str, int], dict[int, Call]] = {}
+    calls_by_number: dict[tuple[int, str, int], dict[int, Call]] = {}
     for box in boxes:
         for call in box.calls:
             if call.run == run and call.number and call.peer is None and not is_transfer(call):
-                made.setdefault((box.generation, call.group, call.number), {})[box.rank] = call
-    told: dict[str, None] = {}
+                calls_by_number.setdefault((box.generation, call.group, call.number), {})[
+                    box.rank
+                ] = call
+    lines: dict[str, None] = {}
     broken: set[str] = set()
-    for (_, group, _), calls in sorted(made.items()):
+    for (_, group, _), calls in sorted(calls_by_number.items()):
         kinds = {act_of(call).kind for call in calls.values()}
         if len(kinds) > 1 and group not in broken:
             if len({call.op for call in calls.values()}) > 1:
                 broken.add(group)  # what follows is out of step in any case
             if all(call.state == "done" for call in calls.values()):
-                told[f"{_mismatch(calls)}: the results are wrong"] = None
-    return tuple(told)
+                lines[f"{_mismatch(calls)}: the results are wrong"] = None
+    return tuple(lines)
 
 
 def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
@@ -87,22 +91,34 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
         rank: The ended one.
         is_abort: It ended by SIGABRT.
     """
-    own = next((box for box in boxes if box.rank == rank), None)
-    if own is None or own.state != "running" or not any(c.run == own.run for c in own.calls[-1:]):
+    ended_box = next((box for box in boxes if box.rank == rank), None)
+    if (
+        ended_box is None
+        or ended_box.state != "running"
+        or not any(c.run == ended_box.run for c in ended_box.calls[-1:])
+    ):
         return ""
-    for call in reversed(own.calls if is_abort else ()):
-        if call.run == own.run and call.state in {"waiting", "issued"} and not is_transfer(call):
-            parts = {box.rank: part for box in boxes if (part := _part(box, own, call))}
+    for call in reversed(ended_box.calls if is_abort else ()):
+        if (
+            call.run == ended_box.run
+            and call.state in {"waiting", "issued"}
+            and not is_transfer(call)
+        ):
+            parts = {box.rank: part for box in boxes if (part := _part(box, ended_box, call))}
             if len({act_of(part).kind for part in parts.values()}) > 1:
                 return _mismatch(parts)
-    return last_call(own)
+    return last_call(ended_box)
 
 
-def _part(box: CallLog, own: CallLog, call: Call) -> Call | None:
+def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
     """A rank's part in another one's call, whatever became of it; None where it has none."""
     key = (call.group, call.number, call.run)
-    parts = (one for one in reversed(box.calls) if (one.group, one.number, one.run) == key)
-    same = None if box.generation != own.generation else next(parts, None)
+    parts = (
+        candidate
+        for candidate in reversed(box.calls)
+        if (candidate.group, candidate.number, candidate.run) == key
+    )
+    same = None if box.generation != caller_box.generation else next(parts, None)
     return None if same is None or is_transfer(same) else same
 
 
@@ -137,17 +153,17 @@ def _newest_differ(
 ) -> bool:
     names = {name for calls in newest.values() for name in calls}
     for name in names:
-        known = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
+        numbers = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
         # A member whose recorder has other groups, but not this one, has made no call in it.
         idle = [
             rank for rank in members.get(name, ()) if newest.get(rank) and name not in newest[rank]
         ]
-        if len(set(known.values())) > 1 or idle:
+        if len(set(numbers.values())) > 1 or idle:
             return True
     return False
 
 
-def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
+def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
     """Ranks that sleep in torch, with nothing to tell where, while all others are done."""
     asleep = [rank for rank in scene.views if _is_asleep(scene, rank, until_s)]
     others = sorted(set(scene.views) - set(asleep))
@@ -156,15 +172,15 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[Finding]:
     by_place: dict[str, list[int]] = {}
     for rank in sorted(asleep):
         look = scene.views[rank].look
-        at = place_told(look.place) if look is not None else ""
+        at = place_text(look.place) if look is not None else ""
         by_place.setdefault(f"inside torch{' at ' if at else ''}{at}", []).append(rank)
-    told = [
+    clauses = [
         f"{ranks_phrase(ranks)} sleep{'' if len(ranks) > 1 else 's'} {at}"
         for at, ranks in by_place.items()
     ]
     who = f"{ranks_phrase(others)} {'have' if len(others) > 1 else 'has'}"
-    text = f"{'; '.join(told)}; {who} ended the cell, and may be waited for there"
-    yield Finding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
+    text = f"{'; '.join(clauses)}; {who} ended the cell, and may be waited for there"
+    yield WaitFinding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
 
 
 def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
@@ -177,18 +193,18 @@ def _is_asleep(scene: WaitGraph, rank: int, until_s: float) -> bool:
 
 def _together(ranks: set[int], needs: Mapping[int, Sequence[BlockingRank]]) -> list[set[int]]:
     """Waiting ranks by cause: two belong together that need the same rank, or one the other."""
-    found: list[tuple[set[int], set[int]]] = []
+    clusters: list[tuple[set[int], set[int]]] = []
     for rank in sorted(ranks):
         waiting, linked = {rank}, {rank} | {need.rank for need in needs[rank]}
-        apart = []
-        for one in found:
-            if one[1] & linked:
-                waiting |= one[0]
-                linked |= one[1]
+        separate = []
+        for cluster in clusters:
+            if cluster[1] & linked:
+                waiting |= cluster[0]
+                linked |= cluster[1]
             else:
-                apart.append(one)
-        found = [*apart, (waiting, linked)]
-    return sorted((waiting for waiting, _ in found), key=min)
+                separate.append(cluster)
+        clusters = [*separate, (waiting, linked)]
+    return sorted((waiting for waiting, _ in clusters), key=min)
 
 
 def _mismatch(calls: Mapping[int, Call]) -> str:
@@ -197,10 +213,10 @@ def _mismatch(calls: Mapping[int, Call]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         act = act_of(call)
-        what = name_told(act) if len(ops) > 1 else act.detail
-        by_text.setdefault(f"{what}{at_told(act, with_source=False)}", []).append(rank)
+        what = call_signature(act) if len(ops) > 1 else act.detail
+        by_text.setdefault(f"{what}{place_suffix(act, with_source=False)}", []).append(rank)
     shapes = {call.detail.partition("]")[0] for call in calls.values()}
     what = "shapes" if len(shapes) > 1 else "arguments"
     which = f"{ops.pop()} with different {what}" if len(ops) == 1 else "different collectives"
-    told = ", ".join(f"{text} ({ranks_phrase(ranks)})" for text, ranks in by_text.items())
-    return f"{ranks_phrase(sorted(calls))} called {which}: {told}"
+    parts = ", ".join(f"{text} ({ranks_phrase(ranks)})" for text, ranks in by_text.items())
+    return f"{ranks_phrase(sorted(calls))} called {which}: {parts}"

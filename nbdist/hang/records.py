@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLine:
     """A line of the user's code.
 
     Attributes:
@@ -31,7 +31,7 @@ class Call:
         op: torch.distributed's name: "all_reduce", "send", "barrier", "new_group".
         detail: "float32[3]", "float32[3], src=0"; empty where there is nothing to say.
         group: torch's name of the process group.
-        number: The how manieth call of its channel since the last recovery, from 1. A channel is
+        number: Its position in its channel since the last recovery, from 1. A channel is
             the group for collectives, and (group, source, destination) for send and recv.
         peer: The other rank of a send or recv, by its global rank; None otherwise, and for a
             recv from any rank.
@@ -48,7 +48,7 @@ class Call:
     group: str
     number: int
     peer: int | None
-    place: Place | None
+    place: SourceLine | None
     run: int
     began_s: float
     ended_s: float | None
@@ -56,7 +56,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupRecord:
     """A process group of which a rank is a member.
 
     Attributes:
@@ -93,7 +93,7 @@ class CallLog:
     run: int
     state: str
     since_s: float
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupRecord]
     transfers: Mapping[tuple[str, int, int], int]
     calls: tuple[Call, ...]
 
@@ -102,7 +102,7 @@ class CallLog:
         """The newest call in which the rank is inside now."""
         return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
 
-    def shifted(self, seconds: float) -> CallLog:
+    def shift_clock(self, seconds: float) -> CallLog:
         """The same by a clock that is this much ahead, for a box of another host."""
         calls = tuple(
             replace(
@@ -146,7 +146,7 @@ class ThreadSnapshot:
         free_threads: Names of other threads and of tasks of the user that are in no call.
     """
 
-    place: Place | None
+    place: SourceLine | None
     stack: tuple[str, ...]
     is_in_torch: bool
     is_asleep: bool
@@ -178,7 +178,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class WaitFinding:
     """Why ranks wait.
 
     Attributes:

@@ -18,8 +18,8 @@ SHOWN_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """What `groups.recover` did on one rank.
+class RecoveryResult:
+    """What `process_groups.recover` did on one rank.
 
     Attributes:
         generation: How often the groups have been recovered now.
@@ -40,7 +40,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeGroup:
+class GroupSpec:
     """A process group that the user's code made, as one rank knows it.
 
     Attributes:
@@ -67,7 +67,7 @@ class MadeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeMesh:
+class MeshSpec:
     """A device mesh that a variable of the user's holds, as one rank knows it.
 
     Attributes:
@@ -84,20 +84,22 @@ class MadeMesh:
     ranks: tuple[int, ...]
     dim_names: tuple[str, ...] | None
     groups: tuple[str, ...]
-    root: MadeMesh | None
+    root: MeshSpec | None
 
 
-def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
+def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     """All groups that the given ranks know of, each once, in an order that fits every list.
 
     What a member says of a group wins over what others say: only members know whether it
     still exists.
     """
-    merged: list[MadeGroup] = []
-    for made in lists:
+    merged: list[GroupSpec] = []
+    for groups in lists:
         place = 0
-        for group in made:
-            index = next((i for i, one in enumerate(merged) if one.name == group.name), None)
+        for group in groups:
+            index = next(
+                (i for i, known_group in enumerate(merged) if known_group.name == group.name), None
+            )
             if index is None:
                 merged.insert(place, group)
                 place += 1
@@ -108,37 +110,39 @@ def merge_made(lists: Iterable[Sequence[MadeGroup]]) -> tuple[MadeGroup, ...]:
     return tuple(merged)
 
 
-def notes(results: Mapping[int, Recovered]) -> tuple[str, ...]:
+def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
     """What a person has to know after a recovery, one plain line each, most important last.
 
     Args:
         results: Rank -> what it answered.
     """
     return (
-        *_broken(results),
-        *_cleared(results),
-        *apart({rank: one.checksums for rank, one in results.items()}),
+        *_group_notes(results),
+        *_gradient_notes(results),
+        *parameter_differences({rank: result.checksums for rank, result in results.items()}),
     )
 
 
-def _cleared(results: Mapping[int, Recovered]) -> list[str]:
-    names = {n: None for one in results.values() for n, count in one.gradients.items() if count}
+def _gradient_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
+    names = {
+        n: None for result in results.values() for n, count in result.gradients.items() if count
+    }
     if not names:
         return []
-    return [f"gradients of {', '.join(names)} were cleared: they may be half made"]
+    return [f"gradients of {', '.join(names)} were cleared: they may be incomplete"]
 
 
-def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
+def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
     """A line per model whose parameters differ between ranks.
 
     Args:
-        checksums: Rank -> model -> checksum, as in Recovered.
+        checksums: Rank -> model -> checksum, as in RecoveryResult.
     """
     lines = []
-    for name in dict.fromkeys(n for one in checksums.values() for n in one):
+    for name in dict.fromkeys(n for by_model in checksums.values() for n in by_model):
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in sorted(checksums.items()):
-            if (text := own.get(name, SHARDED)) != SHARDED:
+        for rank, by_model in sorted(checksums.items()):
+            if (text := by_model.get(name, SHARDED)) != SHARDED:
                 # Buffers such as running means differ between ranks in a sound run too.
                 ranks_of.setdefault(text.split(HALVES)[0], []).append(rank)
         if len(ranks_of) > 1:
@@ -150,9 +154,11 @@ def apart(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _broken(results: Mapping[int, Recovered]) -> list[str]:
+def _group_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
     """A line for the groups that lack ranks, and one for those that could not be recovered."""
-    groups = {tuple(sorted(ranks)) for one in results.values() for ranks in one.skipped.values()}
+    groups = {
+        tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()
+    }
     everybody = {*results, *(rank for ranks in groups for rank in ranks)}
     ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
     lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]
@@ -176,8 +182,8 @@ def _groups(groups: Sequence[tuple[int, ...]], everybody: Collection[int]) -> st
     ]
     if len(groups) > SHOWN_GROUPS:
         names.append(f"{len(groups) - SHOWN_GROUPS} more")
-    told = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-    return f"the group{'s' if len(groups) > 1 else ''} {told}"
+    listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+    return f"the group{'s' if len(groups) > 1 else ''} {listed}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

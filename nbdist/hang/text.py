@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, Place, RankView
+from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, SourceLine
 
 # A line of source longer than this is cut.
 SOURCE_CHARACTERS = 80
@@ -71,7 +71,7 @@ class CallText:
 
     op: str
     detail: str
-    place: Place | None
+    place: SourceLine | None
     is_inside: bool = False
 
     @property
@@ -118,7 +118,7 @@ class BlockingRank:
     rank: int
     kind: str
     how: str = ""
-    at: Place | None = None
+    at: SourceLine | None = None
     theirs: CallText | None = None
     mine: CallText | None = None
     is_open: bool = False
@@ -129,12 +129,12 @@ def act_of(call: Call) -> CallText:
     return CallText(call.op, call.detail, call.place)
 
 
-def act_inside(call: FlightRecorderEntry, place: Place | None) -> CallText:
+def act_inside(call: FlightRecorderEntry, place: SourceLine | None) -> CallText:
     """A call that C++ issued."""
     return CallText(call.op, call.detail, place, is_inside=True)
 
 
-def place_told(place: Place | None, *, with_source: bool = True) -> str:
+def place_text(place: SourceLine | None, *, with_source: bool = True) -> str:
     """`line 7 of cell [12]: dist.all_reduce(x)`; empty where the place is not known."""
     if place is None:
         return ""
@@ -142,18 +142,18 @@ def place_told(place: Place | None, *, with_source: bool = True) -> str:
     source = place.source.strip().removesuffix(":")
     if len(source) > SOURCE_CHARACTERS:
         source = source[: SOURCE_CHARACTERS - 3] + "..."
-    told = f"line {place.line}" + (f" of {where}" if where else "")
-    return f"{told}: {source}" if with_source and source else told
+    text = f"line {place.line}" + (f" of {where}" if where else "")
+    return f"{text}: {source}" if with_source and source else text
 
 
-def name_told(act: CallText) -> str:
+def call_signature(act: CallText) -> str:
     """`all_reduce(float32[3])`."""
     return f"{act.op}({act.detail})"
 
 
-def act_told(act: CallText, *, with_source: bool = True, of: str = "") -> str:
+def call_text(act: CallText, *, with_source: bool = True, of: str = "") -> str:
     """`all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x)`."""
-    return f"{name_told(act)}{of}{at_told(act, with_source=with_source)}"
+    return f"{call_signature(act)}{of}{place_suffix(act, with_source=with_source)}"
 
 
 def last_call(box: CallLog) -> str:
@@ -162,8 +162,8 @@ def last_call(box: CallLog) -> str:
         return ""
     call = box.waiting or box.calls[-1]
     end = {"waiting": "it was still in it", "issued": "not waited for"}
-    told = act_told(act_of(call), with_source=False)
-    return f"its last call was {told} ({end.get(call.state, 'which was over')})"
+    text = call_text(act_of(call), with_source=False)
+    return f"its last call was {text} ({end.get(call.state, 'which was over')})"
 
 
 def state_of(box: CallLog | None, view: RankView) -> str:
@@ -173,11 +173,11 @@ def state_of(box: CallLog | None, view: RankView) -> str:
     """
     call = None if box is None or box.state != "running" else box.waiting
     if call is not None:
-        return f"waiting in {act_told(act_of(call), with_source=False)}"
+        return f"waiting in {call_text(act_of(call), with_source=False)}"
     look = view.look
     if view.state == "running" and look is not None and look.is_in_torch and look.is_asleep:
-        for pending in [one for one in look.newest.values() if one.is_pending]:
-            return f"waiting in {act_told(act_inside(pending, look.place), with_source=False)}"
+        for pending in [call for call in look.newest.values() if call.is_pending]:
+            return f"waiting in {call_text(act_inside(pending, look.place), with_source=False)}"
     return ""
 
 
@@ -188,23 +188,23 @@ def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]])
         waits: Those that are told together, by rank.
         needs: What each of them lacks.
     """
-    told = _with_causes(waits, needs)
+    with_causes = _with_causes(waits, needs)
     blocks: dict[frozenset[BlockingRank], list[WaitText]] = {}
-    for main, own in told:
-        blocks.setdefault(own, []).extend(main)
-    is_cycle = not any(own for _, own in told)
+    for main, causes in with_causes:
+        blocks.setdefault(causes, []).extend(main)
+    is_cycle = not any(causes for _, causes in with_causes)
     clauses = [
-        *(text for own, block in blocks.items() if own for text in _block(block, own)),
+        *(text for causes, block in blocks.items() if causes for text in _block(block, causes)),
         *_consequences(blocks.get(frozenset(), []), needs, is_cycle=is_cycle),
     ]
     return "; ".join(clauses)
 
 
-def blamed(
+def blamed_ranks(
     waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]
 ) -> tuple[int, ...]:
     """The ranks that the line gives as the reason; in a circle all that are waited for."""
-    causes = {need.rank for _, own in _with_causes(waits, needs) for need in own}
+    causes = {need.rank for _, causes_of in _with_causes(waits, needs) for need in causes_of}
     return tuple(sorted(causes or {need.rank for wait in waits for need in needs[wait.rank]}))
 
 
@@ -216,15 +216,15 @@ def _with_causes(
     for wait in waits:
         calls.setdefault(wait.key, []).append(wait)
     here = {wait.rank for wait in waits}
-    mains = [_main(same) for same in calls.values()]
+    mains = [_main(of_call) for of_call in calls.values()]
     return [(main, _causes(main, needs, here)) for main in mains]
 
 
-def _main(same: Sequence[WaitText]) -> list[WaitText]:
+def _main(waits: Sequence[WaitText]) -> list[WaitText]:
     """Those in one call that do what most of them do; the others are told as a reason."""
-    kinds = [wait.act.kind for wait in same]
+    kinds = [wait.act.kind for wait in waits]
     most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
-    return [wait for wait in same if wait.act.kind == most]
+    return [wait for wait in waits if wait.act.kind == most]
 
 
 def _causes(
@@ -245,20 +245,21 @@ def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[st
     place = waits[0].act.place
 
     def reasons(*, is_short: bool) -> dict[tuple[str, str], list[int]]:
-        told: dict[tuple[str, str], set[int]] = {}
+        ranks_by_text: dict[tuple[str, str], set[int]] = {}
         for need in sorted(causes, key=lambda need: need.rank):
             fields = _fields(need, place, is_short=is_short) | {"it": it, "calling": calling}
             if need.kind == "unlike" and it != "it":
                 fields["it"] = "its own"
-            one, many = (text.format(**fields) for text in _MISSING[need.kind])
-            told.setdefault((one, many), set()).add(need.rank)
-        return {texts: sorted(ranks) for texts, ranks in told.items()}
+            singular, plural = (text.format(**fields) for text in _MISSING[need.kind])
+            ranks_by_text.setdefault((singular, plural), set()).add(need.rank)
+        return {texts: sorted(ranks) for texts, ranks in ranks_by_text.items()}
 
-    found = reasons(is_short=False)
-    if len(found) > MANY_CLAUSES:
-        found = reasons(is_short=True)
+    ranks_by_text = reasons(is_short=False)
+    if len(ranks_by_text) > MANY_CLAUSES:
+        ranks_by_text = reasons(is_short=True)
     return _clauses(waits) + _few(
-        [(ranks, texts[len(ranks) > 1]) for texts, ranks in found.items()], "are needed as well"
+        [(ranks, texts[len(ranks) > 1]) for texts, ranks in ranks_by_text.items()],
+        "are needed as well",
     )
 
 
@@ -280,36 +281,39 @@ def _consequences(
 def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -> list[str]:
     """`ranks 0-2 wait in all_reduce(float32[3]) at line 7 of cell [12]: ...`, for each call."""
 
-    def told(wait: WaitText, *, is_short: bool) -> str:
+    def text_of(wait: WaitText, *, is_short: bool) -> str:
         act = wait.act
         if is_short:
-            return f" in {act.op}{at_told(act)}"
+            return f" in {act.op}{place_suffix(act)}"
         of = f" of {ranks_phrase(wait.members)}" if wait.members else ""
-        return f"{(whom or {}).get(wait.rank, '')} in {act_told(act, of=of)}"
+        return f"{(whom or {}).get(wait.rank, '')} in {call_text(act, of=of)}"
 
     def by_text(*, is_short: bool) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for wait in sorted(waits, key=lambda wait: wait.rank):
-            found.setdefault(told(wait, is_short=is_short), []).append(wait.rank)
-        return found
+            ranks_by_text.setdefault(text_of(wait, is_short=is_short), []).append(wait.rank)
+        return ranks_by_text
 
-    found = by_text(is_short=False)
-    if len(found) > MANY_CLAUSES:
-        found = by_text(is_short=True)
+    ranks_by_text = by_text(is_short=False)
+    if len(ranks_by_text) > MANY_CLAUSES:
+        ranks_by_text = by_text(is_short=True)
     return _few(
-        [(ranks, f"wait{'' if len(ranks) > 1 else 's'}{text}") for text, ranks in found.items()],
+        [
+            (ranks, f"wait{'' if len(ranks) > 1 else 's'}{text}")
+            for text, ranks in ranks_by_text.items()
+        ],
         "wait too",
     )
 
 
 def _few(clauses: Sequence[tuple[list[int], str]], rest_text: str) -> list[str]:
     """The clauses with their ranks, those above MANY_CLAUSES in one."""
-    told = [f"{ranks_phrase(ranks)} {text}" for ranks, text in clauses[:MANY_CLAUSES]]
+    shown = [f"{ranks_phrase(ranks)} {text}" for ranks, text in clauses[:MANY_CLAUSES]]
     rest = sorted({rank for ranks, _ in clauses[MANY_CLAUSES:] for rank in ranks})
     if len(clauses) == MANY_CLAUSES + 1:  # one more takes no more room than to say so
         ranks, text = clauses[MANY_CLAUSES]
-        return [*told, f"{ranks_phrase(ranks)} {text}"]
-    return [*told, f"{ranks_phrase(rest)} {rest_text}"] if rest else told
+        return [*shown, f"{ranks_phrase(ranks)} {text}"]
+    return [*shown, f"{ranks_phrase(rest)} {rest_text}"] if rest else shown
 
 
 def _it(waits: Sequence[WaitText]) -> tuple[str, str]:
@@ -322,36 +326,36 @@ def _it(waits: Sequence[WaitText]) -> tuple[str, str]:
     return it, f"calling {it}"
 
 
-def _fields(need: BlockingRank, near: Place | None, *, is_short: bool) -> dict[str, str]:
+def _fields(need: BlockingRank, near: SourceLine | None, *, is_short: bool) -> dict[str, str]:
     """What the texts of _MISSING are filled with."""
-    at = place_told(need.at)
+    at = place_text(need.at)
     how = {"raised": need.how or "an error", "raised in": need.how or "an error"}
     how["threaded"] = need.how
     return {
         "how": how.get(need.kind, f" ({need.how})" if need.how else ""),
         "at": f": {at}" if at and not is_short else "",
         "theirs": _theirs(need, near, is_short=is_short),
-        "mine": name_told(need.mine) if need.mine else "",
+        "mine": call_signature(need.mine) if need.mine else "",
     }
 
 
-def _theirs(need: BlockingRank, near: Place | None, *, is_short: bool) -> str:
+def _theirs(need: BlockingRank, near: SourceLine | None, *, is_short: bool) -> str:
     act = need.theirs
     if act is None:
         return "it"
     if is_short and need.kind in _VAGUE:
         return _VAGUE[need.kind]
-    what = act.detail or "()" if need.kind == "unlike" else name_told(act)
-    return what if is_short else what + at_told(act, near, with_source=need.kind == "waiting")
+    what = act.detail or "()" if need.kind == "unlike" else call_signature(act)
+    return what if is_short else what + place_suffix(act, near, with_source=need.kind == "waiting")
 
 
-def at_told(act: CallText, near: Place | None = None, *, with_source: bool = True) -> str:
+def place_suffix(act: CallText, near: SourceLine | None = None, *, with_source: bool = True) -> str:
     """` at line 7 of cell [12]: ...`, to be put behind; only the line if `near` is as near."""
     place = act.place
     if place is None:
         return ""
     if near is not None and (near.cell, near.file) == (place.cell, place.file):
-        told = f"line {place.line}"
+        where = f"line {place.line}"
     else:
-        told = place_told(place, with_source=with_source)
-    return f" {'inside' if act.is_inside else 'at'} {told}"
+        where = place_text(place, with_source=with_source)
+    return f" {'inside' if act.is_inside else 'at'} {where}"

@@ -44,8 +44,8 @@ def readable(message: str) -> str:
     calls = sorted((int(rank), *rest) for rank, *rest in _CALL.findall(message))
     if _SIGN not in message or len(calls) < 2:
         return message
-    told = ", ".join(f"rank {rank} {_call(*rest)}" for rank, *rest in calls)
-    return f"the calls of the ranks do not match: {told} (numbers are those within the group)"
+    parts = ", ".join(f"rank {rank} {_call(*rest)}" for rank, *rest in calls)
+    return f"the calls of the ranks do not match: {parts} (numbers are those within the group)"
 
 
 def _call(op: str, shape: str, dtype: str) -> str:

@@ -38,10 +38,10 @@ class WaitGraph:
             (v.box.run for v in views if v.box is not None and v.state not in {"absent", "busy"}),
             default=0,
         )
-        self._known: dict[tuple[int, str], _Made] = {}
+        self._histories: dict[tuple[int, str], _CallHistory] = {}
         self.states = {view.rank: self._state(view) for view in views}
-        found = ((view.rank, self._wait(view)) for view in views)
-        self.waits = {rank: wait for rank, wait in found if wait is not None}
+        waits = ((view.rank, self._wait(view)) for view in views)
+        self.waits = {rank: wait for rank, wait in waits if wait is not None}
         needs = {rank: tuple(self._needs(rank)) for rank in self.waits}
         others = {rank: self._in_other_threads(rank) for rank in self.waits}
         self.needs = {r: lacks for r, lacks in needs.items() if lacks and all(others[r])}
@@ -51,14 +51,14 @@ class WaitGraph:
 
     def never_come(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Whose part in the calls of these ranks will be missing, whatever the others do."""
-        found = {
+        missing = {
             need.rank
             for rank in ranks
             if not self._is_at_work(rank)
             for need in self.needs[rank]
             if need.kind in NEVER_COME and not need.is_open
         }
-        return tuple(sorted(found))
+        return tuple(sorted(missing))
 
     def _state(self, view: RankView) -> str:
         box = view.box
@@ -76,7 +76,7 @@ class WaitGraph:
         if call is None:
             return self._inner_wait(view)
         partner = _PARTNERS["send" in call.op] if is_transfer(call) else ""
-        members = () if partner else self._told_members(call.group)
+        members = () if partner else self._shown_members(call.group)
         ends = (str(view.rank), str(call.peer)) if partner else ()
         key = ("call", call.group, str(call.number), *ends)
         return WaitText(view.rank, key, act_of(call), members, partner, call.began_s)
@@ -92,11 +92,11 @@ class WaitGraph:
 
     def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
         """What further calls lack in which the rank is at the same time."""
-        told, box = self._call(rank), self.views[rank].box
-        if told is None or box is None:
+        shown_call, box = self._call(rank), self.views[rank].box
+        if shown_call is None or box is None:
             return []
-        calls = [one for one in box.calls if one.state == "waiting" and one is not told]
-        return [tuple(self._call_needs(rank, one)) for one in calls]
+        calls = [call for call in box.calls if call.state == "waiting" and call is not shown_call]
+        return [tuple(self._call_needs(rank, call)) for call in calls]
 
     def _inner_wait(self, view: RankView) -> WaitText | None:
         """A wait in a call that C++ issued.
@@ -108,7 +108,7 @@ class WaitGraph:
             act = act_inside(pending, view.look.place if view.look else None)
             key = ("inner", group, str(pending.number))
             return WaitText(
-                view.rank, key, act, self._told_members(group), "", last_event_s(view.box)
+                view.rank, key, act, self._shown_members(group), "", last_event_s(view.box)
             )
         return None
 
@@ -124,14 +124,15 @@ class WaitGraph:
             for call in (() if box is None else box.calls)
             if call.state == "issued" and call.run == self.run
         }
-        found = []
+        pending = []
         for group, call in look.newest.items():
             others = [self._newest(q, group) for q in self._members(group) if q != rank]
             if call.is_pending and any(
-                one is None or one.number < call.number or _differ(one, call) for one in others
+                other is None or other.number < call.number or _differ(other, call)
+                for other in others
             ):
-                found.append((group, call, group in issued))
-        return [one for one in found if not one[2]] or found
+                pending.append((group, call, group in issued))
+        return [entry for entry in pending if not entry[2]] or pending
 
     def _needs(self, rank: int) -> Iterator[BlockingRank]:
         call = self._call(rank)
@@ -168,13 +169,13 @@ class WaitGraph:
     def _collective_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         mine = self.views[rank].box
         others = [q for q in self._members(call.group) if q != rank]
-        found = [need for q in others if (need := self._part(q, rank, call)) is not None]
-        if not found and mine is not None:  # all have come: only an earlier mistake can explain it
+        needs = [need for q in others if (need := self._part(q, rank, call)) is not None]
+        if not needs and mine is not None:  # all have come: only an earlier mistake can explain it
             earlier = (self._earlier(q, mine, call, is_open=True) for q in others)
-            found = [need for need in earlier if need is not None]
+            needs = [need for need in earlier if need is not None]
         # Who ended after it had issued the call may have done its part: no reason beside others.
-        firm = [need for need in found if need.kind != "ended in" or not need.is_open]
-        yield from firm or found
+        firm = [need for need in needs if need.kind != "ended in" or not need.is_open]
+        yield from firm or needs
 
     def _part(self, q: int, rank: int, call: Call) -> BlockingRank | None:
         """Why q's part in this call is missing; None where it is there."""
@@ -188,15 +189,20 @@ class WaitGraph:
                 return self._unfit(q, act_of(call), broken)
             earlier = None if q in self.waits else self._earlier(q, mine, call)
             return (earlier if is_same else None) or self._missing(q)
-        theirs = self._made(box, call.group).calls.get(call.number)
+        theirs = self._history(box, call.group).calls.get(call.number)
         return None if theirs is None else self._unfit(q, act_of(call), theirs)
 
     def _broken_in(self, box: CallLog, call: Call) -> Call | None:
         """A rank's call of this number in this cell that raised, for which it is not counted."""
         same = (self.run, call.group, call.number, "raised")
-        calls = (one for one in reversed(box.calls) if not is_transfer(one))
+        calls = (candidate for candidate in reversed(box.calls) if not is_transfer(candidate))
         return next(
-            (one for one in calls if (one.run, one.group, one.number, one.state) == same), None
+            (
+                candidate
+                for candidate in calls
+                if (candidate.run, candidate.group, candidate.number, candidate.state) == same
+            ),
+            None,
         )
 
     def _unfit(
@@ -224,20 +230,25 @@ class WaitGraph:
         box = self.views[q].box
         if box is None or box.generation != mine.generation:
             return None
-        own, theirs = self._made(mine, call.group), self._made(box, call.group)
-        if own.ops == theirs.ops:  # nearly always
+        history, other_history = self._history(mine, call.group), self._history(box, call.group)
+        if history.ops == other_history.ops:  # nearly always
             return None
-        for number, made in own.calls.items():
-            other = theirs.calls.get(number)
-            if number < call.number and made.run == self.run and other and other.op != made.op:
-                acts = act_of(other), act_of(made)
+        for number, my_call in history.calls.items():
+            their_call = other_history.calls.get(number)
+            if (
+                number < call.number
+                and my_call.run == self.run
+                and their_call
+                and their_call.op != my_call.op
+            ):
+                acts = act_of(their_call), act_of(my_call)
                 return BlockingRank(q, "earlier", theirs=acts[0], mine=acts[1], is_open=is_open)
         return None
 
-    def _made(self, box: CallLog, group: str) -> _Made:
-        if (box.rank, group) not in self._known:
-            self._known[box.rank, group] = _made_in(box, group)
-        return self._known[box.rank, group]
+    def _history(self, box: CallLog, group: str) -> _CallHistory:
+        if (box.rank, group) not in self._histories:
+            self._histories[box.rank, group] = _history_of(box, group)
+        return self._histories[box.rank, group]
 
     def _transfer_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if call.peer is None:
@@ -306,7 +317,7 @@ class WaitGraph:
         looks = {rank: view.look for rank, view in self.views.items()}
         return tuple(rank for rank, look in looks.items() if look and group in look.newest)
 
-    def _told_members(self, group: str) -> tuple[int, ...]:
+    def _shown_members(self, group: str) -> tuple[int, ...]:
         members = self._members(group)
         return () if set(members) == set(self.views) else members
 
@@ -366,22 +377,22 @@ def last_event_s(box: CallLog | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _CallHistory:
     """A rank's collectives in one group since the last recovery, by number, and their ops."""
 
     calls: Mapping[int, Call]
     ops: tuple[tuple[int, str], ...]
 
 
-def _made_in(box: CallLog, group: str) -> _Made:
+def _history_of(box: CallLog, group: str) -> _CallHistory:
     count = count_in(box, group)
-    found = {
+    by_number = {
         call.number: call  # the newest of a number: older ones were before a recovery
         for call in box.calls
         if call.group == group and 0 < call.number <= count and not is_transfer(call)
     }
-    calls = dict(sorted(found.items()))
-    return _Made(calls, tuple((number, call.op) for number, call in calls.items()))
+    calls = dict(sorted(by_number.items()))
+    return _CallHistory(calls, tuple((number, call.op) for number, call in calls.items()))
 
 
 def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:
@@ -399,8 +410,8 @@ def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:
     )
 
 
-def _differ(one: FlightRecorderEntry, other: FlightRecorderEntry) -> bool:
+def _differ(mine: FlightRecorderEntry, theirs: FlightRecorderEntry) -> bool:
     """Whether two calls of one number do not fit together."""
-    if one.number != other.number:
+    if mine.number != theirs.number:
         return False
-    return act_inside(one, None).kind != act_inside(other, None).kind
+    return act_inside(mine, None).kind != act_inside(theirs, None).kind

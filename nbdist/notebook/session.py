@@ -36,7 +36,7 @@ from nbdist.core.status import Status
 from nbdist.core.topology import Topology
 from nbdist.core.units import is_stored
 from nbdist.hang.kernel.maintenance import RESTART_S
-from nbdist.hang.kernel.restart import Restarted
+from nbdist.hang.kernel.restart import RestartResult
 from nbdist.lints.kernel import replicas
 from nbdist.lints.kernel.lints import Lints
 from nbdist.lints.replicas import ReplicaCheck
@@ -179,7 +179,7 @@ class Session(CellRanks):
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
-    ) -> Restarted:
+    ) -> RestartResult:
         """Put new processes in the place of ranks; the others keep variables, groups and models.
 
         Args:

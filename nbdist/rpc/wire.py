@@ -42,7 +42,7 @@ def _let_go(error: BaseException) -> None:
 
     The engine's shell remembers its last error, and with it models that the user has deleted.
     """
-    one: BaseException | None = error
-    while one is not None:
-        traceback.clear_frames(one.__traceback__)
-        one = one.__cause__ or one.__context__
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

@@ -60,10 +60,10 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
         assert pair.cluster.pids() == pids
         assert restart.reconnect(pair) == ""
     keys = list(pair.cluster.run_dir.rglob("ipcontroller-*.json"))
-    one = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
-    one.press()
+    cell = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
+    cell.press()
     with pytest.raises(KeyboardInterrupt, match="ranks 0-1 are back"):
-        wait.wait(lambda: one)
+        wait.wait(lambda: cell)
     os.kill(pids[1], signal.SIGKILL)
     channel = pair.cluster.channel
     assert channel is not None
@@ -81,13 +81,13 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
     pair: Session, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Its ranks finish it unheard and count as busy until then; no old answer is printed."""
-    one = pair.begin(CellRequest(LONG.replace("{folder}", str(tmp_path)), (0, 1)))
-    with contextlib.closing(one):
+    cell = pair.begin(CellRequest(LONG.replace("{folder}", str(tmp_path)), (0, 1)))
+    with contextlib.closing(cell):
         assert until(lambda: len(list(tmp_path.glob("runs.*"))) == 2)
         began_s = time.monotonic()
         end_controller(pair)
         with pytest.raises(RankGone, match="controller ended"):
-            wait.wait(lambda: one)
+            wait.wait(lambda: cell)
     failed_s = time.monotonic() - began_s
     note = restart.reconnect(pair)
     busy = pair.busy_ranks
@@ -121,11 +121,11 @@ def test_ranks_that_hang_unheard_are_freed(pair: Session, tmp_path: Path) -> Non
     """Their cell ended for the notebook with its controller: nobody else watches or can press."""
     texts(pair, "kept = [rank]")
     code = f"open('{tmp_path}/runs.' + str(rank), 'w')\nif rank == 0: dist.barrier()"
-    one = pair.begin(CellRequest(code, (0, 1)))
+    cell = pair.begin(CellRequest(code, (0, 1)))
     assert until(lambda: len(list(tmp_path.glob("runs.*"))) == 2)
     end_controller(pair)
     with pytest.raises(RankGone, match="controller ended"):
-        wait.wait(lambda: one)
+        wait.wait(lambda: cell)
 
     def is_idle() -> bool:
         pair.upkeep.make_whole()  # as each cell does

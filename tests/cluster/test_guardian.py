@@ -50,9 +50,9 @@ class Started:
 @pytest.fixture
 def started() -> Iterator[Started]:
     """Starts sessions of their own, and ends them after the test."""
-    one = Started()
-    yield one
-    one.end()
+    processes_started = Started()
+    yield processes_started
+    processes_started.end()
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_it_ends_sessions_and_marked_processes_and_no_stranger(
     started: Started, run_dir: Path
 ) -> None:
     """Told sessions and processes with the run's mark end; all others live on."""
-    told = started("sh", "-c", "sleep 300 & echo $!; wait")
-    assert told.stdout is not None
-    child = psutil.Process(int(told.stdout.readline()))
+    process = started("sh", "-c", "sleep 300 & echo $!; wait")
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
     marked = started(env={"NBDIST_RUN": str(run_dir)})
     strangers = [
         started(),
@@ -83,12 +83,12 @@ def test_it_ends_sessions_and_marked_processes_and_no_stranger(
         started(env={"OTHER": f"NBDIST_RUN={run_dir}"}),
         started("sh", "-c", "sleep 300; exit", f"NBDIST_RUN={run_dir}"),
     ]
-    one = Guard(run_dir)
-    one.watch(told.pid)
-    is_clean = one.close()
+    guard = Guard(run_dir)
+    guard.watch(process.pid)
+    is_clean = guard.close()
 
     assert is_clean
-    assert ended(told, marked)
+    assert ended(process, marked)
     assert processes.wait_gone([child], 5) == []
     assert [process.poll() for process in strangers] == [None] * len(strangers)
     assert not run_dir.exists()
@@ -108,7 +108,7 @@ def test_another_run_keeps_the_base_folder(started: Started, run_dir: Path) -> N
 def test_a_stranger_that_got_the_pid_again_is_spared(started: Started) -> None:
     """A leader that did not start when the told one did is somebody else, with its session."""
     process = started()
-    start = guardian.started(process.pid)
+    start = guardian.start_ticks(process.pid)
     marker = b"NBDIST_RUN=/nowhere"
 
     assert guardian.members({process.pid: start}, marker) == [process.pid]
@@ -122,7 +122,7 @@ def test_a_session_without_its_leader_is_still_ended(started: Started) -> None:
     leader = started("sh", "-c", "sleep 300 & echo $!; exec 1>&-; wait")
     assert leader.stdout is not None
     child = int(leader.stdout.readline())
-    start = guardian.started(leader.pid)
+    start = guardian.start_ticks(leader.pid)
     leader.kill()
     leader.wait()
 
@@ -149,11 +149,11 @@ def test_it_acts_when_the_kernel_is_killed_though_the_pipe_stays_open(
     """
     kernel = started(sys.executable, "-c", textwrap.dedent(code))
     assert kernel.stdout is not None
-    child, own = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
+    child, stranger = (psutil.Process(int(pid)) for pid in kernel.stdout.readline().split())
     kernel.kill()
     kernel.wait()
 
-    assert processes.wait_gone([own], 5) == []
+    assert processes.wait_gone([stranger], 5) == []
     assert processes.is_alive(child)
     assert not run_dir.exists()
     child.kill()
@@ -163,11 +163,11 @@ def test_what_a_kernel_said_before_its_end_is_heard_after_it(
     started: Started, run_dir: Path
 ) -> None:
     """A guardian that comes up after the kernel has died still knows of its processes."""
-    told = started()
+    process = started()
     kernel = started("true")
     kernel.wait()
     reading, writing = os.pipe()
-    os.write(writing, f"+{told.pid}\n".encode())
+    os.write(writing, f"+{process.pid}\n".encode())
     subprocess.run(
         [sys.executable, "-I", "-S", guardian.__file__, str(kernel.pid), str(run_dir)],
         stdin=reading,
@@ -177,17 +177,17 @@ def test_what_a_kernel_said_before_its_end_is_heard_after_it(
     os.close(reading)
     os.close(writing)
 
-    assert ended(told)
+    assert ended(process)
     assert not run_dir.exists()
 
 
 def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
     """The pipe's end may be held open elsewhere: the guardian is told to stop in words."""
-    one = Guard(run_dir)
-    assert one._process.stdin is not None
-    held = os.dup(one._process.stdin.fileno())
-    is_clean = one.close()
-    os.close(held)
+    guard = Guard(run_dir)
+    assert guard._process.stdin is not None
+    copy = os.dup(guard._process.stdin.fileno())
+    is_clean = guard.close()
+    os.close(copy)
 
     assert is_clean
     assert not run_dir.exists()
@@ -196,13 +196,13 @@ def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
 def test_a_killed_guardian_is_replaced_and_told_again(started: Started, run_dir: Path) -> None:
     """The new guardian knows the processes of before."""
     process = started()
-    one = Guard(run_dir)
-    one.watch(process.pid)
-    first = psutil.Process(one.pid)
+    guard = Guard(run_dir)
+    guard.watch(process.pid)
+    first = psutil.Process(guard.pid)
     first.kill()
 
-    assert until(lambda: one.pid != first.pid)
-    assert one.close()
+    assert until(lambda: guard.pid != first.pid)
+    assert guard.close()
     assert ended(process)
     assert not run_dir.exists()
 
@@ -213,23 +213,23 @@ def test_a_guardian_that_is_killed_just_before_the_close_does_its_work_anyway(
     """Closing does not take a killed guardian for one that has finished."""
     monkeypatch.setattr(Guard, "_replace_when_killed", lambda self, process: None)
     process = started()
-    one = Guard(run_dir)
-    one.watch(process.pid)
-    psutil.Process(one.pid).kill()
-    one._process.wait()
-    one.watch(process.pid)  # into a broken pipe
+    guard = Guard(run_dir)
+    guard.watch(process.pid)
+    psutil.Process(guard.pid).kill()
+    guard._process.wait()
+    guard.watch(process.pid)  # into a broken pipe
 
-    assert one.close()
+    assert guard.close()
     assert ended(process)
     assert not run_dir.exists()
 
 
 def test_signals_that_end_a_terminals_processes_are_not_for_the_guardian(run_dir: Path) -> None:
     """It has a session of its own, and goes on after SIGINT, SIGTERM and SIGHUP."""
-    one = Guard(run_dir)
-    assert until(lambda: ignores(one.pid, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}))
-    assert os.getsid(one.pid) == one.pid
-    assert one.close()
+    guard = Guard(run_dir)
+    assert until(lambda: ignores(guard.pid, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}))
+    assert os.getsid(guard.pid) == guard.pid
+    assert guard.close()
 
 
 def ignores(pid: int, numbers: set[signal.Signals]) -> bool:

@@ -57,21 +57,21 @@ class Run(NamedTuple):
 
     @property
     def everything(self) -> list[psutil.Process]:
-        found = {self.guardian, *processes.processes_of_run(str(self.run_dir))}
-        for one in (self.controller, *self.engines):
-            found.update([one, *processes.descendants(one.pid)])
-        return list(found)
+        run_processes = {self.guardian, *processes.processes_of_run(str(self.run_dir))}
+        for process in (self.controller, *self.engines):
+            run_processes.update([process, *processes.descendants(process.pid)])
+        return list(run_processes)
 
 
 def look(kernel: Kernel) -> Run:
     cell = kernel.run(LOOK)
     assert cell.status == "ok", cell.visible
-    seen = json.loads(cell.text)
+    pids = json.loads(cell.text)
     return Run(
-        Path(seen["run_dir"]),
-        psutil.Process(seen["guardian"]),
-        psutil.Process(seen["controller"]),
-        [psutil.Process(pid) for pid in seen["engines"]],
+        Path(pids["run_dir"]),
+        psutil.Process(pids["guardian"]),
+        psutil.Process(pids["controller"]),
+        [psutil.Process(pid) for pid in pids["engines"]],
     )
 
 
@@ -91,10 +91,10 @@ def kernel_in(folder: Path) -> Kernel:
 
 
 def assert_nothing_left(run: Run, everything: list[psutil.Process]) -> None:
-    left = processes.wait_gone(everything, END_S)
+    remaining = processes.wait_gone(everything, END_S)
     marked = processes.processes_of_run(str(run.run_dir))
 
-    assert [processes.describe(process) for process in [*left, *marked]] == []
+    assert [processes.describe(process) for process in [*remaining, *marked]] == []
     assert not run.run_dir.exists()
     assert not run.run_dir.parent.exists()
 
@@ -186,23 +186,26 @@ def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(tmp_path: Path
 
 def test_two_notebooks_do_not_disturb_each_other(tmp_path: Path, stranger: psutil.Popen) -> None:
     """Stopping one notebook's ranks, once and again, leaves another's at work."""
-    with kernel_in(tmp_path) as one, kernel_in(tmp_path) as other:
+    with kernel_in(tmp_path) as first, kernel_in(tmp_path) as second:
         handles = [
-            (kernel, kernel.start("%load_ext nbdist\n%dist_init -n 1")) for kernel in (one, other)
+            (kernel, kernel.start("%load_ext nbdist\n%dist_init -n 1"))
+            for kernel in (first, second)
         ]
         assert [kernel.finish(handle).status for kernel, handle in handles] == ["ok", "ok"]
-        stopped, running = look(one), look(other)
+        stopped, running = look(first), look(second)
         everything = stopped.everything
         # A child of the kernel's own must neither be ended nor hold up the stop.
-        one.run("import os\nif not (child := os.fork()):\n    os.execvp('sleep', ['sleep', '300'])")
-        one.run(
+        first.run(
+            "import os\nif not (child := os.fork()):\n    os.execvp('sleep', ['sleep', '300'])"
+        )
+        first.run(
             "import multiprocessing, time\nm = multiprocessing.get_context('fork')\n"
             "p = m.Process(target=time.sleep, args=(300,), daemon=True)\np.start()"
         )
-        stop = one.run("%dist_shutdown")
-        again = one.run("%dist_shutdown")
-        works = other.run("%%distributed\nprint(rank + world_size)")
-        own = one.run("print(p.is_alive())\np.kill()\nos.kill(child, 9)")
+        stop = first.run("%dist_shutdown")
+        again = first.run("%dist_shutdown")
+        works = second.run("%%distributed\nprint(rank + world_size)")
+        children = first.run("print(p.is_alive())\np.kill()\nos.kill(child, 9)")
 
         assert stop.status == "ok"
         assert stop.seconds < END_S
@@ -214,7 +217,7 @@ def test_two_notebooks_do_not_disturb_each_other(tmp_path: Path, stranger: psuti
         assert not stopped.run_dir.exists()
         assert running.run_dir.exists()
         assert "1" in works.text
-        assert own.text == "True\n"
+        assert children.text == "True\n"
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +241,7 @@ def test_only_loopback_listens(shared: Kernel) -> None:
     assert {listener.address for listener in listeners} <= LOOPBACK
     assert {e.pid for e in run.engines} <= {listener.pid for listener in listeners}
     assert "TCPStore" not in stores.text
-    assert not [one for one in listeners if one.pid == run.guardian.pid]
+    assert not [listener for listener in listeners if listener.pid == run.guardian.pid]
 
 
 def test_only_the_owner_can_read_the_run(shared: Kernel) -> None:
@@ -258,14 +261,14 @@ def test_the_key_is_in_no_environment_and_no_command_line(shared: Kernel) -> Non
     run = look(shared)
     [file] = run.run_dir.rglob("ipcontroller-*-client.json")
     key = json.loads(file.read_text())["key"]
-    told = [
+    texts = [
         *(json.dumps(processes.environment(p)) for p in run.everything),
         *(" ".join(p.cmdline()) for p in run.everything),
         shared.run("%%distributed\nimport os\nprint(dict(os.environ))").text,
     ]
 
-    assert len(told) >= 9
-    assert not [text for text in told if key in text or "IPP_CONNECTION_INFO" in text]
+    assert len(texts) >= 9
+    assert not [text for text in texts if key in text or "IPP_CONNECTION_INFO" in text]
 
 
 def test_ranks_have_the_notebooks_folder_path_and_environment(shared: Kernel) -> None:
@@ -330,12 +333,12 @@ def test_a_dead_rank_does_not_outlive_a_stop(shared: Kernel) -> None:
 
 def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
     """Starting ranks leaves nothing in the user's IPython folder but IPython's own."""
-    found = shared.run(
+    cell = shared.run(
         "from IPython.paths import get_ipython_dir\nfrom pathlib import Path\n"
         "print(sorted(p.name for p in Path(get_ipython_dir()).glob('profile_*')))"
     )
 
-    assert found.text == "['profile_default']\n"
+    assert cell.text == "['profile_default']\n"
 
 
 @pytest.mark.faults

@@ -26,10 +26,10 @@ def test_every_row_has_a_reason() -> None:
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
 def test_the_users_value_wins(name: str) -> None:
     """A variable that is set is not given, under its older name either; the others are."""
-    given = nccl_env.environment({name: "3"})
+    variables = nccl_env.environment({name: "3"})
 
-    assert not any("ASYNC_ERROR_HANDLING" in one for one in given)
-    assert given["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert not any("ASYNC_ERROR_HANDLING" in name for name in variables)
+    assert variables["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 def test_what_is_given_conflicts_with_nothing() -> None:
@@ -40,11 +40,11 @@ def test_what_is_given_conflicts_with_nothing() -> None:
 
 def test_a_value_that_breaks_abort_is_told() -> None:
     """Name, value, what it does and what to do about it are in one sentence each."""
-    (told,) = nccl_env.conflicts({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PATH": "/bin"})
+    (sentence,) = nccl_env.conflicts({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PATH": "/bin"})
 
-    assert told.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3 was kept.")
-    assert "cannot be aborted safely: torch ends the process" in told
-    assert told.endswith("Set it to 0, or remove it.")
+    assert sentence.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3 was kept.")
+    assert "cannot be aborted safely: torch ends the process" in sentence
+    assert sentence.endswith("Set it to 0, or remove it.")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,10 @@ def test_which_values_are_told(name: str, value: str, is_told: bool) -> None:
 
     A flight recorder without room is told, but breaks no abort.
     """
-    told = nccl_env.conflicts({name: value})
+    sentences = nccl_env.conflicts({name: value})
 
-    assert bool(told) == is_told
-    assert all(name in sentence for sentence in told)
-    assert all(("aborted" in s) == ("BUFFER" not in name) for s in told if "DESYNC" not in name)
+    assert bool(sentences) == is_told
+    assert all(name in sentence for sentence in sentences)
+    assert all(
+        ("aborted" in s) == ("BUFFER" not in name) for s in sentences if "DESYNC" not in name
+    )

@@ -39,15 +39,15 @@ NOTEBOOK = """
     cell = '''
     import os, subprocess
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    held = open("/dev/shm/{name}", "w")
+    shm_file = open("/dev/shm/{name}", "w")
     open(f"/dev/shm/torch_{{os.getpid()}}_{name}", "w").close()
     print(os.getpid(), child.pid)
     '''
     import textwrap
     pids = session.run(textwrap.dedent(cell))[0].text.split()
     cluster = session.cluster
-    told = [str(cluster.run_dir), cluster.guardian_pid, cluster.controller_pid(), *pids]
-    print("RUN", json.dumps(told), flush=True)
+    pids_of_run = [str(cluster.run_dir), cluster.guardian_pid, cluster.controller_pid(), *pids]
+    print("RUN", json.dumps(pids_of_run), flush=True)
     time.sleep(300)
 """
 
@@ -62,9 +62,9 @@ def base(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def name() -> Iterator[str]:
     """A name for files in /dev/shm, which are removed at the end."""
-    one = f"nbdist-test-{uuid.uuid4().hex[:8]}"
-    yield one
-    for path in Path("/dev/shm").glob(f"*{one}"):
+    unique = f"nbdist-test-{uuid.uuid4().hex[:8]}"
+    yield unique
+    for path in Path("/dev/shm").glob(f"*{unique}"):
         path.unlink()
 
 
@@ -81,42 +81,42 @@ def dead_run(base: Path, name: str) -> Iterator[tuple[Path, list[psutil.Process]
         assert kernel.stdout is not None
         line = next(line for line in kernel.stdout if line.startswith("RUN "))
         folder, guardian_pid, *pids = json.loads(line.removeprefix("RUN "))
-        left = [psutil.Process(int(pid)) for pid in pids]
+        left_behind = [psutil.Process(int(pid)) for pid in pids]
         psutil.Process(kernel.pid).suspend()  # it would start another guardian
-        own = psutil.Process(guardian_pid)
-        own.kill()
+        run_guardian = psutil.Process(guardian_pid)
+        run_guardian.kill()
         kernel.kill()
-        assert processes.wait_gone([own]) == []
-    yield Path(folder), left
-    for process in (*left, *processes.processes_of_run(folder)):
+        assert processes.wait_gone([run_guardian]) == []
+    yield Path(folder), left_behind
+    for process in (*left_behind, *processes.processes_of_run(folder)):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def run_in(folder: Path) -> Run:
-    return next(run for run in runs.found() if run.folder == str(folder))
+    return next(run for run in runs.find_runs() if run.folder == str(folder))
 
 
 def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str) -> None:
     """Processes, folder and shared memory of the dead run go; the other's rank computes on."""
     stranger = Path(f"/dev/shm/torch_{os.getpid()}_{name}")
     stranger.touch()
-    with session_of(ONE) as living, dead_run(base, name) as (folder, left):
-        found = run_in(folder)
+    with session_of(ONE) as living, dead_run(base, name) as (folder, left_behind):
+        run = run_in(folder)
         other = run_in(living.cluster.run_dir)
-        rank_file = Path(f"/dev/shm/torch_{left[1].pid}_{name}")
+        rank_file = Path(f"/dev/shm/torch_{left_behind[1].pid}_{name}")
         before = {process.pid for process in processes.processes_of_run(str(folder))}
         done = orphans.clean()
 
-        assert (found.state, other.state) == (states.DEAD, states.RUNNING)
-        assert {process.pid for process in left} <= before
-        assert before == {one.pid for one in found.processes}
-        assert found.shm_files == tuple(sorted([f"/dev/shm/{name}", str(rank_file)]))
-        assert processes.wait_gone(left, 5) == []
+        assert (run.state, other.state) == (states.DEAD, states.RUNNING)
+        assert {process.pid for process in left_behind} <= before
+        assert before == {process.pid for process in run.processes}
+        assert run.shm_files == tuple(sorted([f"/dev/shm/{name}", str(rank_file)]))
+        assert processes.wait_gone(left_behind, 5) == []
         assert not folder.exists()
         assert done == (
             f"ended {len(before)} processes ({', '.join(map(str, sorted(before)))}) of {folder}",
-            *(f"removed {path}" for path in found.shm_files),
+            *(f"removed {path}" for path in run.shm_files),
             f"removed {folder}",
         )
         assert stranger.exists()
@@ -127,12 +127,12 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
 
 def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
     """Looking only lists: processes and folder of a dead run are there afterwards."""
-    with dead_run(base, name) as (folder, left):
+    with dead_run(base, name) as (folder, left_behind):
         collected = diagnostics_kernel.collect(None)
-        [found] = [run for run in collected.runs if run.folder == str(folder)]
+        [dead] = [run for run in collected.runs if run.folder == str(folder)]
 
-        assert found.state == states.DEAD
-        assert all(processes.is_alive(process) for process in left)
+        assert dead.state == states.DEAD
+        assert all(processes.is_alive(process) for process in left_behind)
         assert folder.is_dir()
         assert orphans.clean() != ()
 
@@ -142,13 +142,13 @@ def test_a_folder_of_an_unknown_owner_is_left_alone(base: Path) -> None:
     folder = base / "run-unknown"
     folder.mkdir(parents=True, mode=0o700)
     with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
-        found = run_in(folder)
+        run = run_in(folder)
         done = orphans.clean()
         code = process.poll()
         process.kill()
 
-    assert found.state == states.UNKNOWN
-    assert [one.pid for one in found.processes] == [process.pid]
+    assert run.state == states.UNKNOWN
+    assert [process.pid for process in run.processes] == [process.pid]
     assert done == ()
     assert code is None
     assert folder.is_dir()
@@ -158,12 +158,12 @@ def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> 
     """A folder that was removed by hand may be a living notebook's: its processes stay."""
     folder = base / "run-removed"
     with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
-        found = run_in(folder)
+        run = run_in(folder)
         done = orphans.clean()
         code = process.poll()
         process.kill()
 
-    assert (found.state, found.has_folder) == (states.UNKNOWN, False)
+    assert (run.state, run.has_folder) == (states.UNKNOWN, False)
     assert (done, code) == ((), None)
 
 
@@ -171,13 +171,13 @@ def test_a_run_whose_guardian_lives_is_running(base: Path) -> None:
     """A folder that lost its owner's name is not taken for nobody's while it is guarded."""
     folder = base / "run-damaged"
     folder.mkdir(parents=True, mode=0o700)
-    one = Guard(folder)
-    found = until(lambda: run_in(folder).state == states.RUNNING)
+    guard = Guard(folder)
+    is_running = until(lambda: run_in(folder).state == states.RUNNING)
     done = orphans.clean()
     is_there = folder.is_dir()
 
-    assert one.close()
-    assert found
+    assert guard.close()
+    assert is_running
     assert (done, is_there) == ((), True)
 
 
@@ -200,15 +200,15 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
         ) as kernel,
     ):
         assert kernel.stdout is not None
-        own = Path(kernel.stdout.readline().strip())
-        written = json.loads((own / "owner.json").read_text())
+        run_folder = Path(kernel.stdout.readline().strip())
+        written = json.loads((run_folder / "owner.json").read_text())
         (dead / "owner.json").write_text(json.dumps({**written, "pid": ended.pid, "start": "1"}))
-        found = {run.folder: run.state for run in runs.found()}
+        run_states = {run.folder: run.state for run in runs.find_runs()}
         done = orphans.clean()
         code = kernel.poll()
         kernel.kill()
 
-    assert found == {str(dead): states.DEAD, str(own): states.RUNNING}
+    assert run_states == {str(dead): states.DEAD, str(run_folder): states.RUNNING}
     assert done == (f"removed {dead}",)
     assert code is None
 
@@ -216,7 +216,7 @@ def test_a_living_kernel_with_a_dead_runs_mark_is_spared(base: Path) -> None:
 def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
     """A process with another start time is not the one that was meant."""
     with subprocess.Popen(["sleep", "300"]) as process:
-        began = guardian.started(process.pid)
+        began = guardian.start_ticks(process.pid)
         assert began is not None
         is_hit = orphans.send(Process(process.pid, str(int(began) - 1)), orphans.signal.SIGKILL)
         code = process.poll()
@@ -231,10 +231,10 @@ def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
     """All its processes end, its kernel is told, and what that kernel lets go of is removed."""
     with session_of(ONE) as session:
         pids = [*session.cluster.pids().values(), session.cluster.controller_pid()]
-        left = [psutil.Process(pid) for pid in pids]
+        rank_processes = [psutil.Process(pid) for pid in pids]
         orphans.stop(run_in(session.cluster.run_dir))
 
-        assert until(lambda: not any(processes.is_alive(process) for process in left))
+        assert until(lambda: not any(processes.is_alive(process) for process in rank_processes))
         assert run_in(session.cluster.run_dir).state == states.STOPPED
         assert session.is_stopped
         with pytest.raises(NotRunning, match=r"gone: `nbdist stop` in a terminal ended them at .*"):
@@ -247,14 +247,17 @@ def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
 def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
     """Found from another process as from this one: kernel, since when, where, and each rank."""
     with session_of(ONE) as session:
-        found = run_in(session.cluster.run_dir)
+        run = run_in(session.cluster.run_dir)
 
-        assert found.owner is not None
-        assert (found.owner.pid, found.owner.start) == (os.getpid(), guardian.started(os.getpid()))
-        assert abs(found.owner.since_s - session.started_s) < 60
-        assert found.hosts == (session.topology.ranks[0].host,)
-        assert os.getpid() not in {one.pid for one in runs.processes_of(found)}
-        assert set(session.cluster.pids().values()) <= {one.pid for one in found.processes}
+        assert run.owner is not None
+        assert (run.owner.pid, run.owner.start) == (
+            os.getpid(),
+            guardian.start_ticks(os.getpid()),
+        )
+        assert abs(run.owner.since_s - session.started_s) < 60
+        assert run.hosts == (session.topology.ranks[0].host,)
+        assert os.getpid() not in {process.pid for process in runs.processes_of(run)}
+        assert set(session.cluster.pids().values()) <= {process.pid for process in run.processes}
 
 
 def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,11 +292,13 @@ def test_links_of_gpus_are_read() -> None:
 
 def test_what_running_ranks_were_given_counts(base: Path) -> None:
     """--debug and --gpus of the ranks that run are among what the launcher has set."""
-    plain, given = (
+    plain, changed_environment = (
         diagnostics_kernel.collect(2).given,
         diagnostics_kernel.collect(2, "detail", "none").given,
     )
-    changed = {name: value for name, value in given.items() if plain.get(name) != value}
+    changed = {
+        name: value for name, value in changed_environment.items() if plain.get(name) != value
+    }
 
     assert changed == {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}
     assert diagnostics_kernel.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"

@@ -193,9 +193,9 @@ class Cells:
         return Postmortem(cluster.run_dir, rank, cluster.pids()[rank])
 
     def ended(self, rank: int) -> int | None:
-        found = self.session.cluster.exit_of(rank, DEADLINE_S)
-        assert found is not None
-        return found.code
+        end = self.session.cluster.exit_of(rank, DEADLINE_S)
+        assert end is not None
+        return end.code
 
 
 @pytest.fixture
@@ -232,12 +232,12 @@ class TestRanks:
         cells.run(0, "x = torch.ones(10)\ndist.all_reduce(x)", 12)
         assert until(lambda: "all_reduce" in postmortem.dump_stack(cluster.run_dir, 0, pid, 1.0))
         tasks = Path(f"/proc/{pid}/task").iterdir()
-        gloo = next(int(one.name) for one in tasks if "gloo" in (one / "comm").read_text())
+        gloo = next(int(task.name) for task in tasks if "gloo" in (task / "comm").read_text())
         assert ctypes.CDLL(None).tgkill(pid, gloo, signal.SIGABRT) == 0
-        told = watched.cause(cells.ended(0))
+        cause = watched.cause(cells.ended(0))
 
-        assert told.startswith("signal SIGABRT in a thread of C code, while the cell was in all_")
-        assert told.endswith("called at line 2 of cell [12]")
+        assert cause.startswith("signal SIGABRT in a thread of C code, while the cell was in all_")
+        assert cause.endswith("called at line 2 of cell [12]")
 
     def test_a_rank_that_holds_the_gil_is_seen_from_outside(self, cells: Cells) -> None:
         """It does not answer, its stack is there by signal, and it goes on unharmed."""
@@ -245,21 +245,21 @@ class TestRanks:
         done = cells.run(0, code, 12)
         cluster = cells.session.cluster
         asked: list[Future[Any]] = []
-        found: list[str] = []
+        stacks: list[str] = []
 
         def is_in_c_code() -> bool:
             asked.append(cells.channel.ask(0, "ping"))
             try:
                 asked[-1].result(0.3)
             except TimeoutError:
-                found.append(postmortem.dump_stack(cluster.run_dir, 0, cluster.pids()[0], 1.0))
-            return bool(found)
+                stacks.append(postmortem.dump_stack(cluster.run_dir, 0, cluster.pids()[0], 1.0))
+            return bool(stacks)
 
         assert until(is_in_c_code)
         is_silent = not asked[-1].done()
         reply = done.get(timeout=DEADLINE_S)
 
-        assert found[-1] == ("MainThread:\n  cell [12], line 4\n  cell [12], line 3, in f")
+        assert stacks[-1] == ("MainThread:\n  cell [12], line 4\n  cell [12], line 3, in f")
         assert is_silent
         assert asked[-1].result(DEADLINE_S) == "Control"
         assert not isinstance(reply, BaseException)

@@ -55,7 +55,7 @@ def test_the_shipped_profile_is_found_without_an_own_one(ipython_dir: Path) -> N
     """`local` is there from the start, and gives ranks itself."""
     config = profiles.load("local")
 
-    assert profiles.own() == {}
+    assert profiles.user_profiles() == {}
     assert cluster.gives_ranks(config)
 
 
@@ -148,10 +148,10 @@ def test_engines_of_other_launchers_hide_the_key_from_children(plain: Session) -
 def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     """Interrupts and exits go to the engine that is meant, whatever its launcher's number."""
     result = plain.run("import os\nprint(os.getpid())")
-    told = {place.rank: place.pid for place in plain.topology.ranks}
-    known = {plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
+    reported = {place.rank: place.pid for place in plain.topology.ranks}
+    started = {plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
 
-    assert {rank.rank: int(rank.text) for rank in result.ranks} == told == known
+    assert {rank.rank: int(rank.text) for rank in result.ranks} == reported == started
 
 
 @pytest.mark.cluster
@@ -176,17 +176,17 @@ def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None
 
 def test_a_launchers_number_is_translated_to_the_engine() -> None:
     """Engines may register in another order than they were started in."""
-    one = cluster.Cluster.__new__(cluster.Cluster)
-    one._engine_of, one.exits, one._is_stopping = {}, {}, False
-    one._started = {0: psutil.Process(1), 1: psutil.Process()}
-    told: list[cluster.Exit] = []
-    one.on_exit = told.append
-    one._ended(1, {"exit_code": -9})
-    one.identify({0: psutil.Process().pid, 1: 1})
-    one._ended(0, {"exit_code": 3})
+    unstarted = cluster.Cluster.__new__(cluster.Cluster)
+    unstarted._engine_of, unstarted.exits, unstarted._is_stopping = {}, {}, False
+    unstarted._started = {0: psutil.Process(1), 1: psutil.Process()}
+    exits: list[cluster.Exit] = []
+    unstarted.on_exit = exits.append
+    unstarted._note_end(1, {"exit_code": -9})
+    unstarted.identify({0: psutil.Process().pid, 1: 1})
+    unstarted._note_end(0, {"exit_code": 3})
 
-    assert one.exits == {0: cluster.Exit(0, -9), 1: cluster.Exit(1, 3)}
-    assert told[-1] == cluster.Exit(1, 3)
+    assert unstarted.exits == {0: cluster.Exit(0, -9), 1: cluster.Exit(1, 3)}
+    assert exits[-1] == cluster.Exit(1, 3)
 
 
 @pytest.mark.cluster
@@ -211,16 +211,16 @@ def test_over_a_port_the_store_listens_on_one_address(
 
     ports = {int(rank.text.split()[2]) for rank in result.ranks}
     assert [rank.text.split()[:2] for rank in result.ranks] == [["3.0", "TCPStore"]] * 2
-    assert [one.address for one in listeners if one.port in ports] == ["127.0.0.1"]
-    assert {one.address for one in listeners} <= {"127.0.0.1", "::1"}
+    assert [listener.address for listener in listeners if listener.port in ports] == ["127.0.0.1"]
+    assert {listener.address for listener in listeners} <= {"127.0.0.1", "::1"}
     assert len(waited) == 2
 
 
 def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
     """Candidates that rank 0 cannot open, or others not reach, are told when none is left."""
-    one = topology.EngineReport(0, "a", addresses=(("eth0", "10.0.0.1"), ("eth1", "10.0.0.2")))
+    first = topology.EngineReport(0, "a", addresses=(("eth0", "10.0.0.1"), ("eth1", "10.0.0.2")))
     other = topology.EngineReport(1, "b", addresses=(("eth0", "10.0.0.3"),))
-    plan = topology.plan((one, other))
+    plan = topology.plan((first, other))
     reached = {"10.0.0.2"}
 
     def call(target: int, name: str, /, *args: Any) -> Future[Any]:
@@ -233,13 +233,13 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
             future.set_result(4711)
         return future
 
-    ask = partial(start._store, None, call, plan, {0: one, 1: other}, time.monotonic() + 5)
-    found = ask()
+    ask = partial(start._store, None, call, plan, {0: first, 1: other}, time.monotonic() + 5)
+    address = ask()
     reached.clear()
     with pytest.raises(StartError) as caught:
         ask()
 
-    assert found == ("", "10.0.0.2", 4711)
+    assert address == ("", "10.0.0.2", 4711)
     assert "Cannot assign requested address" in str(caught.value)
     assert "10.0.0.2: not from rank 1" in str(caught.value)
 

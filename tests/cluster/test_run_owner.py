@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Owner, Run, state
+from nbdist.cluster.run_owner import Run, RunOwner, state
 from nbdist.core.host import Machine
 
 HERE = Machine("box", "boot-1", "pid:[1]")
-OWNER = Owner(100, "777", HERE, 0.0, "/notebooks")
+OWNER = RunOwner(100, "777", HERE, 0.0, "/notebooks")
 
 
 @pytest.mark.parametrize(

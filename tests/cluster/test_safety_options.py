@@ -71,9 +71,9 @@ def test_both_can_be_compared_with_running_ranks() -> None:
 
 def test_levels_are_torchs() -> None:
     """Each level sets torch's variable, and off sets nothing."""
-    seen = {
+    levels = {
         level: launcher.local_environment(Path("/x"), 1, 1, level).get("TORCH_DISTRIBUTED_DEBUG")
         for level in launcher.DEBUG_LEVELS
     }
 
-    assert seen == {"off": None, "info": "INFO", "detail": "DETAIL"}
+    assert levels == {"off": None, "info": "INFO", "detail": "DETAIL"}

@@ -105,7 +105,7 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
     assert done.stdout.startswith("1 rank on 1 host")
     assert done.stdout.count("rank  host  device  backend  threads") == 1
     assert "Gloo on the CPU: no rank sees a GPU." in done.stdout
-    assert "no scaling numbers" in done.stdout
+    assert "say nothing about scaling" in done.stdout
     assert "0 1 7" in done.stdout
     assert "<" not in done.stdout.split("RUN")[0]
     assert done.stderr == ""
@@ -144,7 +144,7 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"gpus": "x"}, ["'x' does not name GPUs"]),
         ({"world_size": 0}, ["-n 0", "1 or more"]),
         ({"world_size": -2}, ["-n -2", "1 or more"]),
-        ({"world_size": "2"}, ["'2' is no number of ranks"]),
+        ({"world_size": "2"}, ["'2' is not a valid number of ranks"]),
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
     ],
@@ -175,8 +175,8 @@ def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
         "%dist_reset --backend mpi": "auto, nccl, gloo",
         "%dist_shutdown": "No ranks are running",
     }
-    own = tmp_path / "ipython"
-    with Kernel(env={"IPYTHONDIR": str(own), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
+    ipython_dir = tmp_path / "ipython"
+    with Kernel(env={"IPYTHONDIR": str(ipython_dir), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
         kernel.run("%load_ext nbdist")
         cells = [kernel.run(line) for line in lines]
 
@@ -186,7 +186,7 @@ def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
     pairs = zip(errors, lines.values(), strict=True)
     assert [error.evalue for error, word in pairs if word not in error.evalue] == []
     assert not [e for e in errors if e.ename == "UsageError"]
-    assert [path.name for path in own.glob("profile_*")] == ["profile_default"]
+    assert [path.name for path in ipython_dir.glob("profile_*")] == ["profile_default"]
 
 
 # Ranks that do not come up.
@@ -341,13 +341,13 @@ def test_an_interrupted_dist_init_says_so_and_can_be_repeated(tmp_path: Path) ->
         kernel.wait_output(handle, "waiting for the controller")
         kernel.interrupt()
         cell = kernel.finish(handle, 5)
-        left = processes_under(tmp_path)
+        remaining = processes_under(tmp_path)
         again = kernel.run("%dist_init -n 1\n%dist_shutdown")
 
     assert cell.error is not None
     assert cell.error.ename == "KeyboardInterrupt"
     assert "nothing of it is left" in cell.error.evalue
-    assert left == []
+    assert remaining == []
     assert again.status == "ok", again.visible
 
 
@@ -455,7 +455,7 @@ def test_gpus_are_read_from_nvidia_smi(fake_smi: None) -> None:
 )
 def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) -> None:
     """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
-    assert [gpu.index for gpu in gpus.chosen(TWO_GPUS, variable)] == indices
+    assert [gpu.index for gpu in gpus.filter_visible(TWO_GPUS, variable)] == indices
 
 
 def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(

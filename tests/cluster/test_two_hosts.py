@@ -61,7 +61,7 @@ model = session.run(
 )
 networks = session.run("print(os.readlink('/proc/self/ns/net'))")
 files = Path(session.cluster.run_dir, "profile/security").glob("ipcontroller-*-engine.json")
-found = {
+facts = {
     "hosts": session.topology.n_hosts,
     "networks": [rank.text.strip() for rank in networks.ranks],
     "engines": [place.engine_id for place in session.topology.ranks],
@@ -71,7 +71,7 @@ found = {
     "is_encrypted": [bool(json.loads(file.read_text())["curve_serverkey"]) for file in files],
     "pids": [place.pid for place in session.topology.ranks],
 }
-print(json.dumps(found), flush=True)
+print(json.dumps(facts), flush=True)
 sys.stdin.readline()
 session.stop()
 """
@@ -88,11 +88,11 @@ def _can_make_hosts() -> bool:
 @pytest.fixture
 def lan() -> Iterator[None]:
     """Three hosts on one switch, taken down again."""
-    made = []
+    hosts = []
     try:
         for host in (SWITCH, *ADDRESSES):
             _ip("netns", "add", host)
-            made.append(host)
+            hosts.append(host)
         _ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "br0", "up")
         for host, address in ADDRESSES.items():
@@ -107,7 +107,7 @@ def lan() -> Iterator[None]:
     else:
         yield
     finally:
-        for host in made:
+        for host in hosts:
             _ip("netns", "del", host)
 
 
@@ -130,23 +130,23 @@ def test_ranks_on_two_hosts(tmp_path: Path) -> None:
         while not lines[-1].startswith("{"):
             lines.append(process.stdout.readline())
             assert lines[-1], "the script ended without a result:\n" + "".join(lines)
-        found = json.loads(lines[-1])
+        facts = json.loads(lines[-1])
         listeners = "".join(_listeners(host) for host in (FIRST, SECOND))
         process.stdin.close()
         process.wait(30)
 
-    assert found["hosts"] == 2
-    assert found["node_ranks"] == [0, 0, 1, 1]
-    assert sorted(found["engines"]) == [0, 1, 2, 3]
-    assert [host == found["networks"][0] for host in found["networks"]] == [
+    assert facts["hosts"] == 2
+    assert facts["node_ranks"] == [0, 0, 1, 1]
+    assert sorted(facts["engines"]) == [0, 1, 2, 3]
+    assert [host == facts["networks"][0] for host in facts["networks"]] == [
         True,
         True,
         False,
         False,
     ]
-    assert found["printed"] == [f"10.0 {rank % 2} eth0" for rank in range(4)]
-    assert found["gradients"] == ["[[2.5, 2.5], [2.5, 2.5]]"] * 4  # the mean of 1, 2, 3 and 4
-    assert found["is_encrypted"] == [True]
+    assert facts["printed"] == [f"10.0 {rank % 2} eth0" for rank in range(4)]
+    assert facts["gradients"] == ["[[2.5, 2.5], [2.5, 2.5]]"] * 4  # the mean of 1, 2, 3 and 4
+    assert facts["is_encrypted"] == [True]
     assert listeners
     assert "0.0.0.0:" not in listeners
     assert "*:" not in listeners

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.cluster.view import started, status
+from nbdist.cluster.view import start_view, status
 from nbdist.core.status import RankStatus, Status
 from nbdist.core.topology import RankPlace, Topology
 
@@ -47,38 +47,38 @@ STATES = (
 
 def test_started() -> None:
     """%dist_init shows each rank's host, device, backend and threads, the reason and notes."""
-    assert started(CPU, 2.13, notes=["a note"]).text == (
+    assert start_view(CPU, 2.13, notes=["a note"]).text == (
         "2 ranks on 1 host, ready in 2.1 s\n"
         "rank  host  device  backend  threads\n"
         "   0  box   cpu     gloo           8\n"
         "   1  box   cpu     gloo           8\n"
         "Gloo on the CPU: why.\n"
-        "The ranks share this machine's CPU cores: times measured here are no scaling numbers.\n"
+        "The ranks share this machine's CPU cores: timings here say nothing about scaling.\n"
         "a note"
     )
 
 
 def test_gpus_by_name() -> None:
     """GPUs are shown with their names; ranks that each have one measure scaling."""
-    text = started(GPU, 1.0).text
+    text = start_view(GPU, 1.0).text
 
     assert "cuda:0 NVIDIA H200" in text
     assert text.startswith("2 ranks on 2 hosts, ready in 1.0 s\n")
-    assert "no scaling numbers" not in text
+    assert "nothing about scaling" not in text
 
 
 def test_a_shared_gpu_is_told() -> None:
     """Ranks on one GPU are told as that, not as sharing cores."""
     shared = Topology(GPU.ranks, "gloo", "Gloo: why.", is_scaling=False, n_hosts=1)
 
-    assert "The ranks share a GPU" in started(shared, 1.0).text
+    assert "The ranks share a GPU" in start_view(shared, 1.0).text
 
 
 def test_one_rank_is_singular() -> None:
     """One rank on one host."""
     alone = Topology((place(0),), "gloo", "why", is_scaling=False, n_hosts=1)
 
-    assert started(alone, 1.0).text.startswith("1 rank on 1 host, ready")
+    assert start_view(alone, 1.0).text.startswith("1 rank on 1 host, ready")
 
 
 def test_status() -> None:
@@ -121,6 +121,6 @@ def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     states = tuple(RankStatus(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2))
     idle = tuple(RankStatus(rank, "idle", {"resident": 900}) for rank in range(2))
 
-    assert started(CPU, 1.0) == started(other, 20.0)
+    assert start_view(CPU, 1.0) == start_view(other, 20.0)
     assert status(CPU, Status(idle), 1.0, "x") == status(other, Status(states), 500.0, "x")
-    assert "box" not in started(CPU, 1.0).text
+    assert "box" not in start_view(CPU, 1.0).text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Owner, Process, Run
+from nbdist.cluster.run_owner import Process, Run, RunOwner
 from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.host import Machine
 from nbdist.core.topology import Gpu
@@ -18,7 +18,7 @@ from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
 GIB = 2**30
 GPU = GpuFacts(Gpu(0, "GPU-aa", "H200"), "570.1", 140 * 10**9, 10**9, "Default")
 OTHER = replace(GPU, gpu=Gpu(1, "GPU-bb", "H200"))
-OWNER = Owner(41, "7", Machine("box", "b", "p"), 0.0, "/notebooks/a.ipynb")
+OWNER = RunOwner(41, "7", Machine("box", "b", "p"), 0.0, "/notebooks/a.ipynb")
 WELL = Facts(
     python="3.11.7",
     packages={name: f"{oldest}.0" for name, oldest in OLDEST.items()},

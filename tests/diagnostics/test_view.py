@@ -5,7 +5,7 @@ import time
 import pytest
 
 from nbdist.cluster import run_owner
-from nbdist.cluster.run_owner import Owner, Run
+from nbdist.cluster.run_owner import Run, RunOwner
 from nbdist.core.finding import BAD, WARN, Finding
 from nbdist.core.host import Machine
 from nbdist.core.view import View, verdicts
@@ -61,7 +61,7 @@ def test_running() -> None:
     """A cluster has its name, kernel, ranks, hosts, time, state and notebook."""
     since = "2026-11-21 21:00:05"
     since_s = time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S"))
-    owner = Owner(41, "7", Machine("box", "b", "p"), since_s, "/notebooks")
+    owner = RunOwner(41, "7", Machine("box", "b", "p"), since_s, "/notebooks")
     view = running([Run("/t/run-a", run_owner.RUNNING, owner, ("box", "box"))])
 
     assert view.text == (

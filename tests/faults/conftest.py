@@ -57,6 +57,6 @@ def own_ranks() -> Iterator[Callable[..., Ranks]]:
         return started[-1]
 
     yield start
-    left = [line for ranks in started for line in ranks.end()]
+    leftovers = [line for ranks in started for line in ranks.end()]
 
-    assert left == []
+    assert leftovers == []

@@ -23,7 +23,7 @@ class Fault:
         name: As in the table of docs/reliability.md.
         kind: The class of faults that it belongs to.
         code: The cell, without its first line.
-        told: Stands on stderr while the cell runs, in one line; empty where nothing has to be told.
+        on_stderr: Stands there while the cell runs, in one line; empty where nothing is said.
         source: The line of the cell in which the ranks wait.
         waiting: Who waits; None for all ranks but rank 1.
         unnamed: Ranks that the line must not name.
@@ -39,7 +39,7 @@ class Fault:
     name: str
     kind: str
     code: str
-    told: tuple[str, ...] = ("{waiting} in", "{place}", "rank 1")
+    on_stderr: tuple[str, ...] = ("{waiting} in", "{place}", "rank 1")
     source: str = ""
     waiting: tuple[int, ...] | None = None
     unnamed: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class Fault:
         if cell_number is not None:
             place += f" of cell [{cell_number}]: {self.source}"
         named = {"waiting": f"{ranks_phrase(waiting)} {verb}", "place": place}
-        return [fragment.format(**named) for fragment in self.told]
+        return [fragment.format(**named) for fragment in self.on_stderr]
 
     @property
     def _line(self) -> int:
@@ -135,19 +135,21 @@ def happen(ranks: Ranks, fault: Fault, delay_s: float = 0.0) -> Outcome:
     begun_s = ranks.begin_s(handle)
     signal.sigtimedwait([], delay_s)
     if fault.act.startswith("press"):
-        line, told_s = _told(ranks, fault, handle, begun_s)
+        line, told_s = _reported(ranks, fault, handle, begun_s)
         begun_s = ACTS[fault.act](ranks, handle)
     else:
         begun_s = max(begun_s, ACTS[fault.act](ranks, handle))
-        line, told_s = _told(ranks, fault, handle, begun_s)
+        line, told_s = _reported(ranks, fault, handle, begun_s)
     (ranks.folder / "end").touch()
     cell = ranks.finish(handle)
     return Outcome(cell, line, told_s, time.monotonic() - begun_s)
 
 
-def _told(ranks: Ranks, fault: Fault, handle: Handle, begun_s: float) -> tuple[str, float | None]:
+def _reported(
+    ranks: Ranks, fault: Fault, handle: Handle, begun_s: float
+) -> tuple[str, float | None]:
     """The line that tells of a fault, and how long after its begin it came."""
-    if not fault.told:
+    if not fault.on_stderr:
         return "", None
     first = fault.fragments(ranks.n, None)[0]
     cell = ranks.kernel.wait_output(handle, first, fault.promise_s + 20)

@@ -21,12 +21,12 @@ for batch in DataLoader(Stuck(), batch_size=4, num_workers=1):
 
 
 def _missing(
-    name: str, kind: str, source: str, told: str = "{waiting} in", *, is_short: bool = False
+    name: str, kind: str, source: str, line: str = "{waiting} in", *, is_short: bool = False
 ) -> Fault:
     """Every rank but rank 1 runs a line that waits for rank 1."""
     code = _MISSING.format(source)
-    fragments = (told, "{place}", "rank 1")
-    return Fault(name, kind, code, told=fragments, source=source, is_short=is_short)
+    fragments = (line, "{place}", "rank 1")
+    return Fault(name, kind, code, on_stderr=fragments, source=source, is_short=is_short)
 
 
 HANGS = (
@@ -41,7 +41,7 @@ HANGS = (
         "wrong order",
         "collective",
         "go()\nif rank == 1:\n    dist.broadcast(x, src=0)\nelse:\n    dist.all_reduce(x)",
-        told=("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
+        on_stderr=("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
         is_short=True,
     ),
     _missing("barrier", "collective", "dist.barrier()", "{waiting} in barrier"),
@@ -55,7 +55,7 @@ HANGS = (
         "async wait",
         "collective",
         "if rank != 1:\n    work = dist.all_reduce(x, async_op=True)\n    go()\n    work.wait()",
-        told=("{waiting} in all_reduce(float32[3])", "rank 1"),
+        on_stderr=("{waiting} in all_reduce(float32[3])", "rank 1"),
         is_short=True,
     ),
     Fault(
@@ -77,7 +77,7 @@ HANGS = (
         "send without recv",
         "point to point",
         "if rank == 0:\n    go()\n    dist.send(x, 1)",
-        told=("{waiting} in send(float32[3]", "{place}", "rank 1"),
+        on_stderr=("{waiting} in send(float32[3]", "{place}", "rank 1"),
         source="dist.send(x, 1)",
         waiting=(0,),
         unnamed=(2, 3),
@@ -87,7 +87,7 @@ HANGS = (
         "recv without send",
         "point to point",
         "if rank == 0:\n    go()\n    dist.recv(x, 1)",
-        told=("{waiting} in recv(float32[3]", "{place}", "rank 1"),
+        on_stderr=("{waiting} in recv(float32[3]", "{place}", "rank 1"),
         source="dist.recv(x, 1)",
         waiting=(0,),
         unnamed=(2, 3),
@@ -96,7 +96,7 @@ HANGS = (
         "recv from any rank",
         "point to point",
         "if rank == 0:\n    go()\n    dist.recv(x)",
-        told=("{waiting} in recv(float32[3]", "{place}", "rank"),
+        on_stderr=("{waiting} in recv(float32[3]", "{place}", "rank"),
         source="dist.recv(x)",
         waiting=(0,),
         is_short=True,
@@ -140,7 +140,7 @@ _BACK = ("back", "variables kept")
 def _pressed(
     name: str,
     code: str,
-    told: tuple[str, ...] = (),
+    on_stderr: tuple[str, ...] = (),
     *,
     act: str = "press",
     is_short: bool = False,
@@ -150,7 +150,7 @@ def _pressed(
         name,
         "interrupt",
         code,
-        told=told,
+        on_stderr=on_stderr,
         ename="KeyboardInterrupt",
         error=_BACK,
         act=act,
@@ -179,7 +179,7 @@ def _death(name: str, code: str, how: str, *, act: str, is_short: bool = False) 
         name,
         "death",
         code,
-        told=(f"rank 1 ended ({how}",),
+        on_stderr=(f"rank 1 ended ({how}",),
         ename="DistributedError",
         error=(f"rank 1 ended ({how}",),
         act=act,

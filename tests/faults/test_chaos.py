@@ -143,9 +143,9 @@ class Chaos:
 
     def _compare(self, ranks: list[int] | None = None) -> None:
         chosen = list(range(self._ranks.n)) if ranks is None else ranks
-        seen = self._ranks.values("[counter, trail]", chosen)
+        values = self._ranks.values("[counter, trail]", chosen)
         expected = {r: [self._model.counters[r], self._model.trails[r]] for r in chosen}
-        assert seen == expected
+        assert values == expected
 
 
 def _say(line: str) -> None:

@@ -241,7 +241,7 @@ def test_the_kernel_is_killed_while_it_saves(
     assert (ranks.folder / ".one.nbdist-new").is_dir()
     _is_whole(path)
     assert checkpoint_checkpoint_folder.sweep(ranks.folder) == ("one",)
-    assert [one.name for one in ranks.folder.glob(".one*")] == []
+    assert [path.name for path in ranks.folder.glob(".one*")] == []
     _is_whole(path)
 
 

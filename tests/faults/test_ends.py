@@ -57,16 +57,16 @@ def test_nothing_outlives_the_kernel(
             everything = [p for p in everything if p.pid != ranks.kernel.pid]
         began_s = time.monotonic()
         getattr(ranks.kernel, end)()
-        left = processes.wait_gone(everything, GONE_S + ranks.load_s)
+        remaining = processes.wait_gone(everything, GONE_S + ranks.load_s)
         gone_s = time.monotonic() - began_s
         is_alive = processes.is_alive(stranger)
         stranger.kill()
-    n_left = len(left) + len(ranks.processes())
+    n_left = len(remaining) + len(ranks.processes())
     case = f"kernel {end}, {'mid-cell' if is_busy else 'idle'}"
     record(Measured(case, "kernel", n, back_s=gone_s, n_left=n_left))
 
     assert len(everything) >= n + 2  # controller, guardian, ranks
-    assert [processes.describe(process) for process in left] == []
+    assert [processes.describe(process) for process in remaining] == []
     assert n_left == 0
     assert list((ranks.folder / "tmp").glob("nbdist-*")) == []
     assert shm_files(everything) == []

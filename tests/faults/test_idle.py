@@ -105,8 +105,8 @@ def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> 
     assert so_far.status == "running", so_far.visible
     assert cell.status == "ok", cell.visible
     assert "passed" in cell.text
-    told = [line for line in cell.stderr.splitlines() if line.startswith("rank 1 is stopped")]
-    assert len(told) == 1, cell.stderr
+    lines = [line for line in cell.stderr.splitlines() if line.startswith("rank 1 is stopped")]
+    assert len(lines) == 1, cell.stderr
     assert "abort" not in cell.stderr
     assert told_s < DEATH_TOLD_S + ranks.load_s
     ranks.conclude(name, "stop", told_s, back_s)

@@ -67,20 +67,20 @@ def test_ten_recoveries_and_the_same_losses(n: int, ranks_of: Callable[[int], Ra
     ranks.ok(_MODELS)
     expected = [ranks.values("both()") for _ in range(_STEPS)]
     ranks.ok(_MODELS)
-    seen, back_s = [], []
+    losses, back_s = [], []
     for number in range(_STEPS):
         half = list(_HALVES.values())[number % 2]
         cell = ranks.kernel.run(f"%%distributed\nif rank != {number % n}:\n    {half}", 30)
         assert cell.error is not None, cell.visible
         assert cell.error.ename == "Deadlock", cell.visible
         back_s.append(cell.seconds)
-        seen.append(ranks.values("both()"))
+        losses.append(ranks.values("both()"))
 
     assert len({losses[0][0] for losses in expected}) == _STEPS  # it does train
     # Two numbers have one sum; of more, DDP's buckets decide in which order they are added, and
     # a deadlock in its first step moves the step after which it arranges them anew.
     tolerance = 0 if n == 2 else 1e-6
-    for now, then in zip(seen, expected, strict=True):
+    for now, then in zip(losses, expected, strict=True):
         for rank in range(n):
             assert now[rank] == pytest.approx(then[rank], rel=tolerance, abs=0)
     assert max(back_s) < TOLD_S + GRACE_S + ABORT_S + ranks.load_s

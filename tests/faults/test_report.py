@@ -40,11 +40,11 @@ def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
     begin = tables.begin(report.COMMAND)
     page.write_text(f"before\n{begin}\nof earlier\n{tables.END}\nafter\n")
     report.main(str(log), str(page))
-    made = page.read_text()
+    text = page.read_text()
 
-    assert made.startswith(f"before\n{begin}\n\nMeasured with torch ")
-    assert made.endswith(f"| yes | yes | 0 |\n\n{tables.END}\nafter\n")
-    assert "of earlier" not in made
+    assert text.startswith(f"before\n{begin}\n\nMeasured with torch ")
+    assert text.endswith(f"| yes | yes | 0 |\n\n{tables.END}\nafter\n")
+    assert "of earlier" not in text
     with pytest.raises(ValueError, match="no '<!-- table"):
         tables.replaced("nothing here", report.COMMAND, "new")
 
@@ -52,7 +52,7 @@ def test_only_the_table_of_the_page_is_replaced(tmp_path: Path) -> None:
 def test_the_page_has_every_fault_of_the_matrix() -> None:
     """Each fault in a cell has a row for 2 and one for 4 ranks, and no row has a no."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    seen = {tuple(part.strip() for part in row.split("|")[1:3]) for row in rows}
+    cases = {tuple(part.strip() for part in row.split("|")[1:3]) for row in rows}
 
-    assert {(fault.name, str(n)) for fault in FAULTS for n in (2, 4)} - seen == set()
+    assert {(fault.name, str(n)) for fault in FAULTS for n in (2, 4)} - cases == set()
     assert not [row for row in rows if "**no**" in row]

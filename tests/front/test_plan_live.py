@@ -50,7 +50,7 @@ gc.collect()
 print({type(one.base).__name__ for one in registry.prepared()} & {"Planned", "LlamaForCausalLM"})"""
 _MISTAKES = {
     "planned_nets": "There is no variable planned_nets on the ranks. Models there: ",
-    "planned_number": "planned_number on the ranks is a int and no model",
+    "planned_number": "planned_number on the ranks is a int, not a model",
     "planned_net.head.nope": "has no head.nope",
     "planned_empty": "planned_empty (Module) has no parameters",
     "planned_odd": "planned_odd is another model on rank 1 (Linear, 16 parameters)",

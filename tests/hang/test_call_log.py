@@ -20,19 +20,19 @@ from nbdist.hang.call_log import (
     NO_CHANNEL,
     RAISED,
     SIZE_BYTES,
-    Writer,
+    CallLogWriter,
     pack_place,
     pack_what,
 )
-from nbdist.hang.records import CallLog, Group, Place
+from nbdist.hang.records import CallLog, GroupRecord, SourceLine
 
-PLACE = Place(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
+PLACE = SourceLine(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
 
 
-def new_writer() -> tuple[bytearray, Writer]:
+def new_writer() -> tuple[bytearray, CallLogWriter]:
     """Memory of its own, and its writer."""
     memory = bytearray(SIZE_BYTES)
-    return memory, Writer(memory, rank=3, pid=99)
+    return memory, CallLogWriter(memory, rank=3, pid=99)
 
 
 def read(memory: bytearray) -> CallLog:
@@ -65,7 +65,7 @@ def test_call_is_read_as_it_was_made() -> None:
     assert call is not None
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.peer, call.place, call.run, call.ended_s) == (None, PLACE, 41, None)
-    assert box.groups == {"0": Group("0", (0, 1, 2, 3), 1)}
+    assert box.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1)}
 
     writer.end(entry, DONE)
     done = read(memory).calls[0]
@@ -77,7 +77,7 @@ def test_call_is_read_as_it_was_made() -> None:
 def test_place_in_a_file_and_no_place() -> None:
     """A file's place has no cell; a call without a place has none."""
     memory, writer = new_writer()
-    place = Place(cell=None, file="train.py", line=90, source="loss.backward()")
+    place = SourceLine(cell=None, file="train.py", line=90, source="loss.backward()")
     writer.begin(NO_CHANNEL, pack_what("wait", ""), pack_place(place))
     writer.begin(NO_CHANNEL, pack_what("wait", ""), pack_place(None))
 
@@ -87,7 +87,7 @@ def test_place_in_a_file_and_no_place() -> None:
 def test_long_texts_are_cut_and_stay_readable() -> None:
     """A name cut within a character loses that character and nothing else."""
     memory, writer = new_writer()
-    place = Place(cell=1, file="f" * 60, line=2, source="ä" * 500)
+    place = SourceLine(cell=1, file="f" * 60, line=2, source="ä" * 500)
     writer.begin(NO_CHANNEL, pack_what("op", "ü" * 500), pack_place(place))
     call = read(memory).calls[0]
 
@@ -101,14 +101,14 @@ def test_the_newest_call_tells_its_cell() -> None:
     """Of an empty box, in a cell without a call, in one with calls, and round the ring."""
     memory, writer = new_writer()
     world = writer.group("0", (0, 1))
-    told = [call_log.newest_run(memory)]
+    runs = [call_log.newest_run(memory)]
     for run, calls in ((7, 1), (8, 0), (9, MAX_RECORDS + 3), (10, 0)):
         writer.set_cell(run, "running")
         for _ in range(calls):
             writer.end(writer.begin(world, b"all_reduce", b""), DONE)
-        told.append(call_log.newest_run(memory))
+        runs.append(call_log.newest_run(memory))
 
-    assert told == [0, 7, 7, 9, 9]
+    assert runs == [0, 7, 7, 9, 9]
     assert read(memory).calls[-1].run == 9
 
 
@@ -258,24 +258,24 @@ def test_full_table_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         (b"", "this has 0"),
-        (bytes(SIZE_BYTES), "no black box of layout"),
+        (bytes(SIZE_BYTES), "not a black box of layout"),
         (b"\0" * (SIZE_BYTES + 8), f"has {SIZE_BYTES} bytes"),
     ],
 )
-def test_what_is_no_box_is_told(source: bytes, told: str) -> None:
+def test_what_is_no_box_is_told(source: bytes, message: str) -> None:
     """A wrong size or a wrong beginning raises with what was found."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         call_log.read(source)
 
 
 WRITER = """
 import mmap, os, sys
-from nbdist.hang.call_log import SIZE_BYTES, DONE, Writer, pack_what
+from nbdist.hang.call_log import SIZE_BYTES, DONE, CallLogWriter, pack_what
 with open(sys.argv[1], "r+b") as file:
-    writer = Writer(mmap.mmap(file.fileno(), SIZE_BYTES), 0, os.getpid())
+    writer = CallLogWriter(mmap.mmap(file.fileno(), SIZE_BYTES), 0, os.getpid())
 world = writer.group("0", (0, 1))
 print("ready", flush=True)
 while True:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(name="box")
-def _box() -> Iterator[layout.Writer]:
+def _box() -> Iterator[layout.CallLogWriter]:
     """A world of one rank, recorded."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     box = call_log.open_box(None, 0)
@@ -53,14 +53,14 @@ def now() -> CallLog:
 
 
 def last() -> Call:
-    """The newest call."""
+    """The newest call in the box."""
     return now().calls[-1]
 
 
 # What is recorded of one call
 
 
-def test_call_is_recorded_with_its_place(box: layout.Writer) -> None:
+def test_call_is_recorded_with_its_place(box: layout.CallLogWriter) -> None:
     """The operation, the tensor, the number, and the line of this file."""
     dist.all_reduce(torch.ones(3))
     line = sys._getframe().f_lineno - 1
@@ -91,7 +91,7 @@ DETAILS = {
 
 
 @pytest.mark.parametrize("name", DETAILS)
-def test_detail(box: layout.Writer, name: str) -> None:
+def test_detail(box: layout.CallLogWriter, name: str) -> None:
     """Each operation's name and detail; what it calls by itself is not recorded."""
     function, detail = DETAILS[name]
     function(torch.ones(2, 3))
@@ -99,7 +99,7 @@ def test_detail(box: layout.Writer, name: str) -> None:
     assert [(c.op, c.detail) for c in now().calls] == [(name.removesuffix(" by name"), detail)]
 
 
-def test_every_collective_of_torch_is_in_a_table(box: layout.Writer) -> None:
+def test_every_collective_of_torch_is_in_a_table(box: layout.CallLogWriter) -> None:
     """A public function of torch.distributed that takes a group is wrapped, or known not to be."""
     known_others = {
         "get_backend", "get_backend_config", "get_global_rank",
@@ -121,7 +121,7 @@ def _is_ours(function: Any) -> bool:
     return bool(function.__code__.co_filename.endswith("recorder.py"))
 
 
-def test_async_call_is_issued_then_waited_for(box: layout.Writer) -> None:
+def test_async_call_is_issued_then_waited_for(box: layout.CallLogWriter) -> None:
     """One record for both, at the place of wait(); the second wait of the same work is done too."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     issued = last()
@@ -136,7 +136,7 @@ def test_async_call_is_issued_then_waited_for(box: layout.Writer) -> None:
     assert done.began_s >= issued.began_s
 
 
-def test_unknown_work_is_a_wait(box: layout.Writer) -> None:
+def test_unknown_work_is_a_wait(box: layout.CallLogWriter) -> None:
     """Work that no recorded call returned is waited for under the name "wait", uncounted."""
     options = dist.AllreduceOptions()
     dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([torch.ones(3)], options).wait()
@@ -145,7 +145,7 @@ def test_unknown_work_is_a_wait(box: layout.Writer) -> None:
     assert now().groups["0"].calls == 0
 
 
-def test_functional_collective_is_a_wait(box: layout.Writer) -> None:
+def test_functional_collective_is_a_wait(box: layout.CallLogWriter) -> None:
     """What DTensor waits in is recorded."""
     from torch.distributed import _functional_collectives as functional
 
@@ -155,7 +155,7 @@ def test_functional_collective_is_a_wait(box: layout.Writer) -> None:
     assert [(c.op, c.detail) for c in now().calls] == [("wait", "float32[3]")]
 
 
-def test_call_that_raises_is_not_counted(box: layout.Writer) -> None:
+def test_call_that_raises_is_not_counted(box: layout.CallLogWriter) -> None:
     """It stays in the ring as raised; the next call gets its number."""
     with pytest.raises(ValueError, match="group_rank"):
         dist.broadcast(torch.ones(1))
@@ -167,7 +167,7 @@ def test_call_that_raises_is_not_counted(box: layout.Writer) -> None:
     assert now().groups["0"].calls == 1
 
 
-def test_wrong_arguments_are_told_by_torch(box: layout.Writer) -> None:
+def test_wrong_arguments_are_told_by_torch(box: layout.CallLogWriter) -> None:
     """The recorder stays out of the message, and records nothing after it."""
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'tensor'"):
         dist.all_reduce()
@@ -177,7 +177,7 @@ def test_wrong_arguments_are_told_by_torch(box: layout.Writer) -> None:
     assert last().number == 1
 
 
-def test_new_and_destroyed_groups(box: layout.Writer) -> None:
+def test_new_and_destroyed_groups(box: layout.CallLogWriter) -> None:
     """A group is known before its first call and gone with its end; forming it is a call."""
     pair = dist.new_group([0])
     formed = last()
@@ -195,14 +195,14 @@ def test_new_and_destroyed_groups(box: layout.Writer) -> None:
     assert last().group == "1"
 
 
-def test_no_member_records_nothing(box: layout.Writer) -> None:
+def test_no_member_records_nothing(box: layout.CallLogWriter) -> None:
     """A call with NON_GROUP_MEMBER does nothing in torch and nothing here."""
     with pytest.warns(UserWarning, match="does not belong to"):
         dist.all_reduce(torch.ones(1), group=dist.GroupMember.NON_GROUP_MEMBER)
     assert now().calls == ()
 
 
-def test_compiled_function_is_one_graph(box: layout.Writer) -> None:
+def test_compiled_function_is_one_graph(box: layout.CallLogWriter) -> None:
     """torch.compile(fullgraph=True) with a collective works as without the box; not recorded."""
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_compiled_function_is_one_graph(box: layout.Writer) -> None:
     assert "all_reduce" not in [call.op for call in now().calls]
 
 
-def test_uninstall_leaves_torch_as_it_was(box: layout.Writer) -> None:
+def test_uninstall_leaves_torch_as_it_was(box: layout.CallLogWriter) -> None:
     """Wrapped twice it is still wrapped once, and afterwards not at all."""
     call_log.install(box)
     wrapper = dist.all_reduce
@@ -229,7 +229,7 @@ def test_uninstall_leaves_torch_as_it_was(box: layout.Writer) -> None:
     call_log.install(box)
 
 
-def test_reset_counts_from_nothing(box: layout.Writer) -> None:
+def test_reset_counts_from_nothing(box: layout.CallLogWriter) -> None:
     """The next call after a recovery is number 1, and what was issued before waits no more."""
     work = dist.all_reduce(torch.ones(3), async_op=True)
     call_log.reset(2)
@@ -327,23 +327,25 @@ def engine() -> Engine:
         ("get_ipython().run_cell('1 / 0', silent=True)\nseen = 1", "finished"),
     ],
 )
-def test_cell_begins_and_ends_in_the_box(box: layout.Writer, source: str, state: str) -> None:
+def test_cell_begins_and_ends_in_the_box(
+    box: layout.CallLogWriter, source: str, state: str
+) -> None:
     """Its run id, "running" inside, and how it ended, whatever kind of cell it is."""
     rank = engine()
-    seen = []
-    rank.shell.push({"note": lambda: seen.append((now().run, now().state))})
+    states = []
+    rank.shell.push({"note": lambda: states.append((now().run, now().state))})
     rank.run("note()", 41)
     before_s = time.monotonic()
     rank.run(source, 42)
 
-    assert seen == [(41, "running")]
+    assert states == [(41, "running")]
     assert (now().run, now().state) == (42, state)
     assert before_s <= now().since_s <= time.monotonic()
     rank.run("1 + 1")  # of somebody else: without a run id
     assert now().run == 42
 
 
-def test_function_of_an_earlier_cell(box: layout.Writer) -> None:
+def test_function_of_an_earlier_cell(box: layout.CallLogWriter) -> None:
     """A call in a function of cell 7 that cell 12 calls is at its line of cell 7."""
     rank = engine()
     call_log.name_cells(rank.shell)

@@ -56,14 +56,14 @@ def _none_left() -> Iterator[None]:
     # Workers share it, and this process removes it; each would make one and leave it when killed.
     multiprocessing.util.get_temp_dir()
     yield
-    for one in multiprocessing.active_children():
-        one.terminate()
-        one.join()
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join()
     gc.collect()
 
 
 def in_a_function() -> None:
-    """A loop."""
+    """A loop whose iterator only this function's frame holds."""
     for _ in loader():
         pass
 
@@ -90,14 +90,14 @@ def in_a_generator() -> None:
 def test_what_only_the_error_holds_is_ended(loop: Callable[[], None]) -> None:
     """At once, the error keeps its frames, and the finalizer has nothing left to wait for."""
     error = failure(loop)
-    left, began_s = workers(), time.monotonic()
-    ended = dataloader_workers.end_left(error)
+    remaining, began_s = workers(), time.monotonic()
+    ended = dataloader_workers.end_abandoned(error)
     took_s = time.monotonic() - began_s
 
-    assert left == ended == N_WORKERS
+    assert remaining == ended == N_WORKERS
     assert workers() == 0
     assert took_s < ENDED_S
-    assert dataloader_workers.end_left(error) == 0
+    assert dataloader_workers.end_abandoned(error) == 0
     began_s = time.monotonic()
     del error
     gc.collect()
@@ -113,7 +113,7 @@ def test_an_error_that_came_of_it_counts_too() -> None:
         except LookupError as error:
             raise LookupError("in training") from error
 
-    assert dataloader_workers.end_left(failure(wrapped)) == N_WORKERS
+    assert dataloader_workers.end_abandoned(failure(wrapped)) == N_WORKERS
 
 
 def a_loop_over(batches: Any) -> None:
@@ -123,7 +123,7 @@ def a_loop_over(batches: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "looped"),
+    ("setup", "looped"),
     [
         ("own = iter(loader())", "own"),
         ("own = iter(loader()); kept = [own]", "kept[0]"),
@@ -131,18 +131,18 @@ def a_loop_over(batches: Any) -> None:
         ("own = iter(loader()); kept = enumerate(own)", "kept"),
     ],
 )
-def test_what_a_variable_still_holds_goes_on(made: str, looped: str) -> None:
+def test_what_a_variable_still_holds_goes_on(setup: str, looped: str) -> None:
     """Its next batch comes from the same workers."""
     cell: dict[str, Any] = {"loader": loader, "Trainer": type("Trainer", (), {})}
-    exec(made, cell)
+    exec(setup, cell)
     if "kept" in cell:
         del cell["own"]
-    pids = [one.pid for one in multiprocessing.active_children()]
+    pids = [worker.pid for worker in multiprocessing.active_children()]
     cell["a_loop_over"] = a_loop_over
     error = failure(lambda: exec(f"a_loop_over({looped})", cell))
 
-    assert dataloader_workers.end_left(error) == 0
-    assert [one.pid for one in multiprocessing.active_children()] == pids
+    assert dataloader_workers.end_abandoned(error) == 0
+    assert [worker.pid for worker in multiprocessing.active_children()] == pids
     following = eval(f"next({looped})", cell)
     batch = following[1] if isinstance(following, tuple) else following
     assert batch.tolist() == [8, 9, 10, 11]
@@ -150,16 +150,16 @@ def test_what_a_variable_still_holds_goes_on(made: str, looped: str) -> None:
 
 def test_persistent_workers_stay() -> None:
     """They belong to the loader, which the user still has."""
-    own = loader(persistent_workers=True)
+    batches = loader(persistent_workers=True)
 
     def loop() -> None:
-        for _ in own:
+        for _ in batches:
             pass
 
     error = failure(loop)
-    assert dataloader_workers.end_left(error) == 0
+    assert dataloader_workers.end_abandoned(error) == 0
     assert workers() == N_WORKERS
-    assert next(iter(own)).tolist() == [0, 1, 2, 3]
+    assert next(iter(batches)).tolist() == [0, 1, 2, 3]
     del error
 
 
@@ -168,10 +168,10 @@ def test_a_torch_without_these_names_is_left_alone(monkeypatch: pytest.MonkeyPat
     error = failure(in_a_function)
     with monkeypatch.context() as patch:
         patch.setattr(dataloader_workers, "_OWN", ("_no_such_name",))
-        assert dataloader_workers.end_left(error) == 0
+        assert dataloader_workers.end_abandoned(error) == 0
         patch.undo()
         patch.delattr(dataloader, "_MultiProcessingDataLoaderIter")
-        assert dataloader_workers.end_left(error) == 0
+        assert dataloader_workers.end_abandoned(error) == 0
     assert workers() == N_WORKERS
-    assert dataloader_workers.end_left(error) == N_WORKERS
-    assert dataloader_workers.end_left(None) == 0
+    assert dataloader_workers.end_abandoned(error) == N_WORKERS
+    assert dataloader_workers.end_abandoned(None) == 0

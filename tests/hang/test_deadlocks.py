@@ -18,9 +18,9 @@ from nbdist.hang.records import (
     Call,
     CallLog,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
 )
 
@@ -173,10 +173,10 @@ class Simulation:
             elif part.kind != "inner":
                 transfers[name, int(str(part.channel[1])), int(str(part.channel[2]))] += 1
         is_inner = rank.blocked is not None
-        look = ThreadSnapshot(Place(1, "", 1), (), is_inner, is_inner, newest)
-        own = {n: Group(n, m, groups[n]) for n, m in self.groups.items() if who in m}
+        look = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
+        memberships = {n: GroupRecord(n, m, groups[n]) for n, m in self.groups.items() if who in m}
         in_box = state if state in {"finished", "raised"} else "running"
-        box = CallLog(who, who, 0, RUN, in_box, 0.0, own, transfers, tuple(calls))
+        box = CallLog(who, who, 0, RUN, in_box, 0.0, memberships, transfers, tuple(calls))
         return RankView(who, state, "x" * (state != "finished"), box, look)
 
     def _call(self, who: int, part: Part, is_blocked: bool) -> Call:
@@ -184,7 +184,7 @@ class Simulation:
         peer = None
         if part.kind in {"send", "recv"}:
             peer = int(str(part.channel[2 if part.kind == "send" else 1]))
-        place = Place(1, "", part.number)
+        place = SourceLine(1, "", part.number)
         name = str(part.channel[0])
         return Call(part.op, "f[3]", name, part.number, peer, place, RUN, 0.0, None, state)
 
@@ -194,15 +194,15 @@ def certain(views: list[RankView], doomed: set[frozenset[int]] | None = None) ->
 
     Sets of ranks of which one has to be stuck in the end are put into `doomed`.
     """
-    found = diagnose(views, 10.0)
-    told = [rank for one in found for rank in one.waiting]
-    assert len(told) == len(set(told))
-    for one in found:
-        assert one.text
-        assert bool(one.blamed) == (one.is_certain or one.is_doomed)
-        if doomed is not None and one.is_doomed:
-            doomed.add(frozenset(one.waiting))
-    return {rank for one in found if one.is_certain for rank in one.waiting}
+    findings = diagnose(views, 10.0)
+    waiting = [rank for finding in findings for rank in finding.waiting]
+    assert len(waiting) == len(set(waiting))
+    for finding in findings:
+        assert finding.text
+        assert bool(finding.blamed) == (finding.is_certain or finding.is_doomed)
+        if doomed is not None and finding.is_doomed:
+            doomed.add(frozenset(finding.waiting))
+    return {rank for finding in findings if finding.is_certain for rank in finding.waiting}
 
 
 @pytest.mark.parametrize("seed", range(4))

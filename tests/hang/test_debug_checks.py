@@ -37,7 +37,7 @@ ALONE = "work = torch.ones(3); dist.all_reduce(work); print(work.tolist())"
 
 
 def printed(result: CellResult) -> set[str]:
-    return {one.text.strip() for one in result.ranks}
+    return {rank.text.strip() for rank in result.ranks}
 
 
 def test_detail_names_shape_and_order_and_the_ranks_go_on(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_ranks_have_the_variables_of_nccl_and_the_users_win(
     options = StartOptions(1, gpus="none", debug="info")
     names = "import os; print(sorted((k, v) for k, v in os.environ.items() if 'NCCL_' in k"
     with temporary_folder(tmp_path / "tmp"), session_of(options) as session:
-        (seen,) = printed(session.run(f"{names} and 'IFNAME' not in k))"))
+        (variables,) = printed(session.run(f"{names} and 'IFNAME' not in k))"))
         level = printed(session.run("print(dist.get_debug_level())"))
 
-    assert seen == str(
+    assert variables == str(
         [
             ("NCCL_ASYNC_ERROR_HANDLING", "1"),
             ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.hang.recovery import merge_made
+from nbdist.hang.recovery import merge_groups
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -16,16 +16,16 @@ TEXT = """
     from torch.distributed.device_mesh import DeviceMesh
     from nbdist.hang.rank import device_meshes as meshes
     shell = InteractiveShell.instance()
-    replaced = [int(one) for one in os.environ["REPLACED"].split()]
+    replaced = [int(word) for word in os.environ["REPLACED"].split()]
     if is_new:
         survivors = [r for r in range(n) if r not in replaced]
-        known = [pickle.loads(one) for one in wait_for("meshes", survivors)]
-        bound = meshes.name_meshes(known)
-        own = shell.user_ns
+        by_rank = [pickle.loads(data) for data in wait_for("meshes", survivors)]
+        bound = meshes.name_meshes(by_rank)
+        variables = shell.user_ns
     else:
         mine = dist.new_group([0, 2])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        own = {
+        variables = {
             "mesh": mesh,
             "tp": mesh["tp"],
             "again": mesh,
@@ -35,17 +35,17 @@ TEXT = """
             "flat": mesh["dp", "tp"]._flatten("both"),
             "number": 3,
         }
-        shell.push(own)
-        names = [str(group.group_name) for group in own["mesh"].get_all_groups()]
-        say("made", pickle.dumps((groups.groups_made(), names, this_rank().topology)))
+        shell.push(variables)
+        names = [str(group.group_name) for group in variables["mesh"].get_all_groups()]
+        say("made", pickle.dumps((process_groups.created_groups(), names, this_rank().topology)))
         wait_for("go", [9])
         if rank in replaced:
             time.sleep(100)
-        groups.recover(1)
+        process_groups.recover(1)
         bound = ()
         say("meshes", pickle.dumps(meshes.mesh_names()))
     mesh, tp, plain, line, part, flat = (
-        own[name] for name in ("mesh", "tp", "plain", "line", "part", "flat")
+        variables[name] for name in ("mesh", "tp", "plain", "line", "part", "flat")
     )
     sheet = distribute_tensor(torch.arange(16.0).reshape(4, 4), mesh, [Shard(0), Shard(1)])
     other = distribute_tensor(torch.ones(4, 4), plain, [Shard(0), Shard(1)])
@@ -59,7 +59,7 @@ TEXT = """
               total(part.get_group()) if rank in (1, 3) else 0.0],
         flat=total(flat.get_group()),
         whole=[sheet.full_tensor().sum().item(), other.full_tensor().sum().item()],
-        same=[own["again"] is mesh, tp._get_root_mesh() is mesh, mesh["tp"] == tp,
+        same=[variables["again"] is mesh, tp._get_root_mesh() is mesh, mesh["tp"] == tp,
               mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))],
     )
 """
@@ -78,20 +78,24 @@ def test_a_new_process_has_the_meshes_that_the_others_have(
         for rank in replaced:
             ranks.kill(rank)
         (tmp_path / "go.9").touch()
-        made = merge_made(said[r][0] for r in said if r not in replaced)
+        groups = merge_groups(said[r][0] for r in said if r not in replaced)
         for rank in replaced:
-            ranks.replace(rank, 1, said[0][2], made)
+            ranks.replace(rank, 1, said[0][2], groups)
         results = ranks.results()
 
-    for rank, one in enumerate(results):
-        assert one["names"] == said[rank][1]
+    for rank, result in enumerate(results):
+        assert result["names"] == said[rank][1]
         tp = [3.0, 3.0, 7.0, 7.0][rank]
-        assert one["sums"] == [[4.0, 6.0][rank % 2], tp, tp]
-        assert one["plain"] == [[4.0, 6.0][rank % 2], tp, None]
-        assert one["line"] == [10.0, [0, 1, 2, 3]]
-        assert one["part"] == [[3, 1], {3: [0], 1: [1]}.get(rank), 6.0 if rank in {1, 3} else 0.0]
-        assert one["flat"] == 10.0
-        assert one["whole"] == [120.0, 16.0]
-        assert one["same"] == [True] * 4
+        assert result["sums"] == [[4.0, 6.0][rank % 2], tp, tp]
+        assert result["plain"] == [[4.0, 6.0][rank % 2], tp, None]
+        assert result["line"] == [10.0, [0, 1, 2, 3]]
+        assert result["part"] == [
+            [3, 1],
+            {3: [0], 1: [1]}.get(rank),
+            6.0 if rank in {1, 3} else 0.0,
+        ]
+        assert result["flat"] == 10.0
+        assert result["whole"] == [120.0, 16.0]
+        assert result["same"] == [True] * 4
         expected = ["mesh", "tp", "again", "plain", "line", "part", "flat"]
-        assert one["bound"] == (expected if rank in replaced else [])
+        assert result["bound"] == (expected if rank in replaced else [])

@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding, RankView
-from tests.support.boxes import NOW_S, REDUCE, RUN, WORLD, at, box, call, found, look, reduce, view
+from nbdist.hang.records import RankView, WaitFinding
+from tests.support.boxes import (
+    NOW_S,
+    REDUCE,
+    RUN,
+    WORLD,
+    at,
+    box,
+    call,
+    look,
+    only_finding,
+    reduce,
+    view,
+)
 
 HEAD = f"rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
 PAIR = {WORLD: (0, 1)}
@@ -23,9 +35,9 @@ PAIR = {WORLD: (0, 1)}
 )
 def test_a_rank_that_will_not_come_is_blamed(state: str, how: str, text: str) -> None:
     """A deadlock, certain, with the reason that the other rank's state is."""
-    one = found(view(0, "running", reduce("waiting")), view(1, state, how=how))
+    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state, how=how))
 
-    assert one == Finding(HEAD + text, is_certain=True, waiting=(0,), blamed=(1,))
+    assert finding == WaitFinding(HEAD + text, is_certain=True, waiting=(0,), blamed=(1,))
 
 
 @pytest.mark.parametrize(
@@ -38,17 +50,17 @@ def test_a_rank_that_will_not_come_is_blamed(state: str, how: str, text: str) ->
 )
 def test_a_rank_that_may_come_is_told_of_but_not_blamed(state: str, text: str) -> None:
     """Nothing is certain while the other rank can still call it."""
-    one = found(view(0, "running", reduce("waiting")), view(1, state))
+    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state))
 
-    assert one == Finding(HEAD + text, is_certain=False, waiting=(0,), blamed=())
+    assert finding == WaitFinding(HEAD + text, is_certain=False, waiting=(0,), blamed=())
 
 
 def test_where_a_late_rank_is_stands_in_the_line() -> None:
     """Its look says the line."""
     late = view(1, "running", look=look(at(9, "time.sleep(60)"), is_asleep=False))
-    one = found(view(0, "running", reduce("waiting")), late)
+    finding = only_finding(view(0, "running", reduce("waiting")), late)
 
-    assert one.text.endswith(
+    assert finding.text.endswith(
         "rank 1 has not come to it yet (still running: line 9 of cell [12]: time.sleep(60))"
     )
 
@@ -60,7 +72,7 @@ def test_short_waits_are_no_finding_alone_but_stand_beside_a_long_one() -> None:
     gone = view(2, "finished", world=3)
 
     assert diagnose([late, gone], NOW_S) == ()
-    assert found(early, late, gone).text == (
+    assert only_finding(early, late, gone).text == (
         f"ranks 0-1 wait in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
         "rank 2 finished the cell without calling it"
     )
@@ -78,10 +90,10 @@ def test_nothing_is_found_when_all_have_come() -> None:
 def test_another_op_at_the_same_number_is_told() -> None:
     """Wrong order; the other rank waits too and is told by what it called."""
     other = call("broadcast", "float32[3], src=0", line=3, state="waiting")
-    one = found(view(0, "running", reduce("waiting")), view(1, "running", other))
+    finding = only_finding(view(0, "running", reduce("waiting")), view(1, "running", other))
 
-    assert one.text == HEAD + "rank 1 called broadcast(float32[3], src=0) at line 3 instead"
-    assert (one.is_certain, one.waiting, one.blamed) == (True, (0, 1), (1,))
+    assert finding.text == HEAD + "rank 1 called broadcast(float32[3], src=0) at line 3 instead"
+    assert (finding.is_certain, finding.waiting, finding.blamed) == (True, (0, 1), (1,))
 
 
 def test_the_first_number_that_differs_is_the_reason() -> None:
@@ -92,10 +104,10 @@ def test_the_first_number_that_differs_is_the_reason() -> None:
         call("broadcast", "float32[3], src=0", line=2),
         call("barrier", line=5, state="waiting", source="dist.barrier()"),
     )
-    one = found(ahead, view(1, "running", reduce("waiting", place=at(3, REDUCE))))
+    finding = only_finding(ahead, view(1, "running", reduce("waiting", place=at(3, REDUCE))))
 
-    assert one.is_certain
-    assert one.text == (
+    assert finding.is_certain
+    assert finding.text == (
         f"rank 1 waits in all_reduce(float32[3]) at line 3 of cell [12]: {REDUCE}; "
         "rank 0 called broadcast(float32[3], src=0) at line 2 instead; "
         "rank 0 waits for rank 1 in barrier() at line 5 of cell [12]: dist.barrier()"
@@ -107,7 +119,7 @@ def test_an_earlier_difference_that_both_have_passed_is_told() -> None:
     ahead = view(0, "running", call("broadcast", "f[3], src=0", line=2), reduce("waiting"))
     gone = view(1, "finished", call("reduce", "f[3], dst=0", line=3))
 
-    assert found(ahead, gone).text == HEAD + (
+    assert only_finding(ahead, gone).text == HEAD + (
         "rank 1 called reduce(f[3], dst=0) at line 3 instead of broadcast(f[3], src=0) before"
     )
 
@@ -116,10 +128,10 @@ def test_an_earlier_difference_that_both_have_passed_is_told() -> None:
 def test_another_shape_is_told(state: str) -> None:
     """Certain once the other rank has finished with what it got, not while it computes."""
     other = reduce(detail="float32[4]", place=at(2))
-    one = found(view(0, "running", reduce("waiting")), view(1, state, other))
+    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state, other))
 
-    assert one.text == HEAD + "rank 1 called it with float32[4] at line 2"
-    assert one.is_certain == (state == "finished")
+    assert finding.text == HEAD + "rank 1 called it with float32[4] at line 2"
+    assert finding.is_certain == (state == "finished")
 
 
 def test_shapes_may_differ_where_they_may() -> None:
@@ -134,35 +146,39 @@ def test_shapes_may_differ_where_they_may() -> None:
 def test_a_rank_that_died_inside_the_call_is_told_with_its_shape() -> None:
     """A much larger shape kills a rank; its box is read after its death."""
     big = reduce("waiting", detail="float32[1000000]", place=at(4))
-    one = found(view(0, "running", reduce("waiting")), view(1, "ended", big, how="signal SIGABRT"))
-    alike = found(
+    finding = only_finding(
+        view(0, "running", reduce("waiting")), view(1, "ended", big, how="signal SIGABRT")
+    )
+    alike = only_finding(
         view(0, "running", reduce("waiting")),
         view(1, "ended", reduce("waiting"), how="signal SIGKILL"),
     )
 
-    assert one.text == HEAD + (
+    assert finding.text == HEAD + (
         "rank 1 ended (signal SIGABRT) in all_reduce(float32[1000000]) at line 4"
     )
     assert alike.text == HEAD + "rank 1 ended (signal SIGKILL) in it"
-    assert one.is_certain
+    assert finding.is_certain
     assert alike.is_certain
 
 
 def test_a_rank_that_raised_inside_the_call_is_told() -> None:
     """It has called it, but its part will never be there."""
-    one = found(
+    finding = only_finding(
         view(0, "running", reduce("waiting")),
         view(1, "raised", reduce("raised"), how="RuntimeError"),
     )
 
-    assert one == Finding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
+    assert finding == WaitFinding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
 
 
 def test_a_call_that_was_caught_may_be_tried_again() -> None:
     """The rank goes on after its call has raised: it can still come."""
-    one = found(view(0, "running", reduce("waiting")), view(1, "running", reduce("raised")))
+    finding = only_finding(
+        view(0, "running", reduce("waiting")), view(1, "running", reduce("raised"))
+    )
 
-    assert not one.is_certain
+    assert not finding.is_certain
 
 
 def test_only_members_are_blamed() -> None:
@@ -173,7 +189,7 @@ def test_only_members_are_blamed() -> None:
         *(view(rank, "finished", world=4, groups=groups) for rank in (1, 2, 3)),
     ]
 
-    assert found(*views) == Finding(
+    assert only_finding(*views) == WaitFinding(
         "rank 0 waits in all_reduce(float32[3]) of ranks 0-1 at line 7 of cell [12]: "
         f"{REDUCE}; rank 1 finished the cell without calling it",
         is_certain=True,
@@ -191,7 +207,7 @@ def test_calls_are_counted_in_their_group_alone() -> None:
         view(1, "finished", *ahead, groups=groups),
     ]
 
-    assert found(*views).text == HEAD + "rank 1 finished the cell without calling it"
+    assert only_finding(*views).text == HEAD + "rank 1 finished the cell without calling it"
 
 
 def test_independent_causes_are_findings_of_their_own() -> None:
@@ -222,7 +238,7 @@ def chain(last: str) -> list[RankView]:
 
 def test_who_waits_in_consequence_is_in_the_same_line() -> None:
     """The rank at the end of the chain alone is blamed."""
-    assert found(*chain("raised")) == Finding(
+    assert only_finding(*chain("raised")) == WaitFinding(
         "rank 1 waits in barrier() of ranks 1-2 at line 9 of cell [12]; "
         "rank 2 raised ValueError before it; "
         "rank 0 waits for rank 1 in all_reduce(float32[3]) of ranks 0-1 at line 7 of cell [12]: "
@@ -235,22 +251,22 @@ def test_who_waits_in_consequence_is_in_the_same_line() -> None:
 
 def test_a_chain_that_ends_in_a_rank_that_computes_is_not_certain() -> None:
     """Rank 0 needs rank 1, which needs rank 2, which may still come."""
-    one = found(*chain("running"))
+    finding = only_finding(*chain("running"))
 
-    assert not one.is_certain
-    assert one.blamed == ()
+    assert not finding.is_certain
+    assert finding.blamed == ()
 
 
 def test_one_rank_that_computes_makes_it_uncertain_though_another_is_gone() -> None:
     """Both are told."""
-    one = found(
+    finding = only_finding(
         view(0, "running", reduce("waiting"), world=3),
         view(1, "finished", world=3),
         view(2, "running", world=3),
     )
 
-    assert not one.is_certain
-    assert one.text == HEAD + (
+    assert not finding.is_certain
+    assert finding.text == HEAD + (
         "rank 1 finished the cell without calling it; rank 2 has not come to it yet (still running)"
     )
 
@@ -258,12 +274,12 @@ def test_one_rank_that_computes_makes_it_uncertain_though_another_is_gone() -> N
 def test_ranks_in_a_circle_wait_for_each_other() -> None:
     """Two groups, entered in another order by each rank."""
     groups = {"1": (0, 1), "2": (0, 1)}
-    one = found(
+    finding = only_finding(
         view(0, "running", reduce("waiting", group="1"), groups=groups),
         view(1, "running", call("barrier", group="2", line=3, state="waiting"), groups=groups),
     )
 
-    assert one == Finding(
+    assert finding == WaitFinding(
         HEAD + "rank 1 waits in barrier() at line 3 of cell [12]; they wait for each other",
         is_certain=True,
         waiting=(0, 1),
@@ -279,7 +295,7 @@ def test_lines_that_differ_are_each_named() -> None:
         view(2, "finished", world=3),
     ]
 
-    assert found(*views).text == HEAD + (
+    assert only_finding(*views).text == HEAD + (
         "rank 1 waits in all_reduce(float32[3]) at line 9 of cell [12]: other(); "
         "rank 2 finished the cell without calling it"
     )
@@ -289,30 +305,30 @@ def test_lines_that_differ_are_each_named() -> None:
 def test_many_ranks_are_one_sentence(world: int) -> None:
     """All but the last wait, for the same reason."""
     views = [view(r, "running", reduce("waiting"), world=world) for r in range(world - 1)]
-    one = found(*views, view(world - 1, "finished", world=world))
+    finding = only_finding(*views, view(world - 1, "finished", world=world))
     who = "rank 0 waits" if world == 2 else f"ranks 0-{world - 2} wait"
 
-    assert one.text == (
+    assert finding.text == (
         f"{who} in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
         f"rank {world - 1} finished the cell without calling it"
     )
-    assert one.waiting == tuple(range(world - 1))
+    assert finding.waiting == tuple(range(world - 1))
 
 
 @pytest.mark.parametrize("odd", [0, 63])
 def test_the_one_that_differs_is_told_not_the_others(odd: int) -> None:
     """Of 64 ranks one called something else."""
     other = call("broadcast", "float32[3], src=0", line=3, state="waiting")
-    one = found(
+    finding = only_finding(
         *(view(r, "running", other if r == odd else reduce("waiting"), world=64) for r in range(64))
     )
     many = "0-62" if odd else "1-63"
 
-    assert one.text == (
+    assert finding.text == (
         f"ranks {many} wait in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
         f"rank {odd} called broadcast(float32[3], src=0) at line 3 instead"
     )
-    assert one.blamed == (odd,)
+    assert finding.blamed == (odd,)
 
 
 def test_a_line_about_64_ranks_stays_readable() -> None:
@@ -331,11 +347,11 @@ def test_a_line_about_64_ranks_stays_readable() -> None:
     shapes = (reduce("waiting", detail=f"float32[{r}]") for r in range(64))
     unlike = [view(r, "running", shape, world=64) for r, shape in enumerate(shapes)]
 
-    assert found(*unlike).text.endswith("; ranks 1-63 called it with other arguments")
-    assert found(*ring).text == (
+    assert only_finding(*unlike).text.endswith("; ranks 1-63 called it with other arguments")
+    assert only_finding(*ring).text == (
         "ranks 0-63 wait in recv at line 7 of cell [12]; they wait for each other"
     )
-    assert found(view(0, "running", reduce("waiting"), world=64), *late).text == HEAD + (
+    assert only_finding(view(0, "running", reduce("waiting"), world=64), *late).text == HEAD + (
         "ranks 1-63 have not come to it yet (still running)"
     )
 
@@ -346,10 +362,10 @@ def test_many_lines_and_a_long_source_are_cut() -> None:
     views = [
         view(r, "running", reduce("waiting", place=at(r + 1, long)), world=64) for r in range(63)
     ]
-    one = found(*views, view(63, "finished", world=64))
+    finding = only_finding(*views, view(63, "finished", world=64))
 
-    assert "ranks 4-62 wait too; rank 63 finished" in one.text
-    assert len(one.text) < 600
+    assert "ranks 4-62 wait too; rank 63 finished" in finding.text
+    assert len(finding.text) < 600
 
 
 def test_the_box_of_another_cell_counts_as_nothing() -> None:
@@ -366,16 +382,16 @@ def test_a_box_may_be_ahead_of_the_reply_or_behind_it() -> None:
     ahead = RankView(1, "running", "", box(1, groups=PAIR, state="finished"))
     behind = RankView(1, "finished", "", box(1, groups=PAIR, state="running"))
 
-    assert found(waits, ahead).text.endswith("rank 1 finished the cell without calling it")
-    assert not found(waits, behind).is_certain
+    assert only_finding(waits, ahead).text.endswith("rank 1 finished the cell without calling it")
+    assert not only_finding(waits, behind).is_certain
 
 
 def test_a_rank_without_a_box_makes_nothing_certain() -> None:
     """What it has called is not known."""
-    one = found(view(0, "running", reduce("waiting")), RankView(1, "finished"))
+    finding = only_finding(view(0, "running", reduce("waiting")), RankView(1, "finished"))
 
-    assert not one.is_certain
-    assert one.text == HEAD + "rank 1 may have called it or not: its calls cannot be read"
+    assert not finding.is_certain
+    assert finding.text == HEAD + "rank 1 may have called it or not: its calls cannot be read"
 
 
 def test_counts_from_before_a_recovery_are_not_compared() -> None:
@@ -384,7 +400,7 @@ def test_counts_from_before_a_recovery_are_not_compared() -> None:
     alive = box(0, reduce("waiting"), groups=PAIR, generation=1)
     views = [RankView(0, "running", "", alive), RankView(1, "ended", "exit code 3", dead)]
 
-    assert found(*views).text == HEAD + "rank 1 ended (exit code 3) before it"
+    assert only_finding(*views).text == HEAD + "rank 1 ended (exit code 3) before it"
 
 
 def test_an_asynchronous_call_counts_and_so_does_its_wait() -> None:
@@ -393,6 +409,6 @@ def test_an_asynchronous_call_counts_and_so_does_its_wait() -> None:
     both = view(1, "finished", reduce("issued"), reduce("issued"))
 
     assert diagnose([view(0, "running", first, second), both], NOW_S) == ()
-    assert found(view(0, "running", first, second), view(1, "finished")).text == HEAD + (
+    assert only_finding(view(0, "running", first, second), view(1, "finished")).text == HEAD + (
         "rank 1 finished the cell without calling it"
     )

@@ -42,16 +42,16 @@ class Held:
 
 
 @contextmanager
-def held(name: str, body: Callable[[Callable[[], object]], object]) -> Iterator[Held]:
+def blocked_thread(name: str, body: Callable[[Callable[[], object]], object]) -> Iterator[Held]:
     """A thread that runs `body`, which has reached its wait."""
-    one = Held(name, body)
-    one.thread.start()
+    blocked = Held(name, body)
+    blocked.thread.start()
     try:
-        assert one.is_there.wait(DEADLINE_S)
-        yield one
+        assert blocked.is_there.wait(DEADLINE_S)
+        yield blocked
     finally:
-        one.may_go.set()
-        one.thread.join(DEADLINE_S)
+        blocked.may_go.set()
+        blocked.thread.join(DEADLINE_S)
 
 
 def is_waiting(frame: FrameType) -> bool:
@@ -68,7 +68,7 @@ def seen_while(
 
     Then the wait ends, and so do those of the threads in `release`.
     """
-    found: list[Seen] = []
+    answers: list[Seen] = []
     looked = threading.Event()
     began: list[bool] = []  # no event: the main thread would be in threading's code to set it
     main_ident = threading.get_ident()
@@ -78,17 +78,17 @@ def seen_while(
         end_s = time.monotonic() + DEADLINE_S
         while not began or not is_waiting(sys._current_frames()[main_ident]):
             assert time.monotonic() < end_s
-        found.append(free_threads.free(places or UserFrameFinder(), waits_inside=False))
+        answers.append(free_threads.free(places or UserFrameFinder(), waits_inside=False))
         looked.set()
-        for one in release:
-            one.may_go.set()
+        for blocked in release:
+            blocked.may_go.set()
 
     looker = threading.Thread(target=look)
     looker.start()
     began.append(True)
     main(lambda: looked.wait(DEADLINE_S))
     looker.join(DEADLINE_S)
-    return found[0]
+    return answers[0]
 
 
 def test_a_main_thread_is_free_until_it_makes_a_call() -> None:
@@ -102,7 +102,7 @@ def test_a_thread_of_the_users_is_free_unless_it_is_in_a_call() -> None:
     idle = threading.Event()
     library = threading.Thread(target=idle.wait, name="library", daemon=True)
     library.start()
-    with held("loader", lambda wait: wait()), held("caller", in_call):
+    with blocked_thread("loader", lambda wait: wait()), blocked_thread("caller", in_call):
         assert seen_while(in_call) == (False, ("loader",))
     idle.set()
     library.join(DEADLINE_S)
@@ -110,12 +110,12 @@ def test_a_thread_of_the_users_is_free_unless_it_is_in_a_call() -> None:
 
 def test_who_joins_a_thread_in_a_call_waits_with_it() -> None:
     """Without a timeout: with one it goes on by itself."""
-    with held("caller", in_call) as one:
-        assert seen_while(lambda _: one.thread.join(), one) == (False, ())
-    with held("caller", in_call) as one:
-        assert seen_while(lambda _: one.thread.join(DEADLINE_S), one) == (True, ())
-    with held("loader", lambda wait: wait()) as one:
-        assert seen_while(lambda _: one.thread.join(), one) == (True, ("loader",))
+    with blocked_thread("caller", in_call) as caller:
+        assert seen_while(lambda _: caller.thread.join(), caller) == (False, ())
+    with blocked_thread("caller", in_call) as caller:
+        assert seen_while(lambda _: caller.thread.join(DEADLINE_S), caller) == (True, ())
+    with blocked_thread("loader", lambda wait: wait()) as caller:
+        assert seen_while(lambda _: caller.thread.join(), caller) == (True, ("loader",))
 
 
 def test_a_task_that_a_cell_has_left_may_call_too() -> None:
@@ -130,9 +130,9 @@ def test_a_task_that_a_cell_has_left_may_call_too() -> None:
         places.is_users = lambda frame: frame is not None and "later" in frame.f_code.co_name  # type: ignore[method-assign]
         task = asyncio.create_task(later())
         await asyncio.sleep(0)
-        found = seen_while(lambda wait: wait(), places=places), seen_while(in_call, places=places)
+        answers = seen_while(lambda wait: wait(), places=places), seen_while(in_call, places=places)
         task.cancel()
-        return found
+        return answers
 
     assert asyncio.run(both()) == ((True, ("task later",)), (False, ()))
 
@@ -145,18 +145,18 @@ def test_nothing_that_threads_hold_is_kept() -> None:
     """What a function held while it was looked at goes when it returns, without a collection."""
 
     def looked_at() -> weakref.ref[Kept]:
-        kept = Kept()
+        in_frame = Kept()
         thread = threading.Thread(
             target=lambda: free_threads.free(UserFrameFinder(), waits_inside=False)
         )
         thread.start()
         thread.join(DEADLINE_S)
-        return weakref.ref(kept)
+        return weakref.ref(in_frame)
 
     gc.disable()
     try:
-        kept = looked_at()
+        in_frame = looked_at()
 
-        assert kept() is None
+        assert in_frame() is None
     finally:
         gc.enable()

@@ -26,10 +26,10 @@ STRANGERS = """
     b, _ = listener.accept()
     pairs["user"] = (a, b)
     context = zmq.Context()
-    one, two = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    port = one.bind_to_random_port("tcp://127.0.0.1")
-    two.connect(f"tcp://127.0.0.1:{port}")
-    two.setsockopt(zmq.RCVTIMEO, 5000)
+    near, far = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    port = near.bind_to_random_port("tcp://127.0.0.1")
+    far.connect(f"tcp://127.0.0.1:{port}")
+    far.setsockopt(zmq.RCVTIMEO, 5000)
     tcp = dist.TCPStore("127.0.0.1", 0, 1, True)
     client = dist.TCPStore("127.0.0.1", tcp.port, 1, False)
 
@@ -45,7 +45,7 @@ STRANGERS = """
 
     def alive():
         a.sendall(b"x")
-        one.send(b"y")
+        near.send(b"y")
         client.set("key", "value")
         writer.write(b"line\\n")
         return [b.recv(1).decode(), two.recv().decode(), tcp.get("key").decode(),
@@ -59,7 +59,7 @@ STRANGERS = """
     plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", this_rank().store), rank, n,
                                   timeout=timedelta(minutes=3))
     sub = dist.new_group([0, 1])
-    before, first, told = alive(), counts(), {}
+    before, first, errors = alive(), counts(), {}
     def reduce_of(group):
         return lambda: group.allreduce([torch.ones(3)]).wait()
     calls = {"world": lambda: dist.all_reduce(torch.ones(3)), "own": reduce_of(own),
@@ -67,16 +67,16 @@ STRANGERS = """
              "send": lambda: dist.recv(torch.ones(3), 1)}
     kind = os.environ["KIND"]
     if rank == 0:
-        told = broken_off(calls[kind])
+        errors = broken_off(calls[kind])
         say("out")
     else:
         wait_for("out", [0])
     between = counts()
-    again = [abort.abort() for _ in range(50)]
-    done(before=before, after=alive(), told=told, again=again,
+    again = [gloo_abort.abort() for _ in range(50)]
+    done(before=before, after=alive(), errors=errors, again=again,
          shared=plain.options._devices == sub._get_backend(torch.device("cpu")).options._devices,
-         timeout=plain.options._timeout.total_seconds(), supported=abort.is_supported(),
-         leak=counts()[0] - between[0], loops=len(abort._known.loops))
+         timeout=plain.options._timeout.total_seconds(), supported=gloo_abort.is_supported(),
+         leak=counts()[0] - between[0], loops=len(gloo_abort._state.loops))
 """
 
 
@@ -86,17 +86,17 @@ def test_every_gloo_call_ends_and_no_other_socket_is_touched(tmp_path: Path, kin
     with TorchRanks(tmp_path, 2, STRANGERS, KIND=kind) as ranks:
         results = ranks.results()
 
-    assert results[0]["told"][0] == "RuntimeError"
+    assert results[0]["errors"][0] == "RuntimeError"
     # One connection for each of the four groups.
-    assert 1 <= results[0]["told"][1] <= 8
-    for one in results:
-        assert one["before"] == one["after"] == ["x", "y", "value", "line"]
-        assert one["leak"] <= 0
-        assert one["again"][-1] == 0
-        assert one["shared"]
-        assert one["timeout"] == 180.0
-        assert one["supported"]
-        assert one["loops"] == 2
+    assert 1 <= results[0]["errors"][1] <= 8
+    for result in results:
+        assert result["before"] == result["after"] == ["x", "y", "value", "line"]
+        assert result["leak"] <= 0
+        assert result["again"][-1] == 0
+        assert result["shared"]
+        assert result["timeout"] == 180.0
+        assert result["supported"]
+        assert result["loops"] == 2
 
 
 FORKED = """
@@ -106,9 +106,9 @@ FORKED = """
         signal.pause()
         os._exit(0)
     def gone():
-        return {fd for loop in abort._known.loops for fd, _ in abort._members(loop)}
+        return {fd for loop in gloo_abort._state.loops for fd, _ in gloo_abort._members(loop)}
     before = gone()
-    abort.abort()
+    gloo_abort.abort()
     try:
         dist.group.WORLD.allreduce([torch.ones(3)]).wait()  # nothing of ours refuses it
         error = ""
@@ -117,7 +117,7 @@ FORKED = """
     # The numbers that Gloo has closed now become the user's.
     pairs = [socket.socketpair() for _ in range(40)]
     reused = before & {end.fileno() for pair in pairs for end in pair}
-    count = abort.abort()
+    count = gloo_abort.abort()
     for left, right in pairs:
         left.sendall(b"z")
     got = {right.recv(1).decode() for _, right in pairs}
@@ -132,16 +132,17 @@ def test_numbers_that_gloo_has_given_up_are_left_alone(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, FORKED) as ranks:
         results = ranks.results()
 
-    assert any(one["reused"] for one in results), "the case was not made"
-    assert [one["got"] for one in results] == [["z"]] * 2
+    assert any(result["reused"] for result in results), "the case was not made"
+    assert [result["got"] for result in results] == [["z"]] * 2
 
 
 CHILD = """
     total()
-    own = abort.shared_devices()[0]
+    device = gloo_abort.shared_devices()[0]
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if not abort._known.loops and own not in abort.shared_devices() else 1)
+        is_new = not gloo_abort._state.loops and device not in gloo_abort.shared_devices()
+        os._exit(0 if is_new else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     done(code=code, sum=total())
 """
@@ -152,7 +153,7 @@ def test_a_forked_child_makes_a_device_of_its_own(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, CHILD) as ranks:
         results = ranks.results()
 
-    assert [(one["code"], one["sum"]) for one in results] == [(0, 3.0)] * 2
+    assert [(result["code"], result["sum"]) for result in results] == [(0, 3.0)] * 2
 
 
 def test_an_epoll_number_that_is_used_again_is_not_trusted() -> None:
@@ -174,9 +175,9 @@ def test_an_epoll_of_asyncio_is_none_of_ours() -> None:
     """It holds a pair of connected sockets from its begin."""
     import select
 
-    left, right = socket.socketpair()
-    with left, right, select.epoll() as epoll:
-        epoll.register(right)
+    near, far = socket.socketpair()
+    with near, far, select.epoll() as epoll:
+        epoll.register(far)
         assert gloo_abort._loop_of(epoll.fileno()) is None
 
 
@@ -193,12 +194,12 @@ LATE = """
     from nbdist.engine import responder
     say("here")
     wait_for("here")
-    groups.recover(1)
+    process_groups.recover(1)
     late = [responder.abort(0), total()]
     say("asked")
     wait_for("asked")
     count = responder.abort(1)
-    groups.recover(2)
+    process_groups.recover(2)
     done(late=late, count=count, total=total())
 """
 
@@ -208,27 +209,27 @@ def test_a_request_that_comes_late_ends_nothing(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, LATE) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert one["late"] == [0, 3.0]
-        assert one["total"] == 3.0
-    assert sum(one["count"] for one in results) >= 1
+    for result in results:
+        assert result["late"] == [0, 3.0]
+        assert result["total"] == 3.0
+    assert sum(result["count"] for result in results) >= 1
 
 
 MOVING = """
     import random, threading
-    from nbdist.hang.rank import process_groups as groups, rendezvous
-    large, told, draw = torch.zeros(4 * 2**20), [], random.Random(rank)
+    from nbdist.hang.rank import rendezvous
+    large, errors, draw = torch.zeros(4 * 2**20), [], random.Random(rank)
     for generation in range(1, 9):
-        timer = threading.Timer(draw.uniform(0.02, 0.2), abort.abort)
+        timer = threading.Timer(draw.uniform(0.02, 0.2), gloo_abort.abort)
         timer.start()
         try:
             while True:
                 dist.all_reduce(large)
         except RuntimeError as error:
-            told.append(str(error))
+            errors.append(str(error))
         timer.join()
-        groups.recover(generation)
-    done(told=told, total=total(), is_broken_off=rendezvous.is_broken_off())
+        process_groups.recover(generation)
+    done(errors=errors, total=total(), is_broken_off=rendezvous.is_broken_off())
 """
 
 
@@ -237,11 +238,11 @@ def test_an_abort_in_the_middle_of_large_messages_frees_everybody(tmp_path: Path
     with TorchRanks(tmp_path, 2, MOVING) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert len(one["told"]) == 8
-        assert all(is_follower(text) for text in one["told"])
-        assert one["total"] == 3.0
-        assert not one["is_broken_off"]
+    for result in results:
+        assert len(result["errors"]) == 8
+        assert all(is_follower(text) for text in result["errors"])
+        assert result["total"] == 3.0
+        assert not result["is_broken_off"]
 
 
 def test_a_connection_is_at_rest_when_nothing_moves() -> None:
@@ -250,16 +251,16 @@ def test_a_connection_is_at_rest_when_nothing_moves() -> None:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
         with near, far:
-            both = [(one.fileno(), os.fstat(one.fileno()).st_ino) for one in (near, far)]
+            both = [(end.fileno(), os.fstat(end.fileno()).st_ino) for end in (near, far)]
             near.sendall(b"x")
-            full = [gloo_abort._is_at_rest(*one) for one in both]
+            full = [gloo_abort._is_at_rest(*end) for end in both]
             far.recv(1)
             began_s = time.monotonic()
-            while not all(gloo_abort._is_at_rest(*one) for one in both):
+            while not all(gloo_abort._is_at_rest(*end) for end in both):
                 assert time.monotonic() < began_s + 20
             far.shutdown(socket.SHUT_RDWR)
             near.recv(1)
-            shut = [gloo_abort._is_at_rest(*one) for one in both]
+            shut = [gloo_abort._is_at_rest(*end) for end in both]
 
         assert not any(full)
         assert gloo_abort._is_at_rest(server.fileno(), os.fstat(server.fileno()).st_ino)

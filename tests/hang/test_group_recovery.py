@@ -9,14 +9,14 @@ from typing import Any, cast
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, GroupRecovery
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import CallLog, Group
-from nbdist.hang.recovery import Recovered
+from nbdist.hang.records import CallLog, GroupRecord
+from nbdist.hang.recovery import RecoveryResult
 
-RECOVERED = Recovered(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
+RECOVERED = RecoveryResult(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
 
 
 def box(rank: int, calls: int) -> CallLog:
-    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": Group("0", (0, 1), calls)}, {}, ())
+    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": GroupRecord("0", (0, 1), calls)}, {}, ())
 
 
 def done(value: Any) -> Future[Any]:
@@ -36,7 +36,7 @@ class FakeHealth:
         self.recoveries: list[dict[int, Future[Any]]] = []
 
     def boxes(self) -> dict[int, CallLog]:
-        """By rank."""
+        """Rank -> what its box says."""
         return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
@@ -57,7 +57,7 @@ class FakeRanks:
         self.checksums: dict[int, dict[str, str]] = {}
 
     def interrupt(self, rank: int) -> None:
-        """Note it."""
+        """Note which rank was interrupted."""
         self.interrupted.append(rank)
 
     @property
@@ -158,7 +158,7 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     assert second.step(100.0 + RECOVER_S) is None
     assert first.outcome is not None
     assert second.outcome is not None
-    assert "rank 1 could not make the groups anew (rank 1: no store)" in first.outcome.problem
+    assert "rank 1 could not recreate the groups (rank 1: no store)" in first.outcome.problem
     assert "ranks 0-1 could not" in second.outcome.problem
     assert failed.health.needs_recovery
     assert silent.health.needs_recovery
@@ -177,7 +177,7 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     assert pause_s == LOOK_S
     assert session.interrupted == [0]
     assert aftermath.step(100.3) is None
-    assert [set(one) for one in session.recoveries] == [{0, 1}, {0}]
+    assert [set(recovery) for recovery in session.recoveries] == [{0, 1}, {0}]
     assert aftermath.outcome is not None
     assert aftermath.outcome.is_recovered
     assert not session.health.needs_recovery

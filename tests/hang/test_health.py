@@ -9,7 +9,7 @@ from typing import Any, cast
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.topology import Topology
-from nbdist.hang.call_log import SIZE_BYTES, Writer
+from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
 from nbdist.hang.kernel.health import Health
 
 AHEAD_S = 5000.0
@@ -27,7 +27,7 @@ class LateCallbacks(Future[Any]):
         self.callbacks.append(fn)
 
     def tell(self) -> None:
-        """Tell all."""
+        """Call whoever waits for an answer."""
         for callback in self.callbacks:
             callback(self)
 
@@ -55,28 +55,28 @@ class FakeCluster:
         self.exits: dict[int | None, object] = {}
 
     def pids(self) -> dict[int, int]:
-        """None are here."""
+        """No rank runs on this host."""
         return {}
 
 
 class OneRank:
-    """Rank 0 is engine 0."""
+    """A topology in which rank 0 is engine 0."""
 
     class Place:
-        """Where it is."""
+        """A rank's place in the topology."""
 
         rank = engine_id = 0
 
     ranks = (Place(),)
 
     def engine_of_rank(self, rank: int) -> int:
-        """The same number."""
+        """Engine and rank have the same number here."""
         return rank
 
 
 def content() -> bytes:
     """A box of another host, whose clock is ahead."""
-    box = Writer(bytearray(SIZE_BYTES), 0, 77)
+    box = CallLogWriter(bytearray(SIZE_BYTES), 0, 77)
     box.set_cell(3, "running")
     box.end(box.begin(box.group("0", (0,)), b"barrier\0", b""), 2)
     return bytes(box.memory)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import Finding, RankView, ThreadSnapshot
-from tests.support.boxes import NOW_S, at, call, found, inner, look, reduce, view
+from nbdist.hang.records import RankView, ThreadSnapshot, WaitFinding
+from tests.support.boxes import NOW_S, at, call, inner, look, only_finding, reduce, view
 
 
 def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> ThreadSnapshot:
@@ -33,10 +33,10 @@ def backward(state: str, number: int | None, **fields: bool) -> tuple[RankView, 
 @pytest.mark.parametrize("number", [3, None])
 def test_a_collective_from_cxx_is_named(number: int | None) -> None:
     """By the flight recorder; a rank that has finished and not answered has not come."""
-    one = found(*backward("finished", number))
+    finding = only_finding(*backward("finished", number))
 
-    assert one.text == INNER + "rank 1 finished the cell without calling it"
-    assert (one.is_certain, one.waiting, one.blamed) == (True, (0,), (1,))
+    assert finding.text == INNER + "rank 1 finished the cell without calling it"
+    assert (finding.is_certain, finding.waiting, finding.blamed) == (True, (0,), (1,))
 
 
 def test_a_pending_call_alone_proves_nothing() -> None:
@@ -53,22 +53,24 @@ def test_a_pending_call_alone_proves_nothing() -> None:
 def test_a_peer_that_computes_is_late_in_a_collective_from_cxx() -> None:
     """Known to be behind or not known at all: not certain."""
     for number in (3, None):
-        one = found(
+        finding = only_finding(
             *backward("running", number, is_asleep=False) if number else backward("running", None)
         )
-        assert not one.is_certain
-        assert one.text.startswith(INNER + "rank 1 has not come to it yet (still running")
+        assert not finding.is_certain
+        assert finding.text.startswith(INNER + "rank 1 has not come to it yet (still running")
 
 
 def test_backward_against_barrier_is_certain() -> None:
     """Uneven batches: one rank is through with its loop, the other still in a step."""
     barrier = call("barrier", line=5, source="dist.barrier()", state="waiting")
     at_barrier = look(at(5), g0=inner("barrier", "", 4))
-    one = found(view(0, "running", look=step(4)), view(1, "running", barrier, look=at_barrier))
+    finding = only_finding(
+        view(0, "running", look=step(4)), view(1, "running", barrier, look=at_barrier)
+    )
 
-    assert one.is_certain
-    assert one.text.startswith(INNER + "rank 1 called barrier() at line 5 instead; ")
-    assert not found(
+    assert finding.is_certain
+    assert finding.text.startswith(INNER + "rank 1 called barrier() at line 5 instead; ")
+    assert not only_finding(
         view(0, "running", look=step(4)),
         view(1, "running", barrier),
     ).is_certain
@@ -78,7 +80,7 @@ def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:
     """Worded so, and only once all others are done."""
     asleep = view(0, "running", look=look(at(3, "loss.backward()")))
 
-    assert found(asleep, view(1, "finished")) == Finding(
+    assert only_finding(asleep, view(1, "finished")) == WaitFinding(
         "rank 0 sleeps inside torch at line 3 of cell [12]: loss.backward(); "
         "rank 1 has ended the cell, and may be waited for there",
         is_certain=False,
@@ -91,12 +93,12 @@ def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:
 def test_a_wait_for_work_of_cxx_is_looked_up_in_the_recorder() -> None:
     """The box says "wait" and no number."""
     wait = call("wait", line=4, state="waiting")
-    own = view(0, "running", wait, look=step(4)).box
-    assert own is not None
-    unnumbered = replace(own, calls=(replace(own.calls[0], group="", number=0),))
+    waiting_box = view(0, "running", wait, look=step(4)).box
+    assert waiting_box is not None
+    unnumbered = replace(waiting_box, calls=(replace(waiting_box.calls[0], group="", number=0),))
     waits = replace(view(0, "running", look=step(4)), box=unnumbered)
 
-    assert found(waits, view(1, "finished", look=step(3))).text == (
+    assert only_finding(waits, view(1, "finished", look=step(3))).text == (
         INNER + "rank 1 finished the cell without calling it"
     )
 
@@ -105,4 +107,4 @@ def test_work_that_python_has_issued_may_not_be_what_is_waited_for() -> None:
     """It sleeps in torch, perhaps elsewhere: not certain."""
     waits = view(0, "running", reduce("issued"), look=step(4))
 
-    assert not found(waits, view(1, "finished", look=step(3))).is_certain
+    assert not only_finding(waits, view(1, "finished", look=step(3))).is_certain

@@ -16,7 +16,7 @@ import pytest
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel import health
 from nbdist.hang.rank import main_thread
-from nbdist.hang.records import FlightRecorderEntry, Place, ThreadSnapshot
+from nbdist.hang.records import FlightRecorderEntry, SourceLine, ThreadSnapshot
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import session_of, temporary_folder, until
@@ -66,14 +66,14 @@ class Ranks:
 
     def look_when(self, rank: int, is_right: Callable[[ThreadSnapshot], bool]) -> ThreadSnapshot:
         """The first look for which the condition holds."""
-        found: list[ThreadSnapshot] = []
+        snapshots: list[ThreadSnapshot] = []
 
         def is_there() -> bool:
-            found.append(self.look(rank))
-            return is_right(found[-1])
+            snapshots.append(self.look(rank))
+            return is_right(snapshots[-1])
 
-        assert until(is_there), found[-1]
-        return found[-1]
+        assert until(is_there), snapshots[-1]
+        return snapshots[-1]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_collective_that_waits(ranks: Ranks) -> None:
     ranks.run(1, "dist.all_reduce(torch.ones(3))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
+    assert look.place == SourceLine(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
     assert look.stack[0] == f"cell [{ranks.cell - 1}], line 3: dist.all_reduce(x)"
     assert "torch/distributed/distributed_c10d.py" in look.stack[-1]
     assert look.newest[WORLD] == FlightRecorderEntry(
@@ -126,7 +126,7 @@ def test_an_asynchronous_collective_that_is_waited_for(ranks: Ranks) -> None:
     ranks.run(1, "dist.all_reduce(torch.ones(2))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 2, "work.wait()")
+    assert look.place == SourceLine(ranks.cell - 1, "", 2, "work.wait()")
     assert look.newest[WORLD].is_pending
 
 
@@ -143,7 +143,7 @@ def test_ddp_waits_in_backward(ranks: Ranks) -> None:
     ranks.run(1, "loss.backward()")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 2, "loss.backward()")
+    assert look.place == SourceLine(ranks.cell - 1, "", 2, "loss.backward()")
     assert look.newest[WORLD] == FlightRecorderEntry(
         "all_reduce", "float32[25]", before + 1, is_pending=True
     )
@@ -162,7 +162,7 @@ def test_fsdp_waits_in_forward(ranks: Ranks) -> None:
     ranks.run(1, "y = f(torch.ones(2, 8))")()
     end()
 
-    assert look.place == Place(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
+    assert look.place == SourceLine(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
     assert look.newest[WORLD] == FlightRecorderEntry(
         "all_gather", "float32[36]", before + 1, is_pending=True
     )
@@ -175,12 +175,12 @@ def test_sleep_is_no_wait_in_torch(ranks: Ranks, tmp_path: Path) -> None:
     end = ranks.run(
         0, f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(1)"
     )
-    look = ranks.look_when(0, lambda one: one.is_asleep)
+    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep)
     gate.touch()
     end()
 
     assert not look.is_in_torch
-    assert look.place == Place(ranks.cell, "", 3, "time.sleep(1)")
+    assert look.place == SourceLine(ranks.cell, "", 3, "time.sleep(1)")
 
 
 def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
@@ -191,13 +191,13 @@ def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
         "import os\na = torch.ones(300, 300)\n"
         f"while not os.path.exists({str(gate)!r}):\n    b = a @ a",
     )
-    ranks.look_when(0, lambda one: one.place is not None and one.place.line > 2)
-    seen = [ranks.look(0) for _ in range(20)]
+    ranks.look_when(0, lambda snapshot: snapshot.place is not None and snapshot.place.line > 2)
+    snapshots = [ranks.look(0) for _ in range(20)]
     gate.touch()
     end()
 
-    assert not any(one.is_asleep for one in seen)
-    assert {one.place.line for one in seen if one.place} <= {3, 4}
+    assert not any(snapshot.is_asleep for snapshot in snapshots)
+    assert {snapshot.place.line for snapshot in snapshots if snapshot.place} <= {3, 4}
 
 
 def test_waiting_for_a_data_loader(ranks: Ranks, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_waiting_for_a_data_loader(ranks: Ranks, tmp_path: Path) -> None:
         f"        while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n        return i\n"
         "for x in torch.utils.data.DataLoader(D(), num_workers=1): pass",
     )
-    look = ranks.look_when(0, lambda one: one.is_asleep and len(one.stack) > 1)
+    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep and len(snapshot.stack) > 1)
     gate.touch()
     end()
 
@@ -231,11 +231,11 @@ def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport users_module\n"
         f"users_module.wait({str(gate)!r})",
     )
-    look = ranks.look_when(0, lambda one: one.is_asleep and one.place is not None)
+    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep and snapshot.place is not None)
     gate.touch()
     end()
 
-    assert look.place == Place(None, "users_module.py", 4, "time.sleep(0.2)")
+    assert look.place == SourceLine(None, "users_module.py", 4, "time.sleep(0.2)")
     assert look.stack[0].startswith(f"cell [{ranks.cell}], line 3")
 
 
@@ -245,27 +245,27 @@ import json, sys, tempfile
 import torch, torch.distributed as dist
 from nbdist.hang.rank import main_thread as looks
 
-def told():
+def counts():
     return {name: [c.op, c.number] for name, c in looks.newest_collectives().items()}
 
 folder = tempfile.mkdtemp(dir=sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/0", 1), rank=0, world_size=1)
-kept = dist.new_group([0])
-found = [told()]
+group = dist.new_group([0])
+counts_after = [counts()]
 for _ in range(3):
     dist.all_reduce(torch.ones(2))
-dist.barrier(group=kept)
-found.append(told())
+dist.barrier(group=group)
+counts_after.append(counts())
 world = dist.group.WORLD
 backend = dist.ProcessGroupGloo(dist.FileStore(folder + "/1", 1), 0, 1)
 world._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType(7), backend)
 world._set_group_name(world.group_name)
 looks.mark_recovered()
-found.append(told())
+counts_after.append(counts())
 dist.all_reduce(torch.ones(2))
-dist.all_reduce(torch.ones(2), group=kept)
-found.append(told())
-print(json.dumps(found))
+dist.all_reduce(torch.ones(2), group=group)
+counts_after.append(counts())
+print(json.dumps(counts_after))
 """
 
 
@@ -328,11 +328,11 @@ def test_what_was_counted_and_not_yet_noted_is_read_again() -> None:
 
 def test_a_barrier_has_no_detail() -> None:
     """Without tensors there is nothing to say, and the last one of a group counts."""
-    found = main_thread.newest_of(
+    newest = main_thread.newest_of(
         [entry(), entry(profiling_name="gloo:barrier", input_sizes=[], input_dtypes=[])], -1, {}
     )
 
-    assert dataclasses.astuple(found["0"]) == ("barrier", "", 4, True)
+    assert dataclasses.astuple(newest["0"]) == ("barrier", "", 4, True)
 
 
 def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,15 +358,15 @@ def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(main_thread._Sleep, "end", end)
 
     def looked_at() -> weakref.ref[_Kept]:
-        kept = _Kept()
+        in_frame = _Kept()
         thread.start()
         assert is_watching.wait(DEADLINE_S)
-        return weakref.ref(kept)
+        return weakref.ref(in_frame)
 
     thread = threading.Thread(target=main_thread.snapshot)
-    kept = looked_at()
+    in_frame = looked_at()
 
-    assert kept() is None
+    assert in_frame() is None
 
     may_end.set()
     thread.join(DEADLINE_S)

@@ -38,16 +38,16 @@ class FakeHealth:
     aborts = 0
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Nobody completes it."""
+        """A future that nobody completes."""
         return {0: Future()}
 
     def abort(self) -> None:
-        """Count."""
+        """Count the aborts."""
         self.aborts += 1
 
 
 class FakeSession:
-    """One idle rank."""
+    """A session of one idle rank."""
 
     busy_ranks = ()
 
@@ -56,7 +56,7 @@ class FakeSession:
         self.upkeep = Maintenance(cast("Ranks", self), cast("Health", self.health))
 
     def is_connected(self, _rank: int) -> bool:
-        """It lives."""
+        """Every rank lives here."""
         return True
 
 
@@ -96,7 +96,7 @@ def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Sessio
         pair.sync_model(0)
     result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
-    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
+    assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]
 
 
 @pytest.mark.cluster
@@ -108,4 +108,4 @@ def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Se
         pair.run(CAUGHT, timeout_s=30)
     result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
-    assert [one.text.strip() for one in result.ranks] == ["2.0", "2.0"]
+    assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]

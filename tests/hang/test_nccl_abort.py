@@ -66,8 +66,8 @@ class FakeNccl:
 def test_all_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cell is voided first; the aborts stand between one start and one end, and are counted."""
     calls: list[str] = []
-    found = [FakeNccl("newest", calls), FakeNccl("world", calls)]
-    monkeypatch.setattr(nccl_abort, "backends", lambda: found)
+    backends = [FakeNccl("newest", calls), FakeNccl("world", calls)]
+    monkeypatch.setattr(nccl_abort, "backends", lambda: backends)
     monkeypatch.setattr(nccl_abort, "void", lambda: calls.append("void"))
 
     assert nccl_abort.abort() == 2
@@ -147,11 +147,11 @@ def test_without_a_cell_nobody_is_hit() -> None:
 
 def test_types_are_given_from_above_and_never_twice(group: Any) -> None:
     """Each new backend of a group gets a type that it has not had."""
-    seen = []
+    numbers = []
     for _ in range(3):
         kind = debug_checks.unused_type(group)
-        seen.append(int(kind))
+        numbers.append(int(kind))
         backend = group._get_backend(torch.device("cpu"))
         group._register_backend(torch.device("cpu"), kind, backend)
 
-    assert seen == [255, 254, 253]
+    assert numbers == [255, 254, 253]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks
-from nbdist.hang.recovery import MadeGroup, Recovered, merge_made
+from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -50,19 +50,19 @@ HANGS = """
         "object": lambda: dist.all_gather_object([None] * n, {"a": 1}),
         "recv": lambda: dist.recv(torch.ones(3), 1),
     }
-    curve, told, right, spent = [steps(), steps()], {}, [], []
+    curve, errors, right, spent = [steps(), steps()], {}, [], []
     fds = []
     for generation, (kind, hang) in enumerate(hangs.items(), 1):
         if os.environ["FAULT"] == "1":
             if rank == 0:
-                told[kind], _ = broken_off(hang)
+                errors[kind], _ = broken_off(hang)
                 say(f"out{generation}")
             else:
                 if kind == "fsdp backward":
                     fs(data)
                 wait_for(f"out{generation}", [0])
             began = time.monotonic()
-            back = groups.recover(generation)
+            back = process_groups.recover(generation)
             spent.append(time.monotonic() - began)
             later = dist.new_group([0, 1])
             right.append([total(), total(sub) if rank < 2 else 3.0,
@@ -76,7 +76,7 @@ HANGS = """
             dist.monitored_barrier()
             fds.append(counts()[0])
         curve.append(steps())
-    done(curve=curve, told=told, right=right, spent=spent, fds=fds,
+    done(curve=curve, errors=errors, right=right, spent=spent, fds=fds,
          checksums=reset_models.checksums(), names=[model.name for model in models.find()])
 """
 
@@ -89,27 +89,27 @@ def test_eight_ways_to_hang_leave_the_loss_curve_as_it_was(tmp_path: Path, size:
     with TorchRanks(tmp_path / "storm", size, HANGS, FAULT="1") as ranks:
         storm = ranks.results()
 
-    assert [one["curve"] for one in storm] == [one["curve"] for one in calm]
+    assert [result["curve"] for result in storm] == [result["curve"] for result in calm]
     assert len(set(map(str, calm[0]["curve"]))) == 10
-    assert list(storm[0]["told"].values()) == ["RuntimeError"] * 8
+    assert list(storm[0]["errors"].values()) == ["RuntimeError"] * 8
     everyone = size * (size + 1) / 2
-    for one in storm:
-        assert one["right"] == [[everyone, 3.0, 3.0, 120.0, 120.0, sum(range(size))]] * 8
-        assert one["names"] == ["ddp", "fs"]
-        assert one["checksums"]["fs"] == "sharded"
-        assert max(one["spent"]) < 10
-    assert len({one["checksums"]["ddp"] for one in storm}) == 1
+    for result in storm:
+        assert result["right"] == [[everyone, 3.0, 3.0, 120.0, 120.0, sum(range(size))]] * 8
+        assert result["names"] == ["ddp", "fs"]
+        assert result["checksums"]["fs"] == "sharded"
+        assert max(result["spent"]) < 10
+    assert len({result["checksums"]["ddp"] for result in storm}) == 1
     # Each round makes one more group, with a connection per peer that the aborted ones give back.
     assert storm[0]["fds"][-1] - storm[0]["fds"][0] <= 7 * 2 + 2
 
 
 MANY = """
-    own = dist.new_group([0, 1])
+    pair = dist.new_group([0, 1])
     ddp = DDP(torch.nn.Linear(4, 4))
     rows, right = [], True
     for generation in range(1, int(os.environ["TIMES"]) + 1):
-        groups.recover(generation)
-        right = right and total() == 3.0 and total(own) == 3.0
+        process_groups.recover(generation)
+        right = right and total() == 3.0 and total(pair) == 3.0
         ddp(torch.ones(2, 4)).sum().backward()
         rows.append(counts())
     used = Path("/proc/self/status").read_text()
@@ -123,9 +123,9 @@ def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> 
     with TorchRanks(tmp_path, 2, MANY, TIMES=str(times)) as ranks:
         results = ranks.results()
 
-    for one in results:
-        fds, threads = zip(*one["rows"], strict=True)
-        assert one["right"]
+    for result in results:
+        fds, threads = zip(*result["rows"], strict=True)
+        assert result["right"]
         assert max(fds) - fds[0] <= 2
         # Two groups; torch keeps a group's old backends, with their two sleeping threads each.
         assert threads[-1] - threads[0] == (times - 1) * 2 * 2
@@ -133,9 +133,9 @@ def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> 
 
 REPLACED = """
     if is_new:
-        known = {str(name): pg for pg, name in c10d._world.pg_names.items()}
-        first = known.get("1")
-        local = next((pg for name, pg in known.items() if len(name) > 3), None)
+        groups = {str(name): pg for pg, name in c10d._world.pg_names.items()}
+        first = groups.get("1")
+        local = next((pg for name, pg in groups.items() if len(name) > 3), None)
     else:
         from datetime import timedelta
         # First of all: torch names it by how many groups the members are in.
@@ -145,12 +145,12 @@ REPLACED = """
         dist.new_group([0])
         dist.destroy_process_group(closed) if rank < 2 else None
         assert total() == n * (n + 1) / 2
-        say("made", pickle.dumps((this_rank().topology, groups.groups_made())))
+        say("made", pickle.dumps((this_rank().topology, process_groups.created_groups())))
         wait_for("dead", [1])
-        broken = groups.recover(1, (1,))
+        broken = process_groups.recover(1, (1,))
         alone = [str(name) for name in broken.skipped]
         say("again")
-        back = groups.recover(2)
+        back = process_groups.recover(2)
     later = dist.new_group(list(range(n)))
     result = {"world": total(), "later": total(later), "name": later.group_name}
     if rank < 2:
@@ -162,7 +162,7 @@ REPLACED = """
     dist.barrier()
     if not is_new:
         result.update(skipped=alone, renewed=back.renewed)
-    done(**result, made=len(groups.groups_made()))
+    done(**result, made=len(process_groups.created_groups()))
 """
 
 
@@ -176,15 +176,17 @@ def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> No
         (tmp_path / "dead.1").touch()
         for rank in said:
             ranks.wait_for("again", rank)
-        made = merge_made(groups for _, groups in said.values())
-        ranks.replace(1, 2, said[0][0], made)
+        specs = merge_groups(groups for _, groups in said.values())
+        ranks.replace(1, 2, said[0][0], specs)
         results = ranks.results()
 
     everyone = size * (size + 1) / 2
-    assert [(one["world"], one["later"]) for one in results] == [(everyone, everyone)] * size
-    assert len({one["name"] for one in results}) == 1
-    for one in results[:2]:
-        assert (one["first"], one["desc"], one["timeout"]) == (3.0, "mine", 77.0)
+    assert [(result["world"], result["later"]) for result in results] == [
+        (everyone, everyone)
+    ] * size
+    assert len({result["name"] for result in results}) == 1
+    for result in results[:2]:
+        assert (result["first"], result["desc"], result["timeout"]) == (3.0, "mine", 77.0)
     if size > 2:
         assert [results[r]["local"] for r in (1, size - 1)] == [2.0 + size] * 2
     assert set(results[0]["skipped"]) >= {"0", "1"}
@@ -192,18 +194,18 @@ def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> No
 
 
 MISSING = """
-    groups.DEADLINE_S = 1.0
+    process_groups.DEADLINE_S = 1.0
     text = ""
     if rank == 0:
         try:
-            groups.recover(1)
+            process_groups.recover(1)
         except NbdistError as error:
             text = str(error)
         say("tried")
     else:
         wait_for("tried", [0])
-    groups.DEADLINE_S = 30.0
-    groups.recover(2)
+    process_groups.DEADLINE_S = 30.0
+    process_groups.recover(2)
     done(text=text, total=total())
 """
 
@@ -215,19 +217,19 @@ def test_a_rank_that_does_not_come_is_named_and_all_can_try_again(tmp_path: Path
 
     assert "rank 0 waited 1 s" in results[0]["text"]
     assert "rank(s) 1 did not come" in results[0]["text"]
-    assert [one["total"] for one in results] == [3.0, 3.0]
+    assert [result["total"] for result in results] == [3.0, 3.0]
 
 
 DETAIL = """
-    own = dist.new_group([0, 1])
+    pair = dist.new_group([0, 1])
     name = ""
     if rank == 0:
         name, _ = broken_off(lambda: dist.all_reduce(torch.ones(3)))
         say("out")
     else:
         wait_for("out", [0])
-    groups.recover(1)
-    sums = [total(), total(own)]
+    process_groups.recover(1)
+    sums = [total(), total(pair)]
     wrong = ""
     try:
         dist.all_reduce(torch.ones(3 + rank))
@@ -243,7 +245,7 @@ def test_torchs_own_checks_go_on_after_a_recovery(tmp_path: Path) -> None:
         results = ranks.results()
 
     assert results[0]["name"] == "RuntimeError"
-    assert [one["sums"] for one in results] == [[3.0, 3.0]] * 2
+    assert [result["sums"] for result in results] == [[3.0, 3.0]] * 2
     assert all("mismatch" in one["wrong"] for one in results)
 
 
@@ -262,7 +264,7 @@ def test_a_group_that_has_used_every_number_says_how_to_go_on() -> None:
 
 def test_an_answer_crosses_the_wire() -> None:
     """Records of a recovery are equal after pickling."""
-    made = MadeGroup("1", (0, 1), "gloo", 60.0, "mine", "", 2, is_member=True, is_open=True)
-    back = Recovered(3, ("0",), {"1": (0, 1)}, ("model",), {"model": 2}, {"model": "a/b"})
+    spec = GroupSpec("1", (0, 1), "gloo", 60.0, "mine", "", 2, is_member=True, is_open=True)
+    back = RecoveryResult(3, ("0",), {"1": (0, 1)}, ("model",), {"model": 2}, {"model": "a/b"})
 
-    assert pickle.loads(pickle.dumps((made, back))) == (made, back)
+    assert pickle.loads(pickle.dumps((spec, back))) == (spec, back)

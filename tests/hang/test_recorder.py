@@ -89,7 +89,7 @@ class Peers:
         return call
 
     def end(self) -> None:
-        """End all."""
+        """End every process of these ranks."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -171,8 +171,8 @@ def test_transfers_by_global_rank(start: Any) -> None:
     assert boxes[0].transfers == {}
     assert boxes[1].transfers == {(pair, 1, 2): 2, ("0", 1, 2): 2}  # recv from any: uncounted
     assert boxes[2].transfers == {(pair, 1, 2): 2, (pair, 2, 1): 1, ("0", 1, 2): 2}
-    told = [(c.op, c.peer, c.number, c.state) for c in boxes[1].calls[1:]]
-    assert told == [
+    recorded = [(c.op, c.peer, c.number, c.state) for c in boxes[1].calls[1:]]
+    assert recorded == [
         ("send", 2, 1, "done"),
         ("send", 2, 2, "done"),
         ("recv", None, 0, "done"),

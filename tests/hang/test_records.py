@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.hang.diagnose import counts_differ, last_words, mismatches
 from nbdist.hang.records import Call, CallLog, RankView
-from nbdist.hang.text import last_call, place_told, state_of
+from nbdist.hang.text import last_call, place_text, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
 
 PAIR = {WORLD: (0, 1)}
@@ -22,8 +22,8 @@ def test_wrong_shapes_that_ended_are_told_afterwards() -> None:
         box(1, reduce(detail="float32[4]", place=at(3)), groups=PAIR, state="finished"),
     ]
 
-    (one,) = mismatches(boxes, RUN)
-    assert one == (
+    (mismatch,) = mismatches(boxes, RUN)
+    assert mismatch == (
         "ranks 0-1 called all_reduce with different shapes: "
         "float32[3] at line 2 of cell [12] (rank 0), "
         "float32[4] at line 3 of cell [12] (rank 1): the results are wrong"
@@ -39,8 +39,8 @@ def test_different_ops_that_ended_are_told_once() -> None:
         box(1, *(call(op) for op in reversed(ops)), groups=PAIR),
     ]
 
-    (one,) = mismatches(boxes, RUN)
-    assert one == (
+    (mismatch,) = mismatches(boxes, RUN)
+    assert mismatch == (
         "ranks 0-1 called different collectives: reduce() at line 7 of cell [12] (rank 0), "
         "barrier() at line 7 of cell [12] (rank 1): the results are wrong"
     )
@@ -55,8 +55,8 @@ def test_calls_that_fit_are_no_mismatch() -> None:
         (call("send", "float32[3]", peer=1), call("recv", "float32[3], src=0", peer=0)),
     ]
 
-    for one, other in pairs:
-        assert mismatches([box(0, one, groups=PAIR), box(1, other, groups=PAIR)], RUN) == ()
+    for calls, other_calls in pairs:
+        assert mismatches([box(0, calls, groups=PAIR), box(1, other_calls, groups=PAIR)], RUN) == ()
 
 
 @pytest.mark.parametrize("state", ["waiting", "raised"])
@@ -85,7 +85,7 @@ def test_last_words_are_of_the_cell_that_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_different"),
+    ("calls", "other_calls", "is_different"),
     [
         ((reduce(),), (reduce(),), False),
         ((reduce(),), (), True),
@@ -95,11 +95,12 @@ def test_last_words_are_of_the_cell_that_ran() -> None:
     ],
 )
 def test_counts_that_differ(
-    one: tuple[Call, ...], other: tuple[Call, ...], is_different: bool
+    calls: tuple[Call, ...], other_calls: tuple[Call, ...], is_different: bool
 ) -> None:
     """Collectives per group; sends against the other side's recvs."""
     assert (
-        counts_differ([box(0, *one, groups=PAIR), box(1, *other, groups=PAIR)], {}) is is_different
+        counts_differ([box(0, *calls, groups=PAIR), box(1, *other_calls, groups=PAIR)], {})
+        is is_different
     )
 
 
@@ -147,7 +148,7 @@ def test_the_state_of_a_rank_that_waits() -> None:
 
 def test_a_place_in_words() -> None:
     """In a cell, in a file, unknown."""
-    assert place_told(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
-    assert place_told(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
-    assert place_told(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
-    assert place_told(None) == ""
+    assert place_text(at(7, REDUCE)) == f"line 7 of cell [12]: {REDUCE}"
+    assert place_text(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
+    assert place_text(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
+    assert place_text(None) == ""

@@ -1,6 +1,6 @@
 """What a person reads after a recovery, and how lists of groups of several ranks become one."""
 
-from nbdist.hang.recovery import MadeGroup, Recovered, merge_made, notes
+from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups, notes
 
 
 def recovered(
@@ -8,14 +8,14 @@ def recovered(
     checksums: dict[str, str] | None = None,
     gradients: dict[str, int] | None = None,
     skipped: dict[str, tuple[int, ...]] | None = None,
-) -> Recovered:
-    return Recovered(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
+) -> RecoveryResult:
+    return RecoveryResult(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
 
 
-def made(
+def group_spec(
     name: str, *ranks: int, count: int = 2, is_member: bool = True, is_open: bool = True
-) -> MadeGroup:
-    return MadeGroup(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
+) -> GroupSpec:
+    return GroupSpec(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
 
 
 def test_nothing_is_said_when_all_is_equal() -> None:
@@ -58,7 +58,7 @@ def test_cleared_gradients_are_named_once() -> None:
         1: recovered(gradients={"model": 4, "third": 1}),
     }
 
-    assert notes(results) == ("gradients of model, third were cleared: they may be half made",)
+    assert notes(results) == ("gradients of model, third were cleared: they may be incomplete",)
 
 
 def test_a_group_with_a_dead_member_names_the_restart() -> None:
@@ -76,9 +76,9 @@ def test_a_group_with_a_dead_member_names_the_restart() -> None:
 def test_groups_are_told_by_their_ranks() -> None:
     """torch's names say nothing; the same ranks once, of many groups how many more."""
     many = {str(n): (n, 9) for n in range(6)}
-    one = recovered(skipped={"0": (0, 1), "1": (1, 0)})
+    result = recovered(skipped={"0": (0, 1), "1": (1, 0)})
 
-    assert notes({0: one}) == (
+    assert notes({0: result}) == (
         "the group of all ranks stays broken until rank 1 is back: %dist_restart 1",
     )
     [line] = notes({rank: recovered(skipped=many) for rank in range(9)})
@@ -98,18 +98,22 @@ def test_a_whole_group_that_was_not_recovered_has_a_line_of_its_own() -> None:
 def test_lists_of_several_ranks_become_one_in_order() -> None:
     """A group that only some know stands between those that were made before and after it."""
     lists = [
-        [made("1", 0, 1), made("4", 0, 1, 2)],
-        [made("1", 0, 1, is_member=False), made("local", 2, 3), made("4", 0, 1, 2)],
-        [made("1", 0, 1), made("5", 1)],
+        [group_spec("1", 0, 1), group_spec("4", 0, 1, 2)],
+        [
+            group_spec("1", 0, 1, is_member=False),
+            group_spec("local", 2, 3),
+            group_spec("4", 0, 1, 2),
+        ],
+        [group_spec("1", 0, 1), group_spec("5", 1)],
     ]
 
-    assert [one.name for one in merge_made(lists)] == ["1", "5", "local", "4"]
+    assert [group.name for group in merge_groups(lists)] == ["1", "5", "local", "4"]
 
 
 def test_a_members_word_counts() -> None:
     """Only a member knows that a group was destroyed."""
-    outside = made("1", 0, 1, is_member=False)
-    inside = made("1", 0, 1, is_open=False)
+    outside = group_spec("1", 0, 1, is_member=False)
+    inside = group_spec("1", 0, 1, is_open=False)
 
-    assert merge_made([[outside], [inside]]) == (inside,)
-    assert merge_made([[inside], [outside]]) == (inside,)
+    assert merge_groups([[outside], [inside]]) == (inside,)
+    assert merge_groups([[inside], [outside]]) == (inside,)

@@ -21,14 +21,14 @@ ABORTED = """
         "irecv": lambda: dist.irecv(old, tag=3).wait(),
         "in a group": lambda: dist.recv(old, group=pair),
     }
-    told, right = {}, []
+    errors, right = {}, []
     for generation, (kind, wait) in enumerate(waits.items(), 1):
         if rank == 0:
-            told[kind] = broken_off(wait)[0]
+            errors[kind] = broken_off(wait)[0]
             say(f"out{generation}")
         else:
             wait_for(f"out{generation}", [0])
-        groups.recover(generation)
+        process_groups.recover(generation)
         fresh, source = torch.full((3,), float(rank)), []
         if rank == 1:
             dist.send(fresh, 0)
@@ -42,21 +42,21 @@ ABORTED = """
         try:
             issued.wait()
         except RuntimeError as error:
-            told["issued before"] = str(error)
-    done(told=told, right=right, old=old.tolist())
+            errors["issued before"] = str(error)
+    done(errors=errors, right=right, old=old.tolist())
 """
 
 
 def test_a_receive_from_any_rank_ends_and_the_next_one_gets_its_own(tmp_path: Path) -> None:
     """recv, irecv, in a group, and one issued long before; the old tensor is not written to."""
     with TorchRanks(tmp_path, 2, ABORTED) as ranks:
-        zero, one = ranks.results()
+        zero, first = ranks.results()
 
-    told = zero["told"]
-    assert [told[kind] for kind in ("recv", "irecv", "in a group")] == ["RuntimeError"] * 3
-    assert "until the wait was aborted" in told["issued before"]
+    errors = zero["errors"]
+    assert [errors[kind] for kind in ("recv", "irecv", "in a group")] == ["RuntimeError"] * 3
+    assert "until the wait was aborted" in errors["issued before"]
     assert zero["right"] == [[3.0, [1.0] * 3, [1, True, 1]]] * 3
-    assert one["right"] == [[3.0, [1.0] * 3, []]] * 3
+    assert first["right"] == [[3.0, [1.0] * 3, []]] * 3
     assert zero["old"] == [0.0] * 3
 
 
@@ -73,11 +73,11 @@ INTERRUPTED = """
         signal.raise_signal(signal.SIGINT)
         say("pressed")
     threading.Thread(target=press).start()
-    told = ""
+    errors = ""
     try:
         dist.recv(x)
     except KeyboardInterrupt:
-        told = "interrupt"
+        errors = "interrupt"
     first = x.tolist()
     source = dist.recv(x)
     late = ""
@@ -85,7 +85,7 @@ INTERRUPTED = """
         dist.irecv(x, tag=1).wait(timedelta(seconds=0.2))
     except RuntimeError as error:
         late = str(error)
-    done(told=told, first=first, second=x.tolist(), source=source, late=late)
+    done(errors=errors, first=first, second=x.tolist(), source=source, late=late)
 """
 
 
@@ -94,7 +94,7 @@ def test_an_interrupt_comes_at_the_end_and_takes_no_message_away(tmp_path: Path)
     with TorchRanks(tmp_path, 2, INTERRUPTED) as ranks:
         zero = ranks.results()[0]
 
-    assert zero["told"] == "interrupt"
+    assert zero["errors"] == "interrupt"
     assert zero["first"] == [1.0] * 3
     assert (zero["second"], zero["source"]) == ([2.0] * 3, 1)
     assert "Timed out waiting 200ms" in zero["late"]

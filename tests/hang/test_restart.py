@@ -44,7 +44,7 @@ PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pai
 
 def restart(
     session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
-) -> hang_restart.Restarted:
+) -> hang_restart.RestartResult:
     return hang_restart.restart(session, session.health, ranks, DEADLINE_S, progress)
 
 
@@ -77,7 +77,7 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     assert pair.cluster.exits == {}
     assert texts(pair, "import os; print(os.getpid())") == [f"{after[0]}\n", f"{after[1]}\n"]
     [note] = done.notes
-    assert note.startswith("rank 1 lacks kept, step: ")
+    assert note.startswith("rank 1 is missing kept, step: ")
     assert "%%rank [1]" in note
     assert "%dist_sync_model" in note
     assert texts(pair, SUM) == ["3.0\n"] * 2
@@ -142,15 +142,15 @@ def test_two_of_three_and_then_all_come_back(runs: Path) -> None:
         kill(session, 0, 2)
         some = restart(session, 2)
         sums = texts(session, SUM)
-        kept = texts(session, "print('kept' in globals())")
+        printed = texts(session, "print('kept' in globals())")
         kill(session, 0, 1, 2)
         everybody = restart(session, 0, 1, 2)
         later = texts(session, SUM)
 
     assert some.ranks == (0, 2)
-    assert "rank 0 had ended too, and came back as well" in some.notes
+    assert "rank 0 had ended too, and restarted as well" in some.notes
     assert sums == ["6.0\n"] * 3
-    assert kept == ["False\n", "True\n", "False\n"]
+    assert printed == ["False\n", "True\n", "False\n"]
     assert everybody.notes == ()
     assert later == ["6.0\n"] * 3
 
@@ -176,7 +176,7 @@ def test_a_new_rank_has_the_meshes_of_the_others(runs: Path) -> None:
         sums = texts(session, add)
 
     [note] = done.notes
-    assert note.startswith("rank 2 lacks init_device_mesh, kept: ")
+    assert note.startswith("rank 2 is missing init_device_mesh, kept: ")
     assert sums == ["4.0\n3.0\n", "6.0\n3.0\n", "4.0\n7.0\n", "6.0\n7.0\n"]
 
 
@@ -219,12 +219,12 @@ def test_killed_workers_of_a_data_loader_leave_no_folder(monkeypatch: pytest.Mon
             is_used = until(lambda: len(list(folder.glob("listener-*"))) == 2)
             kill(session, 0)
             restart(session, 0)
-            left = list(folder.glob("*"))
+            remaining = list(folder.glob("*"))
         finally:
             session.stop()
 
         assert list(Path(temporary).glob("*")) == []
-        assert (is_used, left) == (True, [])
+        assert (is_used, remaining) == (True, [])
 
 
 def test_a_process_that_does_not_come_is_told_and_tried_again(
@@ -271,7 +271,7 @@ def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) 
 
     texts(pair, "kept = 1")
     survivor = pair.cluster.pids()[0]
-    with pytest.raises(Interrupted, match="%dist_restart 1 begins again"):
+    with pytest.raises(Interrupted, match="%dist_restart 1 tries again"):
         restart(pair, 1, progress=press)
     pids = pair.cluster.pids()
     ended = set(pair.cluster.exits)
@@ -292,7 +292,7 @@ def test_a_death_during_a_restart_is_told_at_once(pair: Session) -> None:
             kill(pair, 0)
 
     began_s = time.monotonic()
-    with pytest.raises(NbdistError, match=r"rank 0 ended \(signal SIGKILL\) while ranks were to"):
+    with pytest.raises(NbdistError, match=r"rank 0 ended \(signal SIGKILL\) before it could"):
         restart(pair, 1, progress=end_survivor)
     failed_s = time.monotonic() - began_s
     again = restart(pair, *pair.health.dead)
@@ -323,10 +323,10 @@ def test_a_stopped_rank_is_told_as_stopped_by_an_interrupt(pair: Session) -> Non
     pid = pair.cluster.pids()[1]
     os.kill(pid, signal.SIGSTOP)
     try:
-        one = pair.begin(CellRequest("1", (0, 1)))
-        one.press()
+        cell = pair.begin(CellRequest("1", (0, 1)))
+        cell.press()
         with pytest.raises(KeyboardInterrupt, match=r"rank 1 is stopped \(SIGSTOP\)") as caught:
-            wait.wait(lambda: one)
+            wait.wait(lambda: cell)
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -336,12 +336,14 @@ def test_a_stopped_rank_is_told_as_stopped_by_an_interrupt(pair: Session) -> Non
 
 def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
     """The cell fails with their deaths, and where they were; nobody is left to recover."""
-    one = pair.begin(CellRequest("print('on')\nwhile True: dist.all_reduce(torch.ones(2))", (0, 1)))
+    cell = pair.begin(
+        CellRequest("print('on')\nwhile True: dist.all_reduce(torch.ones(2))", (0, 1))
+    )
     boxes = pair.health.boxes
     assert until(lambda: all(box.state == "running" and box.calls for box in boxes().values()))
     kill(pair, 0, 1)
     with pytest.raises(DistributedError, match=r"signal SIGKILL.* all_reduce\(float32\[2\]\) at"):
-        wait.wait(lambda: one)
+        wait.wait(lambda: cell)
 
 
 def test_a_rank_that_a_wrong_shape_killed_is_told_with_both_shapes(pair: Session) -> None:

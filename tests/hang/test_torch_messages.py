@@ -31,7 +31,7 @@ def bare(rank: int, op: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "calls"),
     [
         (
             call(0, "ALLREDUCE"),
@@ -50,9 +50,9 @@ def bare(rank: int, op: str) -> str:
         ),
     ],
 )
-def test_calls_are_named_in_the_order_of_ranks(first: str, second: str, told: str) -> None:
+def test_calls_are_named_in_the_order_of_ranks(first: str, second: str, calls: str) -> None:
     """Operation, type and shape as the user writes them; the same from whichever rank."""
-    expected = f"the calls of the ranks do not match: {told} (numbers are those within the group)"
+    expected = f"the calls of the ranks do not match: {calls} (numbers are those within the group)"
 
     assert torch_messages.readable(written(first, second)) == expected
     assert torch_messages.readable(written(second, first)) == expected

@@ -12,14 +12,14 @@ from nbdist.hang.records import (
     Call,
     CallLog,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
 )
 
 RUN = 7
-WORLD = Group("0", (0, 1), 0)
+WORLD = GroupRecord("0", (0, 1), 0)
 GRACE_S = 5.0
 
 
@@ -27,13 +27,13 @@ def box(rank: int, state: str = "running", waits_since_s: float | None = None) -
     """A rank that has made no call, or waits in its first one."""
     calls: tuple[Call, ...] = ()
     if waits_since_s is not None:
-        place = Place(12, "", 7, "dist.all_reduce(x)")
+        place = SourceLine(12, "", 7, "dist.all_reduce(x)")
         calls = (
             Call(
                 "all_reduce", "float32[3]", "0", 1, None, place, RUN, waits_since_s, None, "waiting"
             ),
         )
-    group = Group("0", (0, 1), len(calls))
+    group = GroupRecord("0", (0, 1), len(calls))
     return CallLog(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
 
 
@@ -49,10 +49,10 @@ class FakeHealth:
         self.is_deaf = False
 
     def forget_looks(self) -> None:
-        """Nothing."""
+        """Keep the look: these tests set it."""
 
     def forget_look(self, _rank: int) -> None:
-        """Nothing."""
+        """Keep the look: these tests set it."""
 
     def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Note who was asked; the answer is there at the next look, and kept for half a second."""
@@ -72,10 +72,10 @@ class FakeHealth:
                 r,
                 "stopped" if r in self.stopped else states[r][0],
                 states[r][1],
-                one,
+                box,
                 *self.looks.get(r, ()),
             )
-            for r, one in self.boxes.items()
+            for r, box in self.boxes.items()
         ]
 
 
@@ -86,13 +86,13 @@ class Watch:
         self.health = FakeHealth(boxes)
         self.states: dict[int, tuple[str, str]] = dict.fromkeys(boxes, ("running", ""))
         self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
-        self.told: list[tuple[float, str]] = []
+        self.reported: list[tuple[float, str]] = []
 
     def until(self, end_s: float) -> None:
         """Let the time pass."""
         while self.dog.next_s <= end_s:
             now_s = self.dog.next_s
-            self.told += [(now_s, line) for line in self.dog.look(now_s, lambda: self.states)]
+            self.reported += [(now_s, line) for line in self.dog.look(now_s, lambda: self.states)]
 
 
 def test_a_missing_call_is_told_once_within_two_seconds() -> None:
@@ -100,15 +100,15 @@ def test_a_missing_call_is_told_once_within_two_seconds() -> None:
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
     watch.states[1] = "finished", ""
     watch.until(20.0)
-    (told_s, line), *others = watch.told
+    (reported_s, line), *others = watch.reported
 
     assert others == []
     assert line == (
         "rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x); "
         "rank 1 finished the cell without calling it"
     )
-    assert 0.1 + AFTER_S <= told_s <= 2.1
-    assert watch.dog.abort_s == pytest.approx(told_s + GRACE_S)
+    assert 0.1 + AFTER_S <= reported_s <= 2.1
+    assert watch.dog.abort_s == pytest.approx(reported_s + GRACE_S)
     assert watch.dog.deadlock is not None
     assert list(watch.dog.waiting) == [0]
 
@@ -117,15 +117,15 @@ def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
     """It may still come: no deadlock, and a line only after a while."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)})
     watch.until(LATE_S - PAUSE_S)
-    early = list(watch.told)
+    early = list(watch.reported)
     watch.until(LATE_S + 3 * PAUSE_S)
-    told = list(watch.told)
+    lines = list(watch.reported)
     watch.until(50.0)
 
     assert early == []
-    assert len(told) == 1
-    assert "rank 1 has not come to it yet" in told[0][1]
-    assert watch.told == told
+    assert len(lines) == 1
+    assert "rank 1 has not come to it yet" in lines[0][1]
+    assert watch.reported == lines
     assert watch.dog.deadlock is None
     assert watch.dog.abort_s == float("inf")
 
@@ -134,14 +134,14 @@ def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
     """A slow rank is not told; a deadlock is."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)}, is_quiet=True)
     watch.until(30.0)
-    slow = list(watch.told)
+    slow = list(watch.reported)
     watch.states[1] = "raised", "ValueError"
     watch.health.boxes[1] = box(1, "raised")
     watch.until(32.0)
 
     assert slow == []
-    assert len(watch.told) == 1
-    assert "rank 1 raised ValueError before it" in watch.told[0][1]
+    assert len(watch.reported) == 1
+    assert "rank 1 raised ValueError before it" in watch.reported[0][1]
 
 
 def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
@@ -163,7 +163,7 @@ def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
     watch = Watch({0: box(0), 1: box(1)})
     watch.health.stopped = {1}
     watch.until(1.5)
-    first = [line for _, line in watch.told]
+    first = [line for _, line in watch.reported]
     watch.health.stopped = set()
     watch.until(2.0)
     watch.health.stopped = {1}
@@ -171,7 +171,7 @@ def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
 
     assert len(first) == 1
     assert first[0].startswith("rank 1 is stopped (SIGSTOP)")
-    assert len(watch.told) == 2
+    assert len(watch.reported) == 2
     assert watch.dog.deadlock is None
 
 
@@ -202,12 +202,12 @@ def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
     watch.health.boxes[0] = box(0, "finished")
     watch.states[0] = "finished", ""
     watch.until(4.0)
-    old = list(watch.told)
+    old = list(watch.reported)
     watch.health.is_deaf = False
     watch.until(5.0)
 
     assert old == []
-    assert [line.partition(" in ")[0] for _, line in watch.told] == ["rank 1 waits"]
+    assert [line.partition(" in ")[0] for _, line in watch.reported] == ["rank 1 waits"]
 
 
 def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
@@ -216,12 +216,12 @@ def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
     watch.states[1] = "finished", ""
     watch.health.is_deaf = True
     watch.until(8.0)
-    deaf = list(watch.told)
+    deaf = list(watch.reported)
     watch.health.is_deaf = False
     watch.until(10.0)
 
     assert deaf == []
-    assert len(watch.told) == 1
+    assert len(watch.reported) == 1
 
 
 def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
@@ -231,10 +231,10 @@ def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
     watch.health.answers[1] = ThreadSnapshot(None, (), False, False, free_threads=("loader",))
     watch.until(30.0)
 
-    (told_s, line), *others = watch.told
+    (reported_s, line), *others = watch.reported
     assert others == []
     assert line.endswith("rank 1 has not come to it yet, but may in the background (loader)")
-    assert told_s >= LATE_S
+    assert reported_s >= LATE_S
     assert watch.dog.deadlock is None
 
 
@@ -244,33 +244,33 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
     watch.states[1] = "finished", ""
     for number in range(1, 40):
         call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
-        group = Group("0", (0, 1), number)
-        own = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
-        watch.health.boxes[0] = own
+        group = GroupRecord("0", (0, 1), number)
+        waiting_box = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
+        watch.health.boxes[0] = waiting_box
         watch.until(number * PAUSE_S)
 
-    assert watch.told == []
+    assert watch.reported == []
 
 
 def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
     """And aborted only then: the rank that computes is left alone."""
     boxes = {0: box(0, waits_since_s=0.1), 1: box(1, "finished"), 2: box(2)}
-    world = {"0": Group("0", (0, 1, 2), 0)}
-    boxes = {r: replace(one, groups=world) for r, one in boxes.items()}
-    boxes[0] = replace(boxes[0], groups={"0": Group("0", (0, 1, 2), 1)})
+    world = {"0": GroupRecord("0", (0, 1, 2), 0)}
+    boxes = {r: replace(box, groups=world) for r, box in boxes.items()}
+    boxes[0] = replace(boxes[0], groups={"0": GroupRecord("0", (0, 1, 2), 1)})
     watch = Watch(boxes)
     watch.states[1] = "finished", ""
     watch.until(20.0)
-    told = list(watch.told)
+    lines = list(watch.reported)
     abort_s = watch.dog.abort_s
     watch.health.boxes[2] = replace(boxes[0], rank=2)
     watch.until(30.0)
 
-    assert len(told) == 1
-    assert told[0][0] <= 2.1
-    assert "rank 1 finished the cell without calling it" in told[0][1]
-    assert "rank 2 has not come to it yet" in told[0][1]
+    assert len(lines) == 1
+    assert lines[0][0] <= 2.1
+    assert "rank 1 finished the cell without calling it" in lines[0][1]
+    assert "rank 2 has not come to it yet" in lines[0][1]
     assert abort_s == float("inf")
-    assert watch.told == told
+    assert watch.reported == lines
     assert watch.dog.deadlock is not None
     assert watch.dog.abort_s < 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.engine import join
 from nbdist.rpc.rank import cell_hooks
-from nbdist.rpc.rank.cell_hooks import Cell, CellHook
+from nbdist.rpc.rank.cell_hooks import CellContext, CellHook
 
 
 class Kernel:
@@ -31,7 +31,7 @@ class Kernel:
         """A hook that notes when it is entered and left, and what it sees of the cell."""
 
         @contextmanager
-        def around(cell: Cell) -> Iterator[None]:
+        def around(cell: CellContext) -> Iterator[None]:
             self.noted.append(f"{name} {cell.metadata['channel']}")
             try:
                 yield
@@ -79,6 +79,12 @@ def test_hooks_are_put_in_the_place_of_earlier_ones() -> None:
 
 def test_a_rank_knows_the_order_of_its_hooks() -> None:
     """A cell is over in the box when its lints are sent, its recording is, its memory is noted."""
-    order = [hook.__module__.rpartition(".")[2] for hook in join.CELL_HOOKS]
+    order = [hook.__module__.removeprefix("nbdist.") for hook in join.CELL_HOOKS]
 
-    assert order == ["blackbox", "lints", "recorded", "out_of_memory", "cells"]
+    assert order == [
+        "hang.rank.call_log",
+        "lints.rank.watch",
+        "recording.rank.cell_hook",
+        "memory.rank.oom_hook",
+        "engine.shell_hooks",
+    ]

@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def session(pair: Session) -> Session:
-    """The shared ranks."""
+    """Two ranks that all tests of this file share."""
     return pair
 
 
@@ -228,9 +228,9 @@ def test_questions_from_many_threads_are_all_answered(channel: Channel) -> None:
     with ThreadPoolExecutor(8) as threads:
         engines = [number % 2 for number in range(64)]
         asked = list(threads.map(lambda engine: channel.ask(engine, "look"), engines))
-    answers = [one.result(DEADLINE_S) for one in asked]
+    answers = [answer.result(DEADLINE_S) for answer in asked]
 
-    assert all(isinstance(one, ThreadSnapshot) for one in answers)
+    assert all(isinstance(answer, ThreadSnapshot) for answer in answers)
     assert not any(channel._asked.values())
 
 

@@ -33,17 +33,20 @@ def declared() -> Iterator[tuple[str, RankFunction[..., Any], Types]]:
                     target=ast.Name(id=name),
                     annotation=ast.Subscript(
                         value=ast.Name(id="RankFunction"),
-                        slice=ast.Tuple(elts=[ast.List(elts=given), result]),
+                        slice=ast.Tuple(elts=[ast.List(elts=parameters), result]),
                     ),
                 ):
                     function = getattr(import_module(module), name)
-                    types = [ast.unparse(one) for one in given], ast.unparse(result)
+                    types = (
+                        [ast.unparse(parameter) for parameter in parameters],
+                        ast.unparse(result),
+                    )
                     yield f"{module}.{name}", function, types
 
 
 DECLARED = list(declared())
-CALLED = [one for one in DECLARED if ":" in one[1].name]
-ASKED = [one for one in DECLARED if ":" not in one[1].name]
+CALLED = [row for row in DECLARED if ":" in row[1].name]
+ASKED = [row for row in DECLARED if ":" not in row[1].name]
 
 
 def of_the_engine(name: str) -> Callable[..., Any]:
@@ -51,33 +54,35 @@ def of_the_engine(name: str) -> Callable[..., Any]:
     if name in responder.TABLE:
         return responder.TABLE[name]
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), function)
-    return found
+    function_: Callable[..., Any] = getattr(import_module(module), function)
+    return function_
 
 
 def test_every_rank_function_is_found() -> None:
     """Each place that makes one is a declaration at the top of a module, with its types."""
     root = Path(nbdist.__file__).parent
-    made = sum(path.read_text().count("= RankFunction(") for path in root.rglob("*.py"))
+    declarations = sum(path.read_text().count("= RankFunction(") for path in root.rglob("*.py"))
 
-    assert made == len(DECLARED) > 60
+    assert declarations == len(DECLARED) > 60
 
 
-@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[one[0] for one in DECLARED])
+@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[row[0] for row in DECLARED])
 def test_the_declared_types_are_those_of_the_engines_function(
     _where: str, here: RankFunction[..., Any], types: Types
 ) -> None:
     """In their order; what is left out has a default there, and the result is the same."""
     signature = inspect.signature(of_the_engine(here.name))
     theirs = list(signature.parameters.values())
-    given, result = types
+    parameters, result = types
 
-    assert given == [one.annotation for one in theirs][: len(given)]
-    assert all(one.default is not inspect.Parameter.empty for one in theirs[len(given) :])
+    assert parameters == [parameter.annotation for parameter in theirs][: len(parameters)]
+    assert all(
+        parameter.default is not inspect.Parameter.empty for parameter in theirs[len(parameters) :]
+    )
     assert result == signature.return_annotation
 
 
-@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[one[0] for one in DECLARED])
+@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[row[0] for row in DECLARED])
 def test_a_call_sends_name_and_arguments(
     _where: str, here: RankFunction[..., Any], types: Types
 ) -> None:
@@ -95,7 +100,7 @@ def test_a_call_sends_name_and_arguments(
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
     """Every name of its table is declared once."""
-    assert sorted(one[1].name for one in ASKED) == sorted(responder.TABLE)
+    assert sorted(row[1].name for row in ASKED) == sorted(responder.TABLE)
 
 
 def test_a_call_by_name_resolves_the_function() -> None:
@@ -107,16 +112,16 @@ def test_a_call_by_name_resolves_the_function() -> None:
         wire.call("math:nothing")
 
 
-def holds_and_fails(kept: list[weakref.ref[set[int]]]) -> None:
+def holds_and_fails(references: list[weakref.ref[set[int]]]) -> None:
     """Raises while two functions hold a set each."""
 
     def inner() -> None:
-        own = {1}
-        kept.append(weakref.ref(own))
-        raise KeyError(own.pop())
+        local = {1}
+        references.append(weakref.ref(local))
+        raise KeyError(local.pop())
 
     mine = {2}
-    kept.append(weakref.ref(mine))
+    references.append(weakref.ref(mine))
     try:
         inner()
     except KeyError as error:
@@ -125,9 +130,9 @@ def holds_and_fails(kept: list[weakref.ref[set[int]]]) -> None:
 
 def test_an_error_of_a_call_holds_nothing_of_what_raised_it() -> None:
     """The shell keeps the last error; models in its frames would stay in memory with it."""
-    kept: list[weakref.ref[set[int]]] = []
-    with pytest.raises(ValueError, match="2") as told:
-        wire.call(f"{__name__}:holds_and_fails", kept)
+    references: list[weakref.ref[set[int]]] = []
+    with pytest.raises(ValueError, match="2") as caught:
+        wire.call(f"{__name__}:holds_and_fails", references)
 
-    assert isinstance(told.value.__cause__, KeyError)
-    assert [one() for one in kept] == [None, None]
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert [reference() for reference in references] == [None, None]

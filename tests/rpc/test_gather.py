@@ -118,11 +118,11 @@ def test_what_a_rank_refuses_is_told_in_its_words() -> None:
     class Remote(Exception):
         ename, evalue = "OptionError", "no such model"
 
-    told = NbdistError("rank 0: no such model")
-    told.__cause__ = Remote()
-    found = remote_error_message(told, CheckpointError, OptionError)
+    error = NbdistError("rank 0: no such model")
+    error.__cause__ = Remote()
+    refusal = remote_error_message(error, CheckpointError, OptionError)
 
-    assert type(found) is OptionError
-    assert str(found) == "no such model"
-    assert remote_error_message(told, CheckpointError) is None
+    assert type(refusal) is OptionError
+    assert str(refusal) == "no such model"
+    assert remote_error_message(error, CheckpointError) is None
     assert remote_error_message(NbdistError("rank 0 ended"), OptionError) is None

@@ -10,14 +10,14 @@ from nbdist.rpc.kernel.sigint import PendingInterrupts, deferred_sigint
 
 def test_presses_are_counted_and_do_not_raise() -> None:
     """Inside, every SIGINT is one press, those before somebody listens included."""
-    taken: list[int] = []
+    presses_taken: list[int] = []
     with deferred_sigint() as presses:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        presses.send_to(lambda: taken.append(1))
+        presses.send_to(lambda: presses_taken.append(1))
         signal.raise_signal(signal.SIGINT)
 
-    assert len(taken) == 3
+    assert len(presses_taken) == 3
 
 
 def test_a_press_that_waits_can_be_raised_later() -> None:
@@ -56,16 +56,16 @@ def test_nested_blocks_count_in_the_inner_one() -> None:
 
 def test_other_threads_leave_signals_alone() -> None:
     """Outside the main thread nothing is taken over, and nothing fails."""
-    seen: list[object] = []
+    states: list[object] = []
 
     def enter() -> None:
         with deferred_sigint() as presses:
-            seen.extend([presses, signal.getsignal(signal.SIGINT)])
+            states.extend([presses, signal.getsignal(signal.SIGINT)])
 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
 
-    assert isinstance(seen[0], PendingInterrupts)
-    assert seen[1] is before
+    assert isinstance(states[0], PendingInterrupts)
+    assert states[1] is before

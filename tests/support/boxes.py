@@ -11,12 +11,12 @@ from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import (
     Call,
     CallLog,
-    Finding,
     FlightRecorderEntry,
-    Group,
-    Place,
+    GroupRecord,
     RankView,
+    SourceLine,
     ThreadSnapshot,
+    WaitFinding,
 )
 
 RUN = 5
@@ -24,9 +24,9 @@ NOW_S = 100.0
 WORLD = "0"
 
 
-def at(line: int, source: str = "", cell: int = 12) -> Place:
+def at(line: int, source: str = "", cell: int = 12) -> SourceLine:
     """A line of a cell."""
-    return Place(cell, "", line, source)
+    return SourceLine(cell, "", line, source)
 
 
 def call(  # noqa: PLR0913  # a record has many fields
@@ -58,22 +58,32 @@ def box(
     counts: Counter[str] = Counter()
     transfers: Counter[tuple[str, int, int]] = Counter()
     numbered = []
-    for one in calls:
-        if one.peer is not None:
-            ends = (rank, one.peer) if "send" in one.op else (one.peer, rank)
-            transfers[one.group, *ends] += 1
-            number = transfers[one.group, *ends]
-        elif "recv" in one.op:
+    for call in calls:
+        if call.peer is not None:
+            ends = (rank, call.peer) if "send" in call.op else (call.peer, rank)
+            transfers[call.group, *ends] += 1
+            number = transfers[call.group, *ends]
+        elif "recv" in call.op:
             number = 0
         else:
-            counts[one.group] += 1
-            number = counts[one.group]
-            counts[one.group] -= one.state == "raised"  # it was not made
-        numbered.append(replace(one, number=number))
-    own = {n: Group(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks}
+            counts[call.group] += 1
+            number = counts[call.group]
+            counts[call.group] -= call.state == "raised"  # it was not made
+        numbered.append(replace(call, number=number))
+    memberships = {
+        n: GroupRecord(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks
+    }
     since_s = NOW_S - 20
     return CallLog(
-        rank, 1000 + rank, generation, run, state, since_s, own, dict(transfers), tuple(numbered)
+        rank,
+        1000 + rank,
+        generation,
+        run,
+        state,
+        since_s,
+        memberships,
+        dict(transfers),
+        tuple(numbered),
     )
 
 
@@ -90,15 +100,15 @@ def view(
     every = {WORLD: tuple(range(world)), **(groups or {})}
     in_box = state if state in {"finished", "raised"} else "running"
     run = RUN if state not in {"absent", "busy"} else RUN - 1
-    own = box(rank, *calls, groups=every, state=in_box, run=run)
-    return RankView(rank, state, how, own, look)
+    rank_box = box(rank, *calls, groups=every, state=in_box, run=run)
+    return RankView(rank, state, how, rank_box, look)
 
 
 def look(
-    place: Place | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
+    place: SourceLine | None = None, *, is_asleep: bool = True, **newest: FlightRecorderEntry
 ) -> ThreadSnapshot:
     """A rank that sleeps in torch, or computes; the flight recorder's calls by group."""
-    named = {name.removeprefix("g"): one for name, one in newest.items()}
+    named = {name.removeprefix("g"): entry for name, entry in newest.items()}
     return ThreadSnapshot(place, (), is_asleep, is_asleep, named)
 
 
@@ -115,7 +125,7 @@ def reduce(state: str = "done", **fields: Any) -> Call:
     return replace(call("all_reduce", "float32[3]", source=REDUCE, state=state), **fields)
 
 
-def found(*views: RankView) -> Finding:
-    """The only finding."""
-    (one,) = diagnose(views, NOW_S)
-    return one
+def only_finding(*views: RankView) -> WaitFinding:
+    """The finding of a diagnosis that has just one."""
+    (finding,) = diagnose(views, NOW_S)
+    return finding

@@ -139,11 +139,11 @@ class Ranks:
         """Shut the kernel down; what is left of it after GONE_S, as lines."""
         everything = self.everything() if self.kernel.is_alive() else []
         self.kernel.shutdown()
-        left = processes.wait_gone(everything, GONE_S + self.load_s)
-        found = [processes.describe(process) for process in left]
-        found += [str(path) for path in (self.folder / "tmp").glob("nbdist-*/*")]
+        remaining = processes.wait_gone(everything, GONE_S + self.load_s)
+        leftovers = [processes.describe(process) for process in remaining]
+        leftovers += [str(path) for path in (self.folder / "tmp").glob("nbdist-*/*")]
         shutil.rmtree(self.folder, ignore_errors=True)
-        return found
+        return leftovers
 
     def ok(self, code: str, timeout_s: float = 60.0) -> Cell:
         """Run a cell that has to pass."""
@@ -186,8 +186,8 @@ class Ranks:
     def are_kept(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks still have their variables."""
         chosen = list(ranks)
-        seen = self.values("[kept, kept_tensor.tolist()]", chosen)
-        return seen == {
+        values = self.values("[kept, kept_tensor.tolist()]", chosen)
+        return values == {
             rank: [self.kept[rank], [i + self.kept[rank][1] for i in range(5)]] for rank in chosen
         }
 
@@ -234,9 +234,9 @@ class Ranks:
     def processes(self) -> list[psutil.Process]:
         """Every living process of this run."""
         base = str(self.folder / "tmp")
-        found = processes.processes_of_run()
-        runs = [processes.environment(p).get("NBDIST_RUN", "") for p in found]
-        return [p for p, run in zip(found, runs, strict=True) if run.startswith(base)]
+        marked = processes.processes_of_run()
+        runs = [processes.environment(p).get("NBDIST_RUN", "") for p in marked]
+        return [p for p, run in zip(marked, runs, strict=True) if run.startswith(base)]
 
     def everything(self) -> list[psutil.Process]:
         """Every living process below the kernel, or of its run."""

@@ -35,8 +35,8 @@ def descendants(pid: int) -> list[psutil.Process]:
 def processes_of_run(marker: str | bytes | None = None) -> list[psutil.Process]:
     """Living processes started with NBDIST_RUN=`marker`, or with any NBDIST_RUN for None."""
     wanted = os.fsdecode(marker) if marker is not None else None
-    found = [(p, environment(p).get(_RUN_VARIABLE)) for p in psutil.process_iter()]
-    return [p for p, run in found if run is not None and wanted in {None, run}]
+    marked = [(p, environment(p).get(_RUN_VARIABLE)) for p in psutil.process_iter()]
+    return [p for p, run in marked if run is not None and wanted in {None, run}]
 
 
 def environment(process: psutil.Process) -> dict[str, str]:
@@ -62,23 +62,23 @@ def wait_gone(
 
     Give `psutil.Process` objects taken while the process ran where a pid may be used again.
     """
-    left = [p for p in _as_processes(processes) if is_alive(p)]
+    alive = [p for p in _as_processes(processes) if is_alive(p)]
     deadline = time.monotonic() + timeout_s
-    while left and (remaining_s := deadline - time.monotonic()) > 0:
-        psutil.wait_procs(left, timeout=min(_ZOMBIE_POLL_S, remaining_s))
-        left = [p for p in left if is_alive(p)]
-    return left
+    while alive and (remaining_s := deadline - time.monotonic()) > 0:
+        psutil.wait_procs(alive, timeout=min(_ZOMBIE_POLL_S, remaining_s))
+        alive = [p for p in alive if is_alive(p)]
+    return alive
 
 
 def tcp_listeners(processes: Iterable[int | psutil.Process]) -> list[Listener]:
     """The listening TCP sockets of the given processes, in order of pid and port."""
-    found = []
+    listeners = []
     for process in _as_processes(processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             connections = process.net_connections(kind="tcp")
             listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
-            found += [Listener(process.pid, laddr.ip, laddr.port) for laddr in listening]
-    return sorted(set(found), key=lambda listener: (listener.pid, listener.port))
+            listeners += [Listener(process.pid, laddr.ip, laddr.port) for laddr in listening]
+    return sorted(set(listeners), key=lambda listener: (listener.pid, listener.port))
 
 
 def open_run_dirs(base: Path, pattern: str = "*") -> list[Path]:
@@ -96,8 +96,8 @@ def describe(process: psutil.Process) -> str:
 
 
 def _as_processes(processes: Iterable[int | psutil.Process]) -> list[psutil.Process]:
-    found = []
+    processes_ = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(process) if isinstance(process, int) else process)
-    return found
+            processes_.append(psutil.Process(process) if isinstance(process, int) else process)
+    return processes_

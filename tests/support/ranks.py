@@ -27,10 +27,10 @@ class Silent:
     """A sink that shows nothing."""
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Nothing."""
+        """Show nothing: these tests read the result."""
 
     def close(self, result: CellResult) -> None:
-        """Nothing."""
+        """Show nothing: these tests read the result."""
 
 
 def silent(_request: CellRequest) -> Silent:
@@ -54,11 +54,11 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     """The folder that will hold the runs; when the test ends nothing of them may be left."""
     with temporary_folder(tmp_path / "tmp") as base:
         yield base
-        left = processes_under(base)
-        for process in left:
+        remaining = processes_under(base)
+        for process in remaining:
             process.kill()
 
-        assert left == []
+        assert remaining == []
         assert processes.open_run_dirs(base) == []
 
 
@@ -83,8 +83,8 @@ def pair(_two_ranks: Session) -> Session:
         session.restart(deadline_s=RESTART_S)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
-    told = [names_on(session.call, rank).result(RESTART_S) for rank in session.ranks]
-    names = sorted(set(itertools.chain(*told)))
+    names_by_rank = [names_on(session.call, rank).result(RESTART_S) for rank in session.ranks]
+    names = sorted(set(itertools.chain(*names_by_rank)))
     session.run(f"[globals().pop(name, None) for name in {names}];")
     return session
 

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from nbdist.hang.recovery import merge_made
+from nbdist.hang.recovery import merge_groups
 from nbdist.engine import join as runtime
 from nbdist.hang.rank import gloo_abort, process_groups, reset_models
 from nbdist.parallel import live_models

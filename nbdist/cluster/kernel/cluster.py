@@ -81,14 +81,16 @@ class Cluster:
     def pids(self) -> dict[int, int]:
         """Engine id -> process id of the living engines that this kernel has started itself."""
         return {
-            self._engine_of.get(number, number): one.pid
-            for number, one in self._own_launchers().items()
+            self._engine_of.get(number, number): engine.pid
+            for number, engine in self._local_launchers().items()
         }
 
     def controller_pid(self) -> int | None:
         """The controller's process id, where this kernel has started it itself and it lives."""
-        one = self._cluster.controller
-        return int(one.pid) if processes.is_own(one) and None not in self.exits else None
+        controller = self._cluster.controller
+        return (
+            int(controller.pid) if processes.is_own(controller) and None not in self.exits else None
+        )
 
     def identify(self, pids: dict[int, int]) -> None:
         """Take in which engine has which process, where the launcher did not decide it.
@@ -98,13 +100,15 @@ class Cluster:
         """
         engines = {pid: engine for engine, pid in pids.items()}
         self._engine_of = {
-            n: engines[one.pid] for n, one in self._started.items() if one.pid in engines
+            n: engines[engine.pid] for n, engine in self._started.items() if engine.pid in engines
         }
-        known = list(self.exits.values())
+        exits = list(self.exits.values())
         self.exits.clear()
-        for one in known:
-            engine = None if one.engine is None else self._engine_of.get(one.engine, one.engine)
-            self.exits[engine] = replace(one, engine=engine)
+        for exit_ in exits:
+            engine = (
+                None if exit_.engine is None else self._engine_of.get(exit_.engine, exit_.engine)
+            )
+            self.exits[engine] = replace(exit_, engine=engine)
 
     def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
         """The end of an engine, waited for if it can be seen from here; None if it is unknown."""
@@ -114,10 +118,12 @@ class Cluster:
             time.sleep(POLL_S)
         return self.exits.get(engine)
 
-    def _own_launchers(self) -> dict[int, LocalProcessLauncher]:
+    def _local_launchers(self) -> dict[int, LocalProcessLauncher]:
         # ipyparallel takes a launcher out of this when its process ends.
         launchers = getattr(self._cluster.engine_set, "launchers", {})
-        return {int(i): one for i, one in list(launchers.items()) if processes.is_own(one)}
+        return {
+            int(i): started for i, started in list(launchers.items()) if processes.is_own(started)
+        }
 
     def start(self, world_size: int, deadline_s: float, progress: Progress) -> None:
         """Start controller and engines, connect, and wait until all engines have registered.
@@ -166,7 +172,7 @@ class Cluster:
             return cluster_loop().run(coroutine, max(0.1, end_s - time.monotonic()))
         except TimeoutError as error:
             raise StartError(
-                f"{what} did not come before the start's deadline (--timeout)."
+                f"{what} was not ready before the start's deadline (--timeout)."
             ) from error
         except (RuntimeError, OSError, ipyparallel.error.IPythonError) as error:
             self._arrivals(engines).raise_for_exits()
@@ -174,28 +180,28 @@ class Cluster:
 
     def _watch_processes(self) -> None:
         self._watch_controller()
-        for number, one in self._own_launchers().items():
-            self._watch_engine(number, one)
+        for number, engine in self._local_launchers().items():
+            self._watch_engine(number, engine)
 
     def _watch_controller(self) -> None:
-        one = self._cluster.controller
-        one.on_stop(functools.partial(self._ended, None))
-        if processes.is_own(one):
-            self.guard(one.pid)
+        controller = self._cluster.controller
+        controller.on_stop(functools.partial(self._note_end, None))
+        if processes.is_own(controller):
+            self.guard(controller.pid)
 
-    def _watch_engine(self, number: int, one: LocalProcessLauncher) -> None:
-        one.on_stop(functools.partial(self._ended, number))
+    def _watch_engine(self, number: int, engine: LocalProcessLauncher) -> None:
+        engine.on_stop(functools.partial(self._note_end, number))
         if self.can_restart:  # an engine without a nanny, which would tell the controller
-            one.on_stop(functools.partial(self._forget_soon, number))
-        self._started[number] = one
-        self.guard(one.pid)
+            engine.on_stop(functools.partial(self._forget_soon, number))
+        self._started[number] = engine
+        self.guard(engine.pid)
 
     def guard(self, pid: int) -> None:
         """Let a process, which leads a session of its own, end with this run at the latest."""
         self._guard.watch(pid)
-        self._start_times[pid] = guardian.started(pid) or ""
+        self._start_times[pid] = guardian.start_ticks(pid) or ""
 
-    def _ended(self, number: int | None, stop_data: dict[str, Any]) -> None:
+    def _note_end(self, number: int | None, stop_data: dict[str, Any]) -> None:
         """An engine or the controller has ended (called in the cluster's loop)."""
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
@@ -214,22 +220,24 @@ class Cluster:
         """What to wait for: some engines, or at the start any `world_size` of them."""
 
         def exits() -> dict[int | None, Exit]:
-            known = self.exits.copy()
-            return {e: x for e, x in known.items() if engines is None or e in {None, *engines}}
+            exits = self.exits.copy()
+            return {e: x for e, x in exits.items() if engines is None or e in {None, *engines}}
 
         def registered() -> list[int]:
-            known = set() if self.channel is None else set(self.channel.engine_ids)
+            engine_ids = set() if self.channel is None else set(self.channel.engine_ids)
             if engines is not None:
-                return sorted(known.intersection(engines))
+                return sorted(engine_ids.intersection(engines))
             # Of those that join by themselves both is waited for: they do it side by side.
-            return sorted(known & run_dir.joined(self.run_dir) if self.can_restart else known)
+            return sorted(
+                engine_ids & run_dir.joined_ranks(self.run_dir) if self.can_restart else engine_ids
+            )
 
         expected = tuple(range(world_size) if engines is None else engines)
         return EngineRegistration(self.run_dir, expected, exits, registered, self._output)
 
     def _output(self, engine: int | None) -> str:
-        one = self._cluster.controller if engine is None else self._started.get(engine)
-        return "" if one is None else str(one.get_output())
+        process = self._cluster.controller if engine is None else self._started.get(engine)
+        return "" if process is None else str(process.get_output())
 
     @property
     def can_restart(self) -> bool:
@@ -285,10 +293,10 @@ class Cluster:
         for engine in engines:
             self._kill(engine)
         # `_forget` tells the controller. An id that is still registered would be given to nobody.
-        while left := sorted(set(engines).intersection(self.channel.engine_ids)):
+        while registered := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
             if time.monotonic() > end_s:
-                raise StartError(f"the controller still lists {ranks_phrase(left)} as there")
+                raise StartError(f"the controller still lists {ranks_phrase(registered)}")
             time.sleep(POLL_S)
 
     def _kill(self, engine: int) -> None:
@@ -305,8 +313,8 @@ class Cluster:
         for engine in engines:
             run_dir.forget(self.run_dir, engine)
             self.exits.pop(engine, None)
-            one = self._cluster.engine_set.start_one(engine, environment)
-            self._watch_engine(engine, one)
+            started = self._cluster.engine_set.start_one(engine, environment)
+            self._watch_engine(engine, started)
 
     def restart_controller(self, deadline_s: float) -> None:
         """Put a new controller in the place of one that has ended; engines keep all they have.
@@ -319,22 +327,22 @@ class Cluster:
             StartError: If the new one does not come; the engines live on.
         """
         end_s = time.monotonic() + deadline_s
-        connection, one = self._connection, self._cluster.controller
-        if connection is None or not processes.is_own(one) or connection.is_encrypted:
-            raise OptionError("The controller of this profile cannot be started again from here.")
+        connection, old = self._connection, self._cluster.controller
+        if connection is None or not processes.is_own(old) or connection.is_encrypted:
+            raise OptionError("The controller of this profile cannot be restarted from here.")
         if self.channel is not None:
             self.channel.close()
         # Its heart monitor is a child that outlives it and holds its ports.
-        processes.end_session(one.pid, self._start_times[one.pid], END_SESSION_S)
+        processes.end_session(old.pid, self._start_times[old.pid], END_SESSION_S)
         gone = [engine for engine in self.exits if engine is not None]
         connection.restore(gone)
-        known = self.exits.pop(None, None)
+        end = self.exits.pop(None, None)
         try:
             self._run(self._start_controller_again(), end_s, "the controller", ())
             self.channel = self._connect(end_s, ())
         except BaseException:
-            if known is not None:
-                self.exits.setdefault(None, known)
+            if end is not None:
+                self.exits.setdefault(None, end)
             raise
 
     async def _start_controller_again(self) -> None:
@@ -373,7 +381,7 @@ class Cluster:
             with sigint.deferred_sigint():
                 is_clean = self._guard.close()
         if not is_clean:
-            sys.stderr.write(f"nbdist: processes of {self.run_dir} could not all be ended\n")
+            sys.stderr.write(f"nbdist: some processes of {self.run_dir} could not be ended\n")
 
     def _stop_processes(self, grace_s: float) -> None:
         # The loop may be in the middle of a start that was broken off: wait for its step.
@@ -395,5 +403,5 @@ class Cluster:
         except TimeoutError:
             sys.stderr.write(
                 f"nbdist: the profile's launcher did not end the {what} in "
-                f"{OTHER_STOP_DEADLINE_S:.0f} s; look after them with its own tools\n"
+                f"{OTHER_STOP_DEADLINE_S:.0f} s; end them with its own tools\n"
             )

@@ -42,9 +42,9 @@ class Connection:
             profile: Its profile folder.
             cluster_id: ipyparallel's name of the cluster.
         """
-        found = (profile / "security").glob(f"ipcontroller-{cluster_id}-*.json")
+        paths = (profile / "security").glob(f"ipcontroller-{cluster_id}-*.json")
         return cls(
-            {path: path.read_text() for path in found},
+            {path: path.read_text() for path in paths},
             profile / "log" / f"engines{cluster_id}.json",
         )
 
@@ -66,14 +66,14 @@ class Connection:
             StartError: If the list of engines cannot be read.
         """
         try:
-            known = dict(json.loads(self.engines.read_text())["engines"])
+            engines = dict(json.loads(self.engines.read_text())["engines"])
         except (OSError, ValueError, KeyError) as error:
             raise StartError(
                 f"The list of engines ({self.engines.name}) that a new controller needs cannot be "
                 f"read: {type(error).__name__}: {error}"
             ) from error
-        living = {engine: name for engine, name in known.items() if int(engine) not in gone}
-        next_id = max(map(int, known), default=-1) + 1
+        living = {engine: name for engine, name in engines.items() if int(engine) not in gone}
+        next_id = max(map(int, engines), default=-1) + 1
         self.engines.write_text(json.dumps({"engines": living, "next_id": next_id}))
         for path, text in self.files.items():
             path.touch(mode=0o600)  # before the key is in it

@@ -26,23 +26,23 @@ def visible() -> tuple[Gpu, ...]:
 
     Numbered as nvidia-smi numbers them. Without nvidia-smi the device files are counted.
     """
-    return chosen(_listed(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return filter_visible(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def chosen(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
+def filter_visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
     """The GPUs that a value of CUDA_VISIBLE_DEVICES (numbers or UUIDs) leaves, in its order.
 
     As CUDA does, an entry that does not exist ends the list.
     """
     if variable is None:
         return gpus
-    kept: list[Gpu] = []
+    gpus_left: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in variable.split(","))):
         match = [g for g in gpus if entry == str(g.index) or g.uuid.startswith(entry)]
         if not match:
             break
-        kept.append(match[0])
-    return tuple(kept)
+        gpus_left.append(match[0])
+    return tuple(gpus_left)
 
 
 def table(*fields: str) -> tuple[list[list[str]], str]:
@@ -107,7 +107,7 @@ def _reading(row: list[str]) -> GpuReading:
     )
 
 
-def _listed() -> tuple[Gpu, ...]:
+def _list_gpus() -> tuple[Gpu, ...]:
     if shutil.which("nvidia-smi") is not None:
         # A broken driver: the engines find out by themselves and say so in the table.
         return tuple(Gpu(int(index), uuid, name) for index, uuid, name in table(*LISTED)[0])

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
-from nbdist.cluster.kernel.guardian import started
+from nbdist.cluster.kernel.guardian import start_ticks
 
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
@@ -36,7 +36,7 @@ class Guard:
     def watch(self, pid: int) -> None:
         """End this process's session too when the kernel goes."""
         with self._lock:
-            self._pids.append((pid, started(pid) or ""))
+            self._pids.append((pid, start_ticks(pid) or ""))
             cluster_run_dir.note_pid(self._run_dir, *self._pids[-1])
             self._tell(*self._pids[-1])
 
@@ -89,8 +89,8 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._start()
-        for told in self._pids:
-            self._tell(*told)
+        for process in self._pids:
+            self._tell(*process)
 
     def _tell(self, pid: int, start: str) -> None:
         self._write(f"+{pid} {start}\n")

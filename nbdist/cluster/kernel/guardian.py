@@ -29,7 +29,7 @@ def stat_fields(pid: int) -> list[str] | None:
         return None
 
 
-def started(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process started, in clock ticks: a pid that was used again differs in it."""
     fields = stat_fields(pid)
     return fields[19] if fields else None
@@ -38,8 +38,8 @@ def started(pid: int) -> str | None:
 def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
     """Processes of these sessions, and those whose environment carries the marker."""
     # A session's leader with another start time is a stranger that got the pid again.
-    ours = {pid for pid, start in sessions.items() if started(pid) in (None, start)}
-    found = []
+    ours = {pid for pid, start in sessions.items() if start_ticks(pid) in (None, start)}
+    pids = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -47,8 +47,8 @@ def members(sessions: dict[int, str | None], marker: bytes) -> list[int]:
         if fields is None or fields[0] == "Z":
             continue
         if int(fields[3]) in ours or has_marker(int(entry), marker):
-            found.append(int(entry))
-    return found
+            pids.append(int(entry))
+    return pids
 
 
 def has_marker(pid: int, marker: bytes) -> bool:
@@ -76,11 +76,11 @@ def end_all(sessions: dict[int, str | None], marker: bytes) -> set[int]:
         return killed
     was_empty = False
     for _ in range(SWEEPS):
-        found = members(sessions, marker)
-        if not found and was_empty:
+        pids = members(sessions, marker)
+        if not pids and was_empty:
             break
-        was_empty = not found  # once more: a process that is being started has no marker yet
-        for pid in found:
+        was_empty = not pids  # once more: a process that is being started has no marker yet
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
@@ -130,7 +130,7 @@ def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
             if line == b"stop":
                 return None
             pid, _, start = line[1:].partition(b" ")
-            sessions[int(pid)] = start.decode() or started(int(pid))
+            sessions[int(pid)] = start.decode() or start_ticks(int(pid))
 
 
 def wait(kernel: int) -> dict[int, str | None]:
@@ -178,7 +178,7 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
 
 
 def main() -> None:
-    """Guard one run."""
+    """Wait for the kernel's end, then end its processes and remove its run folder."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]

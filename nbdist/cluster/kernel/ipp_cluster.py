@@ -34,10 +34,10 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
 
 def logger(run_dir: Path) -> logging.Logger:
     """What ipyparallel has to say goes into a file of the run."""
-    one = logging.getLogger(f"nbdist.cluster.{run_dir.name}")
-    one.addHandler(logging.FileHandler(run_dir / "cluster.log", delay=True))
-    one.propagate = False
-    return one
+    log = logging.getLogger(f"nbdist.cluster.{run_dir.name}")
+    log.addHandler(logging.FileHandler(run_dir / "cluster.log", delay=True))
+    log.propagate = False
+    return log
 
 
 def silence(cluster: Any) -> None:
@@ -70,10 +70,10 @@ def gives_ranks(config: Config) -> bool:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
     try:
-        one = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
+        unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(one.engine_launcher_class, launcher.RankEngineSetLauncher)
+    return issubclass(unstarted.engine_launcher_class, launcher.RankEngineSetLauncher)
 
 
 def installed_torch() -> str | None:

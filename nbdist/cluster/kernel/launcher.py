@@ -68,8 +68,8 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
 
     launcher_class = RankEngineLauncher
 
-    common_environment = Dict(help="Variables of every engine.").tag(config=True)
-    rank_environment = Dict(help="{rank as text: {name: value}}.").tag(config=True)
+    common_environment = Dict(help="Environment variables of every engine.").tag(config=True)
+    rank_environment = Dict(help="Per rank: {rank as text: {name: value}}.").tag(config=True)
     engine_program = Unicode(str(ENGINE_PROGRAM), help="The engines' program.").tag(config=True)
 
     def __init__(self, **kwargs: Any):
@@ -95,7 +95,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         identifier = str(rank)
         self.stop_data.get("engines", {}).pop(identifier, None)
         self.outputs.pop(identifier, None)
-        one = self.launcher_class(
+        engine = self.launcher_class(
             work_dir=self.work_dir,
             parent=self,
             log=self.log,
@@ -109,18 +109,18 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
                 / f"ipengine-{self.cluster_id}-{self.engine_set_id}-{rank}.log"
             ),
         )
-        one.engine_cmd, one.engine_args = list(self.engine_cmd), list(self.engine_args)
-        one.on_stop(self._notice_engine_stopped)
-        self.launchers[identifier] = one
+        engine.engine_cmd, engine.engine_args = list(self.engine_cmd), list(self.engine_args)
+        engine.on_stop(self._notice_engine_stopped)
+        self.launchers[identifier] = engine
         self.again_environment = environment
         try:
-            self.notify_start(one.start())
+            self.notify_start(engine.start())
         except BaseException:
             del self.launchers[identifier]
             raise
         finally:
             self.again_environment = {}
-        return one
+        return engine
 
 
 # What torch calls the levels of its own checks; "off" leaves the notebook's environment alone.

@@ -29,20 +29,20 @@ def clean() -> tuple[str, ...]:
     Runs whose notebook lives, or whose owner is not known for certain, are left alone.
     """
     lines: list[str] = []
-    for run in runs.found():
+    for run in runs.find_runs():
         if run.state == DEAD:
             lines += _remove(run)
     return tuple(lines)
 
 
 def _remove(run: Run) -> list[str]:
-    ended, left = _end(run, END_DEADLINE_S)
+    ended, remaining = _end(run, END_DEADLINE_S)
     lines = []
     if ended:
         lines.append(f"ended {_processes(ended)} of {run.folder}")
-    if left:
+    if remaining:
         # Its folder tells whose they are: it has to stay as long as they do.
-        return [*lines, f"could not end {_processes(left)} of {run.folder} (uninterruptible?)"]
+        return [*lines, f"could not end {_processes(remaining)} of {run.folder} (uninterruptible?)"]
     for path in run.shm_files:
         with contextlib.suppress(FileNotFoundError):
             Path(path).unlink()
@@ -64,27 +64,27 @@ def stop(run: Run) -> None:
     gone, and lets its guardian remove the folder.
 
     Raises:
-        NbdistError: If no word can be left for the notebook, or a process could not be ended.
+        NbdistError: If the notebook cannot be notified, or a process could not be ended.
     """
     run_dir.leave_note(Path(run.folder))
     started = run_dir.pids(Path(run.folder))
     asked = [Process(pid, start) for pid, start in started.items()]
-    for one in asked:
-        send(one, signal.SIGTERM)
+    for process in asked:
+        send(process, signal.SIGTERM)
     end_s = time.monotonic() + STOP_GRACE_S
-    while any(_lives(one) for one in asked) and time.monotonic() < end_s:
+    while any(_lives(process) for process in asked) and time.monotonic() < end_s:
         time.sleep(POLL_S)
-    _, left = _end(run, END_DEADLINE_S)
-    if left:
+    _, remaining = _end(run, END_DEADLINE_S)
+    if remaining:
         raise NbdistError(
-            f"{_processes(left)} of {run.name} could not be ended in {END_DEADLINE_S:.0f} s "
-            "(uninterruptible in the kernel?). Look at them with ps."
+            f"{_processes(remaining)} of {run.name} could not be ended in {END_DEADLINE_S:.0f} s "
+            "(uninterruptible in the kernel?). Inspect them with ps."
         )
 
 
-def _lives(one: Process) -> bool:
-    fields = guardian.stat_fields(one.pid)
-    return fields is not None and fields[0] not in "ZX" and fields[19] == one.start
+def _lives(process: Process) -> bool:
+    fields = guardian.stat_fields(process.pid)
+    return fields is not None and fields[0] not in "ZX" and fields[19] == process.start
 
 
 def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
@@ -94,29 +94,29 @@ def _end(run: Run, deadline_s: float) -> tuple[list[Process], list[Process]]:
     ended and nothing tells any more whose it was.
     """
     end_s = time.monotonic() + deadline_s
-    known = dict.fromkeys(run.processes)
+    processes = dict.fromkeys(run.processes)
     was_empty = False
     while True:
-        known.update(dict.fromkeys(runs.processes_of(run)))
-        living = [one for one in known if _lives(one)]
+        processes.update(dict.fromkeys(runs.processes_of(run)))
+        living = [process for process in processes if _lives(process)]
         if (not living and was_empty) or time.monotonic() > end_s:
-            return [one for one in known if one not in living], living
+            return [process for process in processes if process not in living], living
         was_empty = not living
-        for one in living:
-            send(one, signal.SIGKILL)
+        for process in living:
+            send(process, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
-def send(one: Process, number: signal.Signals) -> bool:
+def send(process: Process, number: signal.Signals) -> bool:
     """Signal a process; whether it was still that one."""
     with contextlib.suppress(ProcessLookupError):
         if not hasattr(os, "pidfd_open"):  # macOS: no start times either
-            os.kill(one.pid, number)
+            os.kill(process.pid, number)
             return True
-        descriptor = os.pidfd_open(one.pid)
+        descriptor = os.pidfd_open(process.pid)
         try:
             # From here on the descriptor is this process's, whoever may get its pid later.
-            if guardian.started(one.pid) == one.start:
+            if guardian.start_ticks(process.pid) == process.start:
                 signal.pidfd_send_signal(descriptor, number)
                 return True
         finally:
@@ -125,6 +125,6 @@ def send(one: Process, number: signal.Signals) -> bool:
 
 
 def _processes(those: Iterable[Process]) -> str:
-    pids = sorted({one.pid for one in those})
+    pids = sorted({process.pid for process in those})
     noun = "process" if len(pids) == 1 else "processes"
     return f"{len(pids)} {noun} ({', '.join(map(str, pids))})"

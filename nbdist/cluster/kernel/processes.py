@@ -52,10 +52,12 @@ class Exit:
             return f"signal {-self.code}"
 
 
-def is_own(one: Any) -> bool:
+def is_own(candidate: Any) -> bool:
     """Whether this launcher's process is a child of this kernel (SSH's pids are elsewhere)."""
     return (
-        isinstance(one, LocalProcessLauncher) and not isinstance(one, SSHLauncher) and one.pid > 0
+        isinstance(candidate, LocalProcessLauncher)
+        and not isinstance(candidate, SSHLauncher)
+        and candidate.pid > 0
     )
 
 
@@ -77,7 +79,7 @@ def end_session(pid: int, start: str, deadline_s: float) -> bool:
 
     Args:
         pid: The leader, which may have ended already.
-        start: When it started (`guardian.started`); a stranger that got the pid again is spared.
+        start: When it started (`guardian.start_ticks`); a stranger with the same pid is spared.
         deadline_s: How long to go on.
 
     Returns:
@@ -88,11 +90,11 @@ def end_session(pid: int, start: str, deadline_s: float) -> bool:
             os.killpg(pid, signal.SIGKILL)
         return True
     end_s = time.monotonic() + deadline_s
-    while found := guardian.members({pid: start}, NO_MARKER):
+    while members := guardian.members({pid: start}, NO_MARKER):
         if time.monotonic() > end_s:
             return False
-        for one in found:
+        for member in members:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(member, signal.SIGKILL)
         time.sleep(POLL_S)
     return True

@@ -13,20 +13,20 @@ from nbdist.errors import OptionError
 CONFIG_FILE = "ipcluster_config.py"
 
 
-def shipped() -> dict[str, Path]:
+def shipped_profiles() -> dict[str, Path]:
     """Name -> folder of the profiles that come with nbdist.
 
     A wheel carries them inside the package; a checkout has them beside it.
     """
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "profiles", package.parent / "profiles"):
-        found = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
-        if found:
-            return found
+        folders = {path.parent.name: path.parent for path in folder.glob(f"*/{CONFIG_FILE}")}
+        if folders:
+            return folders
     return {}
 
 
-def own() -> dict[str, Path]:
+def user_profiles() -> dict[str, Path]:
     """Name -> folder of the user's IPython profiles that describe a cluster."""
     return {
         path.parent.name.removeprefix("profile_"): path.parent
@@ -36,7 +36,7 @@ def own() -> dict[str, Path]:
 
 def available() -> dict[str, Path]:
     """Name -> folder of every profile; the user's own wins over a shipped one."""
-    return {**shipped(), **own()}
+    return {**shipped_profiles(), **user_profiles()}
 
 
 def load(name: str) -> Config:
@@ -50,9 +50,10 @@ def load(name: str) -> Config:
     """
     profiles = available()
     if name not in profiles:
-        mine = ", ".join(sorted(own())) or "none"
+        ours = ", ".join(sorted(shipped_profiles()))
+        mine = ", ".join(sorted(user_profiles())) or "none"
         raise OptionError(
-            f"There is no profile {name!r}. Shipped with nbdist: {', '.join(sorted(shipped()))}. "
+            f"There is no profile {name!r}. Shipped with nbdist: {ours}. "
             f"Your own, in {get_ipython_dir()}: {mine}. A profile is a folder "
             f"profile_{name} there with an {CONFIG_FILE}."
         )

@@ -107,7 +107,7 @@ class Ranks:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the ranks were ended, by `stop` or from rundir."""
+        """Whether the ranks were ended, by `stop` or from outside the notebook."""
         return self._was_stopped or bool(run_dir.ended_from_outside(self._cluster.run_dir))
 
     def is_busy(self, rank: int) -> bool:
@@ -242,7 +242,7 @@ class Ranks:
             )
             raise RankGone(
                 f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
-                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset starts all afresh."
+                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset restarts all ranks."
             )
 
     def check_death(self, ranks: Sequence[int]) -> None:

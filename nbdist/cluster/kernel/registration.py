@@ -23,7 +23,7 @@ def no_progress(_text: str) -> None:
 
 
 class ProcessExit(Protocol):
-    """The end of a process, as `cluster.Exit` has it."""
+    """The end of a process, as `processes.Exit` has it."""
 
     @property
     def how(self) -> str:
@@ -67,11 +67,11 @@ class EngineRegistration:
         Raises:
             StartError: When a process ends, or at the end, naming who is missing.
         """
-        told = -1
+        reported = -1
         while (ready := len(self.registered())) < len(self.expected):
-            if ready != told:
+            if ready != reported:
                 progress(f"{ready} of {len(self.expected)} ranks ready")
-                told = ready
+                reported = ready
             self.raise_for_exits()
             check()
             if time.monotonic() > end_s:
@@ -113,7 +113,7 @@ class EngineRegistration:
     def _missing(self) -> list[int]:
         """The ranks for which the others wait: of local ones those that hold all back."""
         everybody = set(self.expected)
-        waiting = cluster_run_dir.arrived(self.run_dir)
+        waiting = cluster_run_dir.arrived_ranks(self.run_dir)
         return sorted(everybody - waiting if waiting else ()) or sorted(
             everybody.difference(self.registered())
         )

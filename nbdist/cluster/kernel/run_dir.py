@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.kernel import guardian
-from nbdist.cluster.run_owner import Owner
+from nbdist.cluster.run_owner import RunOwner
 from nbdist.core.host import Machine, this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, StartError
@@ -80,8 +80,8 @@ def create() -> Path:
             # From the first moment on, whoever sees a run can see whose it is.
             return path.rename(path.with_name(path.name.replace("new-", "run-", 1)))
     raise StartError(
-        f"No folder for the run can be made in {tempfile.gettempdir()}. Make that folder, or point "
-        "TMPDIR elsewhere and restart the kernel."
+        f"The run's folder could not be created in {tempfile.gettempdir()}. Create that folder, or "
+        "point TMPDIR elsewhere and restart the kernel."
     )
 
 
@@ -137,11 +137,11 @@ def pids(run_dir: Path) -> dict[int, str]:
     return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
 
 
-def owner(run_dir: Path) -> Owner | None:
+def owner(run_dir: Path) -> RunOwner | None:
     """Whose run it is; None where that cannot be read."""
     try:
         written = json.loads((run_dir / OWNER).read_text())
-        return Owner(**{**written, "machine": Machine(**written["machine"])})
+        return RunOwner(**{**written, "machine": Machine(**written["machine"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -154,13 +154,13 @@ def hosts(run_dir: Path) -> tuple[str, ...]:
         return ()
 
 
-def _this_owner() -> Owner:
+def _this_owner() -> RunOwner:
     notebook = os.environ.get("JPY_SESSION_NAME", "")  # set by Jupyter's server
     if not notebook:
         with contextlib.suppress(FileNotFoundError):
             notebook = os.getcwd()  # noqa: PTH109  # a string
-    start = guardian.started(os.getpid()) or ""
-    return Owner(os.getpid(), start, this_machine(), time.time(), notebook)
+    start = guardian.start_ticks(os.getpid()) or ""
+    return RunOwner(os.getpid(), start, this_machine(), time.time(), notebook)
 
 
 def _write(run_dir: Path, name: str, text: str) -> None:
@@ -182,12 +182,12 @@ def failure(run_dir: Path, rank: int) -> dict[str, Any] | None:
     return written
 
 
-def arrived(run_dir: Path) -> set[int]:
+def arrived_ranks(run_dir: Path) -> set[int]:
     """The local ranks that have begun to wait for the others."""
     return {int(path.suffix[1:]) for path in run_dir.glob("arrived.*")}
 
 
-def joined(run_dir: Path) -> set[int]:
+def joined_ranks(run_dir: Path) -> set[int]:
     """The local ranks that are in their group."""
     return {int(path.suffix[1:]) for path in run_dir.glob("joined.*")}
 
@@ -212,8 +212,9 @@ def leave_note(run_dir: Path) -> None:
         new.replace(run_dir / STOPPED)
     except OSError as error:
         raise NbdistError(
-            f"No word can be left for the notebook in {run_dir} ({error.strerror}), so nothing was "
-            "ended. Free some space there, or stop the ranks in the notebook with %dist_shutdown."
+            f"The notebook could not be notified: {run_dir} cannot be written ({error.strerror}). "
+            "Nothing was ended. Free some space there, or stop the ranks in the notebook with "
+            "%dist_shutdown."
         ) from error
 
 

@@ -26,7 +26,7 @@ SHM = Path("/dev/shm")  # noqa: S108  # what is removed there is known to be a d
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class UserProcess:
     """A living process of this user.
 
     Attributes:
@@ -46,21 +46,27 @@ class Seen:
     guards: str
 
 
-def found() -> tuple[Run, ...]:
+def find_runs() -> tuple[Run, ...]:
     """All runs of this user, in order of their folders."""
-    seen = _processes()
-    guarded = {one.guards for one in seen.values() if one.guards}
-    folders = {*_folders(), *(one.mark for one in seen.values() if one.mark), *guarded}
+    processes = _processes()
+    guarded = {process.guards for process in processes.values() if process.guards}
+    folders = {
+        *_folders(),
+        *(process.mark for process in processes.values() if process.mark),
+        *guarded,
+    }
     here = host.this_machine()
-    known = [_run(Path(one), here, is_guarded=one in guarded) for one in sorted(folders)]
-    spared = _protected(known, seen)
-    return tuple(_with_processes(run, seen, spared) for run in known)
+    all_runs = [
+        _run(Path(folder), here, is_guarded=folder in guarded) for folder in sorted(folders)
+    ]
+    spared = _spared_pids(all_runs, processes)
+    return tuple(_with_processes(run, processes, spared) for run in all_runs)
 
 
 def processes_of(run: Run) -> tuple[Process, ...]:
-    """The run's processes now; see `found`."""
+    """The run's processes now; see `find_runs`."""
     # With all other runs: what belongs to a living one is spared whatever mark it carries.
-    return next((one.processes for one in found() if one.folder == run.folder), ())
+    return next((other.processes for other in find_runs() if other.folder == run.folder), ())
 
 
 def _folders() -> list[str]:
@@ -86,47 +92,52 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
 
 
-def _with_processes(run: Run, seen: dict[int, Seen], spared: frozenset[int]) -> Run:
+def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: frozenset[int]) -> Run:
     folder = Path(run.folder)
-    known = run_dir.pids(folder)
+    noted = run_dir.pids(folder)
     # Of a leader that has gone, the number may long be a stranger's session.
-    leaders = {pid for pid, start in known.items() if guardian.started(pid) == start}
+    leaders = {pid for pid, start in noted.items() if guardian.start_ticks(pid) == start}
     processes = tuple(
-        Process(one.pid, one.start)
-        for one in sorted(seen.values(), key=lambda one: one.pid)
-        if one.pid not in spared
-        and (run.folder in (one.mark, one.guards) or (not one.mark and one.session in leaders))
+        Process(process.pid, process.start)
+        for process in sorted(all_processes.values(), key=lambda process: process.pid)
+        if process.pid not in spared
+        and (
+            run.folder in (process.mark, process.guards)
+            or (not process.mark and process.session in leaders)
+        )
     )
-    files = _shm_files(processes, known, seen) if run.state == run_owner.DEAD else ()
+    files = _shm_files(processes, noted, all_processes) if run.state == run_owner.DEAD else ()
     return Run(
         run.folder, run.state, run.owner, run.hosts, processes, files, has_folder=run.has_folder
     )
 
 
-def _protected(known: Iterable[Run], seen: dict[int, Seen]) -> frozenset[int]:
+def _spared_pids(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:
     """Processes that belong to nobody's leftovers, whatever mark they have inherited.
 
     This one, the kernels that live, what these were started by, and their guardians: a notebook
     server that was started in a cell carries the mark of that cell's run.
     """
     living = {
-        run.folder: run for run in known if run.state in {run_owner.RUNNING, run_owner.STOPPED}
+        run.folder: run for run in all_runs if run.state in {run_owner.RUNNING, run_owner.STOPPED}
     }
-    kept = {os.getpid(), *(run.owner.pid for run in living.values() if run.owner)}
-    for pid in tuple(kept):  # it grows
-        one = seen.get(pid)
-        while one is not None and (one := seen.get(one.parent)) is not None:
-            kept.add(one.pid)
-    return frozenset(kept | {one.pid for one in seen.values() if one.guards in living})
+    spared = {os.getpid(), *(run.owner.pid for run in living.values() if run.owner)}
+    for pid in tuple(spared):  # it grows
+        process = processes.get(pid)
+        while process is not None and (process := processes.get(process.parent)) is not None:
+            spared.add(process.pid)
+    return frozenset(
+        spared | {process.pid for process in processes.values() if process.guards in living}
+    )
 
 
-def _processes() -> dict[int, Seen]:
+def _processes() -> dict[int, UserProcess]:
     if not Path("/proc/self").is_dir():
         return {}
-    return {one.pid: one for pid in psutil.pids() if (one := _seen(pid)) is not None}
+    return {process.pid: process for pid in psutil.pids() if (process := _process(pid)) is not None}
 
 
-def _seen(pid: int) -> Seen | None:
+def _process(pid: int) -> UserProcess | None:
     folder = Path(f"/proc/{pid}")
     try:
         if folder.stat().st_uid != os.getuid():
@@ -141,7 +152,7 @@ def _seen(pid: int) -> Seen | None:
     marks = [value.removeprefix(MARK) for value in variables if value.startswith(MARK)]
     is_guardian = any(word.endswith(b"/kernel/guardian.py") for word in words[:5])
     guards = [word for word in words if word][-1] if is_guardian else b""
-    return Seen(
+    return UserProcess(
         pid, fields[19], int(fields[1]), int(fields[3]), _folder_of(marks), _folder_of([guards])
     )
 
@@ -154,16 +165,16 @@ def _folder_of(named: list[bytes]) -> str:
 
 
 def _shm_files(
-    processes: Iterable[Process], known: dict[int, str], seen: dict[int, Seen]
+    processes: Iterable[Process], noted: dict[int, str], all_processes: dict[int, UserProcess]
 ) -> tuple[str, ...]:
     """Files that processes of a dead run use alone, or that its ranks have left.
 
     torch names its own after the process, torch_PID_...; who has made another file can only be
     told as long as somebody uses it.
     """
-    own = {one.pid for one in processes}
-    used = {path for pid in own for path in _used(pid)}
-    makers = own | {pid for pid in known if guardian.started(pid) is None}
+    pids = {process.pid for process in processes}
+    used = {path for pid in pids for path in _shm_paths(pid)}
+    makers = pids | {pid for pid in noted if guardian.start_ticks(pid) is None}
     with contextlib.suppress(OSError):
         for path in SHM.iterdir():
             words = path.name.split("_")
@@ -171,8 +182,8 @@ def _shm_files(
                 used |= {str(path)} if int(words[1]) in makers else set()
     candidates = {path for path in used if _is_own_file(Path(path))}
     if candidates:
-        for pid in seen.keys() - own:
-            candidates -= _used(pid)
+        for pid in all_processes.keys() - pids:
+            candidates -= _shm_paths(pid)
     return tuple(sorted(candidates))
 
 
@@ -184,7 +195,7 @@ def _is_own_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _used(pid: int) -> set[str]:
+def _shm_paths(pid: int) -> set[str]:
     """The paths in /dev/shm that a process has mapped or open."""
     folder, prefix = Path(f"/proc/{pid}"), f"{SHM}/"
     paths: set[str] = set()

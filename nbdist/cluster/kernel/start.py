@@ -85,12 +85,12 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
     world_size = topology.default_world_size(chosen) if asked is None else asked
-    expected = _expected(world_size, chosen, options, is_local=is_local)
+    expected = _expected_plan(world_size, chosen, options, is_local=is_local)
     if is_local:
         notes += _local_notes(expected, options)
     elif options.debug != "off":
         raise OptionError(
-            f"--debug is for ranks of the profile local. For {options.profile!r} set "
+            f"--debug works only with the profile local. For {options.profile!r} set "
             "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
         )
     ipp_cluster.encrypt(config)
@@ -123,14 +123,14 @@ def _check_values(options: Any) -> None:
             f"Choose one of {', '.join(topology.BACKENDS)}."
         )
     if not isinstance(options.world_size, int | None):
-        raise OptionError(f"{options.world_size!r} is no number of ranks. Use 1 or more.")
+        raise OptionError(f"{options.world_size!r} is not a valid number of ranks. Use 1 or more.")
     if not isinstance(options.gpus, str | None):
-        raise OptionError(f'gpus is a text such as "0,1" or "none", not {options.gpus!r}.')
+        raise OptionError(f'gpus must be a string such as "0,1" or "none", not {options.gpus!r}.')
     if options.deadline_s <= 0:
-        raise OptionError(f"A start cannot take {options.deadline_s:g} s. Use more than 0.")
+        raise OptionError(f"The start's deadline is {options.deadline_s:g} s. Use more than 0.")
     if not isinstance(options.grace_s, int | float) or not options.grace_s >= 0:
         raise OptionError(
-            f"A deadlock cannot be left alone for {options.grace_s!r} s. Use 0 (at once) or more."
+            f"The grace period cannot be {options.grace_s!r} s. Use 0 (abort at once) or more."
         )
     if options.debug not in tuple(launcher.DEBUG_LEVELS):  # also of what cannot be hashed
         raise OptionError(
@@ -139,7 +139,7 @@ def _check_values(options: Any) -> None:
         )
 
 
-def _expected(
+def _expected_plan(
     world_size: int, chosen: tuple[Gpu, ...], options: StartOptions, *, is_local: bool
 ) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""
@@ -253,7 +253,7 @@ def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
     """What is to be said of ranks whose hangs could not be explained, each reason once."""
     call = _caller(cluster)
     asked = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
-    return list(dict.fromkeys(_all(asked, end_s, "tell of their black boxes").values()))
+    return list(dict.fromkeys(_all(asked, end_s, "report on their black boxes").values()))
 
 
 def _begin_strategy(
@@ -265,14 +265,14 @@ def _begin_strategy(
     choice = options.strategy.on(plan)
     call = _caller(cluster)
     answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
-    _all(answers, end_s, "take the strategy")
+    _all(answers, end_s, "set the strategy")
     return [f"strategy: {described(choice)}"]
 
 
 def _adopt_notebook(call: Caller, engines: Iterable[int], end_s: float) -> None:
     folder = os.getcwd()  # noqa: PTH109  # a string for the wire
     futures = {e: adopt_notebook(call, e, list(sys.path), folder) for e in engines}
-    _all(futures, end_s, "take over the notebook's folder")
+    _all(futures, end_s, "switch to the notebook's folder")
 
 
 def _store(
@@ -295,17 +295,17 @@ def _store(
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
             tried[address] = str(error)
             continue
-        found = _all(
+        reached = _all(
             {e: reachable(call, e, (address,), port) for e in reports}, end_s, "reach rank 0"
         )
-        missing = sorted(plan.rank_of_engine(e) for e, ok in found.items() if not ok)
+        missing = sorted(plan.rank_of_engine(e) for e, ok in reached.items() if not ok)
         if not missing:
             return "", address, port
         tried[address] = f"not from {ranks_phrase(missing)}"
     table = "; ".join(f"{address}: {why}" for address, why in tried.items())
     raise StartError(
-        f"No address of rank 0 can be reached from every rank ({table}). Open the network between "
-        "the hosts, or choose hosts that see each other."
+        f"No address of rank 0 can be reached from every rank ({table}). Allow connections between "
+        "the hosts, or choose hosts that can reach each other."
     )
 
 

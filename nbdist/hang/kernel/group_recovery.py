@@ -73,9 +73,9 @@ class GroupRecovery:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""
         if self.outcome is None and (self._has_all() or now_s >= self._end_s):
             if self._recovering and not self._is_any_lost():
-                self.outcome = self._recovered()
+                self.outcome = self._recovery_outcome()
             elif self._comparing:
-                self.outcome = self._compared()
+                self.outcome = self._comparison_outcome()
             elif self._recovering or self._is_out_of_step():
                 self._recover(now_s)
             else:
@@ -92,7 +92,7 @@ class GroupRecovery:
             self.outcome = RecoveryOutcome()
         elif self.outcome is None:
             self._health.needs_recovery = True
-            self.outcome = RecoveryOutcome(problem="the groups are made anew before the next cell")
+            self.outcome = RecoveryOutcome(problem="the groups are recreated before the next cell")
 
     def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
         for future in futures.values():
@@ -142,20 +142,20 @@ class GroupRecovery:
         if not self._comparing:
             self.outcome = RecoveryOutcome()
 
-    def _compared(self) -> RecoveryOutcome:
-        known = {
+    def _comparison_outcome(self) -> RecoveryOutcome:
+        by_rank = {
             rank: future.result()
             for rank, future in self._comparing.items()
             if future.done() and future.exception() is None
         }
-        return RecoveryOutcome(lines=recovery.apart(known))
+        return RecoveryOutcome(lines=recovery.parameter_differences(by_rank))
 
     def _recover(self, now_s: float) -> None:
         self._newest = {}
         busy = self._ranks.busy_ranks
         if busy:
             self._health.needs_recovery = True
-            problem = f"the groups are made anew once {ranks_are(busy)} back"
+            problem = f"the groups are recreated once {ranks_are(busy)} back"
             self.outcome = RecoveryOutcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S
@@ -163,15 +163,15 @@ class GroupRecovery:
         if not self._recovering:
             self.outcome = RecoveryOutcome()
 
-    def _recovered(self) -> RecoveryOutcome:
-        failed = {rank: told for rank, f in self._recovering.items() if (told := _failure(f))}
+    def _recovery_outcome(self) -> RecoveryOutcome:
+        failed = {rank: reason for rank, f in self._recovering.items() if (reason := _failure(f))}
         self._health.needs_recovery = bool(failed)
         # Space on the disk for the next recovery: the last one has used it.
         run_dir.reserve(self._ranks.cluster.run_dir)
         if failed:
             rank, why = min(failed.items())
             problem = (
-                f"{ranks_phrase(sorted(failed))} could not make the groups anew "
+                f"{ranks_phrase(sorted(failed))} could not recreate the groups "
                 f"(rank {rank}: {why}); %dist_reset starts afresh"
             )
             return RecoveryOutcome(problem=problem)

@@ -19,7 +19,7 @@ from nbdist.core import procfs
 from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
 from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
-from nbdist.hang.recovery import Recovered
+from nbdist.hang.recovery import RecoveryResult
 from nbdist.rpc.kernel.functions import RankFunction
 
 # A rank that has not answered by then is asked again.
@@ -30,7 +30,7 @@ LOOK_PAUSE_S = 0.5
 look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
 abort: RankFunction[[int], int] = RankFunction("abort")
 snapshot: RankFunction[[], tuple[float, bytes | None]] = RankFunction("snapshot")
-recover: RankFunction[[int, tuple[int, ...]], Recovered] = RankFunction(
+recover: RankFunction[[int, tuple[int, ...]], RecoveryResult] = RankFunction(
     "nbdist.hang.rank.process_groups:recover"
 )
 
@@ -84,8 +84,8 @@ class Health:
 
     def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
-        found = {rank: self.box(rank) for rank in self._ranks.ranks}
-        return {rank: box for rank, box in found.items() if box is not None}
+        boxes = {rank: self.box(rank) for rank in self._ranks.ranks}
+        return {rank: box for rank, box in boxes.items() if box is not None}
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
@@ -95,17 +95,17 @@ class Health:
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
         for rank, pid in self.pids().items():
-            known = self._watched.get(rank)
-            if known is None or known[0] != pid:
-                watched = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
-                self._watched[rank] = pid, watched
+            watched = self._watched.get(rank)
+            if watched is None or watched[0] != pid:
+                new = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, pid)
+                self._watched[rank] = pid, new
                 self._causes.pop(rank, None)
 
     def note_exit(self, rank: int, code: int | None, *, is_ours: bool) -> None:
         """Find out how a rank ended, at once: another process may take its place and its files."""
-        known = self._watched.get(rank)
-        if known is not None:
-            self._causes[rank] = known[1].cause(code, is_ours=is_ours)
+        watched = self._watched.get(rank)
+        if watched is not None:
+            self._causes[rank] = watched[1].cause(code, is_ours=is_ours)
         self._last_words[rank] = diagnose.last_words(
             list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
         )
@@ -266,7 +266,7 @@ class Health:
         if arrived := self._arrived.pop(rank, None):
             came_s, (their_now_s, content) = arrived
             if content is not None:
-                self._remote[rank] = call_log.read(content).shifted(came_s - their_now_s)
+                self._remote[rank] = call_log.read(content).shift_clock(came_s - their_now_s)
 
 
 class BoxFiles:
@@ -300,12 +300,12 @@ class BoxFiles:
             inode = path.stat().st_ino
         except OSError:
             return None
-        known = self._maps.get(rank)
-        if known is None or known[0] != inode:  # a rank that replaces another has a new one
+        mapped = self._maps.get(rank)
+        if mapped is None or mapped[0] != inode:  # a rank that replaces another has a new one
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                known = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+                mapped = inode, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
             finally:
                 os.close(descriptor)
-            self._maps[rank] = known
-        return known[1]
+            self._maps[rank] = mapped
+        return mapped[1]

@@ -17,7 +17,7 @@ from nbdist.hang import diagnose
 from nbdist.hang.kernel import restart as hang_restart
 from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.kernel.restart import Restarted
+from nbdist.hang.kernel.restart import RestartResult
 from nbdist.rpc.kernel import sigint
 
 RESTART_S = 120.0
@@ -69,8 +69,8 @@ class Maintenance:
             OptionError: If this profile's cannot be started again.
         """
         if not self._ranks.is_stopped:
-            told = hang_restart.reconnect(self._ranks)
-            self._notes += [told] if told else []
+            note = hang_restart.reconnect(self._ranks)
+            self._notes += [note] if note else []
             self._release_unheard()
 
     def _release_unheard(self) -> None:
@@ -84,8 +84,8 @@ class Maintenance:
             health.ask_looks(unheard, time.monotonic())
             time.sleep(LOOK_PAUSE_S)
             findings = diagnose.diagnose(list(health.views_now().values()), time.monotonic())
-            seen = {finding.text for finding in findings if finding.is_certain}
-            certain = seen if certain is None else certain & seen
+            texts = {finding.text for finding in findings if finding.is_certain}
+            certain = texts if certain is None else certain & texts
         if certain:
             health.abort()
             self._notes += [f"{text}; aborted" for text in sorted(certain)]
@@ -95,7 +95,7 @@ class Maintenance:
         ranks: Sequence[int] | None,
         deadline_s: float,
         progress: Callable[[str], None],
-    ) -> Restarted:
+    ) -> RestartResult:
         """Put new processes in the place of ranks.
 
         Args:
@@ -106,7 +106,7 @@ class Maintenance:
         Raises:
             NotRunning: After the ranks were stopped.
             OptionError: If none is named and none has ended; on other profiles than local.
-            RankBusy, StartError, NbdistError, Interrupted: See repair.restart.
+            RankBusy, StartError, NbdistError, Interrupted: See restart.restart.
         """
         if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
@@ -115,7 +115,7 @@ class Maintenance:
             last = self._ranks.ranks[-1]
             raise OptionError(
                 f"No rank has ended. %dist_restart {last} replaces rank {last}, whose variables "
-                "are then lost; %dist_reset starts all afresh."
+                "are then lost; %dist_reset restarts all ranks."
             )
         self.ended_by_us |= set(chosen)
         try:
@@ -178,7 +178,7 @@ class Maintenance:
                 with contextlib.suppress(Empty):
                     if presses_or_answers.get(timeout=pause_s):
                         aftermath.give_up()
-                        raise Interrupted("the groups are made anew before the next cell")
+                        raise Interrupted("the groups are recreated before the next cell")
         return aftermath.outcome or RecoveryOutcome()
 
     def settle(self) -> None:

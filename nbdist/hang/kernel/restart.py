@@ -24,7 +24,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
 from nbdist.hang.kernel.health import Health, recover
-from nbdist.hang.recovery import MadeGroup, MadeMesh, merge_made
+from nbdist.hang.recovery import GroupSpec, MeshSpec, merge_groups
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import failure_of
 from nbdist.rpc.kernel.functions import RankFunction
@@ -41,7 +41,7 @@ RECONNECT_DEADLINE_S = 30.0
 UNHEARD_S = 2.0
 SHOWN_NAMES = 12
 
-rejoin: RankFunction[[Topology, int, int, Sequence[MadeGroup]], None] = RankFunction(
+rejoin: RankFunction[[Topology, int, int, Sequence[GroupSpec]], None] = RankFunction(
     "nbdist.engine.join:rejoin"
 )
 names: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.rpc.rank.namespace:names")
@@ -51,20 +51,20 @@ group_names: RankFunction[[], dict[str, str]] = RankFunction(
 name_groups: RankFunction[[Mapping[str, str]], None] = RankFunction(
     "nbdist.rpc.rank.namespace:name_groups"
 )
-mesh_names: RankFunction[[], dict[str, MadeMesh]] = RankFunction(
+mesh_names: RankFunction[[], dict[str, MeshSpec]] = RankFunction(
     "nbdist.hang.rank.device_meshes:mesh_names"
 )
-name_meshes: RankFunction[[Sequence[Mapping[str, MadeMesh]]], tuple[str, ...]] = RankFunction(
+name_meshes: RankFunction[[Sequence[Mapping[str, MeshSpec]]], tuple[str, ...]] = RankFunction(
     "nbdist.hang.rank.device_meshes:name_meshes"
 )
-groups_made: RankFunction[[], tuple[MadeGroup, ...]] = RankFunction(
-    "nbdist.hang.rank.process_groups:groups_made"
+created_groups: RankFunction[[], tuple[GroupSpec, ...]] = RankFunction(
+    "nbdist.hang.rank.process_groups:created_groups"
 )
 catching_up: RankFunction[[bool], None] = RankFunction("nbdist.parallel.live_models:catching_up")
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class RestartResult:
     """What a restart did.
 
     Attributes:
@@ -80,7 +80,7 @@ class Restarted:
 
 def restart(
     ranks: Ranks, health: Health, named: Sequence[int], deadline_s: float, progress: Progress
-) -> Restarted:
+) -> RestartResult:
     """Put new processes in the place of ranks, and make all groups whole again.
 
     Ranks that have ended and were not named come back as well: no group of all ranks could be
@@ -104,22 +104,24 @@ def restart(
     began_s = time.monotonic()
     if not ranks.cluster.can_restart:
         raise OptionError(
-            "Single ranks can be restarted in the profile local alone, whose processes nbdist "
-            "starts by itself. %dist_reset starts all ranks of this profile afresh, without their "
-            "variables."
+            "Single ranks can be restarted only under the profile local, whose processes nbdist "
+            "starts itself. %dist_reset restarts all ranks of this profile; their variables are "
+            "lost."
         )
-    told = reconnect(ranks)
+    controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
     also = [rank for rank in replaced if rank not in named]
-    one = _Restart(ranks, health, replaced, began_s + deadline_s)
-    one.check_idle()
-    lacking = one.run(progress)
+    steps = _Restart(ranks, health, replaced, began_s + deadline_s)
+    steps.check_idle()
+    missing_names = steps.run(progress)
     notes = [
-        told,
-        f"{ranks_phrase(also)} had ended too, and came back as well" if also else "",
-        _lacking_note(replaced, lacking),
+        controller_note,
+        f"{ranks_phrase(also)} had ended too, and restarted as well" if also else "",
+        _missing_names_note(replaced, missing_names),
     ]
-    return Restarted(replaced, time.monotonic() - began_s, tuple(note for note in notes if note))
+    return RestartResult(
+        replaced, time.monotonic() - began_s, tuple(note for note in notes if note)
+    )
 
 
 class _Restart:
@@ -149,26 +151,26 @@ class _Restart:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
             pressed.send_to(self._press)
-            made = merge_made(self._all(groups_made, self._staying, "tell their groups"))
+            groups = merge_groups(self._all(created_groups, self._staying, "report their groups"))
             self._cluster.restart_engines(
                 [self._engine(rank) for rank in self._replaced],
                 {REPLACES: "1"},
-                self._left_s(),
+                self._remaining_s(),
                 progress,
                 self._check,
             )
             for rank in self._replaced:
                 self._ranks.free(rank)
             try:
-                self._form(made, progress)
-                return self._lacking()
+                self._form(groups, progress)
+                return self._missing_names()
             except BaseException:
                 self._health.needs_recovery = True
                 engines = [self._engine(rank) for rank in self._replaced]
                 self._cluster.end_engines(engines)
                 raise
 
-    def _form(self, made: tuple[MadeGroup, ...], progress: Progress) -> None:
+    def _form(self, groups: tuple[GroupSpec, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
         health, topology = self._health, self._ranks.topology
@@ -180,21 +182,21 @@ class _Restart:
             rank: recover(call, rank, health.generation, ()) for rank in self._staying
         }
         for rank in new:
-            futures[rank] = rejoin(call, rank, topology, rank, health.generation, made)
+            futures[rank] = rejoin(call, rank, topology, rank, health.generation, groups)
         try:
             self._results(futures, "form the groups again")
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
-        self._results(adopted, "take the notebook's folder")
+        self._results(adopted, "switch to the notebook's folder")
         self._all(lambda c, rank: prepare(c, rank, self._ranks.seed), new, "prepare")
         self._take_strategy()
         if self._staying:  # otherwise there is nobody to catch up with
             variables: dict[str, str] = {}
-            for known in self._all(group_names, self._staying, "tell their groups"):
-                variables.update(known)
+            for group_variables in self._all(group_names, self._staying, "report their groups"):
+                variables.update(group_variables)
             self._all(lambda c, rank: name_groups(c, rank, variables), new, "prepare")
-            meshes = self._all(mesh_names, self._staying, "tell their meshes")
+            meshes = self._all(mesh_names, self._staying, "report their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
@@ -204,9 +206,9 @@ class _Restart:
         choice = self._ranks.strategy_chosen
         if choice is None:
             return  # nothing was chosen, so it is what every rank begins with
-        for told in self._all(current_strategy, self._staying[:1], "tell the strategy"):
-            choice = told
-        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "take a strategy")
+        for current in self._all(current_strategy, self._staying[:1], "report the strategy"):
+            choice = current
+        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "set the strategy")
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""
@@ -218,10 +220,10 @@ class _Restart:
                 self._ranks.interrupt(rank)
             time.sleep(INTERRUPT_PAUSE_S)
 
-    def _lacking(self) -> list[str]:
+    def _missing_names(self) -> list[str]:
         """In the order in which the first rank that stays has made them."""
-        there = self._all(names, self._staying, "tell their names")
-        here = set(self._all(names, self._replaced[:1], "tell their names")[0])
+        there = self._all(names, self._staying, "report their variables")
+        here = set(self._all(names, self._replaced[:1], "report their variables")[0])
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
     def _all(
@@ -236,9 +238,9 @@ class _Restart:
             if gone:
                 raise NbdistError(
                     f"{ranks_phrase(gone)} ended "
-                    f"({self._cluster.exits[self._engine(gone[0])].how}) while ranks were to {what}"
+                    f"({self._cluster.exits[self._engine(gone[0])].how}) before it could {what}"
                 )
-            if self._left_s() <= 0:
+            if self._remaining_s() <= 0:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
             if any(future.done() and future.exception() for future in futures.values()):
                 break  # the others would wait for it
@@ -257,26 +259,26 @@ class _Restart:
         if self._is_interrupted:
             raise Interrupted(
                 f"{ranks_phrase(self._replaced)} not restarted; %dist_restart "
-                f"{rank_label(self._replaced)} begins again"
+                f"{rank_label(self._replaced)} tries again"
             )
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return self._end_s - time.monotonic()
 
     def _engine(self, rank: int) -> int:
         return self._ranks.topology.engine_of_rank(rank)
 
 
-def _lacking_note(replaced: Collection[int], lacking: Sequence[str]) -> str:
-    if not lacking:
+def _missing_names_note(replaced: Collection[int], missing_names: Sequence[str]) -> str:
+    if not missing_names:
         return ""
-    shown = ", ".join(lacking[:SHOWN_NAMES])
-    if len(lacking) > SHOWN_NAMES:
-        shown += f" and {len(lacking) - SHOWN_NAMES} more"
-    verb = "lacks" if len(replaced) == 1 else "lack"
+    shown = ", ".join(missing_names[:SHOWN_NAMES])
+    if len(missing_names) > SHOWN_NAMES:
+        shown += f" and {len(missing_names) - SHOWN_NAMES} more"
+    verb = "is" if len(replaced) == 1 else "are"
     return (
-        f"{ranks_phrase(sorted(replaced))} {verb} {shown}: define what is needed again with "
-        f"%%rank [{rank_label(sorted(replaced))}], then %dist_sync_model"
+        f"{ranks_phrase(sorted(replaced))} {verb} missing {shown}: define what you need "
+        f"again with %%rank [{rank_label(sorted(replaced))}], then run %dist_sync_model"
     )
 
 
@@ -300,10 +302,12 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
     cluster.unheard = {rank for rank in ranks.busy_ranks if rank in _living(ranks)}
     _await_answers(ranks, began_s + deadline_s)
     _await_unheard(ranks, time.monotonic() + UNHEARD_S)
-    kept = f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    still_busy = (
+        f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
+    )
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
-        f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{kept}."
+        f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{still_busy}."
     )
 
 
@@ -347,12 +351,12 @@ def _ping_unheard(ranks: Ranks) -> None:
     unheard = ranks.cluster.unheard
     for rank in unheard.intersection(ranks.ranks):
 
-        def heard(answer: Future[Any], rank: int = rank) -> None:
+        def mark_heard(answer: Future[Any], rank: int = rank) -> None:
             if rank in unheard and answer.exception() is None:
                 unheard.discard(rank)
                 ranks.free(rank)
 
-        _ping(ranks, rank).add_done_callback(heard)
+        _ping(ranks, rank).add_done_callback(mark_heard)
 
 
 def _ping(ranks: Ranks, rank: int) -> Future[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, text, wait_graph
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import Finding, RankView
+from nbdist.hang.records import RankView, WaitFinding
 
 # How often black boxes are read while a cell runs.
 PAUSE_S = 0.25
@@ -41,11 +41,11 @@ class Watchdog:
         self._next_s = began_s + AFTER_S - PAUSE_S
         self._was_urgent = False
         self._views: list[RankView] = []
-        self._last: tuple[Finding, ...] = ()
-        self._found: dict[tuple[int, ...], tuple[Finding, float]] = {}
-        self._told: list[Finding] = []
-        self._told_stopped: set[int] = set()
-        self._told_s: float | None = None
+        self._last: tuple[WaitFinding, ...] = ()
+        self._findings: dict[tuple[int, ...], tuple[WaitFinding, float]] = {}
+        self._reported: list[WaitFinding] = []
+        self._reported_stopped: set[int] = set()
+        self._reported_s: float | None = None
         self._late_s = math.inf
         self._late_again_s = 0.0
         self._states: dict[int, str] = {}
@@ -57,31 +57,31 @@ class Watchdog:
         return self._next_s
 
     @property
-    def deadlock(self) -> Finding | None:
+    def deadlock(self) -> WaitFinding | None:
         """The certain deadlock as it stands now, once it has been told."""
-        if self._told_s is None:
+        if self._reported_s is None:
             return None
-        return next((one for one in self._last if one.is_certain), None)
+        return next((finding for finding in self._last if finding.is_certain), None)
 
     @property
     def abort_s(self) -> float:
         """When the deadlock is to be aborted."""
-        return math.inf if self._told_s is None else self._told_s + self._grace_s
+        return math.inf if self._reported_s is None else self._reported_s + self._grace_s
 
     @property
     def waiting(self) -> dict[int, str]:
         """The ranks that are inside a collective now, each with where."""
         return {
-            view.rank: told
+            view.rank: place
             for view in self._views
-            if (told := text.state_of(view.box, view)) and view.state == "running"
+            if (place := text.state_of(view.box, view)) and view.state == "running"
         }
 
     @property
     def places(self) -> dict[int, str]:
         """Where in the user's code ranks are, as far as they have answered."""
         return {
-            view.rank: text.place_told(view.look.place)
+            view.rank: text.place_text(view.look.place)
             for view in self._views
             if view.look is not None and view.look.place is not None
         }
@@ -107,25 +107,29 @@ class Watchdog:
         if now_s < self._next_s:
             return []
         self._next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
-        known = states()
-        self._forget_older(known)
-        self._views = self._health.views(known)
+        cell_states = states()
+        self._forget_older(cell_states)
+        self._views = self._health.views(cell_states)
         findings = diagnose.diagnose(self._views, now_s, AFTER_S)
-        before, self._found = self._found, self._found_since(findings, now_s)
+        before, self._findings = self._findings, self._findings_since(findings, now_s)
         if is_urgent or findings or self._is_quiet_too_long(now_s):
             asked = [view.rank for view in self._views if view.state != "ended"]
-            firm = [self._found[one.waiting][1] for one in findings if _is_firm(one)]
+            firm = [self._findings[finding.waiting][1] for finding in findings if _is_firm(finding)]
             self._health.ask_looks(asked, now_s, newer_than_s=max(firm, default=0.0))
         # Only what has been seen twice: a rank that begins to wait a moment later is in it.
-        steady = [one for one in findings if one.waiting in before and self._is_steady(one, now_s)]
+        steady = [
+            finding
+            for finding in findings
+            if finding.waiting in before and self._is_steady(finding, now_s)
+        ]
         self._last = findings
-        if not any(one.is_certain for one in findings):
-            self._told_s = None
-        return [*self._stopped(), *self._told_now(steady, now_s)]
+        if not any(finding.is_certain for finding in findings):
+            self._reported_s = None
+        return [*self._stopped_lines(), *self._report(steady, now_s)]
 
-    def _forget_older(self, known: States) -> None:
+    def _forget_older(self, cell_states: States) -> None:
         """Of a rank that has ended its cell, only what it answers afterwards counts."""
-        for rank, (state, _) in known.items():
+        for rank, (state, _) in cell_states.items():
             if state != self._states.get(rank) and state != "running":
                 self._health.forget_look(rank)
             self._states[rank] = state
@@ -136,59 +140,59 @@ class Watchdog:
         is_done = any(view.state != "running" for view in self._views)
         return is_done or now_s - max(since_s, default=now_s) >= AFTER_S
 
-    def _found_since(
-        self, findings: Sequence[Finding], now_s: float
-    ) -> dict[tuple[int, ...], tuple[Finding, float]]:
+    def _findings_since(
+        self, findings: Sequence[WaitFinding], now_s: float
+    ) -> dict[tuple[int, ...], tuple[WaitFinding, float]]:
         """The findings by their ranks, each with since when it is just that."""
         since = {}
-        for one in findings:
-            old, old_s = self._found.get(one.waiting, (None, now_s))
-            is_same = old is not None and _essence(one) == _essence(old)
-            since[one.waiting] = one, old_s if is_same else now_s
+        for finding in findings:
+            old, old_s = self._findings.get(finding.waiting, (None, now_s))
+            is_same = old is not None and _essence(finding) == _essence(old)
+            since[finding.waiting] = finding, old_s if is_same else now_s
         return since
 
-    def _is_steady(self, one: Finding, now_s: float) -> bool:
+    def _is_steady(self, finding: WaitFinding, now_s: float) -> bool:
         """Whether it stands since an earlier look, and rests on what is known for sure.
 
         Boxes and answers are of different moments: put together they can show what never was.
         But where all of them are the same before a moment and after it, so they were in it.
         """
-        if not _is_firm(one):
+        if not _is_firm(finding):
             return True
-        _, since_s = self._found[one.waiting]
+        _, since_s = self._findings[finding.waiting]
         ranks = {view.rank for view in self._views}
-        if self._is_all_in_boxes(one):  # else every recorder counts, also for what it lacks
-            ranks = {*one.waiting, *one.blamed}
+        if self._is_all_in_boxes(finding):  # else every recorder counts, also for what it lacks
+            ranks = {*finding.waiting, *finding.blamed}
         needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]
         return since_s < now_s and all(v.look and v.looked_s >= since_s for v in needed)
 
-    def _is_all_in_boxes(self, one: Finding) -> bool:
+    def _is_all_in_boxes(self, finding: WaitFinding) -> bool:
         return all(
             view.box is not None and view.box.waiting is not None
             for view in self._views
-            if view.rank in one.waiting
+            if view.rank in finding.waiting
         )
 
-    def _told_now(self, steady: Sequence[Finding], now_s: float) -> list[str]:
+    def _report(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
         lines = []
-        for one in steady:
-            if one.is_certain:
-                self._told_s = now_s if self._told_s is None else self._told_s
-            if _is_firm(one) and not self._is_told(one):
-                self._told.append(one)
-                lines.append(one.text)
-        if any(one.is_certain for one in steady) or self._is_quiet:
+        for finding in steady:
+            if finding.is_certain:
+                self._reported_s = now_s if self._reported_s is None else self._reported_s
+            if _is_firm(finding) and not self._is_reported(finding):
+                self._reported.append(finding)
+                lines.append(finding.text)
+        if any(finding.is_certain for finding in steady) or self._is_quiet:
             return lines
-        return lines + self._late([one for one in steady if not _is_firm(one)], now_s)
+        return lines + self._late([finding for finding in steady if not _is_firm(finding)], now_s)
 
-    def _is_told(self, one: Finding) -> bool:
+    def _is_reported(self, finding: WaitFinding) -> bool:
         """Whether it was told, maybe before further ranks began to wait as well."""
         return any(
-            set(old.waiting) <= set(one.waiting) and set(old.blamed) >= set(one.blamed)
-            for old in self._told
+            set(old.waiting) <= set(finding.waiting) and set(old.blamed) >= set(finding.blamed)
+            for old in self._reported
         )
 
-    def _late(self, steady: Sequence[Finding], now_s: float) -> list[str]:
+    def _late(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
         """Who is only late; seldom, since a slow rank may be late in every step."""
         if not steady:
             self._late_s = math.inf
@@ -197,23 +201,23 @@ class Watchdog:
         if now_s < self._late_s + LATE_S - AFTER_S or now_s < self._late_again_s:
             return []
         self._late_again_s = now_s + LATE_AGAIN_S
-        return [one.text for one in steady]
+        return [finding.text for finding in steady]
 
-    def _stopped(self) -> list[str]:
+    def _stopped_lines(self) -> list[str]:
         new = [v.rank for v in self._views if v.state == "stopped"]
-        told = [rank for rank in new if rank not in self._told_stopped]
-        self._told_stopped = set(new)
-        if not told:
+        unreported = [rank for rank in new if rank not in self._reported_stopped]
+        self._reported_stopped = set(new)
+        if not unreported:
             return []
-        who = ranks_phrase(told)
-        return [f"{ranks_are(told)} stopped (SIGSTOP); kill -CONT lets {who} go on"]
+        who = ranks_phrase(unreported)
+        return [f"{ranks_are(unreported)} stopped (SIGSTOP); kill -CONT resumes {who}"]
 
 
-def _is_firm(one: Finding) -> bool:
+def _is_firm(finding: WaitFinding) -> bool:
     """Whether it is told at once: it does not depend on time."""
-    return one.is_certain or one.is_doomed
+    return finding.is_certain or finding.is_doomed
 
 
-def _essence(one: Finding) -> tuple[object, ...]:
+def _essence(finding: WaitFinding) -> tuple[object, ...]:
     """What makes a finding the same one: where somebody computes meanwhile does not matter."""
-    return one.is_certain, one.is_doomed, one.blamed, one.marks
+    return finding.is_certain, finding.is_doomed, finding.blamed, finding.marks

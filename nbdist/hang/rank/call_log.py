@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nbdist.hang.call_log import SIZE_BYTES, Writer, settled
+from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter, consistent_copy
 from nbdist.hang.rank import dataloader_workers, rendezvous
-from nbdist.hang.rank.recorder import Recorder
+from nbdist.hang.rank.recorder import CallRecorder
 from nbdist.hang.rank.rendezvous import cancel_meetings
 from nbdist.hang.rank.source_line import UserFrameFinder
-from nbdist.rpc.rank.cell_hooks import Cell
+from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_RUN
 
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
 
 FOLDER = "boxes"
 
-_recorder: Recorder | None = None
+_recorder: CallRecorder | None = None
 _problem = ""
 
 
-def open_box(folder: Path | None, rank: int) -> Writer:
+def open_box(folder: Path | None, rank: int) -> CallLogWriter:
     """A new, empty box: `folder`/boxes/RANK, or one in memory alone.
 
     A process of that rank before this one keeps its own, which readers must open anew. All its
@@ -52,14 +52,14 @@ def open_box(folder: Path | None, rank: int) -> Writer:
     _problem = ""
     if folder is not None:
         try:
-            return Writer(_map_file(folder / FOLDER, rank), rank, os.getpid())
+            return CallLogWriter(_map_file(folder / FOLDER, rank), rank, os.getpid())
         except OSError as error:
             _problem = (
                 f"rank {rank} could not make its black box of {SIZE_BYTES // 1024} KiB in "
-                f"{folder / FOLDER} ({error.strerror}): a hang on it is not explained. Make room "
-                "there, or point TMPDIR elsewhere, and restart the ranks."
+                f"{folder / FOLDER} ({error.strerror}): its hangs cannot be explained. Free "
+                "some space there, or point TMPDIR elsewhere, and restart the ranks."
             )
-    return Writer(mmap.mmap(-1, SIZE_BYTES), rank, os.getpid())
+    return CallLogWriter(mmap.mmap(-1, SIZE_BYTES), rank, os.getpid())
 
 
 def problem() -> str:
@@ -67,13 +67,13 @@ def problem() -> str:
     return _problem
 
 
-def install(box: Writer) -> None:
+def install(box: CallLogWriter) -> None:
     """Record this process's calls in the box from now on; a box before it gets no more."""
     global _recorder  # noqa: PLW0603  # one per process
     if _recorder is not None and _recorder.box is box:
         return
     shell = uninstall()
-    _recorder = Recorder(box, UserFrameFinder(shell))
+    _recorder = CallRecorder(box, UserFrameFinder(shell))
     _recorder.install()
 
 
@@ -89,7 +89,7 @@ def uninstall() -> Any:
 
 def snapshot() -> bytes | None:
     """The box as it is now; None without one. From any thread."""
-    return None if _recorder is None else settled(_recorder.box.memory)
+    return None if _recorder is None else consistent_copy(_recorder.box.memory)
 
 
 def reset(generation: int) -> None:
@@ -110,7 +110,7 @@ def name_cells(shell: Any) -> None:
 
 
 @contextlib.contextmanager
-def around_cell(cell: Cell) -> Iterator[None]:
+def around_cell(cell: CellContext) -> Iterator[None]:
     """Tell in the box when a cell begins and how it ended, and end what it has left behind."""
     run = cell.metadata.get(CELL_RUN)
     if not isinstance(run, int):
@@ -130,7 +130,7 @@ def around_cell(cell: Cell) -> Iterator[None]:
 
 def _end_loaders() -> None:
     try:
-        dataloader_workers.end_left(getattr(sys, "last_value", None))
+        dataloader_workers.end_abandoned(getattr(sys, "last_value", None))
     except KeyboardInterrupt:
         return  # one press more: the cell has ended already
     except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all

@@ -28,24 +28,26 @@ MAX_STEPS, MAX_HOLDERS = 4, 50
 _OWN = ("_index_queues", "_persistent_workers", "_shutdown", "_worker_pids_set", "_workers")
 
 
-def end_left(error: BaseException | None) -> int:
+def end_abandoned(error: BaseException | None) -> int:
     """End the workers of the iterators that only this error's frames hold; return how many.
 
     Once its cell has failed, in the main thread; at most 0.5 s. An iterator that a variable of
     the user still holds goes on, as does one with persistent workers.
     """
     frames = list(_frames(error))
-    iterators = {id(one): one for frame in frames for one in _iterators(frame)}
+    iterators = {id(iterator): iterator for frame in frames for iterator in _iterators(frame)}
     if not iterators:
         return 0
-    left = [one for one in iterators.values() if _is_left(one, frames, iterators)]
-    return _end(left)
+    abandoned = [
+        iterator for iterator in iterators.values() if _is_abandoned(iterator, frames, iterators)
+    ]
+    return _end(abandoned)
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
     """Of functions alone: the locals of a cell are the user's variables."""
-    for one in chain(error):
-        link = one.__traceback__
+    for exception in chain(error):
+        link = exception.__traceback__
         while link is not None:
             if link.tb_frame.f_locals is not link.tb_frame.f_globals:
                 yield link.tb_frame
@@ -63,37 +65,41 @@ def _iterators(frame: FrameType) -> Iterator[Any]:
                 yield value
 
 
-def _is_left(iterator: Any, frames: list[FrameType], found: dict[int, Any]) -> bool:
+def _is_abandoned(iterator: Any, frames: list[FrameType], iterators: dict[int, Any]) -> bool:
     """Whether everything that leads to it starts in these frames, which never go on."""
     # Before Python 3.13 a frame keeps the dict in which it shows its locals.
-    known = {id(one) for one in (found, frames, *frames)} | {id(f.f_locals) for f in frames}
-    level: list[Any] = [iterator]
+    expected = {id(container) for container in (iterators, frames, *frames)} | {
+        id(f.f_locals) for f in frames
+    }
+    referrers: list[Any] = [iterator]
     for _ in range(MAX_STEPS):
-        known |= {id(level), *map(id, level)}
-        level = [one for one in gc.get_referrers(*level) if id(one) not in known]
-        level = [one for one in level if one is not sys._getframe()]  # noqa: SLF001
-        if not level:
+        expected |= {id(referrers), *map(id, referrers)}
+        referrers = [
+            referrer for referrer in gc.get_referrers(*referrers) if id(referrer) not in expected
+        ]
+        referrers = [referrer for referrer in referrers if referrer is not sys._getframe()]  # noqa: SLF001
+        if not referrers:
             return True
-        if len(level) > MAX_HOLDERS:
+        if len(referrers) > MAX_HOLDERS:
             return False
     return False
 
 
 def _end(iterators: Iterable[Any]) -> int:
     workers = []
-    for one in iterators:
-        if one._worker_pids_set:  # noqa: SLF001
+    for iterator in iterators:
+        if iterator._worker_pids_set:  # noqa: SLF001
             # Else torch raises in this thread that workers have been killed.
-            dataloader._utils.signal_handling._remove_worker_pids(id(one))  # noqa: SLF001
-            one._worker_pids_set = False  # noqa: SLF001
-        _end_pinning(one)
-        workers += one._workers  # noqa: SLF001
-        one._shutdown = True  # its finalizer has nothing more to do  # noqa: SLF001
+            dataloader._utils.signal_handling._remove_worker_pids(id(iterator))  # noqa: SLF001
+            iterator._worker_pids_set = False  # noqa: SLF001
+        _end_pinning(iterator)
+        workers += iterator._workers  # noqa: SLF001
+        iterator._shutdown = True  # its finalizer has nothing more to do  # noqa: SLF001
     # torch's own way is to tell them through locks that an interrupted worker may hold for good.
     _signal(workers, signal.SIGTERM)
     _signal(workers, signal.SIGKILL)
-    for one in iterators:
-        for queue in one._index_queues:  # noqa: SLF001
+    for iterator in iterators:
+        for queue in iterator._index_queues:  # noqa: SLF001
             queue.cancel_join_thread()
             queue.close()
     return len(workers)
@@ -109,9 +115,9 @@ def _end_pinning(iterator: Any) -> None:
 
 
 def _signal(workers: Iterable[Any], number: int) -> None:
-    alive = [one for one in workers if one.is_alive()]
-    for one in alive:
-        one.terminate() if number == signal.SIGTERM else one.kill()
+    alive = [worker for worker in workers if worker.is_alive()]
+    for worker in alive:
+        worker.terminate() if number == signal.SIGTERM else worker.kill()
     until_s = time.monotonic() + JOIN_S
-    for one in alive:
-        one.join(max(0.0, until_s - time.monotonic()))
+    for worker in alive:
+        worker.join(max(0.0, until_s - time.monotonic()))

@@ -71,17 +71,17 @@ def _check(group: Any, store: dist.Store) -> None:
     config = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[group]))
     kinds = config.get_device_backend_map()
     # One kind for all devices: torch makes it once, under the first device's prefix.
-    is_one = len(set(kinds.values())) == 1
+    is_shared = len(set(kinds.values())) == 1
     for device, kind in kinds.items():
         if kind not in _CHECKED:
             continue
-        own = group._get_backend(torch.device(device))  # noqa: SLF001  # there is no other way
-        timeout = own.options._timeout  # noqa: SLF001
-        checked = around(own, group, dist.PrefixStore(f"{device}/", store), timeout)
+        backend = group._get_backend(torch.device(device))  # noqa: SLF001  # there is no other way
+        timeout = backend.options._timeout  # noqa: SLF001
+        checked = around(backend, group, dist.PrefixStore(f"{device}/", store), timeout)
         unused = unused_type(group)
-        for one in kinds if is_one else (device,):
-            group._register_backend(torch.device(one), unused, checked)  # noqa: SLF001
-        if is_one:
+        for covered in kinds if is_shared else (device,):
+            group._register_backend(torch.device(covered), unused, checked)  # noqa: SLF001
+        if is_shared:
             break
     # The group tells its backends too, and torch's flight recorder shows what they know.
     group._set_group_name(name)  # noqa: SLF001
@@ -130,5 +130,5 @@ def unused_type(group: Any) -> Any:
             return kind
     raise NbdistError(
         f"group {group.group_name} has been recovered {_LAST_NUMBER - _NAMED_NUMBERS + 1} times, "
-        "which is all that torch allows. Save what you need, then start anew with %dist_reset."
+        "the most that torch allows. Save what you need, then run %dist_reset."
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from nbdist.hang.call_log import NO_PEER, Writer, pack_what
+from nbdist.hang.call_log import NO_PEER, CallLogWriter, pack_what
 
 # Called by every member of a group -> the argument that names its root, "" without one.
 GROUP_CALLS = {
@@ -54,7 +54,7 @@ Described = tuple[int, bytes, int, int | None]
 class Channels(Protocol):
     """What a describer needs of the recorder."""
 
-    box: Writer
+    box: CallLogWriter
     channels: dict[str, int]
 
     def channel(self, name: str) -> int:
@@ -113,12 +113,12 @@ class Describer:
                 key = (key, getattr(reduction, "name", str(reduction)))
         if self._root:
             key = (key, self._rank(self._root, group, args, kwargs) or 0, 0)
-        found = self._details.get(key)
-        if found is None:
+        packed = self._details.get(key)
+        if packed is None:
             if len(self._details) >= MAX_DETAILS:
                 self._details.clear()
-            found = self._details[key] = pack_what(self._op, self._detail(key))
-        return found
+            packed = self._details[key] = pack_what(self._op, self._detail(key))
+        return packed
 
     def _detail(self, key: Any) -> str:
         """The key as words; it was made above from its parts, in this order."""
@@ -139,8 +139,8 @@ class Describer:
         peer = self._rank(self._other, group, args, kwargs)
         if peer is None:  # from whoever sends first: no order to compare
             return group_channel, what, NO_PEER, 0
-        own = dist.get_rank()
-        ends = (own, peer) if self._other == "dst" else (peer, own)
+        this = dist.get_rank()
+        ends = (this, peer) if self._other == "dst" else (peer, this)
         return self._recorder.box.transfer(group_channel, *ends), what, peer, None
 
     def _rank(

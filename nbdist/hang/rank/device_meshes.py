@@ -16,103 +16,107 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from nbdist.hang.recovery import MadeMesh
+from nbdist.hang.recovery import MeshSpec
 from nbdist.rpc.rank import namespace
 
 # What differs between versions of torch, or cannot be built: the variable is told as lacking.
 UNBUILT = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def mesh_names() -> dict[str, MadeMesh]:
+def mesh_names() -> dict[str, MeshSpec]:
     """Variable -> mesh, for the user's variables that are device meshes."""
-    return {name: _told(value) for name, value in namespace.values_of(DeviceMesh).items()}
+    return {name: _spec_of(value) for name, value in namespace.values_of(DeviceMesh).items()}
 
 
-def name_meshes(known: Sequence[Mapping[str, MadeMesh]]) -> tuple[str, ...]:
+def name_meshes(by_rank: Sequence[Mapping[str, MeshSpec]]) -> tuple[str, ...]:
     """Give this rank the meshes that others have, without a word to them; the variables' names.
 
     On a rank that takes another's place, once its groups are there. What cannot be built is
     left out.
 
     Args:
-        known: `mesh_names` of each of the others. All of them count: each knows its own groups.
+        by_rank: `mesh_names` of each of the others. All of them count: each knows its own groups.
     """
     built: dict[Any, DeviceMesh] = {}
     variables = {}
-    for name in dict.fromkeys(name for one in known for name in one):
+    for name in dict.fromkeys(name for meshes in by_rank for name in meshes):
         try:
-            variables[name] = _mesh([one[name] for one in known if name in one], built)
+            variables[name] = _mesh([meshes[name] for meshes in by_rank if name in meshes], built)
         except UNBUILT:
             continue
     namespace.push(variables)
     return tuple(variables)
 
 
-def _told(mesh: DeviceMesh) -> MadeMesh:
+def _spec_of(mesh: DeviceMesh) -> MeshSpec:
     # Nothing public tells of what a mesh is a part; without it a part is a mesh of its own.
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
-    return MadeMesh(
+    return MeshSpec(
         device_type=mesh.device_type,
         shape=tuple(mesh.mesh.shape),
         ranks=tuple(mesh.mesh.flatten().tolist()),
         dim_names=mesh.mesh_dim_names,
         groups=tuple(str(group.group_name) for group in groups),
-        root=None if root is mesh else _told(root),
+        root=None if root is mesh else _spec_of(root),
     )
 
 
-def _mesh(told: Sequence[MadeMesh], built: dict[Any, DeviceMesh]) -> DeviceMesh:
+def _mesh(specs: Sequence[MeshSpec], built: dict[Any, DeviceMesh]) -> DeviceMesh:
     """The mesh that others tell of, each from its place; the same object for the same groups."""
     rank = dist.get_rank()
-    one = next((one for one in told if rank in one.ranks), told[0])
-    roots = [other.root for other in told if other.root is not None]
-    if roots and one.dim_names:
+    spec = next((spec for spec in specs if rank in spec.ranks), specs[0])
+    roots = [other.root for other in specs if other.root is not None]
+    if roots and spec.dim_names:
         root = _mesh(roots, built)
-        if set(one.dim_names) <= set(root.mesh_dim_names or ()):
-            return root[one.dim_names]
-    same = [other for other in told if (other.shape, other.ranks) == (one.shape, one.ranks)]
-    groups = _groups(one, same, rank)
-    key = one.device_type, one.shape, one.ranks, one.dim_names, *map(id, groups)
+        if set(spec.dim_names) <= set(root.mesh_dim_names or ()):
+            return root[spec.dim_names]
+    same = [other for other in specs if (other.shape, other.ranks) == (spec.shape, spec.ranks)]
+    groups = _groups(spec, same, rank)
+    key = spec.device_type, spec.shape, spec.ranks, spec.dim_names, *map(id, groups)
     if key not in built:
-        built[key] = _form(one, groups)
+        built[key] = _form(spec, groups)
     return built[key]
 
 
-def _groups(one: MadeMesh, told: Sequence[MadeMesh], rank: int) -> list[Any]:
+def _groups(spec: MeshSpec, same_mesh: Sequence[MeshSpec], rank: int) -> list[Any]:
     """This rank's group of each dimension; none where it is not in the mesh.
 
     Of several with the right ranks, the one that another member names. Where none does, all
     members are new, and choose the first alike.
     """
-    if rank not in one.ranks:
+    if rank not in spec.ranks:
         return []
-    place = one.ranks.index(rank)
-    own = {str(name): pg for pg, name in c10d._world.pg_names.items()}  # noqa: SLF001
+    place = spec.ranks.index(rank)
+    groups_here = {str(name): pg for pg, name in c10d._world.pg_names.items()}  # noqa: SLF001
     groups = []
-    for dim, size in enumerate(one.shape):
-        step = math.prod(one.shape[dim + 1 :])
+    for dim, size in enumerate(spec.shape):
+        step = math.prod(spec.shape[dim + 1 :])
         first = place - place // step % size * step
-        ranks = sorted(one.ranks[first + step * index] for index in range(size))
-        fit = [n for n, pg in own.items() if sorted(dist.get_process_group_ranks(pg)) == ranks]
-        named = {other.groups[dim] for other in told if other.groups}
+        ranks = sorted(spec.ranks[first + step * index] for index in range(size))
+        fit = [
+            n for n, pg in groups_here.items() if sorted(dist.get_process_group_ranks(pg)) == ranks
+        ]
+        named = {other.groups[dim] for other in same_mesh if other.groups}
         fit.sort(key=lambda name: name not in named)
         if not fit:
             raise KeyError(f"no group of ranks {ranks}")
-        groups.append(own[fit[0]])
+        groups.append(groups_here[fit[0]])
     return groups
 
 
-def _form(one: MadeMesh, groups: Sequence[Any]) -> DeviceMesh:
+def _form(spec: MeshSpec, groups: Sequence[Any]) -> DeviceMesh:
     """A mesh of groups that there are. No collective."""
-    ranks = torch.tensor(one.ranks, dtype=torch.int).reshape(one.shape)
+    ranks = torch.tensor(spec.ranks, dtype=torch.int).reshape(spec.shape)
     if not groups:
         # What torch makes on a rank outside of it; only init_device_mesh does so in public, and
         # that one makes the groups.
-        return DeviceMesh(one.device_type, ranks, mesh_dim_names=one.dim_names, _init_backend=False)
-    names = one.dim_names or tuple(f"dim{dim}" for dim in range(len(one.shape)))
-    mesh = DeviceMesh.from_group(list(groups), one.device_type, ranks, mesh_dim_names=names)
-    if one.dim_names is None:
+        return DeviceMesh(
+            spec.device_type, ranks, mesh_dim_names=spec.dim_names, _init_backend=False
+        )
+    names = spec.dim_names or tuple(f"dim{dim}" for dim in range(len(spec.shape)))
+    mesh = DeviceMesh.from_group(list(groups), spec.device_type, ranks, mesh_dim_names=names)
+    if spec.dim_names is None:
         # from_group asks for names with several groups, and meshes with other names differ.
         if not hasattr(mesh, "_mesh_dim_names"):
             raise NotImplementedError("a mesh without names for its dimensions")

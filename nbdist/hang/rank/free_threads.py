@@ -32,9 +32,9 @@ def free(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[st
     idle = {
         ident: frame
         for ident, frame in current.items()
-        if ident not in calling and _joined(frame) not in calling
+        if ident not in calling and _awaited_thread(frame) not in calling
     }
-    names = {one.ident: one.name for one in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = sorted(
         names.get(ident, f"thread {ident}")
         for ident, frame in idle.items()
@@ -63,15 +63,15 @@ def _is_in_call(frame: FrameType | None) -> bool:
     return False
 
 
-def _joined(frame: FrameType | None) -> int | None:
+def _awaited_thread(frame: FrameType | None) -> int | None:
     """The thread that this one waits for in join(), however long it takes; None otherwise."""
     for _ in range(2):  # before Python 3.13 join calls another function
         if frame is None or frame.f_code.co_filename != threading.__file__:
             return None
         if frame.f_code.co_name == "join":
-            found = frame.f_locals
-            thread = found.get("self")
-            is_endless = found.get("timeout") is None
+            arguments = frame.f_locals
+            thread = arguments.get("self")
+            is_endless = arguments.get("timeout") is None
             return thread.ident if is_endless and isinstance(thread, threading.Thread) else None
         frame = frame.f_back
     return None

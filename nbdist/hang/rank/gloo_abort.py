@@ -67,7 +67,7 @@ class _Loop:
 
 
 @dataclass(slots=True)
-class _Known:
+class _GlooDevices:
     """What this process knows of its Gloo devices."""
 
     loops: list[_Loop] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Known:
     is_installed: bool = False
 
 
-_known = _Known()
+_state = _GlooDevices()
 
 
 def install() -> None:
@@ -88,36 +88,36 @@ def install() -> None:
     Once per process, before its first group; later calls change nothing. One device for all
     groups also keeps the count of descriptors and threads constant over recoveries.
     """
-    if _known.is_installed or not dist.is_gloo_available():
+    if _state.is_installed or not dist.is_gloo_available():
         return
-    _known.is_installed = True
+    _state.is_installed = True
     # torch builds groups in several places (its own helper, the wrapper of debug mode, the user
     # by hand), all through this class; wrapping its constructor keeps its type as it is.
     gloo: Any = dist.ProcessGroupGloo
-    _wrap(gloo, "create_device", _noting)
-    _wrap(gloo, "create_default_device", _noting)
+    _wrap(gloo, "create_device", _note_devices)
+    _wrap(gloo, "create_default_device", _note_devices)
     gloo.__init__ = _with_shared_device(gloo.__init__)
     os.register_at_fork(after_in_child=_forget)
 
 
 def is_supported() -> bool:
     """Whether a waiting collective of this process can be ended."""
-    return any(_members(loop) for loop in _known.loops)
+    return any(_members(loop) for loop in _state.loops)
 
 
 def abort(generation: int | None = None) -> int | None:
     """Shut every connection of this process's Gloo groups down and return how many there were.
 
     From any thread, also while the main thread is blocked in C++. All groups of this process
-    are unusable afterwards, until all ranks have been in `groups.recover`. Only connections
+    are unusable afterwards, until all ranks have been in `process_groups.recover`. Only connections
     that a Gloo device holds are touched: no other socket of this process.
 
     Args:
         generation: Of the groups that are meant: a request can come late, when newer groups have
             taken their place, and then nothing happens and None is returned. None: whichever.
     """
-    with _known.ending:
-        if generation is not None and generation < _known.generation:
+    with _state.ending:
+        if generation is not None and generation < _state.generation:
             return None
         # A new group's members meet through the store, where there is no connection to shut down.
         rendezvous.cancel_meetings()
@@ -126,7 +126,7 @@ def abort(generation: int | None = None) -> int | None:
 
 
 def _connections() -> set[tuple[int, int]]:
-    return {member for loop in tuple(_known.loops) for member in _members(loop)}
+    return {member for loop in tuple(_state.loops) for member in _members(loop)}
 
 
 def _drain() -> None:
@@ -136,13 +136,16 @@ def _drain() -> None:
     a call to which somebody does not come has no bytes under way.
     """
     end_s = time.monotonic() + DRAIN_S
-    while not all(_is_at_rest(*one) for one in _connections()) and time.monotonic() < end_s:
+    while (
+        not all(_is_at_rest(*connection) for connection in _connections())
+        and time.monotonic() < end_s
+    ):
         time.sleep(_DRAIN_PAUSE_S)
 
 
 def _is_at_rest(number: int, inode: int) -> bool:
     """Whether nothing moves on a connection; also where it is none, or that cannot be known."""
-    with _held(number, inode) as connection:
+    with _open_socket(number, inode) as connection:
         if connection is None or not hasattr(socket, "TCP_INFO"):
             return True
         try:
@@ -163,8 +166,8 @@ def _is_at_rest(number: int, inode: int) -> bool:
 
 def outdate(generation: int) -> None:
     """Ignore requests to abort older groups than these from now on, and end what they wait in."""
-    with _known.ending:
-        _known.generation = generation
+    with _state.ending:
+        _state.generation = generation
     abort()
 
 
@@ -173,29 +176,29 @@ def shared_devices() -> list[Any]:
 
     Made at the first call, by the rules that torch itself has.
     """
-    with _known.lock:
-        if not _known.shared:
+    with _state.lock:
+        if not _state.shared:
             gloo: Any = dist.ProcessGroupGloo
             names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
-            _known.shared += [gloo.create_device(interface=name) for name in names] or [
+            _state.shared += [gloo.create_device(interface=name) for name in names] or [
                 gloo.create_default_device()
             ]
-        return list(_known.shared)
+        return list(_state.shared)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace a static method of torch's class; one that this torch lacks is left out."""
-    if made := getattr(owner, name, None):
-        setattr(owner, name, staticmethod(wrapper(made)))
+    if original := getattr(owner, name, None):
+        setattr(owner, name, staticmethod(wrapper(original)))
 
 
-def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
+def _note_devices(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def create(*args: Any, **kwargs: Any) -> Any:
         with _note_new_loops():
             return make(*args, **kwargs)
 
-    return made
+    return create
 
 
 def _with_shared_device(construct: Callable[..., None]) -> Callable[..., None]:
@@ -228,12 +231,12 @@ def _options(timeout: timedelta | None) -> Any:
 @contextmanager
 def _note_new_loops() -> Iterator[None]:
     """Remember the epolls of the Gloo devices that are made meanwhile."""
-    with _known.lock:
+    with _state.lock:
         before = _epolls()
         yield
         fresh = (_loop_of(number) for number in _epolls() - before)
-        alive = [loop for loop in _known.loops if _members(loop)]
-        _known.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
+        alive = [loop for loop in _state.loops if _members(loop)]
+        _state.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
 
 
 def _loop_of(epoll: int) -> _Loop | None:
@@ -250,14 +253,14 @@ def _loop_of(epoll: int) -> _Loop | None:
 def _epolls() -> set[int]:
     if not _FDINFO.is_dir():
         return set()
-    found = set()
+    descriptors = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # only names are wanted
         try:
             if os.readlink(f"/proc/self/fd/{name}") == _EPOLL:  # noqa: PTH115
-                found.add(int(name))
+                descriptors.add(int(name))
         except OSError:  # closed meanwhile; the listing itself is one of them
             continue
-    return found
+    return descriptors
 
 
 def _members(loop: _Loop) -> list[tuple[int, int]]:
@@ -280,7 +283,7 @@ def _shut(number: int, inode: int) -> bool:
     A copy of the descriptor is held meanwhile and compared: after a fork the epoll still lists
     sockets that this process has closed, under numbers that others may use by now.
     """
-    with _held(number, inode) as connection:
+    with _open_socket(number, inode) as connection:
         if connection is None or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         try:
@@ -291,17 +294,19 @@ def _shut(number: int, inode: int) -> bool:
 
 
 def _is_socket(number: int, inode: int) -> bool:
-    with _held(number, inode) as found:
-        return found is not None
+    with _open_socket(number, inode) as connection:
+        return connection is not None
 
 
 def _listens(number: int, inode: int) -> bool:
-    with _held(number, inode) as found:
-        return found is not None and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with _open_socket(number, inode) as connection:
+        return connection is not None and bool(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
 
 
 @contextmanager
-def _held(number: int, inode: int) -> Iterator[socket.socket | None]:
+def _open_socket(number: int, inode: int) -> Iterator[socket.socket | None]:
     """A copy of the descriptor as a socket, while it is the one meant; None otherwise."""
     try:
         copy = os.dup(number)
@@ -326,7 +331,7 @@ def _held(number: int, inode: int) -> Iterator[socket.socket | None]:
 def _forget() -> None:
     """In a forked child the devices have no threads: one that it needs is made anew."""
     # Not dropped: a device's end waits for its thread.
-    _known.inherited += _known.shared
-    _known.shared.clear()
-    _known.loops.clear()
-    _known.lock, _known.ending = threading.RLock(), threading.Lock()
+    _state.inherited += _state.shared
+    _state.shared.clear()
+    _state.loops.clear()
+    _state.lock, _state.ending = threading.RLock(), threading.Lock()

@@ -56,7 +56,7 @@ def snapshot() -> ThreadSnapshot:
     is_free, free_threads = hang_free_threads.free(_places, waits_inside=is_in_torch and is_asleep)
     return ThreadSnapshot(
         place=place,
-        stack=tuple(stacks.frame_text(one, crash_files.cells) for one in shown),
+        stack=tuple(stacks.frame_text(entry, crash_files.cells) for entry in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
         # Last: a backend notes a call in a thread of its own, a moment after it was made.
@@ -74,21 +74,21 @@ def is_torch(file: str) -> bool:
 def with_sources(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames with the text of the lines that are the user's."""
     return tuple(
-        replace(one, source=linecache.getline(one.file, one.line).strip()[:SOURCE_CHARACTERS])
-        if not (stacks.is_library(one.file) or one.file.startswith((TORCH, "<")))
-        else one
-        for one in frames
+        replace(entry, source=linecache.getline(entry.file, entry.line).strip()[:SOURCE_CHARACTERS])
+        if not (stacks.is_library(entry.file) or entry.file.startswith((TORCH, "<")))
+        else entry
+        for entry in frames
     )
 
 
 def frames_of(frame: FrameType | None) -> tuple[Frame, ...]:
     """A thread's frames, innermost last."""
-    found = []
+    frames = []
     while frame is not None:
         code = frame.f_code
-        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
-    return tuple(reversed(found))
+    return tuple(reversed(frames))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _main_state() -> str:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _FlightRecorder:
     """One of torch's flight recorders, read whole only when there is something new in it."""
 
     dump: Callable[[bool, bool, bool], bytes]
@@ -155,15 +155,17 @@ class _Recorder:
 
     def _is_old(self) -> bool:
         # An end can be noted after the status.
-        is_pending = any(one.is_pending for one in self.calls.values())
+        is_pending = any(entry.is_pending for entry in self.calls.values())
         return is_pending and time.monotonic() > self.read_s + PENDING_S
 
     def mark_recovered(self) -> None:
         with self.lock:
             entries = self.entries()
-            self.mark = max((one.get("record_id", -1) for one in entries), default=-1)
+            self.mark = max((entry.get("record_id", -1) for entry in entries), default=-1)
             self.base = {
-                one["pg_id"]: one["collective_seq_id"] for one in entries if not one["is_p2p"]
+                entry["pg_id"]: entry["collective_seq_id"]
+                for entry in entries
+                if not entry["is_p2p"]
             }
             self.status = None
 
@@ -174,8 +176,8 @@ def is_complete(status: Any, entries: Iterable[Mapping[str, Any]]) -> bool:
     Sends are counted and leave no entry, so it can be that this is never so.
     """
     noted: dict[str, int] = {}
-    for one in entries:
-        noted[str(one["pg_id"])] = one.get("op_id", -1)
+    for entry in entries:
+        noted[str(entry["pg_id"])] = entry.get("op_id", -1)
     return all(
         noted.get(str(backend), 0) >= counts.get("last_enqueued_collective", 0)
         for backend, counts in (status or {}).items()
@@ -193,19 +195,19 @@ def newest_of(
         base: torch's number of a backend -> the calls that it had made by then. A recovery
             makes new backends, which begin again at 1; one that was left keeps counting.
     """
-    found = {}
-    for one in entries:
-        name = one["process_group"][0]
+    newest = {}
+    for entry in entries:
+        name = entry["process_group"][0]
         # A backend that was put in by hand has no name until it is given one.
-        if one["is_p2p"] or not name or one.get("record_id", mark + 1) <= mark:
+        if entry["is_p2p"] or not name or entry.get("record_id", mark + 1) <= mark:
             continue
-        found[name] = FlightRecorderEntry(
-            op=one["profiling_name"].rpartition(":")[2],
-            detail=_detail(one),
-            number=one["collective_seq_id"] - base.get(one["pg_id"], 0),
-            is_pending=not one["retired"],
+        newest[name] = FlightRecorderEntry(
+            op=entry["profiling_name"].rpartition(":")[2],
+            detail=_detail(entry),
+            number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
+            is_pending=not entry["retired"],
         )
-    return found
+    return newest
 
 
 def _detail(entry: Mapping[str, Any]) -> str:
@@ -233,7 +235,7 @@ _DTYPES = {
 # Private: torch has no public way to read its flight recorder from inside the process. Without
 # these functions nothing is known of calls made by C++ (torch 2.11 to 2.13 have the first).
 _recorders = [
-    _Recorder(dump)
+    _FlightRecorder(dump)
     for name in RECORDERS
     if (dump := getattr(_distributed_c10d, name, None)) is not None
 ]
@@ -241,7 +243,7 @@ _recorders = [
 
 def newest_collectives() -> dict[str, FlightRecorderEntry]:
     """Group name -> newest collective, C++ callers included; empty without a recorder."""
-    return {name: call for one in _recorders for name, call in one.newest().items()}
+    return {name: call for recorder in _recorders for name, call in recorder.newest().items()}
 
 
 def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
@@ -251,17 +253,17 @@ def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
     """
     return [
         (
-            one["profiling_name"],
-            one["time_created_ns"],
-            one["process_group"][0],
-            [list(sizes) for sizes in one["input_sizes"]],
+            entry["profiling_name"],
+            entry["time_created_ns"],
+            entry["process_group"][0],
+            [list(sizes) for sizes in entry["input_sizes"]],
         )
         for recorder in _recorders
-        for one in recorder.entries()
+        for entry in recorder.entries()
     ]
 
 
 def mark_recovered() -> None:
     """Count collectives from here on: every rank has new backends in its groups."""
-    for one in _recorders:
-        one.mark_recovered()
+    for recorder in _recorders:
+        recorder.mark_recovered()

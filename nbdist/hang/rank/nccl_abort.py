@@ -48,12 +48,12 @@ def backend(group: dist.ProcessGroup) -> Any | None:
         return None
     try:
         # Private, but torch has no other way to a group's backends, and uses it itself.
-        found: Any = group._get_backend(CUDA)  # noqa: SLF001
+        nccl: Any = group._get_backend(CUDA)  # noqa: SLF001
     except RuntimeError:  # the group has nothing for this kind of device
         return None
-    while isinstance(found, c10d._ProcessGroupWrapper):  # noqa: SLF001
-        found = found.wrapped_pg
-    return found if isinstance(found, c10d.ProcessGroupNCCL) else None
+    while isinstance(nccl, c10d._ProcessGroupWrapper):  # noqa: SLF001
+        nccl = nccl.wrapped_pg
+    return nccl if isinstance(nccl, c10d.ProcessGroupNCCL) else None
 
 
 def backends() -> list[Any]:
@@ -61,7 +61,7 @@ def backends() -> list[Any]:
     # Private: torch lists its groups nowhere else. In this order torch aborts them itself.
     world = c10d._world  # noqa: SLF001
     groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
-    return [found for group in groups if (found := backend(group)) is not None]
+    return [nccl for group in groups if (nccl := backend(group)) is not None]
 
 
 def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
@@ -73,15 +73,15 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
     Raises:
         NbdistError: If NCCL did not return in time, or refused.
     """
-    found = backends()
-    if not found:
+    aborted = backends()
+    if not aborted:
         return 0
     void()
     errors: list[BaseException] = []
 
     def abort_all() -> None:
         try:
-            _abort_together(found)
+            _abort_together(aborted)
         except BaseException as error:  # noqa: BLE001  # handed on below
             errors.append(error)
 
@@ -91,25 +91,25 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
     thread.join(deadline_s)
     if thread.is_alive():
         raise NbdistError(
-            f"NCCL did not abort the calls of {len(found)} group(s) within {deadline_s:g} s. "
+            f"NCCL did not abort the calls of {len(aborted)} group(s) within {deadline_s:g} s. "
             "%dist_restart replaces this rank."
         )
     if errors:
         raise NbdistError(
             f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
         ) from errors[0]
-    return len(found)
+    return len(aborted)
 
 
-def _abort_together(found: list[Any]) -> None:
+def _abort_together(nccl_backends: list[Any]) -> None:
     # One by one, an abort can wait for a communicator that is aborted after it (pytorch issue
     # 119797). torch's own _abort_process_group does this, but forgets the groups as well.
-    found[0]._group_start()  # noqa: SLF001
+    nccl_backends[0]._group_start()  # noqa: SLF001
     try:
-        for one in found:
-            one.abort()
+        for nccl in nccl_backends:
+            nccl.abort()
     finally:
-        found[0]._group_end()  # noqa: SLF001
+        nccl_backends[0]._group_end()  # noqa: SLF001
 
 
 def void(error: type[BaseException] = Void) -> bool:

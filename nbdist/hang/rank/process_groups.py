@@ -23,30 +23,30 @@ from nbdist.core.rank import this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
-from nbdist.hang.recovery import DEADLINE_S, MadeGroup, Recovered
+from nbdist.hang.recovery import DEADLINE_S, GroupSpec, RecoveryResult
 from nbdist.rpc.rank import gc_pause
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Registry:
     """What is remembered of this process's groups.
 
     Attributes:
-        made: The groups that the user's code made, in order.
+        groups: The groups that the user's code made, in order.
         stores: ProcessGroup -> the stores of its backends; C++ keeps these alive no more than
             half, and the backends that were replaced stay in the object.
         is_installed: Whether torch's helper is wrapped.
     """
 
-    made: list[MadeGroup] = field(default_factory=list)
+    groups: list[GroupSpec] = field(default_factory=list)
     stores: dict[Any, list[dist.Store]] = field(default_factory=dict)
     is_installed: bool = False
 
 
-_kept = _Kept()
+_registry = _Registry()
 
 
-class _Hurried(dist.Store):
+class _DeadlineStore(dist.Store):
     """A store in which a rank waits no longer than the deadline, whatever it asks for.
 
     Gloo waits for the others as long as a collective may take, half an hour, and needs that
@@ -82,18 +82,18 @@ class _Hurried(dist.Store):
 
 def install() -> None:
     """Note every group that is made from now on. Once per process, before its first group."""
-    if _kept.is_installed:
+    if _registry.is_installed:
         return
-    _kept.is_installed = True
+    _registry.is_installed = True
     # Below new_group, init_device_mesh and the rest; nothing public sees the chosen name.
     helper = c10d._new_process_group_helper  # noqa: SLF001
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def note_and_make(*args: Any, **kwargs: Any) -> Any:
         result = helper(*args, **kwargs)
         _note(result[0], args, kwargs)
         return result
 
-    c10d._new_process_group_helper = noting  # noqa: SLF001
+    c10d._new_process_group_helper = note_and_make  # noqa: SLF001
 
 
 def generation_store(store: dist.Store, generation: int) -> dist.Store:
@@ -102,11 +102,11 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
 
 
 @gc_pause.gc_paused()  # all ranks would wait for one's finalizer
-def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
+def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     """Give every process group without a dead member new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
-    takes a dead one's place calls `runtime.join` with the generation meanwhile. Connections
+    takes a dead one's place calls `join.rejoin` with the generation meanwhile. Connections
     of the old groups, and what still waits in them, are ended once all ranks have come.
 
     Args:
@@ -124,8 +124,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     whole = [pg for pg, ranks in groups.items() if not set(ranks) & set(dead)]
     for pg in whole:
         debug_checks.unused_type(pg)
-    for closed in [pg for pg in _kept.stores if pg not in world.pg_map]:  # by the user
-        del _kept.stores[closed]
+    for closed in [pg for pg in _registry.stores if pg not in world.pg_map]:  # by the user
+        del _registry.stores[closed]
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
     meet(store, state.place.rank, living)
@@ -134,25 +134,25 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> Recovered:
     gloo_abort.outdate(generation)
     nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
     fresh = [_connect(pg, store) for pg in whole]
-    for one in fresh:
-        _register(world, one)
+    for backends in fresh:
+        _register(world, backends)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
     # Half a second of torch, which no start should wait for.
     from nbdist.hang.rank import reset_models
     from nbdist.parallel import live_models
 
-    found = live_models.find()  # all of Python's objects are looked at, so once
-    reset = reset_models.reset(found)
+    models = live_models.find()  # all of Python's objects are looked at, so once
+    gradients = reset_models.reset(models)
     call_log.reset(generation)
     main_thread.mark_recovered()
-    return Recovered(
+    return RecoveryResult(
         generation=generation,
         renewed=tuple(str(world.pg_names[pg]) for pg in whole),
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
-        models=tuple(reset),
-        gradients=reset,
-        checksums=reset_models.checksums(found),
+        models=tuple(gradients),
+        gradients=gradients,
+        checksums=reset_models.checksums(models),
     )
 
 
@@ -167,7 +167,7 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
     keys = {other: f"here/{other}" for other in living}
     store.set(keys[rank], "here")
     try:
-        _Hurried(store, DEADLINE_S).wait(list(keys.values()))
+        _DeadlineStore(store, DEADLINE_S).wait(list(keys.values()))
     except NbdistError as error:
         missing = [other for other, key in keys.items() if not store.check([key])]
         raise NbdistError(
@@ -177,84 +177,85 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
         ) from error
 
 
-def groups_made() -> tuple[MadeGroup, ...]:
+def created_groups() -> tuple[GroupSpec, ...]:
     """The groups that the user's code made on this rank, in order, also as no member of them."""
     world = _world()
     names = {str(name) for name in world.pg_names.values()}
     return tuple(
-        replace(one, is_open=one.name in names if one.is_member else True) for one in _kept.made
+        replace(spec, is_open=spec.name in names if spec.is_member else True)
+        for spec in _registry.groups
     )
 
 
-def rejoin(made: Iterable[MadeGroup]) -> tuple[str, ...]:
+def rejoin(specs: Iterable[GroupSpec]) -> tuple[str, ...]:
     """Make the groups that others made before this process came, and return their names.
 
     On a rank that takes a dead one's place, while the others are in `recover`; once the
     default group is formed. It waits for the members of each group and for nobody else.
 
     Args:
-        made: `merge_made` of the survivors' `groups_made`.
+        specs: `merge_groups` of the survivors' `created_groups`.
     """
     world = _world()
     rank = dist.get_rank()
-    own = []
-    for one in made:
-        _kept.made.append(replace(one, is_member=rank in one.ranks))
-        if one.is_open and rank in one.ranks:
-            _make(world, one, rank)
-            own.append(one.name)
+    names = []
+    for spec in specs:
+        _registry.groups.append(replace(spec, is_member=rank in spec.ranks))
+        if spec.is_open and rank in spec.ranks:
+            _make(world, spec, rank)
+            names.append(spec.name)
         # Groups made later must get the same names on all ranks.
-        world.group_count = max(world.group_count, one.count)
-    return tuple(own)
+        world.group_count = max(world.group_count, spec.count)
+    return tuple(names)
 
 
-def _make(world: Any, one: MadeGroup, rank: int) -> None:
+def _make(world: Any, spec: GroupSpec, rank: int) -> None:
     """Make one group as new_group does, by a given name and without meeting non-members."""
     default = world.default_pg
-    noted = list(_kept.made)
+    noted = list(_registry.groups)
     pg, _ = c10d._new_process_group_helper(  # noqa: SLF001  # see install
-        len(one.ranks),
-        one.ranks.index(rank),
-        list(one.ranks),
-        c10d.Backend(one.backend),
+        len(spec.ranks),
+        spec.ranks.index(rank),
+        list(spec.ranks),
+        c10d.Backend(spec.backend),
         world.pg_map[default][1],
-        one.name,  # type: ignore[arg-type]  # a NewType of str in newer versions
-        timeout=timedelta(seconds=one.timeout_s),
-        pg_tag=one.tag or None,
+        spec.name,  # type: ignore[arg-type]  # a NewType of str in newer versions
+        timeout=timedelta(seconds=spec.timeout_s),
+        pg_tag=spec.tag or None,
         device_id=default.bound_device_id,
-        group_desc=one.description,
+        group_desc=spec.description,
     )
-    _kept.made[:] = noted
-    world.pg_group_ranks[pg] = {member: place for place, member in enumerate(one.ranks)}
+    _registry.groups[:] = noted
+    world.pg_group_ranks[pg] = {member: place for place, member in enumerate(spec.ranks)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Fresh:
+class _NewBackends:
     """A group's new backends, connected and not yet in use."""
 
     pg: Any
     store: dist.Store
     backends: dict[str, Any]
-    kept: list[dist.Store]
+    stores: list[dist.Store]
 
 
-def _connect(pg: Any, store: dist.Store) -> _Fresh:
+def _connect(pg: Any, store: dist.Store) -> _NewBackends:
     """Connect new backends for a group. Collective: its members."""
     world = _world()
     # new_group nests a group's prefix in the default group's, and so must we: a new rank uses it.
     default = world.default_pg
     outer = store if pg is default else dist.PrefixStore(f"{world.pg_names[default]}/", store)
-    own = dist.PrefixStore(f"{world.pg_names[pg]}/", outer)
+    group_store = dist.PrefixStore(f"{world.pg_names[pg]}/", outer)
     kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
-    fresh = _Fresh(pg, own, {}, [])
+    fresh = _NewBackends(pg, group_store, {}, [])
     for device, kind in kinds.items():
         if kind == c10d.Backend.GLOO:
-            hurried = _Hurried(own, DEADLINE_S)
+            hurried = _DeadlineStore(group_store, DEADLINE_S)
             backend = _gloo(pg, dist.PrefixStore(f"{device}/", hurried), device)
-            fresh.kept.append(hurried)
+            fresh.stores.append(hurried)
         else:
             # In this place, as a new rank makes one group after the other, and each whole.
-            _renew_other(pg, own, device, kind)
+            _renew_other(pg, group_store, device, kind)
             continue
         # One kind for all devices: torch makes it once, under the first device's prefix.
         if len(set(kinds.values())) == 1:
@@ -301,7 +302,7 @@ def _renew_other(pg: Any, store: dist.Store, device: str, kind: str) -> None:
     nccl_abort.renew(pg, store, getattr(old, "wrapped_pg", old).options._timeout)  # noqa: SLF001
 
 
-def _register(world: Any, fresh: _Fresh) -> None:
+def _register(world: Any, fresh: _NewBackends) -> None:
     """Put the new backends in the old ones' place."""
     pg = fresh.pg
     kinds: dict[int, Any] = {}
@@ -314,29 +315,29 @@ def _register(world: Any, fresh: _Fresh) -> None:
     pg._set_group_name(world.pg_names[pg])  # noqa: SLF001
     pg._set_group_desc(pg.group_desc)  # noqa: SLF001
     world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
-    _kept.stores.setdefault(pg, []).extend(fresh.kept)
+    _registry.stores.setdefault(pg, []).extend(fresh.stores)
 
 
 def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Remember a group, from what torch's helper was called with."""
     names = ("size", "rank", "ranks", "backend", "store", "name")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given["ranks"]:  # the default group: every rank makes it by itself, and first
-        _kept.made.clear()
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not arguments["ranks"]:  # the default group: every rank makes it by itself, and first
+        _registry.groups.clear()
         return
     world = _world()
-    name = str(given["name"])
-    if any(one.name == name and one.is_open for one in groups_made()):
+    name = str(arguments["name"])
+    if any(spec.name == name and spec.is_open for spec in created_groups()):
         return  # same tag and ranks: torch hands out the group that there is
-    timeout: timedelta = given.get("timeout") or c10d.default_pg_timeout
-    _kept.made.append(
-        MadeGroup(
+    timeout: timedelta = arguments.get("timeout") or c10d.default_pg_timeout
+    _registry.groups.append(
+        GroupSpec(
             name=name,
-            ranks=tuple(given["ranks"]),
-            backend=str(given["backend"]),
+            ranks=tuple(arguments["ranks"]),
+            backend=str(arguments["backend"]),
             timeout_s=timeout.total_seconds(),
-            description=given.get("group_desc") or "undefined",
-            tag=given.get("pg_tag") or "",
+            description=arguments.get("group_desc") or "undefined",
+            tag=arguments.get("pg_tag") or "",
             count=int(world.group_count),
             is_member=pg is not dist.GroupMember.NON_GROUP_MEMBER,
             is_open=True,

@@ -21,7 +21,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
-from nbdist.hang.call_log import DONE, ISSUED, NO_CHANNEL, NO_PEER, RAISED, Entry, Writer, pack_what
+from nbdist.hang.call_log import (
+    DONE,
+    ISSUED,
+    NO_CHANNEL,
+    NO_PEER,
+    RAISED,
+    CallLogWriter,
+    Entry,
+    pack_what,
+)
 from nbdist.hang.rank import recv_anysource, rendezvous
 from nbdist.hang.rank.describe_call import (
     GROUP_CALLS,
@@ -57,10 +66,10 @@ class _Thread(threading.local):
     entry: Entry | None = None
 
 
-class Recorder:
+class CallRecorder:
     """Records the calls of this process in a box, from `install` to `uninstall`."""
 
-    def __init__(self, box: Writer, places: UserFrameFinder) -> None:
+    def __init__(self, box: CallLogWriter, places: UserFrameFinder) -> None:
         self.box = box
         self.places = places
         self.channels: dict[str, int] = {}
@@ -74,19 +83,21 @@ class Recorder:
         import torch.distributed._functional_collectives as functional
 
         for op in (*GROUP_CALLS, *TRANSFERS):
-            self._replace(c10d, op, functools.partial(self._recorded, op))
+            self._replace(c10d, op, functools.partial(self._wrap_call, op))
         for name in ("init_process_group", "destroy_process_group"):
-            self._replace(c10d, name, self._then_know_groups)
-        self._replace(c10d, "split_group", functools.partial(self._met, "split_group"))
+            self._replace(c10d, name, self._wrap_group_change)
+        self._replace(c10d, "split_group", functools.partial(self._wrap_meeting, "split_group"))
         # Everything that makes a group by new_group comes through this private function, also
         # torch's modules that hold new_group itself, as init_device_mesh does.
-        has_one = hasattr(c10d, "_new_group_with_tag")
-        name = "_new_group_with_tag" if has_one else "new_group"
-        self._replace(c10d, name, functools.partial(self._met, "new_group"))
-        self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.noting)
-        self._replace(dist.Work, "wait", lambda wait: self._waited(recv_anysource.abortable(wait)))
+        has_helper = hasattr(c10d, "_new_group_with_tag")
+        name = "_new_group_with_tag" if has_helper else "new_group"
+        self._replace(c10d, name, functools.partial(self._wrap_meeting, "new_group"))
+        self._replace(dist.ProcessGroup, "recv_anysource", recv_anysource.remember_issued)
+        self._replace(
+            dist.Work, "wait", lambda wait: self._wrap_wait(recv_anysource.abortable(wait))
+        )
         # DTensor waits here.
-        self._replace(functional, "wait_tensor", self._waited)
+        self._replace(functional, "wait_tensor", self._wrap_wait)
         self.know_groups()
 
     def uninstall(self) -> None:
@@ -128,13 +139,13 @@ class Recorder:
         if original is None:
             return
         wrapper = wrap(original)
-        for place, held_as in _holders(owner, name, original):
-            self._replaced.append((place, held_as, original))
-            setattr(place, held_as, wrapper)
+        for place, attribute in _holders(owner, name, original):
+            self._replaced.append((place, attribute, original))
+            setattr(place, attribute, wrapper)
 
-    def _recorded(self, op: str, original: Function) -> Function:
+    def _wrap_call(self, op: str, original: Function) -> Function:
         describe = Describer(self, op, original).describe
-        thread, box, packed = self._thread, self.box, self.places.packed
+        thread, box, packed = self._thread, self.box, self.places.pack_line
         begin, end, frame = box.begin, box.end, sys._getframe  # noqa: SLF001
         is_broken_off = rendezvous.is_broken_off
 
@@ -176,7 +187,7 @@ class Recorder:
             self._pending.pop(next(iter(self._pending)), None)
         self._pending[id(work)] = (weakref.ref(work), entry)
 
-    def _waited(self, original: Function) -> Function:
+    def _wrap_wait(self, original: Function) -> Function:
         """For Work.wait and wait_tensor: the call that it waits for, else one named "wait"."""
         thread = self._thread
 
@@ -186,7 +197,7 @@ class Recorder:
                 return original(awaited, *args, **kwargs)
             thread.entry = _INSIDE
             try:
-                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
+                place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
                 work, entry = self._pending.get(id(awaited), (None, None))
                 if entry is not None and work is not None and work() is awaited:
                     entry = self.box.wait(entry, place)
@@ -206,7 +217,7 @@ class Recorder:
 
         return wait
 
-    def _then_know_groups(self, original: Function) -> Function:
+    def _wrap_group_change(self, original: Function) -> Function:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -216,21 +227,21 @@ class Recorder:
 
         return call
 
-    def _met(self, op: str, original: Function) -> Function:
+    def _wrap_meeting(self, op: str, original: Function) -> Function:
         """For what forms groups: blocked in the store in C++, nothing would end the wait."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            ranks = None if self._thread.entry is not None else _who_meets(op, given)
+            arguments = signature.bind(*args, **kwargs).arguments
+            ranks = None if self._thread.entry is not None else _who_meets(op, arguments)
             if ranks is None:
                 return original(*args, **kwargs)
             self._thread.entry = _INSIDE
             try:
-                place = self.places.packed(sys._getframe(1))  # noqa: SLF001
-                entry = self._begin_meeting(op, ranks, given.get("ranks") or ranks, place)
-                rendezvous.meet(ranks, self.box.generation, given.get("timeout"), op)
+                place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
+                entry = self._begin_meeting(op, ranks, arguments.get("ranks") or ranks, place)
+                rendezvous.meet(ranks, self.box.generation, arguments.get("timeout"), op)
                 result = original(*args, **kwargs)
                 self.know_groups()
                 self.box.end(entry, DONE)
@@ -255,15 +266,15 @@ class Recorder:
         return entry
 
 
-def _who_meets(op: str, given: Mapping[str, Any]) -> Sequence[int] | None:
+def _who_meets(op: str, arguments: Mapping[str, Any]) -> Sequence[int] | None:
     """The global ranks that have to come before a group can be formed; None: torch says what."""
     if not dist.is_initialized():
         return None
     if op == "split_group":
-        return dist.get_process_group_ranks(given.get("parent_pg"))
-    if not given.get("use_local_synchronization"):
+        return dist.get_process_group_ranks(arguments.get("parent_pg"))
+    if not arguments.get("use_local_synchronization"):
         return range(dist.get_world_size())
-    ranks: Sequence[int] | None = given.get("ranks")
+    ranks: Sequence[int] | None = arguments.get("ranks")
     return ranks if ranks is not None and dist.get_rank() in ranks else None
 
 
@@ -277,9 +288,9 @@ def _holders(owner: Any, name: str, original: Any) -> list[tuple[Any, str]]:
         if title.startswith("torch.distributed") and title != KEEPS_ORIGINALS
     ]
     return [
-        (module, held_as)
+        (module, attribute)
         for module in loaded
-        for held_as, value in list(getattr(module, "__dict__", {}).items())
+        for attribute, value in list(getattr(module, "__dict__", {}).items())
         if value is original
     ]
 

@@ -23,7 +23,7 @@ LOOK_S = 0.02
 _issued: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def noting(original: Function) -> Function:
+def remember_issued(original: Function) -> Function:
     """For ProcessGroup.recv_anysource: remember what it returns."""
 
     @functools.wraps(original)
@@ -68,9 +68,9 @@ class _Wait:
     def result(self) -> Any:
         """Wait, and return or raise what torch does."""
         thread = threading.Thread(target=self._run, name="nbdist recv", daemon=True)
-        self._held(thread.start)
+        self._defer_interrupt(thread.start)
         while not self._ended.is_set():
-            self._held(functools.partial(self._ended.wait, LOOK_S))
+            self._defer_interrupt(functools.partial(self._ended.wait, LOOK_S))
             if rendezvous.is_over(self._age) and not self._ended.is_set():
                 raise self._interrupt or RuntimeError(
                     "This rank waited for a message from any rank until the wait was aborted. "
@@ -81,7 +81,7 @@ class _Wait:
             raise error
         return self._result
 
-    def _held(self, step: Callable[[], object]) -> None:
+    def _defer_interrupt(self, step: Callable[[], object]) -> None:
         """Keep an interrupt for the end."""
         try:
             step()

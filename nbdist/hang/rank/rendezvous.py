@@ -72,12 +72,12 @@ def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what
     number = _met[members]
     label = f"nbdist/meet/{generation}/{','.join(map(str, members))}/{number}"
     keys = [f"{label}/{rank}" for rank in members]
-    own = f"{label}/{dist.get_rank()}"
-    store.set(own, "here")
+    own_key = f"{label}/{dist.get_rank()}"
+    store.set(own_key, "here")
     try:
         _wait(store, keys, deadline_s, what)
     except BaseException:
-        store.delete_key(own)  # else the next one to come would think that this rank is here
+        store.delete_key(own_key)  # else the next one to come would think that this rank is here
         raise
     _met[members] += 1
 

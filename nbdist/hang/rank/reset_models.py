@@ -18,13 +18,13 @@ _PIECE_BYTES = 1 << 22
 _WORD_BYTES = 8
 
 
-def reset(found: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
+def reset(models: tuple[Model, ...] | None = None) -> dict[str, int]:
     """Make models ready for a new step after a broken one: model -> gradients cleared.
 
     Gradients of a broken step are there on some ranks, on others half or not at all.
     """
     cleared = {}
-    for model in find() if found is None else found:
+    for model in find() if models is None else models:
         if model.is_sharded:
             _reset_shards(model.module)
         elif (reducer := getattr(model.module, "reducer", None)) is not None:
@@ -38,7 +38,7 @@ def reset(found: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
     return cleared
 
 
-def checksums(found: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
+def checksums(models: tuple[Model, ...] | None = None) -> dict[str, str]:
     """Model -> checksum of its parameters, HALVES, checksum of its buffers.
 
     Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.
@@ -49,7 +49,7 @@ def checksums(found: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
         if model.is_sharded
         else f"{_digest(model.module.named_parameters())}{HALVES}"
         f"{_digest(model.module.named_buffers())}"
-        for model in (find() if found is None else found)
+        for model in (find() if models is None else models)
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist.core import stacks
 from nbdist.hang.call_log import pack_place
-from nbdist.hang.records import Place
+from nbdist.hang.records import SourceLine
 
 MAX_PLACES = 4096
 MAX_SOURCE_CHARS = 120
@@ -40,7 +40,7 @@ class UserFrameFinder:
         """Look again: the same text can be run as a cell of another number."""
         self._packed = {}
 
-    def find(self, frame: FrameType | None) -> Place | None:
+    def find(self, frame: FrameType | None) -> SourceLine | None:
         """The innermost line of the user's code, from this frame outwards."""
         frame = self._users_frame(frame)
         return None if frame is None else self._describe(frame.f_code.co_filename, frame.f_lineno)
@@ -49,7 +49,7 @@ class UserFrameFinder:
         """Whether this frame, or one outwards of it, runs the user's code."""
         return self._users_frame(frame) is not None
 
-    def packed(self, frame: FrameType | None) -> bytes:
+    def pack_line(self, frame: FrameType | None) -> bytes:
         """The same, as it stands in a black box; empty where there is none."""
         frame = self._users_frame(frame)
         if frame is None:
@@ -57,22 +57,22 @@ class UserFrameFinder:
         code = frame.f_code
         # Finding the line's number takes a while in long functions; this is the same.
         key = (id(code), frame.f_lasti)
-        found = self._packed.get(key)
-        if found is None:
+        cached = self._packed.get(key)
+        if cached is None:
             if len(self._packed) >= MAX_PLACES:
                 self.forget()
             packed = pack_place(self._describe(code.co_filename, frame.f_lineno))
-            found = self._packed[key] = (packed, code)
-        return found[0]
+            cached = self._packed[key] = (packed, code)
+        return cached[0]
 
     def _users_frame(self, frame: FrameType | None) -> FrameType | None:
         is_users = self._is_users
         while frame is not None:
             file = frame.f_code.co_filename
-            known = is_users.get(file)
-            if known is None:
-                known = is_users[file] = self._is_users_file(file)
-            if known:
+            is_user = is_users.get(file)
+            if is_user is None:
+                is_user = is_users[file] = self._is_users_file(file)
+            if is_user:
                 return frame
             frame = frame.f_back
         return None
@@ -102,11 +102,11 @@ class UserFrameFinder:
         looks_like_one = "/ipykernel" in file or file.startswith("<ipython-input")
         return int(self.shell.execution_count) if looks_like_one else None
 
-    def _describe(self, file: str, line: int) -> Place:
+    def _describe(self, file: str, line: int) -> SourceLine:
         cell = self._cell(file)
         source = linecache.getline(file, line).strip()[:MAX_SOURCE_CHARS]
         name = "" if cell is not None else Path(file).name
-        return Place(cell=cell, file=name, line=line, source=source)
+        return SourceLine(cell=cell, file=name, line=line, source=source)
 
 
 def _package_folders() -> tuple[Path, ...]:
@@ -114,5 +114,5 @@ def _package_folders() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in _NOT_THE_USERS]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
-    found = {Path(folder) for folder in folders} | {stacks.PACKAGE}
-    return tuple(found | {folder.resolve() for folder in found})
+    package_folders = {Path(folder) for folder in folders} | {stacks.PACKAGE}
+    return tuple(package_folders | {folder.resolve() for folder in package_folders})

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.hang.rank.source_line import UserFrameFinder
-from nbdist.hang.records import Place
-from nbdist.hang.text import place_told
+from nbdist.hang.records import SourceLine
+from nbdist.hang.text import place_text
 from nbdist.lints.rank import ddp, watch
 from nbdist.parallel import events
 
@@ -278,7 +278,7 @@ def _look_at_lines(stepper: _Stepper) -> None:
             place = _places().at(code, number)
             # A cell that is run again has another number.
             subject = f"line {place.line}: {place.source}"
-            watch.note("loss-not-divided", subject, place=place_told(place), count=times)
+            watch.note("loss-not-divided", subject, place=place_text(place), count=times)
 
 
 def _is_added_up() -> bool:

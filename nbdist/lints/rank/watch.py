@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from nbdist.lints.rules import Observation
-from nbdist.rpc.rank.cell_hooks import Cell
+from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_RUN, SEEN
 
 P = ParamSpec("P")
@@ -109,7 +109,7 @@ def collect() -> list[Observation]:
 
 
 @contextmanager
-def around_cell(cell: Cell) -> Iterator[None]:
+def around_cell(cell: CellContext) -> Iterator[None]:
     """Send what a cell of the notebook has shown, with its output."""
     if CELL_RUN not in cell.metadata:
         yield

@@ -20,7 +20,7 @@ import torch
 from nbdist.core.failures import chain
 from nbdist.memory import oom_message
 from nbdist.memory.oom_remedies import OomReport
-from nbdist.rpc.rank.cell_hooks import Cell
+from nbdist.rpc.rank.cell_hooks import CellContext
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ def note(error: BaseException) -> None:
 
 
 @contextmanager
-def around_cell(cell: Cell) -> Iterator[None]:
+def around_cell(cell: CellContext) -> Iterator[None]:
     """Note what a cell lacked: before the notebook hears of the failure."""
     _state.shortage = _state.device = None
     watch_device()

@@ -107,7 +107,7 @@ def act(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
 def _run(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
     if asked.name == "start":  # with the options of the last start, whatever has set them
         started = NOTEBOOK.start(NOTEBOOK.options, shows.progress)
-        return ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        return ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
     line = asked.line
     if asked.name == "checkpoint":
         line = line.replace(_TIME, time.strftime("%Y-%m-%d-%H%M%S"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nbdist.rpc.rank import progress
-from nbdist.rpc.rank.cell_hooks import Cell
+from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_RECORDING
 
 
@@ -70,7 +70,7 @@ def install(shell: Any) -> None:
 
 
 @contextmanager
-def around_cell(cell: Cell) -> Iterator[None]:
+def around_cell(cell: CellContext) -> Iterator[None]:
     """Let an armed recording run while its cell does.
 
     A cell with another token, or none, is never recorded: a recording whose own cell was not sent

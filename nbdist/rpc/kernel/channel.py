@@ -55,7 +55,7 @@ class Channel:
         if lacking:
             raise StartError(
                 f"ipyparallel {ipyparallel.__version__} has no Client.{', '.join(lacking)}, which "
-                f"nbdist needs. Install another one: {sys.executable} -m pip install "
+                f"nbdist needs. Install another version: {sys.executable} -m pip install "
                 "'ipyparallel==9.2.*'"
             )
         self._client = client

@@ -43,7 +43,7 @@ def gather_results(
         except TimeoutError as error:
             if errors or _has_failure(futures):
                 continue  # it waits for the rank that has failed
-            late = [one for one, other in futures.items() if not other.done()]
+            late = [rank_ for rank_, other in futures.items() if not other.done()]
             raise NbdistError(
                 f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
             ) from error
@@ -55,10 +55,10 @@ def gather_results(
     if errors:
         if any(getattr(error, "ename", "") == ENGINE_DIED for error in errors.values()):
             _tell_end(controller_end)
-        told = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
+        messages = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
         # A rank whose peer has failed loses its connection: that is no root cause.
-        first = min(errors, key=lambda rank: (is_follower(told[rank]), rank))
-        raise NbdistError(f"rank {first}: {told[first]}") from errors[first]
+        first = min(errors, key=lambda rank: (is_follower(messages[rank]), rank))
+        raise NbdistError(f"rank {first}: {messages[first]}") from errors[first]
     return answers
 
 
@@ -66,7 +66,7 @@ def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> Nbd
     """What a rank has refused, in its own words; None where it failed otherwise.
 
     Args:
-        error: Of `collect`, whose cause is the rank's.
+        error: Of `gather_results`, whose cause is the rank's.
         kinds: Errors that a rank raises to refuse.
     """
     cause = error.__cause__
@@ -110,8 +110,8 @@ def _result(
             end = controller_end()
             if end:
                 raise RankGone(
-                    f"The cluster's controller ended ({end}) while the ranks were asked. Their "
-                    "variables are kept: try again, which starts another one."
+                    f"The cluster's controller ended ({end}) while the ranks were "
+                    "answering. Their variables are kept. Try again: that starts a new controller."
                 ) from None
             if left_s <= PAUSE_S or _has_failure(futures):
                 raise

@@ -21,7 +21,7 @@ class PendingInterrupts:
             raise KeyboardInterrupt
 
     def press(self) -> None:
-        """One more interrupt."""
+        """Count one more interrupt, or hand it to whoever takes them."""
         if self._take is None:
             self._waiting += 1
         else:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Cell:
+class CellContext:
     """A cell that runs now.
 
     Attributes:
@@ -24,7 +24,7 @@ class Cell:
 
 
 # What a cell runs in. Where the cell is interrupted, that is raised inside.
-CellHook = Callable[[Cell], AbstractContextManager[None]]
+CellHook = Callable[[CellContext], AbstractContextManager[None]]
 
 
 def install(kernel: Any, hooks: Sequence[CellHook]) -> None:
@@ -36,7 +36,7 @@ def install(kernel: Any, hooks: Sequence[CellHook]) -> None:
     execute: Callable[..., Any] = getattr(kernel.do_execute, "execute", kernel.do_execute)
 
     async def do_execute(*args: Any, **options: Any) -> Any:
-        cell = Cell(kernel, kernel.get_parent("shell").get("metadata", {}))
+        cell = CellContext(kernel, kernel.get_parent("shell").get("metadata", {}))
         with ExitStack() as stack:
             for hook in hooks:
                 stack.enter_context(hook(cell))

@@ -28,8 +28,8 @@ def names() -> tuple[str, ...]:
 
 def everything() -> Mapping[str, Any]:
     """Every name that the user's code can use on this rank, those of `prepare` included."""
-    known: Mapping[str, Any] = _shell().user_ns
-    return known
+    variables: Mapping[str, Any] = _shell().user_ns
+    return variables
 
 
 def group_names() -> dict[str, str]:
@@ -52,8 +52,8 @@ def name_groups(variables: Mapping[str, str]) -> None:
 
 def values_of(kind: type[T]) -> dict[str, T]:
     """Variable -> value, for the user's variables of a type."""
-    known = _shell().user_ns
-    return {name: known[name] for name in names() if isinstance(known[name], kind)}
+    variables = _shell().user_ns
+    return {name: variables[name] for name in names() if isinstance(variables[name], kind)}
 
 
 def model_of(name: str) -> torch.nn.Module:
@@ -62,10 +62,10 @@ def model_of(name: str) -> torch.nn.Module:
     Raises:
         OptionError: It is none; lists those that are.
     """
-    known = everything()
+    variables = everything()
     head, *rest = name.split(".")
-    value: Any = known.get(head)
-    if head not in known:
+    value: Any = variables.get(head)
+    if head not in variables:
         raise OptionError(f"There is no variable {head} on the ranks. {_models()}")
     for part in rest:
         if not hasattr(value, part):
@@ -73,18 +73,18 @@ def model_of(name: str) -> torch.nn.Module:
         value = getattr(value, part)
     if not isinstance(value, torch.nn.Module):
         raise OptionError(
-            f"{name} on the ranks is a {type(value).__name__} and no model (torch.nn.Module). "
+            f"{name} on the ranks is a {type(value).__name__}, not a model (torch.nn.Module). "
             f"{_models()}"
         )
     return value
 
 
 def _models() -> str:
-    found = [f"{n} ({type(m).__name__})" for n, m in values_of(torch.nn.Module).items()]
-    if not found:
+    models = [f"{n} ({type(m).__name__})" for n, m in values_of(torch.nn.Module).items()]
+    if not models:
         return "No variable there is a model."
-    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
-    return f"Models there: {', '.join(found[:_MOST_NAMES])}{more}."
+    more = f" and {len(models) - _MOST_NAMES} more" if len(models) > _MOST_NAMES else ""
+    return f"Models there: {', '.join(models[:_MOST_NAMES])}{more}."
 
 
 def push(variables: Mapping[str, object]) -> None:
