@@ -38,12 +38,12 @@ def compared(
     asked = [(text, strategy_spec(text)) for text in strategies]
     comparing = NOTEBOOK.session.comparing(code)
     try:
-        found = comparing.run(asked, lambda text: tell(View(f"{text}:")))
+        comparison = comparing.run(asked, lambda text: tell(View(f"{text}:")))
     except BaseException:
-        for view in comparison_view.broken_off(comparing.rows, comparing.told):
+        for view in comparison_view.partial_result(comparing.rows, comparing.told):
             tell(view)
         raise
-    return comparison_view.compared(found)
+    return comparison_view.comparison_result(comparison)
 
 
 def dist_compare(values: Namespace) -> View:

@@ -42,13 +42,13 @@ def strategy_spec(text: str) -> StrategySpec:
 
 def dist_strategy(values: Namespace) -> View:
     """Show the strategy that counts, or switch to another."""
-    strategies, given = NOTEBOOK.session.strategy, strategy_given(values)
+    strategies, settings = NOTEBOOK.session.strategy, strategy_given(values)
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if StrategySpec.parse(name, given) is None:
+    if StrategySpec.parse(name, settings) is None:
         return strategy_view.current(strategies.current())
-    return strategy_view.switched(strategies.switch(name, **given))
+    return strategy_view.switch_result(strategies.switch(name, **settings))
 
 
 VERBS = (

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.comparison import comparison
-from nbdist.comparison.comparison import Comparison, Row, Watched
+from nbdist.comparison.comparison import CellMemory, ComparedRow, Comparison
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy, described
@@ -28,16 +28,20 @@ _NOT_BACK = (
     "the state of before the comparison was not put back; %dist_strategy says what counts now"
 )
 
-keep_state: RankFunction[[], tuple[str, ...]] = RankFunction(
+save_training_state: RankFunction[[], tuple[str, ...]] = RankFunction(
     "nbdist.comparison.rank:save_training_state"
 )
-clear_made: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:clear_new_variables")
-restore_state: RankFunction[[], None] = RankFunction(
+clear_new_variables: RankFunction[[], None] = RankFunction(
+    "nbdist.comparison.rank:clear_new_variables"
+)
+restore_training_state: RankFunction[[], None] = RankFunction(
     "nbdist.comparison.rank:restore_training_state"
 )
-drop_state: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:discard_training_state")
-watch_memory: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:start_peak_memory")
-watched_memory: RankFunction[[], Watched] = RankFunction("nbdist.comparison.rank:peak_memory")
+discard_training_state: RankFunction[[], None] = RankFunction(
+    "nbdist.comparison.rank:discard_training_state"
+)
+start_peak_memory: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:start_peak_memory")
+peak_memory: RankFunction[[], CellMemory] = RankFunction("nbdist.comparison.rank:peak_memory")
 
 
 class Cells(Protocol):
@@ -77,7 +81,7 @@ class Comparing:
                 "There is nothing to compare. Type the training steps below %%dist_compare, or "
                 "behind two dashes: %dist_compare ddp fsdp -- train(3)"
             )
-        self.rows: list[Row] = []
+        self.rows: list[ComparedRow] = []
         self.told = ""
         self._models: tuple[str, ...] = ()
         self._ranks = ranks
@@ -107,53 +111,53 @@ class Comparing:
             NbdistError: The state of before could not be put back.
         """
         before, last = self._strategies.current(), self._ranks.strategy_chosen
-        self._models = self._call(keep_state, KEEP_S)[0]
+        self._models = self._call(save_training_state, KEEP_S)[0]
         try:
-            for text, one in asked:
+            for text, spec in asked:
                 begins(text)
-                self.rows.append(self._row(text, one, before))
+                self.rows.append(self._row(text, spec, before))
         finally:
             self._ranks.strategy_chosen = last
             self._drop()
         return Comparison(tuple(self.rows), described(before), self._models)
 
-    def _row(self, text: str, spec: StrategySpec, before: Strategy) -> Row:
+    def _row(self, text: str, spec: StrategySpec, before: Strategy) -> ComparedRow:
         try:
             choice = spec.on(self._ranks.topology)
             self._strategies.switch_to(choice)
         except OptionError as error:  # nothing has changed
-            return Row(text, problem=str(error))
+            return ComparedRow(text, problem=str(error))
         try:
-            found = self._measured(text, choice)
+            row = self._measured(text, choice)
         except DistributedError as error:
             self._back(before)
             refused = _REFUSED.match(str(error))
             if refused is None:
                 raise
-            return Row(text, problem=refused[1])
+            return ComparedRow(text, problem=refused[1])
         except BaseException:
             self._back(before)
             raise
         self._back(before)
-        return found
+        return row
 
-    def _measured(self, text: str, choice: Strategy) -> Row:
-        self._call(watch_memory, WATCH_S)
+    def _measured(self, text: str, choice: Strategy) -> ComparedRow:
+        self._call(start_peak_memory, WATCH_S)
         self._cells.run(self._code)
-        warm: list[Watched] = self._call(watched_memory, WATCH_S)
+        warm: list[CellMemory] = self._call(peak_memory, WATCH_S)
         if not self._models:  # the next run makes its own
-            self._call(clear_made, KEEP_S)
-        self._call(watch_memory, WATCH_S)
+            self._call(clear_new_variables, KEEP_S)
+        self._call(start_peak_memory, WATCH_S)
         trace = self._cells.profile(self._code, RECORDED)
-        recorded: list[Watched] = self._call(watched_memory, WATCH_S)
+        recorded: list[CellMemory] = self._call(peak_memory, WATCH_S)
         return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
     def _back(self, before: Strategy) -> None:
         """Everything as it was before the strategy."""
         try:
-            self._call(clear_made, KEEP_S)
+            self._call(clear_new_variables, KEEP_S)
             self._strategies.switch_to(before)
-            self._call(restore_state, KEEP_S)
+            self._call(restore_training_state, KEEP_S)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; {_NOT_BACK}") from error
         except NbdistError as error:
@@ -165,7 +169,7 @@ class Comparing:
         ranks = self._ranks
         for rank in ranks.ranks:
             if ranks.is_connected(rank) and not ranks.is_busy(rank):
-                drop_state(ranks.call, rank)
+                discard_training_state(ranks.call, rank)
 
     def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
         return self._ranks.call_all(function, deadline_s=deadline_s)

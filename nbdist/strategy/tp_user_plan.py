@@ -42,18 +42,18 @@ def read_style(text: object, name: str) -> Style:
         return Style(kind, attributes=tuple(part.strip() for part in rest.split(",")))
     if kind in STYLES and not colon:
         return Style(kind)
-    known = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
-    raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{known}")
+    styles = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
+    raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{styles}")
 
 
-def read_plan(given: Mapping[str, object], layers: Layers) -> Plan:
+def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
     """A plan of the user's, each pattern put out into the modules that it names.
 
     Raises:
         OptionError: A pattern names nothing, or a style does not go with the module.
     """
     plan = {}
-    for pattern, text in given.items():
+    for pattern, text in patterns.items():
         style = read_style(text, pattern)
         names = [name for name in layers if _matches(name, pattern)]
         if not names:
@@ -61,7 +61,7 @@ def read_plan(given: Mapping[str, object], layers: Layers) -> Plan:
                 f"tp_plan: {pattern} names no module. Modules are, for example: "
                 f"{_listed([name for name in layers if name], 12)}"
             )
-        plan.update({name: _fitting(name, style, layers[name]) for name in names})
+        plan.update({name: _check_style(name, style, layers[name]) for name in names})
     kinds = {style.kind for style in plan.values()}
     if not kinds & {"colwise", "attention", "embedding", "head"}:
         raise OptionError(f"tp_plan splits nothing: no module in it is colwise. As in: {_EXAMPLE}")
@@ -83,13 +83,13 @@ def unknown(model: str) -> str:
     )
 
 
-def incomplete(model: str, plan: Plan, left: tuple[str, ...]) -> str:
+def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
     """What is said of a model of which a part has no known names; with the plan of the rest."""
-    found = {_pattern(name): _word(style) for name, style in plan.items()}
+    styles = {_pattern(name): _word(style) for name, style in plan.items()}
     return (
-        f"{model}: tensor parallelism is not known for {_listed(left, _SHOWN)}. "
+        f"{model}: tensor parallelism is not known for {_listed(uncovered, _SHOWN)}. "
         "Every rank would compute with the whole of it. If that is right, or with more in it, "
-        f"give the plan before prepare(): model.tp_plan = {found}"
+        f"give the plan before prepare(): model.tp_plan = {styles}"
     )
 
 
@@ -108,7 +108,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _fitting(name: str, style: Style, layer: Layer) -> Style:
+def _check_style(name: str, style: Style, layer: Layer) -> Style:
     wanted = {
         "colwise": "linear", "rowwise": "linear", "head": "linear", "embedding": "embedding",
         "attention": "attention",

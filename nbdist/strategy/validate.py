@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nbdist.errors import OptionError
 from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.options import OPTIONS, OptionRow, listed, takers
-from nbdist.strategy.table import Row
+from nbdist.strategy.table import StrategyRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Case:
     """
 
     choice: Strategy
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     typed: Collection[str]
     device_type: str
     backend: str

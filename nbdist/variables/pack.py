@@ -96,7 +96,7 @@ class PackedValue:
 
 def tensor_at(number: int) -> Any:
     """Stands in a pickle for the tensor of this number; variables/unpack.py gives it."""
-    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.opened")
+    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.unpack")
 
 
 class _Packer(pickle.Pickler):
@@ -165,16 +165,16 @@ def pack(
         TransferError: If one of them cannot be pickled; the message names it.
     """
     try:
-        return _packed(variables, torch, plain, keeps_memory=keeps_memory)
+        return _pack(variables, torch, plain, keeps_memory=keeps_memory)
     except Exception as error:
         if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
-        told = one_line(error)
-        raise TransferError(f"{', '.join(variables)} cannot be sent: {told}.") from error
+        problem = one_line(error)
+        raise TransferError(f"{', '.join(variables)} cannot be sent: {problem}.") from error
 
 
-def _packed(
+def _pack(
     variables: Mapping[str, object],
     torch: Any,
     plain: Callable[[Any], Any],
@@ -203,7 +203,7 @@ def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
         return PackedValue(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
     full: list[str] = []
     for folder in folders:
-        problem, path = _written(packed, Path(folder))
+        problem, path = _write_file(packed, Path(folder))
         if not problem:
             went = [f"it went through a file on the disk, as {full[0]}"] if full else []
             return PackedValue(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
@@ -214,7 +214,7 @@ def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
     )
 
 
-def _written(packed: Packed, folder: Path) -> tuple[str, Path]:
+def _write_file(packed: Packed, folder: Path) -> tuple[str, Path]:
     """(why it could not be written, the file)."""
     path = folder / os.urandom(8).hex()
     try:
@@ -237,9 +237,9 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         for piece in pieces:
-            at = 0
-            while at < piece.nbytes:
-                at += os.write(descriptor, piece[at : at + STEP_BYTES])
+            offset = 0
+            while offset < piece.nbytes:
+                offset += os.write(descriptor, piece[offset : offset + STEP_BYTES])
     finally:
         os.close(descriptor)
 

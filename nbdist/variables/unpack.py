@@ -39,7 +39,7 @@ Fill = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class UnpackedMemory:
     """What a parcel holds, in memory of the receiver's own, before any value is made of it.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Unpacker(pickle.Unpickler):
             ) from error
 
 
-def opened(
+def unpack(
     parcel: PackedValue, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The values by name, in memory of their own. A file stays where it is.
@@ -96,12 +96,12 @@ def opened(
     Raises:
         TransferError: If it cannot be read, or a value cannot be made.
     """
-    return made(read(parcel, torch), refused)
+    return make_values(read(parcel, torch), refused)
 
 
 def read(
     parcel: PackedValue, torch: Any = None, check: Callable[[], None] = lambda: None
-) -> Contents:
+) -> UnpackedMemory:
     """The memory of a parcel, copied. Runs nothing of the sender's, so in any thread.
 
     Args:
@@ -116,14 +116,16 @@ def read(
     try:
         with _source(parcel) as source:
             fill = _filler(source, check)
-            pickled, *buffers = [_filled(size_bytes, fill) for size_bytes in arrays]
+            pickled, *buffers = [_read_block(size_bytes, fill) for size_bytes in arrays]
             tensors = [_tensor(record, fill, torch) for record in parcel.tensors]
     except Exception as error:
-        raise _not_made(error) from error
-    return Contents(pickled, tuple(buffers), tuple(tensors))
+        raise _failure(error) from error
+    return UnpackedMemory(pickled, tuple(buffers), tuple(tensors))
 
 
-def made(contents: Contents, refused: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def make_values(
+    contents: UnpackedMemory, refused: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values by name of what was read.
 
     Args:
@@ -136,13 +138,13 @@ def made(contents: Contents, refused: Mapping[str, str] = MappingProxyType({})) 
     try:
         pickled, buffers = io.BytesIO(contents.pickled), contents.buffers
         unpacker = _Unpacker(pickled, contents.tensors, refused, buffers=buffers)
-        found: dict[str, Any] = unpacker.load()
+        values: dict[str, Any] = unpacker.load()
     except Exception as error:
-        raise _not_made(error) from error
-    return found
+        raise _failure(error) from error
+    return values
 
 
-def _not_made(error: Exception) -> TransferError:
+def _failure(error: Exception) -> TransferError:
     return TransferError(f"the value cannot be made: {one_line(error)}")
 
 
@@ -152,18 +154,18 @@ def _source(parcel: PackedValue) -> Any:
 
 def _filler(source: Any, check: Callable[[], None]) -> Fill:
     def fill(memory: memoryview) -> None:
-        at = 0
-        while at < memory.nbytes:
+        offset = 0
+        while offset < memory.nbytes:
             check()
-            count = source.readinto(memory[at : at + STEP_BYTES])
+            count = source.readinto(memory[offset : offset + STEP_BYTES])
             if not count:
-                raise TransferError(f"{memory.nbytes - at} bytes are missing")
-            at += count
+                raise TransferError(f"{memory.nbytes - offset} bytes are missing")
+            offset += count
 
     return fill
 
 
-def _filled(size_bytes: int, fill: Fill) -> memoryview:
+def _read_block(size_bytes: int, fill: Fill) -> memoryview:
     memory = np.empty(size_bytes, np.uint8).data
     fill(memory)
     return memory
@@ -195,7 +197,7 @@ def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
     return array if record.dtype in _SAME_IN_NUMPY else array.astype(np.float32)
 
 
-def lacking_types(parcel: PackedValue) -> list[str]:
+def non_numpy_types(parcel: PackedValue) -> list[str]:
     """Torch's types in it that numpy lacks."""
     return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
 

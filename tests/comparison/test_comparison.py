@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.comparison.comparison import PARTS, Held, Watched, row
+from nbdist.comparison.comparison import PARTS, CellMemory, HeldMemory, row
 from nbdist.strategy.choose import choose
 from nbdist.trace.breakdown import TimeBreakdown, breakdown
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA
@@ -17,7 +17,9 @@ STEPS = [
     Did(COMMUNICATION, 8, 14, "all-reduce", 1, 100 * KB),
     Did(DATA, 14, 17, "enumerate"),
 ]
-SEEN = Watched(Held(400, 400, 800), 5_000, is_device=False, n_parameters=100, has_adam=True)
+SEEN = CellMemory(
+    HeldMemory(400, 400, 800), 5_000, is_device=False, n_parameters=100, has_adam=True
+)
 
 
 def traced(*ends: float, formula_bytes: float | None = None) -> TimeBreakdown:
@@ -41,7 +43,7 @@ def test_a_row_has_time_overlap_memory_and_bytes() -> None:
 
 def test_memory_is_that_of_the_rank_with_the_most() -> None:
     """On the CPU the warm-up's peak, without the profiler; on a GPU that of the record."""
-    more = replace(SEEN, held=Held(500, 500, 1000), peak_bytes=6_000)
+    more = replace(SEEN, held=HeldMemory(500, 500, 1000), peak_bytes=6_000)
     large = replace(SEEN, peak_bytes=9_000)
     chosen, numbers = choose("fsdp", {}, 2), traced(20)
     on_cpu = row("fsdp", chosen, numbers, [SEEN, more], [more, large])

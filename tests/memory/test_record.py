@@ -452,14 +452,14 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
     one.start()
     kept = torch.ones(500)
     one.stop()
-    found = unpack.opened(memory_record.finish(()))["memory"]
-    now = unpack.opened(memory_record.now(()))["memory"]
+    found = unpack.unpack(memory_record.finish(()))["memory"]
+    now = unpack.unpack(memory_record.now(()))["memory"]
 
     assert kept.data_ptr() in found.blocks.address
     assert found.duration_ns > 0
     assert (now.duration_ns, now.rank) == (0, 0)
     assert kept.data_ptr() in now.blocks.address
-    assert unpack.opened(memory_record.finish(()))["memory"].duration_ns == found.duration_ns
+    assert unpack.unpack(memory_record.finish(()))["memory"].duration_ns == found.duration_ns
 
 
 RANKS = """

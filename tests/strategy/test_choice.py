@@ -12,7 +12,7 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Degrees, Options, Strategy, described, rows_of, steps_of
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
-from nbdist.strategy.table import HELD, ROWS, STEPS, Row
+from nbdist.strategy.table import HELD, ROWS, STEPS, StrategyRow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 
@@ -246,7 +246,7 @@ def sections() -> dict[str, str]:
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
-def facts(row: Row) -> str:
+def facts(row: StrategyRow) -> str:
     """The table of a row's section, from its data and the formulas."""
     choice = choose(row.name, {}, 4)
     held = footprint.held_formula(choice)
@@ -279,7 +279,7 @@ def option_line(row: OptionRow) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
-def test_docs_have_a_section_with_the_facts_of_each_row(row: Row) -> None:
+def test_docs_have_a_section_with_the_facts_of_each_row(row: StrategyRow) -> None:
     """docs/strategies.md says of a strategy what its row says."""
     assert facts(row) in sections()[row.name]
 

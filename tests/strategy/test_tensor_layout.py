@@ -16,7 +16,7 @@ from nbdist.strategy.tensor_layout import (
     is_same,
     local_runs,
     local_shape,
-    missing,
+    missing_on_ranks,
     split,
     transfers,
 )
@@ -192,9 +192,11 @@ def test_elements_that_nobody_has_are_missing() -> None:
     first = Placement(TensorLayout((3,), tp_dim=0), Degrees(tp=2))
     single = replace(half.layout, shape=(1,))
 
-    assert missing(half, whole, 2) == (0, 1)
-    assert missing(half, first, 2) == (1,)
+    assert missing_on_ranks(half, whole, 2) == (0, 1)
+    assert missing_on_ranks(half, first, 2) == (1,)
     assert (
-        missing(Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2)
+        missing_on_ranks(
+            Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2
+        )
         == ()
     )

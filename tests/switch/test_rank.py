@@ -386,7 +386,7 @@ def test_names_lists_and_memory(tmp_path: Path) -> None:
         ]
         holds = [key for key in one if key.startswith("is_")] + ["random_same", "scheduler_same"]
         assert {key: one[key] for key in holds} == dict.fromkeys(holds, True)
-        assert "as it was under ddp" in one["old_outer"]
+        assert "from before the switch away from ddp" in one["old_outer"]
         assert one["again"] == [[SAME], [], True]
         assert one["back"] == [["model", "first_weight"], [], True, True]
         assert one["released"] == [True, True, True]

@@ -63,7 +63,7 @@ def sent(value: object, folders: list[Path] | None = None) -> PackedValue:
 
 
 def there_and_back(value: object, folders: list[Path] | None = None) -> Any:
-    return unpack.opened(sent(value, folders))["x"]
+    return unpack.unpack(sent(value, folders))["x"]
 
 
 def files(folders: list[Path]) -> list[Path]:
@@ -108,7 +108,7 @@ def test_the_same_object_twice_stays_one() -> None:
     """Within a value, and between variables that are sent together."""
     array = np.zeros(5000)
     packed = pack.pack({"a": [array, array], "b": array})
-    made = unpack.opened(pack.send(packed, []))
+    made = unpack.unpack(pack.send(packed, []))
 
     assert made["a"][0] is made["a"][1] is made["b"]
 
@@ -143,7 +143,7 @@ def test_without_room_it_goes_through_the_next_folder_and_says_so(
             f"free in {folders[0].parent}"
         ),
     )
-    np.testing.assert_array_equal(unpack.opened(parcel)["x"], array)
+    np.testing.assert_array_equal(unpack.unpack(parcel)["x"], array)
 
 
 def test_without_room_anywhere_nothing_is_left(
@@ -206,18 +206,18 @@ def only_here() -> Iterator[type]:
 def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
     """It is found where a cell has defined it too, and asked for where not."""
     parcel = sent(only_here())
-    found = unpack.opened(parcel)["x"]
+    found = unpack.unpack(parcel)["x"]
     del sys.modules["__main__"].OnlyHere  # type: ignore[attr-defined]
 
     assert type(found) is only_here
     with pytest.raises(TransferError, match="OnlyHere is in it, which a cell has defined: run"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_package_that_must_not_be_loaded_is_refused() -> None:
     """The error names it and what to do."""
     with pytest.raises(TransferError, match=r"fractions\.Fraction is in it: `import fractions` in"):
-        unpack.opened(
+        unpack.unpack(
             sent(__import__("fractions").Fraction(1, 2)),
             refused={"fractions": "`import fractions` in"},
         )
@@ -230,7 +230,7 @@ def test_missing_bytes_are_told(folders: list[Path]) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
     with pytest.raises(TransferError, match="10 bytes are missing"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
@@ -238,7 +238,7 @@ def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
     parcel = replace(sent(np.arange(500_000), folders), path="/nowhere/at/all")
 
     with pytest.raises(TransferError, match="FileNotFoundError"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_type_that_numpy_cannot_even_hold_asks_for_torch() -> None:
@@ -253,7 +253,7 @@ def test_a_type_that_numpy_cannot_even_hold_asks_for_torch() -> None:
     )
 
     with pytest.raises(TransferError, match=r"no type for torch\.float4_e2m1fn_x2: `import torch`"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_number_outside_its_pickle_is_refused() -> None:

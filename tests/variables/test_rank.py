@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.errors import TransferError
 from nbdist.variables import pack, unpack
 from nbdist.variables import rank as variables_rank
-from nbdist.variables.names import described
+from nbdist.variables.names import describe
 
 pytestmark = pytest.mark.engine
 
@@ -50,7 +50,7 @@ def bits(dtype: torch.dtype) -> torch.Tensor:
 
 def there_and_back(value: object, torch_module: Any = torch) -> Any:
     parcel = pack.send(pack.pack({"x": value}, torch), [])
-    return unpack.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
+    return unpack.unpack(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -146,7 +146,7 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 
     def opened(value: object) -> Any:
         parcel = pack.send(pack.pack({"x": value}, torch), [])
-        return unpack.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
+        return unpack.unpack(parcel, None, refused={"torch": "`import torch`"})["x"]
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_only_the_part_of_a_storage_that_is_seen_is_sent() -> None:
     """A small view does not take the large tensor along; two views arrive as two tensors."""
     large = torch.zeros(1_000_000)
     packed = pack.pack({"x": [large[:2], large[:2]]}, torch)
-    made = unpack.opened(pack.send(packed, []), torch)["x"]
+    made = unpack.unpack(pack.send(packed, []), torch)["x"]
     made[0].add_(1)
 
     assert packed.size_bytes < 1000
@@ -190,8 +190,8 @@ def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, told: str) -> N
 
 def test_kinds_are_told_of_tensors() -> None:
     """Type and shape."""
-    assert described(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
-    assert described(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
+    assert describe(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
+    assert describe(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
 
 
 @pytest.fixture
@@ -222,9 +222,9 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
 def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
     """And tells what it lacks, with close names."""
     parcel = variables_rank.send(["loss", "weights"], [str(tmp_path)], True, False)
-    made = unpack.opened(parcel, torch)
+    made = unpack.unpack(parcel, torch)
 
-    assert variables_rank.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
+    assert variables_rank.missing_names(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
     assert parcel.path
     assert torch.equal(made["loss"], user_ns["loss"])
     assert torch.equal(made["weights"][0], user_ns["weights"][0])

@@ -21,7 +21,7 @@ from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.common import Stepper, common_models, steppers_of
+from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
 from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Placement
@@ -81,7 +81,7 @@ class PreparedOptimizer:
     """
 
     name: str
-    stepper: Stepper
+    stepper: OptimizerHandle
     labels: dict[str, str]
     others: int
     whole: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ def find(what: str) -> LiveObjects:
     all_or_none(what, lambda: _check(common))
     for one in common:
         fsdp.settle(one.built.job.root)
-    steppers = steppers_of(what, common, is_quick=True)
+    steppers = common_optimizers(what, common, is_quick=True)
     counts = all_or_none(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)
@@ -209,7 +209,7 @@ def _check(common: list[Prepared]) -> None:
 
 
 def variable_names(
-    models: list[Prepared], steppers: list[Stepper], accelerators: list[Any]
+    models: list[Prepared], steppers: list[OptimizerHandle], accelerators: list[Any]
 ) -> tuple[list[str], list[str]]:
     """What a person calls them; each name once."""
     wrappers = {
@@ -250,7 +250,7 @@ def _model(one: Prepared, place: int, name: str) -> Model:
     return Model(name, place, one, names, dtypes_of(one), held)
 
 
-def _stepping(one: Stepper, models: list[Model], name: str) -> PreparedOptimizer:
+def _stepping(one: OptimizerHandle, models: list[Model], name: str) -> PreparedOptimizer:
     own = {id(model.one): model for model in models}
     labels = {key: f"{own[id(o)].name}.{first}" for key, (o, first, _) in one.names.items()}
     count = sum(len(group["params"]) for group in one.optimizer.param_groups)

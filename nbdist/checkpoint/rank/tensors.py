@@ -23,7 +23,7 @@ from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing
+from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing_on_ranks
 
 MODEL, OPTIMIZER = "model", "optimizer"
 
@@ -244,7 +244,9 @@ def _refuse_missing(
         return
     key, state = place
     ranks = agreed.entries[place].ranks
-    lacking = missing(own, Placement(replace(side.layout, ranks=None), side.degrees), world_size())
+    lacking = missing_on_ranks(
+        own, Placement(replace(side.layout, ranks=None), side.degrees), world_size()
+    )
     raise CheckpointError(
         f"{agreed.optimizer} has {state!r} of {stepping.labels[key]} on rank {rank_label(ranks)} "
         f"only; a part of it is nowhere (rank {rank_label(lacking)} has none). Run one step in "
