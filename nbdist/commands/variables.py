@@ -50,7 +50,7 @@ def _notebook() -> Any:
 
 
 _NAMES = Option(("names",), "variables", metavar="NAME")
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
 
 VERBS = (
     Verb(
@@ -68,7 +68,7 @@ VERBS = (
         (
             _NAMES,
             _RANKS,
-            Option(("--whole",), "gather DTensors (takes all ranks)", None, name="is_whole"),
+            Option(("--whole",), "gather DTensors (uses all ranks)", None, name="is_whole"),
         ),
     ),
 )

@@ -29,7 +29,7 @@ class HeldMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of the three."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
@@ -55,7 +55,7 @@ class CellMemory:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """One strategy.
+    """The results of one strategy.
 
     Attributes:
         asked: As typed: "fsdp --bf16".
@@ -113,7 +113,7 @@ def row(
     warm: Sequence[CellMemory],
     recorded: Sequence[CellMemory],
 ) -> ComparedRow:
-    """What a strategy comes to.
+    """The row of one strategy.
 
     Args:
         asked: As typed.

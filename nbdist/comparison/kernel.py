@@ -19,13 +19,14 @@ from nbdist.trace import breakdown
 from nbdist.trace.trace import Trace, TraceOptions
 
 # A large model is copied to the host, and back.
-KEEP_S = 300.0
+SAVE_S = 300.0
 WATCH_S = 60.0
 # How cells.kernel.cell_outcome says that nbdist has refused the cell's model or batch on all ranks.
 _REFUSED = re.compile(r"^ranks? [\d,-]+ raised (?:OptionError|NbdistError): (.*)$", re.DOTALL)
 RECORDED = TraceOptions()
 _NOT_BACK = (
-    "the state of before the comparison was not put back; %dist_strategy says what counts now"
+    "the state from before the comparison was not restored; %dist_strategy shows the current "
+    "strategy"
 )
 
 save_training_state: RankFunction[[], tuple[str, ...]] = RankFunction(
@@ -48,11 +49,11 @@ class Cells(Protocol):
     """Runs source on all ranks as a cell."""
 
     def run(self, code: str) -> object:
-        """And waits for it."""
+        """Run it and wait until it ends."""
         ...
 
     def profile(self, code: str, options: TraceOptions) -> Trace:
-        """The same, recorded."""
+        """Run it and record a trace."""
         ...
 
 
@@ -60,8 +61,8 @@ class Comparing:
     """One comparison of strategies.
 
     Attributes:
-        rows: Done so far, for a comparison that comes to no end.
-        told: Back under the strategy of before: what to say of it; empty until then.
+        rows: Of the strategies that have run, for a comparison that is ended early.
+        restored: A sentence on what was restored; empty until then.
     """
 
     def __init__(self, ranks: Ranks, strategies: Strategies, cells: Cells, code: str):
@@ -78,11 +79,11 @@ class Comparing:
         """
         if not code.strip():
             raise OptionError(
-                "There is nothing to compare. Type the training steps below %%dist_compare, or "
-                "behind two dashes: %dist_compare ddp fsdp -- train(3)"
+                "There is nothing to compare. Write the training steps below %%dist_compare, or "
+                "after two dashes: %dist_compare ddp fsdp -- train(3)"
             )
         self.rows: list[ComparedRow] = []
-        self.told = ""
+        self.restored = ""
         self._models: tuple[str, ...] = ()
         self._ranks = ranks
         self._strategies = strategies
@@ -111,14 +112,14 @@ class Comparing:
             NbdistError: The state of before could not be put back.
         """
         before, last = self._strategies.current(), self._ranks.strategy_chosen
-        self._models = self._call(save_training_state, KEEP_S)[0]
+        self._models = self._call(save_training_state, SAVE_S)[0]
         try:
             for text, spec in asked:
                 begins(text)
                 self.rows.append(self._row(text, spec, before))
         finally:
             self._ranks.strategy_chosen = last
-            self._drop()
+            self._discard()
         return Comparison(tuple(self.rows), described(before), self._models)
 
     def _row(self, text: str, spec: StrategySpec, before: Strategy) -> ComparedRow:
@@ -128,44 +129,46 @@ class Comparing:
         except OptionError as error:  # nothing has changed
             return ComparedRow(text, problem=str(error))
         try:
-            row = self._measured(text, choice)
+            row = self._measure(text, choice)
         except DistributedError as error:
-            self._back(before)
+            self._restore(before)
             refused = _REFUSED.match(str(error))
             if refused is None:
                 raise
             return ComparedRow(text, problem=refused[1])
         except BaseException:
-            self._back(before)
+            self._restore(before)
             raise
-        self._back(before)
+        self._restore(before)
         return row
 
-    def _measured(self, text: str, choice: Strategy) -> ComparedRow:
+    def _measure(self, text: str, choice: Strategy) -> ComparedRow:
         self._call(start_peak_memory, WATCH_S)
         self._cells.run(self._code)
         warm: list[CellMemory] = self._call(peak_memory, WATCH_S)
         if not self._models:  # the next run makes its own
-            self._call(clear_new_variables, KEEP_S)
+            self._call(clear_new_variables, SAVE_S)
         self._call(start_peak_memory, WATCH_S)
         trace = self._cells.profile(self._code, RECORDED)
         recorded: list[CellMemory] = self._call(peak_memory, WATCH_S)
         return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
-    def _back(self, before: Strategy) -> None:
-        """Everything as it was before the strategy."""
+    def _restore(self, before: Strategy) -> None:
+        """Restore the state from before the comparison."""
         try:
-            self._call(clear_new_variables, KEEP_S)
+            self._call(clear_new_variables, SAVE_S)
             self._strategies.switch_to(before)
-            self._call(restore_training_state, KEEP_S)
+            self._call(restore_training_state, SAVE_S)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; {_NOT_BACK}") from error
         except NbdistError as error:
             raise NbdistError(f"{error} ({_NOT_BACK})") from error
-        self.told = f"back under {described(before)}, with the state of before"
+        self.restored = (
+            f"The strategy is {described(before)} again, with the state from before the comparison."
+        )
 
-    def _drop(self) -> None:
-        """Forget the copies, on the ranks that can be asked."""
+    def _discard(self) -> None:
+        """Forget the copies, on the ranks that are connected and idle."""
         ranks = self._ranks
         for rank in ranks.ranks:
             if ranks.is_connected(rank) and not ranks.is_busy(rank):

@@ -1,10 +1,11 @@
-"""A rank's part of a comparison of strategies: what was before is put back, memory is watched.
+"""A rank's part of a comparison: it saves and restores the state, and measures memory.
 
-    keep     copies of what training changes, on the host
-    watch    one cell's memory from here on;  watched  what it came to
-    clear    forget what the cell has made; then the strategy is switched back
-    restore  the copies back in place
-    drop     forget the copies
+    save_training_state     copies of what training changes, on the host
+    start_peak_memory       measure one cell's memory from here on
+    peak_memory             the result
+    clear_new_variables     forget what the cell has made; then the strategy is switched back
+    restore_training_state  the copies back in place
+    discard_training_state  forget the copies
 
 Every copy is of this rank's own part, under the strategy of before, so no rank is met.
 """
@@ -51,7 +52,7 @@ class _SavedState:
     """What training changes on this rank, as it was.
 
     Attributes:
-        models: Prepared ones.
+        models: The prepared models.
         put_back: Puts back the values and modes of these, what their optimizers hold, schedulers,
             scaler, loaders' epochs and random generators.
         names: The user's variables.
@@ -81,7 +82,7 @@ class _Watch:
 
 @dataclass(slots=True)
 class _State:
-    kept: _SavedState | None = None
+    saved: _SavedState | None = None
     watch: _Watch = field(default_factory=_Watch)
 
 
@@ -100,12 +101,13 @@ def save_training_state() -> tuple[str, ...]:
     fixed = next((row.fixed for row in rows_of(choice) if row.fixed), "")
     if models and fixed:
         raise OptionError(
-            f"Live models cannot be switched from {label(choice)}: {fixed}. Compare where no model "
-            "is prepared, with a cell that makes its own, or begin with %dist_reset --strategy ddp."
+            f"Live models cannot be switched from {label(choice)}: {fixed}. Compare with a "
+            "cell that creates its own model while none is prepared, or start with %dist_reset "
+            "--strategy ddp."
         )
     for model in models:
         fsdp.settle(model.built.job.root)
-    _state.kept = _SavedState(
+    _state.saved = _SavedState(
         models=models,
         put_back=[
             *(put for model in models for put in _keep_model(model)),
@@ -137,7 +139,7 @@ def clear_new_variables() -> None:
 
 
 def restore_training_state() -> None:
-    """Put back what `keep` has copied, in place; gradients are cleared. This rank alone.
+    """Put back what was saved, in place; gradients are cleared. This rank alone.
 
     Raises:
         NbdistError: A model or an optimizer lies otherwise now than it did.
@@ -154,11 +156,11 @@ def restore_training_state() -> None:
 def discard_training_state() -> None:
     """Forget the copies."""
     _stop_watching()
-    _state.kept = None
+    _state.saved = None
 
 
 def start_peak_memory() -> None:
-    """Watch this rank's memory from now on, until `watched`."""
+    """Watch this rank's memory from now on, until `peak_memory`."""
     _stop_watching()
     gc.collect()
     _give_back_freed()
@@ -173,7 +175,7 @@ def start_peak_memory() -> None:
 
 
 def peak_memory() -> CellMemory:
-    """What this rank's memory came to since `watch`."""
+    """What this rank's memory came to since `start_peak_memory`."""
     watch = _state.watch
     _stop_watching()
     if not watch.held.total_bytes:
@@ -199,9 +201,9 @@ def _keep_model(model: Prepared) -> list[PutBack]:
 
 
 def _saved_state() -> _SavedState:
-    if _state.kept is None:
-        raise NbdistError("Nothing was kept on this rank: its process has replaced another.")
-    return _state.kept
+    if _state.saved is None:
+        raise NbdistError("There is no saved state on this rank: its process was restarted.")
+    return _state.saved
 
 
 def _note_step(watch: _Watch, optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it takes half a second to import
 
 _NOTHING = "-"
 _IDLE = "#d0d0d0"
-# Of what a rank holds: parameters, gradients, the optimizer's state.
+# Of what a rank holds: parameters, gradients, optimizer state.
 _HELD = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009e73"))
 _WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI = 10.0, 0.32, 1.2, 160
 _FONT_PT = 7
@@ -38,7 +38,9 @@ def comparison_result(comparison: Comparison) -> View:
     image = _png([row for row in comparison.rows if not row.problem])
     if is_stored():
         return View(rows.text + text, png=image)
-    alt = html.escape(f"Bars of the strategies; the numbers stand below. {rows.text}", quote=True)
+    alt = html.escape(
+        f"Bar charts of the strategies; the numbers are below. {rows.text}", quote=True
+    )
     picture = base64.b64encode(image).decode("ascii")
     body = (
         f'<img style="max-width:100%" alt="{alt}" src="data:image/png;base64,{picture}"/>'
@@ -50,7 +52,7 @@ def comparison_result(comparison: Comparison) -> View:
 
 
 def partial_result(rows: Sequence[ComparedRow], message: str) -> Iterator[View]:
-    """What there is of a comparison that was ended by its cell, and that all is as before."""
+    """The rows of a comparison that its cell ended, and whether the state is restored."""
     if rows:
         yield _table(rows)
     if message:
@@ -95,33 +97,38 @@ def _size(value_bytes: float | None) -> str:
 def _notes(comparison: Comparison) -> Iterator[str]:
     done = [row for row in comparison.rows if not row.problem]
     if done:
-        what = "step" if all(row.has_steps for row in done) else "step (of the cell, without steps)"
-        yield (
-            f"ms: of a {what}, recorded after a run as warm-up, on the rank that took longest. "
-            "compute to idle: % of it over all ranks; communication is what nothing computes "
-            "beside, hidden the share of all communication that something computes beside."
+        what = (
+            "step"
+            if all(row.has_steps for row in done)
+            else "step (of the cell where it has no steps)"
         )
         yield (
-            "held: parameters, gradients and optimizer's state on the rank with the most, right "
-            "after an optimizer's step; the formula is of Adam."
+            f"ms: of a {what}, recorded after a warm-up run, on the slowest rank. "
+            "compute to idle: % of that over all ranks. communication: time not overlapped by "
+            "compute. hidden: share of communication overlapped by compute."
         )
-        peak = "of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
+        yield (
+            "held: parameters, gradients and optimizer state on the rank with the most, right "
+            "after an optimizer step. The formula assumes Adam."
+        )
+        peak = "maximum of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
         yield f"peak: {peak}."
         yield (
-            "sent: per rank and step; the formula is of parameters and gradients, activations come "
-            "on top. batches: so many of the loader's make a step, so rows differ in how much a "
-            "step trains."
+            "sent: per rank and step. The formula covers parameters and gradients; activations add "
+            "to it. batches: loader batches per step; where rows differ, so does the amount of "
+            "data in a step."
         )
-    who = (
-        f"{', '.join(comparison.models)} and what trains it are"
-        if comparison.models
-        else "everything is"
+    models = ", ".join(comparison.models)
+    what = f"{models} and the training state" if models else "all variables"
+    yield (
+        f"Restored under {comparison.before}: {what}. %dist_trace shows the trace of the last "
+        "strategy."
     )
-    yield f"{who} as before, under {comparison.before}; %dist_trace shows the last strategy's trace"
 
 
 _RESIDENT = (
-    "resident memory of the process in the warm-up, with Python, torch and what malloc keeps"
+    "resident memory of the process in the warm-up, with Python, torch and freed memory that "
+    "malloc has kept"
 )
 
 

@@ -101,7 +101,7 @@ def default_choice(world_size: int) -> Strategy:
 
 def _row(name: str | None, degrees: Mapping[str, int]) -> StrategyRow:
     if name is None and not degrees:
-        raise OptionError(f"No strategy is named. Choose one of {', '.join(ROWS)}.")
+        raise OptionError(f"No strategy was given. Choose one of {', '.join(ROWS)}.")
     wanted = strategy_strategy_degrees.name_for(degrees) if name is None else name
     row = ROWS.get(wanted)
     if row is None:
@@ -112,9 +112,7 @@ def _row(name: str | None, degrees: Mapping[str, int]) -> StrategyRow:
 def _unknown_row(name: str) -> str:
     equivalent = OTHER_NAMES.get(name.lower())
     near = difflib.get_close_matches(name.lower(), ROWS, 1)
-    hint = (
-        f" Here it is {equivalent}." if equivalent else f" Did you mean {near[0]}?" if near else ""
-    )
+    hint = f" Use {equivalent}." if equivalent else f" Did you mean {near[0]}?" if near else ""
     return f"There is no strategy {name!r}.{hint} Choose one of {', '.join(ROWS)}."
 
 

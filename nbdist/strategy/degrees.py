@@ -72,7 +72,7 @@ def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict
 def _check_own(
     row: StrategyRow, own_word: str, degrees: Mapping[str, int], world_size: int
 ) -> None:
-    """Refuse a name for which no ranks are left: it would stand for nothing."""
+    """Refuse a strategy for which no ranks are left: it would have no effect."""
     if degrees[own_word] > 1 or (world_size == 1 and row.name in _ONE_RANK):
         return
     if world_size == 1:
@@ -83,7 +83,7 @@ def _check_own(
     others = " x ".join(f"{word}={n}" for word, n in degrees.items() if word != own_word and n > 1)
     names = " ".join(_row_of(word) for word, n in degrees.items() if word != own_word and n > 1)
     raise OptionError(
-        f"{row.name} is left with 1 of {world_size} ranks by {others}, and would do nothing. "
+        f"{others} leaves 1 of {world_size} ranks for {row.name}, which would have no effect. "
         f"Use {names}, or a smaller degree."
     )
 
@@ -118,7 +118,7 @@ def _unfit_degrees(typed: Mapping[str, int], world_size: int, *, has_rest: bool)
     use = f"Use {', or '.join(ways)}." if ways else f"Their product has to be {world_size}."
     why = f"that is {product} rank{'s' if product > 1 else ''}"
     if len(typed) == 1 and has_rest:
-        why = f"{world_size} is no multiple of {product}"
+        why = f"{world_size} is not a multiple of {product}"
     return f"{ranks(world_size)} cannot form {asked}: {why}. {use}"
 
 
@@ -131,9 +131,9 @@ def replicas(asked: int | None, dp: int) -> int:
     fitting = [n for n in divisors(dp) if 1 < n < dp]
     if not fitting:
         raise OptionError(
-            f"--shard hybrid splits the model within copies of 2 ranks or more, and has 2 copies "
-            f"or more: {dp} data-parallel rank{'s' if dp > 1 else ''} cannot do both. Use "
-            "--shard full, or 4 ranks or more."
+            f"--shard hybrid needs 2 copies of the model or more, each on 2 ranks or more: {dp} "
+            f"data-parallel rank{'s' if dp > 1 else ''} cannot form them. Use --shard full, or 4 "
+            "ranks or more."
         )
     count = (2 if 2 in fitting else fitting[0]) if asked is None else asked
     if count not in fitting:
@@ -145,7 +145,7 @@ def replicas(asked: int | None, dp: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number, in order."""
+    """The divisors of a number, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 

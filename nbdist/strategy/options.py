@@ -185,7 +185,7 @@ def _option(word: str) -> OptionRow:
         words = [*DEGREES, *SHORTHANDS, *(option.word for option in _OPTIONS)]
         near = difflib.get_close_matches(word, words, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose of: "
+        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose from: "
                           f"{', '.join(words)}.")  # fmt: skip
     return row
 
@@ -207,13 +207,15 @@ def _choice(row: OptionRow, value: object) -> object:
 def _count(flag: str, value: object, what: str) -> int:
     text = str(value)
     if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise OptionError(f"{flag} {value} is no number of {what}. Use 1 or more.")
+        raise OptionError(f"{flag} {value} is not a valid number of {what}. Use 1 or more.")
     return int(text)
 
 
 def _number(row: OptionRow, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise OptionError(f"{row.flag} {value} is no number of {row.help}. Use more than 0.")
+        raise OptionError(
+            f"{row.flag} {value} is not a valid number of {row.help}. Use more than 0."
+        )
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallel plans that users give, and what is said where one is needed.
+"""Tensor parallel plans that users give, and the messages where one is needed.
 
     model.tp_plan = {"layers.*.attn.wq": "colwise", "layers.*.attn.wo": "rowwise"}
 
@@ -58,7 +58,7 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
         names = [name for name in layers if _matches(name, pattern)]
         if not names:
             raise OptionError(
-                f"tp_plan: {pattern} names no module. Modules are, for example: "
+                f"tp_plan: {pattern} matches no module. Modules are, for example: "
                 f"{_listed([name for name in layers if name], 12)}"
             )
         plan.update({name: _check_style(name, style, layers[name]) for name in names})
@@ -74,27 +74,27 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
 
 
 def unknown(model: str) -> str:
-    """What is said of a model without a plan."""
+    """The message for a model without a plan."""
     return (
-        f"{model}: its layers have none of the names by which nbdist knows what can be split (such "
-        "as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, torch.nn.MultiheadAttention). "
-        f"Say it before prepare(): {_EXAMPLE}. "
-        "colwise splits a layer by its outputs, rowwise puts together again what is split between."
+        f"{model}: nbdist knows none of its layer names, and cannot tell what to split (it knows "
+        "names such as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, and "
+        f"torch.nn.MultiheadAttention). Give a plan before prepare(): {_EXAMPLE}. "
+        "colwise splits a layer by its outputs; rowwise splits by inputs and sums the results."
     )
 
 
 def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
-    """What is said of a model of which a part has no known names; with the plan of the rest."""
+    """The message for a model of which a part has no known names; with the plan of the rest."""
     styles = {_pattern(name): _word(style) for name, style in plan.items()}
     return (
-        f"{model}: tensor parallelism is not known for {_listed(uncovered, _SHOWN)}. "
-        "Every rank would compute with the whole of it. If that is right, or with more in it, "
-        f"give the plan before prepare(): model.tp_plan = {styles}"
+        f"{model}: nbdist does not know how to split {_listed(uncovered, _SHOWN)}. "
+        "Every rank would hold these layers whole. If that is right, give this plan before "
+        f"prepare(), otherwise one with more layers in it: model.tp_plan = {styles}"
     )
 
 
 def headless(name: str) -> str:
-    """What is said of attention that has no attribute for its heads."""
+    """The message for attention without an attribute for its heads."""
     return (
         f"{name} has no attribute that says how many heads it has or how wide they are (such as "
         f"{', '.join(HEAD_COUNTS[:3])}, {HEAD_SIZES[0]}), so it cannot be split by heads. Give it "

@@ -72,7 +72,7 @@ def _splits(choice: Strategy) -> str:
 
 
 def switch_result(report: RankSwitchReport) -> View:
-    """What a switch prints: what changed, which variables were rebound, what still holds old objects."""
+    """What a switch prints: what changed, rebound variables, what still holds old objects."""
     if report.before == report.after:
         return _lines([f"The strategy is already {described(report.after)}. Nothing was changed."])
     lines = [_head(report), *_changes(report), *report.notes]

@@ -49,7 +49,7 @@ drop: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:drop")
 
 @dataclass(frozen=True, slots=True)
 class VariableTransfer:
-    """What was pushed or pulled.
+    """Variables that were pushed or pulled.
 
     Attributes:
         values: By name. Pulled from several ranks: a list in rank order.
@@ -67,7 +67,7 @@ class Variables:
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._told: set[str] = set()  # types that numpy lacks: said once each
+        self._explained: set[str] = set()  # types that numpy does not have: explained once each
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
@@ -80,7 +80,7 @@ class Variables:
 
         Raises:
             OptionError: If a name or a rank cannot be one.
-            TransferError: If a value cannot be sent, or cannot be made on a rank.
+            TransferError: If a value cannot be sent, or cannot be unpacked on a rank.
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
@@ -117,8 +117,8 @@ class Variables:
             is_whole: Gather DTensors, which takes all ranks, also those that are not pulled from.
 
         Raises:
-            OptionError: If a rank lacks a name; it says which ranks have it.
-            TransferError: If a value cannot be sent, or cannot be made in the notebook.
+            OptionError: If a rank does not have a name; it says which ranks have it.
+            TransferError: If a value cannot be sent, or cannot be unpacked in the notebook.
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
@@ -190,15 +190,15 @@ class Variables:
                     _remove(Path(folder))
 
     def _remarks(self, parcels: Sequence[PackedValue]) -> tuple[str, ...]:
-        """What the ranks said, each once, and types that became others, once in a self._ranks."""
+        """The ranks' remarks, each once, and converted types, once in a session."""
         remarks = dict.fromkeys(remark for parcel in parcels for remark in parcel.remarks)
         if "torch" not in sys.modules:
             dtypes = {name for parcel in parcels for name in unpack.non_numpy_types(parcel)}
-            for name in sorted((dtypes & unpack.AS_FLOAT32) - self._told):
-                self._told.add(name)
+            for name in sorted((dtypes & unpack.AS_FLOAT32) - self._explained):
+                self._explained.add(name)
                 remarks[
-                    f"numpy has no {name}: it comes as float32, with the same values. After "
-                    "`import torch` in the notebook tensors come as tensors"
+                    f"numpy has no {name}: the values were converted to float32, exactly. After "
+                    "`import torch` in the notebook, tensors arrive as tensors"
                 ] = None
         return tuple(remarks)
 
@@ -211,7 +211,7 @@ def _unpack_all(parcels: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
 
     def check() -> None:
         if is_over.is_set():
-            raise TransferError("it was broken off")
+            raise TransferError("it was interrupted")
 
     def read(parcel: PackedValue) -> UnpackedMemory:
         memory = unpack.read(parcel, sys.modules.get("torch"), check)
@@ -237,7 +237,7 @@ def _unpack_all(parcels: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _all_or_nothing(done: str) -> Iterator[None]:
-    """Say of every failure inside that nothing was bound."""
+    """Add to every error raised inside that nothing was pushed or pulled."""
     try:
         yield
     except KeyboardInterrupt as error:

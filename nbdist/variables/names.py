@@ -15,7 +15,7 @@ _CLOSE = 3
 
 
 def check_names(names: Sequence[object], verb: str) -> None:
-    """Refuse what is no name of a variable.
+    """Refuse what is not the name of a variable.
 
     Args:
         names: As typed.
@@ -25,11 +25,11 @@ def check_names(names: Sequence[object], verb: str) -> None:
         OptionError: If one is none, or none is given.
     """
     if not names:
-        raise OptionError(f"{verb}: no variable is named. For example: {verb} loss")
+        raise OptionError(f"{verb}: name one variable or more. For example: {verb} loss")
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise OptionError(
-                f"{verb}: {name!r} is no name of a variable. Give what it stands for a name first."
+                f"{verb}: {name!r} is not a variable name. Assign the value to a variable first."
             )
 
 
@@ -40,7 +40,7 @@ def close_to(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_known(names: Iterable[str], defined: Collection[str]) -> None:
-    """Refuse names that the notebook has not.
+    """Refuse names that the notebook does not have.
 
     Raises:
         OptionError: It lists close names.
@@ -54,13 +54,13 @@ def check_known(names: Iterable[str], defined: Collection[str]) -> None:
 
 
 def check_on_ranks(missing: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-    """Refuse names that a rank lacks.
+    """Refuse names that are missing on a rank.
 
     Args:
-        missing: For each rank that was asked: name that it lacks -> close names that it has.
+        missing: For each rank that was asked: missing name -> close names that it has.
 
     Raises:
-        OptionError: It says which ranks have the name; or which have it not, and close names.
+        OptionError: It says which ranks have the name; or which do not, and close names.
     """
     for name in dict.fromkeys(name for names in missing.values() for name in names):
         without = [rank for rank, names in missing.items() if name in names]
@@ -68,8 +68,8 @@ def check_on_ranks(missing: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
         if having:
             raise OptionError(
                 f"{name} exists on {ranks_phrase(having)}, not on {ranks_phrase(without)}; nothing "
-                f"was pulled. %dist_pull {name} --ranks {','.join(map(str, having))} takes it from "
-                "where it is."
+                f"was pulled. %dist_pull {name} --ranks {','.join(map(str, having))} pulls it from "
+                "there."
             )
         close = dict.fromkeys(other for rank in without for other in missing[rank][name])
         where = f"any of {ranks_phrase(without)}" if len(without) > 1 else ranks_phrase(without)
@@ -108,4 +108,4 @@ def is_tensor(value: object) -> bool:
 
 def _close(names: Iterable[str]) -> str:
     text = ", ".join(names)
-    return f" Close to it: {text}." if text else ""
+    return f" Similar names: {text}." if text else ""

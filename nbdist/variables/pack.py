@@ -32,7 +32,7 @@ STEP_BYTES = 64 * 2**20
 # What means something on a rank alone -> why it is refused.
 OURS = dict.fromkeys(
     ("nbdist.parallel", "nbdist.engine"),
-    "it belongs to its rank. Pull what it holds, such as a state_dict()",
+    "it belongs to its rank. Pull its contents, such as a state_dict()",
 )
 
 
@@ -71,7 +71,7 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        """Of all pieces together."""
+        """The size of all pieces together."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
@@ -123,7 +123,7 @@ class _Packer(pickle.Pickler):
         """Take the memory of a tensor out of the pickle; refuse what belongs to a rank."""
         for package, why in OURS.items():
             if type(value).__module__.startswith(f"{package}."):
-                raise TransferError(f"{type(value).__name__} is in it: {why}")
+                raise TransferError(f"it contains {type(value).__name__}: {why}")
         if self._torch is None or not isinstance(value, self._torch.Tensor):
             return NotImplemented
         plain = self._plain(value)
@@ -205,11 +205,11 @@ def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
     for folder in folders:
         problem, path = _write_file(packed, Path(folder))
         if not problem:
-            went = [f"it went through a file on the disk, as {full[0]}"] if full else []
+            went = [f"it was sent through a file on disk: {full[0]}"] if full else []
             return PackedValue(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
         full.append(problem)
     raise TransferError(
-        f"There is no room for {size(packed.size_bytes)} on the way: {'; '.join(full)}. Free some, "
+        f"There is no space to send {size(packed.size_bytes)}: {'; '.join(full)}. Free some space, "
         "or send less at a time."
     )
 
@@ -220,8 +220,8 @@ def _write_file(packed: Packed, folder: Path) -> tuple[str, Path]:
     try:
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < packed.size_bytes + SPARE_BYTES:
-            asked = f"{size(packed.size_bytes)} do not fit into the {size(free_bytes)}"
-            return f"{asked} that are free in {folder.parent}", path
+            sizes = f"{size(packed.size_bytes)} needed, {size(free_bytes)} free"
+            return f"{sizes} in {folder.parent}", path
         _write(path, packed.pieces)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -259,8 +259,8 @@ def _check_kind(tensor: Any, torch: Any) -> None:
         raise TransferError("a tensor on the device meta has no elements")
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         raise TransferError(
-            "a nested, sparse or quantized tensor is in it: make it an ordinary one first, for "
-            "example by to_dense() or dequantize()"
+            "it contains a nested, sparse or quantized tensor: convert it first, for example with "
+            "to_dense() or dequantize()"
         )
 
 

@@ -29,7 +29,7 @@ _COMPLEX = {"complex64", "complex128"}
 _FLOATS = {"float16", "float32", "float64"}
 _INTEGERS = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
 _SAME_IN_NUMPY = frozenset({"bool"} | _INTEGERS | _FLOATS | _COMPLEX)
-# Torch's types that numpy lacks and float32 holds exactly; ml_dtypes has them by the same names.
+# Torch's types that only ml_dtypes adds to numpy, by the same names; float32 holds them exactly.
 AS_FLOAT32 = frozenset(
     ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
      "float8_e8m0fnu")
@@ -71,15 +71,15 @@ class _Unpacker(pickle.Unpickler):
                 continue
             if (module, name) == ("torch", "Size"):
                 return tuple
-            raise TransferError(f"{module}.{name} is in it: {why}")
+            raise TransferError(f"it contains {module}.{name}: {why}")
         try:
             return super().find_class(module, name)
         except AttributeError as error:
             if module != "__main__":
                 raise
             raise TransferError(
-                f"{name} is in it, which a cell has defined: run that cell here as well. Functions "
-                "and classes of cells are sent by name"
+                f"{name} is defined in a notebook cell and cannot be sent; run that cell here too "
+                "(on ranks with %%distributed)"
             ) from error
 
 
@@ -90,11 +90,11 @@ def unpack(
 
     Args:
         parcel: What was sent.
-        torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
+        torch: The module; without it tensors become arrays, float32 where numpy has no such type.
         refused: Packages that must not be loaded -> what to say where one is needed.
 
     Raises:
-        TransferError: If it cannot be read, or a value cannot be made.
+        TransferError: If it cannot be read, or a value cannot be unpacked.
     """
     return make_values(read(parcel, torch), refused)
 
@@ -106,7 +106,7 @@ def read(
 
     Args:
         parcel: What was sent.
-        torch: As in `opened`.
+        torch: As in `unpack`.
         check: Called often; may raise to break off.
 
     Raises:
@@ -130,10 +130,10 @@ def make_values(
 
     Args:
         contents: Used up by it: values refer to its memory.
-        refused: As in `opened`.
+        refused: As in `unpack`.
 
     Raises:
-        TransferError: If a value cannot be made.
+        TransferError: If a value cannot be unpacked.
     """
     try:
         pickled, buffers = io.BytesIO(contents.pickled), contents.buffers
@@ -145,7 +145,7 @@ def make_values(
 
 
 def _failure(error: Exception) -> TransferError:
-    return TransferError(f"the value cannot be made: {one_line(error)}")
+    return TransferError(f"the value cannot be unpacked: {one_line(error)}")
 
 
 def _source(parcel: PackedValue) -> Any:
@@ -198,7 +198,7 @@ def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
 
 
 def non_numpy_types(parcel: PackedValue) -> list[str]:
-    """Torch's types in it that numpy lacks."""
+    """Torch's types in it that numpy does not have."""
     return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
 
 

@@ -30,7 +30,7 @@ def test_the_text_has_every_number_and_every_reason() -> None:
     ]  # fmt: skip
     assert lines[2].split()[9] == "-"
     assert lines[3] == "cp: not run. its attention has a mask & dropout."
-    assert "model and what trains it are as before, under ddp, dp 2" in found.text
+    assert "Restored under ddp, dp 2: model and the training state." in found.text
     assert "mask &amp; dropout" in found.html
 
 

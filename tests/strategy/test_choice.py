@@ -48,14 +48,14 @@ _MESHES: list[tuple[str | None, dict[str, object], int, Degrees]] = [
 
 # What was typed -> every piece that the message has to have.
 _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
-    ("tp", {"tp": 3}, 8, ("8 ranks cannot form tp=3", "no multiple of 3", "Use 1, 2, 4 or 8.")),
+    ("tp", {"tp": 3}, 8, ("8 ranks cannot form tp=3", "not a multiple of 3", "Use 1, 2, 4 or 8.")),
     ("ddp", {"dp": 2}, 4, ("4 ranks cannot form dp=2", "Use 4.")),
     (None, {"dp": 2, "tp": 2}, 8, ("dp=2 x tp=2: that is 4 ranks", "4 for dp, or 4 for tp")),
     ("fsdp", {"pp": 3, "tp": 2}, 8, ("pp=3", "1, 2 or 4 for pp")),
     ("pp", {"dp": 3, "tp": 5}, 8, ("Their product has to be 8",)),
     ("tp", {}, 1, ("tp needs 2 ranks or more, and there is 1", "%dist_reset -n 2", "ddp")),
-    ("fsdp", {"tp": 2}, 2, ("fsdp is left with 1 of 2 ranks by tp=2", "Use tp")),
-    ("tp", {"tp": 1}, 2, ("tp is left with 1 of 2 ranks by dp=2", "Use fsdp")),
+    ("fsdp", {"tp": 2}, 2, ("tp=2 leaves 1 of 2 ranks for fsdp", "Use tp")),
+    ("tp", {"tp": 1}, 2, ("dp=2 leaves 1 of 2 ranks for tp", "Use fsdp")),
     ("ddp", {"tp": 2}, 4, ("ddp and --tp 2 cannot be combined", "fsdp --tp 2")),
     ("ddp", {"pp": 2}, 4, ("ddp and --pp 2 cannot be combined", "pp --pp 2")),
     ("fsdp", {"cp": 2}, 4, ("fsdp and --cp 2 cannot be combined", "cp --cp 2")),
@@ -72,7 +72,7 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("fdsp", {}, 2, ("no strategy 'fdsp'", "Did you mean fsdp?", "single, ddp, fsdp")),
     ("hsdp", {}, 4, ("no strategy 'hsdp'", "fsdp --shard hybrid")),
     ("nothing like it", {}, 4, ("Choose one of single, ddp",)),
-    (None, {"bf16": True}, 4, ("No strategy is named", "single, ddp")),
+    (None, {"bf16": True}, 4, ("No strategy was given", "single, ddp")),
     ("ddp", {"schedle": 1}, 2, ("no option 'schedle'", "Did you mean schedule?")),
     ("ddp", {"tp": 0}, 2, ("--tp 0", "Use 1 or more")),
     ("ddp", {"dp": "two"}, 2, ("--dp two", "Use 1 or more")),
@@ -94,8 +94,8 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("cp", {"sequence_parallel": True}, 2, ("cp has no --sequence-parallel", "goes with tp")),
     ("ddp", {"offload": "cpu"}, 2, ("ddp has no --offload", "fsdp and deepspeed")),
     # Options that would have no effect.
-    ("fsdp", {"offload": "nvme"}, 2, ("to the CPU alone", "deepspeed --stage 3")),
-    ("deepspeed", {"offload": "nvme"}, 2, ("in stage 3 alone, not in stage 2",)),
+    ("fsdp", {"offload": "nvme"}, 2, ("only to the CPU", "deepspeed --stage 3")),
+    ("deepspeed", {"offload": "nvme"}, 2, ("only in stage 3, not in stage 2",)),
     ("ddp", {"blocks": "h"}, 2, ("--blocks would have no effect", "--checkpoint")),
     ("ddp", {"static_graph": True, "find_unused": True}, 2, ("ignores --find-unused",)),
     ("cp", {"sdpa": "math"}, 2, ("cp has no --sdpa: it computes attention over all", "goes with")),

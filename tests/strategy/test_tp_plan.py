@@ -254,8 +254,8 @@ def test_patterns_are_put_out_into_modules():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"net.a": "colwise"}, "net.a names no module"),
-        ({"*": "colwise"}, "names no module"),
+        ({"net.a": "colwise"}, "net.a matches no module"),
+        ({"*": "colwise"}, "matches no module"),
         ({"net.*.a": "colwise"}, "without a rowwise one"),
         ({"net.*.b": "rowwise"}, "splits nothing"),
         ({"net.*.emb": "colwise"}, "net.0.emb is colwise, which only goes with a torch.nn.Linear"),

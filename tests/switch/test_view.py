@@ -33,7 +33,10 @@ def test_current_shows_degrees_options_and_the_effective_batch() -> None:
 
     assert head == [
         "strategy: fsdp x tp, dp 2 x tp 2, --bf16 --accumulate 4",
-        "effective batch: 2 x the loader's batch x 4 accumulated (data-parallel degree 2 on 4 ranks)",
+        (
+            "effective batch: 2 x the loader's batch x 4 accumulated (data-parallel degree 2 on 4 "
+            "ranks)"
+        ),
     ]
 
 

@@ -10,7 +10,7 @@ from nbdist.variables import names
 @pytest.mark.parametrize("name", ["a.b", "x[0]", "1x", "", "for", "a b"])
 def test_what_is_no_name_is_refused(name: str) -> None:
     """It is shown as typed."""
-    with pytest.raises(OptionError, match=r"is no name of a variable"):
+    with pytest.raises(OptionError, match=r"is not a variable name"):
         names.check_names([name], "%dist_push")
 
 
@@ -23,7 +23,9 @@ def test_no_name_shows_how_to_give_one() -> None:
 def test_an_unknown_name_lists_close_ones() -> None:
     """The user's own, without private ones."""
     names.check_known(["loss"], {"loss"})
-    with pytest.raises(OptionError, match=r"no variable lss; nothing was pushed\. Close to it: lo"):
+    with pytest.raises(
+        OptionError, match=r"no variable lss; nothing was pushed\. Similar names: lo"
+    ):
         names.check_known(["lss"], {"loss": 1, "_lss": 2, "weights": 3})
     with pytest.raises(OptionError, match=r"nothing was pushed\.$"):
         names.check_known(["lss"], {"weights"})
@@ -37,7 +39,7 @@ def test_a_name_that_some_ranks_lack_says_which_have_it() -> None:
 
     assert str(caught.value) == (
         "w exists on ranks 0,2, not on ranks 1,3; nothing was pulled. %dist_pull w --ranks 0,2 "
-        "takes it from where it is."
+        "pulls it from there."
     )
 
 
@@ -49,7 +51,7 @@ def test_a_name_that_no_rank_has_lists_close_ones() -> None:
         names.check_on_ranks({1: {"los": ()}})
 
     assert str(several.value) == (
-        "los does not exist on any of ranks 0-1; nothing was pulled. Close to it: loss, lost."
+        "los does not exist on any of ranks 0-1; nothing was pulled. Similar names: loss, lost."
     )
     assert str(one.value) == "los does not exist on rank 1; nothing was pulled."
 

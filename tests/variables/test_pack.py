@@ -138,10 +138,7 @@ def test_without_room_it_goes_through_the_next_folder_and_says_so(
 
     assert Path(parcel.path).parent == folders[1]
     assert parcel.remarks == (
-        (
-            "it went through a file on the disk, as 4.0 MB do not fit into the 10.0 MB that are "
-            f"free in {folders[0].parent}"
-        ),
+        (f"it was sent through a file on disk: 4.0 MB needed, 10.0 MB free in {folders[0].parent}"),
     )
     np.testing.assert_array_equal(unpack.unpack(parcel)["x"], array)
 
@@ -156,7 +153,7 @@ def test_without_room_anywhere_nothing_is_left(
 
     monkeypatch.setattr(pack.os, "write", full)
 
-    with pytest.raises(TransferError, match=r"no room for 4\.0 MB .*first.*No space.*second"):
+    with pytest.raises(TransferError, match=r"no space to send 4\.0 MB .*first.*No space.*second"):
         sent(np.arange(500_000), folders)
     assert files(folders) == []
 
@@ -188,7 +185,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 def test_what_cannot_be_made_anew_is_told() -> None:
     """With the class and text of its exception."""
-    with pytest.raises(TransferError, match="cannot be made: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        TransferError, match="cannot be unpacked: ZeroDivisionError: division by zero"
+    ):
         there_and_back(Raising())
 
 
@@ -210,13 +209,17 @@ def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
     del sys.modules["__main__"].OnlyHere  # type: ignore[attr-defined]
 
     assert type(found) is only_here
-    with pytest.raises(TransferError, match="OnlyHere is in it, which a cell has defined: run"):
+    with pytest.raises(
+        TransferError, match="OnlyHere is defined in a notebook cell and cannot be sent; run"
+    ):
         unpack.unpack(parcel)
 
 
 def test_a_package_that_must_not_be_loaded_is_refused() -> None:
     """The error names it and what to do."""
-    with pytest.raises(TransferError, match=r"fractions\.Fraction is in it: `import fractions` in"):
+    with pytest.raises(
+        TransferError, match=r"it contains fractions\.Fraction: `import fractions` in"
+    ):
         unpack.unpack(
             sent(__import__("fractions").Fraction(1, 2)),
             refused={"fractions": "`import fractions` in"},

@@ -150,7 +150,7 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(
-        TransferError, match=r"torch\.nn\.modules\.linear\.Linear is in it: `import"
+        TransferError, match=r"it contains torch\.nn\.modules\.linear\.Linear: `import"
     ):
         opened(torch.nn.Linear(1, 1))
 

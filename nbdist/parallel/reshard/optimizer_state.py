@@ -255,7 +255,7 @@ def _merge_entries(
                 raise NbdistError(
                     f"{optimizer}'s {key!r} of {name} differs: {_describe_entry(first)} on rank "
                     f"{min(first.ranks)}, {_describe_entry(entry)} on rank {rank}. The ranks "
-                    "have not made the same steps and cannot be switched. Load a checkpoint on all ranks."
+                    "have not made the same steps. Load a checkpoint on all ranks, then switch."
                 )
             merged[place] = replace(first, ranks=first.ranks | {rank})
     return merged
