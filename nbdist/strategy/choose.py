@@ -28,11 +28,11 @@ class StrategySpec:
 
     Attributes:
         name: None where the degrees say it.
-        given: Degrees and options by name, in order of the names.
+        settings: Degrees and options by name, in order of the names.
     """
 
     name: str | None
-    given: tuple[tuple[str, object], ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
 
     @classmethod
     def parse(cls, name: str | None, settings: Mapping[str, object]) -> Self | None:
@@ -46,7 +46,7 @@ class StrategySpec:
 
     def choose(self, world_size: int, *, device_type: str = "", backend: str = "") -> Strategy:
         """The choice for so many ranks; see `choose`."""
-        settings = dict(self.given)
+        settings = dict(self.settings)
         return choose(self.name, settings, world_size, device_type=device_type, backend=backend)
 
     def on(self, topology: Topology) -> Strategy:

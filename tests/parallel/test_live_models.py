@@ -84,12 +84,12 @@ def test_values_optimizer_and_scheduler_of_one_rank_are_everyones(
 
     theirs = results[source]
     assert results[0]["apart"] != results[1]["apart"]
-    assert [one["equal"] for one in results] == [theirs["apart"]] * 2
-    assert [one["after"] for one in results] == [theirs["own"]] * 2
-    assert [one["rate"] for one in results] == [[9.0 if source else 0.01, 0.005]] * 2
-    assert [one["epoch"] for one in results] == [(40 if source else 3) + 2] * 2
-    assert [one["names"] for one in results] == [["model"]] * 2
-    assert all(one["same"] for one in results)
+    assert [result["equal"] for result in results] == [theirs["apart"]] * 2
+    assert [result["after"] for result in results] == [theirs["own"]] * 2
+    assert [result["rate"] for result in results] == [[9.0 if source else 0.01, 0.005]] * 2
+    assert [result["epoch"] for result in results] == [(40 if source else 3) + 2] * 2
+    assert [result["names"] for result in results] == [["model"]] * 2
+    assert all(result["same"] for result in results)
     assert results[0]["ended"] == results[1]["ended"]
 
 
@@ -139,18 +139,20 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, say
     with TorchRanks(tmp_path, 2, REFUSED, KIND=kind) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert says in one["text"]
-        assert one["same"]
-        assert one["total"] == 3.0
+    for result in results:
+        assert says in result["text"]
+        assert result["same"]
+        assert result["total"] == 3.0
 
 
 def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
     """A failed cell's error holds its model on one rank alone; named models still have to fit."""
-    one = sync_model._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
-    ours = sync_model._Offer({"model": one, "Linear": one}, (), frozenset({"Linear"}), is_new=False)
-    theirs = sync_model._Offer({"model": one}, (), frozenset(), is_new=True)
-    lacking = sync_model._Offer({"Linear": one}, (), frozenset({"Linear"}), is_new=True)
+    sketch = sync_model._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
+    ours = sync_model._Offer(
+        {"model": sketch, "Linear": sketch}, (), frozenset({"Linear"}), is_new=False
+    )
+    theirs = sync_model._Offer({"model": sketch}, (), frozenset(), is_new=True)
+    lacking = sync_model._Offer({"Linear": sketch}, (), frozenset({"Linear"}), is_new=True)
 
     assert list(sync_model._refuse([ours, theirs], 0)) == ["Linear"]
     with pytest.raises(NbdistError, match="rank 1: no DDP model named model"):
@@ -219,16 +221,16 @@ def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: s
     with TorchRanks(folder / "calm", 2, REPLACED, DIES="0", STATIC=static) as ranks:
         calm = ranks.results()
     with TorchRanks(folder / "died", 2, REPLACED, DIES="1", STATIC=static) as ranks:
-        plan, made = pickle.loads(ranks.wait_for("made", 0))
+        plan, models = pickle.loads(ranks.wait_for("made", 0))
         ranks.wait_for("made", 1)
         ranks.kill(1)
         (folder / "died" / "dead.1").touch()
-        ranks.replace(1, 1, plan, made)
+        ranks.replace(1, 1, plan, models)
         died = ranks.results()
 
-    assert [one["late"] for one in died] == [one["late"] for one in calm]
-    assert all(one["calls"] >= 4 for one in died)
-    assert len({one["sum"] for one in (*died, *calm)}) == 1
+    assert [result["late"] for result in died] == [result["late"] for result in calm]
+    assert all(result["calls"] >= 4 for result in died)
+    assert len({result["sum"] for result in (*died, *calm)}) == 1
 
 
 HALF = (
@@ -251,10 +253,10 @@ def test_gradients_are_cleared_and_counted(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, HALF) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert one["gradients"] == {"model": 6}
-        assert one["models"] == ["model"]
-        assert one["cleared"] == [True] * 6
+    for result in results:
+        assert result["gradients"] == {"model": 6}
+        assert result["models"] == ["model"]
+        assert result["cleared"] == [True] * 6
 
 
 class TestNames:
@@ -286,13 +288,13 @@ class TestNames:
     def test_checksums_see_one_bit_and_the_shape(self) -> None:
         """Also -0.0 for 0.0, and in types that NumPy does not know."""
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            one = torch.zeros(5, dtype=dtype)
+            tensor = torch.zeros(5, dtype=dtype)
             sums = {
-                reset_models._digest([("w", one)]),
-                reset_models._digest([("w", one.view(5, 1))]),
+                reset_models._digest([("w", tensor)]),
+                reset_models._digest([("w", tensor.view(5, 1))]),
             }
-            one[4] = 1
-            sums.add(reset_models._digest([("w", one)]))
+            tensor[4] = 1
+            sums.add(reset_models._digest([("w", tensor)]))
             assert len(sums) == 3
         assert reset_models._digest([("w", torch.tensor([0.0]))]) != reset_models._digest(
             [("w", torch.tensor([-0.0]))]
@@ -325,6 +327,6 @@ class TestNames:
         class Grandchild(Child):
             pass
 
-        held = [Child(), Grandchild()]
+        objects = [Child(), Grandchild()]
 
-        assert {id(one) for one in live_models.live(Child)} == {id(one) for one in held}
+        assert {id(item) for item in live_models.live(Child)} == {id(item) for item in objects}

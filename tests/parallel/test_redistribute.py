@@ -240,4 +240,4 @@ def test_its_pages_are_there_before_it_is_written() -> None:
 
 def _resident_mib() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(one for one in lines if one.startswith("VmRSS:")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024

@@ -35,7 +35,7 @@ def planned(model, degree=2, world_size=None, **options):
 def test_layouts_say_what_is_split():
     """Rows, columns, three parts of a fused weight; tied weights by their first name."""
     layouts = planned(tp_models.MODELS["nano"]())
-    split = {name: (one.tp_dim, one.tp_parts) for name, one in layouts.items()}
+    split = {name: (layout.tp_dim, layout.tp_parts) for name, layout in layouts.items()}
 
     assert split["emb.weight"] == (0, 1)
     assert "head.weight" not in split
@@ -183,10 +183,10 @@ def test_a_half_known_model_is_refused_with_the_half():
     """Attention is known, what follows is not: the message has the plan so far."""
     strange = nn.ModuleDict({"alpha": nn.Linear(32, 64), "beta": nn.Linear(64, 32)})
     model = nn.Sequential(*(tp_models.Block(Attention(), copy.deepcopy(strange)) for _ in range(2)))
-    with pytest.raises(OptionError, match=r"how to split \*\.mlp\.alpha, \*\.mlp\.beta") as told:
+    with pytest.raises(OptionError, match=r"how to split \*\.mlp\.alpha, \*\.mlp\.beta") as error:
         planned(model)
 
-    plan = re.search(r"model\.tp_plan = (\{.*?\})", str(told.value))
+    plan = re.search(r"model\.tp_plan = (\{.*?\})", str(error.value))
     assert plan is not None
     model.tp_plan = dict(re.findall(r"'(.*?)': '(.*?)'", plan[1]))
     assert planned(model)["0.attn.o.weight"].tp_dim == 1

@@ -108,43 +108,43 @@ def names(case: object) -> str | None:
     return " ".join(map(str, case)) if isinstance(case, tuple) else None
 
 
-@pytest.mark.parametrize(("name", "given", "world_size", "mesh"), _MESHES)
+@pytest.mark.parametrize(("name", "settings", "world_size", "mesh"), _MESHES)
 def test_what_is_typed_becomes_a_mesh_of_all_ranks(
-    name: str | None, given: Mapping[str, object], world_size: int, mesh: Degrees
+    name: str | None, settings: Mapping[str, object], world_size: int, mesh: Degrees
 ) -> None:
     """The name takes the ranks that typed degrees leave, and the product is the world."""
-    choice = choose(name, given, world_size)
+    choice = choose(name, settings, world_size)
 
     assert choice.degrees == mesh
     assert mesh.product == (1 if name == "single" else world_size)
 
 
-@pytest.mark.parametrize(("name", "given", "world_size", "told"), _REFUSED)
+@pytest.mark.parametrize(("name", "settings", "world_size", "expected"), _REFUSED)
 def test_what_cannot_be_had_is_refused_with_what_can(
-    name: str | None, given: Mapping[str, object], world_size: int, told: tuple[str, ...]
+    name: str | None, settings: Mapping[str, object], world_size: int, expected: tuple[str, ...]
 ) -> None:
     """The message has what was typed, the numbers, and the choices."""
     with pytest.raises(OptionError) as caught:
-        choose(name, given, world_size)
+        choose(name, settings, world_size)
 
-    assert [piece for piece in told if piece not in str(caught.value)] == []
+    assert [piece for piece in expected if piece not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("given", "place", "told"),
+    ("settings", "place", "expected"),
     [
         ({"sdpa": "cudnn"}, {"device_type": "cpu"}, "no --sdpa cudnn on the CPU"),
-        ({"hook": "powersgd", "bucket": 5}, {"backend": "gloo"}, "one bucket alone"),
+        ({"hook": "powersgd", "bucket": 5}, {"backend": "gloo"}, "only with one bucket"),
     ],
 )
 def test_what_only_some_machines_can_do_is_refused_on_the_others(
-    given: Mapping[str, object], place: Mapping[str, str], told: str
+    settings: Mapping[str, object], place: Mapping[str, str], expected: str
 ) -> None:
     """Device and backend count where they are known."""
-    with pytest.raises(OptionError, match=told):
-        choose("ddp", given, 2, **place)
+    with pytest.raises(OptionError, match=expected):
+        choose("ddp", settings, 2, **place)
 
-    assert choose("ddp", given, 2, device_type="cuda", backend="nccl").name == "ddp"
+    assert choose("ddp", settings, 2, device_type="cuda", backend="nccl").name == "ddp"
 
 
 def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
@@ -157,7 +157,7 @@ def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "world_size", "steps"),
+    ("name", "settings", "world_size", "steps"),
     [
         ("single", {}, 2, ()),
         ("ddp", {"fp16": True}, 2, ("precision", "ddp")),
@@ -171,10 +171,10 @@ def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
     ],
 )
 def test_steps_follow_the_mesh_and_the_options(
-    name: str, given: Mapping[str, object], world_size: int, steps: tuple[str, ...]
+    name: str, settings: Mapping[str, object], world_size: int, steps: tuple[str, ...]
 ) -> None:
     """Each axis with ranks and each option that was asked for has its step, in order."""
-    assert steps_of(choose(name, given, world_size)) == steps
+    assert steps_of(choose(name, settings, world_size)) == steps
 
 
 def test_options_arrive_by_either_name() -> None:
@@ -188,9 +188,9 @@ def test_options_arrive_by_either_name() -> None:
 
 def test_a_choice_is_described_as_it_is_typed() -> None:
     """Its phrase has the rows, the mesh, and the options that are not at their defaults."""
-    given = {"bf16": True, "checkpoint": "full", "shard": "hybrid", "accumulate": 2}
+    settings = {"bf16": True, "checkpoint": "full", "shard": "hybrid", "accumulate": 2}
 
-    assert described(choose("fsdp", given, 4)) == (
+    assert described(choose("fsdp", settings, 4)) == (
         "fsdp, dp 4 (2 copies on 2 ranks each), --bf16 --checkpoint full --accumulate 2 "
         "--shard hybrid"
     )
@@ -216,7 +216,11 @@ def test_rows_use_words_that_exist() -> None:
         assert {*row.steps, *row.common} <= set(STEPS)
         assert row.axis in axes | {""}
         assert set(row.splits) <= axes
-        assert {what for one in row.splits.values() for what in one} <= {*HELD, "batch", "sequence"}
+        assert {what for words in row.splits.values() for what in words} <= {
+            *HELD,
+            "batch",
+            "sequence",
+        }
         assert {sent.call for sent in row.sends} <= set(footprint.CALLS)
         assert set(row.takes) <= set(DEGREES)
         assert row.source.startswith("https://")
@@ -225,11 +229,11 @@ def test_rows_use_words_that_exist() -> None:
 
 def test_every_option_is_a_field_and_can_be_typed() -> None:
     """The table and the record name the same; only `context` is decided by a row's name."""
-    own = {field.name for field in fields(Options)}
+    defined = {field.name for field in fields(Options)}
     decided = {name for row in ROWS.values() for name in row.sets}
     words = [row.word for row in OPTIONS.values()]
 
-    assert set(OPTIONS) == own - decided
+    assert set(OPTIONS) == defined - decided
     assert len({*words, *DEGREES, *SHORTHANDS}) == len(words) + len(DEGREES) + len(SHORTHANDS)
     assert all(takers(row) for row in OPTIONS.values())
     assert set(inspect.signature(Strategy).parameters) == {
@@ -249,10 +253,10 @@ def sections() -> dict[str, str]:
 def facts(row: StrategyRow) -> str:
     """The table of a row's section, from its data and the formulas."""
     choice = choose(row.name, {}, 4)
-    held = footprint.held_formula(choice)
+    formula = footprint.held_formula(choice)
     cells = {
         "what": row.title,
-        "a rank holds": f"`{held}` bytes per parameter"
+        "a rank holds": f"`{formula}` bytes per parameter"
         + (f"; for a time also {row.gathered}" if row.gathered else ""),
         "a rank sends": "; ".join(footprint.sent_phrases(choice)) or "nothing",
         "needs": row.needs,

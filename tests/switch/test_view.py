@@ -117,9 +117,9 @@ def test_times_and_bytes_are_placeholders_where_outputs_are_stored(
 
 def test_ranks_records_become_one() -> None:
     """Bytes are those of all, the slowest counts, what is not on all ranks has its ranks."""
-    one = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
+    first = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
     other = replace(record(DDP, FSDP), notes=("late",), elapsed_s=0.3)
-    both = merge_reports([one, other])
+    both = merge_reports([first, other])
 
     assert both.models == ("model",)
     assert both.stale == ("[0] best = model",)

@@ -16,7 +16,9 @@ def test_what_is_no_name_is_refused(name: str) -> None:
 
 def test_no_name_shows_how_to_give_one() -> None:
     """An empty line is a mistake."""
-    with pytest.raises(OptionError, match=r"no variable is named\. For example: %dist_push loss"):
+    with pytest.raises(
+        OptionError, match=r"name one variable or more\. For example: %dist_push loss"
+    ):
         names.check_names([], "%dist_push")
 
 
@@ -47,13 +49,13 @@ def test_a_name_that_no_rank_has_lists_close_ones() -> None:
     """Each once."""
     with pytest.raises(OptionError) as several:
         names.check_on_ranks({0: {"los": ("loss",)}, 1: {"los": ("loss", "lost")}})
-    with pytest.raises(OptionError) as one:
+    with pytest.raises(OptionError) as error:
         names.check_on_ranks({1: {"los": ()}})
 
     assert str(several.value) == (
         "los does not exist on any of ranks 0-1; nothing was pulled. Similar names: loss, lost."
     )
-    assert str(one.value) == "los does not exist on rank 1; nothing was pulled."
+    assert str(error.value) == "los does not exist on rank 1; nothing was pulled."
 
 
 def test_values_are_described_by_kind() -> None:

@@ -48,18 +48,18 @@ class Raising:
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """Two places for files, each in one of its own."""
-    made = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
-    for folder in made:
+    folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
+    for folder in folders:
         folder.mkdir(parents=True)
-    return made
+    return folders
 
 
 def sent(value: object, folders: list[Path] | None = None) -> PackedValue:
     """The parcel of a value, as it arrives after the wire."""
-    made: PackedValue = pickle.loads(
+    parcel: PackedValue = pickle.loads(
         pickle.dumps(pack.send(pack.pack({"x": value}), folders or []))
     )
-    return made
+    return parcel
 
 
 def there_and_back(value: object, folders: list[Path] | None = None) -> Any:
@@ -108,9 +108,9 @@ def test_the_same_object_twice_stays_one() -> None:
     """Within a value, and between variables that are sent together."""
     array = np.zeros(5000)
     packed = pack.pack({"a": [array, array], "b": array})
-    made = unpack.unpack(pack.send(packed, []))
+    values = unpack.unpack(pack.send(packed, []))
 
-    assert made["a"][0] is made["a"][1] is made["b"]
+    assert values["a"][0] is values["a"][1] is values["b"]
 
 
 def test_a_large_value_goes_through_a_file_of_its_owner(folders: list[Path]) -> None:
@@ -153,7 +153,7 @@ def test_without_room_anywhere_nothing_is_left(
 
     monkeypatch.setattr(pack.os, "write", full)
 
-    with pytest.raises(TransferError, match=r"no space to send 4\.0 MB .*first.*No space.*second"):
+    with pytest.raises(TransferError, match=r"no space to send 4\.0 MB.*first.*No space.*second"):
         sent(np.arange(500_000), folders)
     assert files(folders) == []
 
@@ -195,9 +195,9 @@ def test_what_cannot_be_made_anew_is_told() -> None:
 def only_here() -> Iterator[type]:
     """A class that the main module had when it was pickled."""
     main = sys.modules["__main__"]
-    made = type("OnlyHere", (), {"__module__": "__main__"})
-    main.OnlyHere = made  # type: ignore[attr-defined]
-    yield made
+    only_here = type("OnlyHere", (), {"__module__": "__main__"})
+    main.OnlyHere = only_here  # type: ignore[attr-defined]
+    yield only_here
     if hasattr(main, "OnlyHere"):
         del main.OnlyHere
 
@@ -205,10 +205,10 @@ def only_here() -> Iterator[type]:
 def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
     """It is found where a cell has defined it too, and asked for where not."""
     parcel = sent(only_here())
-    found = unpack.unpack(parcel)["x"]
+    array = unpack.unpack(parcel)["x"]
     del sys.modules["__main__"].OnlyHere  # type: ignore[attr-defined]
 
-    assert type(found) is only_here
+    assert type(array) is only_here
     with pytest.raises(
         TransferError, match="OnlyHere is defined in a notebook cell and cannot be sent; run"
     ):
