@@ -113,7 +113,7 @@ def row(
     warm: Sequence[CellMemory],
     recorded: Sequence[CellMemory],
 ) -> ComparedRow:
-    """The row of one strategy.
+    """Build the row of a strategy from its recorded run.
 
     Args:
         asked: As typed.

@@ -58,7 +58,7 @@ class Cells(Protocol):
 
 
 class Comparing:
-    """One comparison of strategies.
+    """A comparison while it runs, with its rows so far.
 
     Attributes:
         rows: Of the strategies that have run, for a comparison that is ended early.

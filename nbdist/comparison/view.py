@@ -27,7 +27,7 @@ _MOST_NAME = 28
 
 
 def comparison_result(comparison: Comparison) -> View:
-    """What %dist_compare shows.
+    """The table, the picture and the notes of a comparison.
 
     The text has every number. Where outputs are stored and compared there is no HTML, as for a
     trace: the picture has measured times in it.

@@ -150,5 +150,5 @@ def divisors(number: int) -> list[int]:
 
 
 def ranks(count: int) -> str:
-    """`1 rank`, `8 ranks`."""
+    """A number of ranks in words: `1 rank`, `8 ranks`."""
     return f"{count} rank{'s' if count != 1 else ''}"

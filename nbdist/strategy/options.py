@@ -40,7 +40,7 @@ class OptionRow:
 
     @property
     def word(self) -> str:
-        """The name from Python."""
+        """The option's name as a Python keyword."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -72,7 +72,7 @@ _OPTIONS = (
     ),
     OptionRow(
         "blocks", "--blocks", "text", "name of the model's list of blocks, such as model.layers",
-        default="found",
+        default="automatic",
     ),
     OptionRow(
         "bucket_mb", "--bucket", "number", "MiB of gradients that are reduced at once",
@@ -264,6 +264,6 @@ def typed(row: OptionRow, value: object) -> str:
 
 
 def listed(words: Iterable[object], last: str = "and") -> str:
-    """`fsdp, tp and pp`."""
+    """Words joined as in a sentence: `fsdp, tp and pp`."""
     texts = [str(word) for word in words]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"

@@ -40,7 +40,7 @@ class SentBytes:
 
 @dataclass(frozen=True, slots=True)
 class StrategyRow:
-    """One strategy.
+    """A strategy's axes, needs, communication and description.
 
     Attributes:
         name: As typed.
@@ -119,7 +119,7 @@ _ROWS = (
         ),
         gathered="the parameters of one block; with --shard grad-op all parameters, from the "
         "forward to the end of the backward",
-        needs="a list of blocks (found, or --blocks)",
+        needs="a list of blocks (found automatically, or --blocks)",
         when="the model with its optimizer does not fit on one device; the first thing to try",
         source="https://arxiv.org/abs/2304.11277",
     ),
@@ -136,7 +136,7 @@ _ROWS = (
             SentBytes(("dp_replicate",), "all-reduce", "gradients"),
         ),
         gathered="the parameters of one block; with --shard grad-op all parameters",
-        needs="a list of blocks (found, or --blocks)",
+        needs="a list of blocks (found automatically, or --blocks)",
         when="to see what older code does; fsdp replaces it",
         source="https://docs.pytorch.org/docs/stable/fsdp.html",
         fixed="FSDP1 copies all parameters of a block into one flat one and keeps none of them",

@@ -1,7 +1,7 @@
 """Tensor parallel plans as data: which layers of a model are split, and how.
 
 A plan is a dict of module names to styles. It is found by the usual names of layers (tp_names)
-or given by the user (tp_given). What it does not name stays whole on every rank.
+or given by the user (tp_user_plan). What it does not name stays whole on every rank.
 Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 """
 
@@ -78,7 +78,7 @@ class FoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A module that splits heads.
+    """A module whose attention heads are split over tp.
 
     Attributes:
         owner: Its name.

@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 def read_style(text: object, name: str) -> Style:
-    """One word of a plan.
+    """Parse one word of a plan.
 
     Raises:
         OptionError: There is no such style.

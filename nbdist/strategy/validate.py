@@ -36,7 +36,7 @@ class _Case:
 
     @property
     def name(self) -> str:
-        """The names that work together."""
+        """The rows' names, joined by x."""
         return " x ".join(row.name for row in self.rows)
 
 

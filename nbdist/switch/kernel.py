@@ -1,4 +1,4 @@
-"""The ranks' parallel strategy: which one counts, and switching to another."""
+"""The ranks' parallel strategy: the current one, and switching to another."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ switch_strategy: RankFunction[[Strategy], RankSwitchReport] = RankFunction(
 
 
 class Strategies:
-    """What ranks prepare models under."""
+    """The current strategy of a session's ranks, and switching it."""
 
     def __init__(
         self,
         ranks: Ranks,
         after: Callable[[RankSwitchReport], RankSwitchReport] = lambda done: done,
     ):
-        """Nothing is chosen yet.
+        """Keep the ranks; nothing is sent to them yet.
 
         Args:
-            ranks: All of them.
-            after: Adds to a switch what others have to say of it.
+            ranks: Of the session.
+            after: Completes a switch's report, for example with lints.
         """
         self._ranks = ranks
         self._after = after
 
     def current(self) -> Strategy:
-        """The strategy that counts now, with what the user's own Accelerator has added to it.
+        """The current strategy, with the options that the user's own Accelerator has added.
 
         Raises:
             RankGone, RankBusy, NotRunning: As for a cell.
@@ -55,7 +55,7 @@ class Strategies:
                 for rank, strategy in enumerate(strategies)
             )
             raise NbdistError(
-                f"The ranks have different strategies ({each}). %dist_reset starts them afresh."
+                f"The ranks have different strategies ({each}). %dist_reset starts new ranks."
             )
         current: Strategy = strategies[0]
         return current
@@ -88,7 +88,7 @@ class Strategies:
                     switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
                 )
         except KeyboardInterrupt as error:
-            raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
+            raise Interrupted(f"{error}; %dist_strategy shows the current strategy") from error
         except NbdistError as error:
             if (refused := gather.remote_error_message(error, OptionError)) is not None:
                 raise refused from error

@@ -16,7 +16,7 @@ class RankSwitchReport:
     Attributes:
         before, after: The strategies; equal where nothing was done.
         models: Names of the models that were moved.
-        rebound: Names that stand for another object now.
+        rebound: Variables that were rebound.
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.
@@ -39,7 +39,7 @@ class RankSwitchReport:
 
 
 def merge_reports(reports: Sequence[RankSwitchReport]) -> RankSwitchReport:
-    """The ranks' records as one, in rank order.
+    """The ranks' reports as one, in rank order.
 
     What is not the same on all ranks has its ranks in front: `[0] best = model`. The time is that
     of the slowest.

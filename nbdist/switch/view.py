@@ -19,7 +19,7 @@ _NOTHING = "-"
 
 
 def current(choice: Strategy) -> View:
-    """What %dist_strategy shows: the strategy that counts, and every row on these ranks."""
+    """What %dist_strategy shows: the current strategy, and every row on these ranks."""
     rows = [_cells(row, choice) for row in ROWS.values()]
     return table(
         ["", "strategy", "splits", "B held", "B sent", "use it when"],

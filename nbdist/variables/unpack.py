@@ -63,7 +63,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors, self._refused = tensors, refused
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
+        """Resolve a global that a pickle names, or refuse its package."""
         if (module, name) == (tensor_at.__module__, tensor_at.__name__):
             return self._tensors.__getitem__
         for package, why in self._refused.items():

@@ -32,7 +32,7 @@ class ModelMove:
 
 @dataclass(slots=True)
 class ReceivedShards:
-    """This rank's new parts.
+    """This rank's parts under the new strategy.
 
     Attributes:
         values: Of parameters and buffers, by unique name.
