@@ -59,7 +59,7 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
         if not names:
             raise OptionError(
                 f"tp_plan: {pattern} matches no module. Modules are, for example: "
-                f"{_listed([name for name in layers if name], 12)}"
+                f"{_join_patterns([name for name in layers if name], 12)}"
             )
         plan.update({name: _check_style(name, style, layers[name]) for name in names})
     kinds = {style.kind for style in plan.values()}
@@ -87,7 +87,7 @@ def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
     """The message for a model of which a part has no known names; with the plan of the rest."""
     styles = {_pattern(name): _word(style) for name, style in plan.items()}
     return (
-        f"{model}: nbdist does not know how to split {_listed(uncovered, _SHOWN)}. "
+        f"{model}: nbdist does not know how to split {_join_patterns(uncovered, _SHOWN)}. "
         "Every rank would hold these layers whole. If that is right, give this plan before "
         f"prepare(), otherwise one with more layers in it: model.tp_plan = {styles}"
     )
@@ -139,7 +139,7 @@ def _word(style: Style) -> str:
     return f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
 
 
-def _listed(names: Iterable[str], n_shown: int) -> str:
+def _join_patterns(names: Iterable[str], n_shown: int) -> str:
     patterns = list(dict.fromkeys(map(_pattern, names)))
     more = f" and {len(patterns) - n_shown} more" if len(patterns) > n_shown else ""
     return ", ".join(patterns[:n_shown]) + more

@@ -250,7 +250,7 @@ def _merge_entries(
     for rank, entries in enumerate(by_rank):
         for place, entry in entries.items():
             first = merged.setdefault(place, entry)
-            if _gist(first) != _gist(entry):
+            if _equal_part(first) != _equal_part(entry):
                 name, key = place
                 raise NbdistError(
                     f"{optimizer}'s {key!r} of {name} differs: {_describe_entry(first)} on rank "
@@ -261,7 +261,7 @@ def _merge_entries(
     return merged
 
 
-def _gist(entry: StateEntry) -> tuple[Any, ...]:
+def _equal_part(entry: StateEntry) -> tuple[Any, ...]:
     """What is equal on all ranks. Numbers by their text: not-a-number differs from itself."""
     return entry.kind, entry.dtype, entry.kind == "number" and repr(entry.value)
 

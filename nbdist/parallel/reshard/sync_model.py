@@ -227,7 +227,7 @@ def _send_state(
     if dist.get_rank() == source:
         for key, value in outline.items():
             if isinstance(value, _Layout):
-                dist.broadcast(_carried(states[parameter][key], group), source, group=group)
+                dist.broadcast(_to_group_device(states[parameter][key], group), source, group=group)
         return
     received = {}
     for key, value in outline.items():
@@ -235,7 +235,7 @@ def _send_state(
         if isinstance(value, _Layout):
             device = parameter.device if value.device != "cpu" else torch.device("cpu")
             empty = torch.empty(value.shape, dtype=value.dtype, device=device)
-            carried = _carried(empty, group)
+            carried = _to_group_device(empty, group)
             dist.broadcast(carried, source, group=group)
             received[key] = carried.to(device)
     states.pop(parameter, None)
@@ -243,7 +243,7 @@ def _send_state(
         states[parameter] = received
 
 
-def _carried(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def _to_group_device(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor on a device that the group can send from: Adam's step stays on the CPU."""
     kinds = {device.type for device in group._device_types}  # noqa: SLF001  # nothing public
     if tensor.device.type in kinds:

@@ -64,7 +64,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         return RankSwitchReport(
             before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s
         )
-    if len(registry.prepared()) > 1 or _fixed(before, choice):
+    if len(registry.prepared()) > 1 or _fixed_reason(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
         progress.tell("planning")
@@ -105,14 +105,14 @@ def _batch(before: Strategy, after: Strategy) -> tuple[int, int, float] | None:
     return None
 
 
-def _fixed(before: Strategy, after: Strategy) -> str:
+def _fixed_reason(before: Strategy, after: Strategy) -> str:
     """Why no live model goes from one to the other, if a row says so."""
     rows = [row for choice in (before, after) for row in rows_of(choice)]
     return next((row.fixed for row in rows if row.fixed), "")
 
 
 def _refuse_fixed(before: Strategy, after: Strategy) -> None:
-    reason = _fixed(before, after)
+    reason = _fixed_reason(before, after)
     if reason:
         raise OptionError(
             f"Live models cannot be switched from {label(before)} to {label(after)}: "
