@@ -77,7 +77,7 @@ class _Route:
         return -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _TransferProgress:
+class _Progress:
     """How much of what this rank sends and receives has arrived; reported as progress."""
 
     def __init__(self, rank: int, routes: Sequence[_Route]) -> None:
@@ -86,7 +86,7 @@ class _TransferProgress:
         self._total = self._size_bytes(routes)
         progress.tell("moving", 0, self._total, BYTES)
 
-    def add(self, routes: Sequence[_Route]) -> None:
+    def gone(self, routes: Sequence[_Route]) -> None:
         """Count these routes as done and report the progress."""
         if self._total:
             self._done += self._size_bytes(routes)
@@ -137,14 +137,14 @@ def redistribute(
                 direct.append(route)
             else:
                 bundled.append(route)
-        transferred = _TransferProgress(rank, [*direct, *bundled])
+        transferred = _Progress(rank, [*direct, *bundled])
         for number, works in enumerate(_send_directly(direct, local, new, device)):
             if not number:
                 # While the first ones are on their way.
                 _copy_own(local_routes, local, new)
             for work in works:
                 work.wait()
-            transferred.add(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
+            transferred.gone(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
         if rounds := list(_rounds(bundled, size)):
             _BucketedP2P(local, new, rounds, carrier).deliver(transferred)
     return new
@@ -274,7 +274,7 @@ class _BucketedP2P:
         self._outbox = torch.empty(_max_bytes(self._sent), dtype=torch.uint8, device=device)
         self._inbox = torch.empty(_max_bytes(self._received), dtype=torch.uint8, device=device)
 
-    def deliver(self, transferred: _TransferProgress) -> None:
+    def deliver(self, transferred: _Progress) -> None:
         """Send and receive bucket by bucket. Collective: every rank."""
         for sent, received in zip(self._sent, self._received, strict=True):
             for view, route in self._views(self._outbox, sent):
@@ -286,7 +286,7 @@ class _BucketedP2P:
             )
             for view, route in self._views(self._inbox, received):
                 _copy(self._new[route.reshard.name], view, _from_box(route.transfer.dims))
-            transferred.add([*sent, *received])
+            transferred.gone([*sent, *received])
 
     def _mine(self, routes: list[_Route], role: str, other: str) -> list[_Route]:
         mine = [route for route in routes if _end(route, role) == self._rank]
