@@ -18,7 +18,7 @@ from nbdist.strategy.table import ROWS
 def compared(
     strategies: Sequence[str], code: str, tell: Callable[[View], None] = lambda _view: None
 ) -> View:
-    """Compare, and say what came of it.
+    """Compare the strategies, and return the table and picture.
 
     Args:
         strategies: Each as it is typed behind %dist_strategy.
@@ -32,18 +32,18 @@ def compared(
     """
     if not strategies:
         raise OptionError(
-            f"%dist_compare: no strategy is named. Choose of {listed(ROWS)}: "
+            f"%dist_compare: no strategy was given. Choose from {listed(ROWS)}: "
             "%dist_compare ddp fsdp -- train(3)"
         )
     asked = [(text, strategy_spec(text)) for text in strategies]
     comparing = NOTEBOOK.session.comparing(code)
     try:
-        found = comparing.run(asked, lambda text: tell(View(f"{text}:")))
+        comparison = comparing.run(asked, lambda text: tell(View(f"{text}:")))
     except BaseException:
-        for view in comparison_view.broken_off(comparing.rows, comparing.told):
+        for view in comparison_view.partial_result(comparing.rows, comparing.restored):
             tell(view)
         raise
-    return comparison_view.compared(found)
+    return comparison_view.comparison_result(comparison)
 
 
 def dist_compare(values: Namespace) -> View:

@@ -42,13 +42,13 @@ def strategy_spec(text: str) -> StrategySpec:
 
 def dist_strategy(values: Namespace) -> View:
     """Show the strategy that counts, or switch to another."""
-    strategies, given = NOTEBOOK.session.strategy, strategy_given(values)
+    strategies, settings = NOTEBOOK.session.strategy, strategy_given(values)
     if len(values.named) > 1:
         raise OptionError(f"%dist_strategy: choose one of {', '.join(values.named)}.")
     name = values.named[0] if values.named else None
-    if StrategySpec.parse(name, given) is None:
+    if StrategySpec.parse(name, settings) is None:
         return strategy_view.current(strategies.current())
-    return strategy_view.switched(strategies.switch(name, **given))
+    return strategy_view.switch_result(strategies.switch(name, **settings))
 
 
 VERBS = (
@@ -58,7 +58,7 @@ VERBS = (
         "%dist_strategy fsdp --tp 2 --bf16",
         dist_strategy,
         (
-            Option(("named",), f"{listed(ROWS, 'or')} (without: show all)", metavar="NAME"),
+            Option(("named",), f"{listed(ROWS, 'or')} (default: show all)", metavar="NAME"),
             *strategy_options(),
         ),
     ),
@@ -67,6 +67,15 @@ VERBS = (
         "Make models and optimizers of all ranks equal to those of one.",
         "%dist_sync_model --from 0",
         dist_sync_model,
-        (Option(("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"),),
+        (
+            Option(
+                ("--from",),
+                "the rank that is copied (default: 0)",
+                rank_number,
+                0,
+                "R",
+                name="source",
+            ),
+        ),
     ),
 )

@@ -11,20 +11,20 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import Option, Verb
-from nbdist.variables.kernel import Moved
-from nbdist.variables.names import check_known, check_names, described, described_list
+from nbdist.variables.kernel import VariableTransfer
+from nbdist.variables.names import check_known, check_names, describe, describe_list
 
 
 def dist_push(values: Namespace) -> View:
     """Give ranks copies of the notebook's variables."""
     session = NOTEBOOK.session
-    own = _notebook().user_ns
+    variables = _notebook().user_ns
     check_names(values.names, "%dist_push")
-    check_known(values.names, own)
-    moved = session.push({name: own[name] for name in values.names}, values.ranks)
+    check_known(values.names, variables)
+    moved = session.push({name: variables[name] for name in values.names}, values.ranks)
     phrase = ranks_phrase(moved.ranks)
     return _view(
-        [f"{name} to {phrase}: {described(value)}" for name, value in moved.values.items()], moved
+        [f"{name} to {phrase}: {describe(value)}" for name, value in moved.values.items()], moved
     )
 
 
@@ -35,13 +35,13 @@ def dist_pull(values: Namespace) -> View:
     moved = session.variables.pull(values.names, values.ranks, is_whole=values.is_whole)
     _notebook().push(dict(moved.values))
     phrase = ranks_phrase(moved.ranks)
-    tell = described if len(moved.ranks) == 1 else described_list
+    tell = describe if len(moved.ranks) == 1 else describe_list
     return _view(
         [f"{name} from {phrase}: {tell(value)}" for name, value in moved.values.items()], moved
     )
 
 
-def _view(lines: list[str], moved: Moved) -> View:
+def _view(lines: list[str], moved: VariableTransfer) -> View:
     return View("\n".join([*lines, *moved.remarks]))
 
 
@@ -50,7 +50,7 @@ def _notebook() -> Any:
 
 
 _NAMES = Option(("names",), "variables", metavar="NAME")
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
 
 VERBS = (
     Verb(
@@ -68,7 +68,7 @@ VERBS = (
         (
             _NAMES,
             _RANKS,
-            Option(("--whole",), "gather DTensors (takes all ranks)", None, name="is_whole"),
+            Option(("--whole",), "gather DTensors (uses all ranks)", None, name="is_whole"),
         ),
     ),
 )

@@ -14,7 +14,7 @@ PARTS = ("compute", "communication", "copy", "data", "idle")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """What one rank holds of the models that a cell trains, in bytes.
 
     Attributes:
@@ -29,12 +29,12 @@ class Held:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of the three."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class CellMemory:
     """A rank's memory over one cell.
 
     Attributes:
@@ -46,7 +46,7 @@ class Watched:
         has_adam: All optimizers that stepped keep two moments for each parameter.
     """
 
-    held: Held
+    held: HeldMemory
     peak_bytes: int | None
     is_device: bool
     n_parameters: int
@@ -54,8 +54,8 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One strategy.
+class ComparedRow:
+    """The results of one strategy.
 
     Attributes:
         asked: As typed: "fsdp --bf16".
@@ -85,7 +85,7 @@ class Row:
     overlap: float | None = None
     sent_bytes: float = 0.0
     sent_formula_bytes: float | None = None
-    held: Held = Held()
+    held: HeldMemory = HeldMemory()
     held_formula_bytes: float | None = None
     peak_bytes: int | None = None
     is_device: bool = False
@@ -101,7 +101,7 @@ class Comparison:
         models: Live models that were put under each; empty where the cell made its own.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     before: str
     models: tuple[str, ...] = ()
 
@@ -110,10 +110,10 @@ def row(
     asked: str,
     choice: Strategy,
     shares: TimeBreakdown,
-    warm: Sequence[Watched],
-    recorded: Sequence[Watched],
-) -> Row:
-    """What a strategy comes to.
+    warm: Sequence[CellMemory],
+    recorded: Sequence[CellMemory],
+) -> ComparedRow:
+    """Build the row of a strategy from its recorded run.
 
     Args:
         asked: As typed.
@@ -123,14 +123,14 @@ def row(
             resident memory of a process.
         recorded: The same of the recorded run; of a GPU the peak is from there.
     """
-    window_ns = sum(one.window_ns for one in shares.ranks)
-    communication_ns = sum(one.communication_ns for one in shares.ranks)
-    overlap_ns = sum(one.overlap_ns for one in shares.ranks)
-    is_device = any(one.is_device for one in recorded)
-    peaks = [one.peak_bytes for one in (recorded if is_device else warm)]
-    most = max(recorded, key=lambda one: one.held.total_bytes)
-    longest_ns = max((one.window_ns for one in shares.ranks), default=0)
-    return Row(
+    window_ns = sum(rank.window_ns for rank in shares.ranks)
+    communication_ns = sum(rank.communication_ns for rank in shares.ranks)
+    overlap_ns = sum(rank.overlap_ns for rank in shares.ranks)
+    is_device = any(memory.is_device for memory in recorded)
+    peaks = [memory.peak_bytes for memory in (recorded if is_device else warm)]
+    most = max(recorded, key=lambda memory: memory.held.total_bytes)
+    longest_ns = max((rank.window_ns for rank in shares.ranks), default=0)
+    return ComparedRow(
         asked=asked,
         strategy=described(choice),
         dp=choice.degrees.dp,
@@ -138,7 +138,7 @@ def row(
         has_steps=bool(shares.step_ns),
         parts=tuple(
             sum(part_ns) / max(1, window_ns)
-            for part_ns in zip(*(_parts_ns(one) for one in shares.ranks), strict=True)
+            for part_ns in zip(*(_parts_ns(rank) for rank in shares.ranks), strict=True)
         )
         or (0.0,) * len(PARTS),
         overlap=overlap_ns / communication_ns if communication_ns else None,
@@ -146,16 +146,22 @@ def row(
         sent_formula_bytes=shares.formula_bytes,
         held=most.held,
         held_formula_bytes=_formula_bytes(choice, most),
-        peak_bytes=None if None in peaks else max(one for one in peaks if one is not None),
+        peak_bytes=None if None in peaks else max(peak for peak in peaks if peak is not None),
         is_device=is_device,
     )
 
 
-def _parts_ns(one: RankBreakdown) -> tuple[int, ...]:
-    return one.compute_ns, one.exposed_ns, one.copy_ns, one.data_ns, one.idle_ns
+def _parts_ns(breakdown: RankBreakdown) -> tuple[int, ...]:
+    return (
+        breakdown.compute_ns,
+        breakdown.exposed_ns,
+        breakdown.copy_ns,
+        breakdown.data_ns,
+        breakdown.idle_ns,
+    )
 
 
-def _formula_bytes(choice: Strategy, most: Watched) -> float | None:
+def _formula_bytes(choice: Strategy, most: CellMemory) -> float | None:
     """What the strategy's formula gives: it is of Adam."""
     if not most.has_adam or not most.n_parameters:
         return None

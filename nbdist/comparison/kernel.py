@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.comparison import comparison
-from nbdist.comparison.comparison import Comparison, Row, Watched
+from nbdist.comparison.comparison import CellMemory, ComparedRow, Comparison
 from nbdist.errors import DistributedError, Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy, described
@@ -19,45 +19,50 @@ from nbdist.trace import breakdown
 from nbdist.trace.trace import Trace, TraceOptions
 
 # A large model is copied to the host, and back.
-KEEP_S = 300.0
+SAVE_S = 300.0
 WATCH_S = 60.0
 # How cells.kernel.cell_outcome says that nbdist has refused the cell's model or batch on all ranks.
 _REFUSED = re.compile(r"^ranks? [\d,-]+ raised (?:OptionError|NbdistError): (.*)$", re.DOTALL)
 RECORDED = TraceOptions()
 _NOT_BACK = (
-    "the state of before the comparison was not put back; %dist_strategy says what counts now"
+    "the state from before the comparison was not restored; %dist_strategy shows the current "
+    "strategy"
 )
 
-keep_state: RankFunction[[], tuple[str, ...]] = RankFunction(
+save_training_state: RankFunction[[], tuple[str, ...]] = RankFunction(
     "nbdist.comparison.rank:save_training_state"
 )
-clear_made: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:clear_new_variables")
-restore_state: RankFunction[[], None] = RankFunction(
+clear_new_variables: RankFunction[[], None] = RankFunction(
+    "nbdist.comparison.rank:clear_new_variables"
+)
+restore_training_state: RankFunction[[], None] = RankFunction(
     "nbdist.comparison.rank:restore_training_state"
 )
-drop_state: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:discard_training_state")
-watch_memory: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:start_peak_memory")
-watched_memory: RankFunction[[], Watched] = RankFunction("nbdist.comparison.rank:peak_memory")
+discard_training_state: RankFunction[[], None] = RankFunction(
+    "nbdist.comparison.rank:discard_training_state"
+)
+start_peak_memory: RankFunction[[], None] = RankFunction("nbdist.comparison.rank:start_peak_memory")
+peak_memory: RankFunction[[], CellMemory] = RankFunction("nbdist.comparison.rank:peak_memory")
 
 
 class Cells(Protocol):
     """Runs source on all ranks as a cell."""
 
     def run(self, code: str) -> object:
-        """And waits for it."""
+        """Run it and wait until it ends."""
         ...
 
     def profile(self, code: str, options: TraceOptions) -> Trace:
-        """The same, recorded."""
+        """Run it and record a trace."""
         ...
 
 
 class Comparing:
-    """One comparison of strategies.
+    """A comparison while it runs, with its rows so far.
 
     Attributes:
-        rows: Done so far, for a comparison that comes to no end.
-        told: Back under the strategy of before: what to say of it; empty until then.
+        rows: Of the strategies that have run, for a comparison that is ended early.
+        restored: A sentence on what was restored; empty until then.
     """
 
     def __init__(self, ranks: Ranks, strategies: Strategies, cells: Cells, code: str):
@@ -74,11 +79,11 @@ class Comparing:
         """
         if not code.strip():
             raise OptionError(
-                "There is nothing to compare. Type the training steps below %%dist_compare, or "
-                "behind two dashes: %dist_compare ddp fsdp -- train(3)"
+                "There is nothing to compare. Write the training steps below %%dist_compare, or "
+                "after two dashes: %dist_compare ddp fsdp -- train(3)"
             )
-        self.rows: list[Row] = []
-        self.told = ""
+        self.rows: list[ComparedRow] = []
+        self.restored = ""
         self._models: tuple[str, ...] = ()
         self._ranks = ranks
         self._strategies = strategies
@@ -107,65 +112,67 @@ class Comparing:
             NbdistError: The state of before could not be put back.
         """
         before, last = self._strategies.current(), self._ranks.strategy_chosen
-        self._models = self._call(keep_state, KEEP_S)[0]
+        self._models = self._call(save_training_state, SAVE_S)[0]
         try:
-            for text, one in asked:
+            for text, spec in asked:
                 begins(text)
-                self.rows.append(self._row(text, one, before))
+                self.rows.append(self._row(text, spec, before))
         finally:
             self._ranks.strategy_chosen = last
-            self._drop()
+            self._discard()
         return Comparison(tuple(self.rows), described(before), self._models)
 
-    def _row(self, text: str, spec: StrategySpec, before: Strategy) -> Row:
+    def _row(self, text: str, spec: StrategySpec, before: Strategy) -> ComparedRow:
         try:
             choice = spec.on(self._ranks.topology)
             self._strategies.switch_to(choice)
         except OptionError as error:  # nothing has changed
-            return Row(text, problem=str(error))
+            return ComparedRow(text, problem=str(error))
         try:
-            found = self._measured(text, choice)
+            row = self._measure(text, choice)
         except DistributedError as error:
-            self._back(before)
+            self._restore(before)
             refused = _REFUSED.match(str(error))
             if refused is None:
                 raise
-            return Row(text, problem=refused[1])
+            return ComparedRow(text, problem=refused[1])
         except BaseException:
-            self._back(before)
+            self._restore(before)
             raise
-        self._back(before)
-        return found
+        self._restore(before)
+        return row
 
-    def _measured(self, text: str, choice: Strategy) -> Row:
-        self._call(watch_memory, WATCH_S)
+    def _measure(self, text: str, choice: Strategy) -> ComparedRow:
+        self._call(start_peak_memory, WATCH_S)
         self._cells.run(self._code)
-        warm: list[Watched] = self._call(watched_memory, WATCH_S)
+        warm: list[CellMemory] = self._call(peak_memory, WATCH_S)
         if not self._models:  # the next run makes its own
-            self._call(clear_made, KEEP_S)
-        self._call(watch_memory, WATCH_S)
+            self._call(clear_new_variables, SAVE_S)
+        self._call(start_peak_memory, WATCH_S)
         trace = self._cells.profile(self._code, RECORDED)
-        recorded: list[Watched] = self._call(watched_memory, WATCH_S)
+        recorded: list[CellMemory] = self._call(peak_memory, WATCH_S)
         return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
-    def _back(self, before: Strategy) -> None:
-        """Everything as it was before the strategy."""
+    def _restore(self, before: Strategy) -> None:
+        """Restore the state from before the comparison."""
         try:
-            self._call(clear_made, KEEP_S)
+            self._call(clear_new_variables, SAVE_S)
             self._strategies.switch_to(before)
-            self._call(restore_state, KEEP_S)
+            self._call(restore_training_state, SAVE_S)
         except KeyboardInterrupt as error:
             raise Interrupted(f"{error}; {_NOT_BACK}") from error
         except NbdistError as error:
             raise NbdistError(f"{error} ({_NOT_BACK})") from error
-        self.told = f"back under {described(before)}, with the state of before"
+        self.restored = (
+            f"The strategy is {described(before)} again, with the state from before the comparison."
+        )
 
-    def _drop(self) -> None:
-        """Forget the copies, on the ranks that can be asked."""
+    def _discard(self) -> None:
+        """Forget the copies, on the ranks that are connected and idle."""
         ranks = self._ranks
         for rank in ranks.ranks:
             if ranks.is_connected(rank) and not ranks.is_busy(rank):
-                drop_state(ranks.call, rank)
+                discard_training_state(ranks.call, rank)
 
     def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
         return self._ranks.call_all(function, deadline_s=deadline_s)

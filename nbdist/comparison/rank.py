@@ -1,10 +1,11 @@
-"""A rank's part of a comparison of strategies: what was before is put back, memory is watched.
+"""A rank's part of a comparison: it saves and restores the state, and measures memory.
 
-    keep     copies of what training changes, on the host
-    watch    one cell's memory from here on;  watched  what it came to
-    clear    forget what the cell has made; then the strategy is switched back
-    restore  the copies back in place
-    drop     forget the copies
+    save_training_state     copies of what training changes, on the host
+    start_peak_memory       measure one cell's memory from here on
+    peak_memory             the result
+    clear_new_variables     forget what the cell has made; then the strategy is switched back
+    restore_training_state  the copies back in place
+    discard_training_state  forget the copies
 
 Every copy is of this rank's own part, under the strategy of before, so no rank is met.
 """
@@ -22,7 +23,7 @@ import torch
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from nbdist.comparison.comparison import Held, Watched
+from nbdist.comparison.comparison import CellMemory, HeldMemory
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.dp import fsdp
@@ -47,11 +48,11 @@ _RESET_PEAK = "5"
 
 
 @dataclass(slots=True)
-class _Kept:
+class _SavedState:
     """What training changes on this rank, as it was.
 
     Attributes:
-        models: Prepared ones.
+        models: The prepared models.
         put_back: Puts back the values and modes of these, what their optimizers hold, schedulers,
             scaler, loaders' epochs and random generators.
         names: The user's variables.
@@ -73,7 +74,7 @@ class _Watch:
         has_peak: The system counts the highest resident memory from the beginning of the watch.
     """
 
-    held: Held = field(default_factory=Held)
+    held: HeldMemory = field(default_factory=HeldMemory)
     optimizers: list[Optimizer] = field(default_factory=list)
     hook: Any = None
     has_peak: bool = True
@@ -81,7 +82,7 @@ class _Watch:
 
 @dataclass(slots=True)
 class _State:
-    kept: _Kept | None = None
+    saved: _SavedState | None = None
     watch: _Watch = field(default_factory=_Watch)
 
 
@@ -100,22 +101,23 @@ def save_training_state() -> tuple[str, ...]:
     fixed = next((row.fixed for row in rows_of(choice) if row.fixed), "")
     if models and fixed:
         raise OptionError(
-            f"Live models cannot be switched from {label(choice)}: {fixed}. Compare where no model "
-            "is prepared, with a cell that makes its own, or begin with %dist_reset --strategy ddp."
+            f"Live models cannot be switched from {label(choice)}: {fixed}. Compare with a "
+            "cell that creates its own model while none is prepared, or start with %dist_reset "
+            "--strategy ddp."
         )
-    for one in models:
-        fsdp.settle(one.built.job.root)
-    _state.kept = _Kept(
+    for model in models:
+        fsdp.settle(model.built.job.root)
+    _state.saved = _SavedState(
         models=models,
         put_back=[
-            *(put for one in models for put in _keep_model(one)),
-            *(keep_optimizer(one) for one in registry.bound_optimizers()),
+            *(put for model in models for put in _keep_model(model)),
+            *(keep_optimizer(optimizer) for optimizer in registry.bound_optimizers()),
             generators().put_back,
-            *(put for one in registry.watchers() for put in keep_accelerator(one)),
+            *(put for watcher in registry.watchers() for put in keep_accelerator(watcher)),
         ],
         names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
     )
-    return tuple(display_name(one.built) for one in models)
+    return tuple(display_name(model.built) for model in models)
 
 
 def clear_new_variables() -> None:
@@ -124,114 +126,125 @@ def clear_new_variables() -> None:
     Variables that it has bound anew stand for what they stood for before, unless there are live
     models: a switch binds their names.
     """
-    kept = _kept()
+    saved = _saved_state()
     _stop_watching()
-    known: Any = namespace.everything()
+    variables: Any = namespace.everything()
     for name in namespace.names():
-        if name not in kept.names:
-            del known[name]
-    if not kept.models:
-        namespace.push(kept.names)
-    registry.keep({one.number for one in kept.models})
+        if name not in saved.names:
+            del variables[name]
+    if not saved.models:
+        namespace.push(saved.names)
+    registry.keep({model.number for model in saved.models})
     gc.collect()
 
 
 def restore_training_state() -> None:
-    """Put back what `keep` has copied, in place; gradients are cleared. This rank alone.
+    """Put back what was saved, in place; gradients are cleared. This rank alone.
 
     Raises:
         NbdistError: A model or an optimizer lies otherwise now than it did.
     """
-    kept = _kept()
-    for one in kept.models:
-        fsdp.settle(one.built.job.root)
-        for parameter in one.base.parameters():
+    saved = _saved_state()
+    for model in saved.models:
+        fsdp.settle(model.built.job.root)
+        for parameter in model.base.parameters():
             parameter.grad = None
-    for put_back in kept.put_back:
+    for put_back in saved.put_back:
         put_back()
 
 
 def discard_training_state() -> None:
     """Forget the copies."""
     _stop_watching()
-    _state.kept = None
+    _state.saved = None
 
 
 def start_peak_memory() -> None:
-    """Watch this rank's memory from now on, until `watched`."""
+    """Watch this rank's memory from now on, until `peak_memory`."""
     _stop_watching()
     gc.collect()
     _give_back_freed()
-    one = _state.watch = _Watch()
+    watch = _state.watch = _Watch()
     if registry.device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        one.has_peak = _reset_resident_peak()
-    one.hook = register_optimizer_step_post_hook(lambda optimizer, *_: _count(one, optimizer))
-
-
-def peak_memory() -> Watched:
-    """What this rank's memory came to since `watch`."""
-    one = _state.watch
-    _stop_watching()
-    if not one.held.total_bytes:
-        one.held = _held(one.optimizers)
-    is_device = registry.device().type == "cuda"
-    peak_bytes = torch.cuda.max_memory_allocated() if is_device else None
-    if not is_device and one.has_peak:
-        peak_bytes = _resident_peak_bytes()
-    trained = _trained(one.optimizers)
-    shapes = [each.layouts[name].shape for each in trained for name in each.parameters]
-    return Watched(
-        held=one.held,
-        peak_bytes=peak_bytes,
-        is_device=is_device,
-        n_parameters=sum(torch.Size(shape).numel() for shape in shapes),
-        has_adam=bool(one.optimizers) and all(map(_is_adam, one.optimizers)),
+        watch.has_peak = _reset_resident_peak()
+    watch.hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: _note_step(watch, optimizer)
     )
 
 
-def _keep_model(one: Prepared) -> list[PutBack]:
-    title = type(one.base).__name__
-    return [keep_values(title, lambda: local_state(one)), keep_modes(one.base)]
+def peak_memory() -> CellMemory:
+    """What this rank's memory came to since `start_peak_memory`."""
+    watch = _state.watch
+    _stop_watching()
+    if not watch.held.total_bytes:
+        watch.held = _held_memory(watch.optimizers)
+    is_device = registry.device().type == "cuda"
+    peak_bytes = torch.cuda.max_memory_allocated() if is_device else None
+    if not is_device and watch.has_peak:
+        peak_bytes = _resident_peak_bytes()
+    trained = _stepped_models(watch.optimizers)
+    shapes = [model.layouts[name].shape for model in trained for name in model.parameters]
+    return CellMemory(
+        held=watch.held,
+        peak_bytes=peak_bytes,
+        is_device=is_device,
+        n_parameters=sum(torch.Size(shape).numel() for shape in shapes),
+        has_adam=bool(watch.optimizers) and all(map(_is_adam, watch.optimizers)),
+    )
 
 
-def _kept() -> _Kept:
-    if _state.kept is None:
-        raise NbdistError("Nothing was kept on this rank: its process has replaced another.")
-    return _state.kept
+def _keep_model(model: Prepared) -> list[PutBack]:
+    title = type(model.base).__name__
+    return [keep_values(title, lambda: local_state(model)), keep_modes(model.base)]
 
 
-def _count(one: _Watch, optimizer: Optimizer) -> None:
+def _saved_state() -> _SavedState:
+    if _state.saved is None:
+        raise NbdistError("There is no saved state on this rank: its process was restarted.")
+    return _state.saved
+
+
+def _note_step(watch: _Watch, optimizer: Optimizer) -> None:
     """An optimizer has stepped: gradients and state are there now."""
-    if not any(known is optimizer for known in one.optimizers):
-        one.optimizers.append(optimizer)
-    held = _held(one.optimizers)
-    if held.total_bytes > one.held.total_bytes:
-        one.held = held
+    if not any(stepped is optimizer for stepped in watch.optimizers):
+        watch.optimizers.append(optimizer)
+    memory = _held_memory(watch.optimizers)
+    if memory.total_bytes > watch.held.total_bytes:
+        watch.held = memory
 
 
-def _trained(optimizers: list[Optimizer]) -> list[Prepared]:
+def _stepped_models(optimizers: list[Optimizer]) -> list[Prepared]:
     """The prepared models that these optimizers step; all, where none has stepped.
 
     A model of a cell that failed lives on in its error.
     """
     if not optimizers:
         return registry.prepared()
-    found = [one for each in optimizers for one, _, _ in registry.names_in(each).values()]
-    return list({id(one): one for one in found}.values())
+    found = [
+        model for optimizer in optimizers for model, _, _ in registry.names_in(optimizer).values()
+    ]
+    return list({id(model): model for model in found}.values())
 
 
-def _held(optimizers: list[Optimizer]) -> Held:
+def _held_memory(optimizers: list[Optimizer]) -> HeldMemory:
     """What lies on this rank of prepared models, and of what these optimizers step."""
-    groups = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    parameters = [*(p for one in _trained(optimizers) for p in one.base.parameters()), *groups]
+    groups = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
+    parameters = [
+        *(p for model in _stepped_models(optimizers) for p in model.base.parameters()),
+        *groups,
+    ]
     distinct = list({id(parameter): parameter for parameter in parameters}.values())
-    state = [v for one in optimizers for own in one.state.values() for v in own.values()]
+    state = [
+        v for optimizer in optimizers for entry in optimizer.state.values() for v in entry.values()
+    ]
     tensors = [v for v in state if isinstance(v, torch.Tensor) and v.dim() > 0]
-    return Held(
+    return HeldMemory(
         sum(map(_bytes, distinct)),
-        sum(_bytes(one.grad) for one in distinct if one.grad is not None),
+        sum(_bytes(parameter.grad) for parameter in distinct if parameter.grad is not None),
         sum(map(_bytes, tensors)),
     )
 
@@ -273,5 +286,5 @@ def _resident_peak_bytes() -> int | None:
         status = (_PROC / "status").read_text()
     except OSError:
         return None
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else None
+    match = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None

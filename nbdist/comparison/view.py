@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from nbdist.comparison.comparison import PARTS, Comparison, Row
+from nbdist.comparison.comparison import PARTS, ComparedRow, Comparison
 from nbdist.core import units
 from nbdist.core.units import is_stored, shown
 from nbdist.core.view import View, lines_html, table
@@ -19,57 +19,59 @@ if TYPE_CHECKING:  # it takes half a second to import
 
 _NOTHING = "-"
 _IDLE = "#d0d0d0"
-# Of what a rank holds: parameters, gradients, the optimizer's state.
+# Of what a rank holds: parameters, gradients, optimizer state.
 _HELD = (("parameters", "#0072b2"), ("gradients", "#e69f00"), ("optimizer", "#009e73"))
 _WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI = 10.0, 0.32, 1.2, 160
 _FONT_PT = 7
 _MOST_NAME = 28
 
 
-def compared(found: Comparison) -> View:
-    """What %dist_compare shows.
+def comparison_result(comparison: Comparison) -> View:
+    """The table, the picture and the notes of a comparison.
 
     The text has every number. Where outputs are stored and compared there is no HTML, as for a
     trace: the picture has measured times in it.
     """
-    rows = _table(found.rows)
-    lines = list(_notes(found))
+    rows = _table(comparison.rows)
+    lines = list(_notes(comparison))
     text = "\n".join(["", *lines])
-    image = _png([one for one in found.rows if not one.problem])
+    image = _png([row for row in comparison.rows if not row.problem])
     if is_stored():
         return View(rows.text + text, png=image)
-    alt = html.escape(f"Bars of the strategies; the numbers stand below. {rows.text}", quote=True)
+    alt = html.escape(
+        f"Bar charts of the strategies; the numbers are below. {rows.text}", quote=True
+    )
     picture = base64.b64encode(image).decode("ascii")
     body = (
         f'<img style="max-width:100%" alt="{alt}" src="data:image/png;base64,{picture}"/>'
         if image
         else ""
     )
-    told = lines_html(lines)
-    return View(rows.text + text, f"<div>{body}{rows.html}{told}</div>", png=image)
+    notes = lines_html(lines)
+    return View(rows.text + text, f"<div>{body}{rows.html}{notes}</div>", png=image)
 
 
-def broken_off(rows: Sequence[Row], told: str) -> Iterator[View]:
-    """What there is of a comparison that was ended by its cell, and that all is as before."""
+def partial_result(rows: Sequence[ComparedRow], message: str) -> Iterator[View]:
+    """The rows of a comparison that its cell ended, and whether the state is restored."""
     if rows:
         yield _table(rows)
-    if told:
-        yield View(told)
+    if message:
+        yield View(message)
 
 
-def _table(rows: Sequence[Row]) -> View:
+def _table(rows: Sequence[ComparedRow]) -> View:
     head = [
         "strategy", "ms", "compute", "communication", "copy", "data", "idle", "hidden", "held",
         "formula", "peak", "sent", "formula", "batches",
     ]  # fmt: skip
-    done = [one for one in rows if not one.problem]
-    refused = [f"{one.asked}: not run. {one.problem}" for one in rows if one.problem]
+    done = [row for row in rows if not row.problem]
+    refused = [f"{row.asked}: not run. {row.problem}" for row in rows if row.problem]
     if not done:
         return View("\n".join(refused), lines_html(refused))
-    return table(head, [_cells(one) for one in done], after=refused)
+    return table(head, [_cells(row) for row in done], after=refused)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ComparedRow) -> list[str]:
     return [
         row.asked,
         shown(f"{row.step_ns / 1e6:.2f}"),
@@ -92,36 +94,45 @@ def _size(value_bytes: float | None) -> str:
     return _NOTHING if value_bytes is None else units.size(value_bytes)
 
 
-def _notes(found: Comparison) -> Iterator[str]:
-    done = [one for one in found.rows if not one.problem]
+def _notes(comparison: Comparison) -> Iterator[str]:
+    done = [row for row in comparison.rows if not row.problem]
     if done:
-        what = "step" if all(one.has_steps for one in done) else "step (of the cell, without steps)"
-        yield (
-            f"ms: of a {what}, recorded after a run as warm-up, on the rank that took longest. "
-            "compute to idle: % of it over all ranks; communication is what nothing computes "
-            "beside, hidden the share of all communication that something computes beside."
+        what = (
+            "step"
+            if all(row.has_steps for row in done)
+            else "step (of the cell where it has no steps)"
         )
         yield (
-            "held: parameters, gradients and optimizer's state on the rank with the most, right "
-            "after an optimizer's step; the formula is of Adam."
+            f"ms: of a {what}, recorded after a warm-up run, on the slowest rank. "
+            "compute to idle: % of that over all ranks. communication: time not overlapped by "
+            "compute. hidden: share of communication overlapped by compute."
         )
-        peak = "of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
+        yield (
+            "held: parameters, gradients and optimizer state on the rank with the most, right "
+            "after an optimizer step. The formula assumes Adam."
+        )
+        peak = "maximum of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
         yield f"peak: {peak}."
         yield (
-            "sent: per rank and step; the formula is of parameters and gradients, activations come "
-            "on top. batches: so many of the loader's make a step, so rows differ in how much a "
-            "step trains."
+            "sent: per rank and step. The formula covers parameters and gradients; activations add "
+            "to it. batches: loader batches per step; where rows differ, so does the amount of "
+            "data in a step."
         )
-    who = f"{', '.join(found.models)} and what trains it are" if found.models else "everything is"
-    yield f"{who} as before, under {found.before}; %dist_trace shows the last strategy's trace"
+    models = ", ".join(comparison.models)
+    what = f"{models} and the training state" if models else "all variables"
+    yield (
+        f"Restored under {comparison.before}: {what}. %dist_trace shows the trace of the last "
+        "strategy."
+    )
 
 
 _RESIDENT = (
-    "resident memory of the process in the warm-up, with Python, torch and what malloc keeps"
+    "resident memory of the process in the warm-up, with Python, torch and freed memory that "
+    "malloc has kept"
 )
 
 
-def _png(rows: Sequence[Row]) -> bytes:
+def _png(rows: Sequence[ComparedRow]) -> bytes:
     """Panels of bars, a bar per strategy; empty without one. Leaves matplotlib as it is."""
     if not rows:
         return b""
@@ -134,14 +145,14 @@ def _png(rows: Sequence[Row]) -> bytes:
         figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
         panels = [_time, _memory, _sent, _overlap]
-        if all(one.peak_bytes is not None for one in rows):
+        if all(row.peak_bytes is not None for row in rows):
             panels.insert(2, _peak)
         ratios = [_WIDTHS.get(panel.__name__, 1.0) for panel in panels]
         every = figure.subplots(1, len(panels), sharey=True, width_ratios=ratios)
         for panel, axes in zip(panels, every, strict=True):
             panel(axes, rows)
         time = every[0]
-        time.set_yticks(range(len(rows)), [_short(one.asked) for one in rows])
+        time.set_yticks(range(len(rows)), [_short(row.asked) for row in rows])
         for text in time.get_yticklabels():
             text.set_parse_math(False)
         time.invert_yaxis()
@@ -160,11 +171,11 @@ def _short(text: str) -> str:
 
 def _bars(axes: Axes, series: Sequence[tuple[str, str, Sequence[float]]], title: str) -> None:
     """Bars of several parts, one after the other."""
-    left = [0.0] * len(series[0][2])
+    starts = [0.0] * len(series[0][2])
     for name, colour, values in series:
         if any(values):
-            axes.barh(range(len(values)), values, left=left, color=colour, label=name, height=0.7)
-        left = [one + value for one, value in zip(left, values, strict=True)]
+            axes.barh(range(len(values)), values, left=starts, color=colour, label=name, height=0.7)
+        starts = [start + value for start, value in zip(starts, values, strict=True)]
     axes.set_title(title, fontsize=_FONT_PT + 1)
     axes.set_xlim(left=0)
 
@@ -178,45 +189,45 @@ def _legend(axes: Axes) -> None:
     )  # fmt: skip
 
 
-def _time(axes: Axes, rows: Sequence[Row]) -> None:
+def _time(axes: Axes, rows: Sequence[ComparedRow]) -> None:
     series = [
-        (part, COLOURS.get(part, _IDLE), [one.step_ns / 1e6 * one.parts[at] for one in rows])
-        for at, part in enumerate(PARTS)
+        (part, COLOURS.get(part, _IDLE), [row.step_ns / 1e6 * row.parts[index] for row in rows])
+        for index, part in enumerate(PARTS)
     ]
-    what = "a step" if all(one.has_steps for one in rows) else "a step or the cell"
+    what = "a step" if all(row.has_steps for row in rows) else "a step or the cell"
     _bars(axes, series, f"time of {what}, ms")
     _legend(axes)
 
 
-def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    unit_bytes, unit = _unit([one.held.total_bytes for one in rows])
+def _memory(axes: Axes, rows: Sequence[ComparedRow]) -> None:
+    unit_bytes, unit = _unit([row.held.total_bytes for row in rows])
     series = [
-        (name, colour, [getattr(one.held, f"{name}_bytes") / unit_bytes for one in rows])
+        (name, colour, [getattr(row.held, f"{name}_bytes") / unit_bytes for row in rows])
         for name, colour in _HELD
     ]
     _bars(axes, series, f"held by a rank, {unit}")
-    _marks(axes, [one.held_formula_bytes for one in rows], unit_bytes)
+    _marks(axes, [row.held_formula_bytes for row in rows], unit_bytes)
     _legend(axes)
 
 
-def _peak(axes: Axes, rows: Sequence[Row]) -> None:
-    peaks = [one.peak_bytes or 0 for one in rows]
+def _peak(axes: Axes, rows: Sequence[ComparedRow]) -> None:
+    peaks = [row.peak_bytes or 0 for row in rows]
     unit_bytes, unit = _unit(peaks)
     what = "GPU" if rows[0].is_device else "process"
     values = [peak / unit_bytes for peak in peaks]
     _bars(axes, [("peak", COLOURS["host"], values)], f"peak of the {what}, {unit}")
 
 
-def _sent(axes: Axes, rows: Sequence[Row]) -> None:
-    unit_bytes, unit = _unit([one.sent_bytes for one in rows])
-    values = [one.sent_bytes / unit_bytes for one in rows]
+def _sent(axes: Axes, rows: Sequence[ComparedRow]) -> None:
+    unit_bytes, unit = _unit([row.sent_bytes for row in rows])
+    values = [row.sent_bytes / unit_bytes for row in rows]
     _bars(axes, [("measured", COLOURS["communication"], values)], f"sent, {unit}")
-    _marks(axes, [one.sent_formula_bytes for one in rows], unit_bytes)
+    _marks(axes, [row.sent_formula_bytes for row in rows], unit_bytes)
     _legend(axes)
 
 
-def _overlap(axes: Axes, rows: Sequence[Row]) -> None:
-    values = [100 * (one.overlap or 0.0) for one in rows]
+def _overlap(axes: Axes, rows: Sequence[ComparedRow]) -> None:
+    values = [100 * (row.overlap or 0.0) for row in rows]
     _bars(axes, [("hidden", COLOURS["compute"], values)], "hidden, %")
     axes.set_xlim(0, 100)
 
@@ -228,14 +239,18 @@ _WIDTHS = {"_time": 1.5, "_memory": 1.5, "_overlap": 0.7}
 def _unit(sizes_bytes: Sequence[float]) -> tuple[float, str]:
     """The largest unit that the largest size has one of."""
     most = max(sizes_bytes)
-    return next((one for one in units.BYTE_UNITS if most >= one[0]), (1.0, "B"))
+    return next((unit for unit in units.BYTE_UNITS if most >= unit[0]), (1.0, "B"))
 
 
 def _marks(axes: Axes, formulas_bytes: Sequence[float | None], unit_bytes: float) -> None:
     """A line across each bar where the formula says that it ends."""
-    known = [(at, one / unit_bytes) for at, one in enumerate(formulas_bytes) if one is not None]
-    if known:
+    ends = [
+        (position, size / unit_bytes)
+        for position, size in enumerate(formulas_bytes)
+        if size is not None
+    ]
+    if ends:
         axes.scatter(
-            [one for _, one in known], [place for place, _ in known], marker="|", s=180,
+            [end for _, end in ends], [position for position, _ in ends], marker="|", s=180,
             color="black", label="formula", zorder=3,
         )  # fmt: skip

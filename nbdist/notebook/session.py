@@ -48,7 +48,7 @@ from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
 from nbdist.switch.kernel import Strategies
 from nbdist.trace.kernel.recordings import Traces
 from nbdist.trace.trace import Trace, TraceOptions
-from nbdist.variables.kernel import Moved, Variables
+from nbdist.variables.kernel import Variables, VariableTransfer
 
 SYNC_MODEL_S = 300.0
 RECORD_ALL = TraceOptions()
@@ -257,7 +257,7 @@ class Session(CellRanks):
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
-    ) -> Moved:
+    ) -> VariableTransfer:
         """Give ranks copies of values under these names; see variables.kernel."""
         return self.variables.push(variables, ranks)
 

@@ -15,7 +15,7 @@ from nbdist.planner.models import ModelShape
 from nbdist.planner.workload import Workload, micro_batches, recipe_for, widths_of
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import AXES, Strategy
-from nbdist.strategy.table import Sent
+from nbdist.strategy.table import SentBytes
 
 # Of the peak that a data sheet names. Llama 3 was trained at 38 to 43 %:
 # https://arxiv.org/abs/2407.21783, table 4.
@@ -44,7 +44,7 @@ class Flow:
         messages: How many.
     """
 
-    sent: Sent
+    sent: SentBytes
     wire_bytes: float
     messages: int
 
@@ -136,7 +136,7 @@ def _gathers_again(choice: Strategy) -> bool:
     return choice.name != "deepspeed" or choice.options.stage == 3
 
 
-def _repeated(choice: Strategy, sent: Sent, layers: int) -> float:
+def _repeated(choice: Strategy, sent: SentBytes, layers: int) -> float:
     """How often what is sent of a block, or between stages, is sent in a forward and backward."""
     if sent.what == "boundary":
         return 1.0

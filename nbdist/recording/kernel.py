@@ -191,7 +191,7 @@ class Recordings(CellHook, Generic[Options, Result]):
         if isinstance(answer, str):
             return {"problem": answer}
         try:
-            return unpack.opened(answer)
+            return unpack.unpack(answer)
         except NbdistError as error:
             return {"problem": f"Its {self._kind.noun} did not arrive: {error}"}
 

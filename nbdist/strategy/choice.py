@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from nbdist.strategy import options as strategy_strategy_options
 from nbdist.strategy.options import OPTIONS
-from nbdist.strategy.table import ROWS, STEPS, Row
+from nbdist.strategy.table import ROWS, STEPS, StrategyRow
 
 # The axes of a device mesh, outermost first: neighbours along the last one are on one host.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -120,7 +120,7 @@ class Strategy:
     options: Options = field(default_factory=Options)
 
 
-def rows_of(choice: Strategy) -> tuple[Row, ...]:
+def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
     """The rows that work together in a choice, outermost axis first; one mostly.
 
     By its degrees: a mesh of pp, dp_shard and tp is pp, fsdp and tp, whichever name was typed.
@@ -129,8 +129,8 @@ def rows_of(choice: Strategy) -> tuple[Row, ...]:
     if name not in MESHED:
         return (ROWS[name],)
     counts = {"pp": degrees.pp, "fsdp": degrees.dp, "tp": degrees.tp}
-    used = [one for one, degree in counts.items() if degree > 1]
-    return tuple(ROWS[one] for one in used or [name])
+    used = [row_name for row_name, degree in counts.items() if degree > 1]
+    return tuple(ROWS[row_name] for row_name in used or [name])
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
@@ -157,21 +157,21 @@ def mesh_phrase(choice: Strategy) -> str:
     """The mesh in the words in which degrees are typed: `pp 2 x dp 2 x tp 2`; "" of one rank."""
     degrees = choice.degrees
     counts = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
-    told = " x ".join(f"{word} {count}" for word, count in counts.items() if count > 1)
+    mesh = " x ".join(f"{word} {count}" for word, count in counts.items() if count > 1)
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-        told += f" ({degrees.dp_replicate} copies on {degrees.dp_shard} ranks each)"
-    return told
+        mesh += f" ({degrees.dp_replicate} copies on {degrees.dp_shard} ranks each)"
+    return mesh
 
 
 def options_phrase(choice: Strategy) -> str:
     """The options that are not at their defaults, as they are typed; "" where all are."""
     default = Options()
-    told = []
+    typed = []
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name):
-            told.append(strategy_strategy_options.typed(row, value))
-    return " ".join(told)
+            typed.append(strategy_strategy_options.typed(row, value))
+    return " ".join(typed)
 
 
 def described(choice: Strategy) -> str:

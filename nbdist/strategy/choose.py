@@ -19,7 +19,7 @@ from nbdist.strategy import (
     validate,
 )
 from nbdist.strategy.choice import MESHED, Degrees, Options, Strategy
-from nbdist.strategy.table import ELSEWHERE, ROWS, Row
+from nbdist.strategy.table import OTHER_NAMES, ROWS, StrategyRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,26 @@ class StrategySpec:
 
     Attributes:
         name: None where the degrees say it.
-        given: Degrees and options by name, in order of the names.
+        settings: Degrees and options by name, in order of the names.
     """
 
     name: str | None
-    given: tuple[tuple[str, object], ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
 
     @classmethod
-    def parse(cls, name: str | None, given: Mapping[str, object]) -> Self | None:
+    def parse(cls, name: str | None, settings: Mapping[str, object]) -> Self | None:
         """What was typed, or None for nothing."""
-        typed = {w: value for w, value in given.items() if value is not None and value is not False}
+        typed = {
+            word: value
+            for word, value in settings.items()
+            if value is not None and value is not False
+        }
         return None if name is None and not typed else cls(name, tuple(sorted(typed.items())))
 
     def choose(self, world_size: int, *, device_type: str = "", backend: str = "") -> Strategy:
         """The choice for so many ranks; see `choose`."""
-        given = dict(self.given)
-        return choose(self.name, given, world_size, device_type=device_type, backend=backend)
+        settings = dict(self.settings)
+        return choose(self.name, settings, world_size, device_type=device_type, backend=backend)
 
     def on(self, topology: Topology) -> Strategy:
         """The choice for these ranks; see `choose`."""
@@ -53,7 +57,7 @@ class StrategySpec:
 
 def choose(
     name: str | None,
-    given: Mapping[str, object],
+    settings: Mapping[str, object],
     world_size: int,
     *,
     device_type: str = "",
@@ -65,7 +69,7 @@ def choose(
 
     Args:
         name: Of a row; None where the degrees say it.
-        given: Degrees and options by name (see strategy_options.read); None and False stand for
+        settings: Degrees and options by name (see strategy_options.read); None and False stand for
             what was not typed.
         world_size: Ranks.
         device_type: "cpu" or "cuda", to refuse what cannot work there; empty leaves that open.
@@ -75,7 +79,7 @@ def choose(
         OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
             have no effect; the message lists what does.
     """
-    read = strategy_strategy_options.read(given)
+    read = strategy_strategy_options.read(settings)
     degrees = dict(read.degrees)
     copies = degrees.pop("replicas", None)
     row = _row(name, degrees)
@@ -95,24 +99,26 @@ def default_choice(world_size: int) -> Strategy:
     return choose("ddp", {}, world_size)
 
 
-def _row(name: str | None, degrees: Mapping[str, int]) -> Row:
+def _row(name: str | None, degrees: Mapping[str, int]) -> StrategyRow:
     if name is None and not degrees:
-        raise OptionError(f"No strategy is named. Choose one of {', '.join(ROWS)}.")
+        raise OptionError(f"No strategy was given. Choose one of {', '.join(ROWS)}.")
     wanted = strategy_strategy_degrees.name_for(degrees) if name is None else name
     row = ROWS.get(wanted)
     if row is None:
-        raise OptionError(_no_row(wanted))
+        raise OptionError(_unknown_row(wanted))
     return row
 
 
-def _no_row(name: str) -> str:
-    here = ELSEWHERE.get(name.lower())
+def _unknown_row(name: str) -> str:
+    equivalent = OTHER_NAMES.get(name.lower())
     near = difflib.get_close_matches(name.lower(), ROWS, 1)
-    hint = f" Here it is {here}." if here else f" Did you mean {near[0]}?" if near else ""
+    hint = f" Use {equivalent}." if equivalent else f" Did you mean {near[0]}?" if near else ""
     return f"There is no strategy {name!r}.{hint} Choose one of {', '.join(ROWS)}."
 
 
-def _mesh(row: Row, counts: Mapping[str, int], copies: int | None, is_hybrid: bool) -> Degrees:
+def _mesh(
+    row: StrategyRow, counts: Mapping[str, int], copies: int | None, is_hybrid: bool
+) -> Degrees:
     dp = counts.get("dp", 1)
     split = {word: counts.get(word, 1) for word in ("pp", "cp", "tp")}
     if row.name not in MESHED | {"fsdp1"}:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from nbdist.errors import OptionError
 from nbdist.strategy.options import listed
-from nbdist.strategy.table import ROWS, Row
+from nbdist.strategy.table import ROWS, StrategyRow
 
 # Axis of a row -> the word that is typed for its degree.
 WORDS = {"": "", "dp_replicate": "dp", "dp_shard": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}
@@ -36,7 +36,7 @@ def name_for(typed: Mapping[str, int]) -> str:
     return "ddp"
 
 
-def resolve(row: Row, typed: Mapping[str, int], world_size: int) -> dict[str, int]:
+def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Every degree of a row on so many ranks: word -> count, with product `world_size`.
 
     The degree that the name stands for takes all ranks that the typed ones leave; where it is
@@ -50,38 +50,40 @@ def resolve(row: Row, typed: Mapping[str, int], world_size: int) -> dict[str, in
     Raises:
         OptionError: If the row does not take one of them, or they do not fit the ranks.
     """
-    own = WORDS[row.axis]
-    words = [word for word in (own, *row.takes) if word]
+    own_word = WORDS[row.axis]
+    words = [word for word in (own_word, *row.takes) if word]
     for word, count in typed.items():
         if word not in words and count > 1:
             raise OptionError(_not_taken(row, word, count))
     typed = {word: count for word, count in typed.items() if word in words}
     if not words:
         return {}
-    free = next((word for word in (own, "dp") if word in words and word not in typed), None)
+    free = next((word for word in (own_word, "dp") if word in words and word not in typed), None)
     degrees = dict(typed)
     product = math.prod(typed.values())
     if world_size % product or (free is None and product != world_size):
-        raise OptionError(_unfit(typed, world_size, has_rest=free is not None))
+        raise OptionError(_unfit_degrees(typed, world_size, has_rest=free is not None))
     if free is not None:
         degrees[free] = world_size // product
-    _check_own(row, own, degrees, world_size)
+    _check_own(row, own_word, degrees, world_size)
     return degrees
 
 
-def _check_own(row: Row, own: str, degrees: Mapping[str, int], world_size: int) -> None:
-    """Refuse a name for which no ranks are left: it would stand for nothing."""
-    if degrees[own] > 1 or (world_size == 1 and row.name in _ONE_RANK):
+def _check_own(
+    row: StrategyRow, own_word: str, degrees: Mapping[str, int], world_size: int
+) -> None:
+    """Refuse a strategy for which no ranks are left: it would have no effect."""
+    if degrees[own_word] > 1 or (world_size == 1 and row.name in _ONE_RANK):
         return
     if world_size == 1:
         raise OptionError(
             f"{row.name} needs 2 ranks or more, and there is 1. %dist_reset -n 2 starts more; one "
             f"rank can do {listed((name for name in ROWS if name in _ONE_RANK), 'or')}."
         )
-    others = " x ".join(f"{word}={n}" for word, n in degrees.items() if word != own and n > 1)
-    names = " ".join(_row_of(word) for word, n in degrees.items() if word != own and n > 1)
+    others = " x ".join(f"{word}={n}" for word, n in degrees.items() if word != own_word and n > 1)
+    names = " ".join(_row_of(word) for word, n in degrees.items() if word != own_word and n > 1)
     raise OptionError(
-        f"{row.name} is left with 1 of {world_size} ranks by {others}, and would do nothing. "
+        f"{others} leaves 1 of {world_size} ranks for {row.name}, which would have no effect. "
         f"Use {names}, or a smaller degree."
     )
 
@@ -90,12 +92,12 @@ def _row_of(word: str) -> str:
     return "fsdp" if word == "dp" else word
 
 
-def _not_taken(row: Row, word: str, count: int) -> str:
+def _not_taken(row: StrategyRow, word: str, count: int) -> str:
     nearest = _NEAREST.get((row.name, word))
     if nearest is None:
         nearest = "fsdp --tp {n}" if word == "tp" else f"{_row_of(word)} --{word} {{n}}"
-    own = WORDS[row.axis]
-    takes = [f"--{one}" for one in (own, *row.takes) if one]
+    own_word = WORDS[row.axis]
+    takes = [f"--{degree}" for degree in (own_word, *row.takes) if degree]
     return (
         f"{row.name} and --{word} {count} cannot be combined: {row.name} takes "
         f"{listed(takes) if takes else 'no degrees'}. The nearest that works is "
@@ -103,7 +105,7 @@ def _not_taken(row: Row, word: str, count: int) -> str:
     )
 
 
-def _unfit(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> str:
+def _unfit_degrees(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> str:
     product = math.prod(typed.values())
     asked = " x ".join(f"{word}={count}" for word, count in typed.items())
     ways = []
@@ -116,7 +118,7 @@ def _unfit(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> str:
     use = f"Use {', or '.join(ways)}." if ways else f"Their product has to be {world_size}."
     why = f"that is {product} rank{'s' if product > 1 else ''}"
     if len(typed) == 1 and has_rest:
-        why = f"{world_size} is no multiple of {product}"
+        why = f"{world_size} is not a multiple of {product}"
     return f"{ranks(world_size)} cannot form {asked}: {why}. {use}"
 
 
@@ -129,9 +131,9 @@ def replicas(asked: int | None, dp: int) -> int:
     fitting = [n for n in divisors(dp) if 1 < n < dp]
     if not fitting:
         raise OptionError(
-            f"--shard hybrid splits the model within copies of 2 ranks or more, and has 2 copies "
-            f"or more: {dp} data-parallel rank{'s' if dp > 1 else ''} cannot do both. Use "
-            "--shard full, or 4 ranks or more."
+            f"--shard hybrid needs 2 copies of the model or more, each on 2 ranks or more: {dp} "
+            f"data-parallel rank{'s' if dp > 1 else ''} cannot form them. Use --shard full, or 4 "
+            "ranks or more."
         )
     count = (2 if 2 in fitting else fitting[0]) if asked is None else asked
     if count not in fitting:
@@ -143,10 +145,10 @@ def replicas(asked: int | None, dp: int) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number, in order."""
-    return [one for one in range(1, number + 1) if number % one == 0]
+    """The divisors of a number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def ranks(count: int) -> str:
-    """`1 rank`, `8 ranks`."""
+    """A number of ranks in words: `1 rank`, `8 ranks`."""
     return f"{count} rank{'s' if count != 1 else ''}"

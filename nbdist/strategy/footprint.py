@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.strategy.choice import Strategy, rows_of
-from nbdist.strategy.table import HELD, Row, Sent
+from nbdist.strategy.table import HELD, SentBytes, StrategyRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _share(choice: Strategy, axes: tuple[str, ...], letters: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A collective's cost on a ring of n ranks, for a message of which all ranks make up one.
 
     Attributes:
@@ -118,20 +118,20 @@ class Call:
 
 # Source: https://arxiv.org/abs/1910.02054 section 7.1 for the ring, and
 # https://arxiv.org/abs/2309.14509 section 3.2 for all-to-all.
-CALLS: Mapping[str, Call] = {
-    "all-reduce": Call("2 (n - 1)/n", lambda n: 2 * (n - 1) / n),
-    "reduce-scatter": Call("(n - 1)/n", lambda n: (n - 1) / n),
-    "all-gather": Call("(n - 1)/n", lambda n: (n - 1) / n),
-    "broadcast": Call("(n - 1)/n", lambda n: (n - 1) / n),
-    "ring": Call("(n - 1)/n", lambda n: (n - 1) / n),
-    "all-to-all": Call("(n - 1)/n^2", lambda n: (n - 1) / n**2),
+CALLS: Mapping[str, CollectiveCall] = {
+    "all-reduce": CollectiveCall("2 (n - 1)/n", lambda n: 2 * (n - 1) / n),
+    "reduce-scatter": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-gather": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
+    "broadcast": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
+    "ring": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-to-all": CollectiveCall("(n - 1)/n^2", lambda n: (n - 1) / n**2),
     # A stage sends its output and gets the gradient of it back; the last one and the first one
     # have one neighbour, so this is what the stages between them send.
-    "send": Call("1", lambda n: 1.0 if n > 1 else 0.0),
+    "send": CollectiveCall("1", lambda n: 1.0 if n > 1 else 0.0),
 }
 
 
-def sent_of(choice: Strategy) -> tuple[Sent, ...]:
+def sent_of(choice: Strategy) -> tuple[SentBytes, ...]:
     """What a rank sends in a step of the optimizer, along the axes that have ranks."""
     sends = [sent for row in rows_of(choice) for sent in _sends(row, choice)]
     return tuple(sent for sent in sends if axes_size(choice, sent.axes) > 1)
@@ -142,12 +142,14 @@ def axes_size(choice: Strategy, axes: tuple[str, ...]) -> int:
     return math.prod(getattr(choice.degrees, axis) for axis in axes)
 
 
-def _sends(row: Row, choice: Strategy) -> tuple[Sent, ...]:
+def _sends(row: StrategyRow, choice: Strategy) -> tuple[SentBytes, ...]:
     """A row's, with what its options change."""
     options = choice.options
     gathers_once = options.shard == "grad-op" if row.name != "deepspeed" else options.stage < 3
     if row.name in {"fsdp", "fsdp1", "deepspeed"} and gathers_once:
-        return tuple(replace(s, times=1) if s.call == "all-gather" else s for s in row.sends)
+        return tuple(
+            replace(sent, times=1) if sent.call == "all-gather" else sent for sent in row.sends
+        )
     return row.sends
 
 
@@ -173,14 +175,14 @@ def sent_bytes(
     )
 
 
-def model_message(choice: Strategy, sent: Sent, model_bytes: float) -> float:
+def model_message(choice: Strategy, sent: SentBytes, model_bytes: float) -> float:
     """Of so many bytes of parameters or gradients, those that one message is about."""
     # What tp and pp split is not there to be sent; copies reduce what dp_shard has left.
     message = model_bytes / (choice.degrees.tp * choice.degrees.pp)
     return message / choice.degrees.dp_shard if "dp_replicate" in sent.axes else message
 
 
-def wire_bytes(choice: Strategy, sent: Sent, message_bytes: float) -> float:
+def wire_bytes(choice: Strategy, sent: SentBytes, message_bytes: float) -> float:
     """Bytes that a rank sends where all ranks along the axes make up messages of this size."""
     share = CALLS[sent.call].share(axes_size(choice, sent.axes))
     return sent.times * share * message_bytes
@@ -188,13 +190,13 @@ def wire_bytes(choice: Strategy, sent: Sent, message_bytes: float) -> float:
 
 def sent_phrases(choice: Strategy) -> tuple[str, ...]:
     """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
-    told = []
+    phrases = []
     for sent in sent_of(choice):
         times = f" {sent.times} x" if sent.times > 1 else ""
         axes = (axis for axis in sent.axes if getattr(choice.degrees, axis) > 1)
         over = " x ".join(_word(choice, axis) for axis in axes)
-        told.append(f"{sent.call} {sent.what}{times} over {over}{_PER.get(sent.what, '')}")
-    return tuple(told)
+        phrases.append(f"{sent.call} {sent.what}{times} over {over}{_PER.get(sent.what, '')}")
+    return tuple(phrases)
 
 
 _PER = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}

@@ -40,7 +40,7 @@ class OptionRow:
 
     @property
     def word(self) -> str:
-        """The name from Python."""
+        """The option's name as a Python keyword."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -72,7 +72,7 @@ _OPTIONS = (
     ),
     OptionRow(
         "blocks", "--blocks", "text", "name of the model's list of blocks, such as model.layers",
-        default="found",
+        default="automatic",
     ),
     OptionRow(
         "bucket_mb", "--bucket", "number", "MiB of gradients that are reduced at once",
@@ -143,7 +143,7 @@ _BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OP
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TypedOptions:
     """What was typed beside a name, read but not yet set against a strategy.
 
     Attributes:
@@ -155,7 +155,7 @@ class Given:
     options: Mapping[str, object]
 
 
-def read(given: Mapping[str, object]) -> Given:
+def read(settings: Mapping[str, object]) -> TypedOptions:
     """What was typed, by name: a word of DEGREES, SHORTHANDS, or an option's word or field.
 
     None and False stand for what was not typed.
@@ -165,7 +165,7 @@ def read(given: Mapping[str, object]) -> Given:
     """
     degrees: dict[str, int] = {}
     options: dict[str, object] = {}
-    for word, value in given.items():
+    for word, value in settings.items():
         if value is None or value is False:
             continue
         if word in DEGREES:
@@ -173,19 +173,19 @@ def read(given: Mapping[str, object]) -> Given:
             continue
         name, meant = SHORTHANDS.get(word, (word, value))
         row = _option(name)
-        one = _READ[row.kind](row, meant)
-        if options.setdefault(row.name, one) != one:
-            raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {one}.")
-    return Given({word: degrees[word] for word in DEGREES if word in degrees}, options)
+        parsed = _READ[row.kind](row, meant)
+        if options.setdefault(row.name, parsed) != parsed:
+            raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {parsed}.")
+    return TypedOptions({word: degrees[word] for word in DEGREES if word in degrees}, options)
 
 
 def _option(word: str) -> OptionRow:
     row = _BY_WORD.get(word)
     if row is None:
-        words = [*DEGREES, *SHORTHANDS, *(one.word for one in _OPTIONS)]
+        words = [*DEGREES, *SHORTHANDS, *(option.word for option in _OPTIONS)]
         near = difflib.get_close_matches(word, words, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose of: "
+        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose from: "
                           f"{', '.join(words)}.")  # fmt: skip
     return row
 
@@ -207,13 +207,15 @@ def _choice(row: OptionRow, value: object) -> object:
 def _count(flag: str, value: object, what: str) -> int:
     text = str(value)
     if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise OptionError(f"{flag} {value} is no number of {what}. Use 1 or more.")
+        raise OptionError(f"{flag} {value} is not a valid number of {what}. Use 1 or more.")
     return int(text)
 
 
 def _number(row: OptionRow, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise OptionError(f"{row.flag} {value} is no number of {row.help}. Use more than 0.")
+        raise OptionError(
+            f"{row.flag} {value} is not a valid number of {row.help}. Use more than 0."
+        )
     return float(value)
 
 
@@ -245,9 +247,10 @@ def takers(row: OptionRow) -> list[str]:
     """The names of the strategies that take an option."""
     steps = set(row.steps)
     return [
-        one.name
-        for one in ROWS.values()
-        if one.name not in row.never and (not steps or steps & {*one.steps, *one.common})
+        strategy.name
+        for strategy in ROWS.values()
+        if strategy.name not in row.never
+        and (not steps or steps & {*strategy.steps, *strategy.common})
     ]
 
 
@@ -261,6 +264,6 @@ def typed(row: OptionRow, value: object) -> str:
 
 
 def listed(words: Iterable[object], last: str = "and") -> str:
-    """`fsdp, tp and pp`."""
+    """Words joined as in a sentence: `fsdp, tp and pp`."""
     texts = [str(word) for word in words]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {last} {texts[-1]}"

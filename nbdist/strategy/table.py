@@ -21,7 +21,7 @@ HELD = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     """What every rank sends along axes of the mesh.
 
     Attributes:
@@ -39,8 +39,8 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One strategy.
+class StrategyRow:
+    """A strategy's axes, needs, communication and description.
 
     Attributes:
         name: As typed.
@@ -65,7 +65,7 @@ class Row:
     takes: tuple[str, ...]
     splits: Mapping[str, tuple[str, ...]]
     steps: tuple[str, ...]
-    sends: tuple[Sent, ...]
+    sends: tuple[SentBytes, ...]
     gathered: str
     needs: str
     when: str
@@ -78,7 +78,7 @@ class Row:
 _ALL_HELD = {"parameters", "gradients", "optimizer"}
 
 _ROWS = (
-    Row(
+    StrategyRow(
         name="single",
         title="no parallelism: every rank trains the same by itself",
         axis="",
@@ -91,20 +91,20 @@ _ROWS = (
         when="the model fits and one device is fast enough; the reference for all others",
         source="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
     ),
-    Row(
+    StrategyRow(
         name="ddp",
         title="distributed data parallel: a copy of the model on every rank",
         axis="dp_replicate",
         takes=(),
         splits={"dp_replicate": ("batch",)},
         steps=("ddp",),
-        sends=(Sent(("dp_replicate",), "all-reduce", "gradients"),),
+        sends=(SentBytes(("dp_replicate",), "all-reduce", "gradients"),),
         gathered="",
         needs="a batch that can be divided by the ranks",
         when="the model with its optimizer fits on one device",
         source="https://arxiv.org/abs/2006.15704",
     ),
-    Row(
+    StrategyRow(
         name="fsdp",
         title="fully sharded data parallel (FSDP2, torch's fully_shard)",
         axis="dp_shard",
@@ -113,17 +113,17 @@ _ROWS = (
         steps=("fsdp",),
         # With --shard grad-op parameters are gathered once; strategy.footprint knows it.
         sends=(
-            Sent(("dp_shard",), "all-gather", "parameters", 2),
-            Sent(("dp_shard",), "reduce-scatter", "gradients"),
-            Sent(("dp_replicate",), "all-reduce", "gradients"),
+            SentBytes(("dp_shard",), "all-gather", "parameters", 2),
+            SentBytes(("dp_shard",), "reduce-scatter", "gradients"),
+            SentBytes(("dp_replicate",), "all-reduce", "gradients"),
         ),
         gathered="the parameters of one block; with --shard grad-op all parameters, from the "
         "forward to the end of the backward",
-        needs="a list of blocks (found, or --blocks)",
+        needs="a list of blocks (found automatically, or --blocks)",
         when="the model with its optimizer does not fit on one device; the first thing to try",
         source="https://arxiv.org/abs/2304.11277",
     ),
-    Row(
+    StrategyRow(
         name="fsdp1",
         title="the older FSDP, with flat parameters",
         axis="dp_shard",
@@ -131,17 +131,17 @@ _ROWS = (
         splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
         steps=("fsdp1",),
         sends=(
-            Sent(("dp_shard",), "all-gather", "parameters", 2),
-            Sent(("dp_shard",), "reduce-scatter", "gradients"),
-            Sent(("dp_replicate",), "all-reduce", "gradients"),
+            SentBytes(("dp_shard",), "all-gather", "parameters", 2),
+            SentBytes(("dp_shard",), "reduce-scatter", "gradients"),
+            SentBytes(("dp_replicate",), "all-reduce", "gradients"),
         ),
         gathered="the parameters of one block; with --shard grad-op all parameters",
-        needs="a list of blocks (found, or --blocks)",
+        needs="a list of blocks (found automatically, or --blocks)",
         when="to see what older code does; fsdp replaces it",
         source="https://docs.pytorch.org/docs/stable/fsdp.html",
         fixed="FSDP1 copies all parameters of a block into one flat one and keeps none of them",
     ),
-    Row(
+    StrategyRow(
         name="zero1",
         title="ZeRO stage 1: ddp, with the optimizer's state split",
         axis="dp_replicate",
@@ -150,15 +150,15 @@ _ROWS = (
         steps=("ddp", "zero1"),
         # DDP's all-reduce stays, so this is more than the 2 (n - 1) / n of the paper.
         sends=(
-            Sent(("dp_replicate",), "all-reduce", "gradients"),
-            Sent(("dp_replicate",), "broadcast", "parameters"),
+            SentBytes(("dp_replicate",), "all-reduce", "gradients"),
+            SentBytes(("dp_replicate",), "broadcast", "parameters"),
         ),
         gathered="",
         needs="an optimizer that treats each parameter by itself (AdamW, SGD)",
         when="the model fits, the optimizer's state does not",
         source="https://arxiv.org/abs/1910.02054",
     ),
-    Row(
+    StrategyRow(
         name="deepspeed",
         title="DeepSpeed's ZeRO: stage 1, 2 or 3, with offload to CPU or NVMe",
         axis="dp_replicate",
@@ -167,8 +167,8 @@ _ROWS = (
         splits={"dp_replicate": (*HELD, "batch")},
         steps=("deepspeed",),
         sends=(
-            Sent(("dp_replicate",), "reduce-scatter", "gradients"),
-            Sent(("dp_replicate",), "all-gather", "parameters", 2),
+            SentBytes(("dp_replicate",), "reduce-scatter", "gradients"),
+            SentBytes(("dp_replicate",), "all-gather", "parameters", 2),
         ),
         gathered="stage 3: the parameters of one module",
         needs="the extra `deepspeed` and a C++ compiler; libaio for NVMe",
@@ -177,35 +177,35 @@ _ROWS = (
         common=("options",),
         fixed="DeepSpeed takes model and optimizer over into buffers of its own",
     ),
-    Row(
+    StrategyRow(
         name="tp",
         title="tensor parallel: each layer is split",
         axis="tp",
         takes=("dp", "pp"),
         splits={"tp": HELD},
         steps=("tp",),
-        sends=(Sent(("tp",), "all-reduce", "activations", 4),),
+        sends=(SentBytes(("tp",), "all-reduce", "activations", 4),),
         gathered="",
         needs="heads that can be divided by the degree; a plan for a model that nbdist does not "
         "know",
         when="one layer is too large or too slow for a device, and the link is fast (one host)",
         source="https://arxiv.org/abs/1909.08053",
     ),
-    Row(
+    StrategyRow(
         name="pp",
         title="pipeline parallel: each stage has some of the blocks",
         axis="pp",
         takes=("dp", "tp"),
         splits={"pp": HELD},
         steps=("pp", "pipeline"),
-        sends=(Sent(("pp",), "send", "boundary", 2),),
+        sends=(SentBytes(("pp",), "send", "boundary", 2),),
         gathered="",
         needs="a list of blocks, as many as stages or more; a batch that can be divided by the "
         "micro-batches; a forward that returns the loss",
         when="the model is deep and the link is slow (between hosts)",
         source="https://arxiv.org/abs/2104.04473",
     ),
-    Row(
+    StrategyRow(
         name="cp",
         title="context parallel: each rank has a part of the sequence (ring attention)",
         axis="cp",
@@ -213,8 +213,8 @@ _ROWS = (
         splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
         steps=("ddp", "cp"),
         sends=(
-            Sent(("cp",), "ring", "keys-values", 3),
-            Sent(("dp_replicate", "cp"), "all-reduce", "gradients"),
+            SentBytes(("cp",), "ring", "keys-values", 3),
+            SentBytes(("dp_replicate", "cp"), "all-reduce", "gradients"),
         ),
         gathered="",
         needs="attention by scaled_dot_product_attention, without masks and dropout",
@@ -222,7 +222,7 @@ _ROWS = (
         source="https://arxiv.org/abs/2310.01889",
         sets={"context": "ring"},
     ),
-    Row(
+    StrategyRow(
         name="ulysses",
         title="context parallel by all-to-all: sequence outside, heads inside attention",
         axis="cp",
@@ -230,8 +230,8 @@ _ROWS = (
         splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
         steps=("ddp", "cp"),
         sends=(
-            Sent(("cp",), "all-to-all", "activations", 8),
-            Sent(("dp_replicate", "cp"), "all-reduce", "gradients"),
+            SentBytes(("cp",), "all-to-all", "activations", 8),
+            SentBytes(("dp_replicate", "cp"), "all-reduce", "gradients"),
         ),
         gathered="",
         needs="attention by scaled_dot_product_attention; heads that can be divided by the degree",
@@ -240,10 +240,10 @@ _ROWS = (
         sets={"context": "ulysses"},
     ),
 )
-ROWS: Mapping[str, Row] = {row.name: row for row in _ROWS}
+ROWS: Mapping[str, StrategyRow] = {row.name: row for row in _ROWS}
 
 # Names from elsewhere -> what to type here.
-ELSEWHERE: Mapping[str, str] = {
+OTHER_NAMES: Mapping[str, str] = {
     "none": "single",
     "dp": "ddp",
     "dataparallel": "ddp",

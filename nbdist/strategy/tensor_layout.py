@@ -91,33 +91,33 @@ def local_runs(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[Runs,
         return None
     dims: list[Runs] = [((0, size),) if size else () for size in layout.shape]
     if layout.tp_dim is not None:
-        size, odd = divmod(layout.shape[layout.tp_dim], layout.tp_parts)
-        assert not odd, (layout, "parts are not of equal length")
+        size, remainder = divmod(layout.shape[layout.tp_dim], layout.tp_parts)
+        assert not remainder, (layout, "parts are not of equal length")
         start, stop = _chunk(size, degrees.tp, place.tp)
         parts = ((number * size + start, stop - start) for number in range(layout.tp_parts))
-        dims[layout.tp_dim] = _joined(parts)
+        dims[layout.tp_dim] = _join_runs(parts)
     if layout.shard_dim is not None:
-        left = dims[layout.shard_dim]
-        start, stop = _chunk(_length(left), degrees.dp_shard, place.dp_shard)
-        lengths = [length for _, length in left]
-        found = ((left[i][0] + skip, n) for i, skip, n in _between(lengths, start, stop))
-        dims[layout.shard_dim] = _joined(found)
+        runs = dims[layout.shard_dim]
+        start, stop = _chunk(_length(runs), degrees.dp_shard, place.dp_shard)
+        lengths = [length for _, length in runs]
+        pieces = ((runs[i][0] + skip, n) for i, skip, n in _between(lengths, start, stop))
+        dims[layout.shard_dim] = _join_runs(pieces)
     return tuple(dims)
 
 
 def local_shape(layout: TensorLayout, degrees: Degrees, rank: int) -> tuple[int, ...] | None:
     """Shape of what a rank holds; None if it holds nothing of it."""
-    own = local_runs(layout, degrees, rank)
-    return None if own is None else tuple(map(_length, own))
+    runs = local_runs(layout, degrees, rank)
+    return None if runs is None else tuple(map(_length, runs))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_first(layout: TensorLayout, degrees: Degrees, rank: int) -> bool:
     """Whether a rank holds a part that no lower rank holds: who counts it, where each is once."""
-    own = local_runs(layout, degrees, rank)
-    if own is None:
+    runs = local_runs(layout, degrees, rank)
+    if runs is None:
         return False
-    return all(local_runs(layout, degrees, lower) != own for lower in range(rank))
+    return all(local_runs(layout, degrees, lower) != runs for lower in range(rank))
 
 
 def is_same(old: Placement, new: Placement, world_size: int) -> bool:
@@ -129,13 +129,13 @@ def is_same(old: Placement, new: Placement, world_size: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def missing(old: Placement, new: Placement, world_size: int) -> tuple[int, ...]:
+def missing_on_ranks(old: Placement, new: Placement, world_size: int) -> tuple[int, ...]:
     """Ranks that need elements on the new side which no rank has on the old one."""
-    found: dict[int, int] = {}
-    for piece in transfers(old, new, world_size):
-        found[piece.target] = found.get(piece.target, 0) + math.prod(piece.shape)
+    covered: dict[int, int] = {}
+    for transfer in transfers(old, new, world_size):
+        covered[transfer.target] = covered.get(transfer.target, 0) + math.prod(transfer.shape)
     return tuple(
-        rank for rank in _changing(old, new, world_size) if found.get(rank, 0) != _size(new, rank)
+        rank for rank in _changing(old, new, world_size) if covered.get(rank, 0) != _size(new, rank)
     )
 
 
@@ -149,52 +149,52 @@ def transfers(old: Placement, new: Placement, world_size: int) -> tuple[Transfer
     """
     parts: dict[tuple[Runs, ...], list[int]] = {}
     for rank in range(world_size):
-        own = local_runs(old.layout, old.degrees, rank)
-        if own is not None:
-            parts.setdefault(own, []).append(rank)
-    found = []
+        runs = local_runs(old.layout, old.degrees, rank)
+        if runs is not None:
+            parts.setdefault(runs, []).append(rank)
+    pieces = []
     for target in _changing(old, new, world_size):
         wanted = local_runs(new.layout, new.degrees, target)
         assert wanted is not None
-        for own, sources in parts.items():
-            dims = tuple(map(_common, own, wanted))
+        for runs, sources in parts.items():
+            dims = tuple(map(_common, runs, wanted))
             if all(dims):
                 shape = tuple(sum(length for *_, length in cuts) for cuts in dims)
                 is_stretch = all(len(cuts) == 1 for cuts in dims) and all(
-                    _is_stretch(shape, tuple(map(_length, whole))) for whole in (own, wanted)
+                    _is_stretch(shape, tuple(map(_length, whole))) for whole in (runs, wanted)
                 )
-                found.append(Transfer(tuple(sources), target, dims, shape, is_stretch))
-    return tuple(found)
+                pieces.append(Transfer(tuple(sources), target, dims, shape, is_stretch))
+    return tuple(pieces)
 
 
-def split(piece: Transfer, limit: int) -> Iterator[Transfer]:
+def split(transfer: Transfer, limit: int) -> Iterator[Transfer]:
     """Cut a piece into boxes of at most `limit` elements, along its first dims."""
-    shape = piece.shape
+    shape = transfer.shape
     dim = next((d for d, size in enumerate(shape) if size > 1), None)
     if dim is None or math.prod(shape) <= limit:
-        yield piece
+        yield transfer
         return
     step = max(1, limit // math.prod(shape[dim + 1 :]))
-    lengths = [length for *_, length in piece.dims[dim]]
+    lengths = [length for *_, length in transfer.dims[dim]]
     for start in range(0, shape[dim], step):
         cuts = tuple(
-            (piece.dims[dim][i][0] + skip, piece.dims[dim][i][1] + skip, length)
+            (transfer.dims[dim][i][0] + skip, transfer.dims[dim][i][1] + skip, length)
             for i, skip, length in _between(lengths, start, min(start + step, shape[dim]))
         )
         size = sum(length for *_, length in cuts)
-        dims = (*piece.dims[:dim], cuts, *piece.dims[dim + 1 :])
+        dims = (*transfer.dims[:dim], cuts, *transfer.dims[dim + 1 :])
         cut = (*shape[:dim], size, *shape[dim + 1 :])
-        yield from split(replace(piece, dims=dims, shape=cut), limit)
+        yield from split(replace(transfer, dims=dims, shape=cut), limit)
 
 
 def _changing(old: Placement, new: Placement, world_size: int) -> list[int]:
     """The ranks that hold something on the new side that is not what they have."""
-    found = []
+    ranks = []
     for rank in range(world_size):
         wanted = local_runs(new.layout, new.degrees, rank)
         if wanted is not None and wanted != local_runs(old.layout, old.degrees, rank):
-            found.append(rank)
-    return found
+            ranks.append(rank)
+    return ranks
 
 
 def _chunk(size: int, degree: int, index: int) -> tuple[int, int]:
@@ -209,18 +209,18 @@ def _between(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[in
     Yields:
         Index of the run, elements of it before the first one, elements taken.
     """
-    at = 0
+    offset = 0
     for index, length in enumerate(lengths):
-        first, last = max(start, at), min(stop, at + length)
+        first, last = max(start, offset), min(stop, offset + length)
         if first < last:
-            yield index, first - at, last - first
-        at += length
+            yield index, first - offset, last - first
+        offset += length
 
 
-def _joined(found: Iterable[tuple[int, int]]) -> Runs:
+def _join_runs(pieces: Iterable[tuple[int, int]]) -> Runs:
     """The same elements in as few runs as can be."""
     joined: list[tuple[int, int]] = []
-    for start, length in found:
+    for start, length in pieces:
         if not length:
             continue
         if joined and sum(joined[-1]) == start:
@@ -232,19 +232,23 @@ def _joined(found: Iterable[tuple[int, int]]) -> Runs:
 
 def _common(old: Runs, new: Runs) -> Cuts:
     """The elements of one dim that both have."""
-    found = []
-    old_at = 0
+    cuts = []
+    old_offset = 0
     for old_start, old_length in old:
-        new_at = 0
+        new_offset = 0
         for new_start, new_length in new:
             first = max(old_start, new_start)
             last = min(old_start + old_length, new_start + new_length)
             if first < last:
-                place = (old_at + first - old_start, new_at + first - new_start, last - first)
-                found.append(place)
-            new_at += new_length
-        old_at += old_length
-    return tuple(found)
+                place = (
+                    old_offset + first - old_start,
+                    new_offset + first - new_start,
+                    last - first,
+                )
+                cuts.append(place)
+            new_offset += new_length
+        old_offset += old_length
+    return tuple(cuts)
 
 
 def _is_stretch(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Tensor parallel plans as data: which layers of a model are split, and how.
 
 A plan is a dict of module names to styles. It is found by the usual names of layers (tp_names)
-or given by the user (tp_given). What it does not name stays whole on every rank.
+or given by the user (tp_user_plan). What it does not name stays whole on every rank.
 Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 """
 
@@ -62,7 +62,7 @@ Plan = dict[str, Style]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPlan:
     """What the usual names say of a model.
 
     Attributes:
@@ -78,7 +78,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A module that splits heads.
+    """A module whose attention heads are split over tp.
 
     Attributes:
         owner: Its name.
@@ -97,7 +97,7 @@ class Count:
     what: str
 
 
-def find_plan(layers: Layers, degree: int) -> Found:
+def find_plan(layers: Layers, degree: int) -> FoundPlan:
     """The plan of a model by the usual names of its layers.
 
     Args:
@@ -119,17 +119,17 @@ def find_plan(layers: Layers, degree: int) -> Found:
             plan.update(pair)
     if plan:
         plan.update(_vocabulary(layers, plan, degree))
-    return Found(plan, _missed(plan, layers), tuple(headless))
+    return FoundPlan(plan, _uncovered(plan, layers), tuple(headless))
 
 
 def attentions(plan: Plan, layers: Layers) -> tuple[Attention, ...]:
     """Modules of a plan that split heads: those with colwise layers and attributes for heads."""
-    found: dict[str, list[str]] = {}
+    columns_by_owner: dict[str, list[str]] = {}
     for name, style in plan.items():
         owner = _parent(name)
         if style.kind == "colwise" and _has_heads(layers[owner]):
-            found.setdefault(owner, []).append(name)
-    return tuple(Attention(owner, tuple(columns)) for owner, columns in found.items())
+            columns_by_owner.setdefault(owner, []).append(name)
+    return tuple(Attention(owner, tuple(columns)) for owner, columns in columns_by_owner.items())
 
 
 def counts(plan: Plan, layers: Layers) -> Iterator[Count]:
@@ -154,9 +154,9 @@ def check_counts(needed: Iterable[Count], degree: int, world_size: int) -> None:
     """
     needed = tuple(needed)
     # Heads first: they are what a user knows of a model, and they decide mostly.
-    for count in sorted(needed, key=lambda one: "heads" not in one.what):
+    for count in sorted(needed, key=lambda count: "heads" not in count.what):
         if count.number % degree:
-            fit = degrees_that_work((one.number for one in needed), world_size)
+            fit = degrees_that_work((count.number for count in needed), world_size)
             shown = ", ".join(map(str, fit[:-1])) + (" or " if fit[1:] else "") + str(fit[-1])
             raise OptionError(
                 f"tp={degree} does not divide the {count.number} {count.what}. "
@@ -173,18 +173,18 @@ def degrees_that_work(numbers: Iterable[int], world_size: int) -> tuple[int, ...
 def _pair(name: str, family: Family, layers: Layers, plan: Plan) -> Plan:
     """The layers of a family in a module, if it has them all and their widths fit."""
     columns = [_join(name, column) for column in family.columns]
-    rows = [row for row in (_join(name, one) for one in family.rows) if _is_linear(row, layers)]
+    rows = [row for row in (_join(name, child) for child in family.rows) if _is_linear(row, layers)]
     if not rows or not all(_is_linear(column, layers) for column in columns):
         return {}
-    if any(one in plan for one in (*columns, rows[0])):
+    if any(layer_name in plan for layer_name in (*columns, rows[0])):
         return {}
     if layers[columns[0]].n_out != family.fused * layers[rows[0]].n_in:
         return {}
-    found = {column: Style("colwise", family.parts) for column in columns}
-    found[rows[0]] = Style("rowwise")
+    pair = {column: Style("colwise", family.parts) for column in columns}
+    pair[rows[0]] = Style("rowwise")
     if family.is_attention:
-        found.update(_head_norms(_parent(columns[0]), layers))
-    return found
+        pair.update(_head_norms(_parent(columns[0]), layers))
+    return pair
 
 
 def _head_norms(owner: str, layers: Layers) -> Plan:
@@ -199,19 +199,19 @@ def _head_norms(owner: str, layers: Layers) -> Plan:
 
 def _in_sequence(name: str, layers: Layers) -> Plan:
     """Pairs of linear layers in a Sequential with nothing but activations between them."""
-    children = [one for one in layers if one and _parent(one) == name and one != name]
-    found: Plan = {}
+    children = [child for child in layers if child and _parent(child) == name and child != name]
+    pairs: Plan = {}
     last: str | None = None
     for child in children:
         kind = layers[child].kind
         if kind == "linear" and last is not None and layers[last].n_out == layers[child].n_in:
-            found |= {last: Style("colwise"), child: Style("rowwise")}
+            pairs |= {last: Style("colwise"), child: Style("rowwise")}
             last = None
         elif kind == "linear":
             last = child
         elif kind != "pointwise":
             last = None
-    return found
+    return pairs
 
 
 def _vocabulary(layers: Layers, plan: Plan, degree: int) -> Plan:
@@ -233,10 +233,10 @@ def _vocabulary(layers: Layers, plan: Plan, degree: int) -> Plan:
         and not layer.is_in_block
         and (layer.weight in weights or (layer.n_out in sizes and name.rpartition(".")[2] in HEADS))
     }
-    found = {name: Style("embedding") for name in tables} | {name: Style("head") for name in heads}
+    styles = {name: Style("embedding") for name in tables} | {name: Style("head") for name in heads}
     # Tied to something that stays whole, it stays whole.
-    whole = {layer.weight for name, layer in layers.items() if name not in found}
-    return {name: style for name, style in found.items() if layers[name].weight not in whole}
+    whole = {layer.weight for name, layer in layers.items() if name not in styles}
+    return {name: style for name, style in styles.items() if layers[name].weight not in whole}
 
 
 def _heads(attention: Attention, plan: Plan, layers: Layers) -> Iterator[Count]:
@@ -258,32 +258,36 @@ def _has_heads(owner: Layer) -> bool:
     return owner.heads is not None or owner.head_size is not None
 
 
-def _missed(plan: Plan, layers: Layers) -> tuple[str, ...]:
+def _uncovered(plan: Plan, layers: Layers) -> tuple[str, ...]:
     if not plan:
         return ()
     owners = [attention.owner for attention in attentions(plan, layers)]
     return tuple(
-        name for name in layers if name not in plan and _is_missed(name, owners, plan, layers)
+        name for name in layers if name not in plan and _is_uncovered(name, owners, plan, layers)
     )
 
 
-def _is_missed(name: str, owners: Sequence[str], plan: Plan, layers: Layers) -> bool:
+def _is_uncovered(name: str, owners: Sequence[str], plan: Plan, layers: Layers) -> bool:
     """Linear layers of blocks, what has parameters in attention, and norms of what is split."""
     layer = layers[name]
     if name in owners or not layer.n_own:
         return layer.n_own > 0
     if layer.kind == "norm":
         return name.rpartition(".")[2] in HEAD_NORMS or _is_between(name, plan, layers)
-    owner = next((one for one in owners if name.startswith(f"{one}." if one else "")), None)
+    owner = next((owner for owner in owners if name.startswith(f"{owner}." if owner else "")), None)
     in_attention = owner is not None and not layers[owner].is_block
     return in_attention or (layer.kind == "linear" and layer.is_in_block)
 
 
 def _is_between(name: str, plan: Plan, layers: Layers) -> bool:
     """Whether a norm is as wide as what is split beside it, and not as what is whole."""
-    beside = [one for one in plan if _parent(one) == _parent(name) and plan[one].kind == "colwise"]
+    beside = [
+        neighbour
+        for neighbour in plan
+        if _parent(neighbour) == _parent(name) and plan[neighbour].kind == "colwise"
+    ]
     width = layers[name].n_out
-    return any(layers[one].n_out == width != layers[one].n_in for one in beside)
+    return any(layers[neighbour].n_out == width != layers[neighbour].n_in for neighbour in beside)
 
 
 def _is_linear(name: str, layers: Layers) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor parallel plans that users give, and what is said where one is needed.
+"""Tensor parallel plans that users give, and the messages where one is needed.
 
     model.tp_plan = {"layers.*.attn.wq": "colwise", "layers.*.attn.wo": "rowwise"}
 
@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 def read_style(text: object, name: str) -> Style:
-    """One word of a plan.
+    """Parse one word of a plan.
 
     Raises:
         OptionError: There is no such style.
@@ -42,26 +42,26 @@ def read_style(text: object, name: str) -> Style:
         return Style(kind, attributes=tuple(part.strip() for part in rest.split(",")))
     if kind in STYLES and not colon:
         return Style(kind)
-    known = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
-    raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{known}")
+    styles = "\n".join(f"  {style}: {meaning}" for style, meaning in STYLES.items())
+    raise OptionError(f"tp_plan: {name} has the style {text!r}. Styles are:\n{styles}")
 
 
-def read_plan(given: Mapping[str, object], layers: Layers) -> Plan:
+def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
     """A plan of the user's, each pattern put out into the modules that it names.
 
     Raises:
         OptionError: A pattern names nothing, or a style does not go with the module.
     """
     plan = {}
-    for pattern, text in given.items():
+    for pattern, text in patterns.items():
         style = read_style(text, pattern)
         names = [name for name in layers if _matches(name, pattern)]
         if not names:
             raise OptionError(
-                f"tp_plan: {pattern} names no module. Modules are, for example: "
-                f"{_listed([name for name in layers if name], 12)}"
+                f"tp_plan: {pattern} matches no module. Modules are, for example: "
+                f"{_join_patterns([name for name in layers if name], 12)}"
             )
-        plan.update({name: _fitting(name, style, layers[name]) for name in names})
+        plan.update({name: _check_style(name, style, layers[name]) for name in names})
     kinds = {style.kind for style in plan.values()}
     if not kinds & {"colwise", "attention", "embedding", "head"}:
         raise OptionError(f"tp_plan splits nothing: no module in it is colwise. As in: {_EXAMPLE}")
@@ -74,27 +74,27 @@ def read_plan(given: Mapping[str, object], layers: Layers) -> Plan:
 
 
 def unknown(model: str) -> str:
-    """What is said of a model without a plan."""
+    """The message for a model without a plan."""
     return (
-        f"{model}: its layers have none of the names by which nbdist knows what can be split (such "
-        "as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, torch.nn.MultiheadAttention). "
-        f"Say it before prepare(): {_EXAMPLE}. "
-        "colwise splits a layer by its outputs, rowwise puts together again what is split between."
+        f"{model}: nbdist knows none of its layer names, and cannot tell what to split (it knows "
+        "names such as q_proj k_proj v_proj -> o_proj, up -> down, fc1 -> fc2, and "
+        f"torch.nn.MultiheadAttention). Give a plan before prepare(): {_EXAMPLE}. "
+        "colwise splits a layer by its outputs; rowwise splits by inputs and sums the results."
     )
 
 
-def incomplete(model: str, plan: Plan, left: tuple[str, ...]) -> str:
-    """What is said of a model of which a part has no known names; with the plan of the rest."""
-    found = {_pattern(name): _word(style) for name, style in plan.items()}
+def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
+    """The message for a model of which a part has no known names; with the plan of the rest."""
+    styles = {_pattern(name): _word(style) for name, style in plan.items()}
     return (
-        f"{model}: tensor parallelism is not known for {_listed(left, _SHOWN)}. "
-        "Every rank would compute with the whole of it. If that is right, or with more in it, "
-        f"give the plan before prepare(): model.tp_plan = {found}"
+        f"{model}: nbdist does not know how to split {_join_patterns(uncovered, _SHOWN)}. "
+        "Every rank would hold these layers whole. If that is right, give this plan before "
+        f"prepare(), otherwise one with more layers in it: model.tp_plan = {styles}"
     )
 
 
 def headless(name: str) -> str:
-    """What is said of attention that has no attribute for its heads."""
+    """The message for attention without an attribute for its heads."""
     return (
         f"{name} has no attribute that says how many heads it has or how wide they are (such as "
         f"{', '.join(HEAD_COUNTS[:3])}, {HEAD_SIZES[0]}), so it cannot be split by heads. Give it "
@@ -108,7 +108,7 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _fitting(name: str, style: Style, layer: Layer) -> Style:
+def _check_style(name: str, style: Style, layer: Layer) -> Style:
     wanted = {
         "colwise": "linear", "rowwise": "linear", "head": "linear", "embedding": "embedding",
         "attention": "attention",
@@ -139,7 +139,7 @@ def _word(style: Style) -> str:
     return f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
 
 
-def _listed(names: Iterable[str], n_shown: int) -> str:
+def _join_patterns(names: Iterable[str], n_shown: int) -> str:
     patterns = list(dict.fromkeys(map(_pattern, names)))
     more = f" and {len(patterns) - n_shown} more" if len(patterns) > n_shown else ""
     return ", ".join(patterns[:n_shown]) + more

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nbdist.errors import OptionError
 from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.options import OPTIONS, OptionRow, listed, takers
-from nbdist.strategy.table import Row
+from nbdist.strategy.table import StrategyRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Case:
     """
 
     choice: Strategy
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     typed: Collection[str]
     device_type: str
     backend: str
@@ -36,7 +36,7 @@ class _Case:
 
     @property
     def name(self) -> str:
-        """The names that work together."""
+        """The rows' names, joined by x."""
         return " x ".join(row.name for row in self.rows)
 
 
@@ -89,10 +89,10 @@ def _blocks(case: _Case) -> str:
 def _offload(case: _Case) -> str:
     options, is_deepspeed = case.choice.options, case.choice.name == "deepspeed"
     if options.offload == "nvme" and not is_deepspeed:
-        return f"{case.name} offloads to the CPU alone. NVMe goes with deepspeed --stage 3."
+        return f"{case.name} offloads only to the CPU. NVMe works with deepspeed --stage 3."
     if options.offload == "nvme" and options.stage != 3:
         return (
-            f"DeepSpeed offloads to NVMe in stage 3 alone, not in stage {options.stage}. Use "
+            f"DeepSpeed offloads to NVMe only in stage 3, not in stage {options.stage}. Use "
             "--stage 3, or --offload cpu."
         )
     return ""
@@ -103,8 +103,8 @@ def _static_graph(case: _Case) -> str:
     if not (options.has_static_graph and options.finds_unused):
         return ""
     return (
-        "DDP ignores --find-unused beside --static-graph, which finds unused parameters by itself "
-        "in the first step. Leave one of them out."
+        "DDP ignores --find-unused with --static-graph, which finds unused parameters by itself "
+        "in the first step. Use one of them."
     )
 
 
@@ -112,7 +112,7 @@ def _hook(case: _Case) -> str:
     options = case.choice.options
     if options.hook == "powersgd" and options.bucket_mb and case.backend == "gloo":
         return (
-            "PowerSGD on Gloo works with one bucket alone, of all gradients (several abort the "
+            "On Gloo, PowerSGD works only with one bucket for all gradients (several abort the "
             "process), so --bucket would have no effect. Leave it out."
         )
     return ""

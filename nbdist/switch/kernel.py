@@ -1,4 +1,4 @@
-"""The ranks' parallel strategy: which one counts, and switching to another."""
+"""The ranks' parallel strategy: the current one, and switching to another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import StrategySpec
-from nbdist.switch.report import RankSwitchReport, together
+from nbdist.switch.report import RankSwitchReport, merge_reports
 
 CURRENT_S = 30.0
 # A large model crosses a slow network.
@@ -25,47 +25,47 @@ switch_strategy: RankFunction[[Strategy], RankSwitchReport] = RankFunction(
 
 
 class Strategies:
-    """What ranks prepare models under."""
+    """The current strategy of a session's ranks, and switching it."""
 
     def __init__(
         self,
         ranks: Ranks,
         after: Callable[[RankSwitchReport], RankSwitchReport] = lambda done: done,
     ):
-        """Nothing is chosen yet.
+        """Keep the ranks; nothing is sent to them yet.
 
         Args:
-            ranks: All of them.
-            after: Adds to a switch what others have to say of it.
+            ranks: Of the session.
+            after: Completes a switch's report, for example with lints.
         """
         self._ranks = ranks
         self._after = after
 
     def current(self) -> Strategy:
-        """The strategy that counts now, with what the user's own Accelerator has added to it.
+        """The current strategy, with the options that the user's own Accelerator has added.
 
         Raises:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: If ranks have different ones: a switch did not come to its end.
         """
-        told = self._ranks.call_all(current_strategy, deadline_s=CURRENT_S)
-        if any(one != told[0] for one in told):
+        strategies = self._ranks.call_all(current_strategy, deadline_s=CURRENT_S)
+        if any(strategy != strategies[0] for strategy in strategies):
             each = "; ".join(
-                f"{rank_label([rank])}: {strategy_choice.label(one)}"
-                for rank, one in enumerate(told)
+                f"{rank_label([rank])}: {strategy_choice.label(strategy)}"
+                for rank, strategy in enumerate(strategies)
             )
             raise NbdistError(
-                f"The ranks have different strategies ({each}). %dist_reset starts them afresh."
+                f"The ranks have different strategies ({each}). %dist_reset starts new ranks."
             )
-        current: Strategy = told[0]
+        current: Strategy = strategies[0]
         return current
 
-    def switch(self, name: str | None, /, **given: object) -> RankSwitchReport:
+    def switch(self, name: str | None, /, **options: object) -> RankSwitchReport:
         """Put the live models under another strategy, or choose it for those to come.
 
         Args:
             name: Of a row; None where the degrees say it.
-            given: Degrees and options: dp=2, tp=2, bf16=True, checkpoint="full".
+            options: Degrees and options: dp=2, tp=2, bf16=True, checkpoint="full".
 
         Raises:
             OptionError: If it does not exist, or cannot be had with these ranks and models;
@@ -74,7 +74,7 @@ class Strategies:
             NbdistError: What a rank raised; what counts now, `current` says.
             Interrupted: If the user interrupted it.
         """
-        return self.switch_to(StrategySpec(name, tuple(given.items())).on(self._ranks.topology))
+        return self.switch_to(StrategySpec(name, tuple(options.items())).on(self._ranks.topology))
 
     def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""
@@ -84,14 +84,14 @@ class Strategies:
         )  # it may count, however this ends
         try:
             with progress.of_ranks(self._ranks, "switch"):
-                told = self._ranks.call_all(
+                reports = self._ranks.call_all(
                     switch_strategy, choice, deadline_s=SWITCH_S, is_collective=True
                 )
         except KeyboardInterrupt as error:
-            raise Interrupted(f"{error}; %dist_strategy says which strategy counts now") from error
+            raise Interrupted(f"{error}; %dist_strategy shows the current strategy") from error
         except NbdistError as error:
             if (refused := gather.remote_error_message(error, OptionError)) is not None:
                 raise refused from error
             raise
         self._ranks.strategy_chosen = choice
-        return self._after(together(told))
+        return self._after(merge_reports(reports))

@@ -16,7 +16,7 @@ class RankSwitchReport:
     Attributes:
         before, after: The strategies; equal where nothing was done.
         models: Names of the models that were moved.
-        rebound: Names that stand for another object now.
+        rebound: Variables that were rebound.
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.
@@ -38,30 +38,30 @@ class RankSwitchReport:
     batch: tuple[int, int, float] | None = None
 
 
-def together(told: Sequence[RankSwitchReport]) -> RankSwitchReport:
-    """The ranks' records as one, in rank order.
+def merge_reports(reports: Sequence[RankSwitchReport]) -> RankSwitchReport:
+    """The ranks' reports as one, in rank order.
 
     What is not the same on all ranks has its ranks in front: `[0] best = model`. The time is that
     of the slowest.
     """
     return replace(
-        told[0],
-        models=_merged([one.models for one in told]),
-        rebound=_merged([one.rebound for one in told]),
-        lists=_merged([one.lists for one in told]),
-        stale=_merged([one.stale for one in told]),
-        notes=_merged([one.notes for one in told]),
-        moved_bytes=max(one.moved_bytes for one in told),
-        elapsed_s=max(one.elapsed_s for one in told),
+        reports[0],
+        models=_merge_phrases([report.models for report in reports]),
+        rebound=_merge_phrases([report.rebound for report in reports]),
+        lists=_merge_phrases([report.lists for report in reports]),
+        stale=_merge_phrases([report.stale for report in reports]),
+        notes=_merge_phrases([report.notes for report in reports]),
+        moved_bytes=max(report.moved_bytes for report in reports),
+        elapsed_s=max(report.elapsed_s for report in reports),
     )
 
 
-def _merged(phrases: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def _merge_phrases(phrases: Sequence[Sequence[str]]) -> tuple[str, ...]:
     ranks: dict[str, list[int]] = {}
-    for rank, own in enumerate(phrases):
-        for phrase in dict.fromkeys(own):
+    for rank, rank_phrases in enumerate(phrases):
+        for phrase in dict.fromkeys(rank_phrases):
             ranks.setdefault(phrase, []).append(rank)
     return tuple(
-        phrase if len(who) == len(phrases) else f"[{rank_label(who)}] {phrase}"
-        for phrase, who in ranks.items()
+        phrase if len(holders) == len(phrases) else f"[{rank_label(holders)}] {phrase}"
+        for phrase, holders in ranks.items()
     )

@@ -12,14 +12,14 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, described, rows_of
 from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import ranks
-from nbdist.strategy.table import HELD, ROWS, Row
+from nbdist.strategy.table import HELD, ROWS, StrategyRow
 from nbdist.switch.report import RankSwitchReport
 
 _NOTHING = "-"
 
 
 def current(choice: Strategy) -> View:
-    """What %dist_strategy shows: the strategy that counts, and every row on these ranks."""
+    """What %dist_strategy shows: the current strategy, and every row on these ranks."""
     rows = [_cells(row, choice) for row in ROWS.values()]
     return table(
         ["", "strategy", "splits", "B held", "B sent", "use it when"],
@@ -39,20 +39,20 @@ def _legend(choice: Strategy) -> str:
     recipe = footprint.RECIPES["fp32"]
     return (
         f"B: bytes per parameter on {ranks(choice.world_size)}. Held between steps: "
-        f"{recipe.total} ({recipe.name}) as far as it is not split. Sent per step: gradients and "
-        "parameters, 4 each; activations come on top of both."
+        f"{recipe.total} ({recipe.name}) where not sharded. Sent per step: gradients and "
+        "parameters, 4 each. Activations add to both."
     )
 
 
 def _batch(choice: Strategy) -> str:
     dp, accumulated = choice.degrees.dp, choice.options.accumulate
-    text = f"effective batch: {dp} x the loader's"
+    text = f"effective batch: {dp} x the loader's batch"
     if accumulated > 1:
         text += f" x {accumulated} accumulated"
     return f"{text} (data-parallel degree {dp} on {ranks(choice.world_size)})"
 
 
-def _cells(row: Row, current_choice: Strategy) -> list[str]:
+def _cells(row: StrategyRow, current_choice: Strategy) -> list[str]:
     mark = ">" if row in rows_of(current_choice) else ""
     try:
         choice = choose(row.name, {}, current_choice.world_size)
@@ -65,44 +65,46 @@ def _cells(row: Row, current_choice: Strategy) -> list[str]:
 
 def _splits(choice: Strategy) -> str:
     """What a row splits; the three things that a rank holds are one word together."""
-    held = [what for what in HELD if footprint.split_axes(choice, what)]
-    told = ["model"] if len(held) == len(HELD) else held
-    told += [what for what in ("batch", "sequence") if footprint.split_axes(choice, what)]
-    return ", ".join(told) or "nothing"
+    parts = [what for what in HELD if footprint.split_axes(choice, what)]
+    labels = ["model"] if len(parts) == len(HELD) else parts
+    labels += [what for what in ("batch", "sequence") if footprint.split_axes(choice, what)]
+    return ", ".join(labels) or "nothing"
 
 
-def switched(done: RankSwitchReport) -> View:
-    """What a switch prints: what changed, which names were rebound, what is still the old."""
-    if done.before == done.after:
-        return _lines([f"{described(done.after)} already: nothing was changed"])
-    lines = [_head(done), *_changes(done), *done.notes]
-    if done.stale:
-        lines.append("Still the old model or its parameters; assign them again:")
-        lines += [f"  {phrase}" for phrase in done.stale]
+def switch_result(report: RankSwitchReport) -> View:
+    """What a switch prints: what changed, rebound variables, what still holds old objects."""
+    if report.before == report.after:
+        return _lines([f"The strategy is already {described(report.after)}. Nothing was changed."])
+    lines = [_head(report), *_changes(report), *report.notes]
+    if report.stale:
+        lines.append("These still hold the old model or its parameters. Assign them again:")
+        lines += [f"  {phrase}" for phrase in report.stale]
     return _lines(lines)
 
 
-def _head(done: RankSwitchReport) -> str:
-    after = described(done.after)
-    if not done.models:
-        return f"{after} from now on (was {described(done.before)}); no model is prepared yet"
-    moved = units.size(done.moved_bytes)
+def _head(report: RankSwitchReport) -> str:
+    after = described(report.after)
+    if not report.models:
+        return (
+            f"{after} from now on (before: {described(report.before)}). No model is prepared yet."
+        )
+    moved = units.size(report.moved_bytes)
     return (
-        f"{described(done.before)} -> {after} in {units.seconds(done.elapsed_s)}, {moved} moved "
-        "between ranks"
+        f"{described(report.before)} -> {after} in {units.seconds(report.elapsed_s)}, {moved} "
+        "moved between ranks"
     )
 
 
-def _changes(done: RankSwitchReport) -> list[str]:
-    told = {
-        "models": done.models,
-        "names that stand for another object now": done.rebound,
-        "lists of parameters that were updated": done.lists,
+def _changes(report: RankSwitchReport) -> list[str]:
+    changes = {
+        "Models": report.models,
+        "Rebound variables": report.rebound,
+        "Updated lists of parameters": report.lists,
     }
-    return [f"{what}: {', '.join(names)}" for what, names in told.items() if names]
+    return [f"{what}: {', '.join(names)}" for what, names in changes.items() if names]
 
 
 def _lines(lines: Iterable[str]) -> View:
-    kept = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in kept)
-    return View("\n".join(kept), body)
+    shown = list(lines)
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in shown)
+    return View("\n".join(shown), body)

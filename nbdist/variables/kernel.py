@@ -24,9 +24,9 @@ from nbdist.errors import Interrupted, NbdistError, TransferError
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.variables import pack, unpack
-from nbdist.variables.names import check_held, check_names
+from nbdist.variables.names import check_names, check_on_ranks
 from nbdist.variables.pack import PackedValue
-from nbdist.variables.unpack import Contents
+from nbdist.variables.unpack import UnpackedMemory
 
 ASK_S = 30.0
 # Tens of gigabytes over a disk, where /dev/shm is small.
@@ -36,8 +36,8 @@ REMOVE_TRIES = 5
 # What the kernel never loads for somebody else; a user's own import of them is fine.
 HEAVY = ("torch", "accelerate")
 
-names_lacking: RankFunction[[Sequence[str]], dict[str, tuple[str, ...]]] = RankFunction(
-    "nbdist.variables.rank:lacking"
+missing_names: RankFunction[[Sequence[str]], dict[str, tuple[str, ...]]] = RankFunction(
+    "nbdist.variables.rank:missing_names"
 )
 send_values: RankFunction[[Sequence[str], Sequence[str], bool, bool], PackedValue] = RankFunction(
     "nbdist.variables.rank:send"
@@ -48,8 +48,8 @@ drop: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:drop")
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """What was pushed or pulled.
+class VariableTransfer:
+    """Variables that were pushed or pulled.
 
     Attributes:
         values: By name. Pulled from several ranks: a list in rank order.
@@ -67,11 +67,11 @@ class Variables:
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
-        self._told: set[str] = set()  # types that numpy lacks: said once each
+        self._explained: set[str] = set()  # types that numpy does not have: explained once each
 
     def push(
         self, variables: Mapping[str, object], ranks: str | Sequence[int] | None = None
-    ) -> Moved:
+    ) -> VariableTransfer:
         """Give ranks copies of values, each its own, under these names; all of them or none.
 
         Args:
@@ -80,7 +80,7 @@ class Variables:
 
         Raises:
             OptionError: If a name or a rank cannot be one.
-            TransferError: If a value cannot be sent, or cannot be made on a rank.
+            TransferError: If a value cannot be sent, or cannot be unpacked on a rank.
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
@@ -100,7 +100,7 @@ class Variables:
                         drop(self._ranks.call, rank, token)
                     raise
         self._call(bind, token, ranks=chosen)
-        return Moved(variables, chosen, parcel.remarks)
+        return VariableTransfer(variables, chosen, parcel.remarks)
 
     def pull(
         self,
@@ -108,7 +108,7 @@ class Variables:
         ranks: str | Sequence[int] | None = None,
         *,
         is_whole: bool = False,
-    ) -> Moved:
+    ) -> VariableTransfer:
         """The values of variables: of one rank as they are, of several as a list in rank order.
 
         Args:
@@ -117,8 +117,8 @@ class Variables:
             is_whole: Gather DTensors, which takes all ranks, also those that are not pulled from.
 
         Raises:
-            OptionError: If a rank lacks a name; it says which ranks have it.
-            TransferError: If a value cannot be sent, or cannot be made in the notebook.
+            OptionError: If a rank does not have a name; it says which ranks have it.
+            TransferError: If a value cannot be sent, or cannot be unpacked in the notebook.
             RankGone, RankBusy, NotRunning: As for a cell.
             Interrupted: If the user interrupted it.
         """
@@ -128,20 +128,24 @@ class Variables:
         if is_whole:
             self._ranks.recover_if_needed()
         with _all_or_nothing("pulled"):
-            lacking = self._ranks.call_all(names_lacking, names, deadline_s=ASK_S, ranks=asked)
-            check_held(dict(zip(asked, lacking, strict=True)))
+            missing = self._ranks.call_all(missing_names, names, deadline_s=ASK_S, ranks=asked)
+            check_on_ranks(dict(zip(asked, missing, strict=True)))
             with self.folders(chosen) as folders:
 
                 def send(call: Caller, rank: int) -> Future[PackedValue]:
                     return send_values(call, rank, names, folders, rank in chosen, is_whole)
 
-                sent = self._call(send, ranks=asked, is_collective=is_whole)
-                came = {r: one for r, one in zip(asked, sent, strict=True) if r in chosen}
-                values = _opened(came)
-        found = {name: [one[name] for one in values] for name in names}
+                replies = self._call(send, ranks=asked, is_collective=is_whole)
+                received = {
+                    rank: parcel
+                    for rank, parcel in zip(asked, replies, strict=True)
+                    if rank in chosen
+                }
+                values = _unpack_all(received)
+        by_name = {name: [rank_values[name] for rank_values in values] for name in names}
         if len(chosen) == 1:
-            found = {name: each[0] for name, each in found.items()}
-        return Moved(found, chosen, self._remarks(list(came.values())))
+            by_name = {name: rank_values[0] for name, rank_values in by_name.items()}
+        return VariableTransfer(by_name, chosen, self._remarks(list(received.values())))
 
     def _call(
         self,
@@ -171,35 +175,35 @@ class Variables:
         None where a rank runs on another host, which sees no file of this one.
         """
         places = {place.rank: place.host for place in self._ranks.topology.ranks}
-        made: list[str] = []
+        folders: list[str] = []
         try:
             if {places[rank] for rank in ranks} == {socket.gethostname()}:
                 run_dir = self._ranks.cluster.run_dir
                 prefix = shm.folder_prefix(os.getuid(), run_dir.name)
                 for place in (shm.SHM, run_dir):
                     with contextlib.suppress(OSError):  # macOS has no /dev/shm: then the next
-                        made.append(tempfile.mkdtemp(prefix=prefix, dir=place))
-            yield tuple(made)
+                        folders.append(tempfile.mkdtemp(prefix=prefix, dir=place))
+            yield tuple(folders)
         finally:
             with sigint.deferred_sigint():  # a second press would leave them
-                for folder in made:
+                for folder in folders:
                     _remove(Path(folder))
 
-    def _remarks(self, came: Sequence[PackedValue]) -> tuple[str, ...]:
-        """What the ranks said, each once, and types that became others, once in a self._ranks."""
-        remarks = dict.fromkeys(remark for parcel in came for remark in parcel.remarks)
+    def _remarks(self, parcels: Sequence[PackedValue]) -> tuple[str, ...]:
+        """The ranks' remarks, each once, and converted types, once in a session."""
+        remarks = dict.fromkeys(remark for parcel in parcels for remark in parcel.remarks)
         if "torch" not in sys.modules:
-            lacking = {name for parcel in came for name in unpack.lacking_types(parcel)}
-            for name in sorted((lacking & unpack.AS_FLOAT32) - self._told):
-                self._told.add(name)
+            dtypes = {name for parcel in parcels for name in unpack.non_numpy_types(parcel)}
+            for name in sorted((dtypes & unpack.AS_FLOAT32) - self._explained):
+                self._explained.add(name)
                 remarks[
-                    f"numpy has no {name}: it comes as float32, with the same values. After "
-                    "`import torch` in the notebook tensors come as tensors"
+                    f"numpy has no {name}: the values were converted to float32, exactly. After "
+                    "`import torch` in the notebook, tensors arrive as tensors"
                 ] = None
         return tuple(remarks)
 
 
-def _opened(came: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
+def _unpack_all(parcels: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
     """The ranks' values. Their memory is read side by side, which fresh pages make slow."""
     absent = [name for name in HEAVY if name not in sys.modules]
     refused = {name: f"`import {name}` in the notebook first" for name in absent}
@@ -207,22 +211,22 @@ def _opened(came: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
 
     def check() -> None:
         if is_over.is_set():
-            raise TransferError("it was broken off")
+            raise TransferError("it was interrupted")
 
-    def read(parcel: PackedValue) -> Contents:
+    def read(parcel: PackedValue) -> UnpackedMemory:
         memory = unpack.read(parcel, sys.modules.get("torch"), check)
         if parcel.path:
             Path(parcel.path).unlink(missing_ok=True)  # its memory, too, is free now
         return memory
 
     values = []
-    with ThreadPoolExecutor(min(len(came), usable_cores())) as pool:
-        reading = {rank: pool.submit(read, parcel) for rank, parcel in came.items()}
+    with ThreadPoolExecutor(min(len(parcels), usable_cores())) as pool:
+        reading = {rank: pool.submit(read, parcel) for rank, parcel in parcels.items()}
         try:
-            for rank, one in reading.items():
+            for rank, future in reading.items():
                 try:
                     # Values are made here: that runs the sender's classes.
-                    values.append(unpack.made(one.result(), pack.OURS | refused))
+                    values.append(unpack.make_values(future.result(), pack.OURS | refused))
                 except TransferError as error:
                     where = f"in the notebook, from {ranks_phrase([rank])}"
                     raise TransferError(f"{where}: {error}") from error
@@ -233,13 +237,13 @@ def _opened(came: Mapping[int, PackedValue]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _all_or_nothing(done: str) -> Iterator[None]:
-    """Say of every failure inside that nothing was bound."""
+    """Add to every error raised inside that nothing was pushed or pulled."""
     try:
         yield
     except KeyboardInterrupt as error:
-        told = str(error)
+        message = str(error)
         raise Interrupted(
-            f"{told}; nothing was {done}" if told else f"nothing was {done}"
+            f"{message}; nothing was {done}" if message else f"nothing was {done}"
         ) from error
     except TransferError as error:
         raise TransferError(f"{str(error).rstrip('.')}. Nothing was {done}.") from error

@@ -15,7 +15,7 @@ _CLOSE = 3
 
 
 def check_names(names: Sequence[object], verb: str) -> None:
-    """Refuse what is no name of a variable.
+    """Refuse what is not the name of a variable.
 
     Args:
         names: As typed.
@@ -25,58 +25,58 @@ def check_names(names: Sequence[object], verb: str) -> None:
         OptionError: If one is none, or none is given.
     """
     if not names:
-        raise OptionError(f"{verb}: no variable is named. For example: {verb} loss")
+        raise OptionError(f"{verb}: name one variable or more. For example: {verb} loss")
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise OptionError(
-                f"{verb}: {name!r} is no name of a variable. Give what it stands for a name first."
+                f"{verb}: {name!r} is not a variable name. Assign the value to a variable first."
             )
 
 
-def close_to(name: str, known: Iterable[str]) -> tuple[str, ...]:
+def close_to(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
     """The known names that are like this one, the closest first."""
-    own = [other for other in known if not other.startswith("_")]
-    return tuple(difflib.get_close_matches(name, own, _CLOSE))
+    public = [other for other in candidates if not other.startswith("_")]
+    return tuple(difflib.get_close_matches(name, public, _CLOSE))
 
 
-def check_known(names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names that the notebook has not.
+def check_known(names: Iterable[str], defined: Collection[str]) -> None:
+    """Refuse names that the notebook does not have.
 
     Raises:
         OptionError: It lists close names.
     """
     for name in names:
-        if name not in known:
+        if name not in defined:
             raise OptionError(
                 f"The notebook has no variable {name}; nothing was pushed."
-                + _close(close_to(name, known))
+                + _close(close_to(name, defined))
             )
 
 
-def check_held(lacking: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
-    """Refuse names that a rank lacks.
+def check_on_ranks(missing: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+    """Refuse names that are missing on a rank.
 
     Args:
-        lacking: For each rank that was asked: name that it lacks -> close names that it has.
+        missing: For each rank that was asked: missing name -> close names that it has.
 
     Raises:
-        OptionError: It says which ranks have the name; or which have it not, and close names.
+        OptionError: It says which ranks have the name; or which do not, and close names.
     """
-    for name in dict.fromkeys(name for one in lacking.values() for name in one):
-        without = [rank for rank, one in lacking.items() if name in one]
-        having = [rank for rank in lacking if rank not in without]
+    for name in dict.fromkeys(name for names in missing.values() for name in names):
+        without = [rank for rank, names in missing.items() if name in names]
+        having = [rank for rank in missing if rank not in without]
         if having:
             raise OptionError(
                 f"{name} exists on {ranks_phrase(having)}, not on {ranks_phrase(without)}; nothing "
-                f"was pulled. %dist_pull {name} --ranks {','.join(map(str, having))} takes it from "
-                "where it is."
+                f"was pulled. %dist_pull {name} --ranks {','.join(map(str, having))} pulls it from "
+                "there."
             )
-        close = dict.fromkeys(other for rank in without for other in lacking[rank][name])
+        close = dict.fromkeys(other for rank in without for other in missing[rank][name])
         where = f"any of {ranks_phrase(without)}" if len(without) > 1 else ranks_phrase(without)
         raise OptionError(f"{name} does not exist on {where}; nothing was pulled.{_close(close)}")
 
 
-def described(value: object) -> str:
+def describe(value: object) -> str:
     """The kind of a value, short: `tensor float32 (3,)`, `dict of 2`, `int`."""
     kind = type(value)
     if isinstance(value, np.ndarray) or is_tensor(value):
@@ -88,9 +88,9 @@ def described(value: object) -> str:
     return kind.__name__
 
 
-def described_list(values: Sequence[object]) -> str:
+def describe_list(values: Sequence[object]) -> str:
     """The kinds of several ranks' values: `list of 2 tensors float32 (3,)`."""
-    kinds = [described(value) for value in values]
+    kinds = [describe(value) for value in values]
     if any(kind != kinds[0] for kind in kinds):
         return f"list of {len(kinds)}: {'; '.join(kinds)}"
     word, _, rest = kinds[0].partition(" ")
@@ -101,9 +101,11 @@ def described_list(values: Sequence[object]) -> str:
 
 def is_tensor(value: object) -> bool:
     """Whether it is a torch tensor; says so without torch."""
-    return any((one.__module__, one.__name__) == ("torch", "Tensor") for one in type(value).__mro__)
+    return any(
+        (base.__module__, base.__name__) == ("torch", "Tensor") for base in type(value).__mro__
+    )
 
 
 def _close(names: Iterable[str]) -> str:
     text = ", ".join(names)
-    return f" Close to it: {text}." if text else ""
+    return f" Similar names: {text}." if text else ""

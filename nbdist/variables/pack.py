@@ -32,7 +32,7 @@ STEP_BYTES = 64 * 2**20
 # What means something on a rank alone -> why it is refused.
 OURS = dict.fromkeys(
     ("nbdist.parallel", "nbdist.engine"),
-    "it belongs to its rank. Pull what it holds, such as a state_dict()",
+    "it belongs to its rank. Pull its contents, such as a state_dict()",
 )
 
 
@@ -71,7 +71,7 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        """Of all pieces together."""
+        """The size of all pieces together."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
@@ -96,7 +96,7 @@ class PackedValue:
 
 def tensor_at(number: int) -> Any:
     """Stands in a pickle for the tensor of this number; variables/unpack.py gives it."""
-    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.opened")
+    raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.unpack")
 
 
 class _Packer(pickle.Pickler):
@@ -123,7 +123,7 @@ class _Packer(pickle.Pickler):
         """Take the memory of a tensor out of the pickle; refuse what belongs to a rank."""
         for package, why in OURS.items():
             if type(value).__module__.startswith(f"{package}."):
-                raise TransferError(f"{type(value).__name__} is in it: {why}")
+                raise TransferError(f"it contains {type(value).__name__}: {why}")
         if self._torch is None or not isinstance(value, self._torch.Tensor):
             return NotImplemented
         plain = self._plain(value)
@@ -165,16 +165,16 @@ def pack(
         TransferError: If one of them cannot be pickled; the message names it.
     """
     try:
-        return _packed(variables, torch, plain, keeps_memory=keeps_memory)
+        return _pack(variables, torch, plain, keeps_memory=keeps_memory)
     except Exception as error:
         if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
-        told = one_line(error)
-        raise TransferError(f"{', '.join(variables)} cannot be sent: {told}.") from error
+        problem = one_line(error)
+        raise TransferError(f"{', '.join(variables)} cannot be sent: {problem}.") from error
 
 
-def _packed(
+def _pack(
     variables: Mapping[str, object],
     torch: Any,
     plain: Callable[[Any], Any],
@@ -203,25 +203,25 @@ def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
         return PackedValue(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
     full: list[str] = []
     for folder in folders:
-        problem, path = _written(packed, Path(folder))
+        problem, path = _write_file(packed, Path(folder))
         if not problem:
-            went = [f"it went through a file on the disk, as {full[0]}"] if full else []
+            went = [f"it was sent through a file on disk: {full[0]}"] if full else []
             return PackedValue(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
         full.append(problem)
     raise TransferError(
-        f"There is no room for {size(packed.size_bytes)} on the way: {'; '.join(full)}. Free some, "
+        f"There is no space to send {size(packed.size_bytes)}: {'; '.join(full)}. Free some space, "
         "or send less at a time."
     )
 
 
-def _written(packed: Packed, folder: Path) -> tuple[str, Path]:
+def _write_file(packed: Packed, folder: Path) -> tuple[str, Path]:
     """(why it could not be written, the file)."""
     path = folder / os.urandom(8).hex()
     try:
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < packed.size_bytes + SPARE_BYTES:
-            asked = f"{size(packed.size_bytes)} do not fit into the {size(free_bytes)}"
-            return f"{asked} that are free in {folder.parent}", path
+            sizes = f"{size(packed.size_bytes)} needed, {size(free_bytes)} free"
+            return f"{sizes} in {folder.parent}", path
         _write(path, packed.pieces)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -237,9 +237,9 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         for piece in pieces:
-            at = 0
-            while at < piece.nbytes:
-                at += os.write(descriptor, piece[at : at + STEP_BYTES])
+            offset = 0
+            while offset < piece.nbytes:
+                offset += os.write(descriptor, piece[offset : offset + STEP_BYTES])
     finally:
         os.close(descriptor)
 
@@ -259,8 +259,8 @@ def _check_kind(tensor: Any, torch: Any) -> None:
         raise TransferError("a tensor on the device meta has no elements")
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         raise TransferError(
-            "a nested, sparse or quantized tensor is in it: make it an ordinary one first, for "
-            "example by to_dense() or dequantize()"
+            "it contains a nested, sparse or quantized tensor: convert it first, for example with "
+            "to_dense() or dequantize()"
         )
 
 

@@ -14,17 +14,17 @@ from nbdist.variables import pack, unpack
 from nbdist.variables.names import close_to
 from nbdist.variables.pack import PackedValue
 
-PART = "DTensors come as each rank's own part; --whole gathers them"
+PART = "DTensors arrive as each rank's local part; --whole gathers them"
 
 # What has been received and is not bound yet, by the push it belongs to: at most one.
 _received: dict[str, dict[str, Any]] = {}
 
 
-def lacking(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Those of the names that this rank has not -> close names that it has."""
-    known = namespace.everything()
-    own = namespace.names()
-    return {name: close_to(name, own) for name in names if name not in known}
+def missing_names(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Those of the names that this rank does not have -> close names that it has."""
+    variables = namespace.everything()
+    user_names = namespace.names()
+    return {name: close_to(name, user_names) for name in names if name not in variables}
 
 
 def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> PackedValue:
@@ -39,7 +39,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
     Raises:
         TransferError: If it cannot be pickled, or there is no room for it.
     """
-    known = namespace.everything()
+    variables = namespace.everything()
     parts = []
 
     def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
             return tensor.to_local()
 
     packed = pack.pack(
-        {name: known[name] for name in names},
+        {name: variables[name] for name in names},
         torch,
         plain=plain,
         keeps_memory=keeps,
@@ -64,13 +64,13 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
 
 
 def receive(token: str, parcel: PackedValue) -> None:
-    """Make the values of a push; `bind` gives them their names once all ranks have them.
+    """Unpack the values of a push; `bind` gives them their names once all ranks have them.
 
     Raises:
         TransferError: If that fails; no variable has changed.
     """
     _received.clear()
-    _received[token] = unpack.opened(parcel, torch)
+    _received[token] = unpack.unpack(parcel, torch)
 
 
 def bind(token: str) -> None:
@@ -79,5 +79,5 @@ def bind(token: str) -> None:
 
 
 def drop(token: str) -> None:
-    """Forget what was received: another rank could not."""
+    """Forget what was received, because another rank failed."""
     _received.pop(token, None)

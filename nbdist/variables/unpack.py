@@ -29,7 +29,7 @@ _COMPLEX = {"complex64", "complex128"}
 _FLOATS = {"float16", "float32", "float64"}
 _INTEGERS = {f"{sign}int{size}" for sign in ("", "u") for size in (8, 16, 32, 64)}
 _SAME_IN_NUMPY = frozenset({"bool"} | _INTEGERS | _FLOATS | _COMPLEX)
-# Torch's types that numpy lacks and float32 holds exactly; ml_dtypes has them by the same names.
+# Torch's types that only ml_dtypes adds to numpy, by the same names; float32 holds them exactly.
 AS_FLOAT32 = frozenset(
     ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
      "float8_e8m0fnu")
@@ -39,7 +39,7 @@ Fill = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class UnpackedMemory:
     """What a parcel holds, in memory of the receiver's own, before any value is made of it.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Unpacker(pickle.Unpickler):
         self._tensors, self._refused = tensors, refused
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
+        """Resolve a global that a pickle names, or refuse its package."""
         if (module, name) == (tensor_at.__module__, tensor_at.__name__):
             return self._tensors.__getitem__
         for package, why in self._refused.items():
@@ -71,42 +71,42 @@ class _Unpacker(pickle.Unpickler):
                 continue
             if (module, name) == ("torch", "Size"):
                 return tuple
-            raise TransferError(f"{module}.{name} is in it: {why}")
+            raise TransferError(f"it contains {module}.{name}: {why}")
         try:
             return super().find_class(module, name)
         except AttributeError as error:
             if module != "__main__":
                 raise
             raise TransferError(
-                f"{name} is in it, which a cell has defined: run that cell here as well. Functions "
-                "and classes of cells are sent by name"
+                f"{name} is defined in a notebook cell and cannot be sent; run that cell here too "
+                "(on ranks with %%distributed)"
             ) from error
 
 
-def opened(
+def unpack(
     parcel: PackedValue, torch: Any = None, refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The values by name, in memory of their own. A file stays where it is.
 
     Args:
         parcel: What was sent.
-        torch: The module; without it tensors become arrays, of float32 where numpy lacks a type.
+        torch: The module; without it tensors become arrays, float32 where numpy has no such type.
         refused: Packages that must not be loaded -> what to say where one is needed.
 
     Raises:
-        TransferError: If it cannot be read, or a value cannot be made.
+        TransferError: If it cannot be read, or a value cannot be unpacked.
     """
-    return made(read(parcel, torch), refused)
+    return make_values(read(parcel, torch), refused)
 
 
 def read(
     parcel: PackedValue, torch: Any = None, check: Callable[[], None] = lambda: None
-) -> Contents:
+) -> UnpackedMemory:
     """The memory of a parcel, copied. Runs nothing of the sender's, so in any thread.
 
     Args:
         parcel: What was sent.
-        torch: As in `opened`.
+        torch: As in `unpack`.
         check: Called often; may raise to break off.
 
     Raises:
@@ -116,34 +116,36 @@ def read(
     try:
         with _source(parcel) as source:
             fill = _filler(source, check)
-            pickled, *buffers = [_filled(size_bytes, fill) for size_bytes in arrays]
+            pickled, *buffers = [_read_block(size_bytes, fill) for size_bytes in arrays]
             tensors = [_tensor(record, fill, torch) for record in parcel.tensors]
     except Exception as error:
-        raise _not_made(error) from error
-    return Contents(pickled, tuple(buffers), tuple(tensors))
+        raise _failure(error) from error
+    return UnpackedMemory(pickled, tuple(buffers), tuple(tensors))
 
 
-def made(contents: Contents, refused: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def make_values(
+    contents: UnpackedMemory, refused: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values by name of what was read.
 
     Args:
         contents: Used up by it: values refer to its memory.
-        refused: As in `opened`.
+        refused: As in `unpack`.
 
     Raises:
-        TransferError: If a value cannot be made.
+        TransferError: If a value cannot be unpacked.
     """
     try:
         pickled, buffers = io.BytesIO(contents.pickled), contents.buffers
         unpacker = _Unpacker(pickled, contents.tensors, refused, buffers=buffers)
-        found: dict[str, Any] = unpacker.load()
+        values: dict[str, Any] = unpacker.load()
     except Exception as error:
-        raise _not_made(error) from error
-    return found
+        raise _failure(error) from error
+    return values
 
 
-def _not_made(error: Exception) -> TransferError:
-    return TransferError(f"the value cannot be made: {one_line(error)}")
+def _failure(error: Exception) -> TransferError:
+    return TransferError(f"the value cannot be unpacked: {one_line(error)}")
 
 
 def _source(parcel: PackedValue) -> Any:
@@ -152,18 +154,18 @@ def _source(parcel: PackedValue) -> Any:
 
 def _filler(source: Any, check: Callable[[], None]) -> Fill:
     def fill(memory: memoryview) -> None:
-        at = 0
-        while at < memory.nbytes:
+        offset = 0
+        while offset < memory.nbytes:
             check()
-            count = source.readinto(memory[at : at + STEP_BYTES])
+            count = source.readinto(memory[offset : offset + STEP_BYTES])
             if not count:
-                raise TransferError(f"{memory.nbytes - at} bytes are missing")
-            at += count
+                raise TransferError(f"{memory.nbytes - offset} bytes are missing")
+            offset += count
 
     return fill
 
 
-def _filled(size_bytes: int, fill: Fill) -> memoryview:
+def _read_block(size_bytes: int, fill: Fill) -> memoryview:
     memory = np.empty(size_bytes, np.uint8).data
     fill(memory)
     return memory
@@ -195,8 +197,8 @@ def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
     return array if record.dtype in _SAME_IN_NUMPY else array.astype(np.float32)
 
 
-def lacking_types(parcel: PackedValue) -> list[str]:
-    """Torch's types in it that numpy lacks."""
+def non_numpy_types(parcel: PackedValue) -> list[str]:
+    """Torch's types in it that numpy does not have."""
     return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
 
 

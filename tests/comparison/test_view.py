@@ -4,24 +4,24 @@ import io
 
 import pytest
 
-from nbdist.comparison.comparison import Comparison, Held, Row
-from nbdist.comparison.view import broken_off, compared
+from nbdist.comparison.comparison import ComparedRow, Comparison, HeldMemory
+from nbdist.comparison.view import comparison_result, partial_result
 
-DDP = Row(
+DDP = ComparedRow(
     "ddp", "", "ddp, dp 2", 2, 20_000_000, True, (0.5, 0.2, 0.0, 0.1, 0.2), 0.25, 4_000_000,
-    4_000_000, Held(4_000_000, 4_000_000, 8_000_000), 16_000_000, 400_000_000,
+    4_000_000, HeldMemory(4_000_000, 4_000_000, 8_000_000), 16_000_000, 400_000_000,
 )  # fmt: skip
-TP = Row(
+TP = ComparedRow(
     "tp --sdpa math", "", "tp, tp 2", 1, 30_000_000, True, (0.9, 0.0, 0.0, 0.0, 0.1), None,
-    1_500_000, None, Held(2_000_000, 2_000_000), None, 500_000_000,
+    1_500_000, None, HeldMemory(2_000_000, 2_000_000), None, 500_000_000,
 )  # fmt: skip
-REFUSED = Row("cp", "its attention has a mask & dropout.")
+REFUSED = ComparedRow("cp", "its attention has a mask & dropout.")
 
 
 def test_the_text_has_every_number_and_every_reason() -> None:
     """A row for each strategy, what is unknown as a dash, and what the columns mean."""
-    found = compared(Comparison((DDP, TP, REFUSED), "ddp, dp 2", ("model",)))
-    lines = found.text.splitlines()
+    view = comparison_result(Comparison((DDP, TP, REFUSED), "ddp, dp 2", ("model",)))
+    lines = view.text.splitlines()
 
     assert lines[1].split("  ")[0] == "ddp"
     assert lines[1].split()[1:8] == ["20.00", "50.0", "20.0", "0.0", "10.0", "20.0", "25.0"]
@@ -30,51 +30,53 @@ def test_the_text_has_every_number_and_every_reason() -> None:
     ]  # fmt: skip
     assert lines[2].split()[9] == "-"
     assert lines[3] == "cp: not run. its attention has a mask & dropout."
-    assert "model and what trains it are as before, under ddp, dp 2" in found.text
-    assert "mask &amp; dropout" in found.html
+    assert "Restored under ddp, dp 2: model and the training state." in view.text
+    assert "mask &amp; dropout" in view.html
 
 
-@pytest.mark.parametrize("rows", [(DDP, TP), (DDP,), (TP,), (Row("ddp"),)])
-def test_the_picture_is_one_image_and_leaves_matplotlib_alone(rows: tuple[Row, ...]) -> None:
+@pytest.mark.parametrize("rows", [(DDP, TP), (DDP,), (TP,), (ComparedRow("ddp"),)])
+def test_the_picture_is_one_image_and_leaves_matplotlib_alone(
+    rows: tuple[ComparedRow, ...],
+) -> None:
     """Also where there is nothing to draw in a panel; it is in the HTML, without the network."""
     import matplotlib as mpl
     from PIL import Image
 
     before = dict(mpl.rcParams)
-    found = compared(Comparison(rows, "ddp, dp 2"))
+    view = comparison_result(Comparison(rows, "ddp, dp 2"))
 
-    assert Image.open(io.BytesIO(found.png)).width == 1600
-    assert "data:image/png;base64," in found.html
-    assert "http" not in found.html
+    assert Image.open(io.BytesIO(view.png)).width == 1600
+    assert "data:image/png;base64," in view.html
+    assert "http" not in view.html
     assert dict(mpl.rcParams) == before
 
 
 def test_names_are_no_formulas_and_no_markup() -> None:
     """What was typed is shown as it is."""
-    odd = Row("ddp $x^ <b>", step_ns=1, has_steps=True, parts=(1.0, 0.0, 0.0, 0.0, 0.0))
-    found = compared(Comparison((odd,), "ddp, dp 2"))
+    odd = ComparedRow("ddp $x^ <b>", step_ns=1, has_steps=True, parts=(1.0, 0.0, 0.0, 0.0, 0.0))
+    view = comparison_result(Comparison((odd,), "ddp, dp 2"))
 
-    assert found.png
-    assert "<b>" not in found.html
-    assert "ddp $x^ <b>" in found.text
+    assert view.png
+    assert "<b>" not in view.html
+    assert "ddp $x^ <b>" in view.text
 
 
 def test_stored_outputs_have_no_measured_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no HTML, whose picture has them."""
     monkeypatch.setenv("NBDIST_TEST", "1")
-    found = compared(Comparison((DDP, TP), "ddp, dp 2", ("model",)))
+    view = comparison_result(Comparison((DDP, TP), "ddp, dp 2", ("model",)))
 
-    assert found.html == ""
-    assert found.text.splitlines()[1].split() == ["ddp", *"#" * 12, "2"]
+    assert view.html == ""
+    assert view.text.splitlines()[1].split() == ["ddp", *"#" * 12, "2"]
 
 
 def test_all_refused_and_broken_off() -> None:
     """Reasons without a table; and what there is where the cell ended it."""
-    found = compared(Comparison((REFUSED,), "ddp, dp 2"))
-    ended = list(broken_off([DDP], "back under ddp"))
+    view = comparison_result(Comparison((REFUSED,), "ddp, dp 2"))
+    ended = list(partial_result([DDP], "back under ddp"))
 
-    assert found.text.startswith("cp: not run.")
-    assert found.png == b""
+    assert view.text.startswith("cp: not run.")
+    assert view.png == b""
     assert ended[0].text.splitlines()[1].startswith("ddp")
     assert ended[1].text == "back under ddp"
-    assert list(broken_off([], "")) == []
+    assert list(partial_result([], "")) == []

@@ -194,7 +194,10 @@ def test_a_cell_that_fails_leaves_all_as_it_was(trained: Kernel) -> None:
 
     assert ran(trained, _STATE).text == before
     assert "mine" in cell.visible
-    assert "back under ddp, dp 2, with the state of before" in cell.visible
+    assert (
+        "The strategy is ddp, dp 2 again, with the state from before the comparison."
+        in cell.visible
+    )
     assert "zero1:" not in cell.visible
     assert any(text.startswith("strategy ") and "ddp " in text for text in cell.plain)
 
@@ -210,7 +213,7 @@ def test_an_interrupt_leaves_all_as_it_was(trained: Kernel) -> None:
 
     assert cell.error is not None
     assert cell.error.ename in {"KeyboardInterrupt", "Interrupted"}
-    assert "back under ddp, dp 2" in cell.visible
+    assert "The strategy is ddp, dp 2 again" in cell.visible
     assert ran(trained, _STATE).text == before
     ran(trained, "%%distributed\nstep()")
 
@@ -229,7 +232,7 @@ def test_a_cell_makes_its_own_model_under_each(ready: Kernel) -> None:
 
 
 _MISTAKES = {
-    "%dist_compare": "no strategy is named",
+    "%dist_compare": "no strategy was given",
     "%dist_compare ddp": "There is nothing to compare",
     "%%dist_compare ddp\n": "There is nothing to compare",
     "%dist_compare ddp fdsp -- 1": "There is no strategy 'fdsp'. Did you mean fsdp?",

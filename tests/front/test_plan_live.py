@@ -57,7 +57,7 @@ _MISTAKES = {
     "planned_net --inputs planned_number": "--inputs planned_number holds no tensor but a int",
     "planned_net --inputs nope": "--inputs nope: there is no such variable on the ranks",
     "planned_net --engine slow": "no --engine slow. Choose one of formulas, fake",
-    "planned_net --strategy tp --inputs planned_x": "its layers have none of the names",
+    "planned_net --strategy tp --inputs planned_x": "nbdist knows none of its layer names",
     "7e9 --inputs planned_x": "--inputs names what a model on the ranks is called with",
 }
 
@@ -98,7 +98,7 @@ def test_a_model_of_a_cell(ranks: Kernel) -> None:
     assert row(text, "single")[2:5] == ["0.4", "0.4", "0.4"]
     assert row(text, "fsdp")[3:6] == ["0.2", "0.2", "0.2"]
     assert row(text, "fsdp")[12] == "safe"
-    assert "tp: Planned: its layers have none of the names" in text
+    assert "tp: Planned: nbdist knows none of its layer names" in text
     assert "pp: activations not counted: a pipeline's stages wait for each other." in text
     assert "True 0" in after.visible
 

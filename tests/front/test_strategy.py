@@ -9,10 +9,10 @@ from tests.support.kernel import Kernel
 
 _REFUSED = {
     "%dist_strategy fdsp": "There is no strategy 'fdsp'. Did you mean fsdp?",
-    "%dist_strategy tp --tp 3": "2 ranks cannot form tp=3: 2 is no multiple of 3. Use 1 or 2.",
+    "%dist_strategy tp --tp 3": "2 ranks cannot form tp=3: 2 is not a multiple of 3. Use 1 or 2.",
     "%dist_strategy ddp --tp 2": "The nearest that works is fsdp --tp 2",
     "%dist_strategy fsdp --bucket 5": "fsdp has no --bucket: only DDP has buckets",
-    "%dist_strategy --bf16": "No strategy is named",
+    "%dist_strategy --bf16": "No strategy was given",
     "%dist_strategy fsdp ddp": "choose one of fsdp, ddp",
     "%dist_strategy ddp --sdpa cudnn": "There is no --sdpa cudnn on the CPU",
     "%dist_strategy ddp --nope": "unrecognized arguments: --nope",
@@ -67,7 +67,7 @@ def test_the_current_strategy_is_shown_with_all_rows(kernel: Kernel) -> None:
     lines = cell.plain[0].splitlines()
     assert lines[:2] == [
         "strategy: ddp, dp 2",
-        "effective batch: 2 x the loader's (data-parallel degree 2 on 2 ranks)",
+        "effective batch: 2 x the loader's batch (data-parallel degree 2 on 2 ranks)",
     ]
     assert [line for line in lines if line.startswith(">  ddp ")] != []
     assert "<table>" in cell.data("text/html")[0]
@@ -115,7 +115,7 @@ def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
     assert switched.status == "ok", switched.visible
     assert switched.plain[0].startswith("ddp, dp 2 -> fsdp, dp 2 in "), switched.visible
     assert "model" in switched.plain[0]
-    assert again.plain == ["fsdp, dp 2 already: nothing was changed"]
+    assert again.plain == ["The strategy is already fsdp, dp 2. Nothing was changed."]
     assert shown.plain[0].startswith("strategy: fsdp, dp 2\n")
     assert "OptionError: Live models cannot be switched" in refused.visible
     assert "%dist_reset --strategy deepspeed" in refused.visible
@@ -179,7 +179,7 @@ def test_ranks_start_with_a_strategy(bare_kernel: Kernel) -> None:
     assert told(chosen) == {"('fsdp', 'bf16')"}
     assert "already running" in same.plain[0]
     assert later.plain == [
-        "tp, tp 2 from now on (was fsdp, dp 2, --bf16); no model is prepared yet"
+        "tp, tp 2 from now on (before: fsdp, dp 2, --bf16). No model is prepared yet."
     ]
     assert told(then) == {"('tp', 'fp32')"}
     assert told(ours) == {"True"}

@@ -110,7 +110,7 @@ def test_without_torch_tensors_become_arrays_and_torch_stays_unloaded(kernel: Ke
     assert first.plain == [
         (
             "low from rank 0: array float32 (2,)\n"
-            "numpy has no bfloat16: it comes as float32, with the same values. After "
+            "numpy has no bfloat16: the values were converted to float32, exactly. After "
             "`import torch` in the notebook tensors come as tensors"
         )
     ]
@@ -210,7 +210,7 @@ def test_a_dtensor_comes_as_a_part_or_whole(torch_kernel: Kernel) -> None:
     assert part.plain == [
         (
             "split from ranks 0-1: list of 2 tensors float32 (2, 2)\n"
-            "DTensors come as each rank's own part; --whole gathers them"
+            "DTensors arrive as each rank's local part; --whole gathers them"
         )
     ]
     assert parts.plain == ["[[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]"]
@@ -261,12 +261,12 @@ def test_odd_tensors_arrive(kernel: Kernel, torch_kernel: Kernel, *, is_torch: b
 
 
 _WRONG_NAMES = {
-    "%dist_push": "%dist_push: no variable is named. For example: %dist_push loss",
-    "%dist_push a.b": "'a.b' is no name of a variable",
-    "%dist_push known_nam": "no variable known_nam; nothing was pushed. Close to it: known_",
+    "%dist_push": "%dist_push: name one variable or more. For example: %dist_push loss",
+    "%dist_push a.b": "'a.b' is not a variable name",
+    "%dist_push known_nam": "no variable known_nam; nothing was pushed. Similar names: known_",
     "%dist_push known_name --ranks 7": "rank 7 does not exist",
     "%dist_pull": "%dist_pull: no variable is named",
-    "%dist_pull on_on": "exist on any of ranks 0-1; nothing was pulled. Close to it: on_one.",
+    "%dist_pull on_on": "exist on any of ranks 0-1; nothing was pulled. Similar names: on_one.",
     "%dist_pull on_one": "on_one exists on rank 1, not on rank 0; nothing was pulled. %dist",
     "%dist_pull on_one --whole --ranks 1": "on_one exists on rank 1, not on rank 0",
 }
@@ -297,7 +297,8 @@ def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
     assert unsent[0] == unmade[0] == "TransferError"
     assert unsent[1].startswith("generator cannot be sent: TypeError: cannot pickle 'generator'")
     assert unmade[1] == (
-        "rank 1: the value cannot be made: ZeroDivisionError: division by zero. Nothing was pushed."
+        "rank 1: the value cannot be unpacked: ZeroDivisionError: division by zero. Nothing was "
+        "pushed."
     )
     assert kept.text == "[0-1] ('old', 'old')\n"
 
@@ -319,11 +320,11 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
         "Nothing was pulled."
     )
     assert unmade[1] == (
-        "in the notebook, from rank 0: the value cannot be made: ZeroDivisionError: division by "
-        "zero. Nothing was pulled."
+        "in the notebook, from rank 0: the value cannot be unpacked: ZeroDivisionError: division "
+        "by zero. Nothing was pulled."
     )
-    assert "torch.nn.modules.linear.Linear is in it: `import torch` in the notebook" in needs[1]
-    assert "Accelerator is in it: it belongs to its rank. Pull what it holds" in ours[1]
+    assert "it contains torch.nn.modules.linear.Linear: `import torch` in the notebook" in needs[1]
+    assert "it contains Accelerator: it belongs to its rank. Pull its contents" in ours[1]
     assert kept.plain == ["('old', 'old', 'old')"]
     assert kernel.run(_HAS_TORCH).plain == ["False"]
 
@@ -339,7 +340,10 @@ def test_classes_of_cells_are_found_by_name(kernel: Kernel) -> None:
     kernel.run("%dist_pull settings --ranks 0")
     here = kernel.run("settings.lr, type(settings) is Settings")
 
-    assert "Settings is in it, which a cell has defined: run that cell here as well" in lacking[1]
+    assert (
+        "Settings is defined in a notebook cell and cannot be sent; run that cell here too"
+        in lacking[1]
+    )
     assert there.text == "[0-1] (0.5, True)\n"
     assert here.plain == ["(0.5, True)"]
 

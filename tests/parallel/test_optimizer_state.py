@@ -238,12 +238,12 @@ def test_state_travels_with_its_parameters(ranks: list[dict[str, Any]]) -> None:
 
 def test_ranks_that_differ_are_refused_on_all(ranks: list[dict[str, Any]]) -> None:
     """Other steps, other optimizers, or a part that nobody has: the same sentence everywhere."""
-    told = ranks[0]["refused"]
+    messages = ranks[0]["refused"]
 
-    assert [result["refused"] for result in ranks] == [told] * 4
-    assert "AdamW's 'step' of w differs: 1.0 of torch.float32 on rank 0, 2.0" in told["step"]
-    assert "rank 0 has SGD of 1 parameters, rank 1 has AdamW" in told["class"]
-    assert "AdamW has 'exp_avg' of w on rank 0-1 only" in told["nowhere"]
+    assert [result["refused"] for result in ranks] == [messages] * 4
+    assert "AdamW's 'step' of w differs: 1.0 of torch.float32 on rank 0, 2.0" in messages["step"]
+    assert "rank 0 has SGD of 1 parameters, rank 1 has AdamW" in messages["class"]
+    assert "AdamW has 'exp_avg' of w on rank 0-1 only" in messages["nowhere"]
     assert [result["given"] for result in ranks] == [2] * 4
 
 
@@ -253,9 +253,9 @@ def test_state_of_its_own_form_stays_or_is_refused(
 ) -> None:
     """Named by optimizer, key and parameter where the layout changes; the same objects else."""
     for result in ranks:
-        told, has_same_keys, has_same_objects = result["odd"][name]
-        assert told.startswith(f"OptionError: {name} keeps {key!r} of w in its own form")
-        assert "optimizer.state.clear()" in told
+        message, has_same_keys, has_same_objects = result["odd"][name]
+        assert message.startswith(f"OptionError: {name} keeps {key!r} of w in its own form")
+        assert "optimizer.state.clear()" in message
         assert has_same_keys
         assert has_same_objects
 

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The user's variables: none at first."""
-    own: dict[str, Any] = {}
-    monkeypatch.setattr(rebind, "variables", lambda: own)
-    return own
+    namespace: dict[str, Any] = {}
+    monkeypatch.setattr(rebind, "variables", lambda: namespace)
+    return namespace
 
 
 def test_partials_belong_to_who_wrote_the_function() -> None:
@@ -41,9 +41,9 @@ def test_a_bound_method_is_named_by_who_holds_it(user: dict[str, Any]) -> None:
     user["call"] = old.forward
     user["trainer"] = Holder()
     user["trainer"].calls = [in_a_frame]
-    found = rebind.rebind([rebind.Replacement(old, new, "model")])
+    report = rebind.rebind([rebind.Replacement(old, new, "model")])
 
-    assert sorted(found.stale) == [
+    assert sorted(report.stale) == [
         "call.__self__ (model)",
         "trainer.calls[0].__self__ (model)",
     ]

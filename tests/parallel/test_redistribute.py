@@ -205,10 +205,10 @@ def test_one_process_needs_no_group() -> None:
 
 def sent_by_rank(moves: list[Reshard], size: int) -> list[int]:
     """Bytes that each rank sends, from the list of deliveries."""
-    from nbdist.parallel.reshard.redistribute import _deliveries
+    from nbdist.parallel.reshard.redistribute import _sources
 
     sent = [0] * size
-    for move, piece, source in _deliveries(moves, size):
+    for move, piece, source in _sources(moves, size):
         if source != piece.target:
             sent[source] += torch.Size(piece.shape).numel() * move.dtype.itemsize
     return sent
@@ -240,4 +240,4 @@ def test_its_pages_are_there_before_it_is_written() -> None:
 
 def _resident_mib() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(one for one in lines if one.startswith("VmRSS:")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024

@@ -89,7 +89,7 @@ def test_an_unknown_model_is_told_how_to_give_a_plan():
     assert (layouts["alpha.weight"].tp_dim, layouts["beta.weight"].tp_dim) == (0, 1)
 
     model.tp_plan = {"gamma": "colwise"}
-    with pytest.raises(OptionError, match=r"gamma names no module.*alpha, beta"):
+    with pytest.raises(OptionError, match=r"gamma matches no module.*alpha, beta"):
         planned(model)
 
 
@@ -180,7 +180,7 @@ def test_a_plan_says_what_is_divided():
 
 
 def test_a_half_known_model_is_refused_with_the_half():
-    """Attention is known, what follows is not: the plan so far is told, to be given as it is."""
+    """Attention is known, what follows is not: the message has the plan so far."""
     strange = nn.ModuleDict({"alpha": nn.Linear(32, 64), "beta": nn.Linear(64, 32)})
     model = nn.Sequential(*(tp_models.Block(Attention(), copy.deepcopy(strange)) for _ in range(2)))
     with pytest.raises(

@@ -12,7 +12,7 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Degrees, Options, Strategy, described, rows_of, steps_of
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
-from nbdist.strategy.table import HELD, ROWS, STEPS, Row
+from nbdist.strategy.table import HELD, ROWS, STEPS, StrategyRow
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 
@@ -48,14 +48,14 @@ _MESHES: list[tuple[str | None, dict[str, object], int, Degrees]] = [
 
 # What was typed -> every piece that the message has to have.
 _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
-    ("tp", {"tp": 3}, 8, ("8 ranks cannot form tp=3", "no multiple of 3", "Use 1, 2, 4 or 8.")),
+    ("tp", {"tp": 3}, 8, ("8 ranks cannot form tp=3", "not a multiple of 3", "Use 1, 2, 4 or 8.")),
     ("ddp", {"dp": 2}, 4, ("4 ranks cannot form dp=2", "Use 4.")),
     (None, {"dp": 2, "tp": 2}, 8, ("dp=2 x tp=2: that is 4 ranks", "4 for dp, or 4 for tp")),
     ("fsdp", {"pp": 3, "tp": 2}, 8, ("pp=3", "1, 2 or 4 for pp")),
     ("pp", {"dp": 3, "tp": 5}, 8, ("Their product has to be 8",)),
     ("tp", {}, 1, ("tp needs 2 ranks or more, and there is 1", "%dist_reset -n 2", "ddp")),
-    ("fsdp", {"tp": 2}, 2, ("fsdp is left with 1 of 2 ranks by tp=2", "Use tp")),
-    ("tp", {"tp": 1}, 2, ("tp is left with 1 of 2 ranks by dp=2", "Use fsdp")),
+    ("fsdp", {"tp": 2}, 2, ("tp=2 leaves 1 of 2 ranks for fsdp", "Use tp")),
+    ("tp", {"tp": 1}, 2, ("dp=2 leaves 1 of 2 ranks for tp", "Use fsdp")),
     ("ddp", {"tp": 2}, 4, ("ddp and --tp 2 cannot be combined", "fsdp --tp 2")),
     ("ddp", {"pp": 2}, 4, ("ddp and --pp 2 cannot be combined", "pp --pp 2")),
     ("fsdp", {"cp": 2}, 4, ("fsdp and --cp 2 cannot be combined", "cp --cp 2")),
@@ -72,7 +72,7 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("fdsp", {}, 2, ("no strategy 'fdsp'", "Did you mean fsdp?", "single, ddp, fsdp")),
     ("hsdp", {}, 4, ("no strategy 'hsdp'", "fsdp --shard hybrid")),
     ("nothing like it", {}, 4, ("Choose one of single, ddp",)),
-    (None, {"bf16": True}, 4, ("No strategy is named", "single, ddp")),
+    (None, {"bf16": True}, 4, ("No strategy was given", "single, ddp")),
     ("ddp", {"schedle": 1}, 2, ("no option 'schedle'", "Did you mean schedule?")),
     ("ddp", {"tp": 0}, 2, ("--tp 0", "Use 1 or more")),
     ("ddp", {"dp": "two"}, 2, ("--dp two", "Use 1 or more")),
@@ -94,8 +94,8 @@ _REFUSED: list[tuple[str | None, dict[str, object], int, tuple[str, ...]]] = [
     ("cp", {"sequence_parallel": True}, 2, ("cp has no --sequence-parallel", "goes with tp")),
     ("ddp", {"offload": "cpu"}, 2, ("ddp has no --offload", "fsdp and deepspeed")),
     # Options that would have no effect.
-    ("fsdp", {"offload": "nvme"}, 2, ("to the CPU alone", "deepspeed --stage 3")),
-    ("deepspeed", {"offload": "nvme"}, 2, ("in stage 3 alone, not in stage 2",)),
+    ("fsdp", {"offload": "nvme"}, 2, ("only to the CPU", "deepspeed --stage 3")),
+    ("deepspeed", {"offload": "nvme"}, 2, ("only in stage 3, not in stage 2",)),
     ("ddp", {"blocks": "h"}, 2, ("--blocks would have no effect", "--checkpoint")),
     ("ddp", {"static_graph": True, "find_unused": True}, 2, ("ignores --find-unused",)),
     ("cp", {"sdpa": "math"}, 2, ("cp has no --sdpa: it computes attention over all", "goes with")),
@@ -108,43 +108,43 @@ def names(case: object) -> str | None:
     return " ".join(map(str, case)) if isinstance(case, tuple) else None
 
 
-@pytest.mark.parametrize(("name", "given", "world_size", "mesh"), _MESHES)
+@pytest.mark.parametrize(("name", "settings", "world_size", "mesh"), _MESHES)
 def test_what_is_typed_becomes_a_mesh_of_all_ranks(
-    name: str | None, given: Mapping[str, object], world_size: int, mesh: Degrees
+    name: str | None, settings: Mapping[str, object], world_size: int, mesh: Degrees
 ) -> None:
     """The name takes the ranks that typed degrees leave, and the product is the world."""
-    choice = choose(name, given, world_size)
+    choice = choose(name, settings, world_size)
 
     assert choice.degrees == mesh
     assert mesh.product == (1 if name == "single" else world_size)
 
 
-@pytest.mark.parametrize(("name", "given", "world_size", "told"), _REFUSED)
+@pytest.mark.parametrize(("name", "settings", "world_size", "expected"), _REFUSED)
 def test_what_cannot_be_had_is_refused_with_what_can(
-    name: str | None, given: Mapping[str, object], world_size: int, told: tuple[str, ...]
+    name: str | None, settings: Mapping[str, object], world_size: int, expected: tuple[str, ...]
 ) -> None:
     """The message has what was typed, the numbers, and the choices."""
     with pytest.raises(OptionError) as caught:
-        choose(name, given, world_size)
+        choose(name, settings, world_size)
 
-    assert [piece for piece in told if piece not in str(caught.value)] == []
+    assert [piece for piece in expected if piece not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("given", "place", "told"),
+    ("settings", "place", "expected"),
     [
         ({"sdpa": "cudnn"}, {"device_type": "cpu"}, "no --sdpa cudnn on the CPU"),
-        ({"hook": "powersgd", "bucket": 5}, {"backend": "gloo"}, "one bucket alone"),
+        ({"hook": "powersgd", "bucket": 5}, {"backend": "gloo"}, "only with one bucket"),
     ],
 )
 def test_what_only_some_machines_can_do_is_refused_on_the_others(
-    given: Mapping[str, object], place: Mapping[str, str], told: str
+    settings: Mapping[str, object], place: Mapping[str, str], expected: str
 ) -> None:
     """Device and backend count where they are known."""
-    with pytest.raises(OptionError, match=told):
-        choose("ddp", given, 2, **place)
+    with pytest.raises(OptionError, match=expected):
+        choose("ddp", settings, 2, **place)
 
-    assert choose("ddp", given, 2, device_type="cuda", backend="nccl").name == "ddp"
+    assert choose("ddp", settings, 2, device_type="cuda", backend="nccl").name == "ddp"
 
 
 def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
@@ -157,7 +157,7 @@ def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "world_size", "steps"),
+    ("name", "settings", "world_size", "steps"),
     [
         ("single", {}, 2, ()),
         ("ddp", {"fp16": True}, 2, ("precision", "ddp")),
@@ -171,10 +171,10 @@ def test_one_mesh_is_one_choice_however_it_is_typed() -> None:
     ],
 )
 def test_steps_follow_the_mesh_and_the_options(
-    name: str, given: Mapping[str, object], world_size: int, steps: tuple[str, ...]
+    name: str, settings: Mapping[str, object], world_size: int, steps: tuple[str, ...]
 ) -> None:
     """Each axis with ranks and each option that was asked for has its step, in order."""
-    assert steps_of(choose(name, given, world_size)) == steps
+    assert steps_of(choose(name, settings, world_size)) == steps
 
 
 def test_options_arrive_by_either_name() -> None:
@@ -188,9 +188,9 @@ def test_options_arrive_by_either_name() -> None:
 
 def test_a_choice_is_described_as_it_is_typed() -> None:
     """Its phrase has the rows, the mesh, and the options that are not at their defaults."""
-    given = {"bf16": True, "checkpoint": "full", "shard": "hybrid", "accumulate": 2}
+    settings = {"bf16": True, "checkpoint": "full", "shard": "hybrid", "accumulate": 2}
 
-    assert described(choose("fsdp", given, 4)) == (
+    assert described(choose("fsdp", settings, 4)) == (
         "fsdp, dp 4 (2 copies on 2 ranks each), --bf16 --checkpoint full --accumulate 2 "
         "--shard hybrid"
     )
@@ -216,7 +216,11 @@ def test_rows_use_words_that_exist() -> None:
         assert {*row.steps, *row.common} <= set(STEPS)
         assert row.axis in axes | {""}
         assert set(row.splits) <= axes
-        assert {what for one in row.splits.values() for what in one} <= {*HELD, "batch", "sequence"}
+        assert {what for words in row.splits.values() for what in words} <= {
+            *HELD,
+            "batch",
+            "sequence",
+        }
         assert {sent.call for sent in row.sends} <= set(footprint.CALLS)
         assert set(row.takes) <= set(DEGREES)
         assert row.source.startswith("https://")
@@ -225,11 +229,11 @@ def test_rows_use_words_that_exist() -> None:
 
 def test_every_option_is_a_field_and_can_be_typed() -> None:
     """The table and the record name the same; only `context` is decided by a row's name."""
-    own = {field.name for field in fields(Options)}
+    defined = {field.name for field in fields(Options)}
     decided = {name for row in ROWS.values() for name in row.sets}
     words = [row.word for row in OPTIONS.values()]
 
-    assert set(OPTIONS) == own - decided
+    assert set(OPTIONS) == defined - decided
     assert len({*words, *DEGREES, *SHORTHANDS}) == len(words) + len(DEGREES) + len(SHORTHANDS)
     assert all(takers(row) for row in OPTIONS.values())
     assert set(inspect.signature(Strategy).parameters) == {
@@ -246,13 +250,13 @@ def sections() -> dict[str, str]:
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
-def facts(row: Row) -> str:
+def facts(row: StrategyRow) -> str:
     """The table of a row's section, from its data and the formulas."""
     choice = choose(row.name, {}, 4)
-    held = footprint.held_formula(choice)
+    formula = footprint.held_formula(choice)
     cells = {
         "what": row.title,
-        "a rank holds": f"`{held}` bytes per parameter"
+        "a rank holds": f"`{formula}` bytes per parameter"
         + (f"; for a time also {row.gathered}" if row.gathered else ""),
         "a rank sends": "; ".join(footprint.sent_phrases(choice)) or "nothing",
         "needs": row.needs,
@@ -279,7 +283,7 @@ def option_line(row: OptionRow) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.name)
-def test_docs_have_a_section_with_the_facts_of_each_row(row: Row) -> None:
+def test_docs_have_a_section_with_the_facts_of_each_row(row: StrategyRow) -> None:
     """docs/strategies.md says of a strategy what its row says."""
     assert facts(row) in sections()[row.name]
 

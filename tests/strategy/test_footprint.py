@@ -23,7 +23,7 @@ PARAMETERS = 7e9
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "world_size", "recipe", "gigabytes"),
+    ("name", "settings", "world_size", "recipe", "gigabytes"),
     [
         # ZeRO paper, figure 1 and section 5, at exact N: 16/(4 + 12/N), 16/(2 + 14/N), 16/N.
         ("ddp", {}, 8, "mixed", 112.0),
@@ -45,10 +45,10 @@ PARAMETERS = 7e9
     ],
 )
 def test_held_bytes_are_those_of_the_formula(
-    name: str, given: Mapping[str, object], world_size: int, recipe: str, gigabytes: float
+    name: str, settings: Mapping[str, object], world_size: int, recipe: str, gigabytes: float
 ) -> None:
     """Seven billion parameters on eight ranks take what the papers' formulas say."""
-    choice = choose(name, given, world_size)
+    choice = choose(name, settings, world_size)
 
     assert held_bytes(choice, PARAMETERS, RECIPES[recipe]) / GB == pytest.approx(gigabytes)
 
@@ -60,15 +60,15 @@ def test_savings_of_the_zero_stages_are_below_their_limits(
     world_size: int, savings: tuple[float, ...]
 ) -> None:
     """4 x and 8 x are limits for many ranks; with 8 it is 2.91 and 4.27."""
-    one = RECIPES["mixed"].total * PARAMETERS
+    total_bytes = RECIPES["mixed"].total * PARAMETERS
     stages = [choose("deepspeed", {"stage": stage}, world_size) for stage in (1, 2, 3)]
-    held = [held_bytes(stage, PARAMETERS, RECIPES["mixed"]) for stage in stages]
+    bytes_by_stage = [held_bytes(stage, PARAMETERS, RECIPES["mixed"]) for stage in stages]
 
-    assert tuple(round(one / bytes_, 2) for bytes_ in held) == savings
+    assert tuple(round(total_bytes / bytes_, 2) for bytes_ in bytes_by_stage) == savings
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "world_size", "size", "gigabytes"),
+    ("name", "settings", "world_size", "size", "gigabytes"),
     [
         ("ddp", {}, 8, 2, 24.5),  # 2 * 7/8 * 14 GB of bf16 gradients
         ("ddp", {}, 1, 2, 0.0),
@@ -86,17 +86,17 @@ def test_savings_of_the_zero_stages_are_below_their_limits(
     ],
 )
 def test_sent_bytes_are_those_of_a_ring(
-    name: str, given: Mapping[str, object], world_size: int, size: int, gigabytes: float
+    name: str, settings: Mapping[str, object], world_size: int, size: int, gigabytes: float
 ) -> None:
     """Parameters and gradients cross the wire as often as the papers say."""
-    choice = choose(name, given, world_size)
+    choice = choose(name, settings, world_size)
     sent = sent_bytes(choice, PARAMETERS, parameter_bytes=size, gradient_bytes=size)
 
     assert sent / GB == pytest.approx(gigabytes)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "formula"),
+    ("name", "settings", "formula"),
     [
         ("ddp", {}, "p + g + o"),
         ("zero1", {}, "p + g + o/dp"),
@@ -107,10 +107,10 @@ def test_sent_bytes_are_those_of_a_ring(
     ],
 )
 def test_the_formula_in_letters_gives_the_same_number(
-    name: str, given: Mapping[str, object], formula: str
+    name: str, settings: Mapping[str, object], formula: str
 ) -> None:
     """What is shown to people is what is counted."""
-    choice = choose(name, given, 8)
+    choice = choose(name, settings, 8)
     recipe, degrees = RECIPES["mixed"], choice.degrees
     values = {what[0]: getattr(recipe, what) for what in HELD}
     values |= {"pp": degrees.pp, "dp": degrees.dp, "tp": degrees.tp, "shard": degrees.dp_shard}
@@ -146,7 +146,7 @@ def test_only_axes_with_ranks_count() -> None:
 
 
 def test_phrases_name_collective_axis_and_times() -> None:
-    """What is sent is told in the words in which degrees are typed."""
+    """What is sent is described in the words in which degrees are typed."""
     assert sent_phrases(choose("pp", {"dp": 2, "tp": 2}, 8)) == (
         "send boundary 2 x over pp, per stage",
         "all-gather parameters 2 x over dp",

@@ -16,7 +16,7 @@ from nbdist.strategy.tensor_layout import (
     is_same,
     local_runs,
     local_shape,
-    missing,
+    missing_on_ranks,
     split,
     transfers,
 )
@@ -32,8 +32,8 @@ MESHES = [
 def chunk(array: np.ndarray, degree: int, index: int, dim: int) -> np.ndarray:
     """torch.chunk's piece, written another way: rows by their number."""
     per_rank = (array.shape[dim] + degree - 1) // degree
-    kept = [i for i in range(array.shape[dim]) if i // max(per_rank, 1) == index]
-    return np.take(array, kept, axis=dim)
+    indices = [i for i in range(array.shape[dim]) if i // max(per_rank, 1) == index]
+    return np.take(array, indices, axis=dim)
 
 
 def held(side: Placement, whole: np.ndarray, rank: int) -> np.ndarray | None:
@@ -44,21 +44,21 @@ def held(side: Placement, whole: np.ndarray, rank: int) -> np.ndarray | None:
         return None
     if layout.stages is not None and place.pp not in layout.stages:
         return None
-    own = whole
+    part = whole
     if (dim := layout.tp_dim) is not None:
-        parts = np.split(own, layout.tp_parts, axis=dim)
-        own = np.concatenate([chunk(p, degrees.tp, place.tp, dim) for p in parts], axis=dim)
+        parts = np.split(part, layout.tp_parts, axis=dim)
+        part = np.concatenate([chunk(p, degrees.tp, place.tp, dim) for p in parts], axis=dim)
     if layout.shard_dim is not None:
-        own = chunk(own, degrees.dp_shard, place.dp_shard, layout.shard_dim)
-    return own
+        part = chunk(part, degrees.dp_shard, place.dp_shard, layout.shard_dim)
+    return part
 
 
 def taken(whole: np.ndarray, side: Placement, rank: int) -> np.ndarray | None:
     """What `runs` says that a rank holds."""
-    own = local_runs(side.layout, side.degrees, rank)
-    if own is None:
+    runs = local_runs(side.layout, side.degrees, rank)
+    if runs is None:
         return None
-    rows = [[i for start, n in dim for i in range(start, start + n)] for dim in own]
+    rows = [[i for start, n in dim for i in range(start, start + n)] for dim in runs]
     return whole[np.ix_(*rows)] if rows else whole
 
 
@@ -95,12 +95,12 @@ def test_a_rank_holds_what_splitting_the_tensor_gives() -> None:
         side = some_side(draw, shape)
         whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         for rank in range(4):
-            expected, own = held(side, whole, rank), taken(whole, side, rank)
-            found = local_shape(side.layout, side.degrees, rank)
-            assert (own is None) == (expected is None), (side, rank)
-            assert found == (None if expected is None else expected.shape), (side, rank)
+            expected, actual = held(side, whole, rank), taken(whole, side, rank)
+            actual_shape = local_shape(side.layout, side.degrees, rank)
+            assert (actual is None) == (expected is None), (side, rank)
+            assert actual_shape == (None if expected is None else expected.shape), (side, rank)
             if expected is not None:
-                np.testing.assert_array_equal(own, expected, err_msg=f"{side} {rank}")
+                np.testing.assert_array_equal(actual, expected, err_msg=f"{side} {rank}")
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10**6])
@@ -113,7 +113,7 @@ def test_pieces_bring_every_element_once(limit: int) -> None:
         whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
         before = [held(old, whole, rank) for rank in range(4)]
         after = [held(new, whole, rank) for rank in range(4)]
-        got = [None if one is None else np.full_like(one, -1) for one in after]
+        got = [None if array is None else np.full_like(array, -1) for array in after]
         for piece in transfers(old, new, 4):
             for part in split(piece, limit):
                 assert np.prod(part.shape) <= limit
@@ -192,9 +192,11 @@ def test_elements_that_nobody_has_are_missing() -> None:
     first = Placement(TensorLayout((3,), tp_dim=0), Degrees(tp=2))
     single = replace(half.layout, shape=(1,))
 
-    assert missing(half, whole, 2) == (0, 1)
-    assert missing(half, first, 2) == (1,)
+    assert missing_on_ranks(half, whole, 2) == (0, 1)
+    assert missing_on_ranks(half, first, 2) == (1,)
     assert (
-        missing(Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2)
+        missing_on_ranks(
+            Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2
+        )
         == ()
     )

@@ -59,14 +59,14 @@ def test_every_family_is_found_by_its_names(family):
         layers[owner] = Layer("other", heads=4, is_in_block=True)
         layers[f"layers.0.attn.{column}"] = linear(WIDTH, family.fused * inner)
     for row in family.rows:
-        found = find_plan({**layers, f"layers.0.attn.{row}": linear(inner, WIDTH)}, 2)
+        found_plan = find_plan({**layers, f"layers.0.attn.{row}": linear(inner, WIDTH)}, 2)
 
         wanted = {
             f"layers.0.attn.{name}": Style("colwise", family.parts) for name in family.columns
         }
-        assert found.plan == {**wanted, f"layers.0.attn.{row}": Style("rowwise")}
-        assert not found.missed
-        assert not found.headless
+        assert found_plan.plan == {**wanted, f"layers.0.attn.{row}": Style("rowwise")}
+        assert not found_plan.missed
+        assert not found_plan.headless
 
 
 def test_layers_whose_widths_do_not_fit_are_no_pair():
@@ -74,18 +74,18 @@ def test_layers_whose_widths_do_not_fit_are_no_pair():
     owner = Layer("other", heads=4, is_in_block=True)
     layers = model(attn=owner, attn__qkv=linear(WIDTH, 64), attn__proj=linear(WIDTH, WIDTH))
     layers |= model(mlp__fc1=linear(WIDTH, HIDDEN), mlp__fc2=linear(HIDDEN, WIDTH))
-    found = find_plan(layers, 2)
+    found_plan = find_plan(layers, 2)
 
-    assert set(found.plan) == {"layers.0.mlp.fc1", "layers.0.mlp.fc2"}
-    assert found.missed == ("layers.0.attn.qkv", "layers.0.attn.proj")
-    message = incomplete("Net", found.plan, found.missed)
+    assert set(found_plan.plan) == {"layers.0.mlp.fc1", "layers.0.mlp.fc2"}
+    assert found_plan.missed == ("layers.0.attn.qkv", "layers.0.attn.proj")
+    message = incomplete("Net", found_plan.plan, found_plan.missed)
     assert "layers.*.attn.qkv, layers.*.attn.proj" in message
     assert "{'layers.*.mlp.fc1': 'colwise', 'layers.*.mlp.fc2': 'rowwise'}" in message
 
 
 def test_attention_without_heads_is_named():
     """Without an attribute for heads a split could cut one in two."""
-    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
 
     assert find_plan(layers, 2).headless == ("layers.0.attn",)
 
@@ -93,7 +93,7 @@ def test_attention_without_heads_is_named():
 def test_norms_of_heads_are_shared_and_others_in_the_way():
     """q_norm over one head sums its gradients; over all heads it cannot be computed on a part."""
     layers = model(attn=Layer("other", heads=4, head_size=HEAD, is_in_block=True))
-    layers |= model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+    layers |= model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
     layers["layers.0.attn"] = Layer("other", heads=4, head_size=HEAD, is_in_block=True)
     norm = Layer("norm", n_out=HEAD, n_own=HEAD, is_in_block=True)
     layers["layers.0.attn.q_norm"] = norm
@@ -115,7 +115,7 @@ def test_a_norm_between_split_layers_is_in_the_way():
 def test_parameters_in_attention_that_no_plan_knows_are_named():
     """Such as a bias of positions, which has one column for each head."""
     owner = Layer("other", heads=4, is_in_block=True)
-    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in "qkvo"})
+    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
     layers["layers.0.attn"] = owner
     layers["layers.0.attn.bias"] = Layer("embedding", 16, 4, n_own=64, is_in_block=True)
 
@@ -191,10 +191,10 @@ def test_heads_that_do_not_divide_are_refused_with_degrees():
     """The message has the number, of what it is, and what would work."""
     needed = [Count(48, "outputs of up"), Count(6, "heads of attn"), Count(2, "heads of attn.k")]
 
-    with pytest.raises(OptionError) as told:
+    with pytest.raises(OptionError) as error:
         check_counts(needed, 4, 8)
 
-    assert str(told.value) == (
+    assert str(error.value) == (
         "tp=4 does not divide the 6 heads of attn. "
         "This model can be split with tp=1 or 2 on 8 ranks."
     )
@@ -203,19 +203,19 @@ def test_heads_that_do_not_divide_are_refused_with_degrees():
 
 def test_counts_are_of_heads_widths_and_parts():
     """Grouped heads count for themselves; a fused weight by one of its parts."""
-    layers = model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in ("q", "o")})
+    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in ("q", "o")})
     layers["layers.0.attn"] = Layer("other", heads=4, kv_heads=2, head_size=HEAD)
     layers["layers.0.attn.k"] = layers["layers.0.attn.v"] = linear(WIDTH, 2 * HEAD)
     layers |= model(mlp__gate_up_proj=linear(WIDTH, 96), mlp__down_proj=linear(48, WIDTH))
     plan = find_plan(layers, 2).plan
-    found = {count.what: count.number for count in counts(plan, layers)}
+    numbers = {count.what: count.number for count in counts(plan, layers)}
 
-    assert found["heads of layers.0.attn"] == 4
-    assert found["key and value heads of layers.0.attn"] == 2
-    assert found["heads of layers.0.attn.k"] == 2
-    assert found["outputs of layers.0.mlp.gate_up_proj"] == 48
-    assert found["inputs of layers.0.mlp.down_proj"] == 48
-    assert [one.owner for one in attentions(plan, layers)] == ["layers.0.attn"]
+    assert numbers["heads of layers.0.attn"] == 4
+    assert numbers["key and value heads of layers.0.attn"] == 2
+    assert numbers["heads of layers.0.attn.k"] == 2
+    assert numbers["outputs of layers.0.mlp.gate_up_proj"] == 48
+    assert numbers["inputs of layers.0.mlp.down_proj"] == 48
+    assert [attention.owner for attention in attentions(plan, layers)] == ["layers.0.attn"]
 
 
 def test_styles_are_read():
@@ -229,17 +229,21 @@ def test_styles_are_read():
 @pytest.mark.parametrize("text", ["", "column", "colwise:", "colwise:x", "divide", "rowwise:2", 3])
 def test_unknown_styles_are_refused_with_all_that_there_are(text):
     """Each with what it does."""
-    with pytest.raises(OptionError) as told:
+    with pytest.raises(OptionError) as error:
         read_style(text, "layers.*.up")
 
-    assert "layers.*.up" in str(told.value)
-    assert all(meaning in str(told.value) for meaning in STYLES.values())
+    assert "layers.*.up" in str(error.value)
+    assert all(meaning in str(error.value) for meaning in STYLES.values())
 
 
 def given_layers() -> dict[str, Layer]:
     """Two blocks of a model with names that nobody knows."""
-    one = {"a": linear(WIDTH, HIDDEN), "b": linear(HIDDEN, WIDTH), "emb": Layer("embedding", 9, 4)}
-    return {f"net.{block}.{name}": layer for block in (0, 1) for name, layer in one.items()}
+    layers = {
+        "a": linear(WIDTH, HIDDEN),
+        "b": linear(HIDDEN, WIDTH),
+        "emb": Layer("embedding", 9, 4),
+    }
+    return {f"net.{block}.{name}": layer for block in (0, 1) for name, layer in layers.items()}
 
 
 def test_patterns_are_put_out_into_modules():
@@ -252,10 +256,10 @@ def test_patterns_are_put_out_into_modules():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("patterns", "message"),
     [
-        ({"net.a": "colwise"}, "net.a names no module"),
-        ({"*": "colwise"}, "names no module"),
+        ({"net.a": "colwise"}, "net.a matches no module"),
+        ({"*": "colwise"}, "matches no module"),
         ({"net.*.a": "colwise"}, "without a rowwise one"),
         ({"net.*.b": "rowwise"}, "splits nothing"),
         ({"net.*.emb": "colwise"}, "net.0.emb is colwise, which only goes with a torch.nn.Linear"),
@@ -263,16 +267,16 @@ def test_patterns_are_put_out_into_modules():
         ({"net.*.a": "colwise:3", "net.*.b": "rowwise"}, "64 outputs, which are not 3 equal"),
     ],
 )
-def test_plans_that_cannot_be_followed_are_refused(given, message):
+def test_plans_that_cannot_be_followed_are_refused(patterns, message):
     """Before anything changes."""
     with pytest.raises(OptionError, match=message.replace("*", r"\*")):
-        read_plan(given, given_layers())
+        read_plan(patterns, given_layers())
 
 
 def test_names_of_heads_and_rows_do_not_shadow_each_other():
     """`proj` and `out` end attention, too: in a block they are no heads."""
     layers = vocabulary(WIDTH)
-    layers |= model(**{f"attn__{one}": linear(WIDTH, WIDTH) for one in ("q", "k", "v", "proj")})
+    layers |= model(**{f"attn__{name}": linear(WIDTH, WIDTH) for name in ("q", "k", "v", "proj")})
     layers["layers.0.attn"] = Layer("other", heads=4, is_in_block=True)
 
     assert "proj" in HEADS

@@ -35,22 +35,22 @@ def test_a_recv_waits_for_its_send() -> None:
 def test_a_send_waits_for_its_recv() -> None:
     """A large one blocks until the other rank receives."""
     send = call("send", "float32[9999999], dst=1", peer=1, state="waiting")
-    one = only_finding(view(0, "running", send), view(1, "raised", how="KeyError"))
+    finding = found(view(0, "running", send), view(1, "raised", how="KeyError"))
 
-    assert one.text.endswith("rank 1 raised KeyError before a recv from rank 0")
-    assert one.is_certain
+    assert finding.text.endswith("rank 1 raised KeyError before a recv from rank 0")
+    assert finding.is_certain
 
 
 def test_a_recv_from_any_waits_for_all_who_could_send() -> None:
     """Certain when none can; nothing is found once one has sent."""
     recv = call("recv", "float32[3]", state="waiting")
     gone = view(1, "finished", world=3)
-    one = only_finding(view(0, "running", recv, world=3), gone, view(2, "finished", world=3))
-    late = only_finding(view(0, "running", recv, world=3), gone, view(2, "running", world=3))
+    finding = found(view(0, "running", recv, world=3), gone, view(2, "finished", world=3))
+    late = found(view(0, "running", recv, world=3), gone, view(2, "running", world=3))
     sent = view(2, "running", call("send", peer=0), world=3)
 
-    assert one.text.endswith("; ranks 1-2 finished the cell without a send to rank 0")
-    assert (one.is_certain, one.blamed) == (True, (1, 2))
+    assert finding.text.endswith("; ranks 1-2 finished the cell without a send to rank 0")
+    assert (finding.is_certain, finding.blamed) == (True, (1, 2))
     assert not late.is_certain
     assert diagnose([view(0, "running", recv, world=3), gone, sent], NOW_S) == ()
 
@@ -58,11 +58,11 @@ def test_a_recv_from_any_waits_for_all_who_could_send() -> None:
 def test_ranks_that_receive_from_the_same_rank_are_one_finding() -> None:
     """One cause."""
     recv = call("recv", "float32[3], src=2", peer=2, state="waiting")
-    one = only_finding(
+    finding = found(
         *(view(r, "running", recv, world=3) for r in (0, 1)), view(2, "finished", world=3)
     )
 
-    assert one.text == (
+    assert finding.text == (
         "ranks 0-1 wait in recv(float32[3], src=2) at line 7 of cell [12]; "
         "rank 2 finished the cell without a send to ranks 0-1"
     )

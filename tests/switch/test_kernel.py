@@ -79,29 +79,29 @@ def from_rank(ename: str, evalue: str) -> NbdistError:
 def test_the_ranks_say_what_counts() -> None:
     """A user's own Accelerator may have added to it."""
     added = choose("ddp", {"bf16": True}, 2)
-    one, ranks = strategies([added] * 2)
+    strategy, ranks = strategies([added] * 2)
 
-    assert (one.current(), ranks.strategy_chosen) == (added, None)
+    assert (strategy.current(), ranks.strategy_chosen) == (added, None)
 
 
 def test_a_switch_reaches_all_ranks_after_a_recovery_and_is_told_as_one() -> None:
     """Groups are made whole first; afterwards the ranks are asked for what counts."""
-    one, ranks = strategies([told(DDP, FSDP)] * 2, [FSDP] * 2)
-    done = one.switch("fsdp")
+    strategy, ranks = strategies([told(DDP, FSDP)] * 2, [FSDP] * 2)
+    done = strategy.switch("fsdp")
 
     assert (done.moved_bytes, ranks.strategy_chosen) == (10, FSDP)
-    assert one.current() == FSDP
+    assert strategy.current() == FSDP
     assert ranks.calls == [("recover",), (switch_strategy, FSDP),
                              (current_strategy,)]  # fmt: skip
 
 
 def test_a_wrong_option_asks_no_rank() -> None:
     """What can be refused in the notebook is."""
-    one, ranks = strategies()
+    strategy, ranks = strategies()
     with pytest.raises(OptionError, match="2 ranks cannot form tp=3"):
-        one.switch("tp", tp=3)
+        strategy.switch("tp", tp=3)
     with pytest.raises(OptionError, match="no --sdpa cudnn on the CPU"):
-        one.switch("ddp", sdpa="cudnn")
+        strategy.switch("ddp", sdpa="cudnn")
 
     assert ranks.calls == []
     assert ranks.strategy_chosen is None
@@ -109,36 +109,36 @@ def test_a_wrong_option_asks_no_rank() -> None:
 
 def test_what_ranks_refuse_is_an_option_error_without_their_number() -> None:
     """They refuse alike, before anything changes; afterwards they are asked."""
-    one, _ = strategies(from_rank("OptionError", "6 heads cannot be split 4 ways"), [DDP] * 2)
+    strategy, _ = strategies(from_rank("OptionError", "6 heads cannot be split 4 ways"), [DDP] * 2)
     with pytest.raises(OptionError) as caught:
-        one.switch("tp")
+        strategy.switch("tp")
 
     assert str(caught.value) == "6 heads cannot be split 4 ways"
-    assert one.current() == DDP
+    assert strategy.current() == DDP
 
 
 def test_another_failure_of_a_rank_stays_what_it_is() -> None:
     """It names its rank, and what counts now is asked."""
-    one, _ = strategies(from_rank("RuntimeError", "connection lost"), [DDP] * 2)
+    strategy, _ = strategies(from_rank("RuntimeError", "connection lost"), [DDP] * 2)
     with pytest.raises(NbdistError, match="rank 0: connection lost"):
-        one.switch("fsdp")
+        strategy.switch("fsdp")
 
-    assert one.current() == DDP
+    assert strategy.current() == DDP
 
 
 def test_an_interrupted_switch_says_how_to_see_what_counts() -> None:
     """It may have come too late to be taken back."""
-    one, _ = strategies(Interrupted("ranks 0-1 had not answered"))
+    strategy, _ = strategies(Interrupted("ranks 0-1 had not answered"))
     with pytest.raises(Interrupted, match="had not answered; %dist_strategy says which"):
-        one.switch("fsdp")
+        strategy.switch("fsdp")
 
 
 def test_ranks_that_differ_are_told() -> None:
     """One rank that has missed a switch cannot train with the others."""
-    one, _ = strategies([told(DDP, FSDP)] * 2, [FSDP, DDP])
-    one.switch("fsdp")
+    strategy, _ = strategies([told(DDP, FSDP)] * 2, [FSDP, DDP])
+    strategy.switch("fsdp")
     with pytest.raises(NbdistError, match=r"0: fsdp; 1: ddp.*%dist_reset"):
-        one.current()
+        strategy.current()
 
 
 def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
@@ -156,8 +156,8 @@ def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
 def test_a_session_knows_what_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes a rank's place is given it."""
     monkeypatch.setattr(start, "start", lambda *_: (None, CPU, ()))
-    made = lambda *_, **__: SimpleNamespace(strategy_chosen=None)  # noqa: E731
-    monkeypatch.setattr(session, "Session", made)
+    make_ranks = lambda *_, **__: SimpleNamespace(strategy_chosen=None)  # noqa: E731
+    monkeypatch.setattr(session, "Session", make_ranks)
     chosen_at_start = [
         session.start(StartOptions(strategy=typed), cast(Any, None), print).session.strategy_chosen
         for typed in (None, StrategySpec("fsdp"))

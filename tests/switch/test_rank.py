@@ -369,30 +369,30 @@ def test_names_lists_and_memory(tmp_path: Path) -> None:
     with TorchRanks(tmp_path, 2, TRAINING + NAMES) as ranks:
         results = ranks.results()
 
-    for one in results:
-        assert one["rebound"] == ["model", "first_weight"]
-        assert one["lists"] == [
+    for result in results:
+        assert result["rebound"] == ["model", "first_weight"]
+        assert result["lists"] == [
             "nested",
             "nested['decay']",
             "params",
             "the closure of step_with.<locals>.step",
             "trainer.parts",
         ]
-        assert one["stale"] == [
+        assert result["stale"] == [
             "a default argument of evaluate (model)",
             "pair[0] (model)",
             "the closure of step_with.<locals>.step (model)",
             "trainer.net (model)",
         ]
-        holds = [key for key in one if key.startswith("is_")] + ["random_same", "scheduler_same"]
-        assert {key: one[key] for key in holds} == dict.fromkeys(holds, True)
-        assert "as it was under ddp" in one["old_outer"]
-        assert one["again"] == [[SAME], [], True]
-        assert one["back"] == [["model", "first_weight"], [], True, True]
-        assert one["released"] == [True, True, True]
-        assert one["notes"] == []
-        assert one["graded"] == [CLEARED]
-        assert one["ghost"]
-        assert one["models"] == ["model"]
-        assert one["gone"] == []
-        assert one["worst"] < CLOSE
+        holds = [key for key in result if key.startswith("is_")] + ["random_same", "scheduler_same"]
+        assert {key: result[key] for key in holds} == dict.fromkeys(holds, True)
+        assert "from before the switch away from ddp" in result["old_outer"]
+        assert result["again"] == [[SAME], [], True]
+        assert result["back"] == [["model", "first_weight"], [], True, True]
+        assert result["released"] == [True, True, True]
+        assert result["notes"] == []
+        assert result["graded"] == [CLEARED]
+        assert result["ghost"]
+        assert result["models"] == ["model"]
+        assert result["gone"] == []
+        assert result["worst"] < CLOSE

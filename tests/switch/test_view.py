@@ -9,8 +9,8 @@ import pytest
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS
-from nbdist.switch.report import RankSwitchReport, together
-from nbdist.switch.view import current, switched
+from nbdist.switch.report import RankSwitchReport, merge_reports
+from nbdist.switch.view import current, switch_result
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,10 @@ def test_current_shows_degrees_options_and_the_effective_batch() -> None:
 
     assert head == [
         "strategy: fsdp x tp, dp 2 x tp 2, --bf16 --accumulate 4",
-        "effective batch: 2 x the loader's x 4 accumulated (data-parallel degree 2 on 4 ranks)",
+        (
+            "effective batch: 2 x the loader's batch x 4 accumulated (data-parallel degree 2 on 4 "
+            "ranks)"
+        ),
     ]
 
 
@@ -67,13 +70,13 @@ def test_a_switch_tells_what_changed_and_what_is_still_the_old() -> None:
         notes=("The loader goes on at batch 12.",),
     )
 
-    assert switched(done).text == (
+    assert switch_result(done).text == (
         "ddp, dp 2 -> fsdp, dp 2, --bf16 in 0.1 s, 6.7 MB moved between ranks\n"
-        "models: model\n"
-        "names that stand for another object now: model\n"
-        "lists of parameters that were updated: decayed\n"
+        "Models: model\n"
+        "Rebound variables: model\n"
+        "Updated lists of parameters: decayed\n"
         "The loader goes on at batch 12.\n"
-        "Still the old model or its parameters; assign them again:\n"
+        "These still hold the old model or its parameters. Assign them again:\n"
         "  closure step in cell [4]: model\n"
         "  best = model"
     )
@@ -83,21 +86,21 @@ def test_a_switch_to_the_same_says_so() -> None:
     """Nothing was done, and nothing else is told."""
     done = replace(record(DDP, DDP), models=(), rebound=())
 
-    assert switched(done).text == "ddp, dp 2 already: nothing was changed"
+    assert switch_result(done).text == "The strategy is already ddp, dp 2. Nothing was changed."
 
 
 def test_a_choice_without_a_model_is_for_those_to_come() -> None:
     """Before anything is prepared the strategy is only set."""
     done = replace(record(DDP, FSDP), models=(), rebound=())
 
-    assert switched(done).text == (
-        "fsdp, dp 2, --bf16 from now on (was ddp, dp 2); no model is prepared yet"
+    assert switch_result(done).text == (
+        "fsdp, dp 2, --bf16 from now on (before: ddp, dp 2). No model is prepared yet."
     )
 
 
 def test_html_is_escaped() -> None:
     """A name from the user's code cannot become markup."""
-    view = switched(replace(record(DDP, FSDP), stale=("<b>x</b>",)))
+    view = switch_result(replace(record(DDP, FSDP), stale=("<b>x</b>",)))
 
     assert "&lt;b&gt;x&lt;/b&gt;" in view.html
     assert "<b>" not in view.html
@@ -109,14 +112,14 @@ def test_times_and_bytes_are_placeholders_where_outputs_are_stored(
     """What differs from run to run does not fail a notebook."""
     monkeypatch.setenv("NBDIST_TEST", "1")
 
-    assert "in # s, # moved" in switched(record(DDP, FSDP)).text
+    assert "in # s, # moved" in switch_result(record(DDP, FSDP)).text
 
 
 def test_ranks_records_become_one() -> None:
     """Bytes are those of all, the slowest counts, what is not on all ranks has its ranks."""
-    one = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
+    first = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
     other = replace(record(DDP, FSDP), notes=("late",), elapsed_s=0.3)
-    both = together([one, other])
+    both = merge_reports([first, other])
 
     assert both.models == ("model",)
     assert both.stale == ("[0] best = model",)

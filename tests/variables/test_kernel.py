@@ -29,8 +29,8 @@ LARGE = np.arange(500_000)
 def left(session: Session) -> list[Path]:
     """Files and folders on their way."""
     run = session.cluster.run_dir
-    found = [place.glob(f"nbdist-{os.getuid()}-*") for place in (Path("/dev/shm"), run)]
-    return [path for each in found for path in each if run.name in path.name]
+    folders = [place.glob(f"nbdist-{os.getuid()}-*") for place in (Path("/dev/shm"), run)]
+    return [path for each in folders for path in each if run.name in path.name]
 
 
 def test_values_go_and_come(pair: Session) -> None:
@@ -40,7 +40,7 @@ def test_values_go_and_come(pair: Session) -> None:
 
     assert pair.pull("a") == [[1], [2]]
     assert pair.pull("a", ranks=[1]) == [2]
-    assert all(np.array_equal(one, LARGE) for one in pair.pull("b"))
+    assert all(np.array_equal(array, LARGE) for array in pair.pull("b"))
     assert left(pair) == []
 
 
@@ -61,13 +61,10 @@ def test_what_does_not_fit_into_shared_memory_goes_over_the_disk(
     )
     pulled = pair.variables.pull(["large"])
     pair.run("shutil.disk_usage = kept")
-    told = (
-        "it went through a file on the disk, as 4.0 MB do not fit into the 1.0 MB that are free in "
-        "/dev/shm"
-    )
+    remark = "it was sent through a file on disk: 4.0 MB needed, 1.0 MB free in /dev/shm"
 
-    assert pushed.remarks == pulled.remarks == (told,)
-    assert all(np.array_equal(one, LARGE) for one in pulled.values["large"])
+    assert pushed.remarks == pulled.remarks == (remark,)
+    assert all(np.array_equal(array, LARGE) for array in pulled.values["large"])
     assert left(pair) == []
 
 
@@ -80,7 +77,7 @@ def test_ranks_elsewhere_get_large_values_over_the_wire(
     monkeypatch.setattr(variables_kernel.tempfile, "mkdtemp", None)
     pair.push({"far": LARGE})
 
-    assert all(np.array_equal(one, LARGE) for one in pair.pull("far"))
+    assert all(np.array_equal(array, LARGE) for array in pair.pull("far"))
 
 
 def test_a_busy_rank_is_refused_before_anything_is_copied(
@@ -88,8 +85,8 @@ def test_a_busy_rank_is_refused_before_anything_is_copied(
 ) -> None:
     """The others can be reached meanwhile."""
     code = f"open('{tmp_path}/runs', 'w')\nimport time\ntime.sleep(60)"
-    one = pair.begin(CellRequest(code, (1,)))
-    with contextlib.closing(one):
+    call = pair.begin(CellRequest(code, (1,)))
+    with contextlib.closing(call):
         assert until((tmp_path / "runs").exists)
         with monkeypatch.context() as patched:
             patched.setattr(pack, "pack", None)
@@ -101,7 +98,7 @@ def test_a_busy_rank_is_refused_before_anything_is_copied(
         pulled = pair.pull("a", ranks="0")
         pair.interrupt(1)
         with pytest.raises(BaseException, match="KeyboardInterrupt"):
-            wait.wait(lambda: one)
+            wait.wait(lambda: call)
 
     assert pulled == "new"
 

@@ -48,22 +48,22 @@ class Raising:
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """Two places for files, each in one of its own."""
-    made = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
-    for folder in made:
+    folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
+    for folder in folders:
         folder.mkdir(parents=True)
-    return made
+    return folders
 
 
 def sent(value: object, folders: list[Path] | None = None) -> PackedValue:
     """The parcel of a value, as it arrives after the wire."""
-    made: PackedValue = pickle.loads(
+    parcel: PackedValue = pickle.loads(
         pickle.dumps(pack.send(pack.pack({"x": value}), folders or []))
     )
-    return made
+    return parcel
 
 
 def there_and_back(value: object, folders: list[Path] | None = None) -> Any:
-    return unpack.opened(sent(value, folders))["x"]
+    return unpack.unpack(sent(value, folders))["x"]
 
 
 def files(folders: list[Path]) -> list[Path]:
@@ -108,9 +108,9 @@ def test_the_same_object_twice_stays_one() -> None:
     """Within a value, and between variables that are sent together."""
     array = np.zeros(5000)
     packed = pack.pack({"a": [array, array], "b": array})
-    made = unpack.opened(pack.send(packed, []))
+    values = unpack.unpack(pack.send(packed, []))
 
-    assert made["a"][0] is made["a"][1] is made["b"]
+    assert values["a"][0] is values["a"][1] is values["b"]
 
 
 def test_a_large_value_goes_through_a_file_of_its_owner(folders: list[Path]) -> None:
@@ -138,12 +138,9 @@ def test_without_room_it_goes_through_the_next_folder_and_says_so(
 
     assert Path(parcel.path).parent == folders[1]
     assert parcel.remarks == (
-        (
-            "it went through a file on the disk, as 4.0 MB do not fit into the 10.0 MB that are "
-            f"free in {folders[0].parent}"
-        ),
+        (f"it was sent through a file on disk: 4.0 MB needed, 10.0 MB free in {folders[0].parent}"),
     )
-    np.testing.assert_array_equal(unpack.opened(parcel)["x"], array)
+    np.testing.assert_array_equal(unpack.unpack(parcel)["x"], array)
 
 
 def test_without_room_anywhere_nothing_is_left(
@@ -156,7 +153,7 @@ def test_without_room_anywhere_nothing_is_left(
 
     monkeypatch.setattr(pack.os, "write", full)
 
-    with pytest.raises(TransferError, match=r"no room for 4\.0 MB .*first.*No space.*second"):
+    with pytest.raises(TransferError, match=r"no space to send 4\.0 MB.*first.*No space.*second"):
         sent(np.arange(500_000), folders)
     assert files(folders) == []
 
@@ -188,7 +185,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 def test_what_cannot_be_made_anew_is_told() -> None:
     """With the class and text of its exception."""
-    with pytest.raises(TransferError, match="cannot be made: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        TransferError, match="cannot be unpacked: ZeroDivisionError: division by zero"
+    ):
         there_and_back(Raising())
 
 
@@ -196,9 +195,9 @@ def test_what_cannot_be_made_anew_is_told() -> None:
 def only_here() -> Iterator[type]:
     """A class that the main module had when it was pickled."""
     main = sys.modules["__main__"]
-    made = type("OnlyHere", (), {"__module__": "__main__"})
-    main.OnlyHere = made  # type: ignore[attr-defined]
-    yield made
+    only_here = type("OnlyHere", (), {"__module__": "__main__"})
+    main.OnlyHere = only_here  # type: ignore[attr-defined]
+    yield only_here
     if hasattr(main, "OnlyHere"):
         del main.OnlyHere
 
@@ -206,18 +205,22 @@ def only_here() -> Iterator[type]:
 def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
     """It is found where a cell has defined it too, and asked for where not."""
     parcel = sent(only_here())
-    found = unpack.opened(parcel)["x"]
+    array = unpack.unpack(parcel)["x"]
     del sys.modules["__main__"].OnlyHere  # type: ignore[attr-defined]
 
-    assert type(found) is only_here
-    with pytest.raises(TransferError, match="OnlyHere is in it, which a cell has defined: run"):
-        unpack.opened(parcel)
+    assert type(array) is only_here
+    with pytest.raises(
+        TransferError, match="OnlyHere is defined in a notebook cell and cannot be sent; run"
+    ):
+        unpack.unpack(parcel)
 
 
 def test_a_package_that_must_not_be_loaded_is_refused() -> None:
     """The error names it and what to do."""
-    with pytest.raises(TransferError, match=r"fractions\.Fraction is in it: `import fractions` in"):
-        unpack.opened(
+    with pytest.raises(
+        TransferError, match=r"it contains fractions\.Fraction: `import fractions` in"
+    ):
+        unpack.unpack(
             sent(__import__("fractions").Fraction(1, 2)),
             refused={"fractions": "`import fractions` in"},
         )
@@ -230,7 +233,7 @@ def test_missing_bytes_are_told(folders: list[Path]) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
     with pytest.raises(TransferError, match="10 bytes are missing"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
@@ -238,7 +241,7 @@ def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
     parcel = replace(sent(np.arange(500_000), folders), path="/nowhere/at/all")
 
     with pytest.raises(TransferError, match="FileNotFoundError"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_type_that_numpy_cannot_even_hold_asks_for_torch() -> None:
@@ -253,7 +256,7 @@ def test_a_type_that_numpy_cannot_even_hold_asks_for_torch() -> None:
     )
 
     with pytest.raises(TransferError, match=r"no type for torch\.float4_e2m1fn_x2: `import torch`"):
-        unpack.opened(parcel)
+        unpack.unpack(parcel)
 
 
 def test_a_number_outside_its_pickle_is_refused() -> None:

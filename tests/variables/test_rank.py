@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.errors import TransferError
 from nbdist.variables import pack, unpack
 from nbdist.variables import rank as variables_rank
-from nbdist.variables.names import described
+from nbdist.variables.names import describe
 
 pytestmark = pytest.mark.engine
 
@@ -50,7 +50,7 @@ def bits(dtype: torch.dtype) -> torch.Tensor:
 
 def there_and_back(value: object, torch_module: Any = torch) -> Any:
     parcel = pack.send(pack.pack({"x": value}, torch), [])
-    return unpack.opened(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
+    return unpack.unpack(pickle.loads(pickle.dumps(parcel)), torch_module)["x"]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -68,14 +68,14 @@ def test_each_type_keeps_its_bits(dtype: torch.dtype) -> None:
 def test_each_form_keeps_its_values(form: str) -> None:
     """The copy is contiguous, and nobody else's."""
     value = _FORMS[form]()
-    kept = value.clone()
+    original = value.clone()
     copy = there_and_back(value)
     same = torch.equal(copy, value)
     copy.add_(1)
 
     assert same
     assert copy.shape == value.shape
-    assert torch.equal(value, kept)
+    assert torch.equal(value, original)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -113,32 +113,32 @@ def test_without_torch_each_form_becomes_an_array(form: str) -> None:
 def test_leaves_and_parameters_stay_what_they_are() -> None:
     """A result loses its graph, which cannot be sent."""
     leaf = torch.ones(2, requires_grad=True)
-    made = there_and_back(
+    values = there_and_back(
         {"leaf": leaf, "loss": (leaf * 2).sum(), "parameter": torch.nn.Parameter(torch.ones(2)),
          "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
     )  # fmt: skip
 
-    assert {name: one.requires_grad for name, one in made.items()} == {
+    assert {name: tensor.requires_grad for name, tensor in values.items()} == {
         "leaf": True, "loss": False, "parameter": True, "frozen": False,
     }  # fmt: skip
-    assert [isinstance(one, torch.nn.Parameter) for one in made.values()] == [
+    assert [isinstance(tensor, torch.nn.Parameter) for tensor in values.values()] == [
         False,
         False,
         True,
         True,
     ]
-    assert made["loss"].item() == 4.0
+    assert values["loss"].item() == 4.0
 
 
 def test_tensors_are_found_in_whatever_holds_them() -> None:
     """Containers, modules and optimizers' states; tied parameters stay one."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    made = there_and_back({"a": [(model, torch.Size([1, 2]), torch.float16)]})["a"][0]
+    value = there_and_back({"a": [(model, torch.Size([1, 2]), torch.float16)]})["a"][0]
 
-    assert made[0][1].weight is made[0][0].weight
-    assert torch.equal(made[0][0].weight, model[0].weight)
-    assert made[1:] == (torch.Size([1, 2]), torch.float16)
+    assert value[0][1].weight is value[0][0].weight
+    assert torch.equal(value[0][0].weight, model[0].weight)
+    assert value[1:] == (torch.Size([1, 2]), torch.float16)
 
 
 def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
@@ -146,11 +146,11 @@ def test_without_torch_a_size_is_a_tuple_and_a_module_is_refused() -> None:
 
     def opened(value: object) -> Any:
         parcel = pack.send(pack.pack({"x": value}, torch), [])
-        return unpack.opened(parcel, None, refused={"torch": "`import torch`"})["x"]
+        return unpack.unpack(parcel, None, refused={"torch": "`import torch`"})["x"]
 
     assert opened(torch.Size([1, 2])) == (1, 2)
     with pytest.raises(
-        TransferError, match=r"torch\.nn\.modules\.linear\.Linear is in it: `import"
+        TransferError, match=r"it contains torch\.nn\.modules\.linear\.Linear: `import"
     ):
         opened(torch.nn.Linear(1, 1))
 
@@ -159,11 +159,11 @@ def test_only_the_part_of_a_storage_that_is_seen_is_sent() -> None:
     """A small view does not take the large tensor along; two views arrive as two tensors."""
     large = torch.zeros(1_000_000)
     packed = pack.pack({"x": [large[:2], large[:2]]}, torch)
-    made = unpack.opened(pack.send(packed, []), torch)["x"]
-    made[0].add_(1)
+    value = unpack.unpack(pack.send(packed, []), torch)["x"]
+    value[0].add_(1)
 
     assert packed.size_bytes < 1000
-    assert made[1].tolist() == [0, 0]
+    assert value[1].tolist() == [0, 0]
 
 
 def test_a_copy_can_be_resized() -> None:
@@ -175,23 +175,23 @@ def test_a_copy_can_be_resized() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "device meta has no elements"),
     ],
     ids=["sparse", "meta"],
 )
-def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, told: str) -> None:
+def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, expected: str) -> None:
     """The variable is named, and what to do."""
-    with pytest.raises(TransferError, match=f"^x cannot be sent: .*{told}"):
+    with pytest.raises(TransferError, match=f"^x cannot be sent: .*{expected}"):
         pack.pack({"x": value}, torch)
 
 
 def test_kinds_are_told_of_tensors() -> None:
     """Type and shape."""
-    assert described(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
-    assert described(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
+    assert describe(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
+    assert describe(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
 
 
 @pytest.fixture
@@ -222,9 +222,9 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
 def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
     """And tells what it lacks, with close names."""
     parcel = variables_rank.send(["loss", "weights"], [str(tmp_path)], True, False)
-    made = unpack.opened(parcel, torch)
+    values = unpack.unpack(parcel, torch)
 
-    assert variables_rank.lacking(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
+    assert variables_rank.missing_names(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
     assert parcel.path
-    assert torch.equal(made["loss"], user_ns["loss"])
-    assert torch.equal(made["weights"][0], user_ns["weights"][0])
+    assert torch.equal(values["loss"], user_ns["loss"])
+    assert torch.equal(values["weights"][0], user_ns["weights"][0])

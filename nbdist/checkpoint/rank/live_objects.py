@@ -21,7 +21,7 @@ from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.common import Stepper, common_models, steppers_of
+from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
 from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Placement
@@ -83,7 +83,7 @@ class PreparedOptimizer:
     """
 
     name: str
-    stepper: Stepper
+    stepper: OptimizerHandle
     labels: dict[str, str]
     others: int
     whole: dict[str, Any] | None = None
@@ -220,7 +220,7 @@ def _check(common: list[Prepared]) -> None:
 
 
 def variable_names(
-    models: list[Prepared], steppers: list[Stepper], accelerators: list[Any]
+    models: list[Prepared], steppers: list[OptimizerHandle], accelerators: list[Any]
 ) -> tuple[list[str], list[str]]:
     """What a person calls them; each name once."""
     wrappers = {

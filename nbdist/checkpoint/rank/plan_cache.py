@@ -25,7 +25,7 @@ from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.consensus import rank, world_size
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.common import Stepper, prepared_optimizers
+from nbdist.parallel.reshard.common import OptimizerHandle, prepared_optimizers
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.optimizer_state import LocalState, MergedState
 
@@ -251,7 +251,7 @@ def _recall(plan: _Plan) -> LiveObjects | None:
         if list(here) != list(labels):
             return None
         local = LocalState(before.optimizer, before.number, before.names, {}, {})
-        stepper = Stepper(optimizer, here, local, before)
+        stepper = OptimizerHandle(optimizer, here, local, before)
         others = sum(len(group["params"]) for group in optimizer.param_groups) - len(here)
         live_optimizers.append(PreparedOptimizer(name, stepper, labels, others))
     return LiveObjects(models, live_optimizers, accelerators)

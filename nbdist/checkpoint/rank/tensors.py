@@ -28,7 +28,7 @@ from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry
 from nbdist.strategy.choice import Degrees
-from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing
+from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing_on_ranks
 
 MODEL, OPTIMIZER = "model", "optimizer"
 

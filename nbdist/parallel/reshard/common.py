@@ -1,6 +1,6 @@
-"""What is prepared on all ranks: models, and optimizers with what they remember.
+"""The models and optimizers that are prepared on all ranks, with the optimizers' state.
 
-Both a switch and a save begin with it.
+A switch and a save both begin with them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nbdist.parallel.reshard.optimizer_state import (
 
 
 @dataclass(slots=True)
-class Stepper:
-    """One optimizer of prepared models, and what it remembers.
+class OptimizerHandle:
+    """One optimizer of prepared models, and its state.
 
     Attributes:
-        optimizer: It.
-        names: Unique name -> (model, first name, what its groups hold).
-        local: What it remembers here.
-        agreed: What it remembers on all ranks.
+        optimizer: torch's object.
+        names: Unique name -> (model, first name, the parameter in its groups).
+        local: Its state on this rank.
+        agreed: Its state over all ranks.
     """
 
     optimizer: Optimizer
@@ -47,65 +47,83 @@ def common_models(what: str) -> list[Prepared]:
     A cell that failed on one rank may leave a model there, in the error.
 
     Args:
-        what: Is done, for messages.
+        what: The operation, for messages.
     """
-    own = registry.prepared()
-    told = all_or_none(what, lambda: [(one.number, tuple(one.built.names)) for one in own])
-    names = [[names for _, names in one] for one in told]
-    if all(one == names[0] for one in names):
-        return own  # numbers may differ: a rank that has replaced another begins with 0
-    common = set.intersection(*(set(one) for one in told))
-    if not common and any(told):
-        counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(told))
+    models = registry.prepared()
+    by_rank = all_or_none(
+        what, lambda: [(model.number, tuple(model.built.names)) for model in models]
+    )
+    names = [[names for _, names in entries] for entries in by_rank]
+    if all(rank_names == names[0] for rank_names in names):
+        return models  # numbers may differ: a rank that has replaced another begins with 0
+    common = set.intersection(*(set(entries) for entries in by_rank))
+    if not common and any(by_rank):
+        counts = ", ".join(f"rank {rank}: {len(entries)}" for rank, entries in enumerate(by_rank))
         raise NbdistError(
-            f"The ranks have no prepared model in common (models on {counts}). Run the cells that "
-            "prepare them on all ranks again."
+            f"No prepared model is on all ranks (models on {counts}). Run the cells that prepare "
+            "them on all ranks again."
         )
     registry.keep({number for number, _ in common})
     return registry.prepared()
 
 
-def steppers_of(what: str, found: Sequence[Prepared], *, is_quick: bool = False) -> list[Stepper]:
-    """The optimizers of these models that are on all ranks, with what they remember. Collective.
+def common_optimizers(
+    what: str, models: Sequence[Prepared], *, is_quick: bool = False
+) -> list[OptimizerHandle]:
+    """The optimizers of these models that are on all ranks, with their state. Collective.
 
     Args:
-        what: Is done, for messages.
-        found: The models.
+        what: The operation, for messages.
+        models: The models.
         is_quick: Those that were prepared will do where they step every parameter. Otherwise they
             are looked for among all of Python's objects, which takes a tenth of a second.
     """
-    own = _optimizers(found if is_quick else ())
-    told = all_or_none(what, lambda: [_sketch(optimizer) for optimizer in own])
-    sketches = told[rank()]
-    shared = [key for key in told[0] if all(key in one for one in told)]
+    optimizers = _optimizers(models if is_quick else ())
+    sketches_by_rank = all_or_none(what, lambda: [_sketch(optimizer) for optimizer in optimizers])
+    local_sketches = sketches_by_rank[rank()]
+    shared = [
+        key for key in sketches_by_rank[0] if all(key in sketches for sketches in sketches_by_rank)
+    ]
     chosen = []
     for key in dict.fromkeys(shared):
-        count = min(one.count(key) for one in told)
-        same = [o for o, sketch in zip(own, sketches, strict=True) if sketch == key]
+        count = min(sketches.count(key) for sketches in sketches_by_rank)
+        same = [
+            optimizer
+            for optimizer, sketch in zip(optimizers, local_sketches, strict=True)
+            if sketch == key
+        ]
         chosen += same[:count]
-    steppers = []
+    handles = []
     for number, optimizer in enumerate(chosen):
         names = registry.names_in(optimizer)
-        local = read(optimizer, {key: held for key, (_, _, held) in names.items()}, number)
-        steppers.append(Stepper(optimizer, names, local))
-    for one, agreed in zip(steppers, merge_across_ranks([s.local for s in steppers]), strict=True):
-        one.agreed = agreed
-    return steppers
+        local = read(
+            optimizer, {key: parameter for key, (_, _, parameter) in names.items()}, number
+        )
+        handles.append(OptimizerHandle(optimizer, names, local))
+    for handle, merged in zip(
+        handles, merge_across_ranks([handle.local for handle in handles]), strict=True
+    ):
+        handle.agreed = merged
+    return handles
 
 
-def _optimizers(covered: Sequence[Prepared] = ()) -> list[Optimizer]:
+def _optimizers(models: Sequence[Prepared] = ()) -> list[Optimizer]:
     """This rank's, those that were bound first; also those that nobody has prepared.
 
     Args:
-        covered: If those that were prepared step all of these models' parameters, they are all.
+        models: If those that were prepared step all of these models' parameters, they are all.
     """
-    known = prepared_optimizers(covered)
-    if known is not None:
-        return known
-    found = [one for one in live_models.live_optimizers() if registry.names_in(one)]
+    prepared = prepared_optimizers(models)
+    if prepared is not None:
+        return prepared
+    optimizers = [
+        optimizer for optimizer in live_models.live_optimizers() if registry.names_in(optimizer)
+    ]
     return sorted(
-        found,
-        key=lambda one: registry.bound(one).number if registry.is_bound(one) else 1 << 60,
+        optimizers,
+        key=lambda optimizer: (
+            registry.bound(optimizer).number if registry.is_bound(optimizer) else 1 << 60
+        ),
     )
 
 
@@ -114,12 +132,19 @@ def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
 
     Then there may be others, that only a look at all of Python's objects finds.
     """
-    known = [one for one in registry.bound_optimizers() if registry.names_in(one)]
-    stepped = {id(p) for one in known for group in one.param_groups for p in group["params"]}
-    wanted = [p for one in models for p in one.parameters.values() if p.requires_grad]
+    optimizers = [
+        optimizer for optimizer in registry.bound_optimizers() if registry.names_in(optimizer)
+    ]
+    stepped = {
+        id(p)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    wanted = [p for model in models for p in model.parameters.values() if p.requires_grad]
     if not wanted or any(id(parameter) not in stepped for parameter in wanted):
         return None
-    return sorted(known, key=lambda one: registry.bound(one).number)
+    return sorted(optimizers, key=lambda optimizer: registry.bound(optimizer).number)
 
 
 def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:

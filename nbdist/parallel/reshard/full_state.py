@@ -1,4 +1,4 @@
-"""Whole values of models and optimizers under any strategy: for saving, loading, looking."""
+"""Full state of models and optimizers under any strategy: for saving, loading, looking."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.tensors import local_of
 from nbdist.strategy.tensor_layout import Placement
 
-_NAMED = 3
+_MAX_NAMED = 3
 
 
-def full_state(one: Prepared) -> dict[str, torch.Tensor]:
+def full_state(model: Prepared) -> dict[str, torch.Tensor]:
     """Whole parameters and buffers, by first name, on every rank. Collective: every rank.
 
     Some may be the model's own tensors: do not change them.
     """
-    if fsdp1_state.is_flat(one):
-        return fsdp1_state.values(one)
-    fsdp.settle(one.built.job.root)
-    local = local_state(one)
-    moves = [
-        Reshard(name, dtype, one.side(name), one.whole(name))
-        for name, dtype in dtypes_of(one).items()
+    if fsdp1_state.is_flat(model):
+        return fsdp1_state.values(model)
+    fsdp.settle(model.built.job.root)
+    local = local_state(model)
+    reshards = [
+        Reshard(name, dtype, model.side(name), model.whole(name))
+        for name, dtype in dtypes_of(model).items()
     ]
-    return redistribute(moves, local, one.built.job.device)
+    return redistribute(reshards, local, model.built.job.device)
 
 
-def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
+def load_full(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
     """Put values into a model, in place. Every rank, with equal ones; collective under fsdp1.
 
     Args:
-        one: The model.
+        model: The model.
         values: Whole tensors by first name; what is not in them stays.
 
     Raises:
@@ -60,22 +60,22 @@ def load_full(one: Prepared, values: Mapping[str, torch.Tensor]) -> None:
     wrong = [
         f"{name} {tuple(value.shape)}"
         for name, value in values.items()
-        if name not in one.layouts or one.layouts[name].shape != tuple(value.shape)
+        if name not in model.layouts or model.layouts[name].shape != tuple(value.shape)
     ]
     if wrong:
         raise NbdistError(
-            f"{type(one.base).__name__} has no {', '.join(wrong[:_NAMED])}"
-            + (f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
+            f"{type(model.base).__name__} has no {', '.join(wrong[:_MAX_NAMED])}"
+            + (f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else "")
         )
-    if fsdp1_state.is_flat(one):
-        fsdp1_state.load(one, values)
+    if fsdp1_state.is_flat(model):
+        fsdp1_state.load(model, values)
         return
-    fsdp.settle(one.built.job.root)
-    rank = one.built.job.grid.rank
-    local = local_state(one)
+    fsdp.settle(model.built.job.root)
+    rank = model.built.job.grid.rank
+    local = local_state(model)
     with torch.no_grad():
         for name, value in values.items():
-            part = build.part_of(value, one.layouts[name], one.degrees, rank)
+            part = build.part_of(value, model.layouts[name], model.degrees, rank)
             if part is not None:
                 local[name].copy_(part)
 
@@ -92,19 +92,19 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
         return fsdp1_state.optimizer_state(pieces[0], optimizer, pieces[1])
     before = {key: parameter for key, (_, _, parameter) in names.items()}
     local = read(optimizer, before)
-    (agreed,) = merge_across_ranks([local])
-    old = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
-    new = {key: one.whole(name) for key, (one, name, _) in names.items()}
-    tensors = redistribute(plan(agreed, old, new), local.tensors, _home(names))
+    (merged,) = merge_across_ranks([local])
+    old = {key: state_side(model.built, name) for key, (model, name, _) in names.items()}
+    new = {key: model.whole(name) for key, (model, name, _) in names.items()}
+    tensors = redistribute(plan(merged, old, new), local.tensors, _home(names))
     shells = {key: _shell(new[key]) for key in names}
     shadow = _shadow(optimizer)
     shadow.state.update({p: optimizer.state[p] for p in before.values() if p in optimizer.state})
-    write(shadow, agreed, tensors, before, shells, new)
-    found = {key: shadow.state[one] for key, one in shells.items() if one in shadow.state}
-    found |= {key: optimizer.state[p] for key, p in others.items() if p in optimizer.state}
+    write(shadow, merged, tensors, before, shells, new)
+    states = {key: shadow.state[shell] for key, shell in shells.items() if shell in shadow.state}
+    states |= {key: optimizer.state[p] for key, p in others.items() if p in optimizer.state}
     by_id = {id(p): key for key, p in (before | others).items()}
     return {
-        "state": found,
+        "state": states,
         "param_groups": [
             {**group, "params": [by_id[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
@@ -127,17 +127,19 @@ def load_full_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) ->
     if (pieces := fsdp1_state.only_model(names, others)) is not None:
         fsdp1_state.load_optimizer_state(pieces[0], optimizer, pieces[1], state)
         return
-    new = {key: state_side(one.built, name) for key, (one, name, _) in names.items()}
-    old = {key: one.whole(name) for key, (one, name, _) in names.items()}
+    new = {key: state_side(model.built, name) for key, (model, name, _) in names.items()}
+    old = {key: model.whole(name) for key, (model, name, _) in names.items()}
     shells = {key: _shell(old[key]) for key in names}
     shadow = _shadow(optimizer)
-    given = copy.deepcopy({key: own for key, own in state["state"].items() if key in others})
-    shadow.state.update({shells[k]: dict(own) for k, own in state["state"].items() if k in shells})
+    copied = copy.deepcopy({key: entry for key, entry in state["state"].items() if key in others})
+    shadow.state.update(
+        {shells[k]: dict(entry) for k, entry in state["state"].items() if k in shells}
+    )
     shard_into(shadow, shells, after, old, new)
     for parameter in (after | others).values():
         optimizer.state.pop(parameter, None)
     optimizer.state.update(shadow.state)
-    optimizer.state.update({others[key]: own for key, own in given.items()})
+    optimizer.state.update({others[key]: entry for key, entry in copied.items()})
     for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
 
@@ -161,32 +163,32 @@ def shard_into(
     local = read(optimizer, before)
     if not local.entries:
         return
-    agreed = MergedState(
+    merged = MergedState(
         local.optimizer, local.number, local.names, broadcast_entries(local.entries)
     )
-    plan(agreed, old, new)  # refuses what cannot be cut
+    plan(merged, old, new)  # refuses what cannot be cut
     parts = {}
-    for spot in local.entries:
-        label, side = agreed.label(spot), new[spot[0]]
+    for place in local.entries:
+        label, side = merged.label(place), new[place[0]]
         if label not in local.tensors:
             continue
         part = build.part_of(local.tensors[label], side.layout, side.degrees, consensus.rank())
         if part is not None:
-            parts[label] = part.to(local_of(after[spot[0]]).device, copy=True)
-    write(optimizer, agreed, parts, before, after, new)
+            parts[label] = part.to(local_of(after[place[0]]).device, copy=True)
+    write(optimizer, merged, parts, before, after, new)
 
 
-def local_state(one: Prepared) -> dict[str, torch.Tensor]:
+def local_state(model: Prepared) -> dict[str, torch.Tensor]:
     """This rank's part of each parameter and buffer that it holds, by first name."""
-    found = {**build.buffers_of(one.base), **one.parameters}
-    local = {name: local_of(found[name]) for name in one.layouts}
+    tensors = {**build.buffers_of(model.base), **model.parameters}
+    local = {name: local_of(tensors[name]) for name in model.layouts}
     return {name: tensor for name, tensor in local.items() if not tensor.is_meta}
 
 
-def dtypes_of(one: Prepared) -> dict[str, torch.dtype]:
-    """Of each parameter and buffer, by first name."""
-    found = {**build.buffers_of(one.base), **one.parameters}
-    return {name: found[name].dtype for name in one.layouts}
+def dtypes_of(model: Prepared) -> dict[str, torch.dtype]:
+    """The dtype of each parameter and buffer, by first name."""
+    tensors = {**build.buffers_of(model.base), **model.parameters}
+    return {name: tensors[name].dtype for name in model.layouts}
 
 
 def broadcast_entries(
@@ -194,34 +196,34 @@ def broadcast_entries(
 ) -> dict[tuple[str, str], StateEntry]:
     """The same entries, as those that every rank has."""
     ranks = frozenset(range(consensus.world_size()))
-    return {spot: replace(entry, ranks=ranks) for spot, entry in entries.items()}
+    return {place: replace(entry, ranks=ranks) for place, entry in entries.items()}
 
 
 def _others(optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Parameters of no prepared model, by their place in the groups."""
-    known = {id(parameter) for _, _, parameter in names_in(optimizer).values()}
+    prepared_ids = {id(parameter) for _, _, parameter in names_in(optimizer).values()}
     return {
-        f"group {number}, parameter {at}": parameter
+        f"group {number}, parameter {position}": parameter
         for number, group in enumerate(optimizer.param_groups)
-        for at, parameter in enumerate(group["params"])
-        if id(parameter) not in known
+        for position, parameter in enumerate(group["params"])
+        if id(parameter) not in prepared_ids
     }
 
 
 def _check_groups(
-    optimizer: Optimizer, own: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    by_id = {id(parameter): key for key, parameter in own.items()}
+    by_id = {id(parameter): key for key, parameter in parameters.items()}
     here = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     there = [list(group["params"]) for group in state["param_groups"]]
     if here != there:
         name = type(optimizer).__name__
         odd = sorted({n for g in here for n in g} ^ {n for g in there for n in g})
-        detail = f"{', '.join(odd[:_NAMED])} differ" if odd else "their order differs"
+        detail = f"{', '.join(odd[:_MAX_NAMED])} differ" if odd else "their order differs"
         raise NbdistError(
-            f"The state is of {len(there)} groups of {sum(map(len, there))} parameters, this "
-            f"{name} has {len(here)} of {sum(map(len, here))}: {detail}. Make the optimizer as it "
-            "was made when the state was saved."
+            f"The saved state has {sum(map(len, there))} parameters in {len(there)} groups, this "
+            f"{name} has {sum(map(len, here))} in {len(here)}: {detail}. Create the optimizer as "
+            "it was when the state was saved."
         )
 
 
@@ -233,13 +235,13 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
 
 
 def _shell(side: Placement) -> torch.Tensor:
-    """Something of a parameter's shape, on the host, that needs no memory."""
+    """A tensor of a parameter's full shape on the host that needs no memory."""
     return torch.zeros(()).expand(side.layout.shape)
 
 
 def _home(names: Mapping[str, Any]) -> torch.device:
     """Where an optimizer's state lies."""
-    for one, _, _ in names.values():
-        job = one.built.job
+    for model, _, _ in names.values():
+        job = model.built.job
         return fsdp.parameter_device(job.choice, job.device)
     return device()

@@ -1,10 +1,10 @@
-"""An optimizer's state, taken apart into named tensors that can be moved, and put back.
+"""An optimizer's state, taken apart into named tensors that can be resharded, and put back.
 
 local = read(optimizer, before)                           # this rank
-(agreed,) = agree([local])                                # collective
-moves = plan(agreed, old, new, world_size)                # this rank, alike on all; may refuse
-tensors = exchange(moves, local.tensors, device)          # collective
-write(optimizer, agreed, tensors, before, after, new)     # this rank
+(merged,) = merge_across_ranks([local])                   # collective
+reshards = plan(merged, old, new)                         # this rank, alike on all; may refuse
+tensors = redistribute(reshards, local.tensors, device)   # collective
+write(optimizer, merged, tensors, before, after, new)     # this rank
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from nbdist.parallel import consensus
 from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.reshard.redistribute import Reshard
 from nbdist.parallel.tensors import like, local_as
-from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing
+from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing_on_ranks
 
 # (Parameter's name, key in the optimizer's state of it.)
 Place = tuple[str, str]
 
-# Values that are the same object for everybody.
+# Values that are immutable and equal on all ranks.
 _PLAIN = (int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One thing that an optimizer remembers of one parameter, without its elements.
+    """One entry of an optimizer's state of one parameter, without its elements.
 
     Attributes:
         kind: "tensor": lies as the parameter does. "number": a number or a 0-dim tensor, the
@@ -54,14 +54,14 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """What one rank's optimizer remembers.
+    """One rank's part of an optimizer's state.
 
     Attributes:
         optimizer: Its class's name.
         number: Which one, of several that are switched together; part of the labels.
         names: Of the parameters that were asked for.
         entries: By place; parameters without state have none.
-        tensors: Local parts of the entries of kind "tensor", by label: `exchange`'s `held`.
+        tensors: Local parts of the entries of kind "tensor", by label: `redistribute`'s `local`.
     """
 
     optimizer: str
@@ -77,7 +77,7 @@ class LocalState:
 
 @dataclass(frozen=True, slots=True)
 class MergedState:
-    """What all ranks' optimizers together remember. Equal on all ranks.
+    """An optimizer's state over all ranks, without its elements. Equal on all ranks.
 
     Attributes:
         optimizer, number, names: As of LocalState.
@@ -119,66 +119,71 @@ def read(
 
 
 def merge_across_ranks(local: Sequence[LocalState]) -> list[MergedState]:
-    """What all ranks together remember, one for each optimizer. Collective: every rank.
+    """All ranks' states together, one for each optimizer. Collective: every rank.
 
     Raises:
         NbdistError: Ranks differ in the number or classes of optimizers, in a dtype, or in a
             number such as the step. Raised on all ranks.
     """
-    own = [(one.optimizer, one.number, one.names, one.entries) for one in local]
-    everyone = all_gather_object(own)
-    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in everyone]
+    outlines = [(state.optimizer, state.number, state.names, state.entries) for state in local]
+    by_rank = all_gather_object(outlines)
+    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in by_rank]
     for rank, theirs in enumerate(classes):
         if theirs != classes[0]:
             raise NbdistError(
-                f"Optimizers differ: rank 0 has {_described(classes[0])}, rank {rank} has "
-                f"{_described(theirs)}. Make the same ones on all ranks, in the same order."
+                "The optimizers differ: rank 0 has "
+                f"{_describe_optimizers(classes[0])}, rank {rank} has "
+                f"{_describe_optimizers(theirs)}. Create the same ones on all ranks, in the same "
+                "order."
             )
     return [
         MergedState(
-            optimizer, number, names, _merged(optimizer, [each[at][3] for each in everyone])
+            optimizer,
+            number,
+            names,
+            _merge_entries(optimizer, [states[index][3] for states in by_rank]),
         )
-        for at, (optimizer, number, names, _) in enumerate(everyone[0])
+        for index, (optimizer, number, names, _) in enumerate(by_rank[0])
     ]
 
 
 def plan(
-    agreed: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement]
+    merged: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement]
 ) -> list[Reshard]:
-    """What moves so that the state lies as `new` says. This rank alone; the same on all.
+    """The reshards that bring the state to `new`. This rank alone; the same on all.
 
     Args:
-        agreed: From `agree`.
-        old: How each parameter's state lies, by name. Which of these ranks have it is known.
-        new: How it will lie: as the parameter, under zero1 with `ranks`.
+        merged: From `merge_across_ranks`.
+        old: Placement of each parameter's state, by name.
+        new: Placement afterwards: the parameter's, under zero1 with `ranks`.
 
     Raises:
-        OptionError: There is state that cannot be laid out anew (Adafactor's factors, LBFGS's
+        OptionError: There is state that cannot be resharded (Adafactor's factors, LBFGS's
             history) and a parameter's layout changes.
         NbdistError: A part of a state is on no rank.
     """
     world_size = consensus.world_size()
-    _refuse_others(agreed, old, new, world_size)
-    moves = []
-    for place, entry in agreed.entries.items():
+    _refuse_others(merged, old, new, world_size)
+    reshards = []
+    for place, entry in merged.entries.items():
         if entry.kind != "tensor":
             continue
         assert entry.dtype is not None
         name, key = place
         before, after = _on_ranks(old[name], entry.ranks), new[name]
-        if lacking := missing(before, after, world_size):
+        if missing_ranks := missing_on_ranks(before, after, world_size):
             raise NbdistError(
-                f"{agreed.optimizer} has {key!r} of {name} on rank {rank_label(entry.ranks)} only, "
-                f"and a part of it that rank {rank_label(lacking)} would get is nowhere. Run one "
+                f"{merged.optimizer} has {key!r} of {name} only on rank {rank_label(entry.ranks)}, "
+                f"and the part for rank {rank_label(missing_ranks)} does not exist yet. Run one "
                 "step in which every rank's part has a gradient, then switch."
             )
-        moves.append(Reshard(agreed.label(place), entry.dtype, before, after))
-    return moves
+        reshards.append(Reshard(merged.label(place), entry.dtype, before, after))
+    return reshards
 
 
 def write(
     optimizer: Optimizer,
-    agreed: MergedState,
+    merged: MergedState,
     tensors: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor],
     after: Mapping[str, torch.Tensor],
@@ -191,29 +196,29 @@ def write(
 
     Args:
         optimizer: The one that was read.
-        agreed: From `agree`.
-        tensors: From `exchange`, by label.
+        merged: From `merge_across_ranks`.
+        tensors: From `redistribute`, by label.
         before: Name -> the parameter that had the state.
         after: Name -> the parameter that gets it; in the groups already, or still the old one.
         new: As in `plan`.
     """
     rank = consensus.rank()
     capturable = _with_step_on_device(optimizer, before, after)
-    fresh: dict[str, dict[str, Any]] = {}
-    for (name, key), entry in agreed.entries.items():
+    states: dict[str, dict[str, Any]] = {}
+    for (name, key), entry in merged.entries.items():
         if local_runs(new[name].layout, new[name].degrees, rank) is None:
             continue
-        own = fresh.setdefault(name, {})
+        state = states.setdefault(name, {})
         if entry.kind == "tensor":
-            own[key] = like(after[name], tensors[agreed.label((name, key))])
+            state[key] = like(after[name], tensors[merged.label((name, key))])
         elif entry.kind == "number":
-            own[key] = _number(entry, after[name], _is_there(key, entry, name in capturable))
+            state[key] = _number(entry, after[name], _is_there(key, entry, name in capturable))
         elif rank in entry.ranks:
-            own[key] = optimizer.state[before[name]][key]
-    for name in agreed.names:
+            state[key] = optimizer.state[before[name]][key]
+    for name in merged.names:
         optimizer.state.pop(before[name], None)
-    for name, own in fresh.items():
-        optimizer.state[after[name]] = own
+    for name, state in states.items():
+        optimizer.state[after[name]] = state
 
 
 def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
@@ -233,7 +238,7 @@ def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
     return StateEntry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
 
 
-def _merged(
+def _merge_entries(
     optimizer: str, by_rank: Sequence[Mapping[Place, StateEntry]]
 ) -> dict[Place, StateEntry]:
     """All ranks' entries, each with the ranks that have it.
@@ -245,39 +250,39 @@ def _merged(
     for rank, entries in enumerate(by_rank):
         for place, entry in entries.items():
             first = merged.setdefault(place, entry)
-            if _gist(first) != _gist(entry):
+            if _equal_part(first) != _equal_part(entry):
                 name, key = place
                 raise NbdistError(
-                    f"{optimizer}'s {key!r} of {name} differs: {_told(first)} on rank "
-                    f"{min(first.ranks)}, {_told(entry)} on rank {rank}. Ranks that have not "
-                    "made the same steps cannot be switched; load a checkpoint on all."
+                    f"{optimizer}'s {key!r} of {name} differs: {_describe_entry(first)} on rank "
+                    f"{min(first.ranks)}, {_describe_entry(entry)} on rank {rank}. The ranks "
+                    "have not made the same steps. Load a checkpoint on all ranks, then switch."
                 )
             merged[place] = replace(first, ranks=first.ranks | {rank})
     return merged
 
 
-def _gist(entry: StateEntry) -> tuple[Any, ...]:
+def _equal_part(entry: StateEntry) -> tuple[Any, ...]:
     """What is equal on all ranks. Numbers by their text: not-a-number differs from itself."""
     return entry.kind, entry.dtype, entry.kind == "number" and repr(entry.value)
 
 
 def _refuse_others(
-    agreed: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement], world_size: int
+    merged: MergedState, old: Mapping[str, Placement], new: Mapping[str, Placement], world_size: int
 ) -> None:
     """Raise for state that only its optimizer understands, unless every layout stays.
 
     Every parameter's, as a history such as LBFGS's is of all of them though one holds it.
     """
-    for (holder, key), entry in agreed.entries.items():
+    for (holder, key), entry in merged.entries.items():
         if entry.kind != "other":
             continue
         before = {**old, holder: _on_ranks(old[holder], entry.ranks)}
-        changed = [n for n in agreed.names if not is_same(before[n], new[n], world_size)]
+        changed = [n for n in merged.names if not is_same(before[n], new[n], world_size)]
         if changed:
             raise OptionError(
-                f"{agreed.optimizer} keeps {key!r} of {holder} in its own form ({entry.value}), "
-                f"which cannot be laid out anew, and {changed[0]} is to lie otherwise. Use AdamW, "
-                "Adam, SGD or another optimizer whose state has its parameters' shapes, or forget "
+                f"{merged.optimizer} keeps {key!r} of {holder} in its own form ({entry.value}), "
+                f"which cannot be resharded, and the placement of {changed[0]} changes. Use AdamW, "
+                "Adam, SGD or another optimizer whose state has its parameters' shapes, or clear "
                 "the state first: optimizer.state.clear()."
             )
 
@@ -290,13 +295,13 @@ def _with_step_on_device(
     optimizer: Optimizer, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> set[str]:
     """Names of parameters whose group wants its step on the device. Source: torch.optim.Adam."""
-    found = {
+    ids = {
         id(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if group.get("fused") or group.get("capturable")
     }
-    return {name for name in after if id(after[name]) in found or id(before[name]) in found}
+    return {name for name in after if id(after[name]) in ids or id(before[name]) in ids}
 
 
 def _is_there(key: str, entry: StateEntry, wants_step: bool) -> bool:
@@ -316,13 +321,13 @@ def _label(number: int, place: Place) -> str:
     return f"{number}:{name} [{key}]"
 
 
-def _told(entry: StateEntry) -> str:
+def _describe_entry(entry: StateEntry) -> str:
     if entry.kind == "other":
         return str(entry.value)
     value = "a tensor" if entry.kind == "tensor" else repr(entry.value)
     return f"{value} of {entry.dtype}" if entry.dtype else value
 
 
-def _described(optimizers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    told = [f"{name} of {len(names)} parameters" for name, names in optimizers]
-    return ", ".join(told) or "none"
+def _describe_optimizers(optimizers: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    descriptions = [f"{name} of {len(names)} parameters" for name, names in optimizers]
+    return ", ".join(descriptions) or "none"

@@ -1,8 +1,8 @@
-"""After a switch: the user's names get the new objects, and what still holds old ones is named.
+"""After a switch: the user's names get the new objects, and what still holds old ones is reported.
 
 Old parameters and wrappers are dead: whatever holds one is wrong. The user's variables, plain
-lists and plain dicts are put right. What cannot be changed without guessing (a closure, an
-attribute, a default argument) is found through Python's garbage collector, and told.
+lists and plain dicts are updated. What cannot be changed without guessing (a closure, an
+attribute, a default argument) is found through Python's garbage collector and reported.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Replacement:
     """An object and what stands in its place from now on.
 
     Attributes:
-        old: It.
-        new: The other one.
-        label: What it is, for a person: "model", or a parameter's name.
+        old: The object that was replaced.
+        new: Its replacement.
+        label: What it is, for messages: "model", or a parameter's name.
     """
 
     old: Any
@@ -66,10 +66,10 @@ class Replacement:
 
 @dataclass(slots=True)
 class RebindReport:
-    """What was found.
+    """The user's names and containers after a switch.
 
     Attributes:
-        names: Variables that stand for the new object now.
+        names: Rebound variables.
         lists: Lists and dicts that hold new objects now.
         stale: What still points to an old one, a phrase each.
     """
@@ -80,21 +80,21 @@ class RebindReport:
 
 
 def variables() -> dict[str, Any]:
-    """The user's variables; the very dict."""
+    """The namespace of the user's variables itself, not a copy."""
     shell = get_ipython()
-    found: dict[str, Any] = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
-    return found
+    namespace: dict[str, Any] = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
+    return namespace
 
 
-def names_for(one: object) -> list[str]:
+def names_for(held_object: object) -> list[str]:
     """The user's variables that hold an object, in the order in which they were made."""
-    return [name for name, value in variables().items() if value is one and _is_shown(name)]
+    return [name for name, value in variables().items() if value is held_object and _is_shown(name)]
 
 
 def rebind(
-    dead: list[Replacement], modules: Sequence[Replacement] = (), kept: Collection[str] = ()
+    dead: list[Replacement], modules: Sequence[Replacement] = (), excluded: Collection[str] = ()
 ) -> RebindReport:
-    """Put the user's names and plain lists right, and name what else holds something old.
+    """Update the user's names and plain lists, and report what else holds something old.
 
     This rank alone.
 
@@ -103,60 +103,62 @@ def rebind(
             what nobody else holds ends in here.
         modules: The user's own modules where a wrapper has come. They are not dead: variables,
             and the lists and dicts in variables, change, and what else holds one is named.
-        kept: Variables that mean the user's own module, and stay.
+        excluded: Variables that mean the user's own module, and stay.
     """
     user = variables()
     fresh = {id(pair.old): pair.new for pair in (*dead, *modules)}
-    found = RebindReport()
+    report = RebindReport()
     for name, value in list(user.items()):
-        if id(value) in fresh and name not in kept:
+        if id(value) in fresh and name not in excluded:
             user[name] = fresh[id(value)]
             if _is_shown(name):
-                found.names.append(name)
-    for name, held in _plain_in(user):
-        if _replace(held, fresh) and _is_shown(name):
-            found.lists.append(name)
+                report.names.append(name)
+    for name, container in _plain_in(user):
+        if _replace(container, fresh) and _is_shown(name):
+            report.lists.append(name)
     fresh.clear()  # an id may soon be another object's
-    _name_holders(_survivors(dead), modules, kept, found)
-    return found
+    _name_holders(_still_held(dead), modules, excluded, report)
+    return report
 
 
-def _survivors(dead: list[Replacement]) -> list[Replacement]:
+def _still_held(dead: list[Replacement]) -> list[Replacement]:
     """Let go of dead objects, and return those that somebody else holds."""
-    weak = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
+    references = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
     dead.clear()
     gc.collect()  # DDP's and FSDP's objects hold each other in circles
     return [
-        Replacement(old, new, label) for held, new, label in weak if (old := held()) is not None
+        Replacement(old, new, label)
+        for reference, new, label in references
+        if (old := reference()) is not None
     ]
 
 
 def _name_holders(
     dead: Sequence[Replacement],
     modules: Sequence[Replacement],
-    kept: Collection[str],
-    found: RebindReport,
+    excluded: Collection[str],
+    report: RebindReport,
 ) -> None:
     """Look through Python's objects for those that hold something old; see `rebind`."""
     fresh = {id(pair.old): pair.new for pair in dead}
     labels = {id(pair.old): pair.label for pair in (*dead, *modules)}
     probe = Replacement(object(), None, "")  # held as all others, and by nobody else
-    search = _Search([pair.old for pair in (*dead, *modules, probe)], kept)
-    told: dict[str, list[str]] = {}
-    for holder, held in search.holders():
+    search = _Search([pair.old for pair in (*dead, *modules, probe)], excluded)
+    labels_by_name: dict[str, list[str]] = {}
+    for holder, targets in search.holders():
         is_right = type(holder) in (list, dict) and not search.is_table(holder)
         is_right = is_right and not search.is_only_internal(holder)
         if is_right and _replace(holder, fresh):
-            found.lists += [name for name in search.names(holder) if name not in found.lists]
-        for one in held:
-            if is_right and id(one) in fresh and not _is_key(holder, one):
+            report.lists += [name for name in search.names(holder) if name not in report.lists]
+        for target in targets:
+            if is_right and id(target) in fresh and not _is_key(holder, target):
                 continue
-            for name in search.names(holder, one):
-                told.setdefault(name, []).append(labels[id(one)])
-    for name, what in told.items():
-        own = list(dict.fromkeys(what))
-        more = f" and {len(own) - _MAX_NAMED} more" if len(own) > _MAX_NAMED else ""
-        found.stale.append(f"{name} ({', '.join(own[:_MAX_NAMED])}{more})")
+            for name in search.names(holder, target):
+                labels_by_name.setdefault(name, []).append(labels[id(target)])
+    for name, target_labels in labels_by_name.items():
+        distinct = list(dict.fromkeys(target_labels))
+        more = f" and {len(distinct) - _MAX_NAMED} more" if len(distinct) > _MAX_NAMED else ""
+        report.stale.append(f"{name} ({', '.join(distinct[:_MAX_NAMED])}{more})")
 
 
 class _Search:
@@ -166,51 +168,55 @@ class _Search:
     asked for those alone that somebody besides us holds, a few at a time.
     """
 
-    def __init__(self, targets: list[Any], kept: Collection[str]) -> None:
+    def __init__(self, targets: list[Any], excluded: Collection[str]) -> None:
         self._targets = targets
-        self._kept = kept
+        self._excluded = excluded
         self._owners: dict[int, list[Any]] = {}
         self._variables = {id(value): name for name, value in variables().items()}
         # What is ours, and is no finding. Kept alive, so that an id stays one object's.
         self._ours: list[Any] = [self, vars(self), targets, self._owners, self._variables]
-        level = self._held()
+        level = self._direct_holders()
         for _ in range(_MAX_DEPTH):
             level = self._climb(level)
 
-    def _held(self) -> list[Any]:
+    def _direct_holders(self) -> list[Any]:
         """Look for who holds targets; return the holders that have no name of their own."""
         level: list[Any] = []
         for _ in range(_MAX_LOOKS):
-            counts = [sys.getrefcount(one) - self._explained(one) for one in self._targets]
+            counts = [
+                sys.getrefcount(target) - self._count_explained(target) for target in self._targets
+            ]
             # The last target is held by us alone.
-            odd = [at for at, count in enumerate(counts) if count > counts[-1]]
+            odd = [index for index, count in enumerate(counts) if count > counts[-1]]
             if not odd:
                 break
-            level += self._climb([self._targets[at] for at in odd[:_AT_ONCE]], self._targets)
-        return list({id(one): one for one in level}.values())
+            level += self._climb([self._targets[index] for index in odd[:_AT_ONCE]], self._targets)
+        return list({id(holder): holder for holder in level}.values())
 
-    def _explained(self, target: Any) -> int:
-        """How many references of the owners that are known a target has."""
-        known = self._owners.get(id(target), ())
-        return sum(sum(one is target for one in gc.get_referents(owner)) for owner in known)
+    def _count_explained(self, target: Any) -> int:
+        """How many references to a target come from owners that are known."""
+        owners = self._owners.get(id(target), ())
+        return sum(
+            sum(referent is target for referent in gc.get_referents(owner)) for owner in owners
+        )
 
     def holders(self) -> Iterator[tuple[Any, list[Any]]]:
         """Each object that holds targets, with these."""
-        held: dict[int, tuple[Any, list[Any]]] = {}
+        targets_by_owner: dict[int, tuple[Any, list[Any]]] = {}
         for target in self._targets:
             for owner in self._owners.get(id(target), ()):
-                held.setdefault(id(owner), (owner, []))[1].append(target)
-        yield from held.values()
+                targets_by_owner.setdefault(id(owner), (owner, []))[1].append(target)
+        yield from targets_by_owner.values()
 
     def names(self, item: Any, inner: Any = None) -> list[str]:
-        """How a person would call what holds something; nothing for what is internal.
+        """Names, for messages, of what holds something; empty for what is internal.
 
         Args:
-            item: It.
+            item: The holder.
             inner: What it holds; None to name the item itself.
         """
-        own = "" if inner is None else _key(item, inner)
-        return list(dict.fromkeys(_short(name) for name in self._paths(item, own, 0)))
+        key = "" if inner is None else _key(item, inner)
+        return list(dict.fromkeys(_short(name) for name in self._paths(item, key, 0)))
 
     def is_table(self, holder: Any) -> bool:
         """Whether a dict holds an object's attributes, a module's names or its children."""
@@ -230,26 +236,26 @@ class _Search:
     def _object_of(self, table: Any) -> Any:
         """The object whose attributes a dict holds."""
         owners = self._owners.get(id(table), ())
-        return next((one for one in owners if _attributes(one) is table), None)
+        return next((owner for owner in owners if _attributes(owner) is table), None)
 
     def _climb(self, level: list[Any], others: Sequence[Any] = ()) -> list[Any]:
         """Note who holds these (and which of the others), and return who has no name."""
         if not level:
             return []
-        ours = {id(one) for one in self._ours}
-        wanted = {id(one) for one in (*level, *others)}
-        found = gc.get_referrers(*level[:_MAX_LEVEL])
-        if not any(one is variables() for one in found):
-            found.append(variables())  # which the collector does not show after gc.freeze()
+        ours = {id(mine) for mine in self._ours}
+        wanted = {id(target) for target in (*level, *others)}
+        referrers = gc.get_referrers(*level[:_MAX_LEVEL])
+        if not any(referrer is variables() for referrer in referrers):
+            referrers.append(variables())  # which the collector does not show after gc.freeze()
         above: list[Any] = []
-        for owner in found:
+        for owner in referrers:
             is_ours = id(owner) in ours or isinstance(owner, types.FrameType) or owner is level
             if is_ours or owner is others:
                 continue
-            inside = {id(one) for one in gc.get_referents(owner)} & wanted
+            inside = {id(referent) for referent in gc.get_referents(owner)} & wanted
             for key in inside:
                 owners = self._owners.setdefault(key, [])
-                if not any(one is owner for one in owners):
+                if not any(known_owner is owner for known_owner in owners):
                     owners.append(owner)
                     self._ours.append(owners)
             if inside and isinstance(owner, _CONTAINERS) and owner is not variables():
@@ -260,14 +266,14 @@ class _Search:
     def _paths(self, item: Any, way: str, depth: int) -> Iterator[str]:
         if item is variables():
             name = way.removeprefix("['").replace("']", "", 1)
-            if _is_shown(re.split(r"[.\[]", name)[0]) and name not in self._kept:
+            if _is_shown(re.split(r"[.\[]", name)[0]) and name not in self._excluded:
                 yield name
         elif isinstance(item, _CONTAINERS):
             if depth < _MAX_DEPTH:
                 for owner in self._owners.get(id(item), ()):
                     yield from self._paths(owner, self._step(owner, item) + way, depth + 1)
         elif not is_internal(item):
-            yield self._called(item, way)
+            yield self._describe(item, way)
 
     def _step(self, owner: Any, item: Any) -> str:
         """The part of a way from an owner to what it holds."""
@@ -275,11 +281,11 @@ class _Search:
             return ""
         return _key(owner, item)
 
-    def _called(self, item: Any, way: str) -> str:
+    def _describe(self, item: Any, way: str) -> str:
         if isinstance(item, types.FunctionType):
             closure = [cell.cell_contents for cell in item.__closure__ or () if _is_full(cell)]
-            is_inside = any(id(one) in map(id, self._targets) for one in closure)
-            is_inside = is_inside or any(id(one) in self._owners for one in closure)
+            is_inside = any(id(cell_value) in map(id, self._targets) for cell_value in closure)
+            is_inside = is_inside or any(id(cell_value) in self._owners for cell_value in closure)
             where = "the closure of" if is_inside else "a default argument of"
             return f"{where} {item.__qualname__}"
         if isinstance(item, functools.partial):
@@ -300,12 +306,12 @@ def _plain_in(user: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{key!r}]", item) for key, item in items if type(item) in (list, dict))
 
 
-def _replace(held: Any, fresh: Mapping[int, Any]) -> bool:
+def _replace(container: Any, fresh: Mapping[int, Any]) -> bool:
     """Put new objects in old ones' places in a list, or a dict's values."""
-    items = list(held.items() if type(held) is dict else enumerate(held))
+    items = list(container.items() if type(container) is dict else enumerate(container))
     hits = [(key, fresh[id(item)]) for key, item in items if id(item) in fresh]
     for key, new in hits:
-        held[key] = new
+        container[key] = new
     return bool(hits)
 
 
@@ -326,36 +332,36 @@ def _is_key(owner: Any, item: Any) -> bool:
     return isinstance(owner, dict) and any(key is item for key in owner)
 
 
-def _attributes(one: Any) -> dict[str, Any] | None:
+def _attributes(item: Any) -> dict[str, Any] | None:
     """An object's `__dict__`, without running its code."""
-    if isinstance(one, (*_CONTAINERS, types.FunctionType)):
+    if isinstance(item, (*_CONTAINERS, types.FunctionType)):
         return None
     try:
-        found = object.__getattribute__(one, "__dict__")
+        attributes = object.__getattribute__(item, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return found if type(found) is dict else None
+    return attributes if type(attributes) is dict else None
 
 
-def _in_slots(one: Any) -> dict[str, Any]:
-    found = {}
-    for kind in type(one).__mro__:
+def _in_slots(item: Any) -> dict[str, Any]:
+    values = {}
+    for kind in type(item).__mro__:
         for name, member in vars(kind).items():
             if isinstance(member, types.MemberDescriptorType):
                 with contextlib.suppress(AttributeError):
-                    found[name] = member.__get__(one)
-    return found
+                    values[name] = member.__get__(item)
+    return values
 
 
-def is_internal(one: Any) -> bool:
+def is_internal(item: Any) -> bool:
     """Whether an object belongs to a package that looks after it itself."""
-    while isinstance(one, functools.partial):
-        one = one.func
-    if isinstance(one, Optimizer):
+    while isinstance(item, functools.partial):
+        item = item.func
+    if isinstance(item, Optimizer):
         return True
-    if isinstance(one, types.FunctionType | types.ModuleType):
-        return f"{getattr(one, '__module__', None) or one.__name__}.".startswith(_INTERNAL)
-    return f"{type(one).__module__}.".startswith(_INTERNAL)
+    if isinstance(item, types.FunctionType | types.ModuleType):
+        return f"{getattr(item, '__module__', None) or item.__name__}.".startswith(_INTERNAL)
+    return f"{type(item).__module__}.".startswith(_INTERNAL)
 
 
 def _is_full(cell: types.CellType) -> bool:

@@ -25,7 +25,7 @@ from nbdist.strategy.tensor_layout import (
 )
 
 # What is sent, and what is received, at once: this much of each is needed beside the tensors.
-# Larger ones are not faster: four Gloo ranks took as long with 16 MiB as with 64.
+# Larger buckets are not faster: four Gloo ranks took as long with 16 MiB as with 64.
 BUCKET_BYTES = 32 << 20
 
 # A piece of this size goes by itself where it is one stretch of memory on both sides. Gloo
@@ -45,13 +45,13 @@ _ADVISED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One tensor that is to lie otherwise.
+    """One tensor and its placement before and after.
 
     Attributes:
-        name: Key in `held` and in the result.
+        name: Key in `local` and in the result.
         dtype: Of its elements.
-        old: How it lies now. Together the ranks have every element that is needed.
-        new: How it will.
+        old: Placement now. Together the ranks have every element that is needed.
+        new: Placement afterwards.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Reshard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A piece on its way from one rank to another."""
+class _Route:
+    """A transfer and the rank that sends it."""
 
-    move: Reshard
-    piece: Transfer
+    reshard: Reshard
+    transfer: Transfer
     source: int
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.piece.shape) * self.move.dtype.itemsize
+        return math.prod(self.transfer.shape) * self.reshard.dtype.itemsize
 
     @property
     def room_bytes(self) -> int:
@@ -78,168 +78,181 @@ class _Transfer:
 
 
 class _Progress:
-    """How much of what this rank sends and receives has gone its way; told as progress."""
+    """How much of what this rank sends and receives has arrived; reported as progress."""
 
-    def __init__(self, rank: int, parcels: Sequence[_Transfer]) -> None:
+    def __init__(self, rank: int, routes: Sequence[_Route]) -> None:
         self._rank = rank
         self._done = 0
-        self._total = self._size_bytes(parcels)
+        self._total = self._size_bytes(routes)
         progress.tell("moving", 0, self._total, BYTES)
 
-    def gone(self, parcels: Sequence[_Transfer]) -> None:
-        """Count these parcels as moved, and tell how far that is."""
+    def gone(self, routes: Sequence[_Route]) -> None:
+        """Count these routes as done and report the progress."""
         if self._total:
-            self._done += self._size_bytes(parcels)
+            self._done += self._size_bytes(routes)
             progress.tell("moving", min(self._done, self._total), self._total, BYTES)
 
-    def _size_bytes(self, parcels: Sequence[_Transfer]) -> int:
-        return sum(p.size_bytes for p in parcels if self._rank in (p.source, p.piece.target))
+    def _size_bytes(self, routes: Sequence[_Route]) -> int:
+        return sum(
+            route.size_bytes
+            for route in routes
+            if self._rank in (route.source, route.transfer.target)
+        )
 
 
 def redistribute(
-    moves: Sequence[Reshard], held: Mapping[str, torch.Tensor], device: torch.device
+    reshards: Sequence[Reshard], local: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Each tensor's local part on the new side, by name, of those that this rank will hold.
+    """This rank's local part of each tensor under its new placement, by name.
 
-    Collective: every rank, with equal moves in equal order. Nothing is changed: `held` keeps
-    its values, and what fails or is interrupted leaves only garbage. No rank ever has more of
+    Collective: every rank, with equal reshards in equal order. Nothing is changed: `local` keeps
+    its values, also where this fails or is interrupted. No rank ever has more of
     a tensor than its old and its new part, beside two buckets of at most BUCKET_BYTES.
 
     Args:
-        moves: What moves, and what stays: it is in the result as well. Names differ.
-        held: This rank's local part of each tensor that it has on the old side: plain tensors
+        reshards: Also of tensors that stay: they are in the result as well. Names differ.
+        local: This rank's local part of each tensor under its old placement: plain tensors
             (a DTensor's to_local()), of the shape that `local_shape` says.
         device: Where the results lie.
 
     Returns:
-        Contiguous tensors; the very tensor of `held` where this rank's part (and its device)
+        Contiguous tensors; the very tensor of `local` where this rank's part (and its device)
         stays as it is.
     """
     rank, size = consensus.rank(), consensus.world_size()
     with torch.no_grad():
-        new = {m.name: t for m in moves if (t := _begun(m, held, rank, device)) is not None}
+        new = {
+            reshard.name: tensor
+            for reshard in reshards
+            if (tensor := _start_result(reshard, local, rank, device)) is not None
+        }
         carrier = _carrier(device)
         is_direct = carrier == device
-        own, direct, bundled = [], [], []
-        for move, piece, source in _deliveries(moves, size):
-            parcel = _Transfer(move, piece, source)
-            if source == piece.target:
-                own += [parcel] if source == rank else []
-            elif is_direct and piece.is_stretch and parcel.size_bytes >= DIRECT_BYTES:
-                direct.append(parcel)
+        local_routes, direct, bundled = [], [], []
+        for reshard, transfer, source in _sources(reshards, size):
+            route = _Route(reshard, transfer, source)
+            if source == transfer.target:
+                local_routes += [route] if source == rank else []
+            elif is_direct and transfer.is_stretch and route.size_bytes >= DIRECT_BYTES:
+                direct.append(route)
             else:
-                bundled.append(parcel)
-        way = _Progress(rank, [*direct, *bundled])
-        for number, works in enumerate(_sent_directly(direct, held, new, device)):
+                bundled.append(route)
+        transferred = _Progress(rank, [*direct, *bundled])
+        for number, works in enumerate(_send_directly(direct, local, new, device)):
             if not number:
                 # While the first ones are on their way.
-                _copy_own(own, held, new)
+                _copy_own(local_routes, local, new)
             for work in works:
                 work.wait()
-            way.gone(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
+            transferred.gone(direct[number * _DIRECT_COUNT : (number + 1) * _DIRECT_COUNT])
         if rounds := list(_rounds(bundled, size)):
-            _BucketedP2P(held, new, rounds, carrier).deliver(way)
+            _BucketedP2P(local, new, rounds, carrier).deliver(transferred)
     return new
 
 
-def moved_bytes(moves: Sequence[Reshard], world_size: int) -> int:
+def moved_bytes(reshards: Sequence[Reshard], world_size: int) -> int:
     """How many bytes all ranks together send in an exchange. This rank alone."""
     return sum(
-        math.prod(piece.shape) * move.dtype.itemsize
-        for move, piece, source in _deliveries(moves, world_size)
-        if source != piece.target
+        math.prod(transfer.shape) * reshard.dtype.itemsize
+        for reshard, transfer, source in _sources(reshards, world_size)
+        if source != transfer.target
     )
 
 
-def _begun(
-    move: Reshard, held: Mapping[str, torch.Tensor], rank: int, device: torch.device
+def _start_result(
+    reshard: Reshard, local: Mapping[str, torch.Tensor], rank: int, device: torch.device
 ) -> torch.Tensor | None:
-    """This rank's result: the held tensor where it stays, else room for it; None without one."""
-    wanted = local_runs(move.new.layout, move.new.degrees, rank)
-    before = local_runs(move.old.layout, move.old.degrees, rank)
+    """This rank's result: its own tensor where it stays, else an empty one; None without any."""
+    wanted = local_runs(reshard.new.layout, reshard.new.degrees, rank)
+    before = local_runs(reshard.old.layout, reshard.old.degrees, rank)
     if before is not None:
-        own = held[move.name]
-        assert own.dtype == move.dtype, (move.name, own.dtype, move.dtype)
-        expected = local_shape(move.old.layout, move.old.degrees, rank)
-        assert tuple(own.shape) == expected, (move.name, own.shape, expected)
+        tensor = local[reshard.name]
+        assert tensor.dtype == reshard.dtype, (reshard.name, tensor.dtype, reshard.dtype)
+        expected = local_shape(reshard.old.layout, reshard.old.degrees, rank)
+        assert tuple(tensor.shape) == expected, (reshard.name, tensor.shape, expected)
         if wanted == before:
-            return own.to(device)
-    shape = local_shape(move.new.layout, move.new.degrees, rank)
-    return None if shape is None else room_for(shape, move.dtype, device)
+            return tensor.to(device)
+    shape = local_shape(reshard.new.layout, reshard.new.degrees, rank)
+    return None if shape is None else room_for(shape, reshard.dtype, device)
 
 
-def _deliveries(moves: Sequence[Reshard], size: int) -> Iterator[tuple[Reshard, Transfer, int]]:
-    """What each rank needs, with the rank that gives it; the same on all ranks.
+def _sources(reshards: Sequence[Reshard], size: int) -> Iterator[tuple[Reshard, Transfer, int]]:
+    """Each transfer with the rank that sends it; the same on all ranks.
 
     A rank takes from itself what it has. Else the rank that has sent least so far sends, and
     among those the nearest: neighbours are on one host.
     """
     sent_bytes = [0] * size
-    for move in moves:
-        for piece in transfers(move.old, move.new, size):
-            target = piece.target
-            if target in piece.sources:
-                yield move, piece, target
+    for reshard in reshards:
+        for transfer in transfers(reshard.old, reshard.new, size):
+            target = transfer.target
+            if target in transfer.sources:
+                yield reshard, transfer, target
                 continue
-            source = min(piece.sources, key=lambda one: (sent_bytes[one], abs(one - target)))
-            sent_bytes[source] += math.prod(piece.shape) * move.dtype.itemsize
-            yield move, piece, source
+            source = min(transfer.sources, key=lambda rank: (sent_bytes[rank], abs(rank - target)))
+            sent_bytes[source] += math.prod(transfer.shape) * reshard.dtype.itemsize
+            yield reshard, transfer, source
 
 
 def _copy_own(
-    parcels: Sequence[_Transfer], held: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+    routes: Sequence[_Route], local: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> None:
-    """What a rank takes from itself."""
-    for one in parcels:
-        _copy(new[one.move.name], held[one.move.name], one.piece.dims)
+    """Copy what this rank has already."""
+    for route in routes:
+        _copy(new[route.reshard.name], local[route.reshard.name], route.transfer.dims)
 
 
-def _sent_directly(
-    parcels: Sequence[_Transfer],
-    held: Mapping[str, torch.Tensor],
+def _send_directly(
+    routes: Sequence[_Route],
+    local: Mapping[str, torch.Tensor],
     new: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> Iterator[Sequence[dist.Work]]:
-    """Send each parcel from where it lies to where it will lie: so many at once, once at least.
+    """Send each route's elements without a bucket, _DIRECT_COUNT at once; yields at least once.
 
     Collective. What is yielded is to be waited for before the next ones are sent.
     """
     rank = consensus.rank()
-    limited = [part for one in parcels for part in _limited(one, _CALL_BYTES)]
+    limited = [
+        limited_route for route in routes for limited_route in _split_route(route, _CALL_BYTES)
+    ]
     for first in range(0, max(1, len(limited)), _DIRECT_COUNT):
         calls = []
-        for number, parcel in enumerate(limited[first : first + _DIRECT_COUNT]):
-            target = parcel.piece.target
-            if parcel.source == rank:
-                own = held[parcel.move.name].to(device)
-                box = _box(own, [(old, n) for ((old, _, n),) in parcel.piece.dims]).contiguous()
+        for number, route in enumerate(limited[first : first + _DIRECT_COUNT]):
+            target = route.transfer.target
+            if route.source == rank:
+                tensor = local[route.reshard.name].to(device)
+                block = [(start, n) for ((start, _, n),) in route.transfer.dims]
+                box = _box(tensor, block).contiguous()
                 calls.append(dist.P2POp(dist.isend, box, target, tag=number))
             elif target == rank:
-                box = _box(new[parcel.move.name], [(at, n) for ((_, at, n),) in parcel.piece.dims])
-                calls.append(dist.P2POp(dist.irecv, box, parcel.source, tag=number))
+                block = [(start, n) for ((_, start, n),) in route.transfer.dims]
+                box = _box(new[route.reshard.name], block)
+                calls.append(dist.P2POp(dist.irecv, box, route.source, tag=number))
         yield dist.batch_isend_irecv(calls) if calls else ()
 
 
-def _rounds(parcels: Sequence[_Transfer], size: int) -> Iterator[list[_Transfer]]:
-    """Parcels in order, so many at once as fit each rank's two buckets."""
+def _rounds(routes: Sequence[_Route], size: int) -> Iterator[list[_Route]]:
+    """Routes in order, as many at once as fit each rank's two buckets."""
     sent, received = [0] * size, [0] * size
-    together: list[_Transfer] = []
-    for parcel in (part for one in parcels for part in _limited(one, BUCKET_BYTES)):
-        room, source, target = parcel.room_bytes, parcel.source, parcel.piece.target
-        if together and max(sent[source], received[target]) + room > BUCKET_BYTES:
-            yield together
-            sent, received, together = [0] * size, [0] * size, []
+    bucket: list[_Route] = []
+    for route in (part for whole in routes for part in _split_route(whole, BUCKET_BYTES)):
+        room, source, target = route.room_bytes, route.source, route.transfer.target
+        if bucket and max(sent[source], received[target]) + room > BUCKET_BYTES:
+            yield bucket
+            sent, received, bucket = [0] * size, [0] * size, []
         sent[source] += room
         received[target] += room
-        together.append(parcel)
-    if together:
-        yield together
+        bucket.append(route)
+    if bucket:
+        yield bucket
 
 
-def _limited(parcel: _Transfer, limit_bytes: int) -> Iterator[_Transfer]:
-    """A parcel in parts of at most so many bytes."""
-    limit = max(1, limit_bytes // parcel.move.dtype.itemsize)
-    return (_Transfer(parcel.move, one, parcel.source) for one in split(parcel.piece, limit))
+def _split_route(route: _Route, limit_bytes: int) -> Iterator[_Route]:
+    """A route in parts of at most `limit_bytes`."""
+    limit = max(1, limit_bytes // route.reshard.dtype.itemsize)
+    parts = split(route.transfer, limit)
+    return (_Route(route.reshard, part, route.source) for part in parts)
 
 
 class _BucketedP2P:
@@ -247,61 +260,61 @@ class _BucketedP2P:
 
     def __init__(
         self,
-        held: Mapping[str, torch.Tensor],
+        local: Mapping[str, torch.Tensor],
         new: Mapping[str, torch.Tensor],
-        rounds: list[list[_Transfer]],
+        rounds: list[list[_Route]],
         device: torch.device,
     ) -> None:
-        self._held = held
+        self._local = local
         self._new = new
         self._rank, self._size = consensus.rank(), consensus.world_size()
         # In the order that all_to_all_single wants: by target, and by source.
-        self._sent = [self._own(one, "source", "target") for one in rounds]
-        self._received = [self._own(one, "target", "source") for one in rounds]
-        self._outbox = torch.empty(_most(self._sent), dtype=torch.uint8, device=device)
-        self._inbox = torch.empty(_most(self._received), dtype=torch.uint8, device=device)
+        self._sent = [self._mine(routes, "source", "target") for routes in rounds]
+        self._received = [self._mine(routes, "target", "source") for routes in rounds]
+        self._outbox = torch.empty(_max_bytes(self._sent), dtype=torch.uint8, device=device)
+        self._inbox = torch.empty(_max_bytes(self._received), dtype=torch.uint8, device=device)
 
-    def deliver(self, way: _Progress) -> None:
+    def deliver(self, transferred: _Progress) -> None:
         """Send and receive bucket by bucket. Collective: every rank."""
         for sent, received in zip(self._sent, self._received, strict=True):
-            for view, parcel in self._views(self._outbox, sent):
-                _copy(view, self._held[parcel.move.name], _to_box(parcel.piece.dims))
+            for view, route in self._views(self._outbox, sent):
+                _copy(view, self._local[route.reshard.name], _to_box(route.transfer.dims))
             to_each = self._totals(sent, "target")
             from_each = self._totals(received, "source")
             dist.all_to_all_single(
                 self._inbox[: sum(from_each)], self._outbox[: sum(to_each)], from_each, to_each
             )
-            for view, parcel in self._views(self._inbox, received):
-                _copy(self._new[parcel.move.name], view, _from_box(parcel.piece.dims))
-            way.gone([*sent, *received])
+            for view, route in self._views(self._inbox, received):
+                _copy(self._new[route.reshard.name], view, _from_box(route.transfer.dims))
+            transferred.gone([*sent, *received])
 
-    def _own(self, parcels: list[_Transfer], role: str, other: str) -> list[_Transfer]:
-        own = [one for one in parcels if _end(one, role) == self._rank]
-        return sorted(own, key=lambda one: _end(one, other))
+    def _mine(self, routes: list[_Route], role: str, other: str) -> list[_Route]:
+        mine = [route for route in routes if _end(route, role) == self._rank]
+        return sorted(mine, key=lambda route: _end(route, other))
 
-    def _totals(self, parcels: list[_Transfer], other: str) -> list[int]:
+    def _totals(self, routes: list[_Route], other: str) -> list[int]:
         totals = [0] * self._size
-        for parcel in parcels:
-            totals[_end(parcel, other)] += parcel.room_bytes
+        for route in routes:
+            totals[_end(route, other)] += route.room_bytes
         return totals
 
     def _views(
-        self, bucket: torch.Tensor, parcels: list[_Transfer]
-    ) -> Iterator[tuple[torch.Tensor, _Transfer]]:
-        """Each parcel's place in a bucket, as a tensor of its dtype and shape."""
-        at = 0
-        for parcel in parcels:
-            room = bucket[at : at + parcel.size_bytes]
-            yield room.view(parcel.move.dtype).view(parcel.piece.shape), parcel
-            at += parcel.room_bytes
+        self, bucket: torch.Tensor, routes: list[_Route]
+    ) -> Iterator[tuple[torch.Tensor, _Route]]:
+        """Each route's place in a bucket, as a tensor of its dtype and shape."""
+        offset = 0
+        for route in routes:
+            room = bucket[offset : offset + route.size_bytes]
+            yield room.view(route.reshard.dtype).view(route.transfer.shape), route
+            offset += route.room_bytes
 
 
-def _end(parcel: _Transfer, role: str) -> int:
-    return parcel.source if role == "source" else parcel.piece.target
+def _end(route: _Route, role: str) -> int:
+    return route.source if role == "source" else route.transfer.target
 
 
-def _most(rounds: list[list[_Transfer]]) -> int:
-    return max(sum(parcel.room_bytes for parcel in one) for one in rounds)
+def _max_bytes(rounds: list[list[_Route]]) -> int:
+    return max(sum(route.room_bytes for route in routes) for routes in rounds)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, dims: tuple[Cuts, ...]) -> None:

@@ -55,45 +55,49 @@ def sync_model(source: int) -> list[str]:
         NbdistError: There is no DDP model on the source, or a rank's model of that name is
             missing or has other tensors or optimizers; says which.
     """
-    found = {one.name: one for one in live_models.find()}
-    own = _Offer(
-        {name: _sketch(one) for name, one in found.items() if not one.is_sharded},
-        tuple(name for name, one in found.items() if one.is_sharded),
-        frozenset(name for name, one in found.items() if not one.is_named),
+    models = {model.name: model for model in live_models.find()}
+    offer = _Offer(
+        {name: _sketch(model) for name, model in models.items() if not model.is_sharded},
+        tuple(name for name, model in models.items() if model.is_sharded),
+        frozenset(name for name, model in models.items() if not model.is_named),
         live_models.is_catching_up(),
     )
     offers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(offers, own)
+    dist.all_gather_object(offers, offer)
     left_out = _refuse(offers, source)
     is_anyone_new = any(offer.is_new for offer in offers)
     rank = dist.get_rank()
-    sent = {n: one for n, one in offers[source].sketches.items() if n not in left_out}
-    for name, sketch in sent.items():
+    sketches = {n: sketch for n, sketch in offers[source].sketches.items() if n not in left_out}
+    for name, sketch in sketches.items():
         if rank in sketch.ranks:
-            _send(found[name], source, is_rebuilt=is_anyone_new)
+            _send(models[name], source, is_rebuilt=is_anyone_new)
     live_models.catching_up(False)
     return [
-        *sent,
-        *(f"{n} left out, as no variable holds it: {why}" for n, why in left_out.items()),
+        *sketches,
+        *(f"{n} left out, because no variable holds it: {why}" for n, why in left_out.items()),
     ]
 
 
 def _sketch(model: live_models.NamedModel) -> _Sketch:
     names = {id(p): name for name, p in model.module.named_parameters()}
-    own = live_models.optimizers(model)
+    optimizers = live_models.optimizers(model)
     ddp: Any = model.module
     return _Sketch(
         tensors=tuple((n, str(t.dtype), tuple(t.shape)) for n, t in _tensors(model)),
         optimizers=tuple(
             (
                 name,
-                type(one).__name__,
-                tuple(tuple(names.get(id(p), "?") for p in g["params"]) for g in one.param_groups),
+                type(optimizer).__name__,
+                tuple(
+                    tuple(names.get(id(p), "?") for p in g["params"])
+                    for g in optimizer.param_groups
+                ),
             )
-            for name, one in own
+            for name, optimizer in optimizers
         ),
         schedulers=tuple(
-            tuple(type(s).__name__ for s in live_models.schedulers(one)) for _, one in own
+            tuple(type(s).__name__ for s in live_models.schedulers(optimizer))
+            for _, optimizer in optimizers
         ),
         ranks=tuple(dist.get_process_group_ranks(ddp.process_group)),
     )
@@ -115,22 +119,22 @@ def _refuse(offers: list[_Offer], source: int) -> dict[str, str]:
     problems = []
     left_out = {}
     for name, sketch in offers[source].sketches.items():
-        found = []
+        differences = []
         if source not in sketch.ranks:
-            found.append(f"rank {source} is no member of {name}'s group")
+            differences.append(f"rank {source} is not in {name}'s process group")
         for rank in sketch.ranks:
             problem = _difference(name, sketch, offers[rank].sketches.get(name))
             if problem:
-                found.append(f"rank {rank}: {problem}")
-        if found and name in offers[source].unnamed:
-            left_out[name] = found[0]
+                differences.append(f"rank {rank}: {problem}")
+        if differences and name in offers[source].unnamed:
+            left_out[name] = differences[0]
         else:
-            problems += found
+            problems += differences
     if problems or len(left_out) == len(offers[source].sketches):
         problems = problems or list(left_out.values())
         raise NbdistError(
-            f"models differ from rank {source}'s, so nothing was sent: {'; '.join(problems[:5])}. "
-            "Build the model (and its optimizer) on that rank first, under the same names."
+            f"The models differ from rank {source}'s; nothing was sent: {'; '.join(problems[:5])}. "
+            "Create the model and its optimizer on that rank first, under the same names."
         )
     return left_out
 
@@ -174,7 +178,7 @@ def _send(model: live_models.NamedModel, source: int, *, is_rebuilt: bool) -> No
 
 
 def _send_optimizer(optimizer: Optimizer, source: int, group: Any) -> None:
-    parameters = [p for one in optimizer.param_groups for p in one["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_source = dist.get_rank() == source
     plan: list[Any] = [None]
     if is_source:
@@ -182,7 +186,7 @@ def _send_optimizer(optimizer: Optimizer, source: int, group: Any) -> None:
             (
                 [_outline(optimizer.state.get(p, {})) for p in parameters],
                 [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-                [one.state_dict() for one in live_models.schedulers(optimizer)],
+                [scheduler.state_dict() for scheduler in live_models.schedulers(optimizer)],
             )
         ]
     dist.broadcast_object_list(plan, source, group=group)
@@ -191,8 +195,8 @@ def _send_optimizer(optimizer: Optimizer, source: int, group: Any) -> None:
         _send_state(optimizer.state, parameter, outline, source, group)
     if is_source:
         return
-    for own, theirs in zip(optimizer.param_groups, settings, strict=True):
-        own.update(theirs)
+    for local_group, source_group in zip(optimizer.param_groups, settings, strict=True):
+        local_group.update(source_group)
     for scheduler, state in zip(live_models.schedulers(optimizer), schedulers, strict=True):
         scheduler.load_state_dict(state)
 
@@ -223,7 +227,7 @@ def _send_state(
     if dist.get_rank() == source:
         for key, value in outline.items():
             if isinstance(value, _Layout):
-                dist.broadcast(_carried(states[parameter][key], group), source, group=group)
+                dist.broadcast(_to_group_device(states[parameter][key], group), source, group=group)
         return
     received = {}
     for key, value in outline.items():
@@ -231,7 +235,7 @@ def _send_state(
         if isinstance(value, _Layout):
             device = parameter.device if value.device != "cpu" else torch.device("cpu")
             empty = torch.empty(value.shape, dtype=value.dtype, device=device)
-            carried = _carried(empty, group)
+            carried = _to_group_device(empty, group)
             dist.broadcast(carried, source, group=group)
             received[key] = carried.to(device)
     states.pop(parameter, None)
@@ -239,7 +243,7 @@ def _send_state(
         states[parameter] = received
 
 
-def _carried(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def _to_group_device(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor on a device that the group can send from: Adam's step stays on the CPU."""
     kinds = {device.type for device in group._device_types}  # noqa: SLF001  # nothing public
     if tensor.device.type in kinds:

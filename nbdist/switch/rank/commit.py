@@ -13,7 +13,7 @@ from nbdist.parallel import build, module_patches, prepare, registry
 from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import CommitVote, one_line, raise_failures
 from nbdist.parallel.prepared import Prepared, retire
-from nbdist.parallel.reshard.common import Stepper
+from nbdist.parallel.reshard.common import OptimizerHandle
 from nbdist.parallel.reshard.optimizer_state import write
 from nbdist.parallel.reshard.rebind import RebindReport, Replacement, is_internal, names_for, rebind
 from nbdist.strategy.choice import Strategy, label
@@ -23,16 +23,16 @@ WHAT = "The switch"
 
 @dataclass(slots=True)
 class ModelMove:
-    """One model on its way: what it is under now, and what it will be."""
+    """One model of a switch: what it is built as now, and what it will be."""
 
-    one: Prepared
+    model: Prepared
     place: int
     next: Built
 
 
 @dataclass(slots=True)
 class ReceivedShards:
-    """This rank's new parts.
+    """This rank's parts under the new strategy.
 
     Attributes:
         values: Of parameters and buffers, by unique name.
@@ -51,17 +51,19 @@ class Commit:
     def __init__(
         self,
         choice: Strategy,
-        models: list[ModelMove],
-        steppers: list[Stepper],
-        brought: ReceivedShards,
+        moves: list[ModelMove],
+        handles: list[OptimizerHandle],
+        received: ReceivedShards,
     ) -> None:
-        """Write down what there is. Nothing changes yet."""
+        """Keep what a rollback needs. Nothing changes yet."""
         self._choice, self._before = choice, registry.current()
-        self._models, self._steppers, self._brought = models, steppers, brought
-        self._built = [model.one.built for model in models]
-        self._photos = [module_patches.snapshot_modules(model.one.base) for model in models]
-        self._groups = [[list(g["params"]) for g in s.optimizer.param_groups] for s in steppers]
-        self._states = [dict(stepper.optimizer.state) for stepper in steppers]
+        self._moves, self._handles, self._received = moves, handles, received
+        self._built = [move.model.built for move in moves]
+        self._snapshots = [module_patches.snapshot_modules(move.model.base) for move in moves]
+        self._groups = [
+            [list(group["params"]) for group in handle.optimizer.param_groups] for handle in handles
+        ]
+        self._states = [dict(handle.optimizer.state) for handle in handles]
 
     def run(self, ballot: CommitVote) -> None:
         """Change this rank; everything back if that fails on any rank. Every rank.
@@ -77,85 +79,85 @@ class Commit:
             error = caught
         failures = ballot.answer("" if error is None else one_line(error))
         if failures:
-            self._go_back()
+            self._roll_back()
             if error is not None:
                 raise error
             raise_failures(WHAT, failures)
 
     def _change(self) -> None:
         new: dict[str, torch.Tensor] = {}
-        for model, old in zip(self._models, self._built, strict=True):
-            names = {name: registry.unique_name(model.place, name) for name in model.next.layouts}
-            values = self._brought.values
+        for move, old in zip(self._moves, self._built, strict=True):
+            names = {name: registry.unique_name(move.place, name) for name in move.next.layouts}
+            values = self._received.values
             local = {name: values[key] for name, key in names.items() if key in values}
-            build.commit(model.next, local, before=old.changes)
-            model.one.built = model.next
-            new |= {names[name]: parameter for name, parameter in model.next.parameters.items()}
+            build.commit(move.next, local, before=old.changes)
+            move.model.built = move.next
+            new |= {names[name]: parameter for name, parameter in move.next.parameters.items()}
         registry.set_choice(self._choice)
-        known = [model.one for model in self._models]
-        for stepper in self._steppers:
-            before = {key: held for key, (_, _, held) in stepper.names.items()}
+        models = [move.model for move in self._moves]
+        for handle in self._handles:
+            before = {key: parameter for key, (_, _, parameter) in handle.names.items()}
             after = {key: new[key] for key in before}
             sides = {
-                key: registry.state_side(one.built, name)
-                for key, (one, name, _) in stepper.names.items()
+                key: registry.state_side(model.built, name)
+                for key, (model, name, _) in handle.names.items()
             }
             fresh = {id(before[key]): after[key] for key in before}
-            prepare.replace_parameters(stepper.optimizer, fresh)
-            assert stepper.agreed is not None
-            states = self._brought.states
-            write(stepper.optimizer, stepper.agreed, states, before, after, sides)
-            prepare.attach_steps(stepper.optimizer, known)
+            prepare.replace_parameters(handle.optimizer, fresh)
+            assert handle.agreed is not None
+            states = self._received.states
+            write(handle.optimizer, handle.agreed, states, before, after, sides)
+            prepare.attach_steps(handle.optimizer, models)
 
-    def _go_back(self) -> None:
-        for photos in self._photos:
-            module_patches.restore(photos)
-        for model, built in zip(self._models, self._built, strict=True):
-            model.one.built = built
+    def _roll_back(self) -> None:
+        for snapshot in self._snapshots:
+            module_patches.restore(snapshot)
+        for move, built in zip(self._moves, self._built, strict=True):
+            move.model.built = built
         registry.set_choice(self._before)
-        known = [model.one for model in self._models]
-        for at, stepper in enumerate(self._steppers):
-            groups = stepper.optimizer.param_groups
-            for group, own in zip(groups, self._groups[at], strict=True):
-                group["params"][:] = own
-            stepper.optimizer.state.clear()
-            stepper.optimizer.state.update(self._states[at])
-            prepare.attach_steps(stepper.optimizer, known)
+        models = [move.model for move in self._moves]
+        for index, handle in enumerate(self._handles):
+            groups = handle.optimizer.param_groups
+            for group, parameters in zip(groups, self._groups[index], strict=True):
+                group["params"][:] = parameters
+            handle.optimizer.state.clear()
+            handle.optimizer.state.update(self._states[index])
+            prepare.attach_steps(handle.optimizer, models)
 
     def finish(self) -> tuple[RebindReport, tuple[str, ...]]:
-        """Let go of what was, and put the user's names right. This rank alone, after `run`.
+        """Drop everything old, and update the user's names. This rank alone, after `run`.
 
         Returns:
             What was rebound, and what else a person has to know.
         """
         notes = self._notes()
-        dead, modules, kept = self._retired()
-        return rebind(dead, modules, kept), notes
+        dead, modules, own_names = self._retire_old()
+        return rebind(dead, modules, own_names), notes
 
-    def _retired(self) -> tuple[list[Replacement], list[Replacement], set[str]]:
-        """Let go of everything old, but for the objects that names may still hold."""
+    def _retire_old(self) -> tuple[list[Replacement], list[Replacement], set[str]]:
+        """Drop everything old, except for objects that the user's names may still hold."""
         dead: list[Replacement] = []
         modules: list[Replacement] = []
-        kept: set[str] = set()
-        for model, old in zip(self._models, self._built, strict=True):
-            _retire(model.one, old, dead, modules, kept)
-        for held in (
+        own_names: set[str] = set()
+        for move, old in zip(self._moves, self._built, strict=True):
+            _retire(move.model, old, dead, modules, own_names)
+        for records in (
             self._built,
-            self._photos,
+            self._snapshots,
             self._groups,
             self._states,
-            self._steppers,
-            self._models,
-            self._brought.values,
-            self._brought.states,
+            self._handles,
+            self._moves,
+            self._received.values,
+            self._received.states,
         ):
-            held.clear()
-        return dead, modules, kept
+            records.clear()
+        return dead, modules, own_names
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
-        for model, old in zip(self._models, self._built, strict=True):
-            notes += model.next.job.step_data.get("notes", [])
+        for move, old in zip(self._moves, self._built, strict=True):
+            notes += move.next.job.kept.get("notes", [])
             graded = sum(p.grad is not None for p in old.parameters.values())
             if graded:
                 notes.append(
@@ -165,31 +167,35 @@ class Commit:
             hooked = [name for name, p in old.parameters.items() if _has_hooks(p)]
             if hooked:
                 notes.append(
-                    f"hooks on {', '.join(hooked[:3])} stay with the old parameters; register "
+                    f"hooks on {', '.join(hooked[:3])} stayed on the old parameters; register "
                     "them again"
                 )
         return tuple(dict.fromkeys(notes))
 
 
 def _retire(
-    one: Prepared, old: Built, dead: list[Replacement], modules: list[Replacement], kept: set[str]
+    model: Prepared,
+    old: Built,
+    dead: list[Replacement],
+    modules: list[Replacement],
+    own_names: set[str],
 ) -> None:
     """Make one model's old objects harmless, and pair them with the new ones."""
     name = display_name(old)
     assert old.outer is not None
-    if old.outer is not one.base:
-        one.own_names = set(names_for(one.base))
-        if old.outer is not one.outer:
-            dead.append(Replacement(old.outer, one.outer, name))
+    if old.outer is not model.base:
+        model.own_names = set(names_for(model.base))
+        if old.outer is not model.outer:
+            dead.append(Replacement(old.outer, model.outer, name))
             retire(old.outer, _refusal(name, old.job.choice))
-    elif one.outer is not one.base:
-        modules.append(Replacement(one.base, one.outer, name))
-        kept |= one.own_names
+    elif model.outer is not model.base:
+        modules.append(Replacement(model.base, model.outer, name))
+        own_names |= model.own_names
     for first, parameter in old.parameters.items():
         parameter.grad = None
-        if parameter is not one.parameters[first]:
-            dead.append(Replacement(parameter, one.parameters[first], first))
-    one.remember(dict(old.parameters))
+        if parameter is not model.parameters[first]:
+            dead.append(Replacement(parameter, model.parameters[first], first))
+    model.remember(dict(old.parameters))
 
 
 def _refusal(name: str, choice: Strategy) -> Callable[..., Any]:
@@ -197,8 +203,8 @@ def _refusal(name: str, choice: Strategy) -> Callable[..., Any]:
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
         raise NbdistError(
-            f"This is {name} as it was under {was}; the strategy has changed since. Use the "
-            f"variable {name}, or accelerator.prepare(...) again."
+            f"This is the old {name}, from before the switch away from {was}. Use the variable "
+            f"{name}, or call accelerator.prepare(...) again."
         )
 
     return forward
@@ -210,10 +216,10 @@ def _has_hooks(parameter: torch.Tensor) -> bool:
         getattr(parameter, "_backward_hooks", None),
         getattr(parameter, "_post_accumulate_grad_hooks", None),
     )
-    found = [hook for table in tables if table for hook in table.values()]
-    return any(not is_internal(hook) for hook in found)
+    hooks = [hook for table in tables if table for hook in table.values()]
+    return any(not is_internal(hook) for hook in hooks)
 
 
 def display_name(built: Built) -> str:
-    """What a person calls a model: a variable that holds it, or its class."""
+    """A model's name in messages: a variable that holds it, or its class."""
     return next(iter(names_for(built.outer)), built.title)

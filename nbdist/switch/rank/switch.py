@@ -4,9 +4,9 @@
        all ranks agree that they have it
     2  commit: modules, optimizers. No rank is met, SIGINT waits
        all ranks agree that they did; if not, each goes back to what it was
-    3  the user's names and lists; what still holds old objects is told
+    3  the user's names and lists are updated; what still holds old objects is reported
 
-Until the agreement of 2 both the old and the new parts are there.
+Until all ranks have committed, both the old and the new parts are there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nbdist.parallel.consensus import (
 )
 from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard.common import Stepper, common_models, steppers_of
+from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
 from nbdist.parallel.reshard.optimizer_state import plan
 from nbdist.parallel.reshard.rebind import RebindReport
@@ -43,7 +43,7 @@ from nbdist.strategy.tensor_layout import transfers
 from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, ReceivedShards, display_name
 from nbdist.switch.report import RankSwitchReport
 
-# Of what is told while it lasts.
+# Of its progress.
 NAME = "switch"
 
 
@@ -64,30 +64,30 @@ def switch(choice: Strategy) -> RankSwitchReport:
         return RankSwitchReport(
             before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s
         )
-    if len(registry.prepared()) > 1 or _fixed(before, choice):
+    if len(registry.prepared()) > 1 or _fixed_reason(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
         progress.tell("planning")
-        found = common_models(WHAT)
-        if found:
+        models = common_models(WHAT)
+        if models:
             _refuse_fixed(before, choice)
         # Loaders and optimizers that cannot follow refuse before anything changes.
         all_or_none(WHAT, lambda: registry.ask(before, choice))
         registry.grid_for(choice)
         notes: tuple[str, ...] = ()
-        done, received = RebindReport(), 0
-        if found:
-            done, notes, received = _move(choice, found)
-    if not found:
+        rebinds, received = RebindReport(), 0
+        if models:
+            rebinds, notes, received = _move(choice, models)
+    if not models:
         registry.set_choice(choice)
     registry.tell(before, choice)
     return RankSwitchReport(
         before=before,
         after=choice,
-        models=tuple(display_name(one.built) for one in found),
-        rebound=tuple(done.names),
-        lists=tuple(done.lists),
-        stale=tuple(done.stale),
+        models=tuple(display_name(model.built) for model in models),
+        rebound=tuple(rebinds.names),
+        lists=tuple(rebinds.lists),
+        stale=tuple(rebinds.stale),
         notes=notes,
         moved_bytes=received,
         elapsed_s=time.perf_counter() - began_s,
@@ -97,22 +97,22 @@ def switch(choice: Strategy) -> RankSwitchReport:
 
 def _batch(before: Strategy, after: Strategy) -> tuple[int, int, float] | None:
     """Samples of one step before and after, of the first accelerator that says so; its rate."""
-    for one in registry.watchers():
-        size, lr = getattr(one, "batch_and_rate", lambda: (None, None))()
+    for watcher in registry.watchers():
+        size, lr = getattr(watcher, "batch_and_rate", lambda: (None, None))()
         if size is not None and lr is not None:
             was, now = (c.degrees.dp * max(c.options.accumulate, 1) for c in (before, after))
             return size * was, size * now, lr
     return None
 
 
-def _fixed(before: Strategy, after: Strategy) -> str:
+def _fixed_reason(before: Strategy, after: Strategy) -> str:
     """Why no live model goes from one to the other, if a row says so."""
     rows = [row for choice in (before, after) for row in rows_of(choice)]
     return next((row.fixed for row in rows if row.fixed), "")
 
 
 def _refuse_fixed(before: Strategy, after: Strategy) -> None:
-    reason = _fixed(before, after)
+    reason = _fixed_reason(before, after)
     if reason:
         raise OptionError(
             f"Live models cannot be switched from {label(before)} to {label(after)}: "
@@ -122,14 +122,14 @@ def _refuse_fixed(before: Strategy, after: Strategy) -> None:
         )
 
 
-def _move(choice: Strategy, found: list[Prepared]) -> tuple[RebindReport, tuple[str, ...], int]:
+def _move(choice: Strategy, prepared: list[Prepared]) -> tuple[RebindReport, tuple[str, ...], int]:
     ballot = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
-    for one in found:
-        fsdp.settle(one.built.job.root)
-    models = _plan(choice, found)
-    steppers = steppers_of(WHAT, found)
-    brought = _bring(models, steppers)
-    received = brought.received_bytes
+    for model in prepared:
+        fsdp.settle(model.built.job.root)
+    moves = _plan(choice, prepared)
+    handles = common_optimizers(WHAT, prepared)
+    shards = _bring(moves, handles)
+    received = shards.received_bytes
     with interrupts_held():
         try:
             progress.tell("agreeing")
@@ -138,97 +138,103 @@ def _move(choice: Strategy, found: list[Prepared]) -> tuple[RebindReport, tuple[
             ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
             raise
         progress.tell("committing")
-        commit = Commit(choice, models, steppers, brought)
+        commit = Commit(choice, moves, handles, shards)
         commit.run(ballot)
-        done, notes = commit.finish()
-    return done, notes, received
+        rebinds, notes = commit.finish()
+    return rebinds, notes, received
 
 
-def _plan(choice: Strategy, found: Sequence[Prepared]) -> list[ModelMove]:
+def _plan(choice: Strategy, models: Sequence[Prepared]) -> list[ModelMove]:
     """Plan every model. Collective, as one rank's refusal is everybody's."""
     grid = registry.grid_for(choice)
     planned: list[ModelMove] = []
 
     def work() -> None:
-        for place, one in enumerate(found):
-            old = one.built.job
-            _refuse_changed(one)
-            job = ModelBuild(one.base, choice, grid, old.device, accelerator=old.accelerator)
-            with build.bare(one.built):
-                planned.append(ModelMove(one, place, build.plan(job)))
+        for place, model in enumerate(models):
+            old = model.built.job
+            _refuse_changed(model)
+            job = ModelBuild(model.base, choice, grid, old.device, accelerator=old.accelerator)
+            with build.bare(model.built):
+                planned.append(ModelMove(model, place, build.plan(job)))
 
     all_or_none(WHAT, work)
     return planned
 
 
-def _refuse_changed(one: Prepared) -> None:
+def _refuse_changed(model: Prepared) -> None:
     """A parameter that has come since is under no strategy, and on no rank the same."""
-    here = build.names_of(one.base).keys()
-    odd = sorted(here ^ one.built.names.keys())
-    found = build.tensors_of(one.base)
-    odd = odd or [name for name, p in one.parameters.items() if found[name] is not p]
+    here = build.names_of(model.base).keys()
+    odd = sorted(here ^ model.built.names.keys())
+    tensors = build.tensors_of(model.base)
+    odd = odd or [name for name, p in model.parameters.items() if tensors[name] is not p]
     if odd:
         raise NbdistError(
-            f"{', '.join(odd[:4])} of {one.built.title} changed since prepare(): the "
-            "switch would lose it. Prepare the changed model in a fresh run: %dist_reset."
+            f"{', '.join(odd[:4])} of {model.built.title} changed after prepare(), and a switch "
+            "would lose the change. Run %dist_reset, then prepare the changed model."
         )
 
 
-def _bring(models: list[ModelMove], steppers: list[Stepper]) -> ReceivedShards:
+def _bring(model_moves: list[ModelMove], handles: list[OptimizerHandle]) -> ReceivedShards:
     """Bring this rank's new parts. Collective; may be refused, alike on all ranks, at first."""
     old = {
-        key: registry.state_side(one.built, n)
-        for s in steppers
-        for key, (one, n, _) in s.names.items()
+        key: registry.state_side(model.built, n)
+        for handle in handles
+        for key, (model, n, _) in handle.names.items()
     }
-    planned = {id(model.one): model.next for model in models}
+    planned = {id(move.model): move.next for move in model_moves}
     new = {
-        key: registry.state_side(planned[id(one)], n)
-        for s in steppers
-        for key, (one, n, _) in s.names.items()
+        key: registry.state_side(planned[id(model)], n)
+        for handle in handles
+        for key, (model, n, _) in handle.names.items()
     }
-    moves: list[Reshard] = []
-    for one in steppers:
-        assert one.agreed is not None
-        if "zero1" in steps_of(models[0].next.job.choice):
-            zero1.check(one.optimizer)
-        moves += plan(one.agreed, old, new)
-    states = {label: t for one in steppers for label, t in one.local.tensors.items()}
-    parameters, buffers, held = _values(models)
-    job = models[0].next.job
+    reshards: list[Reshard] = []
+    for handle in handles:
+        assert handle.agreed is not None
+        if "zero1" in steps_of(model_moves[0].next.job.choice):
+            zero1.check(handle.optimizer)
+        reshards += plan(handle.agreed, old, new)
+    states = {label: tensor for handle in handles for label, tensor in handle.local.tensors.items()}
+    parameters, buffers, local = _values(model_moves)
+    job = model_moves[0].next.job
     home = fsdp.parameter_device(job.choice, job.device)
-    brought = ReceivedShards(received_bytes=_received_bytes([*moves, *parameters, *buffers]))
-    everything = redistribute([*parameters, *moves], {**held, **states}, home)
-    brought.states = {move.name: everything[move.name] for move in moves if move.name in everything}
-    brought.values = {m.name: everything[m.name] for m in parameters if m.name in everything}
-    brought.values |= redistribute(buffers, held, job.device)
-    return brought
+    shards = ReceivedShards(received_bytes=_received_bytes([*reshards, *parameters, *buffers]))
+    everything = redistribute([*parameters, *reshards], {**local, **states}, home)
+    shards.states = {
+        reshard.name: everything[reshard.name] for reshard in reshards if reshard.name in everything
+    }
+    shards.values = {
+        reshard.name: everything[reshard.name]
+        for reshard in parameters
+        if reshard.name in everything
+    }
+    shards.values |= redistribute(buffers, local, job.device)
+    return shards
 
 
-def _received_bytes(moves: list[Reshard]) -> int:
+def _received_bytes(reshards: list[Reshard]) -> int:
     """What this rank gets from others."""
     here = rank()
     return sum(
-        math.prod(piece.shape) * move.dtype.itemsize
-        for move in moves
-        for piece in transfers(move.old, move.new, world_size())
-        if piece.target == here and here not in piece.sources
+        math.prod(transfer.shape) * reshard.dtype.itemsize
+        for reshard in reshards
+        for transfer in transfers(reshard.old, reshard.new, world_size())
+        if transfer.target == here and here not in transfer.sources
     )
 
 
 def _values(
-    models: list[ModelMove],
+    moves: list[ModelMove],
 ) -> tuple[list[Reshard], list[Reshard], dict[str, torch.Tensor]]:
     """The moves of parameters, and of buffers, by unique name; and what this rank has of them."""
     parameters: list[Reshard] = []
     buffers: list[Reshard] = []
-    held = {}
-    for model in models:
-        one, dtypes = model.one, dtypes_of(model.one)
-        for name, tensor in local_state(one).items():
-            held[registry.unique_name(model.place, name)] = tensor
+    local = {}
+    for move in moves:
+        model, dtypes = move.model, dtypes_of(move.model)
+        for name, tensor in local_state(model).items():
+            local[registry.unique_name(move.place, name)] = tensor
         for name, dtype in dtypes.items():
-            key = registry.unique_name(model.place, name)
-            move = Reshard(key, dtype, one.side(name), model.next.side(name))
-            (parameters if name in one.parameters else buffers).append(move)
-    return parameters, buffers, held
+            key = registry.unique_name(move.place, name)
+            reshard = Reshard(key, dtype, model.side(name), move.next.side(name))
+            (parameters if name in model.parameters else buffers).append(reshard)
+    return parameters, buffers, local

@@ -116,7 +116,7 @@ class Traces(Recordings[TraceOptions, Trace]):
             return None
         try:
             future = trace_text(self._ranks.call, rank, ())
-            content = unpack.opened(future.result(FINISH_S))["text"]
+            content = unpack.unpack(future.result(FINISH_S))["text"]
         except Exception:  # noqa: BLE001  # it recorded nothing, or ended: its trace says so
             return None
         with gzip.open(target, "wb", chrome_writer.LEVEL) as packed:
