@@ -70,8 +70,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    asked = StrategySpec.parse(strategy, strategy_options)
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
+    spec = StrategySpec.parse(strategy, strategy_options)
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, spec)
     return commands.start_and_show(options).session
 
 
@@ -158,8 +158,8 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
-    asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)
-    return planned(model, asked, load, strategy, strategy_options)
+    request = Asked(ranks, gpu, memory, engine, inputs, optimizer)
+    return planned(model, request, load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:

@@ -33,10 +33,12 @@ def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
 
 def _readable(failure: RankFailure) -> RankFailure:
     """The failure with torch's message in one sentence, which reads the same on all ranks."""
-    told = torch_messages.readable(failure.message)
-    traceback = tuple(line.replace(failure.message, told) for line in failure.traceback)
+    message = torch_messages.readable(failure.message)
+    traceback = tuple(line.replace(failure.message, message) for line in failure.traceback)
     return (
-        failure if told == failure.message else replace(failure, message=told, traceback=traceback)
+        failure
+        if message == failure.message
+        else replace(failure, message=message, traceback=traceback)
     )
 
 

@@ -29,10 +29,10 @@ class Clip:
     `shown` are kept.
     """
 
-    def __init__(self, shown: int = SHOWN_LINES):
-        self._shown = shown
+    def __init__(self, n_shown: int = SHOWN_LINES):
+        self._shown = n_shown
         self._head: list[str] = []
-        self._tail: deque[Line] = deque(maxlen=shown)
+        self._tail: deque[Line] = deque(maxlen=n_shown)
         self._file: LineFile | None = None
         self.count = 0
 

@@ -53,13 +53,13 @@ def dist_init(values: Namespace) -> View | None:
     """Start ranks, or say which ones run already."""
     options = start_options(values)
     if NOTEBOOK.is_running:
-        shown = _already_running(options)
+        view = _already_running(options)
     else:
         start_and_show(options)
-        shown = None
+        view = None
     if values.auto:
         NOTEBOOK.set_mode("all")
-    return shown
+    return view
 
 
 # The options of a start as they are typed.
@@ -92,15 +92,15 @@ def _already_running(options: StartOptions) -> View:
 
 def dist_reset(values: Namespace) -> None:
     """End the ranks and start new ones, with the same options unless others are given."""
-    asked = start_options(values)
-    options = _same_options(asked) if NOTEBOOK.is_running else asked
+    typed = start_options(values)
+    options = _same_options(typed) if NOTEBOOK.is_running else typed
     mode = NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
-        told = NOTEBOOK.session.checkpoints.end()
+        lines = NOTEBOOK.session.checkpoints.end()
         ranks = NOTEBOOK.stop().ranks
-        if told:
-            publish(View("\n".join(told))._repr_mimebundle_())
+        if lines:
+            publish(View("\n".join(lines))._repr_mimebundle_())
     started = start_and_show(options, "starting afresh")
     if values.auto or mode != LOCAL:
         # The mode is numbers: of other ranks than before it would mean something else.
@@ -108,22 +108,22 @@ def dist_reset(values: Namespace) -> None:
         NOTEBOOK.set_mode(mode if is_same else "all")
 
 
-def _same_options(asked: StartOptions) -> StartOptions:
+def _same_options(typed: StartOptions) -> StartOptions:
     """The options of the running ranks, unless others than these two are asked for."""
-    kept = NOTEBOOK.options
-    if asked.deadline_s != DEFAULT_DEADLINE_S:
-        kept = replace(kept, deadline_s=asked.deadline_s)
-    if asked.strategy is not None:
-        kept = replace(kept, strategy=asked.strategy)
-    others = replace(asked, deadline_s=DEFAULT_DEADLINE_S, strategy=None)
-    return kept if others == StartOptions() else asked
+    options = NOTEBOOK.options
+    if typed.deadline_s != DEFAULT_DEADLINE_S:
+        options = replace(options, deadline_s=typed.deadline_s)
+    if typed.strategy is not None:
+        options = replace(options, strategy=typed.strategy)
+    others = replace(typed, deadline_s=DEFAULT_DEADLINE_S, strategy=None)
+    return options if others == StartOptions() else typed
 
 
 def dist_shutdown(_values: Namespace) -> View:
     """End the ranks."""
-    told = NOTEBOOK.session.checkpoints.end()
+    lines = NOTEBOOK.session.checkpoints.end()
     session = NOTEBOOK.stop()
-    return View("\n".join([*told, f"{ranks_phrase(session.ranks)} stopped"]))
+    return View("\n".join([*lines, f"{ranks_phrase(session.ranks)} stopped"]))
 
 
 def dist_status(values: Namespace) -> View:

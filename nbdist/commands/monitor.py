@@ -61,8 +61,8 @@ def _shown(monitor: Monitor, note: str = "") -> View:
 def _off(monitor: Monitor) -> View:
     was_running = monitor.is_running
     monitor.stop()
-    kept = "what was recorded is kept; %dist_monitor goes on"
-    return View(f"no longer recorded; {kept}" if was_running else f"nothing is recorded; {kept}")
+    note = "what was recorded is kept; %dist_monitor goes on"
+    return View(f"no longer recorded; {note}" if was_running else f"nothing is recorded; {note}")
 
 
 def _served(monitor: Monitor, port: int) -> View:

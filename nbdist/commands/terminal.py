@@ -49,10 +49,10 @@ def stop(values: Namespace) -> View:
         orphans.stop(run)
         ranks = ranks_phrase(range(len(run.hosts))) if run.hosts else "its processes"
         lines.append(f"{run.name}: {ranks} stopped")
-        others = sorted(set(run.hosts) - {socket.gethostname()})
-        if others:
+        other_hosts = sorted(set(run.hosts) - {socket.gethostname()})
+        if other_hosts:
             lines.append(
-                f"ranks on {', '.join(others)} end by themselves when they miss their controller"
+                f"ranks on {', '.join(other_hosts)} end by themselves when they miss their controller"
             )
     return View("\n".join(lines))
 
@@ -93,8 +93,8 @@ def run(values: Namespace) -> None:
     sys.path.insert(0, str(path.parent))
     try:
         started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
-        sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
+        view = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{view.text}\n")  # stdout is the program's
         started.session.call_all(
             take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S
         )
@@ -107,9 +107,9 @@ def run(values: Namespace) -> None:
 def _program(named: Sequence[str]) -> tuple[Path, str]:
     """The program's path, absolute, and its text."""
     if len(named) != 1:
-        what = "no file is named" if not named else f"{len(named)} files are named"
+        problem = "no file is named" if not named else f"{len(named)} files are named"
         raise OptionError(
-            f"nbdist run: {what}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the program's "
+            f"nbdist run: {problem}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the program's "
             "own arguments stand behind --)."
         )
     path = Path(named[0]).absolute()
@@ -128,8 +128,8 @@ def _program(named: Sequence[str]) -> tuple[Path, str]:
             f"nbdist run: {named[0]} cannot be read ({error.strerror}). Name a Python file."
         ) from error
     except (SyntaxError, ValueError) as error:  # ValueError: it is no text, or has null bytes
-        told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{told}") from error
+        reason = "".join(traceback.format_exception_only(error)).rstrip()
+        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{reason}") from error
     return path, text
 
 

@@ -38,15 +38,19 @@ def attributes(path: tuple[str, ...]) -> dict[str, str]:
     """
     if not path:
         shell = _shell()
-        known = dict(shell.user_ns)
+        variables = dict(shell.user_ns)
         hidden = shell.user_ns_hidden
         return {
             name: _type(value)
-            for name, value in known.items()
+            for name, value in variables.items()
             if name not in hidden or hidden[name] is not value
         }
     value = _value(path)
-    return {} if value is _NOTHING else {name: _type(one) for name, one in _tables(value).items()}
+    return (
+        {}
+        if value is _NOTHING
+        else {name: _type(member) for name, member in _tables(value).items()}
+    )
 
 
 def glance(path: tuple[str, ...]) -> Reply:
@@ -78,20 +82,20 @@ def _value(path: tuple[str, ...]) -> Any:
 
 def _tables(value: Any) -> dict[str, Any]:
     """Attributes by name, nearest last: of the classes, of the object, of a torch module."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
     for kind in reversed(kinds):
-        found.update(vars(kind))
+        members.update(vars(kind))
     if not isinstance(value, type):
         try:
-            own = object.__getattribute__(value, "__dict__")
+            instance_members = object.__getattribute__(value, "__dict__")
         except AttributeError:  # slots alone
-            own = {}
-        if isinstance(own, dict):
-            found.update(own)
+            instance_members = {}
+        if isinstance(instance_members, dict):
+            members.update(instance_members)
             for name in _TABLES if isinstance(value, torch.nn.Module) else ():
-                found.update(own.get(name) or {})
-    return found
+                members.update(instance_members.get(name) or {})
+    return members
 
 
 def _type(value: Any) -> str:

@@ -90,21 +90,21 @@ def named(word: str) -> Verb | None:
 
 def overview() -> str:
     """All verbs with a line each: those of the command line, and those of a notebook."""
-    here = [(word, WORDS[word]) for word in sorted(WORDS) if WORDS[word].place != NOTEBOOK]
-    there = [(verb.typed, verb) for verb in VERBS.values() if verb.place == NOTEBOOK]
-    width = max(len(name) for name, _ in (*here, *there))
+    in_terminal = [(word, WORDS[word]) for word in sorted(WORDS) if WORDS[word].place != NOTEBOOK]
+    in_notebook = [(verb.typed, verb) for verb in VERBS.values() if verb.place == NOTEBOOK]
+    width = max(len(name) for name, _ in (*in_terminal, *in_notebook))
 
-    def lines(those: Sequence[tuple[str, Verb]]) -> list[str]:
-        return [f"  {name:{width}}  {verb.help}" for name, verb in those]
+    def lines(verbs: Sequence[tuple[str, Verb]]) -> list[str]:
+        return [f"  {name:{width}}  {verb.help}" for name, verb in verbs]
 
     return "\n".join(
         [
             "usage: nbdist VERB [options]; nbdist VERB --help shows them with an example",
             "",
-            *lines(here),
+            *lines(in_terminal),
             "",
             "only in a notebook, after %load_ext nbdist:",
-            *lines(there),
+            *lines(in_notebook),
         ]
     )
 

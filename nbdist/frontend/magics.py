@@ -133,8 +133,10 @@ def register(shell: InteractiveShell) -> None:
 
 def unregister(shell: InteractiveShell) -> None:
     """Take the routing and the completion away again; the ranks go on."""
-    kept = [one for one in shell.input_transformers_cleanup if not _is_ours(one)]
-    shell.input_transformers_cleanup[:] = kept
+    transformers = [
+        transformer for transformer in shell.input_transformers_cleanup if not _is_ours(transformer)
+    ]
+    shell.input_transformers_cleanup[:] = transformers
     completer.uninstall(shell)
 
 

@@ -43,66 +43,75 @@ class Scene:
     @property
     def at_work(self) -> tuple[Sample, ...]:
         """The ranks that run a cell."""
-        return tuple(one for one in self.samples if one.doing.state in {"running", "waiting"})
+        return tuple(
+            sample for sample in self.samples if sample.doing.state in {"running", "waiting"}
+        )
 
     def utilisation(self) -> Mapping[int, float]:
         """Rank -> mean utilisation in its cell over the last WINDOW_S; only where that is known."""
-        found = {}
-        for one in self.samples:
-            values = self._in_cell(one)
+        means = {}
+        for sample in self.samples:
+            values = self._in_cell(sample)
             if len(values):
-                found[one.rank] = float(values.mean())
-        return found
+                means[sample.rank] = float(values.mean())
+        return means
 
-    def _in_cell(self, one: Sample) -> Reals:
-        is_now = one.doing.state in {"running", "waiting"}
+    def _in_cell(self, sample: Sample) -> Reals:
+        is_now = sample.doing.state in {"running", "waiting"}
         length_s = WINDOW_S if is_now else PAST_S
-        values, states = self.history.window(one.rank, length_s, "utilisation", "state")
-        known: Reals = values[np.isin(states, _AT_WORK) & ~np.isnan(values)]
+        values, states = self.history.window(sample.rank, length_s, "utilisation", "state")
+        percents: Reals = values[np.isin(states, _AT_WORK) & ~np.isnan(values)]
         if is_now:
-            return known if one.doing.cell_s >= LEAST_S else known[:0]
+            return percents if sample.doing.cell_s >= LEAST_S else percents[:0]
         # One sample a second, as good as.
-        is_judged = self.is_past and len(known) >= LEAST_S
-        return known[-int(WINDOW_S) :] if is_judged else known[:0]
+        is_judged = self.is_past and len(percents) >= LEAST_S
+        return percents[-int(WINDOW_S) :] if is_judged else percents[:0]
 
 
 def no_progress(scene: Scene) -> RuleHit | None:
     """GPUs that are busy all the time, and no rank has come out of a collective for long."""
-    those = scene.at_work
-    ages = [one.doing.collective_age_s for one in those]
-    known = [
+    samples = scene.at_work
+    ages = [sample.doing.collective_age_s for sample in samples]
+    in_cell_s = [
         age
-        for one, age in zip(those, ages, strict=True)
-        if age is not None and age < one.doing.cell_s  # a cell without collectives has none to end
+        for sample, age in zip(samples, ages, strict=True)
+        if age is not None
+        and age < sample.doing.cell_s  # a cell without collectives has none to end
     ]
-    if not known or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
+    if not in_cell_s or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
         return None
     busy = {}
-    for one in those:
-        (values,) = scene.history.window(one.rank, NO_PROGRESS_S, "utilisation")
-        if one.gpu is not None and len(values) and not np.isnan(values).any():
-            busy[one.rank] = float(values.min())
+    for sample in samples:
+        (values,) = scene.history.window(sample.rank, NO_PROGRESS_S, "utilisation")
+        if sample.gpu is not None and len(values) and not np.isnan(values).any():
+            busy[sample.rank] = float(values.min())
     spinning = tuple(rank for rank, least in busy.items() if least >= SPINNING_PERCENT)
     if not spinning:
         return None
-    memory = [one.gpu.memory_busy_percent for one in those if one.gpu and one.rank in spinning]
-    told = [value for value in memory if value is not None]
-    idle = f"; their memory is busy {max(told):.0f} % of the time" if told else ""
+    readings = [
+        sample.gpu.memory_busy_percent
+        for sample in samples
+        if sample.gpu and sample.rank in spinning
+    ]
+    percents = [value for value in readings if value is not None]
+    idle = f"; their memory is busy {max(percents):.0f} % of the time" if percents else ""
     return RuleHit(
         f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
-        f"no rank's collective has ended for {min(known):.0f} s{idle}",
+        f"no rank's collective has ended for {min(in_cell_s):.0f} s{idle}",
         spinning,
     )
 
 
 def device_memory(scene: Scene) -> RuleHit | None:
     """A GPU's memory is nearly full."""
-    parts = {one.rank: part for one in scene.samples if (part := one.device_part) is not None}
+    parts = {
+        sample.rank: part for sample in scene.samples if (part := sample.device_part) is not None
+    }
     full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    gpu = next(one.gpu for one in scene.samples if one.rank == worst)
+    gpu = next(sample.gpu for sample in scene.samples if sample.rank == worst)
     assert gpu is not None
     return RuleHit(
         f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
@@ -113,12 +122,14 @@ def device_memory(scene: Scene) -> RuleHit | None:
 
 def host_memory(scene: Scene) -> RuleHit | None:
     """The host's memory, or the control group's, is nearly full."""
-    parts = {one.rank: part for one in scene.samples if (part := one.host_part) is not None}
+    parts = {
+        sample.rank: part for sample in scene.samples if (part := sample.host_part) is not None
+    }
     full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    usage = next(one.usage for one in scene.samples if one.rank == worst)
+    usage = next(sample.usage for sample in scene.samples if sample.rank == worst)
     assert usage is not None
     whose = "control group's limit" if usage.is_group else "machine's memory"
     return RuleHit(
@@ -131,8 +142,8 @@ def host_memory(scene: Scene) -> RuleHit | None:
 def heat(scene: Scene) -> RuleHit | None:
     """A GPU is too hot, or its clocks are lowered by its hardware."""
     hot = {}
-    for one in scene.samples:
-        gpu = one.gpu
+    for sample in scene.samples:
+        gpu = sample.gpu
         if gpu is None:
             continue
         slowed = sorted(SLOWED.intersection(gpu.throttled or ()))
@@ -140,7 +151,7 @@ def heat(scene: Scene) -> RuleHit | None:
         if slowed or is_hot:
             why = f"clocks are lowered: {', '.join(slowed)}" if slowed else "reasons are not told"
             heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
-            hot[one.rank] = f"rank {one.rank}: {heat_c}{why}"
+            hot[sample.rank] = f"rank {sample.rank}: {heat_c}{why}"
     return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
 
 
@@ -161,10 +172,12 @@ def low_utilisation(scene: Scene) -> RuleHit | None:
 def imbalance(scene: Scene) -> RuleHit | None:
     """Ranks of one cell that differ."""
     means = scene.utilisation()
-    held = {one.rank: part for one in scene.at_work if (part := one.device_part) is not None}
+    shares = {
+        sample.rank: part for sample in scene.at_work if (part := sample.device_part) is not None
+    }
     both = (
         ("utilisation", means, "of the time"),
-        ("device memory", {rank: 100 * part for rank, part in held.items()}, "in use"),
+        ("device memory", {rank: 100 * part for rank, part in shares.items()}, "in use"),
     )
     for name, values, of in both:
         if len(values) < 2:
@@ -180,7 +193,7 @@ def imbalance(scene: Scene) -> RuleHit | None:
 
 
 def _device(scene: Scene, rank: int) -> str:
-    has_gpu = any(one.gpu is not None for one in scene.samples if one.rank == rank)
+    has_gpu = any(sample.gpu is not None for sample in scene.samples if sample.rank == rank)
     return "the GPU" if has_gpu else "the share of the cores"
 
 

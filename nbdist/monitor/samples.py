@@ -257,9 +257,9 @@ class _Rows:
         self.times[at], self.values[at], self.counts[at] = time_s, row, 1
         self.size += 1
         self.seen += 1
-        known = ~np.isnan(row)
-        self.total[known] += row[known]
-        self.count += known
+        has_value = ~np.isnan(row)
+        self.total[has_value] += row[has_value]
+        self.count += has_value
         self.peak = np.fmax(self.peak, row)
 
     def _thin(self) -> None:
@@ -337,7 +337,7 @@ class History:
                 return tuple(np.empty(0) for _ in names)
             times = rows.times[: rows.size]
             since = int(np.searchsorted(times, times[-1] - length_s))
-            return tuple(rows.values[since : rows.size, _NUMBERS[one]].copy() for one in names)
+            return tuple(rows.values[since : rows.size, _NUMBERS[name]].copy() for name in names)
 
     def span_s(self, rank: int) -> float:
         """How far the rank's samples go back from the newest, in seconds."""

@@ -82,12 +82,12 @@ def monitor(
         findings: By monitor.findings.
         notes: What could not be read, and what else there is to say.
     """
-    fields = [one for one in _FIELDS if _is_known(history, one.column)]
+    fields = [field for field in _FIELDS if _is_known(history, field.column)]
     rows = [_row(sample, history, fields) for sample in samples]
-    head = ["rank", "doing", *(one.title for one in fields), "last collective"]
+    head = ["rank", "doing", *(field.title for field in fields), "last collective"]
     # What stands out depends on times and rates: it is nothing to store.
-    told = [] if is_stored() else [_told(one) for one in findings]
-    after = [*told, *notes]
+    lines = [] if is_stored() else [_finding_line(finding) for finding in findings]
+    after = [*lines, *notes]
     view = table(head, rows, before=[_title(history)], after=after)
     image = "" if is_stored() else _image(samples, history)
     return View(view.text, view.html + image)
@@ -110,24 +110,24 @@ def _row(sample: Sample, history: History, fields: Sequence[_Field]) -> list[str
     last = doing.last_collective or "-"
     if doing.collective_age_s is not None:
         last += f", {units.seconds(doing.collective_age_s)} ago"
-    told = sample.told
+    text = sample.told
     if sample.age_s > OLD_S and not is_stored():
-        told += f" (numbers {units.seconds(sample.age_s)} old)"
-    cells = [_cell(history, sample.rank, one) for one in fields]
-    return [str(sample.rank), told, *cells, last]
+        text += f" (numbers {units.seconds(sample.age_s)} old)"
+    cells = [_cell(history, sample.rank, field) for field in fields]
+    return [str(sample.rank), text, *cells, last]
 
 
-def _cell(history: History, rank: int, one: _Field) -> str:
+def _cell(history: History, rank: int, field: _Field) -> str:
     if is_stored():
         return shown("")
-    found = history.summary(rank, one.column)
-    peak = history.summary(rank, one.peak or one.column).peak
-    values = (found.now, found.mean, peak)
-    return " / ".join("-" if value is None else one.text(value) for value in values)
+    summary = history.summary(rank, field.column)
+    peak = history.summary(rank, field.peak or field.column).peak
+    values = (summary.now, summary.mean, peak)
+    return " / ".join("-" if value is None else field.text(value) for value in values)
 
 
-def _told(one: Finding) -> str:
-    return f"{one.rule}: {one.found}. {_sentence(one.why)}. Do: {one.what}."
+def _finding_line(finding: Finding) -> str:
+    return f"{finding.rule}: {finding.found}. {_sentence(finding.why)}. Do: {finding.what}."
 
 
 def _sentence(clause: str) -> str:
@@ -156,11 +156,11 @@ def _image(samples: Sequence[Sample], history: History) -> str:
     data = png(samples, history)
     if not data:
         return ""
-    told = (
+    alt = (
         "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
     )
     source = base64.b64encode(data).decode()
-    return f'<img alt="{told}" style="max-width:100%" src="data:image/png;base64,{source}">'
+    return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{source}">'
 
 
 def png(samples: Sequence[Sample], history: History) -> bytes:
@@ -170,10 +170,10 @@ def png(samples: Sequence[Sample], history: History) -> bytes:
     was recorded for longer than a moment.
     """
     ranks = [sample.rank for sample in samples][:MOST_RANKS]
-    drawn = [one for one in _PICTURED if _is_known(history, one[0])]
+    drawn = [pictured for pictured in _PICTURED if _is_known(history, pictured[0])]
     # Not the samples': the history may have gone on meanwhile.
     times = [history.series(rank, "rss")[0] for rank in ranks]
-    newest_s = max((float(own[-1]) for own in times if len(own)), default=0.0)
+    newest_s = max((float(rank_times[-1]) for rank_times in times if len(rank_times)), default=0.0)
     if not drawn or not any(history.span_s(rank) > 0 for rank in ranks):
         return b""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -216,8 +216,8 @@ def _highest(history: History, ranks: Sequence[int], column: str) -> float:
     return float(np.nanmax(values, initial=0.0))
 
 
-def _draw(axes: Any, history: History, what: tuple[int, str, float], newest_s: float) -> None:
-    rank, column, factor = what
+def _draw(axes: Any, history: History, curve: tuple[int, str, float], newest_s: float) -> None:
+    rank, column, factor = curve
     times, values = history.series(rank, column)
     axes.plot(times - newest_s, values * factor, linewidth=0.9, color="#0072b2")
     mean = history.summary(rank, column).mean

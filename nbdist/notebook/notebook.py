@@ -69,7 +69,7 @@ class Notebook:
         self._why_none = ""  # why there are no ranks, where somebody else has ended them
         self.cell_number: int | None = None
         # Called with every cell on ranks before it is sent: its options may become others.
-        self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, given: given
+        self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, options: options
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
         self.panel: object = None  # that of %dist_panel; nbdist.commands brings it
@@ -92,13 +92,13 @@ class Notebook:
     @property
     def is_running(self) -> bool:
         """Whether there are ranks; those that were ended from outside are let go of."""
-        told = (
+        why_ended = (
             ""
             if self._session is None
             else run_dir.ended_from_outside(self._session.cluster.run_dir)
         )
-        if told:
-            self._why_none = told
+        if why_ended:
+            self._why_none = why_ended
             self._end()
         return self._session is not None
 
@@ -225,7 +225,7 @@ class Notebook:
         if self._live is not None:
             self._live.note(text)
 
-    def differs(self, asked: StartOptions) -> list[str]:
+    def differs(self, options: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.
 
         An option that was left at its default asks for nothing.
@@ -236,7 +236,7 @@ class Notebook:
             field.name
             for field in fields(StartOptions)
             if field.name != "deadline_s"
-            and getattr(asked, field.name)
+            and getattr(options, field.name)
             not in {getattr(default, field.name), getattr(running, field.name)}
         ]
 

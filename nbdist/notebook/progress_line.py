@@ -144,10 +144,10 @@ class ShownProgress:
         self._handle = handle
 
     def _say(self, now: Progress | None) -> None:
-        said = "" if now is None else f"{now.name}: {now.what}"
-        if said and said != self._said:
+        line = "" if now is None else f"{now.name}: {now.what}"
+        if line and line != self._said:
             publish(View(str(now))._repr_mimebundle_())
-        self._said = said
+        self._said = line
 
 
 def line_html(text: str, share: float | None) -> str:

@@ -144,9 +144,9 @@ def _parse(verb: Verb, line: str) -> Parsed:
     words, rest = _parted(words) if verb.takes_rest else (words, [])
     if "--help" in words or "-h" in words:
         return Parsed(argparse.Namespace(), (), wants_help=True)
-    kept, answers = _without_replaced(verb, words)
+    own_words, answers = _without_replaced(verb, words)
     # Intermixed: an argument may stand behind options as well as before them.
-    values = _parser(verb).parse_intermixed_args(kept)
+    values = _parser(verb).parse_intermixed_args(own_words)
     if verb.takes_rest or verb.takes_code:
         values.rest = code if verb.takes_code else rest
     return Parsed(values, tuple(answers))
@@ -203,7 +203,7 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str]]:
     """The words without nbdistributed's options (and their values), and what to say of them."""
-    kept: list[str] = []
+    own_words: list[str] = []
     answers: list[str] = []
     takes_value = False
     for word in words:
@@ -215,8 +215,8 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
             takes_value = False
         else:
             takes_value = False
-            kept.append(word)
-    return kept, answers
+            own_words.append(word)
+    return own_words, answers
 
 
 def positive_number(text: str) -> float:
@@ -249,7 +249,8 @@ def rank_number(text: str) -> int:
 def strategy_options() -> tuple[Option, ...]:
     """The degrees and options of strategies as typed; which belong where, strategy.choice says."""
     degrees = [
-        Option((f"--{word}",), what, rank_count, metavar="N") for word, what in DEGREES.items()
+        Option((f"--{word}",), help_text, rank_count, metavar="N")
+        for word, help_text in DEGREES.items()
     ]
     short = [
         Option((f"--{word}",), f"{OPTIONS[name].help}: {value}", None)

@@ -99,9 +99,11 @@ class JobQueue:
             if job in self._queue:
                 self.note(f"{job.typed} is queued already")
                 return False
-            for other in [one for one in self._queue if one.name == job.name == "apply"]:
-                self._queue.remove(other)
-                self.note(f"{other.typed} is taken back: {job.typed} takes its place")
+            for replaced in [
+                waiting for waiting in self._queue if waiting.name == job.name == "apply"
+            ]:
+                self._queue.remove(replaced)
+                self.note(f"{replaced.typed} is taken back: {job.typed} takes its place")
             self._queue.append(job)
             if cell:
                 self.note(f"{job.typed} is queued until {cell} ends; Cancel queued takes it back")

@@ -61,23 +61,23 @@ def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Coun
     Raises:
         OptionError: It does not go with a model, or with the batch.
     """
-    loads, found = [], []
+    loads, memories = [], []
     for live in models:
         load = replace(load_of(live, Workload()), has_gpu=limit.has_gpu)
         loads.append(load)
-        found.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
-    return Counted(_together(found), tuple(loads))
+        memories.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
+    return Counted(_together(memories), tuple(loads))
 
 
-def _together(found: Sequence[Memory]) -> Memory:
-    if len(found) == 1:
-        return found[0]
+def _together(memories: Sequence[Memory]) -> Memory:
+    if len(memories) == 1:
+        return memories[0]
     return Memory(
-        **{name: sum(getattr(one, name) for one in found) for name in _ADDED},
-        overhead=found[0].overhead,
+        **{name: sum(getattr(memory, name) for memory in memories) for name in _ADDED},
+        overhead=memories[0].overhead,
         # The largest of all, as each has its most at another moment at the latest.
-        most=sum(one.peak - one.overhead - one.optimizer for one in found),
-        is_partial=any(one.is_partial for one in found),
+        most=sum(memory.peak - memory.overhead - memory.optimizer for memory in memories),
+        is_partial=any(memory.is_partial for memory in memories),
     )
 
 
@@ -96,14 +96,14 @@ def plan_of(
         current: The strategy that counts, to compare with.
     """
     try:
-        found = counted(choice, models, limit)
+        planned = counted(choice, models, limit)
     except OptionError as error:
         return Plan(f"not planned: {error}", is_possible=True)
-    memory = found.memory
+    memory = planned.memory
     now = ""
     if current is not None and current != choice:
         now = _now(current, models, limit)
-    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in found.loads))
+    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in planned.loads))
     states = f"{_sum(memory, _STATES)} ({optimizer})"
     text = f"each rank holds {units.size(memory.states)} between steps{now}: {states}"
     share = memory.peak / limit.memory_bytes if limit.memory_bytes else None
@@ -114,7 +114,7 @@ def plan_of(
         least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
         return Plan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
     step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
-    return Plan(f"{text}\n{step}; {_batch_told(models, found.loads[0])}", True, word, share)
+    return Plan(f"{text}\n{step}; {_batch_phrase(models, planned.loads[0])}", True, word, share)
 
 
 def _now(current: Strategy, models: Sequence[LiveModel], limit: Limit) -> str:
@@ -132,8 +132,8 @@ def _sum(memory: Memory, names: Sequence[str]) -> str:
 def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     if choice.options.offload:
         return "states only: what --offload leaves of activations is not in the formulas"
-    unknown = [one for one in models if not shape_of(one).has_shape]
-    names = ", ".join(f"{one.name} ({one.title})" for one in unknown)
+    unknown = [model for model in models if not shape_of(model).has_shape]
+    names = ", ".join(f"{model.name} ({model.title})" for model in unknown)
     typed = f"%dist_plan {unknown[0].name} --inputs NAME" if unknown else "%dist_plan"
     return (
         f"states only: activations depend on the batch and on what {names} keeps for backward, "
@@ -141,9 +141,9 @@ def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     )
 
 
-def _batch_told(models: Sequence[LiveModel], load: Workload) -> str:
+def _batch_phrase(models: Sequence[LiveModel], load: Workload) -> str:
     """Which batch was counted with, and who says so."""
-    told = f"batch {load.batch} x {load.sequence} tokens"
-    if any(one.inputs_shape for one in models):
-        return f"{told}, as the data loader gives"
-    return f"assumed: {told}, as no prepared data loader has given one"
+    text = f"batch {load.batch} x {load.sequence} tokens"
+    if any(model.inputs_shape for model in models):
+        return f"{text}, as the data loader gives"
+    return f"assumed: {text}, as no prepared data loader has given one"

@@ -113,8 +113,10 @@ def _memory(sample: Sample) -> tuple[float | None, float | None]:
         return sample.gpu.used_bytes, sample.gpu.total_bytes
     if sample.usage is None:
         return None, None
-    own = sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
-    return own, sample.usage.host_limit_bytes
+    process_bytes = (
+        sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
+    )
+    return process_bytes, sample.usage.host_limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,8 @@ class PanelState:
 
 def bar_share(bar: str) -> float | None:
     """How far a progress bar is, 0 to 1, by the percentage that stands in it; None without one."""
-    found = percent(bar)
-    return None if found is None else found / 100
+    done = percent(bar)
+    return None if done is None else done / 100
 
 
 def bar_told(bar: str) -> str:

@@ -73,7 +73,9 @@ def _degree(word: str, world_size: int) -> Field:
 
 def _field(row: OptionRow) -> Field:
     kind = {"choice": "choice", "switch": "switch", "blocks": "suggest"}.get(row.kind, "text")
-    choices = tuple(one for one in row.choices if one != row.default) or _OFTEN.get(row.kind, ())
+    choices = tuple(choice for choice in row.choices if choice != row.default) or _OFTEN.get(
+        row.kind, ()
+    )
     is_own = len(takers(row)) < len(ROWS) / 2
     return Field(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
 
@@ -84,7 +86,7 @@ def given(values: Mapping[str, Value]) -> dict[str, object]:
 
 
 def _typed(word: str, value: Value) -> object:
-    row = next((one for one in OPTIONS.values() if one.word == word), None)
+    row = next((option for option in OPTIONS.values() if option.word == word), None)
     if row is None or row.kind != "number" or not isinstance(value, str):
         return value
     try:
@@ -109,18 +111,20 @@ def picked(
 
 def values_of(choice: Strategy) -> dict[str, Value]:
     """The fields of a choice, so that `picked` gives it again; fields at their default left out."""
-    own, default = WORDS[ROWS[choice.name].axis], Options()
+    own_word, default = WORDS[ROWS[choice.name].axis], Options()
     degrees = choice.degrees
     counts = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp}
-    found: dict[str, Value] = {word: str(n) for word, n in counts.items() if n > 1 and word != own}
+    values: dict[str, Value] = {
+        word: str(n) for word, n in counts.items() if n > 1 and word != own_word
+    }
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-        found["replicas"] = str(degrees.dp_replicate)
+        values["replicas"] = str(degrees.dp_replicate)
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name) and choice.name in takers(row):
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            found[row.word] = value if row.kind == "switch" else text
-    return found
+            values[row.word] = value if row.kind == "switch" else text
+    return values
 
 
 def typed(name: str, values: Mapping[str, Value]) -> str:
@@ -177,24 +181,26 @@ def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None 
     """
     recipe = footprint.recipe_of(choice)
     if not models:
-        held = footprint.held_bytes(choice, 1, recipe)
+        per_parameter = footprint.held_bytes(choice, 1, recipe)
         return (
-            f"each rank holds {held:.4g} B per parameter ({footprint.held_formula(choice)}; "
+            f"each rank holds {per_parameter:.4g} B per parameter ({footprint.held_formula(choice)}; "
             f"{recipe.name}); no model is prepared yet"
         )
     parts = _held(choice, models)
-    told = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
+    parts_text = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
     now = ""
     if current is not None and current != choice:
         now = f", now {units.size(sum(_held(current, models).values()))}"
-    return f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {told} (Adam)"
+    return (
+        f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {parts_text} (Adam)"
+    )
 
 
 def _held(choice: Strategy, models: Sequence[Model]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for model in models:
-        one = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
-        parts = {what: parts.get(what, 0.0) + size for what, size in one.items()}
+        model_parts = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
+        parts = {what: parts.get(what, 0.0) + size for what, size in model_parts.items()}
     return parts
 
 

@@ -76,18 +76,18 @@ def still_aborting_message(
         waiting: Who is still inside a collective; the others compute, and never were in it.
         is_named: The others have been named already.
     """
-    held = [rank for rank in ranks if rank in waiting]
-    if held:
-        told = (
-            f"{ranks_are(held)} not back from the abort: the stop button gives the notebook back, "
-            f"%dist_restart {rank_label(held)} then replaces"
+    in_collective = [rank for rank in ranks if rank in waiting]
+    if in_collective:
+        line = (
+            f"{ranks_are(in_collective)} not back from the abort: the stop button gives the notebook back, "
+            f"%dist_restart {rank_label(in_collective)} then replaces"
         )
     else:
-        told = (
+        line = (
             f"{ranks_are(ranks)} still running, in no collective: the cell ends with "
             f"{ranks_phrase(ranks)} (the stop button interrupts)"
         )
-    return (told,) if held or not is_named else ()
+    return (line,) if in_collective or not is_named else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ class CellOutcome:
             parts.append(_still_running(running))
         if self.outcome.problem:
             parts.append(self.outcome.problem)
-        told = "; ".join(parts)
+        summary = "; ".join(parts)
         if self.is_deadlock:
-            return f"aborted after {self.grace_s:g} s: {told}"
-        return f"{told}; {self.aborted}" if self.aborted else told
+            return f"aborted after {self.grace_s:g} s: {summary}"
+        return f"{summary}; {self.aborted}" if self.aborted else summary
 
 
 def _raise_failures(failures: list[RankFailure], after: str) -> None:

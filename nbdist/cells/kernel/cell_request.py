@@ -95,9 +95,9 @@ VIEWED = {
 
 def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
     """What the rank displayed as its error, or what its reply says where it displayed none."""
-    shown = feed.failure(rank)
-    if shown is not None:
-        return shown
+    displayed = feed.failure(rank)
+    if displayed is not None:
+        return displayed
     name, message, lines = failure_of(state.reply) or ("Error", "", ())
     return RankFailure(rank, name, message, lines)
 

@@ -406,9 +406,9 @@ class CellRun:
         for rank in failed:
             self._states[rank].is_told = True
         if failed and not self._abort and self._watchdog.deadlock is None:
-            told = failing.summary([self._failure(rank) for rank in failed])
+            summary = failing.summary([self._failure(rank) for rank in failed])
             running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
-            self.tell([f"{told}; {running}"])
+            self.tell([f"{summary}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
         return failure_in(rank, self._states[rank], self._feed)

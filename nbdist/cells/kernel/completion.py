@@ -42,13 +42,13 @@ async def complete(ranks: Ranks, rank: int, code: str, cursor: int) -> Reply:
     if _is_free(ranks, rank):
         answer = await _within(COMPLETE_S, lambda: complete_there(ranks.call, rank, code, cursor))
         if answer is not None:
-            reply, own = answer
-            _remember(ranks, rank, own)
+            reply, rank_names = answer
+            _remember(ranks, rank, rank_names)
             return reply
     *path, _ = path_before(code, cursor)
     names = await _within(
         COMPLETE_S,
-        lambda: ranks.ask(lambda ask, one: attributes(ask, one, tuple(path)), rank),
+        lambda: ranks.ask(lambda ask, asked_rank: attributes(ask, asked_rank, tuple(path)), rank),
     )
     if names is not None and not path:
         _remember(ranks, rank, names)
@@ -72,7 +72,7 @@ async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) 
     if not all(path):
         return told("")
     reply = await _within(
-        COMPLETE_S, lambda: ranks.ask(lambda ask, one: glance(ask, one, path), rank)
+        COMPLETE_S, lambda: ranks.ask(lambda ask, asked_rank: glance(ask, asked_rank, path), rank)
     )
     if reply is None:
         return told(f"Rank {rank} does not answer now.")

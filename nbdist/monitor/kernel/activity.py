@@ -54,14 +54,14 @@ class ActivityReader:
         if memory is None:
             return None
         check = zlib.crc32(memory)
-        known = self._known.get(rank)
-        if known is None or known[0] != check:
+        cached = self._known.get(rank)
+        if cached is None or cached[0] != check:
             try:
-                known = check, call_log.read(memory)
+                cached = check, call_log.read(memory)
             except ValueError:  # it is just being made
                 return None
-            self._known[rank] = known
-        return known[1]
+            self._known[rank] = cached
+        return cached[1]
 
 
 def _since_s(
@@ -76,8 +76,8 @@ def _since_s(
 
 def _last_collective(box: CallLog | None, now_s: float) -> tuple[str, float | None]:
     """(the call that has ended last, how long ago); sends and recvs count as well."""
-    ended = [one for one in (() if box is None else box.calls) if one.state == "done"]
+    ended = [call for call in (() if box is None else box.calls) if call.state == "done"]
     if not ended:
         return "", None
-    last = max(ended, key=lambda one: one.ended_s or 0.0)
+    last = max(ended, key=lambda call: call.ended_s or 0.0)
     return hang_text.name_told(hang_text.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))

@@ -104,8 +104,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         header = self.headers.get("Authorization", "")
         if header.startswith(_BEARER):
             return header.removeprefix(_BEARER).strip().encode("utf-8", "replace")
-        found = urllib.parse.parse_qs(query).get("token", [""])
-        return found[0].encode("utf-8", "replace")
+        tokens = urllib.parse.parse_qs(query).get("token", [""])
+        return tokens[0].encode("utf-8", "replace")
 
     def _answer(self, status: HTTPStatus, body: str) -> None:
         data = body.encode()

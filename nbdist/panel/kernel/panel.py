@@ -218,8 +218,8 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Strategy, choice: Strategy, known: Known) -> None:
-        self._told, self._known = (last, choice), known
+    def _take_prepared(self, last: Strategy, choice: Strategy, prepared: Known) -> None:
+        self._told, self._known = (last, choice), prepared
         self.refresh()
 
     def _take_bar(self, text: str) -> None:
@@ -247,16 +247,16 @@ class Panel:
         return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
 
     def _plan(self) -> Plan:
-        found, session = self._picked(), self._session
-        if isinstance(found, str) or session is None:
-            return Plan(str(found), is_possible=not found)
-        known, current = self._known, self._current(session)
-        if known.models and known.sketches:
+        strategy, session = self._picked(), self._session
+        if isinstance(strategy, str) or session is None:
+            return Plan(str(strategy), is_possible=not strategy)
+        prepared, current = self._known, self._current(session)
+        if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
-            return plan.plan_of(found, known.sketches, limit, current)
-        text = strategy_form.planned(found, known.models, current)
-        if known.problem:
-            text += f"; states only: no rank could describe the models ({known.problem})"
+            return plan.plan_of(strategy, prepared.sketches, limit, current)
+        text = strategy_form.planned(strategy, prepared.models, current)
+        if prepared.problem:
+            text += f"; states only: no rank could describe the models ({prepared.problem})"
         return Plan(text, is_possible=True)
 
     def _follow(self, widgets: PanelWidgets) -> None:
@@ -273,7 +273,7 @@ class Panel:
         if session is None:
             return {"none"}
         picked = self._picked()
-        known = {
+        facts = {
             "ranks": True,
             "trace": bool(session.traces.count),
             "code": bool(self._code),
@@ -281,7 +281,7 @@ class Panel:
             "other": picked != self._current(session),
             "queue": bool(self.board.queued),
         }
-        return {fact for fact, is_so in known.items() if is_so}
+        return {fact for fact, is_so in facts.items() if is_so}
 
     def _why_not(self) -> dict[str, str]:
         facts = self._facts()
@@ -304,10 +304,10 @@ class Panel:
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
         session = self._now()
-        told, left = ("", "") if session is None else ranks_panel.interrupt(session)
-        told = told or self.turns.interrupt()
-        parts = [f"interrupting {told}"] if told else []
-        parts += [f"{left}: SIGINT once more"] if left else []
+        interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)
+        interrupted = interrupted or self.turns.interrupt()
+        parts = [f"interrupting {interrupted}"] if interrupted else []
+        parts += [f"{not_back}: SIGINT once more"] if not_back else []
         self.board.note("; ".join(parts) or "nothing runs to be interrupted")
 
     def ask_status(self) -> None:
@@ -373,14 +373,14 @@ class Panel:
                 handle.update(view)
 
     @contextlib.contextmanager
-    def _logged(self, what: str) -> Iterator[None]:
+    def _logged(self, action: str) -> Iterator[None]:
         """Errors into the log: those of a callback or a thread would be seen nowhere."""
         try:
             yield
         except NbdistError as error:
-            self.board.note(f"{what}: {error}", "failed")
+            self.board.note(f"{action}: {error}", "failed")
         except Exception:  # noqa: BLE001
-            self.board.note(f"{what}: {traceback.format_exc().rstrip()}", "failed")
+            self.board.note(f"{action}: {traceback.format_exc().rstrip()}", "failed")
 
 
 _NOW: Mapping[str, Callable[[Panel], None]] = {

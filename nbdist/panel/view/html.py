@@ -121,8 +121,8 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
         if strategy
         else ""
     )
-    models = "".join(f'<div class="np-dim">{html.escape(one)}</div>' for one in state.models)
-    waits = "".join(f'<div class="np-waits">{html.escape(one)}</div>' for one in state.waits)
+    models = "".join(f'<div class="np-dim">{html.escape(model)}</div>' for model in state.models)
+    waits = "".join(f'<div class="np-waits">{html.escape(wait)}</div>' for wait in state.waits)
     busy = _progress_html(state.bar) + _progress_html(state.doing) + _busy_html(state)
     return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
 
@@ -150,12 +150,12 @@ def _progress_html(bar: str) -> str:
 
 
 def _busy_html(state: PanelState) -> str:
-    told = [
+    lines = [
         *([f"under way: {state.acting}"] if state.acting else []),
         *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
         *(f"the next cell on ranks runs as {magic}" for magic in state.armed),
     ]
-    return "".join(f'<div class="np-busy">{html.escape(one)}</div>' for one in told)
+    return "".join(f'<div class="np-busy">{html.escape(line)}</div>' for line in lines)
 
 
 def _ranks_html(ranks: Sequence[RankRow]) -> str:
@@ -204,10 +204,10 @@ def _memory(row: RankRow) -> str:
         return PLACEHOLDER
     if row.memory_bytes is None:
         return "-"
-    told = units.size(row.memory_bytes)
+    text = units.size(row.memory_bytes)
     if row.limit_bytes:
-        told += f" of {units.size(row.limit_bytes)}"
-    return told + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
+        text += f" of {units.size(row.limit_bytes)}"
+    return text + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
 
 
 def _use(row: RankRow) -> str:

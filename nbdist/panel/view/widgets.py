@@ -72,11 +72,11 @@ class PanelWidgets:
 
     def _button(self, name: str) -> Any:
         row = BUTTONS[name]
-        one = ipywidgets.Button(description=row.label, tooltip=_tip(name))
-        one.layout.width = "auto"
-        one.button_style = "primary" if name in _PRIMARY else ""
-        one.on_click(lambda _button: self._owner.press(name))
-        return one
+        button = ipywidgets.Button(description=row.label, tooltip=_tip(name))
+        button.layout.width = "auto"
+        button.button_style = "primary" if name in _PRIMARY else ""
+        button.on_click(lambda _button: self._owner.press(name))
+        return button
 
     def _assembled(self) -> Any:
         of = self.buttons
@@ -107,7 +107,7 @@ class PanelWidgets:
     @property
     def values(self) -> dict[str, Value]:
         """What stands in the fields of the chosen strategy, those left alone too."""
-        words = [one.word for one in fields(self.strategy.value, max(1, self._world_size))]
+        words = [field.word for field in fields(self.strategy.value, max(1, self._world_size))]
         return {word: self._fields[word].value for word in words if word in self._fields}
 
     def set_values(self, name: str, values: Mapping[str, Value]) -> None:
@@ -143,20 +143,26 @@ class PanelWidgets:
             for field in fields(name, world_size):
                 old = self._fields.get(field.word)
                 if old is None:
-                    self._fields[field.word] = made = _field_widget(field)
-                    made.observe(self._changed, "value")
-                    answer_in_subshell(made)
+                    self._fields[field.word] = widget = _field_widget(field)
+                    widget.observe(self._changed, "value")
+                    answer_in_subshell(widget)
                 elif isinstance(old, ipywidgets.Dropdown):
                     old.options = _options(field)
 
     def _fill(self, _change: object) -> None:
         """Show the fields that the chosen strategy has."""
-        found = fields(self.strategy.value, max(1, self._world_size))
-        own = [self._fields[one.word] for one in found if one.is_own and one.word in self._fields]
-        common = [
-            self._fields[one.word] for one in found if not one.is_own and one.word in self._fields
+        visible = fields(self.strategy.value, max(1, self._world_size))
+        own_widgets = [
+            self._fields[field.word]
+            for field in visible
+            if field.is_own and field.word in self._fields
         ]
-        self._strategy.children = (self.strategy, *own)
+        common = [
+            self._fields[field.word]
+            for field in visible
+            if not field.is_own and field.word in self._fields
+        ]
+        self._strategy.children = (self.strategy, *own_widgets)
         self._common.children = common if self.more.value else ()
 
     def draw(self, state: PanelState, why_not: Mapping[str, str], plan: Plan) -> None:
@@ -208,17 +214,17 @@ def answer_in_subshell(widget: Any) -> None:
 
 
 def _field_widget(field: Field) -> Any:
-    made = _KINDS[field.kind](field)
-    made.tooltip = field.help
-    made.style = _NARROW
-    made.layout.width = "auto"
+    widget = _KINDS[field.kind](field)
+    widget.tooltip = field.help
+    widget.style = _NARROW
+    widget.layout.width = "auto"
     if field.kind in {"text", "suggest"}:
-        made.layout.width = "150px"
-    return made
+        widget.layout.width = "150px"
+    return widget
 
 
 def _options(field: Field) -> list[tuple[str, str]]:
-    return [(f"{field.default}", UNSET), *((one, one) for one in field.choices)]
+    return [(f"{field.default}", UNSET), *((choice, choice) for choice in field.choices)]
 
 
 _KINDS: Mapping[str, Callable[[Field], Any]] = {
@@ -251,7 +257,10 @@ def _row(*children: Any) -> Any:
 
 
 def _below(widget: Any) -> list[Any]:
-    return [widget, *(one for child in getattr(widget, "children", ()) for one in _below(child))]
+    return [
+        widget,
+        *(descendant for child in getattr(widget, "children", ()) for descendant in _below(child)),
+    ]
 
 
 def _wrapped(body: str) -> str:
