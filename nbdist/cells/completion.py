@@ -93,7 +93,7 @@ def shifted(reply: Reply, by: int) -> Reply:
     }
 
 
-def told(text: str) -> Reply:
+def inspect_reply(text: str) -> Reply:
     """An inspect_reply with a text; found is False where there is none."""
     data = {"text/plain": text} if text else {}
     return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}

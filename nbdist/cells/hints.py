@@ -11,7 +11,7 @@ from nbdist.hang import torch_messages
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class HintContext:
     """What a hint may need to know of the notebook.
 
     Attributes:
@@ -23,7 +23,7 @@ class Surroundings:
     has_name: Callable[[str], bool]
 
 
-def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
+def explain(failure: RankFailure, around: HintContext) -> RankFailure:
     """The failure in plain words, with what to do added to its message where that is known."""
     failure = _readable(failure)
     find = _HINTS.get(failure.name)
@@ -42,7 +42,7 @@ def _readable(failure: RankFailure) -> RankFailure:
     )
 
 
-def _missing_module(_message: str, around: Surroundings) -> str:
+def _missing_module(_message: str, around: HintContext) -> str:
     return (
         f"The ranks run {around.python}: install it there ({around.python} -m pip install NAME). "
         "If the notebook can import it, its sys.path has changed since %dist_init: %dist_reset "
@@ -50,7 +50,7 @@ def _missing_module(_message: str, around: Surroundings) -> str:
     )
 
 
-def _name_of_the_notebook(message: str, around: Surroundings) -> str:
+def _name_of_the_notebook(message: str, around: HintContext) -> str:
     match = re.search(r"name '(\w+)' is not defined", message)
     if match is None or not around.has_name(match.group(1)):
         return ""
@@ -61,7 +61,7 @@ def _name_of_the_notebook(message: str, around: Surroundings) -> str:
     )
 
 
-def _second_accelerator(message: str, _around: Surroundings) -> str:
+def _second_accelerator(message: str, _around: HintContext) -> str:
     if "AcceleratorState has already been initialized" not in message:
         return ""
     return (
@@ -70,7 +70,7 @@ def _second_accelerator(message: str, _around: Surroundings) -> str:
     )
 
 
-_HINTS: dict[str, Callable[[str, Surroundings], str]] = {
+_HINTS: dict[str, Callable[[str, HintContext], str]] = {
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
     "ValueError": _second_accelerator,

@@ -72,16 +72,16 @@ class _Run:
 
     lines: list[str]
     arrived_s: float
-    taken: int = 0
+    n_taken: int = 0
 
     @property
-    def left(self) -> int:
-        return len(self.lines) - self.taken
+    def n_left(self) -> int:
+        return len(self.lines) - self.n_taken
 
     def take(self, count: int) -> list[str]:
         """The next lines, so many of them."""
-        begin, self.taken = self.taken, self.taken + count
-        return self.lines[begin : self.taken]
+        begin, self.n_taken = self.n_taken, self.n_taken + count
+        return self.lines[begin : self.n_taken]
 
 
 @dataclass(slots=True)
@@ -96,13 +96,13 @@ class _RankLines:
     has_ended: bool = False
     is_behind: bool = False
     _read_of: str = ""
-    _shown: str = ""
+    _visible: str = ""
 
-    def shown(self) -> str:
+    def visible(self) -> str:
         """What can be seen of the unfinished line, read once for each that was written."""
         if self._read_of is not self.partial:
-            self._read_of, self._shown = self.partial, _read(self.partial).text
-        return self._shown
+            self._read_of, self._visible = self.partial, _read(self.partial).text
+        return self._visible
 
 
 def overwritten(text: str) -> str:
@@ -308,14 +308,14 @@ class LineMerger:
         ahead = [
             lines.next_index - index for lines in self._ranks.values() if lines.next_index > index
         ]
-        count = min([run.left if isinstance(run, _Run) else 0 for run in runs] + ahead)
+        count = min([run.n_left if isinstance(run, _Run) else 0 for run in runs] + ahead)
         if count < 2:
             return []
         texts = []
         for lines, run in zip(group, runs, strict=True):
             assert isinstance(run, _Run)
             texts.append(run.take(count))
-            if not run.left:
+            if not run.n_left:
                 lines.items.popleft()
             lines.next_index += count
         self._note_caught_up(group)
@@ -331,7 +331,7 @@ class LineMerger:
         for lines in self._ranks.values():
             is_prompt = _is_prompt(lines)
             is_due = not is_prompt or now_s >= lines.partial_since_s + BEHIND_S
-            if not (lines.partial and not lines.items and is_due) or not (part := lines.shown()):
+            if not (lines.partial and not lines.items and is_due) or not (part := lines.visible()):
                 continue
             if not is_prompt:
                 bars[lines.rank] = part
@@ -354,7 +354,7 @@ def _take(lines: _RankLines) -> _Item:
     item = lines.items[0]
     if isinstance(item, _Run):
         line = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)
-        if item.left:
+        if item.n_left:
             return line
         item = line
     assert isinstance(item, _Item)

@@ -14,7 +14,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
-from nbdist.notebook.session import Started
+from nbdist.notebook.session import StartedSession
 from nbdist.notebook.verb import (
     Option,
     Verb,
@@ -26,7 +26,7 @@ from nbdist.notebook.verb import (
 from nbdist.strategy.choose import StrategySpec
 
 
-def start_and_show(options: StartOptions, title: str = "starting") -> Started:
+def start_and_show(options: StartOptions, title: str = "starting") -> StartedSession:
     """Bring ranks up with a progress line that becomes their table."""
     progress = SHOWN.line(title)
     started = NOTEBOOK.start(options, progress)

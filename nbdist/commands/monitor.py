@@ -39,19 +39,19 @@ def dist_monitor(values: Namespace) -> View | None:
     if values.is_off:
         return _off(monitor)
     if values.port is not None:
-        return _served(monitor, values.port)
+        return _serve(monitor, values.port)
     if values.seconds is not None:
         _record(monitor, values.seconds)
         return None
     is_new = not monitor.is_running
     monitor.wait(time.monotonic() if is_new else 0.0, FIRST_S)
-    return _shown(monitor, _BEGUN if is_new else "")
+    return _view(monitor, _BEGUN if is_new else "")
 
 
 _BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off ends it"
 
 
-def _shown(monitor: Monitor, note: str = "") -> View:
+def _view(monitor: Monitor, note: str = "") -> View:
     notes = [*monitor.problems, *filter(None, [note])]
     return monitor_view.monitor(
         monitor.latest(), monitor.history, monitor.findings(is_past=True), notes
@@ -65,7 +65,7 @@ def _off(monitor: Monitor) -> View:
     return View(f"no longer recorded; {note}" if was_running else f"nothing is recorded; {note}")
 
 
-def _served(monitor: Monitor, port: int) -> View:
+def _serve(monitor: Monitor, port: int) -> View:
     served = monitor.serve(port)
     config = prometheus.scrape_config(shown(served.port), shown(served.token_path))
     url = served.url.replace(str(served.port), shown(served.port))
@@ -88,7 +88,7 @@ def _record(monitor: Monitor, seconds: float) -> None:
             progress(f"{units.seconds(left_s)} left; an interrupt ends it and shows what there is")
     except KeyboardInterrupt:
         note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; it goes on"
-    progress.finish(_shown(monitor, note))
+    progress.finish(_view(monitor, note))
 
 
 def port_number(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.cells.completion import Reply, told
+from nbdist.cells.completion import Reply, inspect_reply
 
 _NOTHING = object()
 # Where a torch module keeps what its attributes show.
@@ -24,7 +24,7 @@ def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
     return shell.kernel.do_complete(code, cursor), attributes(())
 
 
-def inspected(code: str, cursor: int, detail: int) -> Reply:
+def inspection(code: str, cursor: int, detail: int) -> Reply:
     """What IPython says of the name at the cursor. In the main thread."""
     reply: Reply = _shell().kernel.do_inspect(code, cursor, detail)
     return reply
@@ -57,7 +57,7 @@ def glance(path: tuple[str, ...]) -> Reply:
     """What can be said of a name without running anything: its type, shape and documentation."""
     value = _value(path)
     if value is _NOTHING:
-        return told("")
+        return inspect_reply("")
     lines = [f"Type: {type(value).__name__}"]
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         lines.append(f"Shape: {tuple(value.shape)}, {value.dtype}, {value.device}")
@@ -67,7 +67,7 @@ def glance(path: tuple[str, ...]) -> Reply:
         text = inspect.getattr_static(value if isinstance(value, type) else type(value), "__doc__")
     if isinstance(text, str):
         lines += ["", inspect.cleandoc(text)]
-    return told("\n".join(lines))
+    return inspect_reply("\n".join(lines))
 
 
 def _value(path: tuple[str, ...]) -> Any:

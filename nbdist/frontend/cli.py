@@ -68,7 +68,7 @@ def _run_verb(verb: Verb, words: list[str]) -> int:
         _say(str(error))
         return WRONG_USE
     except NbdistError as error:
-        _say(_told(error))
+        _say(_error_text(error))
         return FAILED
     except KeyboardInterrupt as error:
         _say(f"interrupted: {error}" if str(error) else "interrupted")
@@ -124,7 +124,7 @@ def only_in_a_notebook(verb: Verb) -> str:
     )
 
 
-def _told(error: NbdistError) -> str:
+def _error_text(error: NbdistError) -> str:
     text = str(error)
     if isinstance(error, DistributedError) and error.traceback_text:
         text = f"{error.traceback_text}\n\n{text}"

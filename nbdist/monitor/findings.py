@@ -10,7 +10,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding, Rule, RuleHit
-from nbdist.monitor.samples import STATES, History, Reals, Sample
+from nbdist.monitor.samples import STATES, Reals, Sample, SampleHistory
 
 # A mean over less says nothing of a step, a longer one nothing of now.
 WINDOW_S = 30.0
@@ -33,10 +33,10 @@ _AT_WORK = (float(STATES.index("running")), float(STATES.index("waiting")))
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class MonitorContext:
     """All ranks, and what was recorded of them."""
 
-    history: History
+    history: SampleHistory
     samples: tuple[Sample, ...]
     is_past: bool = False
 
@@ -68,9 +68,9 @@ class Scene:
         return percents[-int(WINDOW_S) :] if is_judged else percents[:0]
 
 
-def no_progress(scene: Scene) -> RuleHit | None:
+def no_progress(context: MonitorContext) -> RuleHit | None:
     """GPUs that are busy all the time, and no rank has come out of a collective for long."""
-    samples = scene.at_work
+    samples = context.at_work
     ages = [sample.doing.collective_age_s for sample in samples]
     in_cell_s = [
         age
@@ -82,7 +82,7 @@ def no_progress(scene: Scene) -> RuleHit | None:
         return None
     busy = {}
     for sample in samples:
-        (values,) = scene.history.window(sample.rank, NO_PROGRESS_S, "utilisation")
+        (values,) = context.history.window(sample.rank, NO_PROGRESS_S, "utilisation")
         if sample.gpu is not None and len(values) and not np.isnan(values).any():
             busy[sample.rank] = float(values.min())
     spinning = tuple(rank for rank, least in busy.items() if least >= SPINNING_PERCENT)
@@ -102,16 +102,16 @@ def no_progress(scene: Scene) -> RuleHit | None:
     )
 
 
-def device_memory(scene: Scene) -> RuleHit | None:
+def device_memory(context: MonitorContext) -> RuleHit | None:
     """A GPU's memory is nearly full."""
     parts = {
-        sample.rank: part for sample in scene.samples if (part := sample.device_part) is not None
+        sample.rank: part for sample in context.samples if (part := sample.device_part) is not None
     }
     full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    gpu = next(sample.gpu for sample in scene.samples if sample.rank == worst)
+    gpu = next(sample.gpu for sample in context.samples if sample.rank == worst)
     assert gpu is not None
     return RuleHit(
         f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
@@ -120,16 +120,16 @@ def device_memory(scene: Scene) -> RuleHit | None:
     )
 
 
-def host_memory(scene: Scene) -> RuleHit | None:
+def host_memory(context: MonitorContext) -> RuleHit | None:
     """The host's memory, or the control group's, is nearly full."""
     parts = {
-        sample.rank: part for sample in scene.samples if (part := sample.host_part) is not None
+        sample.rank: part for sample in context.samples if (part := sample.host_part) is not None
     }
     full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    usage = next(sample.usage for sample in scene.samples if sample.rank == worst)
+    usage = next(sample.usage for sample in context.samples if sample.rank == worst)
     assert usage is not None
     whose = "control group's limit" if usage.is_group else "machine's memory"
     return RuleHit(
@@ -139,10 +139,10 @@ def host_memory(scene: Scene) -> RuleHit | None:
     )
 
 
-def heat(scene: Scene) -> RuleHit | None:
+def heat(context: MonitorContext) -> RuleHit | None:
     """A GPU is too hot, or its clocks are lowered by its hardware."""
     hot = {}
-    for sample in scene.samples:
+    for sample in context.samples:
         gpu = sample.gpu
         if gpu is None:
             continue
@@ -155,25 +155,25 @@ def heat(scene: Scene) -> RuleHit | None:
     return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
 
 
-def low_utilisation(scene: Scene) -> RuleHit | None:
+def low_utilisation(context: MonitorContext) -> RuleHit | None:
     """Devices that do nothing for much of the time in which cells run."""
-    means = scene.utilisation()
+    means = context.utilisation()
     low = tuple(rank for rank, mean in means.items() if mean < LEAST_UTILISATION)
     if not low:
         return None
     worst = min(low, key=lambda rank: means[rank])
     return RuleHit(
-        f"{_device(scene, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
+        f"{_device(context, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
         "in its cell",
         low,
     )
 
 
-def imbalance(scene: Scene) -> RuleHit | None:
+def imbalance(context: MonitorContext) -> RuleHit | None:
     """Ranks of one cell that differ."""
-    means = scene.utilisation()
+    means = context.utilisation()
     shares = {
-        sample.rank: part for sample in scene.at_work if (part := sample.device_part) is not None
+        sample.rank: part for sample in context.at_work if (part := sample.device_part) is not None
     }
     both = (
         ("utilisation", means, "of the time"),
@@ -192,8 +192,8 @@ def imbalance(scene: Scene) -> RuleHit | None:
     return None
 
 
-def _device(scene: Scene, rank: int) -> str:
-    has_gpu = any(sample.gpu is not None for sample in scene.samples if sample.rank == rank)
+def _device(context: MonitorContext, rank: int) -> str:
+    has_gpu = any(sample.gpu is not None for sample in context.samples if sample.rank == rank)
     return "the GPU" if has_gpu else "the share of the cores"
 
 
@@ -204,7 +204,7 @@ def _gpus_of(ranks: Sequence[int]) -> str:
 
 
 # What has to be acted on first, first.
-RULES: tuple[Rule[Scene], ...] = (
+RULES: tuple[Rule[MonitorContext], ...] = (
     Rule(
         "busy without progress",
         no_progress,
@@ -249,7 +249,7 @@ RULES: tuple[Rule[Scene], ...] = (
 
 
 def findings(
-    history: History, samples: Sequence[Sample], *, is_past: bool = False
+    history: SampleHistory, samples: Sequence[Sample], *, is_past: bool = False
 ) -> tuple[Finding, ...]:
     """What stands out now by `RULES`, in their order; empty where nothing does.
 
@@ -258,5 +258,5 @@ def findings(
         samples: The newest of every rank.
         is_past: Of ranks that run no cell, judge the utilisation in their last one.
     """
-    scene = Scene(history, tuple(samples), is_past)
-    return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(scene)) is not None)
+    context = MonitorContext(history, tuple(samples), is_past)
+    return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(context)) is not None)

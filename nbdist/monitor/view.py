@@ -15,7 +15,7 @@ from nbdist.core import units
 from nbdist.core.finding import Finding
 from nbdist.core.units import is_stored, shown
 from nbdist.core.view import View, table
-from nbdist.monitor.samples import History, Sample
+from nbdist.monitor.samples import Sample, SampleHistory
 
 # More pictures than this are too small, or too many, to be read.
 MOST_RANKS = 8
@@ -70,7 +70,7 @@ _PICTURED = (
 
 def monitor(
     samples: Sequence[Sample],
-    history: History,
+    history: SampleHistory,
     findings: Sequence[Finding] = (),
     notes: Sequence[str] = (),
 ) -> View:
@@ -93,7 +93,7 @@ def monitor(
     return View(view.text, view.html + image)
 
 
-def _title(history: History) -> str:
+def _title(history: SampleHistory) -> str:
     span_s = max((history.span_s(rank) for rank in history.ranks), default=0.0)
     return (
         f"now / mean / peak of {shown(len(history))} samples over {units.seconds(span_s)}; "
@@ -101,23 +101,23 @@ def _title(history: History) -> str:
     )
 
 
-def _is_known(history: History, column: str) -> bool:
+def _is_known(history: SampleHistory, column: str) -> bool:
     return any(history.summary(rank, column).peak is not None for rank in history.ranks)
 
 
-def _row(sample: Sample, history: History, fields: Sequence[_Field]) -> list[str]:
+def _row(sample: Sample, history: SampleHistory, fields: Sequence[_Field]) -> list[str]:
     doing = sample.doing
     last = doing.last_collective or "-"
     if doing.collective_age_s is not None:
         last += f", {units.seconds(doing.collective_age_s)} ago"
-    text = sample.told
+    text = sample.doing_text
     if sample.age_s > OLD_S and not is_stored():
         text += f" (numbers {units.seconds(sample.age_s)} old)"
     cells = [_cell(history, sample.rank, field) for field in fields]
     return [str(sample.rank), text, *cells, last]
 
 
-def _cell(history: History, rank: int, field: _Field) -> str:
+def _cell(history: SampleHistory, rank: int, field: _Field) -> str:
     if is_stored():
         return shown("")
     summary = history.summary(rank, field.column)
@@ -152,7 +152,7 @@ def serving(url: str, token_path: str, config: str) -> View:
     return View("\n".join(lines), f"<pre>{body}</pre>")
 
 
-def _image(samples: Sequence[Sample], history: History) -> str:
+def _image(samples: Sequence[Sample], history: SampleHistory) -> str:
     data = png(samples, history)
     if not data:
         return ""
@@ -163,7 +163,7 @@ def _image(samples: Sequence[Sample], history: History) -> str:
     return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{source}">'
 
 
-def png(samples: Sequence[Sample], history: History) -> bytes:
+def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     """Small multiples: a row for each rank, a column for each number that is known, one time axis.
 
     Of more than MOST_RANKS ranks the first are drawn, and the title says so. Empty where nothing
@@ -211,12 +211,14 @@ def png(samples: Sequence[Sample], history: History) -> bytes:
     return file.getvalue()
 
 
-def _highest(history: History, ranks: Sequence[int], column: str) -> float:
+def _highest(history: SampleHistory, ranks: Sequence[int], column: str) -> float:
     values = np.concatenate([history.series(rank, column)[1] for rank in ranks])
     return float(np.nanmax(values, initial=0.0))
 
 
-def _draw(axes: Any, history: History, curve: tuple[int, str, float], newest_s: float) -> None:
+def _draw(
+    axes: Any, history: SampleHistory, curve: tuple[int, str, float], newest_s: float
+) -> None:
     rank, column, factor = curve
     times, values = history.series(rank, column)
     axes.plot(times - newest_s, values * factor, linewidth=0.9, color="#0072b2")

@@ -25,7 +25,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.notebook.progress_line import ShownProgress
-from nbdist.notebook.session import Session, Started, start
+from nbdist.notebook.session import Session, StartedSession, start
 from nbdist.recording.kernel import Recordings
 
 LOCAL = "local"
@@ -130,7 +130,7 @@ class Notebook:
             mode = rank_label(self.session.chosen(mode))
         self._mode = mode
 
-    def start(self, options: StartOptions, progress: Callable[[str], None]) -> Started:
+    def start(self, options: StartOptions, progress: Callable[[str], None]) -> StartedSession:
         """Bring ranks up.
 
         Raises:

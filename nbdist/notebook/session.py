@@ -327,7 +327,7 @@ class Session(CellRanks):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedSession:
     """A running session, how long its start took, and what there is to say about it."""
 
     session: Session
@@ -337,7 +337,7 @@ class Started:
 
 def start(
     options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
-) -> Started:
+) -> StartedSession:
     """Bring ranks up.
 
     Raises:
@@ -353,4 +353,4 @@ def start(
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return Started(session, time.monotonic() - began_s, notes)
+    return StartedSession(session, time.monotonic() - began_s, notes)

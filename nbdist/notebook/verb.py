@@ -141,7 +141,7 @@ def _parse(verb: Verb, line: str) -> Parsed:
         words = shlex.split(line)
     except ValueError as error:
         raise OptionError(f"{verb.typed}: {error} in {line!r}. Close the quotation.") from error
-    words, rest = _parted(words) if verb.takes_rest else (words, [])
+    words, rest = _split_rest(words) if verb.takes_rest else (words, [])
     if "--help" in words or "-h" in words:
         return Parsed(argparse.Namespace(), (), wants_help=True)
     own_words, answers = _without_replaced(verb, words)
@@ -158,7 +158,7 @@ def _with_code(line: str) -> tuple[str, str]:
     return before, code
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_rest(words: list[str]) -> tuple[list[str], list[str]]:
     """The words before the first `--`, and those after it."""
     if "--" not in words:
         return words, []

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbdist.panel.state import BUTTONS, Entry
+from nbdist.panel.state import BUTTONS, LogEntry
 
 LOG_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PanelJob:
     """One thing to do.
 
     Attributes:
@@ -37,20 +37,20 @@ class JobQueue:
     def __init__(self, clock_s: Callable[[], float] = time.time):
         self._clock_s = clock_s
         self._lock = threading.RLock()
-        self._queue: deque[Job] = deque()
-        self._log: deque[Entry] = deque(maxlen=LOG_LINES)
-        self._acting: Job | None = None
+        self._queue: deque[PanelJob] = deque()
+        self._log: deque[LogEntry] = deque(maxlen=LOG_LINES)
+        self._acting: PanelJob | None = None
         self._began_s = 0.0
         self._step = ""
         self._armed: list[str] = []
 
-    def note(self, text: str, kind: str = "told") -> None:
+    def note(self, text: str, kind: str = "note") -> None:
         """Write a line into the log."""
         with self._lock:
-            self._log.append(Entry(self._clock_s(), text, kind))
+            self._log.append(LogEntry(self._clock_s(), text, kind))
 
     @property
-    def log(self) -> tuple[Entry, ...]:
+    def log(self) -> tuple[LogEntry, ...]:
         """The last LOG_LINES lines, oldest first."""
         with self._lock:
             return tuple(self._log)
@@ -82,7 +82,7 @@ class JobQueue:
         with self._lock:
             return tuple(self._armed)
 
-    def ask(self, job: Job, cell: str) -> bool:
+    def ask(self, job: PanelJob, cell: str) -> bool:
         """Queue a job. One that waits already, or is under way, is not queued twice.
 
         Args:
@@ -111,7 +111,7 @@ class JobQueue:
                 self.note(f"{job.typed} is queued behind {self._acting.typed}")
             return True
 
-    def take(self) -> Job | None:
+    def take(self) -> PanelJob | None:
         """The job that is due, under way from now on; None while another one is, or for none."""
         with self._lock:
             if self._acting is not None or not self._queue:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.core import units
 from nbdist.errors import OptionError
-from nbdist.panel.state import Plan
+from nbdist.panel.state import PanelPlan
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
@@ -38,7 +38,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class PlannedMemory:
     """One strategy's memory, of all prepared models together.
 
     Attributes:
@@ -50,7 +50,7 @@ class Counted:
     loads: tuple[Workload, ...]
 
 
-def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Counted:
+def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> PlannedMemory:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
     Args:
@@ -66,10 +66,10 @@ def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Coun
         load = replace(load_of(live, Workload()), has_gpu=limit.has_gpu)
         loads.append(load)
         memories.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
-    return Counted(_together(memories), tuple(loads))
+    return PlannedMemory(_combined(memories), tuple(loads))
 
 
-def _together(memories: Sequence[Memory]) -> Memory:
+def _combined(memories: Sequence[Memory]) -> Memory:
     if len(memories) == 1:
         return memories[0]
     return Memory(
@@ -81,12 +81,12 @@ def _together(memories: Sequence[Memory]) -> Memory:
     )
 
 
-def plan_of(
+def plan_of_models(
     choice: Strategy,
     models: Sequence[LiveModel],
     limit: Limit,
     current: Strategy | None = None,
-) -> Plan:
+) -> PanelPlan:
     """What each rank would hold between steps, and in one, beside its device's limit.
 
     Args:
@@ -96,9 +96,9 @@ def plan_of(
         current: The strategy that counts, to compare with.
     """
     try:
-        planned = counted(choice, models, limit)
+        planned = planned_memory(choice, models, limit)
     except OptionError as error:
-        return Plan(f"not planned: {error}", is_possible=True)
+        return PanelPlan(f"not planned: {error}", is_possible=True)
     memory = planned.memory
     now = ""
     if current is not None and current != choice:
@@ -112,14 +112,16 @@ def plan_of(
     if memory.is_partial:
         word = word if word in {NO, ""} else UNKNOWN
         least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
-        return Plan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
+        return PanelPlan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
     step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
-    return Plan(f"{text}\n{step}; {_batch_phrase(models, planned.loads[0])}", True, word, share)
+    return PanelPlan(
+        f"{text}\n{step}; {_batch_phrase(models, planned.loads[0])}", True, word, share
+    )
 
 
 def _now(current: Strategy, models: Sequence[LiveModel], limit: Limit) -> str:
     try:
-        return f", now {units.size(counted(current, models, limit).memory.states)}"
+        return f", now {units.size(planned_memory(current, models, limit).memory.states)}"
     except OptionError:  # it has a batch that the formulas refuse, and runs all the same
         return ""
 

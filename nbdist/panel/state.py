@@ -15,7 +15,7 @@ OLD_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StateSign:
     """What a rank can be doing, as it is drawn.
 
     Attributes:
@@ -28,13 +28,13 @@ class Kind:
 
 
 # State of monitor.samples.STATES -> how it is drawn.
-KINDS: Mapping[str, Kind] = {
-    "idle": Kind("○", "#009E73"),
-    "running": Kind("▶", "#0072B2"),
-    "waiting": Kind("◷", "#E69F00"),
-    "stopped": Kind("‖", "#CC79A7"),
-    "dead": Kind("✕", "#D55E00"),
-    "unknown": Kind("?", "#999999"),
+SIGNS: Mapping[str, StateSign] = {
+    "idle": StateSign("○", "#009E73"),
+    "running": StateSign("▶", "#0072B2"),
+    "waiting": StateSign("◷", "#E69F00"),
+    "stopped": StateSign("‖", "#CC79A7"),
+    "dead": StateSign("✕", "#D55E00"),
+    "unknown": StateSign("?", "#999999"),
 }
 
 
@@ -120,18 +120,18 @@ def _memory(sample: Sample) -> tuple[float | None, float | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """A line of the log.
 
     Attributes:
         at_s: When, in seconds since the epoch.
         text: What happened.
-        kind: "told", "done", "failed".
+        kind: "note", "done", "failed".
     """
 
     at_s: float
     text: str
-    kind: str = "told"
+    kind: str = "note"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class PanelState:
     acting: str = ""
     queued: tuple[str, ...] = ()
     armed: tuple[str, ...] = ()
-    log: tuple[Entry, ...] = ()
+    log: tuple[LogEntry, ...] = ()
 
 
 def bar_share(bar: str) -> float | None:
@@ -175,13 +175,13 @@ def bar_share(bar: str) -> float | None:
     return None if done is None else done / 100
 
 
-def bar_told(bar: str) -> str:
+def bar_text(bar: str) -> str:
     """What a bar says beside its picture: tqdm's stands between two strokes."""
     return re.sub(r"\s*\|[^|]*\|\s*", " ", bar).strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PanelPlan:
     """What the chosen strategy comes to.
 
     Attributes:

@@ -27,7 +27,7 @@ Value = str | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FormField:
     """One field of a strategy.
 
     Attributes:
@@ -49,7 +49,7 @@ class Field:
     is_own: bool
 
 
-def fields(name: str, world_size: int) -> tuple[Field, ...]:
+def fields(name: str, world_size: int) -> tuple[FormField, ...]:
     """The fields of a strategy, its degrees first.
 
     Args:
@@ -66,21 +66,21 @@ def fields(name: str, world_size: int) -> tuple[Field, ...]:
     )
 
 
-def _degree(word: str, world_size: int) -> Field:
+def _degree(word: str, world_size: int) -> FormField:
     counts = tuple(str(n) for n in divisors(world_size))
-    return Field(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
+    return FormField(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
 
 
-def _field(row: OptionRow) -> Field:
+def _field(row: OptionRow) -> FormField:
     kind = {"choice": "choice", "switch": "switch", "blocks": "suggest"}.get(row.kind, "text")
     choices = tuple(choice for choice in row.choices if choice != row.default) or _OFTEN.get(
         row.kind, ()
     )
     is_own = len(takers(row)) < len(ROWS) / 2
-    return Field(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
+    return FormField(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
 
 
-def given(values: Mapping[str, Value]) -> dict[str, object]:
+def chosen_options(values: Mapping[str, Value]) -> dict[str, object]:
     """What the fields say, as `choose` takes it; fields left alone are not in it."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
@@ -104,7 +104,9 @@ def picked(
 ) -> Strategy | str:
     """The choice that the fields make, or why it cannot be had."""
     try:
-        return choose(name, given(values), world_size, device_type=device_type, backend=backend)
+        return choose(
+            name, chosen_options(values), world_size, device_type=device_type, backend=backend
+        )
     except OptionError as error:
         return str(error)
 
@@ -142,7 +144,7 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PreparedModel:
     """A prepared model.
 
     Attributes:
@@ -156,7 +158,7 @@ class Model:
     parameter_bytes: int
 
 
-def model_told(model: Model) -> str:
+def model_text(model: PreparedModel) -> str:
     """`model: 12.6 million parameters`."""
     return f"{model.name}: {count(model.n_parameters)} parameters"
 
@@ -169,7 +171,9 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None = None) -> str:
+def planned(
+    choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
+) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.
 
     By strategy.footprint's formula; activations are not in it.
@@ -186,17 +190,17 @@ def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None 
             f"each rank holds {per_parameter:.4g} B per parameter ({footprint.held_formula(choice)}; "
             f"{recipe.name}); no model is prepared yet"
         )
-    parts = _held(choice, models)
+    parts = _parts_held(choice, models)
     parts_text = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
     now = ""
     if current is not None and current != choice:
-        now = f", now {units.size(sum(_held(current, models).values()))}"
+        now = f", now {units.size(sum(_parts_held(current, models).values()))}"
     return (
         f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {parts_text} (Adam)"
     )
 
 
-def _held(choice: Strategy, models: Sequence[Model]) -> dict[str, float]:
+def _parts_held(choice: Strategy, models: Sequence[PreparedModel]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for model in models:
         model_parts = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
@@ -204,7 +208,7 @@ def _held(choice: Strategy, models: Sequence[Model]) -> dict[str, float]:
     return parts
 
 
-def _recipe(choice: Strategy, model: Model) -> footprint.Recipe:
+def _recipe(choice: Strategy, model: PreparedModel) -> footprint.Recipe:
     """By what is stored of this model: parameters that are no fp32 have gradients like them."""
     is_short = model.parameter_bytes < 4 * model.n_parameters
     return footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)

@@ -116,14 +116,14 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
         ]
     )
     log = said(panel)
-    models = panel.run("until(lambda: PANEL._known.models); print(PANEL._known.models)").text
+    models = panel.run("until(lambda: PANEL._prepared.models); print(PANEL._prepared.models)").text
     panel.run(_GONE)
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
     assert "begins" not in pressing.text
     assert after.text == "[0-1] DTensor\n"
     assert "ddp, dp 2 -> fsdp, dp 2" in log
-    assert "Model(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
+    assert "PreparedModel(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
 
 
 _LANGUAGE = """%%distributed
@@ -136,12 +136,12 @@ panel_tokens = torch.utils.data.DataLoader(torch.arange(1024).view(32, 32) % 200
 panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, panel_tokens)
 """
 _BOTH = """
-from nbdist.panel.plan import Limit, counted
+from nbdist.panel.plan import Limit, planned_memory
 from nbdist.strategy.choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
     limit = Limit(80e9, has_gpu=True)
-    return row.memory, counted(choose(name, {}, 2), PANEL._known.sketches, limit).memory
+    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, limit).memory
 """
 
 

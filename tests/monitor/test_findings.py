@@ -9,7 +9,7 @@ from nbdist.core.finding import Finding
 from nbdist.core.nvml import GpuReading
 from nbdist.monitor import findings
 from nbdist.monitor.process_usage import Usage
-from nbdist.monitor.samples import Doing, History, Sample
+from nbdist.monitor.samples import Doing, Sample, SampleHistory
 
 GIB = 2**30
 GPU = GpuReading(0, "GPU-a", "H", 2 * GIB, 100 * GIB, 90.0, 30.0, 60.0, 300.0, 700.0, ())
@@ -22,7 +22,7 @@ def told(
     *ranks: Sample | Sequence[Sample], seconds: int = 41, is_past: bool = False
 ) -> tuple[Finding, ...]:
     """What is found when each rank looked like this all the time, or second by second."""
-    history = History()
+    history = SampleHistory()
     for second in range(seconds):
         newest = [
             replace(
@@ -200,5 +200,5 @@ def test_what_is_not_known_says_nothing() -> None:
 
     assert told(nothing, nothing) == ()
     assert told(replace(nothing, gpu=gpu)) == ()
-    assert findings.findings(History(), ()) == ()
+    assert findings.findings(SampleHistory(), ()) == ()
     assert names(bad) == ["host memory", "device memory", "low utilisation"]

@@ -139,7 +139,7 @@ class CellOutcome:
         ]
         after = self._after(result)
         if failures:
-            _raise_failures(failures, self._told_with_failures(after))
+            _raise_failures(failures, self._note_on_failures(after))
         if self.is_deadlock:
             raise Deadlock(f"{self.aborted}; {after}")
         if not self.is_interrupted:
@@ -151,7 +151,7 @@ class CellOutcome:
             )
         raise Interrupted(after)
 
-    def _told_with_failures(self, after: str) -> str:
+    def _note_on_failures(self, after: str) -> str:
         if self.is_deadlock:
             return f"{self.aborted}; {after}"
         return after if self.aborted or self.outcome.problem else ""

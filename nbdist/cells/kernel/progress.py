@@ -128,20 +128,20 @@ class _Newest:
     def __init__(self, ranks: Ranks, chosen: Sequence[int] | None):
         self._ranks = ranks
         self._chosen = chosen
-        self._asked: dict[int, Future[Progress | None]] = {}
+        self._pending: dict[int, Future[Progress | None]] = {}
         self._newest: dict[int, Progress | None] = {}
 
     def __call__(self) -> Progress | None:
         for rank in self._ranks.ranks if self._chosen is None else self._chosen:
-            pending = self._asked.get(rank)
+            pending = self._pending.get(rank)
             if pending is not None and not pending.done():
                 continue
             if pending is not None:
                 self._newest[rank] = None if pending.exception() is not None else pending.result()
             future = self._ranks.ask(newest_of_rank, rank)
             if future is None:  # it has ended
-                self._asked.pop(rank, None)
+                self._pending.pop(rank, None)
                 self._newest.pop(rank, None)
             else:
-                self._asked[rank] = future
+                self._pending[rank] = future
         return together(self._newest)

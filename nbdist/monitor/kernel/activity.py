@@ -23,7 +23,7 @@ class ActivityReader:
         self._ranks = ranks
         self._health = health
         self._files = BoxFiles(ranks.cluster.run_dir / "boxes")
-        self._known: dict[int, tuple[int, CallLog]] = {}
+        self._cached: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
         """What a rank does.
@@ -54,13 +54,13 @@ class ActivityReader:
         if memory is None:
             return None
         check = zlib.crc32(memory)
-        cached = self._known.get(rank)
+        cached = self._cached.get(rank)
         if cached is None or cached[0] != check:
             try:
                 cached = check, call_log.read(memory)
             except ValueError:  # it is just being made
                 return None
-            self._known[rank] = cached
+            self._cached[rank] = cached
         return cached[1]
 
 

@@ -87,7 +87,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Answer with the numbers, to those who have the token."""
         url = urllib.parse.urlsplit(self.path)
         # In constant time: how long it takes says nothing of how much of it was right.
-        if not hmac.compare_digest(self._given(url.query), self.server.token.encode()):
+        if not hmac.compare_digest(self._token_of(url.query), self.server.token.encode()):
             self._answer(HTTPStatus.UNAUTHORIZED, "a token is needed\n")
         elif url.path not in {"/", "/metrics"}:
             self._answer(HTTPStatus.NOT_FOUND, "there is /metrics only\n")
@@ -100,7 +100,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Exception as error:  # noqa: BLE001  # for whoever has asked, not for the notebook
             return HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n"
 
-    def _given(self, query: str) -> bytes:
+    def _token_of(self, query: str) -> bytes:
         header = self.headers.get("Authorization", "")
         if header.startswith(_BEARER):
             return header.removeprefix(_BEARER).strip().encode("utf-8", "replace")

@@ -21,7 +21,7 @@ from nbdist.monitor import findings as monitor_findings
 from nbdist.monitor.kernel.metrics_server import Exporter
 from nbdist.monitor.kernel.sampler import PERIOD_S, Sampler, Samples
 from nbdist.monitor.prometheus import exposition
-from nbdist.monitor.samples import History
+from nbdist.monitor.samples import SampleHistory
 
 __all__ = ["Listener", "Monitor", "Samples"]
 
@@ -50,7 +50,7 @@ class Monitor:
             health: Theirs.
             period_s: Between two samples of a rank.
         """
-        self.history = History()
+        self.history = SampleHistory()
         self._ranks = ranks
         self._health = health
         self._period_s = period_s

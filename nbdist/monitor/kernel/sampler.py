@@ -154,8 +154,8 @@ class _Answers:
         self._ranks = ranks
         self._note = note
         self._least_s = len(ranks.topology.ranks) / MOST_ASKED
-        self._asked: dict[int, tuple[Future[Answer], float]] = {}
-        self._known: dict[int, tuple[Answer, float]] = {}
+        self._pending: dict[int, tuple[Future[Answer], float]] = {}
+        self._newest: dict[int, tuple[Answer, float]] = {}
 
     def of(self, place: RankPlace, now_s: float, *, is_remote: bool) -> tuple[Answer | None, float]:
         """(the rank's newest answer, when it was asked for); None before the first."""
@@ -164,13 +164,13 @@ class _Answers:
             return None, now_s  # nothing that is not read here
         self._take(rank)
         period_s = max(PERIOD_S if is_remote else ALLOCATOR_PERIOD_S, self._least_s)
-        _, known_s = self._known.get(rank, (None, 0.0))
-        pending = self._asked.get(rank)
+        _, known_s = self._newest.get(rank, (None, 0.0))
+        pending = self._pending.get(rank)
         # Answers take some time: half a sample early is on time.
         is_due = now_s > known_s + period_s - PERIOD_S / 2
         if is_due and (pending is None or now_s > pending[1] + ANSWER_S):
             self._ask(rank, now_s, is_remote=is_remote)
-        return self._known.get(rank, (None, now_s))
+        return self._newest.get(rank, (None, now_s))
 
     def allocator(self, answer: Answer | None, age_s: float) -> Allocator | None:
         """The allocator's numbers in an answer, unless they are too old."""
@@ -181,19 +181,19 @@ class _Answers:
     def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
         sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
         if sent is not None:
-            self._asked[rank] = sent, now_s
+            self._pending[rank] = sent, now_s
 
     def _take(self, rank: int) -> None:
-        pending = self._asked.get(rank)
+        pending = self._pending.get(rank)
         if pending is None or not pending[0].done():
             return
-        del self._asked[rank]
+        del self._pending[rank]
         sent, asked_s = pending
         error = sent.exception()
         if error is not None:
             if self._ranks.is_connected(rank):  # else how it ended is told
                 self._note(f"rank {rank} cannot tell what it uses: {error}")
             return
-        self._known[rank] = sent.result(), asked_s
-        for problem in self._known[rank][0].problems:
+        self._newest[rank] = sent.result(), asked_s
+        for problem in self._newest[rank][0].problems:
             self._note(f"rank {rank}: {problem}")

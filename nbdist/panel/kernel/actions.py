@@ -14,7 +14,7 @@ from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions, Record
 from nbdist.notebook.verb import Verb, parse
 from nbdist.panel import strategy_form
-from nbdist.panel.job_queue import Job
+from nbdist.panel.job_queue import PanelJob
 from nbdist.panel.state import BUTTONS
 from nbdist.panel.strategy_form import Value
 from nbdist.strategy.choice import Strategy
@@ -56,7 +56,7 @@ class Chosen:
         return strategy_form.typed(self.name, self.values)
 
 
-def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
+def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> PanelJob:
     """What pressing a button asks for.
 
     Args:
@@ -76,10 +76,10 @@ def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
         strategies = dict.fromkeys([now, chosen.typed])
         quoted = " ".join(f'"{one}"' if " " in one else one for one in strategies)
         line, typed = f"{quoted} -- {code}", f"{quoted} -- (the last cell)"
-    return Job(name, f"{magic} {typed or line}".rstrip(), line)
+    return PanelJob(name, f"{magic} {typed or line}".rstrip(), line)
 
 
-def act(job: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
+def act(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> str:
     """Do a job, in the main thread, and say what it came to; raises what its magic raises.
 
     What is printed or displayed meanwhile would stand below whatever cell ran last, so it goes
@@ -104,7 +104,7 @@ def act(job: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
     return "done, see below" if title else views[-1].text
 
 
-def _run(job: Job, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
+def _run(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
     if job.name == "start":  # with the options of the last start, whatever has set them
         started = NOTEBOOK.start(NOTEBOOK.options, shows.progress)
         return ranks_view.started(started.session.topology, started.elapsed_s, started.notes)

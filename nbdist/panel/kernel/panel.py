@@ -27,13 +27,13 @@ from nbdist.notebook.notebook import NOTEBOOK, CellOptions
 from nbdist.notebook.session import Session
 from nbdist.notebook.verb import Verb
 from nbdist.panel import plan, strategy_form
-from nbdist.panel.job_queue import Job, JobQueue
+from nbdist.panel.job_queue import JobQueue, PanelJob
 from nbdist.panel.kernel import actions
 from nbdist.panel.kernel import ranks as ranks_panel
 from nbdist.panel.kernel.actions import Chosen, Shows
-from nbdist.panel.kernel.ranks import Known
+from nbdist.panel.kernel.ranks import PreparedModels
 from nbdist.panel.kernel.scheduler import JobScheduler
-from nbdist.panel.state import BUTTONS, PanelState, Plan, missing
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, missing
 from nbdist.panel.view import html as panel_view
 from nbdist.strategy.choice import Strategy, described
 
@@ -63,9 +63,9 @@ class Panel:
         self._essence: object = None
         self._session: Session | None = None
         # What was chosen last when a rank was asked, and what it answered.
-        self._told: tuple[Strategy, Strategy] | None = None
+        self._answer: tuple[Strategy, Strategy] | None = None
         self._followed: Strategy | None = None
-        self._known = Known()
+        self._prepared = PreparedModels()
         self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
@@ -83,7 +83,7 @@ class Panel:
             publish(panel_view.still(self.state())._repr_mimebundle_())
             return
         try:
-            widgets = self._made()
+            widgets = self._make_widgets()
         except ImportError as error:
             self.board.note(NO_WIDGETS.format(why=error), "failed")
         else:
@@ -100,7 +100,7 @@ class Panel:
         session = self._now()
         if session is not None and not self.board.acting:
             ended = self._ask(session)
-            ranks_panel.look(session, LOOK_S)
+            ranks_panel.wait_for_sample(session, LOOK_S)
             ended(LOOK_S)
 
     def press(self, name: str) -> None:
@@ -166,7 +166,7 @@ class Panel:
         )
         if session is None:
             return state
-        rows, waits = ranks_panel.looked(session)
+        rows, waits = ranks_panel.rows_and_waits(session)
         return replace(
             state,
             title=ranks_panel.title(session),
@@ -174,7 +174,7 @@ class Panel:
             ranks=rows,
             waits=waits,
             strategy=described(self._current(session)),
-            models=tuple(strategy_form.model_told(model) for model in self._known.models),
+            models=tuple(strategy_form.model_text(model) for model in self._prepared.models),
         )
 
     def before_cell(self, code: str, options: CellOptions) -> CellOptions:
@@ -198,8 +198,8 @@ class Panel:
             if session is not self._session:
                 if self._session is not None:
                     self.board.drop("the ranks that it was for were stopped")
-                self._session, self._told, self._code = session, None, ""
-                self._known = Known()
+                self._session, self._answer, self._code = session, None, ""
+                self._prepared = PreparedModels()
                 if session is not None and self._widgets is not None:
                     self._widgets.set_ranks(session.topology.world_size)
                 self._ask_prepared()
@@ -208,7 +208,7 @@ class Panel:
     def _current(self, session: Session) -> Strategy:
         """The strategy that counts: a rank's own answer, unless something was chosen since."""
         last = ranks_panel.last_choice(session)
-        return self._told[1] if self._told is not None and self._told[0] == last else last
+        return self._answer[1] if self._answer is not None and self._answer[0] == last else last
 
     def _ask_prepared(self) -> None:
         if self._session is not None and not self.board.acting and not self.turns.cell:
@@ -218,8 +218,8 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Strategy, choice: Strategy, prepared: Known) -> None:
-        self._told, self._known = (last, choice), prepared
+    def _take_prepared(self, last: Strategy, choice: Strategy, prepared: PreparedModels) -> None:
+        self._answer, self._prepared = (last, choice), prepared
         self.refresh()
 
     def _take_bar(self, text: str) -> None:
@@ -246,18 +246,18 @@ class Panel:
         on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
         return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PanelPlan:
         strategy, session = self._picked(), self._session
         if isinstance(strategy, str) or session is None:
-            return Plan(str(strategy), is_possible=not strategy)
-        prepared, current = self._known, self._current(session)
+            return PanelPlan(str(strategy), is_possible=not strategy)
+        prepared, current = self._prepared, self._current(session)
         if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
-            return plan.plan_of(strategy, prepared.sketches, limit, current)
+            return plan.plan_of_models(strategy, prepared.sketches, limit, current)
         text = strategy_form.planned(strategy, prepared.models, current)
         if prepared.problem:
             text += f"; states only: no rank could describe the models ({prepared.problem})"
-        return Plan(text, is_possible=True)
+        return PanelPlan(text, is_possible=True)
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""
@@ -289,7 +289,7 @@ class Panel:
 
     # What the buttons do.
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str) -> PanelJob:
         session, widgets = self._session, self._widgets
         chosen = Chosen("", {}, None)
         if widgets is not None:
@@ -298,7 +298,7 @@ class Panel:
         current = None if session is None else self._current(session)
         return actions.job(name, chosen, current, self._code)
 
-    def _act(self, job: Job) -> str:
+    def _act(self, job: PanelJob) -> str:
         return actions.act(job, self.verbs, Shows(self._progress, self._detail))
 
     def interrupt(self) -> None:
@@ -339,7 +339,7 @@ class Panel:
 
     # What is on the page.
 
-    def _made(self) -> PanelWidgets:
+    def _make_widgets(self) -> PanelWidgets:
         from nbdist.panel.view.widgets import PanelWidgets  # which needs ipywidgets
 
         with self._lock:

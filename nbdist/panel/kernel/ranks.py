@@ -14,7 +14,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.hang import diagnose
 from nbdist.panel.plan import Limit
 from nbdist.panel.state import RankRow, row_of
-from nbdist.panel.strategy_form import Model
+from nbdist.panel.strategy_form import PreparedModel
 from nbdist.planner.devices import device_of_ranks
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel.functions import RankFunction
@@ -46,7 +46,7 @@ def title(session: Session) -> str:
     )
 
 
-def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
+def rows_and_waits(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
     samples = {sample.rank: sample for sample in session.monitor.latest()}
     now_s = time.monotonic()
@@ -57,7 +57,7 @@ def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     return rows, tuple(finding.text for finding in findings)
 
 
-def look(session: Session, limit_s: float) -> None:
+def wait_for_sample(session: Session, limit_s: float) -> None:
     """Wait until every rank was sampled after this call, so long at most."""
     session.monitor.wait(time.monotonic(), limit_s)
 
@@ -89,7 +89,7 @@ def _cell_phrase(cell: RunningCell) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PreparedModels:
     """What a rank has said of its prepared models.
 
     Attributes:
@@ -98,13 +98,13 @@ class Known:
         problem: Why; a phrase.
     """
 
-    models: tuple[Model, ...] = ()
+    models: tuple[PreparedModel, ...] = ()
     sketches: tuple[LiveModel, ...] = ()
     problem: str = ""
 
 
 def prepared(
-    session: Session, take: Callable[[Strategy, Known], object]
+    session: Session, take: Callable[[Strategy, PreparedModels], object]
 ) -> Callable[[float], object]:
     """Ask a rank for its strategy and models; `take` is called with them, in another thread.
 
@@ -131,7 +131,7 @@ def prepared(
                 error = done.exception()
                 models = () if error is not None else done.result()
                 problem = "" if error is None else str(getattr(error, "evalue", error))
-                take(choice.result(), Known(models_of(sizes.result()), models, problem))
+                take(choice.result(), PreparedModels(models_of(sizes.result()), models, problem))
         finally:
             is_taken.set()
 
@@ -156,9 +156,9 @@ def limit(session: Session) -> Limit:
     return Limit(sample.usage.host_limit_bytes / on_host)
 
 
-def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
+def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[PreparedModel, ...]:
     """What `prepared_sizes` answers, as records."""
-    return tuple(Model(*row) for row in sizes)
+    return tuple(PreparedModel(*row) for row in sizes)
 
 
 def last_choice(session: Session) -> Strategy:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import ipywidgets
 
-from nbdist.panel.state import BUTTONS, PanelState, Plan
-from nbdist.panel.strategy_form import UNSET, Field, Value, fields
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState
+from nbdist.panel.strategy_form import UNSET, FormField, Value, fields
 from nbdist.panel.view.html import LIVE_STYLE, log_html, plan_html, top_html
 from nbdist.strategy.table import ROWS
 
@@ -23,7 +23,7 @@ _ENDED = ("ended", "")  # those that have
 _NARROW = {"description_width": "initial"}
 
 
-class Owner(Protocol):
+class PanelOwner(Protocol):
     """What the widgets call; from whatever thread a click arrives in, so nothing may take long."""
 
     def press(self, name: str) -> None:
@@ -36,7 +36,7 @@ class Owner(Protocol):
 class PanelWidgets:
     """The widgets of one panel. Every view of them on a page shows the same."""
 
-    def __init__(self, owner: Owner):
+    def __init__(self, owner: PanelOwner):
         """Make the widgets; nothing is shown yet.
 
         Args:
@@ -165,7 +165,7 @@ class PanelWidgets:
         self._strategy.children = (self.strategy, *own_widgets)
         self._common.children = common if self.more.value else ()
 
-    def draw(self, state: PanelState, why_not: Mapping[str, str], plan: Plan) -> None:
+    def draw(self, state: PanelState, why_not: Mapping[str, str], plan: PanelPlan) -> None:
         """Show this; from any thread.
 
         Args:
@@ -213,7 +213,7 @@ def answer_in_subshell(widget: Any) -> None:
         comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001
 
 
-def _field_widget(field: Field) -> Any:
+def _field_widget(field: FormField) -> Any:
     widget = _KINDS[field.kind](field)
     widget.tooltip = field.help
     widget.style = _NARROW
@@ -223,11 +223,11 @@ def _field_widget(field: Field) -> Any:
     return widget
 
 
-def _options(field: Field) -> list[tuple[str, str]]:
+def _options(field: FormField) -> list[tuple[str, str]]:
     return [(f"{field.default}", UNSET), *((choice, choice) for choice in field.choices)]
 
 
-_KINDS: Mapping[str, Callable[[Field], Any]] = {
+_KINDS: Mapping[str, Callable[[FormField], Any]] = {
     "choice": lambda field: ipywidgets.Dropdown(
         options=_options(field), value=UNSET, description=field.label
     ),
