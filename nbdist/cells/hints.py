@@ -56,8 +56,8 @@ def _name_of_the_notebook(message: str, around: HintContext) -> str:
         return ""
     name = match.group(1)
     return (
-        f"{name} exists in the notebook, not on the ranks: each has variables of its "
-        f"own. Define it in a %%distributed cell, or copy it with %dist_push {name}"
+        f"{name} exists in the notebook, not on the ranks: each process has its own "
+        f"variables. Define it in a %%distributed cell, or copy it with %dist_push {name}"
     )
 
 
@@ -65,8 +65,8 @@ def _second_accelerator(message: str, _around: HintContext) -> str:
     if "AcceleratorState has already been initialized" not in message:
         return ""
     return (
-        "On this rank an Accelerator with other settings is in use. %dist_reset, and make yours "
-        "before anything uses `accelerator`"
+        "This rank already uses an Accelerator with other settings. Run %dist_reset, then create "
+        "yours before anything uses `accelerator`"
     )
 
 

@@ -75,23 +75,25 @@ VERBS = (
         (
             Option(
                 ("--every",),
-                "look before each Nth step of an optimizer from now on (0: no more)",
+                "check before every Nth optimizer step from now on (0 stops)",
                 step_count,
                 metavar="N",
             ),
             Option(
                 ("--trace-nan",),
-                "let the next cell tell the first module whose output is not finite",
+                "report the first module of the next cell whose output is not finite",
                 None,
                 name="is_tracing",
             ),
-            Option(("--lints",), "list lints, and when they are told", None, name="wants_lints"),
             Option(
-                ("--silence",), "tell lints no more: their names, or all", metavar="NAME,NAME",
+                ("--lints",), "list all lints, and when each is reported", None, name="wants_lints"
+            ),
+            Option(
+                ("--silence",), "silence these lints, or all", metavar="NAME,NAME",
                 name="silenced",
             ),
             Option(
-                ("--tell",), "tell lints again: their names, or all", metavar="NAME,NAME",
+                ("--tell",), "report these lints again, or all", metavar="NAME,NAME",
                 name="told",
             ),
         ),

@@ -79,22 +79,22 @@ VERBS = (
         "%dist_save checkpoints/step100",
         dist_save,
         (
-            Option(("path",), "the folder; a checkpoint that is there is replaced", metavar="PATH"),
+            Option(("path",), "the folder; a checkpoint already there is replaced", metavar="PATH"),
             Option(
                 ("--async",),
-                "go on training once all is copied to memory; how it ends is told later",
+                "continue once everything is copied to memory; the result is reported later",
                 None,
                 name="is_async",
             ),
             Option(
                 ("--export",),
-                "write a model's weights alone, as a safetensors file that transformers loads",
+                "write only a model's weights, as a safetensors file that transformers can load",
                 None,
                 name="is_export",
             ),
             Option(
                 ("--model",),
-                "a variable: the model to export (the only one)",
+                "the variable of the model to export (default: the only model)",
                 default="",
                 metavar="NAME",
             ),
@@ -106,10 +106,10 @@ VERBS = (
         "%dist_load checkpoints/step100",
         dist_load,
         (
-            Option(("path",), "the folder that was saved", metavar="PATH"),
+            Option(("path",), "the folder of the checkpoint", metavar="PATH"),
             Option(
                 ("--models-only",),
-                "leave optimizers, schedulers, loaders and random generators as they are",
+                "load no optimizers, schedulers, loaders or random generators",
                 None,
                 name="is_models_only",
             ),

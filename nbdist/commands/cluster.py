@@ -82,7 +82,7 @@ def _already_running(options: StartOptions) -> View:
     if differing:
         typed = ", ".join(_TYPED[name] for name in differing)
         raise AlreadyRunning(
-            f"{running}, with another {typed}. %dist_reset with the options that you want starts "
+            f"{running}, with a different {typed}. %dist_reset with the options you want starts "
             "afresh; %dist_shutdown only stops; %dist_strategy switches the strategy alone."
         )
     view = status_view()
@@ -180,18 +180,23 @@ def _grace(text: str) -> float:
 START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
-        "ranks (one per GPU without it, or 2 on the CPU)",
+        "number of ranks (default: one per GPU, or 2 on the CPU)",
         rank_count,
         metavar="N",
         name="world_size",
     ),
-    Option(("--profile",), "kind of cluster", default="local", metavar="NAME"),
-    Option(("-g", "--gpus", "--gpu-ids"), "GPUs such as 0,1, or none", metavar="IDS", name="gpus"),
-    Option(("--backend",), "auto, nccl or gloo", default="auto", metavar="NAME"),
-    Option(("--seed",), "set the random generators alike on all ranks", int, metavar="S"),
+    Option(("--profile",), "kind of cluster (default: local)", default="local", metavar="NAME"),
+    Option(
+        ("-g", "--gpus", "--gpu-ids"),
+        "GPUs such as 0,1, or none for the CPU (default: all)",
+        metavar="IDS",
+        name="gpus",
+    ),
+    Option(("--backend",), "auto, nccl or gloo (default: auto)", default="auto", metavar="NAME"),
+    Option(("--seed",), "seed all ranks' random generators alike", int, metavar="S"),
     Option(
         ("--timeout",),
-        f"seconds that the start may take ({DEFAULT_DEADLINE_S:.0f})",
+        f"longest time the start may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
         positive_number,
         default=DEFAULT_DEADLINE_S,
         metavar="S",
@@ -199,8 +204,8 @@ START_OPTIONS = (
     ),
     Option(
         ("--grace",),
-        "how long a certain deadlock is left alone before it is aborted, in seconds "
-        f"({DEFAULT_GRACE_S:.0f}; 0: at once)",
+        "seconds from reporting a certain deadlock to aborting it "
+        f"(default: {DEFAULT_GRACE_S:.0f}; 0 aborts at once)",
         _grace,
         default=DEFAULT_GRACE_S,
         metavar="S",
@@ -208,17 +213,17 @@ START_OPTIONS = (
     ),
     Option(
         ("--debug",),
-        "torch's own checks of every collective: off, info or detail",
+        "torch's own checks of every collective: off, info or detail (default: off)",
         default="off",
         metavar="LEVEL",
     ),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
-    Option(("--strategy",), "how models are trained in parallel (ddp)", metavar="NAME"),
+    Option(("--strategy",), "how models are trained in parallel (default: ddp)", metavar="NAME"),
     *strategy_options(),
 )
 _MASTER_ADDRESS = dict.fromkeys(
     ("-a", "--master-addr"),
-    "not needed; ranks of this machine meet in a file, others find rank 0 by themselves",
+    "not needed: ranks on this machine meet in a file, and others find rank 0 by themselves",
 )
 
 VERBS = (
@@ -238,7 +243,7 @@ VERBS = (
         START_OPTIONS,
         replaced={
             **_MASTER_ADDRESS,
-            "--nuclear": "%dist_reset always ends all that it started, and nothing else",
+            "--nuclear": "%dist_reset always ends everything it started, and nothing else",
         },
     ),
     Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
@@ -247,7 +252,7 @@ VERBS = (
         "Show what runs where, and who waits for whom.",
         "%dist_status --stacks",
         dist_status,
-        (Option(("--stacks",), "with every rank's Python stacks", None, name="wants_stacks"),),
+        (Option(("--stacks",), "also show every rank's Python stacks", None, name="wants_stacks"),),
     ),
     Verb(
         "dist_restart",
@@ -255,10 +260,12 @@ VERBS = (
         "%dist_restart 1",
         dist_restart,
         (
-            Option(("where",), "ranks such as 0,2-3 (those that ended)", metavar="RANKS"),
+            Option(
+                ("where",), "ranks such as 0,2-3 (default: those that have ended)", metavar="RANKS"
+            ),
             Option(
                 ("--timeout",),
-                f"seconds that it may take ({DEFAULT_DEADLINE_S:.0f})",
+                f"longest time it may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
                 positive_number,
                 default=DEFAULT_DEADLINE_S,
                 metavar="S",
@@ -285,7 +292,7 @@ VERBS = (
         (
             Option(
                 ("--timeout",),
-                "seconds to wait at most (30)",
+                "longest wait, in seconds (default: 30)",
                 positive_number,
                 default=30.0,
                 metavar="S",

@@ -89,19 +89,19 @@ def _event_count(text: str) -> int:
 
 AS_LINE = Verb(
     "dist_memory",
-    "Show the last recorded memory again; before any recording, whose it is now.",
+    "Show the last recorded memory again, or what holds memory now if none was recorded.",
     "%dist_memory --now",
     dist_memory,
     (
         Option(("folder",), "show the snapshots in this folder instead", metavar="DIR"),
         Option(
-            ("--now",), "whose the memory is at this moment, without a history", None,
+            ("--now",), "show what holds memory at this moment, without a history", None,
             name="is_now",
         ),
-        Option(("--keep",), "keep it under a name, to compare with", metavar="NAME"),
-        Option(("--since",), "show what has grown since one that was kept or saved",
+        Option(("--keep",), "keep it under this name, for --since", metavar="NAME"),
+        Option(("--since",), "show growth since a kept or saved snapshot",
                metavar="NAME|DIR"),
-        Option(("--save",), "write a file per rank, as torch's viewer reads them", metavar="DIR"),
+        Option(("--save",), "write a file per rank for torch's memory viewer", metavar="DIR"),
     ),
 )  # fmt: skip
 VERBS = (
@@ -115,15 +115,15 @@ VERBS = (
                 ("--steps",), "record N steps; the cell goes on", step_count, metavar="N",
             ),
             Option(
-                ("--ranks",), "record ranks such as 0,2-3 (all without it)", metavar="RANKS",
+                ("--ranks",), "ranks to record, such as 0,2-3 (default: all)", metavar="RANKS",
                 name="recorded",
             ),
             Option(
-                ("--no-stacks",), "leave out the lines of Python: faster, and smaller", None,
+                ("--no-stacks",), "leave out Python stacks: faster and smaller", None,
                 name="has_no_stacks",
             ),
             Option(
-                ("--most-events",), "keep the last N allocations and frees (1000000)",
+                ("--most-events",), "keep the last N allocations and frees (default: 1,000,000)",
                 _event_count, MemoryOptions().most_events, metavar="N",
             ),
             *cells.CELL_OPTIONS,

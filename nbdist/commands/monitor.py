@@ -48,7 +48,7 @@ def dist_monitor(values: Namespace) -> View | None:
     return _view(monitor, _BEGUN if is_new else "")
 
 
-_BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off ends it"
+_BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off stops it"
 
 
 def _view(monitor: Monitor, note: str = "") -> View:
@@ -61,8 +61,10 @@ def _view(monitor: Monitor, note: str = "") -> View:
 def _off(monitor: Monitor) -> View:
     was_running = monitor.is_running
     monitor.stop()
-    note = "what was recorded is kept; %dist_monitor goes on"
-    return View(f"no longer recorded; {note}" if was_running else f"nothing is recorded; {note}")
+    note = "what was recorded is kept; %dist_monitor resumes"
+    return View(
+        f"recording stopped; {note}" if was_running else f"nothing is being recorded; {note}"
+    )
 
 
 def _serve(monitor: Monitor, port: int) -> View:
@@ -85,9 +87,11 @@ def _record(monitor: Monitor, seconds: float) -> None:
                 break
             newest_s = max(newest_s, monitor.latest()[0].time_s)
             left_s = max(0.0, end_s - time.monotonic())
-            progress(f"{units.seconds(left_s)} left; an interrupt ends it and shows what there is")
+            progress(
+                f"{units.seconds(left_s)} left; interrupt to stop early and show what was recorded"
+            )
     except KeyboardInterrupt:
-        note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; it goes on"
+        note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; recording continues"
     progress.finish(_view(monitor, note))
 
 
@@ -95,7 +99,7 @@ def port_number(text: str) -> int:
     """A TCP port; 0 for any that is free."""
     if not text.isdigit() or int(text) > LARGEST_PORT:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no port (0 to {LARGEST_PORT}; 0: a free one)"
+            f"{text!r} is not a valid port (0 to {LARGEST_PORT}; 0 picks a free one)"
         )
     return int(text)
 
@@ -109,18 +113,18 @@ VERBS = (
         (
             Option(
                 ("--seconds",),
-                "record for so long first; an interrupt ends it early",
+                "record for S seconds first; an interrupt ends it early",
                 positive_number,
                 metavar="S",
             ),
             Option(
                 ("--prometheus",),
-                "serve the numbers to Prometheus on this port of 127.0.0.1 (0: a free one)",
+                "serve the numbers to Prometheus on this port of 127.0.0.1 (0 picks a free one)",
                 port_number,
                 metavar="PORT",
                 name="port",
             ),
-            Option(("--off",), "record no more, and serve nothing", None, name="is_off"),
+            Option(("--off",), "stop recording and serving", None, name="is_off"),
         ),
     ),
 )

@@ -58,7 +58,7 @@ VERBS = (
         "%dist_strategy fsdp --tp 2 --bf16",
         dist_strategy,
         (
-            Option(("named",), f"{listed(ROWS, 'or')} (without: show all)", metavar="NAME"),
+            Option(("named",), f"{listed(ROWS, 'or')} (default: show all)", metavar="NAME"),
             *strategy_options(),
         ),
     ),
@@ -67,6 +67,15 @@ VERBS = (
         "Make models and optimizers of all ranks equal to those of one.",
         "%dist_sync_model --from 0",
         dist_sync_model,
-        (Option(("--from",), "the rank that is copied (0)", rank_number, 0, "R", name="source"),),
+        (
+            Option(
+                ("--from",),
+                "the rank to copy from (default: 0)",
+                rank_number,
+                0,
+                "R",
+                name="source",
+            ),
+        ),
     ),
 )

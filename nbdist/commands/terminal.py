@@ -52,7 +52,7 @@ def stop(values: Namespace) -> View:
         other_hosts = sorted(set(run.hosts) - {socket.gethostname()})
         if other_hosts:
             lines.append(
-                f"ranks on {', '.join(other_hosts)} end by themselves when they miss their controller"
+                f"ranks on {', '.join(other_hosts)} end by themselves once their controller is gone"
             )
     return View("\n".join(lines))
 
@@ -109,8 +109,8 @@ def _program(named: Sequence[str]) -> tuple[Path, str]:
     if len(named) != 1:
         problem = "no file is named" if not named else f"{len(named)} files are named"
         raise OptionError(
-            f"nbdist run: {problem}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the program's "
-            "own arguments stand behind --)."
+            f"nbdist run: {problem}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the "
+            "program's own arguments come after --)."
         )
     path = Path(named[0]).absolute()
     if path.suffix == ".ipynb":
@@ -129,7 +129,9 @@ def _program(named: Sequence[str]) -> tuple[Path, str]:
         ) from error
     except (SyntaxError, ValueError) as error:  # ValueError: it is no text, or has null bytes
         reason = "".join(traceback.format_exception_only(error)).rstrip()
-        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{reason}") from error
+        raise NbdistError(
+            f"{named[0]} is not a valid Python program, so no rank was started.\n{reason}"
+        ) from error
     return path, text
 
 
@@ -140,7 +142,9 @@ VERBS = (
         "nbdist run train.py -n 2 -- --lr 0.1",
         run,
         (
-            Option(("file",), "the program; its own arguments stand behind --", metavar="FILE"),
+            Option(
+                ("file",), "the program to run; its own arguments come after --", metavar="FILE"
+            ),
             *(option for option in START_OPTIONS if option.flags != ("--auto",)),
         ),
         place=TERMINAL,
@@ -160,9 +164,11 @@ VERBS = (
         stop,
         (
             Option(
-                ("named",), "as nbdist status names it (not needed where one runs)", metavar="RUN"
+                ("named",),
+                "a cluster, as nbdist status names it (default: the only one)",
+                metavar="RUN",
             ),
-            Option(("--all",), "end all", None, name="is_all"),
+            Option(("--all",), "end all clusters", None, name="is_all"),
         ),
         place=TERMINAL,
     ),

@@ -70,19 +70,19 @@ VERBS = (
         (
             Option(
                 ("--steps",),
-                "record N steps, after one that is left out; the cell goes on",
+                "record N steps after a first one that is skipped; the cell goes on",
                 step_count,
                 metavar="N",
             ),
             Option(
-                ("--ranks",), "record ranks such as 0,2-3 (all without it)", metavar="RANKS",
+                ("--ranks",), "ranks to record, such as 0,2-3 (default: all)", metavar="RANKS",
                 name="recorded",
             ),
             Option(
-                ("--memory",), "note what is allocated, for the saved files", None,
+                ("--memory",), "also record allocations, for the saved files", None,
                 name="has_memory",
             ),
-            Option(("--stacks",), "record Python's functions as well", None, name="has_stacks"),
+            Option(("--stacks",), "also record Python functions", None, name="has_stacks"),
             *cells.CELL_OPTIONS,
         ),
         is_cell=True,

@@ -49,8 +49,8 @@ def _notebook() -> Any:
     return get_ipython()
 
 
-_NAMES = Option(("names",), "variables", metavar="NAME")
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+_NAMES = Option(("names",), "names of variables", metavar="NAME")
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
 
 VERBS = (
     Verb(

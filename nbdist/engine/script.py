@@ -42,4 +42,4 @@ def run(names: dict[str, Any]) -> None:
     except SystemExit as error:
         if error.code in {None, 0}:
             return
-        raise ScriptEnded(f"the program ended itself with exit code {error.code}") from None
+        raise ScriptEnded(f"the program exited with code {error.code}") from None

@@ -119,7 +119,7 @@ def unknown(word: str) -> str:
 def only_in_a_notebook(verb: Verb) -> str:
     """Why a verb cannot run here, and how it can."""
     return (
-        f"{verb.typed} works only in a notebook: it is about the ranks that the notebook has "
+        f"{verb.typed} works only in a notebook: it acts on the ranks that the notebook "
         f"started. There: %load_ext nbdist, %dist_init -n 2, then for example {verb.example}"
     )
 

@@ -51,7 +51,7 @@ def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
     if cell is not None:
         if parsed.values.rest.strip():
             raise OptionError(
-                f"%%{verb.name}: there is code behind -- and in the lines below. Leave out one."
+                f"%%{verb.name}: there is code after -- and in the lines below. Remove one of them."
             )
         above = f"%%{verb.name} {line}\n"
         parsed.values.rest = input_transformer.sent_code(above, cell) if cell.strip() else ""

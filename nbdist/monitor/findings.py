@@ -97,7 +97,7 @@ def no_progress(context: MonitorContext) -> RuleHit | None:
     idle = f"; their memory is busy {max(percents):.0f} % of the time" if percents else ""
     return RuleHit(
         f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
-        f"no rank's collective has ended for {min(in_cell_s):.0f} s{idle}",
+        f"no collective has ended on any rank for {min(in_cell_s):.0f} s{idle}",
         spinning,
     )
 
@@ -149,7 +149,11 @@ def heat(context: MonitorContext) -> RuleHit | None:
         slowed = sorted(SLOWED.intersection(gpu.throttled or ()))
         is_hot = gpu.throttled is None and (gpu.temperature_c or 0.0) > HOT_C
         if slowed or is_hot:
-            why = f"clocks are lowered: {', '.join(slowed)}" if slowed else "reasons are not told"
+            why = (
+                f"clocks are lowered: {', '.join(slowed)}"
+                if slowed
+                else "the driver gives no reason"
+            )
             heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
             hot[sample.rank] = f"rank {sample.rank}: {heat_c}{why}"
     return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
@@ -208,42 +212,41 @@ RULES: tuple[Rule[MonitorContext], ...] = (
     Rule(
         "busy without progress",
         no_progress,
-        "a collective of NCCL that waits for a rank spins on the GPU: it looks busy, and does "
-        "nothing; one long computation without collectives looks alike",
+        "an NCCL collective that waits for a rank spins on the GPU, which looks busy and does "
+        "nothing; one long computation without collectives looks the same",
         "%dist_status --stacks says where each rank is; an interrupt ends the cell",
     ),
     Rule(
         "host memory",
         host_memory,
-        "where it is full the system kills a process without a word to it, often a rank",
-        "fewer or smaller DataLoader workers, no data sets as Python lists, fewer ranks, or a "
-        "larger limit",
+        "when it is full, the system kills a process without warning, often a rank",
+        "use fewer DataLoader workers, no datasets as Python lists, fewer ranks, or a larger limit",
     ),
     Rule(
         "device memory",
         device_memory,
         "the next larger batch, or a fragmented allocator, ends in an out-of-memory error",
-        "a smaller batch, --checkpointing, or a strategy that shards (%dist_plan says which fits)",
+        "use a smaller batch, --checkpoint, or a strategy that shards (%dist_plan says which fits)",
     ),
     Rule(
         "heat",
         heat,
         "a GPU that is too hot lowers its clocks, and every collective waits for the slowest one",
-        "cooling, other jobs in the same machine, the fans; others of the same host tell whether "
-        "it is this one alone",
+        "check cooling, fans and other jobs on the machine; the host's other GPUs show whether "
+        "only this one is hot",
     ),
     Rule(
         "imbalance",
         imbalance,
         "all ranks meet in every step, so the most loaded one sets the pace of all",
-        "equal batches and lengths on all ranks; for pipelines other cuts; %%dist_profile says "
-        "who is waited for",
+        "give all ranks equal batches and lengths, and pipelines other cuts; %%dist_profile shows "
+        "which rank the others wait for",
     ),
     Rule(
         "low utilisation",
         low_utilisation,
-        "what is not busy waits: for data, for other ranks, or for Python to launch work",
-        "%%dist_profile says for which of them; larger batches and DataLoader workers help often",
+        "an idle device waits for data, for other ranks, or for Python to launch work",
+        "%%dist_profile shows for which; larger batches and more DataLoader workers often help",
     ),
 )
 

@@ -142,7 +142,7 @@ def recorded(view: View, line: str) -> View:
 def serving(url: str, token_path: str, config: str) -> View:
     """Where Prometheus finds the numbers, and how it is told."""
     lines = [
-        f"numbers of all ranks at {url}, for this host alone, until %dist_monitor --off",
+        f"serving the numbers of all ranks at {url}, to this host only, until %dist_monitor --off",
         f"the token is in {token_path}; to try it:",
         f'  curl -H "Authorization: Bearer $(cat {token_path})" {url}',
         "in Prometheus' configuration:",

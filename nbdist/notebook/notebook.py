@@ -146,7 +146,9 @@ class Notebook:
         try:
             started = start(options, self._sink, progress)
         except KeyboardInterrupt as error:
-            raise Interrupted("the start was interrupted; nothing of it is left") from error
+            raise Interrupted(
+                "the start was interrupted, and everything it began was ended"
+            ) from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
         started.session.panel = lambda: self.panel

@@ -224,7 +224,7 @@ def positive_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     if value > LARGEST:
@@ -235,14 +235,14 @@ def positive_number(text: str) -> float:
 def rank_count(text: str) -> int:
     """A number of ranks."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks (1 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of ranks (1 or more)")
     return int(text)
 
 
 def rank_number(text: str) -> int:
     """The number of one rank."""
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no rank (0 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rank (0 or more)")
     return int(text)
 
 
@@ -267,7 +267,7 @@ def strategy_given(values: argparse.Namespace) -> dict[str, Any]:
 
 
 def _typed(row: OptionRow) -> Option:
-    help_text = f"{row.help} ({row.default})" if row.default else row.help
+    help_text = f"{row.help} (default: {row.default})" if row.default else row.help
     names = takers(row)
     if len(names) < len(ROWS) / 2:
         help_text = f"{listed(names)}: {help_text}"

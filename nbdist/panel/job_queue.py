@@ -94,19 +94,19 @@ class JobQueue:
         """
         with self._lock:
             if job == self._acting:
-                self.note(f"{job.typed} is under way already")
+                self.note(f"{job.typed} is already under way")
                 return False
             if job in self._queue:
-                self.note(f"{job.typed} is queued already")
+                self.note(f"{job.typed} is already queued")
                 return False
             for replaced in [
                 waiting for waiting in self._queue if waiting.name == job.name == "apply"
             ]:
                 self._queue.remove(replaced)
-                self.note(f"{replaced.typed} is taken back: {job.typed} takes its place")
+                self.note(f"{replaced.typed} is removed from the queue: {job.typed} replaces it")
             self._queue.append(job)
             if cell:
-                self.note(f"{job.typed} is queued until {cell} ends; Cancel queued takes it back")
+                self.note(f"{job.typed} is queued until {cell} ends; Cancel queued removes it")
             elif self._acting is not None:
                 self.note(f"{job.typed} is queued behind {self._acting.typed}")
             return True
@@ -141,7 +141,7 @@ class JobQueue:
             dropped = list(self._queue)
             self._queue.clear()
             for job in dropped:
-                self.note(f"{job.typed} is taken back: {why}")
+                self.note(f"{job.typed} is removed from the queue: {why}")
             return len(dropped)
 
     def arm(self, name: str) -> None:
@@ -149,10 +149,10 @@ class JobQueue:
         with self._lock:
             if name in self._armed:
                 self._armed.remove(name)
-                self.note(f"{BUTTONS[name].magic} for the next cell is taken back")
+                self.note(f"the next cell on ranks will no longer run as {BUTTONS[name].magic}")
                 return
             self._armed[:] = [name]  # a cell is recorded in one way at a time
-            self.note(f"the next cell on ranks runs as {BUTTONS[name].magic}")
+            self.note(f"the next cell on ranks will run as {BUTTONS[name].magic}")
 
     def disarm(self) -> str:
         """What is to happen with the cell that begins now, which it is for alone; or ""."""

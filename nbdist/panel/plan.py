@@ -133,19 +133,19 @@ def _sum(memory: Memory, names: Sequence[str]) -> str:
 
 def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     if choice.options.offload:
-        return "states only: what --offload leaves of activations is not in the formulas"
+        return "states only: the formulas do not cover activations under --offload"
     unknown = [model for model in models if not shape_of(model).has_shape]
     names = ", ".join(f"{model.name} ({model.title})" for model in unknown)
     typed = f"%dist_plan {unknown[0].name} --inputs NAME" if unknown else "%dist_plan"
     return (
         f"states only: activations depend on the batch and on what {names} keeps for backward, "
-        f"and it has no transformer's config to tell; {typed} counts them by a run"
+        f"and there is no transformer config to compute them from; {typed} measures them in a run"
     )
 
 
 def _batch_phrase(models: Sequence[LiveModel], load: Workload) -> str:
     """Which batch was counted with, and who says so."""
-    text = f"batch {load.batch} x {load.sequence} tokens"
+    text = f"batch {load.batch} x {load.sequence:,} tokens"
     if any(model.inputs_shape for model in models):
-        return f"{text}, as the data loader gives"
-    return f"assumed: {text}, as no prepared data loader has given one"
+        return f"{text}, from the data loader"
+    return f"assumed: {text} (no prepared data loader has yielded a batch yet)"

@@ -83,7 +83,7 @@ def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
     """
     device = f"{place.device} {place.device_name}".strip()
     if sample is None:
-        return RankRow(place.rank, place.host, device, "unknown", "not looked at yet")
+        return RankRow(place.rank, place.host, device, "unknown", "no sample yet")
     doing, percent = sample.doing, sample.utilisation
     used, limit = _memory(sample)
     return RankRow(
@@ -230,7 +230,7 @@ _BUTTONS = (
     ),
     Button(
         "restart", "Restart rank", "%dist_restart",
-        "put a new process in this rank's place; its variables are lost", "between",
+        "replace this rank by a new process; its variables are lost", "between",
     ),
     Button(
         "profile", "Profile next cell", "%%dist_profile",
@@ -242,34 +242,34 @@ _BUTTONS = (
     ),
     Button(
         "save", "Save trace", "%dist_trace --save traces",
-        "write the last recorded cell into the folder traces", "between", ("ranks", "trace"),
+        "write the last recorded trace to the folder traces", "between", ("ranks", "trace"),
     ),
     Button(
         "checkpoint", "Save checkpoint", "%dist_save checkpoints/TIME",
-        "models, optimizers and all that goes with them, into a folder of this moment's name",
+        "save models, optimizers and what belongs to them to a folder named after the time",
         "between",
     ),
     Button(
         "compare", "Compare", "%dist_compare",
-        "run the last cell on ranks again, under the strategy that counts and the chosen one; "
-        "the state of before is put back", "between", ("ranks", "code", "choice"), "comparison",
+        "run the last cell on ranks again, under the current strategy and the chosen one, "
+        "then restore the state", "between", ("ranks", "code", "choice"), "comparison",
     ),
     Button("apply", "Apply", "%dist_strategy", "switch to this strategy", "between",
            ("ranks", "choice", "other")),
     Button("start", "Start ranks", "%dist_init", "start ranks, with the options of the last start",
            "between", ("none",), "ranks"),
-    Button("cancel", "Cancel queued", "", "take back what is queued", "now", ("queue",)),
+    Button("cancel", "Cancel queued", "", "remove all jobs from the queue", "now", ("queue",)),
 )  # fmt: skip
 BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}
 
 # Fact -> why a button that needs it does nothing without it.
 _WHY = {
     "ranks": "no ranks are running",
-    "none": "ranks are running already",
-    "trace": "nothing has been recorded: Profile next cell does",
+    "none": "ranks are already running",
+    "trace": "nothing has been recorded yet: use Profile next cell",
     "code": "no cell has run on all ranks yet",
-    "choice": "the chosen strategy cannot be had with these ranks",
-    "other": "this strategy counts already",
+    "choice": "the chosen strategy is not possible with these ranks",
+    "other": "this strategy is already in use",
     "queue": "nothing is queued",
 }
 

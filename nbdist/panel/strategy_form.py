@@ -187,8 +187,8 @@ def planned(
     if not models:
         per_parameter = footprint.held_bytes(choice, 1, recipe)
         return (
-            f"each rank holds {per_parameter:.4g} B per parameter ({footprint.held_formula(choice)}; "
-            f"{recipe.name}); no model is prepared yet"
+            f"each rank holds {per_parameter:.4g} B per parameter "
+            f"({footprint.held_formula(choice)}; {recipe.name}); no model is prepared yet"
         )
     parts = _parts_held(choice, models)
     parts_text = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())

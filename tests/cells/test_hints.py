@@ -49,7 +49,7 @@ def test_a_second_accelerator_with_other_settings_is_explained() -> None:
     """Accelerate's own text says to restart the runtime, which would not help."""
     message = told("ValueError", "AcceleratorState has already been initialized and cannot ...")
 
-    assert "%dist_reset, and make yours before anything uses `accelerator`" in message
+    assert "Run %dist_reset, then create yours before anything uses `accelerator`" in message
 
 
 def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:

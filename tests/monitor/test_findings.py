@@ -72,7 +72,7 @@ def with_host(used: float, **changed: object) -> Sample:
             with_gpu(temperature_c=85.0, throttled=None),
             with_gpu(temperature_c=86.0, throttled=None),
             "heat",
-            "rank 0: 86 C, reasons are not told",
+            "rank 0: 86 C, the driver gives no reason",
         ),
         (
             with_gpu(temperature_c=95.0, throttled=("power limit",)),
@@ -172,7 +172,7 @@ def test_busy_gpus_of_ranks_that_do_not_progress() -> None:
     assert finding.rule == "busy without progress"
     assert finding.ranks == (0, 1)
     assert finding.found == (
-        "the GPUs of ranks 0-1 are busy 100 % of the time, and no rank's collective has ended for "
+        "the GPUs of ranks 0-1 are busy 100 % of the time, and no collective has ended on any rank for "
         "11 s; their memory is busy 0 % of the time"
     )
     assert told(hung(10.0), hung(10.0)) == ()

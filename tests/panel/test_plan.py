@@ -66,7 +66,7 @@ def test_it_says_what_stands_in_a_step_beside_the_limit() -> None:
     assert found.text.startswith("each rank holds 4.5 MB between steps, now 9.1 MB: parameters ")
     assert " of 4.0 GB: 27%, safe (+ activations " in found.text
     assert found.text.endswith(
-        "; assumed: batch 1 x 2048 tokens, as no prepared data loader has given one"
+        "; assumed: batch 1 x 2,048 tokens (no prepared data loader has yielded a batch yet)"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_batch_that_was_seen_is_the_batch() -> None:
     )
 
     assert plan_of_models(FSDP, [seen], H100).text.endswith(
-        "batch 8 x 64 tokens, as the data loader gives"
+        "batch 8 x 64 tokens, from the data loader"
     )
     assert (
         planned_memory(FSDP, [seen], H100).memory.activations
@@ -106,7 +106,7 @@ def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
 
     assert found.text.startswith("each rank holds 99.8 kB between steps: parameters 25.0 kB + ")
     assert "states only: activations depend on the batch and on what net (Net) keeps" in found.text
-    assert "%dist_plan net --inputs NAME counts them by a run" in found.text
+    assert "%dist_plan net --inputs NAME measures them in a run" in found.text
     assert found.verdict == "?"
     assert plan_of_models(FSDP, [OWN], Limit(90e3)).verdict == "no"
 

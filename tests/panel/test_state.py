@@ -106,10 +106,10 @@ def test_pressed_twice_is_done_once(board: JobQueue) -> None:
     assert board.take() is None
     assert board.ask(RESTART, "")
     assert log(board) == [
-        "%dist_restart 1 is queued until cell [3] ends; Cancel queued takes it back",
-        "%dist_restart 1 is queued already",
+        "%dist_restart 1 is queued until cell [3] ends; Cancel queued removes it",
+        "%dist_restart 1 is already queued",
         "%dist_restart 1 begins",
-        "%dist_restart 1 is under way already",
+        "%dist_restart 1 is already under way",
         "%dist_restart 1 (0.0 s): back",
     ]
 
@@ -121,7 +121,9 @@ def test_of_two_strategies_that_wait_the_newest_counts(board: JobQueue) -> None:
     board.ask(TP, "cell [3]")
 
     assert board.queued == ("%dist_restart 1", "%dist_strategy tp")
-    assert "%dist_strategy fsdp is taken back: %dist_strategy tp takes its place" in log(board)
+    assert "%dist_strategy fsdp is removed from the queue: %dist_strategy tp replaces it" in log(
+        board
+    )
 
 
 def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
@@ -131,7 +133,7 @@ def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
 
     assert board.drop("cancelled") == 2
     assert board.take() is None
-    assert log(board)[-1] == "%dist_restart 1 is taken back: cancelled"
+    assert log(board)[-1] == "%dist_restart 1 is removed from the queue: cancelled"
 
 
 def test_a_recording_is_for_one_cell(board: JobQueue) -> None:

@@ -56,12 +56,12 @@ def unresponsive_message(
     )
     reasons = []
     if halted:
-        reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt before kill -CONT")
+        reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt until kill -CONT")
     if running:
         reasons.append(
             f"{ranks_are(running)} not back yet"
             + (f" ({where})" if where else "")
-            + ": C code takes an interrupt when it returns, and code that catches it goes on"
+            + ": C code handles an interrupt when it returns, and code that catches it continues"
         )
     return f"{'; '.join(reasons)}. Another press {next_press}"
 
@@ -79,8 +79,8 @@ def still_aborting_message(
     in_collective = [rank for rank in ranks if rank in waiting]
     if in_collective:
         line = (
-            f"{ranks_are(in_collective)} not back from the abort: the stop button gives the notebook back, "
-            f"%dist_restart {rank_label(in_collective)} then replaces"
+            f"{ranks_are(in_collective)} not back from the abort: the stop button gives the "
+            f"notebook back; then replace with %dist_restart {rank_label(in_collective)}"
         )
     else:
         line = (
@@ -200,14 +200,14 @@ def _raise_failures(failures: list[RankFailure], after: str) -> None:
 def _still_stopped(ranks: Sequence[int]) -> str:
     return (
         f"{ranks_are(ranks)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(ranks)} go on, and "
-        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces, without "
-        "the variables"
+        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces "
+        f"{ranks_phrase(ranks)}, without the variables"
     )
 
 
 def _still_running(ranks: Sequence[int]) -> str:
     return (
         f"{ranks_are(ranks)} not back yet: C code takes no interrupt. Until it returns, cells "
-        "there are refused and what it prints is not shown. %dist_status --stacks tells where; "
-        f"%dist_restart {rank_label(ranks)} replaces, without the variables"
+        "there are refused and what it prints is not shown. %dist_status --stacks shows where; "
+        f"%dist_restart {rank_label(ranks)} replaces {ranks_phrase(ranks)}, without the variables"
     )

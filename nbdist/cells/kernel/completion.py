@@ -75,7 +75,7 @@ async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) 
         COMPLETE_S, lambda: ranks.ask(lambda ask, asked_rank: glance(ask, asked_rank, path), rank)
     )
     if reply is None:
-        return inspect_reply(f"Rank {rank} does not answer now.")
+        return inspect_reply(f"Rank {rank} is not answering.")
     if reply["found"]:
         reply["data"]["text/plain"] += f"\n\nRank {rank} is busy: no value is shown."
     return reply

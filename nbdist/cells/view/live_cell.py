@@ -100,11 +100,11 @@ class LiveCell:
         if skipped and self._file is not None:
             self._file.flush()
             where = (
-                f"they could not be kept ({self._file.problem}: {shown(self._file.path)})"
+                f"they could not be saved ({self._file.problem}: {shown(self._file.path)})"
                 if self._file.problem
-                else f"all lines, as long as the ranks run: {shown(self._file.path)}"
+                else f"all of them, until the ranks end, in {shown(self._file.path)}"
             )
-            self._write([Line("stdout", f"... {skipped:,} lines are not shown; {where}\n")])
+            self._write([Line("stdout", f"... {skipped:,} lines not shown; {where}\n")])
         self._write(last)
         self._end_file(is_needed=bool(skipped))
         if self._has_tabs:

@@ -41,7 +41,7 @@ class ActivityReader:
         state, text = status.situation(ranks, health, rank, view)
         if state == "dead" and is_here and not ranks.end_of(rank):
             # As while a controller that has ended is replaced.
-            state, text = "unknown", "its process lives, its connection is lost"
+            state, text = "unknown", "its process is alive, but its connection is lost"
         cell = ranks.running_cell(rank) if state in {"running", "waiting"} else None
         since_s = _since_s(state, box, cell)
         op, age_s = _last_collective(box, now_s)

@@ -88,9 +88,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         # In constant time: how long it takes says nothing of how much of it was right.
         if not hmac.compare_digest(self._token_of(url.query), self.server.token.encode()):
-            self._answer(HTTPStatus.UNAUTHORIZED, "a token is needed\n")
+            self._answer(HTTPStatus.UNAUTHORIZED, "this request needs the token\n")
         elif url.path not in {"/", "/metrics"}:
-            self._answer(HTTPStatus.NOT_FOUND, "there is /metrics only\n")
+            self._answer(HTTPStatus.NOT_FOUND, "only /metrics is served\n")
         else:
             self._answer(*self._numbers())
 
@@ -143,9 +143,9 @@ def _listening(port: int, text: Callable[[], str], token: str) -> _Server:
         if error.errno == errno.EADDRINUSE:
             why = f"port {port} of {LOOPBACK} is in use"
         elif error.errno == errno.EACCES:
-            why = f"port {port} is kept for the system's own services"
+            why = f"port {port} is reserved for the system's own services"
         else:
-            why = f"port {port} of {LOOPBACK} cannot be had ({error.strerror})"
+            why = f"port {port} of {LOOPBACK} cannot be opened ({error.strerror})"
         raise OptionError(
             f"{why}. Choose another one from 1024 to 65535, or 0 for any that is free."
         ) from error

@@ -159,11 +159,11 @@ class Monitor:
             OptionError: If the port cannot be had, or another one is served already.
         """
         if self._is_closed or self._ranks.is_stopped:
-            raise NotRunning(f"There are no ranks to be told of. {run_dir.WHAT_NOW}")
+            raise NotRunning(f"There are no ranks to report on. {run_dir.WHAT_NOW}")
         served = self._exporter
         if served is not None and port not in {0, served.port}:
             raise OptionError(
-                f"{served.url} is served already. %dist_monitor --off ends that; then choose "
+                f"{served.url} is already being served. %dist_monitor --off ends that; then choose "
                 f"port {port}."
             )
         if served is None:

@@ -116,8 +116,8 @@ class Sampler:
         reading = readings.of(place.device_uuid)
         if reading is None and readings.gpus and not readings.problems and place.device != "cpu":
             self._note(
-                f"rank {place.rank}: the driver tells nothing of its GPU {place.device_uuid} "
-                "(nvidia-smi, which is asked where NVML fails, tells none of MIG instances)"
+                f"rank {place.rank}: the driver reports nothing for its GPU {place.device_uuid} "
+                "(nvidia-smi, used where NVML fails, does not report MIG instances)"
             )
         return reading
 
@@ -192,7 +192,7 @@ class _Answers:
         error = sent.exception()
         if error is not None:
             if self._ranks.is_connected(rank):  # else how it ended is told
-                self._note(f"rank {rank} cannot tell what it uses: {error}")
+                self._note(f"rank {rank} could not report its use: {error}")
             return
         self._newest[rank] = sent.result(), asked_s
         for problem in self._newest[rank][0].problems:

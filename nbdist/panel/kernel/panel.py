@@ -44,7 +44,7 @@ TICK_S = 1.0
 # A sample of every rank is there within a second; an idle rank answers at once.
 LOOK_S = 3.0
 NO_RANKS = "no ranks are running: %dist_init starts some"
-NO_WIDGETS = "ipywidgets cannot be imported ({why}), so this is only a picture of the panel"
+NO_WIDGETS = "ipywidgets cannot be imported ({why}), so the panel is a static picture"
 # Pictures that are kept up to date; those of cells that were run again are no more on the page.
 KEPT_STILLS = 4
 
@@ -197,7 +197,7 @@ class Panel:
         with self._lock:
             if session is not self._session:
                 if self._session is not None:
-                    self.board.drop("the ranks that it was for were stopped")
+                    self.board.drop("its ranks were stopped")
                 self._session, self._answer, self._code = session, None, ""
                 self._prepared = PreparedModels()
                 if session is not None and self._widgets is not None:
@@ -256,7 +256,7 @@ class Panel:
             return plan.plan_of_models(strategy, prepared.sketches, limit, current)
         text = strategy_form.planned(strategy, prepared.models, current)
         if prepared.problem:
-            text += f"; states only: no rank could describe the models ({prepared.problem})"
+            text += f"; states only: the ranks could not describe the models ({prepared.problem})"
         return PanelPlan(text, is_possible=True)
 
     def _follow(self, widgets: PanelWidgets) -> None:
@@ -307,8 +307,8 @@ class Panel:
         interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)
         interrupted = interrupted or self.turns.interrupt()
         parts = [f"interrupting {interrupted}"] if interrupted else []
-        parts += [f"{not_back}: SIGINT once more"] if not_back else []
-        self.board.note("; ".join(parts) or "nothing runs to be interrupted")
+        parts += [f"{not_back}: sent SIGINT again"] if not_back else []
+        self.board.note("; ".join(parts) or "nothing is running to interrupt")
 
     def ask_status(self) -> None:
         """Show what every rank does; in a thread of its own, as answers may take two seconds."""

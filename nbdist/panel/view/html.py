@@ -162,7 +162,7 @@ def _busy_html(state: PanelState) -> str:
     lines = [
         *([f"under way: {state.acting}"] if state.acting else []),
         *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
-        *(f"the next cell on ranks runs as {magic}" for magic in state.armed),
+        *(f"the next cell on ranks will run as {magic}" for magic in state.armed),
     ]
     return "".join(f'<div class="np-busy">{html.escape(line)}</div>' for line in lines)
 

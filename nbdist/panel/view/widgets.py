@@ -246,7 +246,7 @@ _KINDS: Mapping[str, Callable[[FormField], Any]] = {
 
 def _tip(name: str) -> str:
     row = BUTTONS[name]
-    later = "; while a cell runs it is queued until that ends" if row.when == "between" else ""
+    later = "; while a cell runs, this is queued until it ends" if row.when == "between" else ""
     return f"{row.help}{later}" + (f" ({row.magic})" if row.magic else "")
 
 
