@@ -15,7 +15,7 @@ from traitlets import Dict, Unicode
 from nbdist.cluster import nccl_env
 
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
-JOIN = "__import__('nbdist.engine.early_join', fromlist=['soon']).soon()"
+JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
 ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
 
 
