@@ -350,7 +350,7 @@ def _is_prompt(lines: _RankLines) -> bool:
 
 
 def _take(lines: _RankLines) -> _Item:
-    """The rank's next line."""
+    """Remove and return the rank's next line."""
     item = lines.items[0]
     if isinstance(item, _Run):
         line = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)

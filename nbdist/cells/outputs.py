@@ -112,7 +112,7 @@ class _Tail:
         self.skipped = 0
 
     def add(self, text: str) -> None:
-        """Append to the text."""
+        """Append; once there is twice as much as is kept, the beginning is dropped."""
         self._pieces.append(text)
         self._size += len(text)
         if self._size > 2 * KEPT_TEXT_CHARACTERS:

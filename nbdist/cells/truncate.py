@@ -12,7 +12,7 @@ SHOWN_LINES = 500
 
 
 class LineFile(Protocol):
-    """What takes all lines."""
+    """A file that takes every line of a long output."""
 
     def write(self, text: str) -> object:
         """Append text that ends with a line."""

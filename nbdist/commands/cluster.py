@@ -120,7 +120,7 @@ def _same_options(typed: StartOptions) -> StartOptions:
 
 
 def dist_shutdown(_values: Namespace) -> View:
-    """End the ranks."""
+    """End the ranks, after saves that are being written."""
     lines = NOTEBOOK.session.checkpoints.end()
     session = NOTEBOOK.stop()
     return View("\n".join([*lines, f"{ranks_phrase(session.ranks)} stopped"]))

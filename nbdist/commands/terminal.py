@@ -33,7 +33,7 @@ RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals()
 
 
 def version(_values: Namespace) -> View:
-    """The version of nbdist."""
+    """`nbdist 0.1.0`, the installed version."""
     return View(f"nbdist {VERSION}")
 
 

@@ -17,7 +17,7 @@ from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
 
 def run_line(verb: Verb, line: str) -> None:
-    """Run a line magic."""
+    """Run a line magic and show the view that its verb returns."""
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return

@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank does.
+    """A rank's state, the call that it waits in, and its last collective.
 
     Attributes:
         state: Of STATES. "waiting": inside a call of torch.distributed.

@@ -78,7 +78,7 @@ class Notebook:
 
     @property
     def session(self) -> Session:
-        """The running ranks.
+        """The running ranks; an error where there are none.
 
         Raises:
             NotRunning: If there are none.
@@ -131,7 +131,7 @@ class Notebook:
         self._mode = mode
 
     def start(self, options: StartOptions, progress: Callable[[str], None]) -> StartedSession:
-        """Bring ranks up.
+        """Bring ranks up, and remember with which options.
 
         Raises:
             AlreadyRunning: If ranks run already.

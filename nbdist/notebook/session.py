@@ -72,7 +72,7 @@ class Session(CellRanks):
         grace_s: float = GRACE_S,
         seed: int | None = None,
     ):
-        """Use a started cluster.
+        """Take over a started cluster.
 
         Args:
             cluster: Started, its groups formed.
@@ -338,7 +338,7 @@ class StartedSession:
 def start(
     options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
 ) -> StartedSession:
-    """Bring ranks up.
+    """Bring ranks up; the strategy of the options, if any, is the chosen one.
 
     Raises:
         OptionError: If an option cannot be met on this machine; nothing has been started.

@@ -233,14 +233,14 @@ def positive_number(text: str) -> float:
 
 
 def rank_count(text: str) -> int:
-    """A number of ranks."""
+    """A number of ranks, 1 or more."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of ranks (1 or more)")
     return int(text)
 
 
 def rank_number(text: str) -> int:
-    """The number of one rank."""
+    """The number of one rank, from 0."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid rank (0 or more)")
     return int(text)

@@ -18,7 +18,7 @@ LOG_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class PanelJob:
-    """One thing to do.
+    """A button that was pressed, as the magic that does the same.
 
     Attributes:
         name: Of a button.

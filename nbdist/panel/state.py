@@ -74,7 +74,7 @@ class RankRow:
 
 
 def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
-    """A rank's row.
+    """The row of a rank, from where it runs and its newest sample.
 
     Args:
         place: Where it runs.

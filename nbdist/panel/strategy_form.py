@@ -145,7 +145,7 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A prepared model.
+    """The size of a model that ranks have prepared.
 
     Attributes:
         name: A variable that holds it, or its class.

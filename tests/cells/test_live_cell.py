@@ -549,4 +549,4 @@ def test_a_full_disk_costs_the_long_output_and_not_the_cell(
 
     assert "line 0\n" in out
     assert "line 2999\n" in out
-    assert "could not be kept (No space left on device: " in out
+    assert "could not be saved (No space left on device: " in out

@@ -17,7 +17,7 @@ from tests.support.kernel import Kernel
 _MISTAKES = {
     "%dist_monitor --seconds 0": "0 is not above 0",
     "%dist_monitor --seconds soon": "'soon' is not a number",
-    "%dist_monitor --prometheus 65536": "'65536' is not a valid port (0 to 65535; 0 picks a free one)",
+    "%dist_monitor --prometheus 65536": "is not a valid port (0 to 65535; 0 picks a free one)",
     "%dist_monitor --prometheus -1": "'-1' is not a valid port",
     "%dist_monitor --prometheus web": "'web' is not a valid port",
     "%dist_monitor --seconds 3 --off": "choose one of --seconds, --off",

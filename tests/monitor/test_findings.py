@@ -172,8 +172,8 @@ def test_busy_gpus_of_ranks_that_do_not_progress() -> None:
     assert finding.rule == "busy without progress"
     assert finding.ranks == (0, 1)
     assert finding.found == (
-        "the GPUs of ranks 0-1 are busy 100 % of the time, and no collective has ended on any rank for "
-        "11 s; their memory is busy 0 % of the time"
+        "the GPUs of ranks 0-1 are busy 100 % of the time, and no collective has ended on any "
+        "rank for 11 s; their memory is busy 0 % of the time"
     )
     assert told(hung(10.0), hung(10.0)) == ()
     assert told(hung(11.0), hung(1.0)) == (), "one rank comes out of collectives"

@@ -15,15 +15,15 @@ class Sink(Protocol):
     """Where a cell's output goes."""
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Show these, in order."""
+        """Show these events, in order."""
 
     def close(self, result: CellResult) -> None:
-        """Everything has been drawn."""
+        """Show what is left; nothing is drawn after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellRequest:
-    """A cell to run.
+    """Source that runs as one cell on the chosen ranks.
 
     Attributes:
         code: Source, as IPython takes it.

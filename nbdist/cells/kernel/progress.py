@@ -28,7 +28,7 @@ class Tell(Protocol):
     """Takes what is done now."""
 
     def __call__(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
-        """See Progress."""
+        """Say how far the work is; the arguments are those of Progress."""
 
 
 # Called with each record, and with None when nothing takes long any more; in a thread of its own,

@@ -26,7 +26,7 @@ class ActivityReader:
         self._cached: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
-        """What a rank does.
+        """What a rank does now, without asking it.
 
         Args:
             rank: Which.

@@ -36,7 +36,7 @@ class Exporter:
     """
 
     def __init__(self, text: Callable[[], str], port: int, run_dir: Path):
-        """Listen from now on.
+        """Open the port, write the token to its file, and answer from now on.
 
         Args:
             text: What is served; called for each request, in the request's thread.
@@ -65,7 +65,7 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """Where the numbers are."""
+        """The address of the numbers, for this host alone."""
         return f"http://{LOOPBACK}:{self.port}/metrics"
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Sampler:
     """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
 
     def __init__(self, ranks: Ranks, health: Health, note: Callable[[str], None], period_s: float):
-        """Read nothing yet.
+        """Read nothing yet; `take` does.
 
         Args:
             ranks: Whose.

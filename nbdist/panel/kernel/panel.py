@@ -122,7 +122,7 @@ class Panel:
         self.refresh()
 
     def pick(self) -> None:
-        """Another strategy was chosen."""
+        """Show what the strategy comes to that was just chosen."""
         self.refresh()
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Panel:
             self._update_stills(state)
 
     def state(self) -> PanelState:
-        """All that is shown."""
+        """All that the panel shows at this moment; a rank is not asked."""
         session = self._now()
         state = PanelState(
             NO_RANKS,

@@ -27,7 +27,7 @@ class JobScheduler:
     def __init__(
         self, board: JobQueue, act: Callable[[PanelJob], str], changed: Callable[[], None]
     ):
-        """Nothing is watched yet.
+        """Watch no cells yet; `watch` begins.
 
         Args:
             board: Where jobs are queued, and where it is written what they came to.

@@ -27,7 +27,7 @@ class PanelOwner(Protocol):
     """What the widgets call; from whatever thread a click arrives in, so nothing may take long."""
 
     def press(self, name: str) -> None:
-        """A button was pressed."""
+        """Do what the button of this name does."""
 
     def pick(self) -> None:
         """The chosen strategy, or one of its fields, is another one now."""
