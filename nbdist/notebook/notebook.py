@@ -178,7 +178,7 @@ class Notebook:
         atexit.unregister(self._stop_at_exit)
 
     def request(self, code: str, options: CellOptions) -> Callable[[], CellRun]:
-        """A cell that is ready to be sent; `driving.wait` sends it and sees it through."""
+        """A cell that is ready to be sent; `cells.kernel.wait` sends it and sees it through."""
         session = self.session
         request = CellRequest(
             code=code,

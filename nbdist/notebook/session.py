@@ -130,7 +130,7 @@ class Session(CellRanks):
         return wait.wait(lambda: self.begin(request))
 
     def begin(self, request: CellRequest) -> CellRun:
-        """Send a cell to its ranks; `driving.wait` or `driving.wait_async` see it through.
+        """Send a cell to its ranks; `cells.kernel.wait` sees it through.
 
         Raises:
             NotRunning: After the cluster was stopped.

@@ -45,7 +45,7 @@ class RankRow:
     Attributes:
         rank: The rank.
         host, device: Where it runs.
-        kind: A word of KINDS.
+        kind: A key of SIGNS.
         doing: The same in words: "running cell [3]", "waiting in all_reduce(...) at line 3".
         busy_s: For how long it has been running, or waiting; 0 where it does neither.
         memory_bytes: Used on its device (of a CPU: by its process); None where it is not known.
