@@ -61,7 +61,7 @@ def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
 
 
 async def run_typed(name: str, line: str, code: str) -> None:
-    """Run a distributed cell without blocking the kernel (what `input_transformer.route` writes)."""
+    """Run a distributed cell without blocking the kernel (`input_transformer.route` writes it)."""
     options = _cell_options(name, line, code)
     if options is not None:
         await NOTEBOOK.run_async(code, options)

@@ -74,7 +74,9 @@ def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Panel
     elif name == "compare" and current is not None:
         now = strategy_form.typed(current.name, strategy_form.values_of(current))
         strategies = dict.fromkeys([now, chosen.typed])
-    quoted = " ".join(f'"{name}"' if " " in name else name for name in strategies)
+        quoted = " ".join(
+            f'"{typed_as}"' if " " in typed_as else typed_as for typed_as in strategies
+        )
         line, typed = f"{quoted} -- {code}", f"{quoted} -- (the last cell)"
     return PanelJob(name, f"{magic} {typed or line}".rstrip(), line)
 
