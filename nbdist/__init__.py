@@ -48,15 +48,15 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     """Start ranks and return them; the same as %dist_init.
 
     Args:
-        n: Ranks; one per GPU without it, or 2 on the CPU.
+        n: Number of ranks; default: one per GPU, or 2 on the CPU.
         profile: Kind of cluster.
         gpus: "0,1", or "none" for the CPU.
         backend: "auto", "nccl" or "gloo".
-        seed: Set on every rank alike.
-        timeout_s: For the whole start.
-        grace_s: How long a certain deadlock is left alone before it is aborted, 5 s without it.
+        seed: Seeds the random generators of all ranks alike.
+        timeout_s: Longest time that the start may take.
+        grace_s: Seconds from reporting a certain deadlock to aborting it; default: 5.
         debug: torch's own checks of every collective: "off", "info" or "detail".
-        strategy: How models are trained in parallel, ddp without it.
+        strategy: How models are trained in parallel; default: ddp.
         strategy_options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -70,8 +70,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-    asked = StrategySpec.parse(strategy, strategy_options)
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, asked)
+    spec = StrategySpec.parse(strategy, strategy_options)
+    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, spec)
     return commands.start_and_show(options).session
 
 
@@ -98,9 +98,9 @@ def bench(
     `session().bench` returns the numbers, and `session().bandwidth.model` the time of a message.
 
     Args:
-        ops: "all_reduce,all_gather", or a list; all without it.
+        ops: "all_reduce,all_gather", or a list; default: all.
         sizes: "4M", "1K,1M" or "1K:1G", or a list of bytes.
-        limit_s: That it may take; sizes for which there is no time are left out.
+        limit_s: Time limit in seconds; sizes that do not fit in are left out.
         save: A file to write the measurement to, as JSON.
 
     Raises:
@@ -138,10 +138,10 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         model: Its number of parameters (7e9, "7B"), a name, the path of a config.json, or a
             transformers config or model of the notebook; where ranks run, also the name of a
             variable there that is a model.
-        strategy: One alone; a row for each without it.
-        ranks: Those that run without it, or 8.
-        gpu: A name of the catalogue; that of the ranks that run without it, or h100.
-        memory: "24GB" of a device that is not in it.
+        strategy: A single strategy; default: a row for each.
+        ranks: Number of ranks; default: the running ranks, or 8.
+        gpu: A name of the catalogue; default: the GPU of the running ranks, or h100.
+        memory: Of a device that is not in the catalogue, such as "24GB".
         batch: Samples that a data-parallel rank computes at once.
         seq: Tokens of each.
         optimizer: adamw (the default), sgd and others; of a model on the ranks its own.
@@ -158,8 +158,8 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
-    asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)
-    return planned(model, asked, load, strategy, strategy_options)
+    request = Asked(ranks, gpu, memory, engine, inputs, optimizer)
+    return planned(model, request, load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:
@@ -229,7 +229,7 @@ def check_config(  # the options of %dist_config, by name
 
     Args:
         file: Its YAML or JSON.
-        ranks: How many there will be; those that run without it, or as the file says.
+        ranks: Number of ranks; default: the running ranks, or what the file says.
         beside: Another file that counts together with it.
         write: Where to write it corrected.
         is_forced: Replace that file if it exists.

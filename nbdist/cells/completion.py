@@ -22,11 +22,11 @@ def path_before(code: str, cursor: int) -> tuple[str, ...]:
     >>> path_before("y = model.lay", 13)
     ('model', 'lay')
     """
-    found = _BEFORE.search(code, 0, cursor)
-    if found is None:
+    match = _BEFORE.search(code, 0, cursor)
+    if match is None:
         return ("",)
-    path = tuple(found.group().split("."))
-    return ("", *path) if code[: found.start()].endswith(".") else path
+    path = tuple(match.group().split("."))
+    return ("", *path) if code[: match.start()].endswith(".") else path
 
 
 def path_around(code: str, cursor: int) -> tuple[str, ...]:
@@ -82,7 +82,8 @@ def shifted(reply: Reply, by: int) -> Reply:
     metadata = dict(reply.get("metadata", {}))
     if _TYPES in metadata:
         metadata[_TYPES] = [
-            {**one, "start": one["start"] + by, "end": one["end"] + by} for one in metadata[_TYPES]
+            {**entry, "start": entry["start"] + by, "end": entry["end"] + by}
+            for entry in metadata[_TYPES]
         ]
     return {
         **reply,
@@ -92,7 +93,7 @@ def shifted(reply: Reply, by: int) -> Reply:
     }
 
 
-def told(text: str) -> Reply:
+def inspect_reply(text: str) -> Reply:
     """An inspect_reply with a text; found is False where there is none."""
     data = {"text/plain": text} if text else {}
     return {"status": "ok", "found": bool(text), "data": data, "metadata": {}}

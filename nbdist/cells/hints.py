@@ -11,7 +11,7 @@ from nbdist.hang import torch_messages
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class HintContext:
     """What a hint may need to know of the notebook.
 
     Attributes:
@@ -23,7 +23,7 @@ class Surroundings:
     has_name: Callable[[str], bool]
 
 
-def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
+def explain(failure: RankFailure, around: HintContext) -> RankFailure:
     """The failure in plain words, with what to do added to its message where that is known."""
     failure = _readable(failure)
     find = _HINTS.get(failure.name)
@@ -33,14 +33,16 @@ def explained(failure: RankFailure, around: Surroundings) -> RankFailure:
 
 def _readable(failure: RankFailure) -> RankFailure:
     """The failure with torch's message in one sentence, which reads the same on all ranks."""
-    told = torch_messages.readable(failure.message)
-    traceback = tuple(line.replace(failure.message, told) for line in failure.traceback)
+    message = torch_messages.readable(failure.message)
+    traceback = tuple(line.replace(failure.message, message) for line in failure.traceback)
     return (
-        failure if told == failure.message else replace(failure, message=told, traceback=traceback)
+        failure
+        if message == failure.message
+        else replace(failure, message=message, traceback=traceback)
     )
 
 
-def _missing_module(_message: str, around: Surroundings) -> str:
+def _missing_module(_message: str, around: HintContext) -> str:
     return (
         f"The ranks run {around.python}: install it there ({around.python} -m pip install NAME). "
         "If the notebook can import it, its sys.path has changed since %dist_init: %dist_reset "
@@ -48,27 +50,27 @@ def _missing_module(_message: str, around: Surroundings) -> str:
     )
 
 
-def _name_of_the_notebook(message: str, around: Surroundings) -> str:
+def _name_of_the_notebook(message: str, around: HintContext) -> str:
     match = re.search(r"name '(\w+)' is not defined", message)
     if match is None or not around.has_name(match.group(1)):
         return ""
     name = match.group(1)
     return (
-        f"{name} exists in the notebook, not on the ranks: each has variables of its "
-        f"own. Define it in a %%distributed cell, or copy it with %dist_push {name}"
+        f"{name} exists in the notebook, not on the ranks: each process has its own "
+        f"variables. Define it in a %%distributed cell, or copy it with %dist_push {name}"
     )
 
 
-def _second_accelerator(message: str, _around: Surroundings) -> str:
+def _second_accelerator(message: str, _around: HintContext) -> str:
     if "AcceleratorState has already been initialized" not in message:
         return ""
     return (
-        "On this rank an Accelerator with other settings is in use. %dist_reset, and make yours "
-        "before anything uses `accelerator`"
+        "This rank already uses an Accelerator with other settings. Run %dist_reset, then create "
+        "yours before anything uses `accelerator`"
     )
 
 
-_HINTS: dict[str, Callable[[str, Surroundings], str]] = {
+_HINTS: dict[str, Callable[[str, HintContext], str]] = {
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
     "ValueError": _second_accelerator,

@@ -72,16 +72,16 @@ class _Run:
 
     lines: list[str]
     arrived_s: float
-    taken: int = 0
+    n_taken: int = 0
 
     @property
-    def left(self) -> int:
-        return len(self.lines) - self.taken
+    def n_left(self) -> int:
+        return len(self.lines) - self.n_taken
 
     def take(self, count: int) -> list[str]:
         """The next lines, so many of them."""
-        begin, self.taken = self.taken, self.taken + count
-        return self.lines[begin : self.taken]
+        begin, self.n_taken = self.n_taken, self.n_taken + count
+        return self.lines[begin : self.n_taken]
 
 
 @dataclass(slots=True)
@@ -96,13 +96,13 @@ class _RankLines:
     has_ended: bool = False
     is_behind: bool = False
     _read_of: str = ""
-    _shown: str = ""
+    _visible: str = ""
 
-    def shown(self) -> str:
+    def visible(self) -> str:
         """What can be seen of the unfinished line, read once for each that was written."""
         if self._read_of is not self.partial:
-            self._read_of, self._shown = self.partial, _read(self.partial).text
-        return self._shown
+            self._read_of, self._visible = self.partial, _read(self.partial).text
+        return self._visible
 
 
 def overwritten(text: str) -> str:
@@ -110,11 +110,11 @@ def overwritten(text: str) -> str:
 
     A trailing `\r` (Windows line ends, or a bar about to be redrawn) erases nothing.
     """
-    shown = ""
+    visible = ""
     for part in text.split("\r"):
         written = _ERASE.sub("", part) if "\x1b" in part else part
-        shown = written if len(written) < len(part) else written + shown[len(written) :]
-    return shown
+        visible = written if len(written) < len(part) else written + visible[len(written) :]
+    return visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +221,16 @@ class LineMerger:
 
     def due(self, now_s: float) -> list[Line | Bar | Attachment]:
         """What can be shown now, in order."""
-        shown: list[Line | Bar | Attachment] = []
+        events: list[Line | Bar | Attachment] = []
         while True:
-            shown.extend(self._attachments())
+            events.extend(self._attachments())
             group = self._next_group(now_s)
             if not group:
                 break
-            shown.extend(self._show_runs(group) or self._show(group))
+            events.extend(self._show_runs(group) or self._show(group))
         if not self._is_patient:
-            shown.extend(self._live_bar(now_s))
-        return shown
+            events.extend(self._live_bar(now_s))
+        return events
 
     def next_due_s(self) -> float | None:
         """When `due` may have more to show although nothing arrives; None for never."""
@@ -305,19 +305,21 @@ class LineMerger:
         runs = [lines.items[0] for lines in group]
         index = group[0].next_index
         # Where a rank that is ahead stands, it has to be looked at again.
-        ahead = [one.next_index - index for one in self._ranks.values() if one.next_index > index]
-        count = min([run.left if isinstance(run, _Run) else 0 for run in runs] + ahead)
+        ahead = [
+            lines.next_index - index for lines in self._ranks.values() if lines.next_index > index
+        ]
+        count = min([run.n_left if isinstance(run, _Run) else 0 for run in runs] + ahead)
         if count < 2:
             return []
-        taken = []
+        texts = []
         for lines, run in zip(group, runs, strict=True):
             assert isinstance(run, _Run)
-            taken.append(run.take(count))
-            if not run.left:
+            texts.append(run.take(count))
+            if not run.n_left:
                 lines.items.popleft()
             lines.next_index += count
         self._note_caught_up(group)
-        return [Line(self.stream, _merged([lines.rank for lines in group], taken))]
+        return [Line(self.stream, _merged([lines.rank for lines in group], texts))]
 
     def _note_caught_up(self, group: list[_RankLines]) -> None:
         furthest = max(lines.next_index for lines in self._ranks.values())
@@ -325,18 +327,18 @@ class LineMerger:
             lines.is_behind = lines.is_behind and lines.next_index < furthest
 
     def _live_bar(self, now_s: float) -> Iterator[Bar]:
-        text, found = "", dict[int, str]()
+        text, bars = "", dict[int, str]()
         for lines in self._ranks.values():
             is_prompt = _is_prompt(lines)
             is_due = not is_prompt or now_s >= lines.partial_since_s + BEHIND_S
-            if not (lines.partial and not lines.items and is_due) or not (part := lines.shown()):
+            if not (lines.partial and not lines.items and is_due) or not (part := lines.visible()):
                 continue
             if not is_prompt:
-                found[lines.rank] = part
-            elif not found:  # of prompts, which stand and do not count, the lowest rank's
+                bars[lines.rank] = part
+            elif not bars:  # of prompts, which stand and do not count, the lowest rank's
                 text = labelled([lines.rank], part)
                 break
-        text = tqdm_bars.together(found) or text
+        text = tqdm_bars.together(bars) or text
         if text != self._bar:
             self._bar = text
             yield Bar(self.stream, text)
@@ -348,13 +350,13 @@ def _is_prompt(lines: _RankLines) -> bool:
 
 
 def _take(lines: _RankLines) -> _Item:
-    """The rank's next line."""
+    """Remove and return the rank's next line."""
     item = lines.items[0]
     if isinstance(item, _Run):
-        one = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)
-        if item.left:
-            return one
-        item = one
+        line = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)
+        if item.n_left:
+            return line
+        item = line
     assert isinstance(item, _Item)
     lines.items.popleft()
     return item
@@ -366,7 +368,7 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
         label = f"[{rank_label(ranks)}] "
         return label + f"\n{label}".join(texts[0]) + "\n"
     labels: dict[tuple[int, ...], str] = {}
-    shown = []
+    lines = []
     for row in zip(*texts, strict=True):
         ranks_by_text: dict[str, list[int]] = {}
         for rank, text in zip(ranks, row, strict=True):
@@ -375,8 +377,8 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
             key = tuple(same)
             if key not in labels:
                 labels[key] = f"[{rank_label(same)}] "
-            shown.append(f"{labels[key]}{text}\n")
-    return "".join(shown)
+            lines.append(f"{labels[key]}{text}\n")
+    return "".join(lines)
 
 
 def _arrived(item: _Item | _Run | Attachment) -> float:

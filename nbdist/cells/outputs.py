@@ -112,7 +112,7 @@ class _Tail:
         self.skipped = 0
 
     def add(self, text: str) -> None:
-        """Append to the text."""
+        """Append; once there is twice as much as is kept, the beginning is dropped."""
         self._pieces.append(text)
         self._size += len(text)
         if self._size > 2 * KEPT_TEXT_CHARACTERS:
@@ -228,11 +228,13 @@ class OutputReducer:
         for rank, feed in self._feeds.items():
             by_count[sum(_is_display(payload) for payload in feed.unshown)].append(rank)
         by_count.pop(0, None)
-        told = [_displays_phrase(count, ranks) for count, ranks in sorted(by_count.items())]
+        phrases = [_displays_phrase(count, ranks) for count, ranks in sorted(by_count.items())]
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
-            told.append(f"progress bars of {ranks_phrase(sorted(bars))}")
-        return f"not shown: {', '.join(told)} (%%distributed --tabs shows all)" if told else ""
+            phrases.append(f"progress bars of {ranks_phrase(sorted(bars))}")
+        return (
+            f"not shown: {', '.join(phrases)} (%%distributed --tabs shows all)" if phrases else ""
+        )
 
     def _shown_rank(self) -> int | None:
         """The rank whose displays are shown; None while that is open."""

@@ -17,8 +17,8 @@ _BEHIND = 5
 @functools.lru_cache(maxsize=1024)  # of many ranks one bar has changed, and all are read
 def percent(bar: str) -> int | None:
     """How far a bar is, 0 to 100, by the percentage that stands in it; None without one."""
-    found = _PERCENT.search(bar)
-    return None if found is None else min(100, int(found[1]))
+    match = _PERCENT.search(bar)
+    return None if match is None else min(100, int(match[1]))
 
 
 def together(bars: Mapping[int, str]) -> str:
@@ -41,15 +41,15 @@ def together(bars: Mapping[int, str]) -> str:
 
 def _others(bars: Mapping[int, str], first: int | None) -> str:
     named = _named(tuple(bars))
-    found = {rank: far for rank, bar in bars.items() if (far := percent(bar)) is not None}
-    if len(found) < len(bars):  # each counts in its own way
+    percents = {rank: far for rank, bar in bars.items() if (far := percent(bar)) is not None}
+    if len(percents) < len(bars):  # each counts in its own way
         count = len(bars)
         return f"and {count} bar{'s' if count > 1 else ''} of {named}"
-    least, most = min(found.values()), max(found.values())
+    least, most = min(percents.values()), max(percents.values())
     span = f"{least}%" if least == most else f"{least}-{most}%"
     if least == most or least >= max(most, first or 0) - _BEHIND:
         return f"{named}: {span}"
-    last = [rank for rank, far in found.items() if far == least]
+    last = [rank for rank, far in percents.items() if far == least]
     return f"{named}: {span}, rank {rank_label(last)} last"
 
 

@@ -12,7 +12,7 @@ SHOWN_LINES = 500
 
 
 class LineFile(Protocol):
-    """What takes all lines."""
+    """A file that takes every line of a long output."""
 
     def write(self, text: str) -> object:
         """Append text that ends with a line."""
@@ -29,17 +29,17 @@ class Clip:
     `shown` are kept.
     """
 
-    def __init__(self, shown: int = SHOWN_LINES):
-        self._shown = shown
+    def __init__(self, n_shown: int = SHOWN_LINES):
+        self._n_shown = n_shown
         self._head: list[str] = []
-        self._tail: deque[Line] = deque(maxlen=shown)
+        self._tail: deque[Line] = deque(maxlen=n_shown)
         self._file: LineFile | None = None
         self.count = 0
 
     @property
     def needs_file(self) -> bool:
         """Whether a file has to be given before the next line."""
-        return self._file is None and self.count >= self._shown
+        return self._file is None and self.count >= self._n_shown
 
     def write_to(self, file: LineFile) -> None:
         """Write all lines to this file, those already shown included."""
@@ -49,7 +49,7 @@ class Clip:
 
     def first(self, text: str) -> tuple[str, str]:
         """(those of the lines that are to be shown at once, the others, which are for `keep`)."""
-        end = _end_of(text, max(0, self._shown - self.count))
+        end = _end_of(text, max(0, self._n_shown - self.count))
         if end:
             self.count += text.count("\n", 0, end)
             self._head.append(text[:end])
@@ -60,12 +60,12 @@ class Clip:
         self.count += text.count("\n")
         if self._file is not None:
             self._file.write(text)
-        last = text[: -len("\n")].rsplit("\n", self._shown)[-self._shown :]
+        last = text[: -len("\n")].rsplit("\n", self._n_shown)[-self._n_shown :]
         self._tail.extend(Line(stream, f"{line}\n") for line in last)
 
     def rest(self) -> tuple[int, list[Line]]:
         """How many lines are shown nowhere, and the last ones, which are to be shown now."""
-        return max(0, self.count - self._shown - len(self._tail)), list(self._tail)
+        return max(0, self.count - self._n_shown - len(self._tail)), list(self._tail)
 
 
 def _end_of(text: str, lines: int) -> int:

@@ -63,7 +63,7 @@ WORDS: dict[str, Verb] = {
 REPLACED_MAGICS = {
     "dist_debug": "%dist_status shows what every rank does",
     "dist_sync_ide": "not needed: no names are copied into the notebook",
-    "timeline_save": "no timeline is kept; ranks that take longer are told under their cell",
-    "timeline_debug": "no timeline is kept; ranks that take longer are told under their cell",
-    "timeline_clear": "no timeline is kept; ranks that take longer are told under their cell",
+    "timeline_save": "no timeline is kept; slower ranks are named below their cell",
+    "timeline_debug": "no timeline is kept; slower ranks are named below their cell",
+    "timeline_clear": "no timeline is kept; slower ranks are named below their cell",
 }

@@ -20,7 +20,7 @@ def cell_options(values: Namespace) -> CellOptions:
     return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)
 
 
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (all without it)", metavar="RANKS")
+_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
 CELL_OPTIONS = (
     Option(("--tabs",), "at the end, show each rank's output in a tab", None, name="has_tabs"),
     Option(

@@ -108,10 +108,10 @@ VERBS = (
         "%dist_load checkpoints/step100",
         dist_load,
         (
-            Option(("path",), "the folder that was saved", metavar="PATH"),
+            Option(("path",), "the folder of the checkpoint", metavar="PATH"),
             Option(
                 ("--models-only",),
-                "leave optimizers, schedulers, loaders and random generators as they are",
+                "load no optimizers, schedulers, loaders or random generators",
                 None,
                 name="is_models_only",
             ),

@@ -14,7 +14,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
-from nbdist.notebook.session import Started
+from nbdist.notebook.session import StartedSession
 from nbdist.notebook.verb import (
     Option,
     Verb,
@@ -26,7 +26,7 @@ from nbdist.notebook.verb import (
 from nbdist.strategy.choose import StrategySpec
 
 
-def start_and_show(options: StartOptions, title: str = "starting") -> Started:
+def start_and_show(options: StartOptions, title: str = "starting") -> StartedSession:
     """Bring ranks up with a progress line that becomes their table."""
     progress = SHOWN.line(title)
     started = NOTEBOOK.start(options, progress)
@@ -55,13 +55,13 @@ def dist_init(values: Namespace) -> View | None:
     """Start ranks, or say which ones run already."""
     options = start_options(values)
     if NOTEBOOK.is_running:
-        shown = _already_running(options)
+        view = _already_running(options)
     else:
         start_and_show(options)
-        shown = None
+        view = None
     if values.auto:
         NOTEBOOK.set_mode("all")
-    return shown
+    return view
 
 
 # The options of a start as they are typed.
@@ -84,7 +84,7 @@ def _already_running(options: StartOptions) -> View:
     if differing:
         typed = ", ".join(_TYPED[name] for name in differing)
         raise AlreadyRunning(
-            f"{running}, with another {typed}. %dist_reset with the options that you want starts "
+            f"{running}, with a different {typed}. %dist_reset with the options you want starts "
             "afresh; %dist_shutdown only stops; %dist_strategy switches the strategy alone."
         )
     view = status_view()
@@ -94,15 +94,15 @@ def _already_running(options: StartOptions) -> View:
 
 def dist_reset(values: Namespace) -> None:
     """End the ranks and start new ones, with the same options unless others are given."""
-    asked = start_options(values)
-    options = _same_options(asked) if NOTEBOOK.is_running else asked
+    typed = start_options(values)
+    options = _same_options(typed) if NOTEBOOK.is_running else typed
     mode = NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
-        told = NOTEBOOK.session.checkpoints.end()
+        lines = NOTEBOOK.session.checkpoints.end()
         ranks = NOTEBOOK.stop().ranks
-        if told:
-            publish(View("\n".join(told))._repr_mimebundle_())
+        if lines:
+            publish(View("\n".join(lines))._repr_mimebundle_())
     started = start_and_show(options, "starting afresh")
     if values.auto or mode != LOCAL:
         # The mode is numbers: of other ranks than before it would mean something else.
@@ -110,22 +110,22 @@ def dist_reset(values: Namespace) -> None:
         NOTEBOOK.set_mode(mode if is_same else "all")
 
 
-def _same_options(asked: StartOptions) -> StartOptions:
+def _same_options(typed: StartOptions) -> StartOptions:
     """The options of the running ranks, unless others than these two are asked for."""
-    kept = NOTEBOOK.options
-    if asked.deadline_s != DEFAULT_DEADLINE_S:
-        kept = replace(kept, deadline_s=asked.deadline_s)
-    if asked.strategy is not None:
-        kept = replace(kept, strategy=asked.strategy)
-    others = replace(asked, deadline_s=DEFAULT_DEADLINE_S, strategy=None)
-    return kept if others == StartOptions() else asked
+    options = NOTEBOOK.options
+    if typed.deadline_s != DEFAULT_DEADLINE_S:
+        options = replace(options, deadline_s=typed.deadline_s)
+    if typed.strategy is not None:
+        options = replace(options, strategy=typed.strategy)
+    others = replace(typed, deadline_s=DEFAULT_DEADLINE_S, strategy=None)
+    return options if others == StartOptions() else typed
 
 
 def dist_shutdown(_values: Namespace) -> View:
-    """End the ranks."""
-    told = NOTEBOOK.session.checkpoints.end()
+    """End the ranks, after saves that are being written."""
+    lines = NOTEBOOK.session.checkpoints.end()
     session = NOTEBOOK.stop()
-    return View("\n".join([*told, f"{ranks_phrase(session.ranks)} stopped"]))
+    return View("\n".join([*lines, f"{ranks_phrase(session.ranks)} stopped"]))
 
 
 def dist_status(values: Namespace) -> View:
@@ -182,18 +182,23 @@ def _grace(text: str) -> float:
 START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
-        "ranks (one per GPU without it, or 2 on the CPU)",
+        "number of ranks (default: one per GPU, or 2 on the CPU)",
         rank_count,
         metavar="N",
         name="world_size",
     ),
-    Option(("--profile",), "kind of cluster", default="local", metavar="NAME"),
-    Option(("-g", "--gpus", "--gpu-ids"), "GPUs such as 0,1, or none", metavar="IDS", name="gpus"),
-    Option(("--backend",), "auto, nccl or gloo", default="auto", metavar="NAME"),
-    Option(("--seed",), "set the random generators alike on all ranks", int, metavar="S"),
+    Option(("--profile",), "kind of cluster (default: local)", default="local", metavar="NAME"),
+    Option(
+        ("-g", "--gpus", "--gpu-ids"),
+        "GPUs such as 0,1, or none for the CPU (default: all)",
+        metavar="IDS",
+        name="gpus",
+    ),
+    Option(("--backend",), "auto, nccl or gloo (default: auto)", default="auto", metavar="NAME"),
+    Option(("--seed",), "seed all ranks' random generators alike", int, metavar="S"),
     Option(
         ("--timeout",),
-        f"seconds that the start may take ({DEFAULT_DEADLINE_S:.0f})",
+        f"longest time the start may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
         positive_number,
         default=DEFAULT_DEADLINE_S,
         metavar="S",
@@ -201,8 +206,8 @@ START_OPTIONS = (
     ),
     Option(
         ("--grace",),
-        "how long a certain deadlock is left alone before it is aborted, in seconds "
-        f"({DEFAULT_GRACE_S:.0f}; 0: at once)",
+        "seconds from reporting a certain deadlock to aborting it "
+        f"(default: {DEFAULT_GRACE_S:.0f}; 0 aborts at once)",
         _grace,
         default=DEFAULT_GRACE_S,
         metavar="S",
@@ -210,17 +215,17 @@ START_OPTIONS = (
     ),
     Option(
         ("--debug",),
-        "torch's own checks of every collective: off, info or detail",
+        "torch's own checks of every collective: off, info or detail (default: off)",
         default="off",
         metavar="LEVEL",
     ),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
-    Option(("--strategy",), "how models are trained in parallel (ddp)", metavar="NAME"),
+    Option(("--strategy",), "how models are trained in parallel (default: ddp)", metavar="NAME"),
     *strategy_options(),
 )
 _MASTER_ADDRESS = dict.fromkeys(
     ("-a", "--master-addr"),
-    "not needed; ranks of this machine meet in a file, others find rank 0 by themselves",
+    "not needed: ranks on this machine meet in a file, and others find rank 0 by themselves",
 )
 
 VERBS = (
@@ -240,7 +245,7 @@ VERBS = (
         START_OPTIONS,
         replaced={
             **_MASTER_ADDRESS,
-            "--nuclear": "%dist_reset always ends all that it started, and nothing else",
+            "--nuclear": "%dist_reset always ends everything it started, and nothing else",
         },
     ),
     Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
@@ -249,7 +254,7 @@ VERBS = (
         "Show what runs where, and who waits for whom.",
         "%dist_status --stacks",
         dist_status,
-        (Option(("--stacks",), "with every rank's Python stacks", None, name="wants_stacks"),),
+        (Option(("--stacks",), "also show every rank's Python stacks", None, name="wants_stacks"),),
     ),
     Verb(
         "dist_restart",
@@ -257,10 +262,12 @@ VERBS = (
         "%dist_restart 1",
         dist_restart,
         (
-            Option(("where",), "ranks such as 0,2-3 (those that ended)", metavar="RANKS"),
+            Option(
+                ("where",), "ranks such as 0,2-3 (default: those that have ended)", metavar="RANKS"
+            ),
             Option(
                 ("--timeout",),
-                f"seconds that it may take ({DEFAULT_DEADLINE_S:.0f})",
+                f"longest time it may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
                 positive_number,
                 default=DEFAULT_DEADLINE_S,
                 metavar="S",
@@ -287,7 +294,7 @@ VERBS = (
         (
             Option(
                 ("--timeout",),
-                "seconds to wait at most (30)",
+                "longest wait, in seconds (default: 30)",
                 positive_number,
                 default=30.0,
                 metavar="S",

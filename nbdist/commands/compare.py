@@ -61,7 +61,7 @@ VERBS = (
         (
             Option(
                 ("strategies",),
-                "one or more, each with its options in quotation marks; then -- and the steps, or "
+                "one or more, each quoted together with its options; then -- and the steps, or "
                 "%%dist_compare with the steps below",
                 metavar="STRATEGY",
             ),

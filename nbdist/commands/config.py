@@ -253,44 +253,54 @@ VERBS = (
         dist_config,
         (
             Option(
-                ("file",), "the YAML or JSON to check (none: the strategy is shown)", metavar="FILE"
+                ("file",),
+                "the YAML or JSON file to check (default: show the strategy)",
+                metavar="FILE",
             ),
             Option(
                 ("--write",),
-                "write the file corrected, or the strategy in one form",
+                "write the corrected file, or the strategy in one format",
                 metavar="FILE",
             ),
             Option(
                 ("--as",),
-                f"the form to write, of {', '.join(FORMS)} (by the name of the file)",
+                f"the format to write: {', '.join(FORMS)} (default: by the file's name)",
                 metavar="FORM",
                 name="form",
             ),
             Option(("--force",), "replace the file if it exists", None, name="is_forced"),
             Option(
                 ("--with",),
-                "another file that counts together with the one to check",
+                "another file to check together with the first",
                 metavar="FILE",
                 name="beside",
             ),
             Option(
                 ("--ranks", "-n"),
-                "ranks (those that run, or as the file says)",
+                "number of ranks (default: the running ranks, or what the file says)",
                 rank_count,
                 metavar="N",
             ),
             Option(
-                ("--nodes",), "hosts that share the ranks out (theirs)", rank_count, metavar="N"
+                ("--nodes",),
+                "number of hosts (default: those of the ranks)",
+                rank_count,
+                metavar="N",
             ),
             Option(
-                ("--strategy",), "another one than the ranks' (what counts there)", metavar="NAME"
+                ("--strategy",),
+                "a strategy (default: the current one of the ranks)",
+                metavar="NAME",
             ),
             Option(
-                ("--script",), f"what is to be started ({SCRIPT})", default=SCRIPT, metavar="PY"
+                ("--script",),
+                f"the script to start (default: {SCRIPT})",
+                default=SCRIPT,
+                metavar="PY",
             ),
             Option(
                 ("--clip",),
-                "the norm that the loop clips gradients to, for DeepSpeed (none)",
+                "norm to which the loop clips gradients, for DeepSpeed (default: none)",
                 positive_number,
                 0.0,
                 "NORM",

@@ -47,7 +47,7 @@ VERBS = (
         (
             Option(
                 ("--clean",),
-                "end and remove what dead runs of yours have left; living ones are left alone",
+                "end and remove what your dead runs have left; living runs are not touched",
                 None,
                 name="is_cleaning",
             ),

@@ -236,8 +236,8 @@ VERBS = (
             Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
             Option(
                 ("--from",),
-                "the notebook's file, or history for the cells that ran here (this notebook's "
-                "file where it is known)",
+                "a notebook file, or history for the cells that ran here (default: this "
+                "notebook's file where known)",
                 metavar="NOTEBOOK.ipynb",
                 name="source",
             ),

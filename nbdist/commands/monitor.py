@@ -39,19 +39,19 @@ def dist_monitor(values: Namespace) -> View | None:
     if values.is_off:
         return _off(monitor)
     if values.port is not None:
-        return _served(monitor, values.port)
+        return _serve(monitor, values.port)
     if values.seconds is not None:
         _record(monitor, values.seconds)
         return None
     is_new = not monitor.is_running
     monitor.wait(time.monotonic() if is_new else 0.0, FIRST_S)
-    return _shown(monitor, _BEGUN if is_new else "")
+    return _view(monitor, _BEGUN if is_new else "")
 
 
-_BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off ends it"
+_BEGUN = "recording from now on, once a second; %dist_monitor shows it again, --off stops it"
 
 
-def _shown(monitor: Monitor, note: str = "") -> View:
+def _view(monitor: Monitor, note: str = "") -> View:
     notes = [*monitor.problems, *filter(None, [note])]
     return monitor_view.monitor(
         monitor.latest(), monitor.history, monitor.findings(is_past=True), notes
@@ -61,11 +61,13 @@ def _shown(monitor: Monitor, note: str = "") -> View:
 def _off(monitor: Monitor) -> View:
     was_running = monitor.is_running
     monitor.stop()
-    kept = "what was recorded is kept; %dist_monitor goes on"
-    return View(f"no longer recorded; {kept}" if was_running else f"nothing is recorded; {kept}")
+    note = "what was recorded is kept; %dist_monitor resumes"
+    return View(
+        f"recording stopped; {note}" if was_running else f"nothing is being recorded; {note}"
+    )
 
 
-def _served(monitor: Monitor, port: int) -> View:
+def _serve(monitor: Monitor, port: int) -> View:
     served = monitor.serve(port)
     config = prometheus.scrape_config(shown(served.port), shown(served.token_path))
     url = served.url.replace(str(served.port), shown(served.port))
@@ -85,17 +87,19 @@ def _record(monitor: Monitor, seconds: float) -> None:
                 break
             newest_s = max(newest_s, monitor.latest()[0].time_s)
             left_s = max(0.0, end_s - time.monotonic())
-            progress(f"{units.seconds(left_s)} left; an interrupt ends it and shows what there is")
+            progress(
+                f"{units.seconds(left_s)} left; interrupt to stop early and show what was recorded"
+            )
     except KeyboardInterrupt:
-        note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; it goes on"
-    progress.finish(_shown(monitor, note))
+        note = f"interrupted after {units.seconds(time.monotonic() - began_s)}; recording continues"
+    progress.finish(_view(monitor, note))
 
 
 def port_number(text: str) -> int:
     """A TCP port; 0 for any that is free."""
     if not text.isdigit() or int(text) > LARGEST_PORT:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no port (0 to {LARGEST_PORT}; 0: a free one)"
+            f"{text!r} is not a valid port (0 to {LARGEST_PORT}; 0 picks a free one)"
         )
     return int(text)
 
@@ -109,18 +113,18 @@ VERBS = (
         (
             Option(
                 ("--seconds",),
-                "record for so long first; an interrupt ends it early",
+                "record for S seconds first; an interrupt ends it early",
                 positive_number,
                 metavar="S",
             ),
             Option(
                 ("--prometheus",),
-                "serve the numbers to Prometheus on this port of 127.0.0.1 (0: a free one)",
+                "serve the numbers to Prometheus on this port of 127.0.0.1 (0 picks a free one)",
                 port_number,
                 metavar="PORT",
                 name="port",
             ),
-            Option(("--off",), "record no more, and serve nothing", None, name="is_off"),
+            Option(("--off",), "stop recording and serving", None, name="is_off"),
         ),
     ),
 )

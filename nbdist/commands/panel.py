@@ -13,7 +13,7 @@ NOTEBOOK.panel = PANEL
 
 
 def dist_panel(_values: Namespace) -> None:
-    """Show the panel."""
+    """Show the panel below the running cell."""
     PANEL.show()
 
 

@@ -284,51 +284,59 @@ VERBS = (
         (
             Option(
                 ("model",),
-                "parameters (7e9, 7B), a name such as llama-3-8b, the path of a config.json, or a "
-                "variable on the ranks that is a model",
+                "number of parameters (7e9, 7B), a name such as llama-3-8b, the path of a "
+                "config.json, or a model's variable on the ranks",
                 metavar="MODEL",
             ),
-            Option(("--strategy",), "one alone (without: a row for each)", metavar="NAME"),
-            Option(("--ranks", "-n"), "ranks (those that run, or 8)", rank_count, metavar="N"),
-            Option(("--gpu",), f"of {', '.join(DEVICES)} (h100)", metavar="NAME"),
-            Option(("--memory",), "of another device: 24GB", metavar="SIZE"),
-            Option(("--batch",), "samples of a data-parallel rank (1)", _count, 1, "B"),
+            Option(("--strategy",), "a single strategy (default: a row for each)", metavar="NAME"),
             Option(
-                ("--seq",), "tokens of a sample (2048)", _count, 2048, "S", name="sequence"
+                ("--ranks", "-n"),
+                "number of ranks (default: the running ranks, or 8)",
+                rank_count,
+                metavar="N",
+            ),
+            Option(
+                ("--gpu",), f"{', '.join(DEVICES)} (default: the ranks' GPU, or h100)",
+                metavar="NAME",
+            ),
+            Option(("--memory",), "memory of another device, such as 24GB", metavar="SIZE"),
+            Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
+            Option(
+                ("--seq",), "tokens per sample (default: 2048)", _count, 2048, "S", name="sequence"
             ),
             Option(
                 ("--samples",),
-                "of all ranks in a step, the effective batch; sets --accumulate",
+                "samples of all ranks per step, the effective batch; sets --accumulate",
                 _count,
                 metavar="N",
             ),
             Option(
-                ("--optimizer",), f"of {', '.join(OPTIMIZERS)} (adamw)", metavar="NAME"
+                ("--optimizer",), f"{', '.join(OPTIMIZERS)} (default: adamw)", metavar="NAME"
             ),
             Option(
                 ("--recipe",),
-                f"what is stored: of {', '.join(RECIPES)} (as nbdist stores it)",
+                f"what is stored: {', '.join(RECIPES)} (default: as nbdist stores it)",
                 metavar="NAME",
             ),
             Option(
                 ("--engine",),
-                "what counts memory: formulas, or fake, a step with fake tensors (formulas; of a "
-                "model on the ranks fake)",
+                "how memory is computed: formulas, or fake for a step with fake tensors (default: "
+                "fake for a model on the ranks, else formulas)",
                 metavar="NAME",
             ),
             Option(
                 ("--inputs",),
-                "a variable on the ranks that a live model is called with: a tensor, tuple or dict",
+                "the variable on the ranks with a live model's inputs: a tensor, tuple or dict",
                 metavar="NAME",
             ),
             Option(
                 ("--check",),
-                "run a real step of a model on the ranks, and set measured beside predicted",
+                "run a real step of a model on the ranks, and compare measured with predicted",
                 None,
                 name="is_check",
             ),
-            Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
-            Option(("--ac",), "as --checkpoint full", None, name="checkpoints_all"),
+            Option(("--fp32",), "compute in fp32 (the default)", None, name="is_fp32"),
+            Option(("--ac",), "the same as --checkpoint full", None, name="checkpoints_all"),
             *typed_options(),
         ),
         place=ANYWHERE,

@@ -33,7 +33,7 @@ RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals()
 
 
 def version(_values: Namespace) -> View:
-    """The version of nbdist."""
+    """`nbdist 0.1.0`, the installed version."""
     return View(f"nbdist {VERSION}")
 
 
@@ -49,10 +49,10 @@ def stop(values: Namespace) -> View:
         orphans.stop(run)
         ranks = ranks_phrase(range(len(run.hosts))) if run.hosts else "its processes"
         lines.append(f"{run.name}: {ranks} stopped")
-        others = sorted(set(run.hosts) - {socket.gethostname()})
-        if others:
+        other_hosts = sorted(set(run.hosts) - {socket.gethostname()})
+        if other_hosts:
             lines.append(
-                f"ranks on {', '.join(others)} end by themselves when they miss their controller"
+                f"ranks on {', '.join(other_hosts)} end by themselves once their controller is gone"
             )
     return View("\n".join(lines))
 
@@ -93,8 +93,8 @@ def run(values: Namespace) -> None:
     sys.path.insert(0, str(path.parent))
     try:
         started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
-        sys.stderr.write(f"{shown.text}\n")  # stdout is the program's
+        view = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{view.text}\n")  # stdout is the program's
         started.session.call_all(
             take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S
         )
@@ -107,10 +107,10 @@ def run(values: Namespace) -> None:
 def _program(named: Sequence[str]) -> tuple[Path, str]:
     """The program's path, absolute, and its text."""
     if len(named) != 1:
-        what = "no file is named" if not named else f"{len(named)} files are named"
+        problem = "no file is named" if not named else f"{len(named)} files are named"
         raise OptionError(
-            f"nbdist run: {what}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the program's "
-            "own arguments stand behind --)."
+            f"nbdist run: {problem}. For example: nbdist run train.py -n 2 -- --lr 0.1 (the "
+            "program's own arguments come after --)."
         )
     path = Path(named[0]).absolute()
     if path.suffix == ".ipynb":
@@ -128,8 +128,10 @@ def _program(named: Sequence[str]) -> tuple[Path, str]:
             f"nbdist run: {named[0]} cannot be read ({error.strerror}). Name a Python file."
         ) from error
     except (SyntaxError, ValueError) as error:  # ValueError: it is no text, or has null bytes
-        told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise NbdistError(f"{named[0]} is no program, so no rank was started.\n{told}") from error
+        reason = "".join(traceback.format_exception_only(error)).rstrip()
+        raise NbdistError(
+            f"{named[0]} is not a valid Python program, so no rank was started.\n{reason}"
+        ) from error
     return path, text
 
 
@@ -140,7 +142,9 @@ VERBS = (
         "nbdist run train.py -n 2 -- --lr 0.1",
         run,
         (
-            Option(("file",), "the program; its own arguments stand behind --", metavar="FILE"),
+            Option(
+                ("file",), "the program to run; its own arguments come after --", metavar="FILE"
+            ),
             *(option for option in START_OPTIONS if option.flags != ("--auto",)),
         ),
         place=TERMINAL,
@@ -160,9 +164,11 @@ VERBS = (
         stop,
         (
             Option(
-                ("named",), "as nbdist status names it (not needed where one runs)", metavar="RUN"
+                ("named",),
+                "a cluster, as nbdist status names it (default: the only one)",
+                metavar="RUN",
             ),
-            Option(("--all",), "end all", None, name="is_all"),
+            Option(("--all",), "end all clusters", None, name="is_all"),
         ),
         place=TERMINAL,
     ),

@@ -29,7 +29,7 @@ def wait_for_controller(arguments: list[str], deadline_s: float = CONTROLLER_DEA
             json.loads(Path(paths[0]).read_text())
         except (OSError, ValueError):
             if time.monotonic() > end:
-                sys.exit(f"the controller wrote no {paths[0]} in {deadline_s:.0f} s")
+                sys.exit(f"the controller did not write {paths[0]} within {deadline_s:.0f} s")
             time.sleep(0.01)
         else:
             return

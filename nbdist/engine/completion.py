@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbdist.cells.completion import Reply, told
+from nbdist.cells.completion import Reply, inspect_reply
 
 _NOTHING = object()
 # Where a torch module keeps what its attributes show.
@@ -24,7 +24,7 @@ def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
     return shell.kernel.do_complete(code, cursor), attributes(())
 
 
-def inspected(code: str, cursor: int, detail: int) -> Reply:
+def inspection(code: str, cursor: int, detail: int) -> Reply:
     """What IPython says of the name at the cursor. In the main thread."""
     reply: Reply = _shell().kernel.do_inspect(code, cursor, detail)
     return reply
@@ -38,22 +38,26 @@ def attributes(path: tuple[str, ...]) -> dict[str, str]:
     """
     if not path:
         shell = _shell()
-        known = dict(shell.user_ns)
+        variables = dict(shell.user_ns)
         hidden = shell.user_ns_hidden
         return {
             name: _type(value)
-            for name, value in known.items()
+            for name, value in variables.items()
             if name not in hidden or hidden[name] is not value
         }
     value = _value(path)
-    return {} if value is _NOTHING else {name: _type(one) for name, one in _tables(value).items()}
+    return (
+        {}
+        if value is _NOTHING
+        else {name: _type(member) for name, member in _tables(value).items()}
+    )
 
 
 def glance(path: tuple[str, ...]) -> Reply:
     """What can be said of a name without running anything: its type, shape and documentation."""
     value = _value(path)
     if value is _NOTHING:
-        return told("")
+        return inspect_reply("")
     lines = [f"Type: {type(value).__name__}"]
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         lines.append(f"Shape: {tuple(value.shape)}, {value.dtype}, {value.device}")
@@ -63,7 +67,7 @@ def glance(path: tuple[str, ...]) -> Reply:
         text = inspect.getattr_static(value if isinstance(value, type) else type(value), "__doc__")
     if isinstance(text, str):
         lines += ["", inspect.cleandoc(text)]
-    return told("\n".join(lines))
+    return inspect_reply("\n".join(lines))
 
 
 def _value(path: tuple[str, ...]) -> Any:
@@ -78,20 +82,20 @@ def _value(path: tuple[str, ...]) -> Any:
 
 def _tables(value: Any) -> dict[str, Any]:
     """Attributes by name, nearest last: of the classes, of the object, of a torch module."""
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
     for kind in reversed(kinds):
-        found.update(vars(kind))
+        members.update(vars(kind))
     if not isinstance(value, type):
         try:
-            own = object.__getattribute__(value, "__dict__")
+            instance_members = object.__getattribute__(value, "__dict__")
         except AttributeError:  # slots alone
-            own = {}
-        if isinstance(own, dict):
-            found.update(own)
+            instance_members = {}
+        if isinstance(instance_members, dict):
+            members.update(instance_members)
             for name in _TABLES if isinstance(value, torch.nn.Module) else ():
-                found.update(own.get(name) or {})
-    return found
+                members.update(instance_members.get(name) or {})
+    return members
 
 
 def _type(value: Any) -> str:

@@ -52,12 +52,12 @@ def gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process sees, in its own order."""
     if not torch.cuda.is_available():
         return ()
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", "")) or f"index-{index}"
-        found.append(Gpu(index=index, uuid=uuid, name=properties.name))
-    return tuple(found)
+        devices.append(Gpu(index=index, uuid=uuid, name=properties.name))
+    return tuple(devices)
 
 
 def addresses() -> tuple[tuple[str, str], ...]:
@@ -71,16 +71,16 @@ def addresses() -> tuple[tuple[str, str], ...]:
     )
 
 
-def address_toward(other: str) -> str:
+def address_toward(peer: str) -> str:
     """The own address from which `other` would be reached; empty where there is no way.
 
     Connecting a UDP socket sends nothing; it makes the kernel choose a route.
     """
-    if not other:
+    if not peer:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((other, 9))
+            probe.connect((peer, 9))
         except OSError:
             return ""
         return str(probe.getsockname()[0])

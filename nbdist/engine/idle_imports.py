@@ -25,14 +25,14 @@ def begin(has_run: Callable[[], bool], modules: Sequence[str] = MODULES) -> None
     loop = asyncio.get_running_loop()
     waiting = list(modules)
 
-    def one() -> None:
+    def import_next() -> None:
         if not waiting:
             settle(has_run)
             return
         import_module(waiting.pop(0))
-        loop.call_soon(one)  # behind whatever has come in meanwhile
+        loop.call_soon(import_next)  # behind whatever has come in meanwhile
 
-    loop.call_later(AFTER_S, one)
+    loop.call_later(AFTER_S, import_next)
 
 
 def settle(has_run: Callable[[], bool]) -> None:

@@ -118,7 +118,7 @@ def join(
     rank: int,
     store: dist.Store,
     generation: int = 0,
-    made: Sequence[GroupSpec] = (),
+    user_groups: Sequence[MadeGroup] = (),
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -130,7 +130,7 @@ def join(
         rank: This process's.
         store: All ranks' common store.
         generation: How often the groups have been recovered once this is done.
-        made: The user's groups that the others have (hang.recovery.merge_groups).
+        user_groups: The user's groups that the others have (hang.recovery.merge_made).
 
     Raises:
         NbdistError: With a generation, when other ranks do not come.
@@ -164,13 +164,13 @@ def join(
         **options,
     )
     joined(Rank(place, plan, store))
-    process_groups.rejoin(made)
+    process_groups.rejoin(user_groups)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
     call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
     call_log.reset(generation)
 
 
-def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[GroupSpec]) -> None:
+def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[MadeGroup]) -> None:
     """Take the place of a rank of this host that has ended.
 
     On a new process, while every other rank is in `groups.recover` with the same generation, or
@@ -180,13 +180,13 @@ def rejoin(plan: Topology, rank: int, generation: int, made: Sequence[GroupSpec]
         plan: The assignment of the first start.
         rank: This process's.
         generation: How often the groups have been recovered once this is done.
-        made: The user's groups that the others have.
+        user_groups: The user's groups that the others have.
 
     Raises:
         NbdistError: If other ranks do not come.
     """
     store = dist.FileStore(str(Path(os.environ["NBDIST_RUN"]) / "store"), plan.world_size)
-    join(plan, rank, store, generation, made)
+    join(plan, rank, store, generation, user_groups)
 
 
 def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
@@ -281,14 +281,14 @@ _open_store: dist.Store | None = None
 
 def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) -> tuple[str, ...]:
     """Those of the addresses at which this engine can reach the port."""
-    found = []
+    reached = []
     for address in addresses:
         try:
             socket.create_connection((address, port), deadline_s).close()
         except OSError:
             continue
-        found.append(address)
-    return tuple(found)
+        reached.append(address)
+    return tuple(reached)
 
 
 def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port: int) -> None:
@@ -351,7 +351,7 @@ def barrier(key: str, deadline_s: float) -> float:
     pause_s = 0.001
     while not this.store.check(keys):
         if time.monotonic() > began_s + deadline_s:
-            missing = [rank for rank, one in enumerate(keys) if not this.store.check([one])]
+            missing = [rank for rank, key in enumerate(keys) if not this.store.check([key])]
             raise NbdistError(
                 f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
                 f"{rank_label(missing)}"

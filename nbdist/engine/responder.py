@@ -33,18 +33,18 @@ def ping() -> str:
 
 def all_stacks() -> str:
     """Python stacks of all threads that do something, the cell's first; empty when idle."""
-    names = {one.ident: one.name for one in threading.enumerate()}
-    own = threading.get_ident()
-    found = [
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own_ident = threading.get_ident()
+    thread_stacks = [
         stacks.ThreadStack(
             names.get(ident, f"thread {ident}"),
             is_current=False,
             frames=main_thread.with_sources(main_thread.frames_of(frame)),
         )
         for ident, frame in sys._current_frames().items()  # noqa: SLF001  # there is no other way
-        if ident != own
+        if ident != own_ident
     ]
-    return stacks.stacks_text(found, crash_files.cells)
+    return stacks.stacks_text(thread_stacks, crash_files.cells)
 
 
 def abort(generation: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from nbdist.errors import ScriptEnded
 
 # (path, text, arguments) of the program that the next cell runs.
-_taken: list[tuple[str, str, tuple[str, ...]]] = []
+_programs: list[tuple[str, str, tuple[str, ...]]] = []
 
 
 def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
@@ -20,7 +20,7 @@ def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
         text: The whole of it.
         arguments: What follows the path in sys.argv.
     """
-    _taken[:] = [(path, text, arguments)]
+    _programs[:] = [(path, text, arguments)]
 
 
 def run(names: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def run(names: dict[str, Any]) -> None:
     Raises:
         ScriptEnded: If it ends itself with another exit code than 0.
     """
-    [(path, text, arguments)] = _taken
+    [(path, text, arguments)] = _programs
     sys.argv[:] = [path, *arguments]
     names["__file__"] = path
     # What ran, though the file may be changed meanwhile, or lie on another host.
@@ -42,4 +42,4 @@ def run(names: dict[str, Any]) -> None:
     except SystemExit as error:
         if error.code in {None, 0}:
             return
-        raise ScriptEnded(f"the program ended itself with exit code {error.code}") from None
+        raise ScriptEnded(f"the program exited with code {error.code}") from None

@@ -101,9 +101,9 @@ def hide_own_frames(tracebacks: Any) -> None:
 
     @functools.wraps(structured)
     def structured_traceback(kind: Any, error: Any, *args: Any, **options: Any) -> Any:
-        for one in chain(error):
-            _unlink_script_cell(one.__traceback__)
-            _unlink_own(one.__traceback__)
+        for raised in chain(error):
+            _unlink_script_cell(raised.__traceback__)
+            _unlink_own(raised.__traceback__)
         return structured(kind, error, *args, **options)
 
     tracebacks.structured_traceback = structured_traceback

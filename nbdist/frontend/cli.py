@@ -68,7 +68,7 @@ def _run_verb(verb: Verb, words: list[str]) -> int:
         _say(str(error))
         return WRONG_USE
     except NbdistError as error:
-        _say(_told(error))
+        _say(_error_text(error))
         return FAILED
     except KeyboardInterrupt as error:
         _say(f"interrupted: {error}" if str(error) else "interrupted")
@@ -90,21 +90,21 @@ def named(word: str) -> Verb | None:
 
 def overview() -> str:
     """All verbs with a line each: those of the command line, and those of a notebook."""
-    here = [(word, WORDS[word]) for word in sorted(WORDS) if WORDS[word].place != NOTEBOOK]
-    there = [(verb.typed, verb) for verb in VERBS.values() if verb.place == NOTEBOOK]
-    width = max(len(name) for name, _ in (*here, *there))
+    in_terminal = [(word, WORDS[word]) for word in sorted(WORDS) if WORDS[word].place != NOTEBOOK]
+    in_notebook = [(verb.typed, verb) for verb in VERBS.values() if verb.place == NOTEBOOK]
+    width = max(len(name) for name, _ in (*in_terminal, *in_notebook))
 
-    def lines(those: Sequence[tuple[str, Verb]]) -> list[str]:
-        return [f"  {name:{width}}  {verb.help}" for name, verb in those]
+    def lines(verbs: Sequence[tuple[str, Verb]]) -> list[str]:
+        return [f"  {name:{width}}  {verb.help}" for name, verb in verbs]
 
     return "\n".join(
         [
             "usage: nbdist VERB [options]; nbdist VERB --help shows them with an example",
             "",
-            *lines(here),
+            *lines(in_terminal),
             "",
             "only in a notebook, after %load_ext nbdist:",
-            *lines(there),
+            *lines(in_notebook),
         ]
     )
 
@@ -119,12 +119,12 @@ def unknown(word: str) -> str:
 def only_in_a_notebook(verb: Verb) -> str:
     """Why a verb cannot run here, and how it can."""
     return (
-        f"{verb.typed} works only in a notebook: it is about the ranks that the notebook has "
+        f"{verb.typed} works only in a notebook: it acts on the ranks that the notebook "
         f"started. There: %load_ext nbdist, %dist_init -n 2, then for example {verb.example}"
     )
 
 
-def _told(error: NbdistError) -> str:
+def _error_text(error: NbdistError) -> str:
     text = str(error)
     if isinstance(error, DistributedError) and error.traceback_text:
         text = f"{error.traceback_text}\n\n{text}"

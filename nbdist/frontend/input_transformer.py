@@ -97,7 +97,7 @@ def _routed_cell(
     if line in {"?", "??"}:
         return lines  # `%%distributed?` asks IPython for help
     if name == LOCAL_CELL and line:
-        raise OptionError(f"%%local takes no options, not {line!r}: it runs in the notebook.")
+        raise OptionError(f"%%local takes no options, but got {line!r}: it runs in the notebook.")
     body = "".join(lines[first + 1 :])
     if name in CODE_VERBS:
         # IPython would refuse one without lines below, in a way that Run All passes over.

@@ -17,7 +17,7 @@ from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
 
 def run_line(verb: Verb, line: str) -> None:
-    """Run a line magic."""
+    """Run a line magic and show the view that its verb returns."""
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return
@@ -51,7 +51,7 @@ def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
     if cell is not None:
         if parsed.values.rest.strip():
             raise OptionError(
-                f"%%{verb.name}: there is code behind -- and in the lines below. Leave out one."
+                f"%%{verb.name}: there is code after -- and in the lines below. Remove one of them."
             )
         above = f"%%{verb.name} {line}\n"
         parsed.values.rest = input_transformer.sent_code(above, cell) if cell.strip() else ""
@@ -61,7 +61,7 @@ def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
 
 
 async def run_typed(name: str, line: str, code: str) -> None:
-    """Run a distributed cell without blocking the kernel (what `routing.route` writes)."""
+    """Run a distributed cell without blocking the kernel (`input_transformer.route` writes it)."""
     options = _cell_options(name, line, code)
     if options is not None:
         await NOTEBOOK.run_async(code, options)
@@ -133,8 +133,10 @@ def register(shell: InteractiveShell) -> None:
 
 def unregister(shell: InteractiveShell) -> None:
     """Take the routing and the completion away again; the ranks go on."""
-    kept = [one for one in shell.input_transformers_cleanup if not _is_ours(one)]
-    shell.input_transformers_cleanup[:] = kept
+    transformers = [
+        transformer for transformer in shell.input_transformers_cleanup if not _is_ours(transformer)
+    ]
+    shell.input_transformers_cleanup[:] = transformers
     completer.uninstall(shell)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding, Rule, RuleHit
-from nbdist.monitor.samples import STATES, History, Reals, Sample
+from nbdist.monitor.samples import STATES, Reals, Sample, SampleHistory
 
 # A mean over less says nothing of a step, a longer one nothing of now.
 WINDOW_S = 30.0
@@ -33,76 +33,85 @@ _AT_WORK = (float(STATES.index("running")), float(STATES.index("waiting")))
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class MonitorContext:
     """All ranks, and what was recorded of them."""
 
-    history: History
+    history: SampleHistory
     samples: tuple[Sample, ...]
     is_past: bool = False
 
     @property
     def at_work(self) -> tuple[Sample, ...]:
         """The ranks that run a cell."""
-        return tuple(one for one in self.samples if one.doing.state in {"running", "waiting"})
+        return tuple(
+            sample for sample in self.samples if sample.doing.state in {"running", "waiting"}
+        )
 
     def utilisation(self) -> Mapping[int, float]:
         """Rank -> mean utilisation in its cell over the last WINDOW_S; only where that is known."""
-        found = {}
-        for one in self.samples:
-            values = self._in_cell(one)
+        means = {}
+        for sample in self.samples:
+            values = self._in_cell(sample)
             if len(values):
-                found[one.rank] = float(values.mean())
-        return found
+                means[sample.rank] = float(values.mean())
+        return means
 
-    def _in_cell(self, one: Sample) -> Reals:
-        is_now = one.doing.state in {"running", "waiting"}
+    def _in_cell(self, sample: Sample) -> Reals:
+        is_now = sample.doing.state in {"running", "waiting"}
         length_s = WINDOW_S if is_now else PAST_S
-        values, states = self.history.window(one.rank, length_s, "utilisation", "state")
-        known: Reals = values[np.isin(states, _AT_WORK) & ~np.isnan(values)]
+        values, states = self.history.window(sample.rank, length_s, "utilisation", "state")
+        percents: Reals = values[np.isin(states, _AT_WORK) & ~np.isnan(values)]
         if is_now:
-            return known if one.doing.cell_s >= LEAST_S else known[:0]
+            return percents if sample.doing.cell_s >= LEAST_S else percents[:0]
         # One sample a second, as good as.
-        is_judged = self.is_past and len(known) >= LEAST_S
-        return known[-int(WINDOW_S) :] if is_judged else known[:0]
+        is_judged = self.is_past and len(percents) >= LEAST_S
+        return percents[-int(WINDOW_S) :] if is_judged else percents[:0]
 
 
-def no_progress(scene: Scene) -> RuleHit | None:
+def no_progress(context: MonitorContext) -> RuleHit | None:
     """GPUs that are busy all the time, and no rank has come out of a collective for long."""
-    those = scene.at_work
-    ages = [one.doing.collective_age_s for one in those]
-    known = [
+    samples = context.at_work
+    ages = [sample.doing.collective_age_s for sample in samples]
+    in_cell_s = [
         age
-        for one, age in zip(those, ages, strict=True)
-        if age is not None and age < one.doing.cell_s  # a cell without collectives has none to end
+        for sample, age in zip(samples, ages, strict=True)
+        if age is not None
+        and age < sample.doing.cell_s  # a cell without collectives has none to end
     ]
-    if not known or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
+    if not in_cell_s or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
         return None
     busy = {}
-    for one in those:
-        (values,) = scene.history.window(one.rank, NO_PROGRESS_S, "utilisation")
-        if one.gpu is not None and len(values) and not np.isnan(values).any():
-            busy[one.rank] = float(values.min())
+    for sample in samples:
+        (values,) = context.history.window(sample.rank, NO_PROGRESS_S, "utilisation")
+        if sample.gpu is not None and len(values) and not np.isnan(values).any():
+            busy[sample.rank] = float(values.min())
     spinning = tuple(rank for rank, least in busy.items() if least >= SPINNING_PERCENT)
     if not spinning:
         return None
-    memory = [one.gpu.memory_busy_percent for one in those if one.gpu and one.rank in spinning]
-    told = [value for value in memory if value is not None]
-    idle = f"; their memory is busy {max(told):.0f} % of the time" if told else ""
+    readings = [
+        sample.gpu.memory_busy_percent
+        for sample in samples
+        if sample.gpu and sample.rank in spinning
+    ]
+    percents = [value for value in readings if value is not None]
+    idle = f"; their memory is busy {max(percents):.0f} % of the time" if percents else ""
     return RuleHit(
         f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
-        f"no rank's collective has ended for {min(known):.0f} s{idle}",
+        f"no collective has ended on any rank for {min(in_cell_s):.0f} s{idle}",
         spinning,
     )
 
 
-def device_memory(scene: Scene) -> RuleHit | None:
+def device_memory(context: MonitorContext) -> RuleHit | None:
     """A GPU's memory is nearly full."""
-    parts = {one.rank: part for one in scene.samples if (part := one.device_part) is not None}
+    parts = {
+        sample.rank: part for sample in context.samples if (part := sample.device_part) is not None
+    }
     full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    gpu = next(one.gpu for one in scene.samples if one.rank == worst)
+    gpu = next(sample.gpu for sample in context.samples if sample.rank == worst)
     assert gpu is not None
     return RuleHit(
         f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
@@ -111,14 +120,16 @@ def device_memory(scene: Scene) -> RuleHit | None:
     )
 
 
-def host_memory(scene: Scene) -> RuleHit | None:
+def host_memory(context: MonitorContext) -> RuleHit | None:
     """The host's memory, or the control group's, is nearly full."""
-    parts = {one.rank: part for one in scene.samples if (part := one.host_part) is not None}
+    parts = {
+        sample.rank: part for sample in context.samples if (part := sample.host_part) is not None
+    }
     full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
     if not full:
         return None
     worst = max(full, key=lambda rank: parts[rank])
-    usage = next(one.usage for one in scene.samples if one.rank == worst)
+    usage = next(sample.usage for sample in context.samples if sample.rank == worst)
     assert usage is not None
     whose = "control group's limit" if usage.is_group else "machine's memory"
     return RuleHit(
@@ -128,43 +139,49 @@ def host_memory(scene: Scene) -> RuleHit | None:
     )
 
 
-def heat(scene: Scene) -> RuleHit | None:
+def heat(context: MonitorContext) -> RuleHit | None:
     """A GPU is too hot, or its clocks are lowered by its hardware."""
     hot = {}
-    for one in scene.samples:
-        gpu = one.gpu
+    for sample in context.samples:
+        gpu = sample.gpu
         if gpu is None:
             continue
         slowed = sorted(SLOWED.intersection(gpu.throttled or ()))
         is_hot = gpu.throttled is None and (gpu.temperature_c or 0.0) > HOT_C
         if slowed or is_hot:
-            why = f"clocks are lowered: {', '.join(slowed)}" if slowed else "reasons are not told"
+            why = (
+                f"clocks are lowered: {', '.join(slowed)}"
+                if slowed
+                else "the driver gives no reason"
+            )
             heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
-            hot[one.rank] = f"rank {one.rank}: {heat_c}{why}"
+            hot[sample.rank] = f"rank {sample.rank}: {heat_c}{why}"
     return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
 
 
-def low_utilisation(scene: Scene) -> RuleHit | None:
+def low_utilisation(context: MonitorContext) -> RuleHit | None:
     """Devices that do nothing for much of the time in which cells run."""
-    means = scene.utilisation()
+    means = context.utilisation()
     low = tuple(rank for rank, mean in means.items() if mean < LEAST_UTILISATION)
     if not low:
         return None
     worst = min(low, key=lambda rank: means[rank])
     return RuleHit(
-        f"{_device(scene, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
+        f"{_device(context, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
         "in its cell",
         low,
     )
 
 
-def imbalance(scene: Scene) -> RuleHit | None:
+def imbalance(context: MonitorContext) -> RuleHit | None:
     """Ranks of one cell that differ."""
-    means = scene.utilisation()
-    held = {one.rank: part for one in scene.at_work if (part := one.device_part) is not None}
+    means = context.utilisation()
+    shares = {
+        sample.rank: part for sample in context.at_work if (part := sample.device_part) is not None
+    }
     both = (
         ("utilisation", means, "of the time"),
-        ("device memory", {rank: 100 * part for rank, part in held.items()}, "in use"),
+        ("device memory", {rank: 100 * part for rank, part in shares.items()}, "in use"),
     )
     for name, values, of in both:
         if len(values) < 2:
@@ -179,8 +196,8 @@ def imbalance(scene: Scene) -> RuleHit | None:
     return None
 
 
-def _device(scene: Scene, rank: int) -> str:
-    has_gpu = any(one.gpu is not None for one in scene.samples if one.rank == rank)
+def _device(context: MonitorContext, rank: int) -> str:
+    has_gpu = any(sample.gpu is not None for sample in context.samples if sample.rank == rank)
     return "the GPU" if has_gpu else "the share of the cores"
 
 
@@ -191,52 +208,51 @@ def _gpus_of(ranks: Sequence[int]) -> str:
 
 
 # What has to be acted on first, first.
-RULES: tuple[Rule[Scene], ...] = (
+RULES: tuple[Rule[MonitorContext], ...] = (
     Rule(
         "busy without progress",
         no_progress,
-        "a collective of NCCL that waits for a rank spins on the GPU: it looks busy, and does "
-        "nothing; one long computation without collectives looks alike",
+        "an NCCL collective that waits for a rank spins on the GPU, which looks busy and does "
+        "nothing; one long computation without collectives looks the same",
         "%dist_status --stacks says where each rank is; an interrupt ends the cell",
     ),
     Rule(
         "host memory",
         host_memory,
-        "where it is full the system kills a process without a word to it, often a rank",
-        "fewer or smaller DataLoader workers, no data sets as Python lists, fewer ranks, or a "
-        "larger limit",
+        "when it is full, the system kills a process without warning, often a rank",
+        "use fewer DataLoader workers, no datasets as Python lists, fewer ranks, or a larger limit",
     ),
     Rule(
         "device memory",
         device_memory,
         "the next larger batch, or a fragmented allocator, ends in an out-of-memory error",
-        "a smaller batch, --checkpointing, or a strategy that shards (%dist_plan says which fits)",
+        "use a smaller batch, --checkpoint, or a strategy that shards (%dist_plan says which fits)",
     ),
     Rule(
         "heat",
         heat,
         "a GPU that is too hot lowers its clocks, and every collective waits for the slowest one",
-        "cooling, other jobs in the same machine, the fans; others of the same host tell whether "
-        "it is this one alone",
+        "check cooling, fans and other jobs on the machine; the host's other GPUs show whether "
+        "only this one is hot",
     ),
     Rule(
         "imbalance",
         imbalance,
         "all ranks meet in every step, so the most loaded one sets the pace of all",
-        "equal batches and lengths on all ranks; for pipelines other cuts; %%dist_profile says "
-        "who is waited for",
+        "give all ranks equal batches and lengths, and pipelines other cuts; %%dist_profile shows "
+        "which rank the others wait for",
     ),
     Rule(
         "low utilisation",
         low_utilisation,
-        "what is not busy waits: for data, for other ranks, or for Python to launch work",
-        "%%dist_profile says for which of them; larger batches and DataLoader workers help often",
+        "an idle device waits for data, for other ranks, or for Python to launch work",
+        "%%dist_profile shows for which; larger batches and more DataLoader workers often help",
     ),
 )
 
 
 def findings(
-    history: History, samples: Sequence[Sample], *, is_past: bool = False
+    history: SampleHistory, samples: Sequence[Sample], *, is_past: bool = False
 ) -> tuple[Finding, ...]:
     """What stands out now by `RULES`, in their order; empty where nothing does.
 
@@ -245,5 +261,5 @@ def findings(
         samples: The newest of every rank.
         is_past: Of ranks that run no cell, judge the utilisation in their last one.
     """
-    scene = Scene(history, tuple(samples), is_past)
-    return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(scene)) is not None)
+    context = MonitorContext(history, tuple(samples), is_past)
+    return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(context)) is not None)

@@ -76,38 +76,38 @@ class Usages:
         for pid in set(self._slow) - set(wanted):
             del self._slow[pid]
         machine = self._psutil.virtual_memory()
-        found = {pid: self._usage(pid, self._slow[pid], machine) for pid in wanted}
-        return {pid: usage for pid, usage in found.items() if usage is not None}
+        usages = {pid: self._usage(pid, self._slow[pid], machine) for pid in wanted}
+        return {pid: usage for pid, usage in usages.items() if usage is not None}
 
     def _children(self) -> dict[int, list[int]]:
         """Process -> its children: one walk for all who ask."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for pid, parent in self._parents():
-            found.setdefault(parent, []).append(pid)
-        return found
+            children.setdefault(parent, []).append(pid)
+        return children
 
     def _parents(self) -> list[tuple[int, int]]:
         if not (procfs.PROC / "self/stat").exists():  # macOS
-            return [(one.pid, one.ppid()) for one in self._psutil.process_iter()]
+            return [(process.pid, process.ppid()) for process in self._psutil.process_iter()]
         pids = [int(path.name) for path in procfs.PROC.iterdir() if path.name.isdigit()]
         return [(pid, int(fields[1])) for pid in pids if (fields := procfs.stat_fields(pid))]
 
     def _read_slowly(self, pid: int, children: dict[int, list[int]], now_s: float) -> _Slow:
         processes = []
-        left = [pid]
-        while left:
-            one = left.pop()
-            left += children.get(one, [])
+        unvisited = [pid]
+        while unvisited:
+            visited = unvisited.pop()
+            unvisited += children.get(visited, [])
             try:
-                processes.append(self._psutil.Process(one))
+                processes.append(self._psutil.Process(visited))
             except self._psutil.Error:
                 continue  # it has ended just now
         return _Slow(now_s, tuple(processes), self._pss(processes), _limited(pid))
 
     def _pss(self, processes: Iterable[Any]) -> int | None:
         total = 0
-        for one in processes:
-            rollup = procfs.text(procfs.PROC / str(one.pid) / "smaps_rollup")
+        for process in processes:
+            rollup = procfs.text(procfs.PROC / str(process.pid) / "smaps_rollup")
             line = next((line for line in rollup.splitlines() if line.startswith("Pss:")), None)
             if line is None:
                 return None
@@ -116,12 +116,12 @@ class Usages:
 
     def _usage(self, pid: int, slow: _Slow, machine: Any) -> Usage | None:
         cpu_s, rss_bytes, is_alive = 0.0, 0, False
-        for one in slow.processes:
+        for process in slow.processes:
             try:
-                times, memory = one.cpu_times(), one.memory_info()
+                times, memory = process.cpu_times(), process.memory_info()
             except self._psutil.Error:
                 continue  # its time has become its parent's
-            is_alive = is_alive or one.pid == pid
+            is_alive = is_alive or process.pid == pid
             cpu_s += sum(times[:4])  # user, system, and both of children that have ended
             rss_bytes += memory.rss
         if not is_alive:

@@ -99,7 +99,7 @@ METRICS = (
     ),
     Metric(
         "nbdist_rank_up",
-        "Whether the rank's process lives (1) or has ended (0).",
+        "Whether the rank's process is alive (1) or has ended (0).",
         lambda sample: float(sample.doing.state != "dead"),
     ),
     Metric(
@@ -119,22 +119,22 @@ METRICS = (
     ),
     Metric(
         "nbdist_rank_cpu_ratio",
-        "Processor time of the rank with its children, as a part of its share of the cores.",
+        "Processor time of the rank and its children, as a fraction of its share of the cores.",
         lambda sample: None if sample.cpu_percent is None else sample.cpu_percent / 100,
     ),
     Metric(
         "nbdist_rank_resident_bytes",
-        "Resident host memory of the rank with its children, shared pages counted in each.",
+        "Resident host memory of the rank and its children, shared pages counted in each.",
         _usage(lambda usage: usage.rss_bytes),
     ),
     Metric(
         "nbdist_rank_proportional_bytes",
-        "The same with shared pages divided among those that share them (PSS).",
+        "Proportional set size (PSS): shared pages divided among those that share them.",
         _usage(lambda usage: usage.pss_bytes),
     ),
     Metric(
         "nbdist_host_memory_used_bytes",
-        "What counts against nbdist_host_memory_limit_bytes, of all processes there.",
+        "Memory of all processes that counts against nbdist_host_memory_limit_bytes.",
         _usage(lambda usage: usage.host_used_bytes),
     ),
     Metric(
@@ -154,12 +154,12 @@ METRICS = (
     ),
     Metric(
         "nbdist_torch_allocated_peak_bytes",
-        "The most that has been in tensors of the rank.",
+        "Peak GPU memory in tensors of the rank.",
         _allocator(lambda allocator: allocator.peak_bytes),
     ),
     Metric(
         "nbdist_sample_age_seconds",
-        "How old the oldest number of the rank is.",
+        "Age of the rank's oldest number.",
         lambda sample: sample.age_s,
     ),
 )
@@ -183,7 +183,7 @@ def exposition(samples: Sequence[Sample], places: Sequence[RankPlace]) -> str:
         ]
         if rows:
             lines += [*_head(metric.name, metric.help), *rows]
-    lines += _head("nbdist_rank_state", "1 for what the rank does, 0 for all else.")
+    lines += _head("nbdist_rank_state", "1 for the rank's current state, 0 for the others.")
     for sample in samples:
         labels = _labels(sample, at[sample.rank], is_gpu=False)
         for state in STATES:

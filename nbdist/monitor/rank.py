@@ -33,9 +33,9 @@ def usage(is_remote: bool) -> Answer:
     if not is_remote:
         return Answer(time.monotonic(), allocator=allocator)
     pid = os.getpid()
-    own = _usages.read([pid]).get(pid)
+    process_usage = _usages.read([pid]).get(pid)
     gpu, age_s, problems = _gpu(place.device_uuid) if is_gpu else (None, 0.0, ())
-    return Answer(time.monotonic(), own, gpu, age_s, allocator, problems)
+    return Answer(time.monotonic(), process_usage, gpu, age_s, allocator, problems)
 
 
 def _allocator(device: str) -> Allocator | None:

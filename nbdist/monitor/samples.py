@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank does.
+    """A rank's state, the call that it waits in, and its last collective.
 
     Attributes:
         state: Of STATES. "waiting": inside a call of torch.distributed.
@@ -109,7 +109,7 @@ class Sample:
     age_s: float = 0.0
 
     @property
-    def told(self) -> str:
+    def doing_text(self) -> str:
         """`running cell [12], waiting in barrier() at line 7 of cell [12] for 3.0 s`."""
         doing = self.doing
         if doing.since_s is None or doing.state not in {"running", "waiting"}:
@@ -234,7 +234,7 @@ class _Rows:
 
     capacity: int
     size: int = 0
-    seen: int = 0
+    n_samples: int = 0
     times: Reals = field(init=False)
     values: Reals = field(init=False)
     counts: Reals = field(init=False)
@@ -256,10 +256,10 @@ class _Rows:
         at = self.size
         self.times[at], self.values[at], self.counts[at] = time_s, row, 1
         self.size += 1
-        self.seen += 1
-        known = ~np.isnan(row)
-        self.total[known] += row[known]
-        self.count += known
+        self.n_samples += 1
+        has_value = ~np.isnan(row)
+        self.total[has_value] += row[has_value]
+        self.count += has_value
         self.peak = np.fmax(self.peak, row)
 
     def _thin(self) -> None:
@@ -282,7 +282,7 @@ class _Rows:
         self.size -= 1
 
 
-class History:
+class SampleHistory:
     """The samples of all ranks as columns, bounded: when it is full the older half is thinned.
 
     One thread appends; others may read at the same time.
@@ -315,7 +315,7 @@ class History:
     def __len__(self) -> int:
         """Samples that were taken of the rank that has most, those merged since as well."""
         with self._lock:
-            return max((rows.seen for rows in self._rows.values()), default=0)
+            return max((rows.n_samples for rows in self._rows.values()), default=0)
 
     def series(self, rank: int, name: str) -> tuple[Reals, Reals]:
         """(times, values) of a column of COLUMNS, oldest first; both empty for an unknown rank.
@@ -337,7 +337,7 @@ class History:
                 return tuple(np.empty(0) for _ in names)
             times = rows.times[: rows.size]
             since = int(np.searchsorted(times, times[-1] - length_s))
-            return tuple(rows.values[since : rows.size, _NUMBERS[one]].copy() for one in names)
+            return tuple(rows.values[since : rows.size, _NUMBERS[name]].copy() for name in names)
 
     def span_s(self, rank: int) -> float:
         """How far the rank's samples go back from the newest, in seconds."""
@@ -354,8 +354,8 @@ class History:
             count = rows.count[number]
             mean = rows.total[number] / count if count else math.nan
             newest = rows.values[rows.size - 1, number]
-            return Summary(_known(newest), _known(mean), _known(rows.peak[number]))
+            return Summary(_or_none(newest), _or_none(mean), _or_none(rows.peak[number]))
 
 
-def _known(value: float) -> float | None:
+def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else float(value)

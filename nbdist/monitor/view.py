@@ -15,7 +15,7 @@ from nbdist.core import units
 from nbdist.core.finding import Finding
 from nbdist.core.units import is_stored, shown
 from nbdist.core.view import View, table
-from nbdist.monitor.samples import History, Sample
+from nbdist.monitor.samples import Sample, SampleHistory
 
 # More pictures than this are too small, or too many, to be read.
 MOST_RANKS = 8
@@ -70,7 +70,7 @@ _PICTURED = (
 
 def monitor(
     samples: Sequence[Sample],
-    history: History,
+    history: SampleHistory,
     findings: Sequence[Finding] = (),
     notes: Sequence[str] = (),
 ) -> View:
@@ -82,18 +82,18 @@ def monitor(
         findings: By monitor.findings.
         notes: What could not be read, and what else there is to say.
     """
-    fields = [one for one in _FIELDS if _is_known(history, one.column)]
+    fields = [field for field in _FIELDS if _is_known(history, field.column)]
     rows = [_row(sample, history, fields) for sample in samples]
-    head = ["rank", "doing", *(one.title for one in fields), "last collective"]
+    head = ["rank", "doing", *(field.title for field in fields), "last collective"]
     # What stands out depends on times and rates: it is nothing to store.
-    told = [] if is_stored() else [_told(one) for one in findings]
-    after = [*told, *notes]
+    lines = [] if is_stored() else [_finding_line(finding) for finding in findings]
+    after = [*lines, *notes]
     view = table(head, rows, before=[_title(history)], after=after)
     image = "" if is_stored() else _image(samples, history)
     return View(view.text, view.html + image)
 
 
-def _title(history: History) -> str:
+def _title(history: SampleHistory) -> str:
     span_s = max((history.span_s(rank) for rank in history.ranks), default=0.0)
     return (
         f"now / mean / peak of {shown(len(history))} samples over {units.seconds(span_s)}; "
@@ -101,33 +101,33 @@ def _title(history: History) -> str:
     )
 
 
-def _is_known(history: History, column: str) -> bool:
+def _is_known(history: SampleHistory, column: str) -> bool:
     return any(history.summary(rank, column).peak is not None for rank in history.ranks)
 
 
-def _row(sample: Sample, history: History, fields: Sequence[_Field]) -> list[str]:
+def _row(sample: Sample, history: SampleHistory, fields: Sequence[_Field]) -> list[str]:
     doing = sample.doing
     last = doing.last_collective or "-"
     if doing.collective_age_s is not None:
         last += f", {units.seconds(doing.collective_age_s)} ago"
-    told = sample.told
+    text = sample.doing_text
     if sample.age_s > OLD_S and not is_stored():
-        told += f" (numbers {units.seconds(sample.age_s)} old)"
-    cells = [_cell(history, sample.rank, one) for one in fields]
-    return [str(sample.rank), told, *cells, last]
+        text += f" (numbers {units.seconds(sample.age_s)} old)"
+    cells = [_cell(history, sample.rank, field) for field in fields]
+    return [str(sample.rank), text, *cells, last]
 
 
-def _cell(history: History, rank: int, one: _Field) -> str:
+def _cell(history: SampleHistory, rank: int, field: _Field) -> str:
     if is_stored():
         return shown("")
-    found = history.summary(rank, one.column)
-    peak = history.summary(rank, one.peak or one.column).peak
-    values = (found.now, found.mean, peak)
-    return " / ".join("-" if value is None else one.text(value) for value in values)
+    summary = history.summary(rank, field.column)
+    peak = history.summary(rank, field.peak or field.column).peak
+    values = (summary.now, summary.mean, peak)
+    return " / ".join("-" if value is None else field.text(value) for value in values)
 
 
-def _told(one: Finding) -> str:
-    return f"{one.rule}: {one.found}. {_sentence(one.why)}. Do: {one.what}."
+def _finding_line(finding: Finding) -> str:
+    return f"{finding.rule}: {finding.found}. {_sentence(finding.why)}. Do: {finding.what}."
 
 
 def _sentence(clause: str) -> str:
@@ -142,7 +142,7 @@ def recorded(view: View, line: str) -> View:
 def serving(url: str, token_path: str, config: str) -> View:
     """Where Prometheus finds the numbers, and how it is told."""
     lines = [
-        f"numbers of all ranks at {url}, for this host alone, until %dist_monitor --off",
+        f"serving the numbers of all ranks at {url}, to this host only, until %dist_monitor --off",
         f"the token is in {token_path}; to try it:",
         f'  curl -H "Authorization: Bearer $(cat {token_path})" {url}',
         "in Prometheus' configuration:",
@@ -152,28 +152,28 @@ def serving(url: str, token_path: str, config: str) -> View:
     return View("\n".join(lines), f"<pre>{body}</pre>")
 
 
-def _image(samples: Sequence[Sample], history: History) -> str:
+def _image(samples: Sequence[Sample], history: SampleHistory) -> str:
     data = png(samples, history)
     if not data:
         return ""
-    told = (
+    alt = (
         "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
     )
     source = base64.b64encode(data).decode()
-    return f'<img alt="{told}" style="max-width:100%" src="data:image/png;base64,{source}">'
+    return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{source}">'
 
 
-def png(samples: Sequence[Sample], history: History) -> bytes:
+def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     """Small multiples: a row for each rank, a column for each number that is known, one time axis.
 
     Of more than MOST_RANKS ranks the first are drawn, and the title says so. Empty where nothing
     was recorded for longer than a moment.
     """
     ranks = [sample.rank for sample in samples][:MOST_RANKS]
-    drawn = [one for one in _PICTURED if _is_known(history, one[0])]
+    drawn = [pictured for pictured in _PICTURED if _is_known(history, pictured[0])]
     # Not the samples': the history may have gone on meanwhile.
     times = [history.series(rank, "rss")[0] for rank in ranks]
-    newest_s = max((float(own[-1]) for own in times if len(own)), default=0.0)
+    newest_s = max((float(rank_times[-1]) for rank_times in times if len(rank_times)), default=0.0)
     if not drawn or not any(history.span_s(rank) > 0 for rank in ranks):
         return b""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -211,13 +211,15 @@ def png(samples: Sequence[Sample], history: History) -> bytes:
     return file.getvalue()
 
 
-def _highest(history: History, ranks: Sequence[int], column: str) -> float:
+def _highest(history: SampleHistory, ranks: Sequence[int], column: str) -> float:
     values = np.concatenate([history.series(rank, column)[1] for rank in ranks])
     return float(np.nanmax(values, initial=0.0))
 
 
-def _draw(axes: Any, history: History, what: tuple[int, str, float], newest_s: float) -> None:
-    rank, column, factor = what
+def _draw(
+    axes: Any, history: SampleHistory, curve: tuple[int, str, float], newest_s: float
+) -> None:
+    rank, column, factor = curve
     times, values = history.series(rank, column)
     axes.plot(times - newest_s, values * factor, linewidth=0.9, color="#0072b2")
     mean = history.summary(rank, column).mean

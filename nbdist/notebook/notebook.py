@@ -25,7 +25,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.notebook.progress_line import ShownProgress
-from nbdist.notebook.session import Session, Started, start
+from nbdist.notebook.session import Session, StartedSession, start
 from nbdist.recording.kernel import Recordings
 
 LOCAL = "local"
@@ -69,7 +69,7 @@ class Notebook:
         self._why_none = ""  # why there are no ranks, where somebody else has ended them
         self.cell_number: int | None = None
         # Called with every cell on ranks before it is sent: its options may become others.
-        self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, given: given
+        self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, options: options
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
         self.panel: object = None  # that of %dist_panel; nbdist.commands brings it
@@ -78,7 +78,7 @@ class Notebook:
 
     @property
     def session(self) -> Session:
-        """The running ranks.
+        """The running ranks; an error where there are none.
 
         Raises:
             NotRunning: If there are none.
@@ -92,13 +92,13 @@ class Notebook:
     @property
     def is_running(self) -> bool:
         """Whether there are ranks; those that were ended from outside are let go of."""
-        told = (
+        why_ended = (
             ""
             if self._session is None
             else run_dir.ended_from_outside(self._session.cluster.run_dir)
         )
-        if told:
-            self._why_none = told
+        if why_ended:
+            self._why_none = why_ended
             self._end()
         return self._session is not None
 
@@ -130,8 +130,8 @@ class Notebook:
             mode = rank_label(self.session.chosen(mode))
         self._mode = mode
 
-    def start(self, options: StartOptions, progress: Callable[[str], None]) -> Started:
-        """Bring ranks up.
+    def start(self, options: StartOptions, progress: Callable[[str], None]) -> StartedSession:
+        """Bring ranks up, and remember with which options.
 
         Raises:
             AlreadyRunning: If ranks run already.
@@ -146,7 +146,9 @@ class Notebook:
         try:
             started = start(options, self._sink, progress)
         except KeyboardInterrupt as error:
-            raise Interrupted("the start was interrupted; nothing of it is left") from error
+            raise Interrupted(
+                "the start was interrupted, and everything it began was ended"
+            ) from error
         started.session.cell_number = lambda: self.cell_number
         started.session.has_name = _notebook_has
         started.session.panel = lambda: self.panel
@@ -176,7 +178,7 @@ class Notebook:
         atexit.unregister(self._stop_at_exit)
 
     def request(self, code: str, options: CellOptions) -> Callable[[], CellRun]:
-        """A cell that is ready to be sent; `driving.wait` sends it and sees it through."""
+        """A cell that is ready to be sent; `cells.kernel.wait` sends it and sees it through."""
         session = self.session
         request = CellRequest(
             code=code,
@@ -225,7 +227,7 @@ class Notebook:
         if self._live is not None:
             self._live.note(text)
 
-    def differs(self, asked: StartOptions) -> list[str]:
+    def differs(self, options: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.
 
         An option that was left at its default asks for nothing.
@@ -236,7 +238,7 @@ class Notebook:
             field.name
             for field in fields(StartOptions)
             if field.name != "deadline_s"
-            and getattr(asked, field.name)
+            and getattr(options, field.name)
             not in {getattr(default, field.name), getattr(running, field.name)}
         ]
 

@@ -74,7 +74,7 @@ class ShownProgress:
     def __init__(self) -> None:
         self._handle: DisplayHandle | None = None
         self._cell = ""
-        self._said = ""
+        self._last_line = ""
         self._is_silent = False
         self._elsewhere: Elsewhere | None = None
         # Where it is shown instead of in a line of its own: beside the bars of a cell on ranks.
@@ -144,10 +144,10 @@ class ShownProgress:
         self._handle = handle
 
     def _say(self, now: Progress | None) -> None:
-        said = "" if now is None else f"{now.name}: {now.what}"
-        if said and said != self._said:
+        line = "" if now is None else f"{now.name}: {now.what}"
+        if line and line != self._last_line:
             publish(View(str(now))._repr_mimebundle_())
-        self._said = said
+        self._last_line = line
 
 
 def line_html(text: str, share: float | None) -> str:

@@ -71,7 +71,7 @@ class Session(CellRanks):
         grace_s: float = GRACE_S,
         seed: int | None = None,
     ):
-        """Use a started cluster.
+        """Take over a started cluster.
 
         Args:
             cluster: Started, its groups formed.
@@ -129,7 +129,7 @@ class Session(CellRanks):
         return wait.wait(lambda: self.begin(request))
 
     def begin(self, request: CellRequest) -> CellRun:
-        """Send a cell to its ranks; `driving.wait` or `driving.wait_async` see it through.
+        """Send a cell to its ranks; `cells.kernel.wait` sees it through.
 
         Raises:
             NotRunning: After the cluster was stopped.
@@ -326,7 +326,7 @@ class Session(CellRanks):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedSession:
     """A running session, how long its start took, and what there is to say about it."""
 
     session: Session
@@ -336,8 +336,8 @@ class Started:
 
 def start(
     options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
-) -> Started:
-    """Bring ranks up.
+) -> StartedSession:
+    """Bring ranks up; the strategy of the options, if any, is the chosen one.
 
     Raises:
         OptionError: If an option cannot be met on this machine; nothing has been started.
@@ -352,4 +352,4 @@ def start(
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return Started(session, time.monotonic() - began_s, notes)
+    return StartedSession(session, time.monotonic() - began_s, notes)

@@ -141,12 +141,12 @@ def _parse(verb: Verb, line: str) -> Parsed:
         words = shlex.split(line)
     except ValueError as error:
         raise OptionError(f"{verb.typed}: {error} in {line!r}. Close the quotation.") from error
-    words, rest = _parted(words) if verb.takes_rest else (words, [])
+    words, rest = _split_rest(words) if verb.takes_rest else (words, [])
     if "--help" in words or "-h" in words:
         return Parsed(argparse.Namespace(), (), wants_help=True)
-    kept, answers = _without_replaced(verb, words)
+    own_words, answers = _without_replaced(verb, words)
     # Intermixed: an argument may stand behind options as well as before them.
-    values = _parser(verb).parse_intermixed_args(kept)
+    values = _parser(verb).parse_intermixed_args(own_words)
     if verb.takes_rest or verb.takes_code:
         values.rest = code if verb.takes_code else rest
     return Parsed(values, tuple(answers))
@@ -158,7 +158,7 @@ def _with_code(line: str) -> tuple[str, str]:
     return before, code
 
 
-def _parted(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_rest(words: list[str]) -> tuple[list[str], list[str]]:
     """The words before the first `--`, and those after it."""
     if "--" not in words:
         return words, []
@@ -203,7 +203,7 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> None:
 
 def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str]]:
     """The words without nbdistributed's options (and their values), and what to say of them."""
-    kept: list[str] = []
+    own_words: list[str] = []
     answers: list[str] = []
     takes_value = False
     for word in words:
@@ -215,8 +215,8 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
             takes_value = False
         else:
             takes_value = False
-            kept.append(word)
-    return kept, answers
+            own_words.append(word)
+    return own_words, answers
 
 
 def positive_number(text: str) -> float:
@@ -224,7 +224,7 @@ def positive_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     if value > LARGEST:
@@ -233,23 +233,24 @@ def positive_number(text: str) -> float:
 
 
 def rank_count(text: str) -> int:
-    """A number of ranks."""
+    """A number of ranks, 1 or more."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks (1 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of ranks (1 or more)")
     return int(text)
 
 
 def rank_number(text: str) -> int:
-    """The number of one rank."""
+    """The number of one rank, from 0."""
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no rank (0 or more)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rank (0 or more)")
     return int(text)
 
 
 def strategy_options() -> tuple[Option, ...]:
     """The degrees and options of strategies as typed; which belong where, strategy.choice says."""
     degrees = [
-        Option((f"--{word}",), what, rank_count, metavar="N") for word, what in DEGREES.items()
+        Option((f"--{word}",), help_text, rank_count, metavar="N")
+        for word, help_text in DEGREES.items()
     ]
     short = [
         Option((f"--{word}",), f"{OPTIONS[name].help}: {value}", None)
@@ -266,7 +267,7 @@ def strategy_given(values: argparse.Namespace) -> dict[str, Any]:
 
 
 def _typed(row: OptionRow) -> Option:
-    help_text = f"{row.help} ({row.default})" if row.default else row.help
+    help_text = f"{row.help} (default: {row.default})" if row.default else row.help
     names = takers(row)
     if len(names) < len(ROWS) / 2:
         help_text = f"{listed(names)}: {help_text}"

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbdist.panel.state import BUTTONS, Entry
+from nbdist.panel.state import BUTTONS, LogEntry
 
 LOG_LINES = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One thing to do.
+class PanelJob:
+    """A button that was pressed, as the magic that does the same.
 
     Attributes:
         name: Of a button.
@@ -37,20 +37,20 @@ class JobQueue:
     def __init__(self, clock_s: Callable[[], float] = time.time):
         self._clock_s = clock_s
         self._lock = threading.RLock()
-        self._queue: deque[Job] = deque()
-        self._log: deque[Entry] = deque(maxlen=LOG_LINES)
-        self._acting: Job | None = None
+        self._queue: deque[PanelJob] = deque()
+        self._log: deque[LogEntry] = deque(maxlen=LOG_LINES)
+        self._acting: PanelJob | None = None
         self._began_s = 0.0
         self._step = ""
         self._armed: list[str] = []
 
-    def note(self, text: str, kind: str = "told") -> None:
+    def note(self, text: str, kind: str = "note") -> None:
         """Write a line into the log."""
         with self._lock:
-            self._log.append(Entry(self._clock_s(), text, kind))
+            self._log.append(LogEntry(self._clock_s(), text, kind))
 
     @property
-    def log(self) -> tuple[Entry, ...]:
+    def log(self) -> tuple[LogEntry, ...]:
         """The last LOG_LINES lines, oldest first."""
         with self._lock:
             return tuple(self._log)
@@ -82,7 +82,7 @@ class JobQueue:
         with self._lock:
             return tuple(self._armed)
 
-    def ask(self, job: Job, cell: str) -> bool:
+    def ask(self, job: PanelJob, cell: str) -> bool:
         """Queue a job. One that waits already, or is under way, is not queued twice.
 
         Args:
@@ -94,22 +94,24 @@ class JobQueue:
         """
         with self._lock:
             if job == self._acting:
-                self.note(f"{job.typed} is under way already")
+                self.note(f"{job.typed} is already under way")
                 return False
             if job in self._queue:
-                self.note(f"{job.typed} is queued already")
+                self.note(f"{job.typed} is already queued")
                 return False
-            for other in [one for one in self._queue if one.name == job.name == "apply"]:
-                self._queue.remove(other)
-                self.note(f"{other.typed} is taken back: {job.typed} takes its place")
+            for replaced in [
+                waiting for waiting in self._queue if waiting.name == job.name == "apply"
+            ]:
+                self._queue.remove(replaced)
+                self.note(f"{replaced.typed} is removed from the queue: {job.typed} replaces it")
             self._queue.append(job)
             if cell:
-                self.note(f"{job.typed} is queued until {cell} ends; Cancel queued takes it back")
+                self.note(f"{job.typed} is queued until {cell} ends; Cancel queued removes it")
             elif self._acting is not None:
                 self.note(f"{job.typed} is queued behind {self._acting.typed}")
             return True
 
-    def take(self) -> Job | None:
+    def take(self) -> PanelJob | None:
         """The job that is due, under way from now on; None while another one is, or for none."""
         with self._lock:
             if self._acting is not None or not self._queue:
@@ -139,7 +141,7 @@ class JobQueue:
             dropped = list(self._queue)
             self._queue.clear()
             for job in dropped:
-                self.note(f"{job.typed} is taken back: {why}")
+                self.note(f"{job.typed} is removed from the queue: {why}")
             return len(dropped)
 
     def arm(self, name: str) -> None:
@@ -147,10 +149,10 @@ class JobQueue:
         with self._lock:
             if name in self._armed:
                 self._armed.remove(name)
-                self.note(f"{BUTTONS[name].magic} for the next cell is taken back")
+                self.note(f"the next cell on ranks will no longer run as {BUTTONS[name].magic}")
                 return
             self._armed[:] = [name]  # a cell is recorded in one way at a time
-            self.note(f"the next cell on ranks runs as {BUTTONS[name].magic}")
+            self.note(f"the next cell on ranks will run as {BUTTONS[name].magic}")
 
     def disarm(self) -> str:
         """What is to happen with the cell that begins now, which it is for alone; or ""."""

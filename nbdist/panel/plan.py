@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.core import units
 from nbdist.errors import OptionError
-from nbdist.panel.state import Plan
+from nbdist.panel.state import PanelPlan
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
@@ -38,7 +38,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class PlannedMemory:
     """One strategy's memory, of all prepared models together.
 
     Attributes:
@@ -50,7 +50,7 @@ class Counted:
     loads: tuple[Workload, ...]
 
 
-def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Counted:
+def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> PlannedMemory:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
     Args:
@@ -61,32 +61,32 @@ def counted(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Coun
     Raises:
         OptionError: It does not go with a model, or with the batch.
     """
-    loads, found = [], []
+    loads, memories = [], []
     for live in models:
         load = replace(load_of(live, Workload()), has_gpu=limit.has_gpu)
         loads.append(load)
-        found.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
-    return Counted(_together(found), tuple(loads))
+        memories.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
+    return PlannedMemory(_combined(memories), tuple(loads))
 
 
-def _together(found: Sequence[Memory]) -> Memory:
-    if len(found) == 1:
-        return found[0]
+def _combined(memories: Sequence[Memory]) -> Memory:
+    if len(memories) == 1:
+        return memories[0]
     return Memory(
-        **{name: sum(getattr(one, name) for one in found) for name in _ADDED},
-        overhead=found[0].overhead,
+        **{name: sum(getattr(memory, name) for memory in memories) for name in _ADDED},
+        overhead=memories[0].overhead,
         # The largest of all, as each has its most at another moment at the latest.
-        most=sum(one.peak - one.overhead - one.optimizer for one in found),
-        is_partial=any(one.is_partial for one in found),
+        most=sum(memory.peak - memory.overhead - memory.optimizer for memory in memories),
+        is_partial=any(memory.is_partial for memory in memories),
     )
 
 
-def plan_of(
+def plan_of_models(
     choice: Strategy,
     models: Sequence[LiveModel],
     limit: Limit,
     current: Strategy | None = None,
-) -> Plan:
+) -> PanelPlan:
     """What each rank would hold between steps, and in one, beside its device's limit.
 
     Args:
@@ -96,14 +96,14 @@ def plan_of(
         current: The strategy that counts, to compare with.
     """
     try:
-        found = counted(choice, models, limit)
+        planned = planned_memory(choice, models, limit)
     except OptionError as error:
-        return Plan(f"not planned: {error}", is_possible=True)
-    memory = found.memory
+        return PanelPlan(f"not planned: {error}", is_possible=True)
+    memory = planned.memory
     now = ""
     if current is not None and current != choice:
         now = _now(current, models, limit)
-    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in found.loads))
+    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in planned.loads))
     states = f"{_sum(memory, _STATES)} ({optimizer})"
     text = f"each rank holds {units.size(memory.states)} between steps{now}: {states}"
     share = memory.peak / limit.memory_bytes if limit.memory_bytes else None
@@ -112,14 +112,16 @@ def plan_of(
     if memory.is_partial:
         word = word if word in {NO, ""} else UNKNOWN
         least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
-        return Plan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
+        return PanelPlan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
     step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
-    return Plan(f"{text}\n{step}; {_batch_told(models, found.loads[0])}", True, word, share)
+    return PanelPlan(
+        f"{text}\n{step}; {_batch_phrase(models, planned.loads[0])}", True, word, share
+    )
 
 
 def _now(current: Strategy, models: Sequence[LiveModel], limit: Limit) -> str:
     try:
-        return f", now {units.size(counted(current, models, limit).memory.states)}"
+        return f", now {units.size(planned_memory(current, models, limit).memory.states)}"
     except OptionError:  # it has a batch that the formulas refuse, and runs all the same
         return ""
 
@@ -131,19 +133,19 @@ def _sum(memory: Memory, names: Sequence[str]) -> str:
 
 def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
     if choice.options.offload:
-        return "states only: what --offload leaves of activations is not in the formulas"
-    unknown = [one for one in models if not shape_of(one).has_shape]
-    names = ", ".join(f"{one.name} ({one.title})" for one in unknown)
+        return "states only: the formulas do not cover activations under --offload"
+    unknown = [model for model in models if not shape_of(model).has_shape]
+    names = ", ".join(f"{model.name} ({model.title})" for model in unknown)
     typed = f"%dist_plan {unknown[0].name} --inputs NAME" if unknown else "%dist_plan"
     return (
         f"states only: activations depend on the batch and on what {names} keeps for backward, "
-        f"and it has no transformer's config to tell; {typed} counts them by a run"
+        f"and there is no transformer config to compute them from; {typed} measures them in a run"
     )
 
 
-def _batch_told(models: Sequence[LiveModel], load: Workload) -> str:
+def _batch_phrase(models: Sequence[LiveModel], load: Workload) -> str:
     """Which batch was counted with, and who says so."""
-    told = f"batch {load.batch} x {load.sequence} tokens"
-    if any(one.inputs_shape for one in models):
-        return f"{told}, as the data loader gives"
-    return f"assumed: {told}, as no prepared data loader has given one"
+    text = f"batch {load.batch} x {load.sequence:,} tokens"
+    if any(model.inputs_shape for model in models):
+        return f"{text}, from the data loader"
+    return f"assumed: {text} (no prepared data loader has yielded a batch yet)"

@@ -15,7 +15,7 @@ OLD_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StateSign:
     """What a rank can be doing, as it is drawn.
 
     Attributes:
@@ -28,13 +28,13 @@ class Kind:
 
 
 # State of monitor.samples.STATES -> how it is drawn.
-KINDS: Mapping[str, Kind] = {
-    "idle": Kind("○", "#009E73"),
-    "running": Kind("▶", "#0072B2"),
-    "waiting": Kind("◷", "#E69F00"),
-    "stopped": Kind("‖", "#CC79A7"),
-    "dead": Kind("✕", "#D55E00"),
-    "unknown": Kind("?", "#999999"),
+SIGNS: Mapping[str, StateSign] = {
+    "idle": StateSign("○", "#009E73"),
+    "running": StateSign("▶", "#0072B2"),
+    "waiting": StateSign("◷", "#E69F00"),
+    "stopped": StateSign("‖", "#CC79A7"),
+    "dead": StateSign("✕", "#D55E00"),
+    "unknown": StateSign("?", "#999999"),
 }
 
 
@@ -45,7 +45,7 @@ class RankRow:
     Attributes:
         rank: The rank.
         host, device: Where it runs.
-        kind: A word of KINDS.
+        kind: A key of SIGNS.
         doing: The same in words: "running cell [3]", "waiting in all_reduce(...) at line 3".
         busy_s: For how long it has been running, or waiting; 0 where it does neither.
         memory_bytes: Used on its device (of a CPU: by its process); None where it is not known.
@@ -74,7 +74,7 @@ class RankRow:
 
 
 def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
-    """A rank's row.
+    """The row of a rank, from where it runs and its newest sample.
 
     Args:
         place: Where it runs.
@@ -83,7 +83,7 @@ def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
     """
     device = f"{place.device} {place.device_name}".strip()
     if sample is None:
-        return RankRow(place.rank, place.host, device, "unknown", "not looked at yet")
+        return RankRow(place.rank, place.host, device, "unknown", "no sample yet")
     doing, percent = sample.doing, sample.utilisation
     used, limit = _memory(sample)
     return RankRow(
@@ -113,23 +113,25 @@ def _memory(sample: Sample) -> tuple[float | None, float | None]:
         return sample.gpu.used_bytes, sample.gpu.total_bytes
     if sample.usage is None:
         return None, None
-    own = sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
-    return own, sample.usage.host_limit_bytes
+    process_bytes = (
+        sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
+    )
+    return process_bytes, sample.usage.host_limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """A line of the log.
 
     Attributes:
         at_s: When, in seconds since the epoch.
         text: What happened.
-        kind: "told", "done", "failed".
+        kind: "note", "done", "failed".
     """
 
     at_s: float
     text: str
-    kind: str = "told"
+    kind: str = "note"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +166,22 @@ class PanelState:
     acting: str = ""
     queued: tuple[str, ...] = ()
     armed: tuple[str, ...] = ()
-    log: tuple[Entry, ...] = ()
+    log: tuple[LogEntry, ...] = ()
 
 
 def bar_share(bar: str) -> float | None:
     """How far a progress bar is, 0 to 1, by the percentage that stands in it; None without one."""
-    found = percent(bar)
-    return None if found is None else found / 100
+    done = percent(bar)
+    return None if done is None else done / 100
 
 
-def bar_told(bar: str) -> str:
+def bar_text(bar: str) -> str:
     """What a bar says beside its picture: tqdm's stands between two strokes."""
     return re.sub(r"\s*\|[^|]*\|\s*", " ", bar).strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PanelPlan:
     """What the chosen strategy comes to.
 
     Attributes:
@@ -228,7 +230,7 @@ _BUTTONS = (
     ),
     Button(
         "restart", "Restart rank", "%dist_restart",
-        "put a new process in this rank's place; its variables are lost", "between",
+        "replace this rank by a new process; its variables are lost", "between",
     ),
     Button(
         "profile", "Profile next cell", "%%dist_profile",
@@ -240,34 +242,34 @@ _BUTTONS = (
     ),
     Button(
         "save", "Save trace", "%dist_trace --save traces",
-        "write the last recorded cell into the folder traces", "between", ("ranks", "trace"),
+        "write the last recorded trace to the folder traces", "between", ("ranks", "trace"),
     ),
     Button(
         "checkpoint", "Save checkpoint", "%dist_save checkpoints/TIME",
-        "models, optimizers and all that goes with them, into a folder of this moment's name",
+        "save models, optimizers and what belongs to them to a folder named after the time",
         "between",
     ),
     Button(
         "compare", "Compare", "%dist_compare",
-        "run the last cell on ranks again, under the strategy that counts and the chosen one; "
-        "the state of before is put back", "between", ("ranks", "code", "choice"), "comparison",
+        "run the last cell on ranks again, under the current strategy and the chosen one, "
+        "then restore the state", "between", ("ranks", "code", "choice"), "comparison",
     ),
     Button("apply", "Apply", "%dist_strategy", "switch to this strategy", "between",
            ("ranks", "choice", "other")),
     Button("start", "Start ranks", "%dist_init", "start ranks, with the options of the last start",
            "between", ("none",), "ranks"),
-    Button("cancel", "Cancel queued", "", "take back what is queued", "now", ("queue",)),
+    Button("cancel", "Cancel queued", "", "remove all jobs from the queue", "now", ("queue",)),
 )  # fmt: skip
 BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}
 
 # Fact -> why a button that needs it does nothing without it.
 _WHY = {
     "ranks": "no ranks are running",
-    "none": "ranks are running already",
-    "trace": "nothing has been recorded: Profile next cell does",
+    "none": "ranks are already running",
+    "trace": "nothing has been recorded yet: use Profile next cell",
     "code": "no cell has run on all ranks yet",
-    "choice": "the chosen strategy cannot be had with these ranks",
-    "other": "this strategy counts already",
+    "choice": "the chosen strategy is not possible with these ranks",
+    "other": "this strategy is already in use",
     "queue": "nothing is queued",
 }
 

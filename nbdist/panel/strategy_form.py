@@ -27,7 +27,7 @@ Value = str | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class FormField:
     """One field of a strategy.
 
     Attributes:
@@ -49,7 +49,7 @@ class Field:
     is_own: bool
 
 
-def fields(name: str, world_size: int) -> tuple[Field, ...]:
+def fields(name: str, world_size: int) -> tuple[FormField, ...]:
     """The fields of a strategy, its degrees first.
 
     Args:
@@ -66,25 +66,27 @@ def fields(name: str, world_size: int) -> tuple[Field, ...]:
     )
 
 
-def _degree(word: str, world_size: int) -> Field:
+def _degree(word: str, world_size: int) -> FormField:
     counts = tuple(str(n) for n in divisors(world_size))
-    return Field(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
+    return FormField(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
 
 
-def _field(row: OptionRow) -> Field:
+def _field(row: OptionRow) -> FormField:
     kind = {"choice": "choice", "switch": "switch", "blocks": "suggest"}.get(row.kind, "text")
-    choices = tuple(one for one in row.choices if one != row.default) or _OFTEN.get(row.kind, ())
+    choices = tuple(choice for choice in row.choices if choice != row.default) or _OFTEN.get(
+        row.kind, ()
+    )
     is_own = len(takers(row)) < len(ROWS) / 2
-    return Field(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
+    return FormField(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
 
 
-def given(values: Mapping[str, Value]) -> dict[str, object]:
+def chosen_options(values: Mapping[str, Value]) -> dict[str, object]:
     """What the fields say, as `choose` takes it; fields left alone are not in it."""
     return {word: _typed(word, value) for word, value in values.items() if value not in {"", False}}
 
 
 def _typed(word: str, value: Value) -> object:
-    row = next((one for one in OPTIONS.values() if one.word == word), None)
+    row = next((option for option in OPTIONS.values() if option.word == word), None)
     if row is None or row.kind != "number" or not isinstance(value, str):
         return value
     try:
@@ -102,25 +104,29 @@ def picked(
 ) -> Strategy | str:
     """The choice that the fields make, or why it cannot be had."""
     try:
-        return choose(name, given(values), world_size, device_type=device_type, backend=backend)
+        return choose(
+            name, chosen_options(values), world_size, device_type=device_type, backend=backend
+        )
     except OptionError as error:
         return str(error)
 
 
 def values_of(choice: Strategy) -> dict[str, Value]:
     """The fields of a choice, so that `picked` gives it again; fields at their default left out."""
-    own, default = WORDS[ROWS[choice.name].axis], Options()
+    own_word, default = WORDS[ROWS[choice.name].axis], Options()
     degrees = choice.degrees
     counts = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp}
-    found: dict[str, Value] = {word: str(n) for word, n in counts.items() if n > 1 and word != own}
+    values: dict[str, Value] = {
+        word: str(n) for word, n in counts.items() if n > 1 and word != own_word
+    }
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-        found["replicas"] = str(degrees.dp_replicate)
+        values["replicas"] = str(degrees.dp_replicate)
     for row in OPTIONS.values():
         value = getattr(choice.options, row.name)
         if value != getattr(default, row.name) and choice.name in takers(row):
             text = f"{value:g}" if isinstance(value, float) else str(value)
-            found[row.word] = value if row.kind == "switch" else text
-    return found
+            values[row.word] = value if row.kind == "switch" else text
+    return values
 
 
 def typed(name: str, values: Mapping[str, Value]) -> str:
@@ -138,8 +144,8 @@ def typed(name: str, values: Mapping[str, Value]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A prepared model.
+class PreparedModel:
+    """The size of a model that ranks have prepared.
 
     Attributes:
         name: A variable that holds it, or its class.
@@ -152,7 +158,7 @@ class Model:
     parameter_bytes: int
 
 
-def model_told(model: Model) -> str:
+def model_text(model: PreparedModel) -> str:
     """`model: 12.6 million parameters`."""
     return f"{model.name}: {count(model.n_parameters)} parameters"
 
@@ -165,7 +171,9 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None = None) -> str:
+def planned(
+    choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
+) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.
 
     By strategy.footprint's formula; activations are not in it.
@@ -177,28 +185,30 @@ def planned(choice: Strategy, models: Sequence[Model], current: Strategy | None 
     """
     recipe = footprint.recipe_of(choice)
     if not models:
-        held = footprint.held_bytes(choice, 1, recipe)
+        per_parameter = footprint.held_bytes(choice, 1, recipe)
         return (
-            f"each rank holds {held:.4g} B per parameter ({footprint.held_formula(choice)}; "
-            f"{recipe.name}); no model is prepared yet"
+            f"each rank holds {per_parameter:.4g} B per parameter "
+            f"({footprint.held_formula(choice)}; {recipe.name}); no model is prepared yet"
         )
-    parts = _held(choice, models)
-    told = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
+    parts = _parts_held(choice, models)
+    parts_text = " + ".join(f"{what} {units.size(size)}" for what, size in parts.items())
     now = ""
     if current is not None and current != choice:
-        now = f", now {units.size(sum(_held(current, models).values()))}"
-    return f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {told} (Adam)"
+        now = f", now {units.size(sum(_parts_held(current, models).values()))}"
+    return (
+        f"each rank holds {units.size(sum(parts.values()))} between steps{now}: {parts_text} (Adam)"
+    )
 
 
-def _held(choice: Strategy, models: Sequence[Model]) -> dict[str, float]:
+def _parts_held(choice: Strategy, models: Sequence[PreparedModel]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for model in models:
-        one = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
-        parts = {what: parts.get(what, 0.0) + size for what, size in one.items()}
+        model_parts = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
+        parts = {what: parts.get(what, 0.0) + size for what, size in model_parts.items()}
     return parts
 
 
-def _recipe(choice: Strategy, model: Model) -> footprint.Recipe:
+def _recipe(choice: Strategy, model: PreparedModel) -> footprint.Recipe:
     """By what is stored of this model: parameters that are no fp32 have gradients like them."""
     is_short = model.parameter_bytes < 4 * model.n_parameters
     return footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)

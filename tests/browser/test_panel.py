@@ -377,7 +377,7 @@ def test_during_a_cell_a_switch_is_queued_and_can_be_taken_back(tab: Tab, lab: L
     tab.begin("brief")
     choose.select_option("zero1")
     tab.click("Apply", "%dist_strategy zero1 is queued until cell [")
-    tab.click("Cancel queued", "%dist_strategy zero1 is taken back: cancelled")
+    tab.click("Cancel queued", "%dist_strategy zero1 is removed from the queue: cancelled")
     choose.select_option("fsdp")
     tab.click("Apply", "%dist_strategy fsdp is queued until cell [")
     tab.picture("queued")
@@ -398,7 +398,7 @@ def test_what_cannot_be_had_cannot_be_applied_and_says_why(tab: Tab) -> None:
     tab.panel.get_by_label("strategy", exact=True).select_option("fsdp")
     tab.panel.get_by_label("--shard", exact=True).select_option("hybrid")
     tab.wait_panel("2 data-parallel ranks cannot do both")
-    why = "the chosen strategy cannot be had with these ranks"
+    why = "the chosen strategy is not possible with these ranks"
     disabled = tab.panel.locator(f"button:disabled[title='{why}']", has_text="Apply")
     disabled.wait_for(timeout=DEADLINE_S * 1000)  # widgets change one after the other
     tab.panel.get_by_label("strategy", exact=True).select_option("ddp")
@@ -414,8 +414,8 @@ def test_two_panels_show_the_same(tab: Tab) -> None:
         ".filter(one => one.value == 'tp').length == 2"
     )
     other.get_by_role("button", name="Interrupt", exact=True).click()
-    tab.wait_panel("nothing runs to be interrupted")
-    tab.wait_text(NUMBER["again"], "nothing runs to be interrupted", DEADLINE_S)
+    tab.wait_panel("nothing is running to interrupt")
+    tab.wait_text(NUMBER["again"], "nothing is running to interrupt", DEADLINE_S)
     other.get_by_label("strategy", exact=True).select_option("ddp")
 
 
@@ -510,8 +510,8 @@ def test_it_follows_jupyterlabs_theme(tab: Tab) -> None:
 def test_a_saved_notebook_without_its_kernel_shows_the_last_state(tab: Tab, lab: Lab) -> None:
     """The picture below the widgets, which hide it while they live."""
     tab.run("panel")  # the page was loaded anew since: the picture of before is of that time
-    tab.click("Interrupt", "nothing runs to be interrupted")
-    tab.page.wait_for_function(_HAS_STILL, arg="nothing runs to be interrupted")
+    tab.click("Interrupt", "nothing is running to interrupt")
+    tab.page.wait_for_function(_HAS_STILL, arg="nothing is running to interrupt")
     stills = tab.output(NUMBER["panel"]).locator(".nbdist-panel-still")
     hidden = stills.evaluate_all("all => all.every(one => !one.offsetParent)")
     tab.command("docmanager:save")
@@ -523,4 +523,4 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state(tab: Tab, lab:
 
     assert hidden
     assert "2 ranks on 1 host, gloo" in still.inner_text()
-    assert "nothing runs to be interrupted" in still.inner_text()
+    assert "nothing is running to interrupt" in still.inner_text()

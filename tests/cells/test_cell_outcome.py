@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:
     both = unresponsive_message([0, 1], {0: "line 1"}, {1}, can_replace=True)
 
     assert alone == (
-        "rank 1 is stopped (SIGSTOP): no interrupt before kill -CONT. Another press ends and "
+        "rank 1 is stopped (SIGSTOP): no interrupt until kill -CONT. Another press ends and "
         "replaces rank 1, whose variables are then lost"
     )
     assert "rank 1 is stopped (SIGSTOP)" in both

@@ -2,7 +2,14 @@
 
 import pytest
 
-from nbdist.cells.completion import path_around, path_before, reply_of, reply_with, shifted, told
+from nbdist.cells.completion import (
+    inspect_reply,
+    path_around,
+    path_before,
+    reply_of,
+    reply_with,
+    shifted,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,5 +73,5 @@ def test_a_reply_for_the_text_below_a_magic_moves_with_it() -> None:
 
 def test_nothing_found_is_said_as_jupyter_does() -> None:
     """found is False, and there is no data."""
-    assert told("") == {"status": "ok", "found": False, "data": {}, "metadata": {}}
-    assert told("x")["data"] == {"text/plain": "x"}
+    assert inspect_reply("") == {"status": "ok", "found": False, "data": {}, "metadata": {}}
+    assert inspect_reply("x")["data"] == {"text/plain": "x"}

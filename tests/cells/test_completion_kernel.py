@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_answer_had_its_names_before(session: Session, tmp_pa
 
         assert until(lambda: completed(session, "model.wei") == [])  # it has begun
         assert completed(session, "only_h") == ["only_here"]
-        assert inspected(session, "model")["data"]["text/plain"] == "Rank 0 does not answer now."
+        assert inspected(session, "model")["data"]["text/plain"] == "Rank 0 is not answering."
     assert until(lambda: session.busy_ranks == (), 30.0)
 
 
@@ -103,4 +103,4 @@ def test_a_dead_rank_has_nothing_to_offer(pair: Session) -> None:
 
     assert until(lambda: not pair.is_connected(0))
     assert completed(pair, "gon") == ["gone"]
-    assert inspected(pair, "gone")["data"]["text/plain"] == "Rank 0 does not answer now."
+    assert inspected(pair, "gone")["data"]["text/plain"] == "Rank 0 is not answering."

@@ -2,17 +2,17 @@
 
 import pytest
 
-from nbdist.cells.hints import Surroundings, explained
+from nbdist.cells.hints import HintContext, explain
 from nbdist.cluster import host_memory
 from nbdist.core.failures import RankFailure, summary
 from nbdist.errors import StartError
 
-AROUND = Surroundings(python="/env/bin/python", has_name={"data"}.__contains__)
+AROUND = HintContext(python="/env/bin/python", has_name={"data"}.__contains__)
 
 
 def told(name: str, message: str) -> str:
     """The explained message of a failure."""
-    return explained(RankFailure(1, name, message), AROUND).message
+    return explain(RankFailure(1, name, message), AROUND).message
 
 
 def test_a_missing_module_names_the_ranks_python() -> None:
@@ -49,7 +49,7 @@ def test_a_second_accelerator_with_other_settings_is_explained() -> None:
     """Accelerate's own text says to restart the runtime, which would not help."""
     message = told("ValueError", "AcceleratorState has already been initialized and cannot ...")
 
-    assert "%dist_reset, and make yours before anything uses `accelerator`" in message
+    assert "Run %dist_reset, then create yours before anything uses `accelerator`" in message
 
 
 def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:
@@ -65,7 +65,7 @@ def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None
     for rank, other in [(1, 0), (0, 1)]:
         message = f"Detected mismatch between collectives on ranks. {call(rank)}, but {call(other)}"
         lines = ("Cell In[1], line 1", f"\x1b[31mRuntimeError\x1b[39m: {message}")
-        failures.append(explained(RankFailure(rank, "RuntimeError", message, lines), AROUND))
+        failures.append(explain(RankFailure(rank, "RuntimeError", message, lines), AROUND))
 
     assert summary(failures) == (
         "ranks 0-1 raised RuntimeError: the calls of the ranks do not match: rank 0 is in "

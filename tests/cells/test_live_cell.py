@@ -171,8 +171,8 @@ def test_both_ends_of_a_long_output(notebook: Notebook, step: int) -> None:
     ]
     assert after[501:] == [
         (
-            f"... {count - 1000:,} lines are not shown; "
-            f"all lines, as long as the ranks run: {notebook.path}"
+            f"... {count - 1000:,} lines not shown; "
+            f"all of them, until the ranks end, in {notebook.path}"
         ),
         *(f"[0] {number}" for number in range(count - 500, count)),
     ]
@@ -204,7 +204,7 @@ def test_1001_lines(notebook: Notebook) -> None:
     cell.close(RESULT)
 
     assert (
-        f"... 1 lines are not shown; all lines, as long as the ranks run: {notebook.path}\n"
+        f"... 1 lines not shown; all of them, until the ranks end, in {notebook.path}\n"
         in notebook.text()
     )
     assert "[0] 500\n" not in notebook.text()
@@ -231,9 +231,7 @@ def test_stored_outputs_have_no_path(
     cell.close(RESULT)
 
     assert "all go to #, the last" in notebook.text()
-    assert (
-        "... 500 lines are not shown; all lines, as long as the ranks run: #\n" in notebook.text()
-    )
+    assert "... 500 lines not shown; all of them, until the ranks end, in #\n" in notebook.text()
     assert str(notebook.path) not in notebook.text()
 
 
@@ -255,7 +253,7 @@ def test_blocks_are_counted_by_their_lines(notebook: Notebook) -> None:
     cell.draw([Line("stdout", text)])
     cell.close(RESULT)
 
-    assert "... 2,000 lines are not shown" in notebook.text()
+    assert "... 2,000 lines not shown" in notebook.text()
     assert notebook.path.read_text() == text
 
 
@@ -308,7 +306,7 @@ def test_from_messages_to_the_file(notebook: Notebook) -> None:
     elapsed_s = time.monotonic() - began_s
     lines = notebook.path.read_text().splitlines()
 
-    assert "... 199,000 lines are not shown" in notebook.text()
+    assert "... 199,000 lines not shown" in notebook.text()
     assert lines[0::2] == [f"[0] 0 {number}" for number in range(100_000)]
     assert lines[1::2] == [f"[1] 1 {number}" for number in range(100_000)]
     assert elapsed_s < 20
@@ -551,4 +549,4 @@ def test_a_full_disk_costs_the_long_output_and_not_the_cell(
 
     assert "line 0\n" in out
     assert "line 2999\n" in out
-    assert "could not be kept (No space left on device: " in out
+    assert "could not be saved (No space left on device: " in out

@@ -47,7 +47,7 @@ def test_ending_itself_well_is_no_failure(code: str) -> None:
 @pytest.mark.parametrize("code", ["3", "'no data'"])
 def test_ending_itself_with_another_code_is_one(code: str) -> None:
     """The code, or the text, is in the message."""
-    with pytest.raises(ScriptEnded, match=f"exit code {code.strip(chr(39))}"):
+    with pytest.raises(ScriptEnded, match=f"exited with code {code.strip(chr(39))}"):
         run(f"import sys\nsys.exit({code})\n")
 
 

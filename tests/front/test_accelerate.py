@@ -203,4 +203,4 @@ def test_the_first_use_may_be_a_method(own_kernel: Kernel, use: str) -> None:
 
     assert cell.text == "[0] 2 0 Accelerator\n[1] 2 1 Accelerator\n"
     assert refused.error is not None
-    assert "make yours before anything uses `accelerator`" in refused.error.evalue
+    assert "create yours before anything uses `accelerator`" in refused.error.evalue

@@ -181,7 +181,7 @@ def test_a_verb_of_a_notebook_in_a_process() -> None:
         (["run", "a.py", "b.py"], "2 files are named"),
         (["run", "no.py", "-n", "2"], "no.py cannot be read (No such file or directory)"),
         (["run", "-n", "2", "a.ipynb"], "nbconvert --to notebook --execute a.ipynb"),
-        (["run", "a.py", "-n", "two"], "'two' is no number of ranks"),
+        (["run", "a.py", "-n", "two"], "'two' is not a valid number of ranks"),
         (["run", "a.py", "--auto"], "unrecognized arguments: --auto"),
         (["stop", "run-x", "--all"], "choose --all or run-x"),
     ],
@@ -207,7 +207,7 @@ def test_what_is_no_program_starts_no_rank(
     said = capsys.readouterr().err
 
     assert code == 1
-    assert said.startswith(f"{path} is no program, so no rank was started.\n")
+    assert said.startswith(f"{path} is not a valid Python program, so no rank was started.\n")
     assert "Error: " in said
     assert "Traceback" not in said
 
@@ -244,7 +244,7 @@ def test_run_tells_an_exit_code(folder: Path) -> None:
     done = nbdist("run", "leaving.py", "-n", "1", folder=folder)
 
     assert done.returncode == 1
-    assert "ended itself with exit code 3" in done.stderr
+    assert "the program exited with code 3" in done.stderr
 
 
 def long_program(folder: Path, ranks: int) -> subprocess.Popen[str]:

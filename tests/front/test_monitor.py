@@ -16,10 +16,10 @@ from tests.support.kernel import Kernel
 
 _MISTAKES = {
     "%dist_monitor --seconds 0": "0 is not above 0",
-    "%dist_monitor --seconds soon": "'soon' is no number",
-    "%dist_monitor --prometheus 65536": "'65536' is no port (0 to 65535; 0: a free one)",
-    "%dist_monitor --prometheus -1": "'-1' is no port",
-    "%dist_monitor --prometheus web": "'web' is no port",
+    "%dist_monitor --seconds soon": "'soon' is not a number",
+    "%dist_monitor --prometheus 65536": "is not a valid port (0 to 65535; 0 picks a free one)",
+    "%dist_monitor --prometheus -1": "'-1' is not a valid port",
+    "%dist_monitor --prometheus web": "'web' is not a valid port",
     "%dist_monitor --seconds 3 --off": "choose one of --seconds, --off",
     "%dist_monitor 5": "unrecognized arguments: 5",
 }
@@ -90,7 +90,7 @@ def test_it_shows_every_rank_and_goes_on(kernel: Kernel) -> None:
 def test_recording_for_a_while_is_shown_when_it_is_interrupted(kernel: Kernel) -> None:
     """An interrupt ends the wait, not the cell's result; the ranks are not disturbed."""
     handle = kernel.start("%dist_monitor --seconds 60")
-    kernel.wait_output(handle, "left; an interrupt ends it")
+    kernel.wait_output(handle, "left; interrupt to stop early")
     kernel.interrupt()
     cell = kernel.finish(handle)
     after = kernel.run("%%distributed\nrank")
@@ -125,9 +125,9 @@ def test_prometheus_reads_what_the_ranks_use(kernel: Kernel) -> None:
         assert re.search(rf'\nnbdist_rank_state{{rank="{rank}",.*state="idle"}} 1\n', text)
     assert served(again.plain[-1])[0] == url
     assert other.error is not None
-    assert f"{url} is served already" in other.error.evalue
+    assert f"{url} is already being served" in other.error.evalue
     assert refused.value.code == 401
-    assert off.plain[-1].startswith("no longer recorded")
+    assert off.plain[-1].startswith("recording stopped")
     assert not is_open(port)
     assert not token_path.exists()
 

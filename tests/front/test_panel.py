@@ -116,14 +116,14 @@ def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
         ]
     )
     log = said(panel)
-    models = panel.run("until(lambda: PANEL._known.models); print(PANEL._known.models)").text
+    models = panel.run("until(lambda: PANEL._prepared.models); print(PANEL._prepared.models)").text
     panel.run(_GONE)
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
     assert "begins" not in pressing.text
     assert after.text == "[0-1] DTensor\n"
     assert "ddp, dp 2 -> fsdp, dp 2" in log
-    assert "Model(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
+    assert "PreparedModel(name='panel_net', n_parameters=72, parameter_bytes=288)" in models
 
 
 _LANGUAGE = """%%distributed
@@ -136,12 +136,12 @@ panel_tokens = torch.utils.data.DataLoader(torch.arange(1024).view(32, 32) % 200
 panel_lm, panel_opt, panel_tokens = accelerator.prepare(panel_lm, panel_opt, panel_tokens)
 """
 _BOTH = """
-from nbdist.panel.plan import Limit, counted
+from nbdist.panel.plan import Limit, planned_memory
 from nbdist.strategy.choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
     limit = Limit(80e9, has_gpu=True)
-    return row.memory, counted(choose(name, {}, 2), PANEL._known.sketches, limit).memory
+    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, limit).memory
 """
 
 
@@ -156,7 +156,7 @@ def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
     ).text
     panel.run("%%distributed\nfor tokens in panel_tokens: pass")
     seen = panel.run(
-        f"until(lambda: 'as the data loader gives' in {shown})\n"
+        f"until(lambda: 'from the data loader' in {shown})\n"
         f"m, c = both('fsdp', batch=8, seq=32); print(m == c); print({shown})"
     ).text
     panel.run("%%distributed\nimport gc\ndel panel_lm, panel_opt, panel_tokens; gc.collect(); None")
@@ -165,7 +165,7 @@ def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
     assert "assumed: batch 1 x 2048 tokens" in assumed
     assert "np-verdict" in assumed
     assert seen.startswith("True\n"), seen
-    assert "batch 8 x 32 tokens, as the data loader gives" in seen
+    assert "batch 8 x 32 tokens, from the data loader" in seen
 
 
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
@@ -201,7 +201,7 @@ def test_pressed_twice_quickly_is_done_once(panel: Kernel) -> None:
     log = said(panel)
 
     assert log.count("%dist_strategy fsdp begins") == 1
-    assert "%dist_strategy fsdp is queued already" in log
+    assert "%dist_strategy fsdp is already queued" in log
 
 
 def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
@@ -212,7 +212,7 @@ def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
     panel.run("press('start')", 120)
     back = panel.run("print(PANEL.state().title)")
 
-    assert "%dist_strategy fsdp is taken back: the ranks that it was for were stopped" in log
+    assert "%dist_strategy fsdp is removed from the queue: its ranks were stopped" in log
     assert gone == ("no ranks are running: %dist_init starts some\nStatus: no ranks are running\n")
     assert back.text == "2 ranks on 1 host, gloo\n"
 
@@ -404,7 +404,7 @@ def test_a_closed_panel_does_nothing_and_comes_back(panel: Kernel) -> None:
     strategy = panel.run("print(nbdist.session().strategy.current().name)").text
     again = panel.run("%dist_panel")
 
-    assert "%dist_strategy fsdp is taken back: the panel was closed" in log
+    assert "%dist_strategy fsdp is removed from the queue: the panel was closed" in log
     assert strategy == "ddp\n"
     assert "nbdist panel" in again.visible
 
@@ -459,4 +459,4 @@ def test_the_next_cell_is_recorded_as_memory(panel: Kernel) -> None:
 
     assert recorded.visible.startswith("memory of ranks 0-1")
     assert plain.visible == ""
-    assert "the next cell on ranks runs as %%dist_memory" in said(panel)
+    assert "the next cell on ranks will run as %%dist_memory" in said(panel)

@@ -12,13 +12,13 @@ from nbdist.core.view import View
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import SHOWN, show
 from nbdist.notebook.verb import Option, Verb
-from nbdist.panel.job_queue import Job
+from nbdist.panel.job_queue import PanelJob
 from nbdist.panel.kernel import actions
 from nbdist.panel.kernel.actions import Chosen, Shows
 from nbdist.strategy.choose import choose
 
-SAVE = Job("save", "%dist_trace --save traces", "--save traces")
-COMPARE = Job("compare", "%dist_compare ddp -- (the last cell)", "ddp -- train(3)\nmore()")
+SAVE = PanelJob("save", "%dist_trace --save traces", "--save traces")
+COMPARE = PanelJob("compare", "%dist_compare ddp -- (the last cell)", "ddp -- train(3)\nmore()")
 
 
 class Page:
@@ -29,7 +29,7 @@ class Page:
         self.details: list[tuple[str, str]] = []
         self.shows = Shows(self.steps.append, lambda *one: self.details.append(one))
 
-    def act(self, job: Job, run: Callable[[Namespace], View | None]) -> str:
+    def act(self, job: PanelJob, run: Callable[[Namespace], View | None]) -> str:
         """Do a job with this in the place of its verb's function."""
         save = Option(("--save",), "a folder")
         strategies = Option(("strategies",), "some")

@@ -25,7 +25,7 @@ _MISTAKES = {
     "%dist_plan 7e9 --gpu h10": "no --gpu h10 in the catalogue. Did you mean h100",
     "%dist_plan 7e9 --gpu h100 --memory 24GB": "--gpu or --memory, not both",
     "%dist_plan 7e9 --memory much": "--memory much is no size of memory",
-    "%dist_plan 7e9 --ranks 0": "'0' is no number of ranks",
+    "%dist_plan 7e9 --ranks 0": "'0' is not a valid number of ranks",
     "%dist_plan 7e9 --batch 0": "'0' is no number from 1",
     "%dist_plan 7e9 --seq x": "'x' is no number from 1",
     "%dist_plan 7e9 --ranks 8 --tp 3": "8 ranks cannot form tp=3",

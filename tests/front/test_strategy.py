@@ -16,7 +16,7 @@ _REFUSED = {
     "%dist_strategy fsdp ddp": "choose one of fsdp, ddp",
     "%dist_strategy ddp --sdpa cudnn": "There is no --sdpa cudnn on the CPU",
     "%dist_strategy ddp --nope": "unrecognized arguments: --nope",
-    "%dist_strategy ddp --tp x": "'x' is no number of ranks",
+    "%dist_strategy ddp --tp x": "'x' is not a valid number of ranks",
 }
 _MODEL = """%%distributed
 torch.manual_seed(rank)
@@ -79,7 +79,7 @@ def test_another_strategy_at_a_second_init_names_the_verb(kernel: Kernel) -> Non
 
     assert cell.error is not None
     assert cell.error.ename == "AlreadyRunning"
-    assert "with another --strategy" in cell.error.evalue
+    assert "with a different --strategy" in cell.error.evalue
     assert "%dist_strategy switches" in cell.error.evalue
 
 

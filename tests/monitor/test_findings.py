@@ -9,7 +9,7 @@ from nbdist.core.finding import Finding
 from nbdist.core.nvml import GpuReading
 from nbdist.monitor import findings
 from nbdist.monitor.process_usage import Usage
-from nbdist.monitor.samples import Doing, History, Sample
+from nbdist.monitor.samples import Doing, Sample, SampleHistory
 
 GIB = 2**30
 GPU = GpuReading(0, "GPU-a", "H", 2 * GIB, 100 * GIB, 90.0, 30.0, 60.0, 300.0, 700.0, ())
@@ -22,7 +22,7 @@ def told(
     *ranks: Sample | Sequence[Sample], seconds: int = 41, is_past: bool = False
 ) -> tuple[Finding, ...]:
     """What is found when each rank looked like this all the time, or second by second."""
-    history = History()
+    history = SampleHistory()
     for second in range(seconds):
         newest = [
             replace(
@@ -72,7 +72,7 @@ def with_host(used: float, **changed: object) -> Sample:
             with_gpu(temperature_c=85.0, throttled=None),
             with_gpu(temperature_c=86.0, throttled=None),
             "heat",
-            "rank 0: 86 C, reasons are not told",
+            "rank 0: 86 C, the driver gives no reason",
         ),
         (
             with_gpu(temperature_c=95.0, throttled=("power limit",)),
@@ -172,8 +172,8 @@ def test_busy_gpus_of_ranks_that_do_not_progress() -> None:
     assert finding.rule == "busy without progress"
     assert finding.ranks == (0, 1)
     assert finding.found == (
-        "the GPUs of ranks 0-1 are busy 100 % of the time, and no rank's collective has ended for "
-        "11 s; their memory is busy 0 % of the time"
+        "the GPUs of ranks 0-1 are busy 100 % of the time, and no collective has ended on any "
+        "rank for 11 s; their memory is busy 0 % of the time"
     )
     assert told(hung(10.0), hung(10.0)) == ()
     assert told(hung(11.0), hung(1.0)) == (), "one rank comes out of collectives"
@@ -200,5 +200,5 @@ def test_what_is_not_known_says_nothing() -> None:
 
     assert told(nothing, nothing) == ()
     assert told(replace(nothing, gpu=gpu)) == ()
-    assert findings.findings(History(), ()) == ()
+    assert findings.findings(SampleHistory(), ()) == ()
     assert names(bad) == ["host memory", "device memory", "low utilisation"]

@@ -273,7 +273,9 @@ def test_gpus_are_read_by_nvidia_smi(
     assert other.gpu is None
     assert [one.usage is not None for one in failed] == [True, True]
     missing, gone = on_gpus.problems
-    assert missing.startswith("rank 1: the driver tells nothing of its GPU GPU-missing (nvidia-smi")
+    assert missing.startswith(
+        "rank 1: the driver reports nothing for its GPU GPU-missing (nvidia-smi"
+    )
     assert gone == f"nvidia-smi does not answer: cat: {answer}: No such file or directory"
 
 
@@ -373,7 +375,7 @@ def test_sampling_ends_with_the_ranks(session: Session) -> None:
     monitor = session.monitor
     monitor.wait(time.monotonic(), SOON_S)
     served = monitor.serve(0)
-    with pytest.raises(OptionError, match="is served already"):
+    with pytest.raises(OptionError, match="is already being served"):
         monitor.serve(served.port + 1)
     run_dir.leave_note(session.cluster.run_dir)
     assert until(lambda: not monitor.is_running)

@@ -7,7 +7,7 @@ import pytest
 
 from nbdist.core.nvml import GpuReading
 from nbdist.monitor.process_usage import Usage
-from nbdist.monitor.samples import STATES, Doing, History, Sample
+from nbdist.monitor.samples import STATES, Doing, Sample, SampleHistory
 
 GIB = 2**30
 
@@ -20,7 +20,7 @@ def sample(rank: int, time_s: float, busy: float | None, used: int = GIB) -> Sam
 
 def test_a_series_is_what_was_appended() -> None:
     """Before it is full a history gives back every sample, rank by rank."""
-    history = History(8)
+    history = SampleHistory(8)
     for second in range(5):
         history.append([sample(0, second, 10.0 * second), sample(1, second, None)])
     times, values = history.series(0, "utilisation")
@@ -39,7 +39,7 @@ def test_a_series_is_what_was_appended() -> None:
 def test_a_full_history_keeps_the_newest_half_and_all_of_the_time() -> None:
     """However long it records it stays bounded; mean, peak and the newest rows are exact."""
     capacity, count = 16, 1000
-    history = History(capacity)
+    history = SampleHistory(capacity)
     busy = [float((37 * n) % 101) for n in range(count)]
     used = [GIB + (7919 * n) % GIB for n in range(count)]
     for second in range(count):
@@ -67,7 +67,7 @@ def test_a_full_history_keeps_the_newest_half_and_all_of_the_time() -> None:
 
 def test_rates_that_are_merged_are_means_of_what_is_known() -> None:
     """A second in which nothing was known does not count as 0."""
-    history = History(4)
+    history = SampleHistory(4)
     for second, busy in enumerate([10.0, 30.0, None, None, 50.0]):
         history.append([sample(0, second, busy)])
     _, values = history.series(0, "utilisation")
@@ -80,7 +80,7 @@ def test_rates_that_are_merged_are_means_of_what_is_known() -> None:
 
 def test_a_clock_that_goes_backwards_leaves_the_history_in_order() -> None:
     """A sample that is not newer than the last is left out."""
-    history = History(8)
+    history = SampleHistory(8)
     for second in (5.0, 6.0, 6.0, 2.0, 7.0):
         history.append([sample(0, second, second)])
     times, values = history.series(0, "utilisation")
@@ -91,7 +91,7 @@ def test_a_clock_that_goes_backwards_leaves_the_history_in_order() -> None:
 
 def test_windows_of_several_columns_belong_together() -> None:
     """A window is the same rows of each column, those of the last seconds."""
-    history = History(100)
+    history = SampleHistory(100)
     for second in range(20):
         history.append([sample(0, second, float(second), GIB + second)])
     busy, used = history.window(0, 3.0, "utilisation", "device_used")
@@ -109,4 +109,4 @@ def test_what_nobody_could_tell_is_none() -> None:
 
     assert (bare.utilisation, bare.device_part, bare.host_part) == (12.0, None, None)
     assert (full.utilisation, full.device_part, full.host_part) == (80.0, 0.75, 0.75)
-    assert History().summary(0, "cpu").peak is None
+    assert SampleHistory().summary(0, "cpu").peak is None

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from nbdist.core.finding import WARN, Finding
 from nbdist.core.nvml import GpuReading
 from nbdist.monitor.process_usage import Usage
-from nbdist.monitor.samples import Allocator, Doing, History, Sample
+from nbdist.monitor.samples import Allocator, Doing, Sample, SampleHistory
 from nbdist.monitor.view import MOST_RANKS, monitor, png, serving
 
 GPU = GpuReading(0, "GPU-a", "H", 20 * 10**9, 80 * 10**9, 50.0, 30.0, 61.0, 300.0, 700.0, ())
@@ -23,9 +23,9 @@ SAMPLE = Sample(0, 10.0, DOING, USAGE, 95.0, GPU, Allocator(5 * 10**9, 6 * 10**9
 FINDING = Finding("heat", "rank 0: 99 C <hot>", WARN, "it slows", "cool it", (0,))
 
 
-def recorded(*ranks: Sample, count: int = 11) -> tuple[list[Sample], History]:
+def recorded(*ranks: Sample, count: int = 11) -> tuple[list[Sample], SampleHistory]:
     """Samples whose utilisation goes up to theirs, 0 first, and their history."""
-    history = History()
+    history = SampleHistory()
     newest: list[Sample] = []
     for second in range(count):
         newest = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbdist.panel.state import Entry, PanelState, RankRow
+from nbdist.panel.state import LogEntry, PanelState, RankRow
 from nbdist.panel.view.html import log_html, still, top_html
 
 STATE = PanelState(
@@ -16,7 +16,7 @@ STATE = PanelState(
     strategy="fsdp, dp 2",
     models=("net: 12,600 parameters",),
     queued=("%dist_strategy tp",),
-    log=(Entry(0.0, "%dist_restart 1 (2.5 s): <back>", "done"),),
+    log=(LogEntry(0.0, "%dist_restart 1 (2.5 s): <back>", "done"),),
 )
 
 

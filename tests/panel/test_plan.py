@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from nbdist.panel.plan import Limit, counted, plan_of
+from nbdist.panel.plan import Limit, plan_of_models, planned_memory
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.live_model import Kind, LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.plan import plan
@@ -51,8 +51,8 @@ def test_numbers_are_those_of_a_plan(name: str) -> None:
     (row,) = plan(
         shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
     ).rows  # fmt: skip
-    found = counted(choose(name, {}, 2), [KNOWN], H100).memory
-    shown = plan_of(choose(name, {}, 2), [KNOWN], H100)
+    found = planned_memory(choose(name, {}, 2), [KNOWN], H100).memory
+    shown = plan_of_models(choose(name, {}, 2), [KNOWN], H100)
 
     assert found == row.memory
     assert found.activations > 0
@@ -61,24 +61,24 @@ def test_numbers_are_those_of_a_plan(name: str) -> None:
 
 def test_it_says_what_stands_in_a_step_beside_the_limit() -> None:
     """States, then what comes in a step, its part of the device, the verdict, and the batch."""
-    found = plan_of(FSDP, [KNOWN], Limit(4e9, has_gpu=True), DDP)
+    found = plan_of_models(FSDP, [KNOWN], Limit(4e9, has_gpu=True), DDP)
 
     assert found.text.startswith("each rank holds 4.5 MB between steps, now 9.1 MB: parameters ")
     assert " of 4.0 GB: 27%, safe (+ activations " in found.text
     assert found.text.endswith(
-        "; assumed: batch 1 x 2048 tokens, as no prepared data loader has given one"
+        "; assumed: batch 1 x 2,048 tokens (no prepared data loader has yielded a batch yet)"
     )
 
 
 @pytest.mark.parametrize(("limit_bytes", "word"), [(4e9, "safe"), (1.2e9, "risky"), (1e9, "no")])
 def test_the_verdict_is_a_plans(limit_bytes: float, word: str) -> None:
     """Safe below 80 % of the device."""
-    assert plan_of(FSDP, [KNOWN], Limit(limit_bytes, has_gpu=True)).verdict == word
+    assert plan_of_models(FSDP, [KNOWN], Limit(limit_bytes, has_gpu=True)).verdict == word
 
 
 def test_without_a_limit_there_is_no_verdict() -> None:
     """Before the first sample nobody knows what there is."""
-    found = plan_of(FSDP, [KNOWN], Limit())
+    found = plan_of_models(FSDP, [KNOWN], Limit())
 
     assert (found.verdict, found.share) == ("", None)
     assert "in a step up to" in found.text
@@ -91,29 +91,29 @@ def test_a_batch_that_was_seen_is_the_batch() -> None:
         inputs_shape=(8, 64),
     )
 
-    assert plan_of(FSDP, [seen], H100).text.endswith(
-        "batch 8 x 64 tokens, as the data loader gives"
+    assert plan_of_models(FSDP, [seen], H100).text.endswith(
+        "batch 8 x 64 tokens, from the data loader"
     )
     assert (
-        counted(FSDP, [seen], H100).memory.activations
-        < counted(FSDP, [KNOWN], H100).memory.activations
+        planned_memory(FSDP, [seen], H100).memory.activations
+        < planned_memory(FSDP, [KNOWN], H100).memory.activations
     )
 
 
 def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
     """And what the rest depends on; the verdict is open, unless states alone are too much."""
-    found = plan_of(FSDP, [OWN], H100)
+    found = plan_of_models(FSDP, [OWN], H100)
 
     assert found.text.startswith("each rank holds 99.8 kB between steps: parameters 25.0 kB + ")
     assert "states only: activations depend on the batch and on what net (Net) keeps" in found.text
-    assert "%dist_plan net --inputs NAME counts them by a run" in found.text
+    assert "%dist_plan net --inputs NAME measures them in a run" in found.text
     assert found.verdict == "?"
-    assert plan_of(FSDP, [OWN], Limit(90e3)).verdict == "no"
+    assert plan_of_models(FSDP, [OWN], Limit(90e3)).verdict == "no"
 
 
 def test_several_models_are_together_in_a_step() -> None:
     """One context of CUDA's for all of them."""
-    one, two = (counted(FSDP, models, H100).memory for models in ([KNOWN], [KNOWN, KNOWN]))
+    one, two = (planned_memory(FSDP, models, H100).memory for models in ([KNOWN], [KNOWN, KNOWN]))
 
     assert two.states == 2 * one.states
     assert two.peak - two.overhead == pytest.approx(2 * (one.peak - one.overhead))
@@ -121,7 +121,7 @@ def test_several_models_are_together_in_a_step() -> None:
 
 def test_what_does_not_go_with_the_model_is_said() -> None:
     """In the words of the plan; the strategy's own checks decide whether it can be applied."""
-    found = plan_of(choose("tp", {}, 4), [KNOWN], H100)
+    found = plan_of_models(choose("tp", {}, 4), [KNOWN], H100)
 
     assert found.text.startswith("not planned: tp over 4 ranks does not divide")
     assert found.is_possible

@@ -7,18 +7,26 @@ from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import STATES, Doing, Sample
 from nbdist.notebook.verb import parse, strategy_given
-from nbdist.panel.job_queue import Job, JobQueue
-from nbdist.panel.state import BUTTONS, KINDS, bar_share, bar_told, missing, row_of
-from nbdist.panel.strategy_form import Model, fields, given, picked, planned, typed, values_of
+from nbdist.panel.job_queue import JobQueue, PanelJob
+from nbdist.panel.state import BUTTONS, SIGNS, bar_share, bar_text, missing, row_of
+from nbdist.panel.strategy_form import (
+    PreparedModel,
+    chosen_options,
+    fields,
+    picked,
+    planned,
+    typed,
+    values_of,
+)
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import RECIPES
 from nbdist.strategy.options import OPTIONS, takers
 from nbdist.strategy.table import ROWS
 
-FSDP = Job("apply", "%dist_strategy fsdp", "fsdp")
-TP = Job("apply", "%dist_strategy tp", "tp")
-RESTART = Job("restart", "%dist_restart 1", "1")
+FSDP = PanelJob("apply", "%dist_strategy fsdp", "fsdp")
+TP = PanelJob("apply", "%dist_strategy tp", "tp")
+RESTART = PanelJob("restart", "%dist_restart 1", "1")
 
 
 class Clock:
@@ -48,9 +56,9 @@ def log(board: JobQueue) -> list[str]:
 
 def test_every_state_of_a_rank_is_drawn_and_differs_without_colour() -> None:
     """A state that the monitor may tell has a sign of its own."""
-    assert set(KINDS) == set(STATES)
-    assert len({kind.sign for kind in KINDS.values()}) == len(KINDS)
-    assert len({kind.color for kind in KINDS.values()}) == len(KINDS)
+    assert set(SIGNS) == set(STATES)
+    assert len({kind.sign for kind in SIGNS.values()}) == len(SIGNS)
+    assert len({kind.color for kind in SIGNS.values()}) == len(SIGNS)
 
 
 def test_a_row_is_what_the_sample_says() -> None:
@@ -98,10 +106,10 @@ def test_pressed_twice_is_done_once(board: JobQueue) -> None:
     assert board.take() is None
     assert board.ask(RESTART, "")
     assert log(board) == [
-        "%dist_restart 1 is queued until cell [3] ends; Cancel queued takes it back",
-        "%dist_restart 1 is queued already",
+        "%dist_restart 1 is queued until cell [3] ends; Cancel queued removes it",
+        "%dist_restart 1 is already queued",
         "%dist_restart 1 begins",
-        "%dist_restart 1 is under way already",
+        "%dist_restart 1 is already under way",
         "%dist_restart 1 (0.0 s): back",
     ]
 
@@ -113,7 +121,9 @@ def test_of_two_strategies_that_wait_the_newest_counts(board: JobQueue) -> None:
     board.ask(TP, "cell [3]")
 
     assert board.queued == ("%dist_restart 1", "%dist_strategy tp")
-    assert "%dist_strategy fsdp is taken back: %dist_strategy tp takes its place" in log(board)
+    assert "%dist_strategy fsdp is removed from the queue: %dist_strategy tp replaces it" in log(
+        board
+    )
 
 
 def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
@@ -123,7 +133,7 @@ def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
 
     assert board.drop("cancelled") == 2
     assert board.take() is None
-    assert log(board)[-1] == "%dist_restart 1 is taken back: cancelled"
+    assert log(board)[-1] == "%dist_restart 1 is removed from the queue: cancelled"
 
 
 def test_a_recording_is_for_one_cell(board: JobQueue) -> None:
@@ -157,9 +167,9 @@ def test_a_progress_bar_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     bar = "[0] " + capsys.readouterr().err.split("\r")[-1].strip()
 
     assert bar_share(bar) == 0.25
-    assert bar_told(bar).startswith("[0] epoch 2:  25% 20/80 [")
+    assert bar_text(bar).startswith("[0] epoch 2:  25% 20/80 [")
     assert bar_share("[0] 20 of 80") is None
-    assert bar_told("[0] 20 of 80") == "[0] 20 of 80"
+    assert bar_text("[0] 20 of 80") == "[0] 20 of 80"
 
 
 @pytest.mark.parametrize("name", BUTTONS)
@@ -202,7 +212,7 @@ def test_fields_left_alone_say_nothing() -> None:
     """Neither to choose, nor in the line that would be typed."""
     values = {"tp": "2", "bucket": "", "find_unused": False, "sequence_parallel": True}
 
-    assert given(values) == {"tp": "2", "sequence_parallel": True}
+    assert chosen_options(values) == {"tp": "2", "sequence_parallel": True}
     assert typed("fsdp", values) == "fsdp --tp 2 --sequence-parallel"
 
 
@@ -219,8 +229,8 @@ def test_a_number_is_read_or_refused_with_the_options_words() -> None:
 
 def test_a_plan_is_bytes_of_the_models_that_are_there() -> None:
     """Under fsdp on 4 ranks a quarter of 16 bytes a parameter; bf16 models have 12."""
-    model = Model("net", 1_000_000, 4_000_000)
-    short = Model("half", 1_000_000, 2_000_000)
+    model = PreparedModel("net", 1_000_000, 4_000_000)
+    short = PreparedModel("half", 1_000_000, 2_000_000)
     fsdp, ddp = choose("fsdp", {}, 4), choose("ddp", {}, 4)
 
     assert planned(fsdp, [model]).startswith("each rank holds 4.0 MB between steps")

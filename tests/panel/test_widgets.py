@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.panel.state import BUTTONS, PanelState, Plan
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState
 from nbdist.panel.strategy_form import fields
 from nbdist.panel.view.widgets import PanelWidgets, answer_in_subshell
 from nbdist.strategy.table import ROWS
@@ -92,12 +92,14 @@ def test_what_can_do_nothing_is_disabled_with_the_reason(widgets: PanelWidgets) 
     """And enabled again, with what it does."""
     why_not = dict.fromkeys(BUTTONS, "")
     state = PanelState("2 ranks", is_running=True, armed=("%%dist_profile",))
-    widgets.draw(state, why_not | {"apply": "not so"}, Plan("because <that>", is_possible=False))
+    widgets.draw(
+        state, why_not | {"apply": "not so"}, PanelPlan("because <that>", is_possible=False)
+    )
     apply = widgets.buttons["apply"]
     first = apply.disabled, apply.tooltip
     armed = widgets.buttons["profile"].button_style
     plan = widgets._plan.value
-    widgets.draw(PanelState("none"), why_not, Plan("", is_possible=True))
+    widgets.draw(PanelState("none"), why_not, PanelPlan("", is_possible=True))
 
     assert first == (True, "not so")
     assert (apply.disabled, "%dist_strategy" in apply.tooltip) == (False, True)

@@ -56,12 +56,12 @@ def unresponsive_message(
     )
     reasons = []
     if halted:
-        reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt before kill -CONT")
+        reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt until kill -CONT")
     if running:
         reasons.append(
             f"{ranks_are(running)} not back yet"
             + (f" ({where})" if where else "")
-            + ": C code takes an interrupt when it returns, and code that catches it goes on"
+            + ": C code handles an interrupt when it returns, and code that catches it continues"
         )
     return f"{'; '.join(reasons)}. Another press {next_press}"
 
@@ -76,18 +76,18 @@ def still_aborting_message(
         waiting: Who is still inside a collective; the others compute, and never were in it.
         is_named: The others have been named already.
     """
-    held = [rank for rank in ranks if rank in waiting]
-    if held:
-        told = (
-            f"{ranks_are(held)} not back from the abort: the stop button gives the notebook back, "
-            f"%dist_restart {rank_label(held)} then replaces"
+    in_collective = [rank for rank in ranks if rank in waiting]
+    if in_collective:
+        line = (
+            f"{ranks_are(in_collective)} not back from the abort: the stop button gives the "
+            f"notebook back; then replace with %dist_restart {rank_label(in_collective)}"
         )
     else:
-        told = (
+        line = (
             f"{ranks_are(ranks)} still running, in no collective: the cell ends with "
             f"{ranks_phrase(ranks)} (the stop button interrupts)"
         )
-    return (told,) if held or not is_named else ()
+    return (line,) if in_collective or not is_named else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class CellOutcome:
         ]
         after = self._after(result)
         if failures:
-            _raise_failures(failures, self._told_with_failures(after))
+            _raise_failures(failures, self._note_on_failures(after))
         if self.is_deadlock:
             raise Deadlock(f"{self.aborted}; {after}")
         if not self.is_interrupted:
@@ -151,7 +151,7 @@ class CellOutcome:
             )
         raise Interrupted(after)
 
-    def _told_with_failures(self, after: str) -> str:
+    def _note_on_failures(self, after: str) -> str:
         if self.is_deadlock:
             return f"{self.aborted}; {after}"
         return after if self.aborted or self.outcome.problem else ""
@@ -179,10 +179,10 @@ class CellOutcome:
             parts.append(_still_running(running))
         if self.outcome.problem:
             parts.append(self.outcome.problem)
-        told = "; ".join(parts)
+        summary = "; ".join(parts)
         if self.is_deadlock:
-            return f"aborted after {self.grace_s:g} s: {told}"
-        return f"{told}; {self.aborted}" if self.aborted else told
+            return f"aborted after {self.grace_s:g} s: {summary}"
+        return f"{summary}; {self.aborted}" if self.aborted else summary
 
 
 def _raise_failures(failures: list[RankFailure], after: str) -> None:
@@ -200,14 +200,14 @@ def _raise_failures(failures: list[RankFailure], after: str) -> None:
 def _still_stopped(ranks: Sequence[int]) -> str:
     return (
         f"{ranks_are(ranks)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(ranks)} go on, and "
-        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces, without "
-        "the variables"
+        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces "
+        f"{ranks_phrase(ranks)}, without the variables"
     )
 
 
 def _still_running(ranks: Sequence[int]) -> str:
     return (
         f"{ranks_are(ranks)} not back yet: C code takes no interrupt. Until it returns, cells "
-        "there are refused and what it prints is not shown. %dist_status --stacks tells where; "
-        f"%dist_restart {rank_label(ranks)} replaces, without the variables"
+        "there are refused and what it prints is not shown. %dist_status --stacks shows where; "
+        f"%dist_restart {rank_label(ranks)} replaces {ranks_phrase(ranks)}, without the variables"
     )

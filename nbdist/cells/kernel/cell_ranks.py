@@ -67,7 +67,7 @@ class CellRanks(Ranks):
 
     def explained(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where that is known: names, modules, memory."""
-        hinted = hints.explained(failure, hints.Surroundings(sys.executable, self.has_name))
+        hinted = hints.explain(failure, hints.HintContext(sys.executable, self.has_name))
         advice = "\n".join(filter(None, (hook.advice(failure) for hook in self.hooks)))
         return replace(hinted, advice=advice)
 

@@ -15,15 +15,15 @@ class Sink(Protocol):
     """Where a cell's output goes."""
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Show these, in order."""
+        """Show these events, in order."""
 
     def close(self, result: CellResult) -> None:
-        """Everything has been drawn."""
+        """Show what is left; nothing is drawn after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellRequest:
-    """A cell to run.
+    """Source that runs as one cell on the chosen ranks.
 
     Attributes:
         code: Source, as IPython takes it.
@@ -95,9 +95,9 @@ VIEWED = {
 
 def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
     """What the rank displayed as its error, or what its reply says where it displayed none."""
-    shown = feed.failure(rank)
-    if shown is not None:
-        return shown
+    displayed = feed.failure(rank)
+    if displayed is not None:
+        return displayed
     name, message, lines = failure_of(state.reply) or ("Error", "", ())
     return RankFailure(rank, name, message, lines)
 

@@ -64,7 +64,7 @@ class CellRun:
         self._states = {rank: RankState() for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._taken: deque[Callable[[], None]] = deque()
+        self._received: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
         self._ladder = InterruptEscalation()
         self._watchdog = ranks.watchdog(self._began_s, is_quiet=request.is_patient)
@@ -158,7 +158,7 @@ class CellRun:
     def block(self, pause_s: float) -> None:
         """Wait until something arrives, or for this long."""
         with contextlib.suppress(Empty):
-            self._taken.append(self._inbox.get(timeout=pause_s))
+            self._received.append(self._inbox.get(timeout=pause_s))
 
     def close(self) -> None:
         """Take nothing in any more: what the ranks still send is dropped.
@@ -225,8 +225,8 @@ class CellRun:
         return (*mismatches, *noted)
 
     def _take_in(self) -> None:
-        while self._taken:
-            self._taken.popleft()()
+        while self._received:
+            self._received.popleft()()
         # What is there now and no more: ranks that never stop writing must not keep this
         # from drawing, or from the deadlines.
         for _ in range(self._inbox.qsize()):
@@ -406,9 +406,9 @@ class CellRun:
         for rank in failed:
             self._states[rank].is_told = True
         if failed and not self._abort and self._watchdog.deadlock is None:
-            told = failing.summary([self._failure(rank) for rank in failed])
+            summary = failing.summary([self._failure(rank) for rank in failed])
             running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
-            self.tell([f"{told}; {running}"])
+            self.tell([f"{summary}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
         return failure_in(rank, self._states[rank], self._feed)

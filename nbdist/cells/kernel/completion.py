@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from nbdist.cells.completion import Reply, path_around, path_before, reply_of, told
+from nbdist.cells.completion import Reply, inspect_reply, path_around, path_before, reply_of
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.rpc.kernel.functions import RankFunction
 
@@ -20,13 +20,13 @@ COMPLETE_S = 0.6
 INSPECT_S = 2.0
 
 # The names that a rank had when it was last asked, with their types.
-_known: WeakKeyDictionary[Ranks, dict[int, dict[str, str]]] = WeakKeyDictionary()
+_last_names: WeakKeyDictionary[Ranks, dict[int, dict[str, str]]] = WeakKeyDictionary()
 
 complete_there: RankFunction[[str, int], tuple[Reply, dict[str, str]]] = RankFunction(
     "nbdist.engine.completion:complete"
 )
 inspect_there: RankFunction[[str, int, int], Reply] = RankFunction(
-    "nbdist.engine.completion:inspected"
+    "nbdist.engine.completion:inspection"
 )
 attributes: RankFunction[[tuple[str, ...]], dict[str, str]] = RankFunction("attributes")
 glance: RankFunction[[tuple[str, ...]], Reply] = RankFunction("glance")
@@ -42,18 +42,18 @@ async def complete(ranks: Ranks, rank: int, code: str, cursor: int) -> Reply:
     if _is_free(ranks, rank):
         answer = await _within(COMPLETE_S, lambda: complete_there(ranks.call, rank, code, cursor))
         if answer is not None:
-            reply, own = answer
-            _remember(ranks, rank, own)
+            reply, rank_names = answer
+            _remember(ranks, rank, rank_names)
             return reply
     *path, _ = path_before(code, cursor)
     names = await _within(
         COMPLETE_S,
-        lambda: ranks.ask(lambda ask, one: attributes(ask, one, tuple(path)), rank),
+        lambda: ranks.ask(lambda ask, asked_rank: attributes(ask, asked_rank, tuple(path)), rank),
     )
     if names is not None and not path:
         _remember(ranks, rank, names)
     if names is None:
-        names = {} if path else _known.get(ranks, {}).get(rank, {})
+        names = {} if path else _last_names.get(ranks, {}).get(rank, {})
     return reply_of(names, code, cursor)
 
 
@@ -70,12 +70,12 @@ async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) 
             return reply
     path = path_around(code, cursor)
     if not all(path):
-        return told("")
+        return inspect_reply("")
     reply = await _within(
-        COMPLETE_S, lambda: ranks.ask(lambda ask, one: glance(ask, one, path), rank)
+        COMPLETE_S, lambda: ranks.ask(lambda ask, asked_rank: glance(ask, asked_rank, path), rank)
     )
     if reply is None:
-        return told(f"Rank {rank} does not answer now.")
+        return inspect_reply(f"Rank {rank} is not answering.")
     if reply["found"]:
         reply["data"]["text/plain"] += f"\n\nRank {rank} is busy: no value is shown."
     return reply
@@ -86,7 +86,7 @@ def _is_free(ranks: Ranks, rank: int) -> bool:
 
 
 def _remember(ranks: Ranks, rank: int, names: dict[str, str]) -> None:
-    _known.setdefault(ranks, {})[rank] = names
+    _last_names.setdefault(ranks, {})[rank] = names
 
 
 async def _within(deadline_s: float, ask: Callable[[], Future[T] | None]) -> T | None:

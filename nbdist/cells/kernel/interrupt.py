@@ -61,7 +61,7 @@ class InterruptEscalation:
             self._again_s = min(self._again_s, now_s)
 
     def time_out(self, now_s: float) -> None:
-        """Begin without a press."""
+        """Begin as a first press would, for the cell's timeout."""
         if self.began_s is None:
             self.began_s = now_s
 

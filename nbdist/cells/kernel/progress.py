@@ -28,7 +28,7 @@ class Tell(Protocol):
     """Takes what is done now."""
 
     def __call__(self, what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
-        """See Progress."""
+        """Say how far the work is; the arguments are those of Progress."""
 
 
 # Called with each record, and with None when nothing takes long any more; in a thread of its own,
@@ -36,7 +36,7 @@ class Tell(Protocol):
 listeners: list[Listener] = []
 _lock = threading.RLock()
 _works: list[_Work] = []  # the inner ones last
-_told: Progress | None = None
+_last_told: Progress | None = None
 
 
 class _Work:
@@ -67,19 +67,19 @@ class _Work:
     def _run(self) -> None:
         pause_s = SHOW_S
         while not self._ended.wait(pause_s):
-            found = self._ask() or self._newest
+            newest = self._ask() or self._newest
             with _lock:
                 if not self._ended.is_set() and _works and _works[-1] is self:
-                    self._context.run(_tell, found)
+                    self._context.run(_tell, newest)
             pause_s = self._period_s
 
 
-def _tell(found: Progress | None) -> None:
-    global _told  # noqa: PLW0603  # there is one main thread
-    if found != _told:
-        _told = found
+def _tell(newest: Progress | None) -> None:
+    global _last_told  # noqa: PLW0603  # there is one main thread
+    if newest != _last_told:
+        _last_told = newest
         for listener in tuple(listeners):
-            listener(found)
+            listener(newest)
 
 
 @contextlib.contextmanager
@@ -98,14 +98,14 @@ def during(
     work = _Work(name, ask, period_s)
     with _lock:
         # An interrupt can come in the moment of an end, and leave one that has ended.
-        _works[:] = [*(one for one in _works if not one.has_ended), work]
+        _works[:] = [*(running for running in _works if not running.has_ended), work]
     work.begin()
     try:
         yield work.tell
     finally:
         with _lock:
             work.end()
-            _works[:] = [one for one in _works if not one.has_ended]
+            _works[:] = [running for running in _works if not running.has_ended]
             if not _works:
                 _tell(None)
 
@@ -128,20 +128,20 @@ class _Newest:
     def __init__(self, ranks: Ranks, chosen: Sequence[int] | None):
         self._ranks = ranks
         self._chosen = chosen
-        self._asked: dict[int, Future[Progress | None]] = {}
+        self._pending: dict[int, Future[Progress | None]] = {}
         self._newest: dict[int, Progress | None] = {}
 
     def __call__(self) -> Progress | None:
         for rank in self._ranks.ranks if self._chosen is None else self._chosen:
-            asked = self._asked.get(rank)
-            if asked is not None and not asked.done():
+            pending = self._pending.get(rank)
+            if pending is not None and not pending.done():
                 continue
-            if asked is not None:
-                self._newest[rank] = None if asked.exception() is not None else asked.result()
+            if pending is not None:
+                self._newest[rank] = None if pending.exception() is not None else pending.result()
             future = self._ranks.ask(newest_of_rank, rank)
             if future is None:  # it has ended
-                self._asked.pop(rank, None)
+                self._pending.pop(rank, None)
                 self._newest.pop(rank, None)
             else:
-                self._asked[rank] = future
+                self._pending[rank] = future
         return together(self._newest)

@@ -29,21 +29,23 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
         health: Theirs.
         wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
     """
-    seen = {} if ranks.is_stopped else health.views_now()
+    views = {} if ranks.is_stopped else health.views_now()
     gone = {"ended", "stopped", "running", "busy"}
-    idle = [r for r, v in seen.items() if v.state not in gone and ranks.is_connected(r)]
-    asked = {rank: memory_bytes(ranks.call, rank) for rank in idle}
-    stacks = ranks.ask_all(python_stacks) if wants_stacks and seen else {}
+    idle = [r for r, v in views.items() if v.state not in gone and ranks.is_connected(r)]
+    memory_futures = {rank: memory_bytes(ranks.call, rank) for rank in idle}
+    stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
     end_s = time.monotonic() + DEADLINE_S
-    shown = []
+    statuses = []
     for rank in ranks.ranks:
-        one = _rank_status(ranks, health, rank, seen.get(rank), asked.get(rank), end_s)
-        if wants_stacks and seen:
-            one = replace(one, stack=health.stack(rank, stacks.get(rank), end_s))
-        shown.append(one)
-    findings = diagnose.diagnose(list(seen.values()), time.monotonic(), 0.0)
-    waits = [one.text for one in findings]
-    return Status(tuple(shown), tuple(waits))
+        rank_status = _rank_status(
+            ranks, health, rank, views.get(rank), memory_futures.get(rank), end_s
+        )
+        if wants_stacks and views:
+            rank_status = replace(rank_status, stack=health.stack(rank, stacks.get(rank), end_s))
+        statuses.append(rank_status)
+    findings = diagnose.diagnose(list(views.values()), time.monotonic(), 0.0)
+    waits = [finding.text for finding in findings]
+    return Status(tuple(statuses), tuple(waits))
 
 
 def _rank_status(
@@ -51,13 +53,13 @@ def _rank_status(
     health: Health,
     rank: int,
     view: RankView | None,
-    asked: Future[dict[str, int]] | None,
+    memory_future: Future[dict[str, int]] | None,
     end_s: float,
 ) -> RankStatus:
     state, text = situation(ranks, health, rank, view)
     cell = ranks.running_cell(rank)
     if state == "idle":
-        return _idle_status(rank, asked, end_s)
+        return _idle_status(rank, memory_future, end_s)
     if state in {"dead", "stopped"} or cell is None:
         return RankStatus(rank, text, {})
     return RankStatus(rank, text, {}, time.monotonic() - cell[1])
@@ -87,10 +89,12 @@ def situation(ranks: Ranks, health: Health, rank: int, view: RankView | None) ->
     return ("waiting", f"{state}, {waits}") if waits else ("running", state)
 
 
-def _idle_status(rank: int, asked: Future[dict[str, int]] | None, end_s: float) -> RankStatus:
+def _idle_status(
+    rank: int, memory_future: Future[dict[str, int]] | None, end_s: float
+) -> RankStatus:
     try:
         left_s = max(0.0, end_s - time.monotonic())
-        memory: Any = asked.result(left_s) if asked is not None else {}
+        memory: Any = memory_future.result(left_s) if memory_future is not None else {}
     except TimeoutError:
         return RankStatus(rank, "does not answer", {})
     except Exception as error:  # noqa: BLE001  # it has just ended, or torch has failed there

@@ -84,12 +84,12 @@ class LiveCell:
     def _clipped(self, lines: Line) -> list[Line]:
         """What of these lines is to be shown at once."""
         first, rest = self._clip.first(lines.text)
-        shown = [Line(lines.stream, first)] if first else []
+        visible = [Line(lines.stream, first)] if first else []
         if rest:
             if self._clip.needs_file:
-                shown.append(self._begin_file())
+                visible.append(self._begin_file())
             self._clip.keep(lines.stream, rest)
-        return shown
+        return visible
 
     def close(self, result: CellResult) -> None:
         """Show what was kept back: the last lines, and the tabs."""
@@ -100,11 +100,11 @@ class LiveCell:
         if skipped and self._file is not None:
             self._file.flush()
             where = (
-                f"they could not be kept ({self._file.problem}: {shown(self._file.path)})"
+                f"they could not be saved ({self._file.problem}: {shown(self._file.path)})"
                 if self._file.problem
-                else f"all lines, as long as the ranks run: {shown(self._file.path)}"
+                else f"all of them, until the ranks end, in {shown(self._file.path)}"
             )
-            self._write([Line("stdout", f"... {skipped:,} lines are not shown; {where}\n")])
+            self._write([Line("stdout", f"... {skipped:,} lines not shown; {where}\n")])
         self._write(last)
         self._end_file(is_needed=bool(skipped))
         if self._has_tabs:
@@ -142,10 +142,11 @@ class LiveCell:
 
     def _draw_bar(self) -> None:
         bar = next(reversed(self._bars.values()), None)
-        own = "" if bar is None else bar.text
+        bar_text = "" if bar is None else bar.text
         if self._note:
             bar = Bar(
-                _NOTED if bar is None else bar.stream, "  ".join(filter(None, [own, self._note]))
+                _NOTED if bar is None else bar.stream,
+                "  ".join(filter(None, [bar_text, self._note])),
             )
         if bar is None or (self._drawn is not None and self._drawn.stream != bar.stream):
             self._erase_bar()
@@ -155,7 +156,7 @@ class LiveCell:
         before = self._drawn.text if self._drawn is not None else ""
         self._drawn, self._drawn_s = bar, now_s
         _emit(bar.stream, "\r" + bar.text.ljust(len(before)))
-        self._on_bar(own)
+        self._on_bar(bar_text)
 
     def _erase_bar(self) -> None:
         if self._drawn is not None:

@@ -21,11 +21,11 @@ class OutputFile:
         self._try(self._open)
 
     def write(self, text: str) -> None:
-        """Append whole lines."""
+        """Append whole lines; a full disk is noted in `problem` and raises nothing."""
         self.writelines([text])
 
     def writelines(self, texts: Iterable[str]) -> None:
-        """Append lines."""
+        """As `write`, for several texts at once."""
         file = self._file
         if file is not None:
             self._try(lambda: file.writelines(texts))

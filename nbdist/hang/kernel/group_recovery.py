@@ -23,7 +23,9 @@ RECOVER_S = recovery.DEADLINE_S + 5.0
 LOOK_S = 0.1
 
 newest: RankFunction[[], dict[str, FlightRecorderEntry]] = RankFunction("newest")
-checksums: RankFunction[[], dict[str, str]] = RankFunction("nbdist.parallel.live_models:checksums")
+checksums: RankFunction[[], dict[str, str]] = RankFunction(
+    "nbdist.hang.rank.reset_models:checksums"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ class ActivityReader:
         self._ranks = ranks
         self._health = health
         self._files = BoxFiles(ranks.cluster.run_dir / "boxes")
-        self._known: dict[int, tuple[int, CallLog]] = {}
+        self._cached: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
-        """What a rank does.
+        """What a rank does now, without asking it.
 
         Args:
             rank: Which.
@@ -41,7 +41,7 @@ class ActivityReader:
         state, text = status.situation(ranks, health, rank, view)
         if state == "dead" and is_here and not ranks.end_of(rank):
             # As while a controller that has ended is replaced.
-            state, text = "unknown", "its process lives, its connection is lost"
+            state, text = "unknown", "its process is alive, but its connection is lost"
         cell = ranks.running_cell(rank) if state in {"running", "waiting"} else None
         since_s = _since_s(state, box, cell)
         op, age_s = _last_collective(box, now_s)
@@ -54,14 +54,14 @@ class ActivityReader:
         if memory is None:
             return None
         check = zlib.crc32(memory)
-        known = self._known.get(rank)
-        if known is None or known[0] != check:
+        cached = self._cached.get(rank)
+        if cached is None or cached[0] != check:
             try:
-                known = check, call_log.read(memory)
+                cached = check, call_log.read(memory)
             except ValueError:  # it is just being made
                 return None
-            self._known[rank] = known
-        return known[1]
+            self._cached[rank] = cached
+        return cached[1]
 
 
 def _since_s(
@@ -76,10 +76,8 @@ def _since_s(
 
 def _last_collective(box: CallLog | None, now_s: float) -> tuple[str, float | None]:
     """(the call that has ended last, how long ago); sends and recvs count as well."""
-    ended = [one for one in (() if box is None else box.calls) if one.state == "done"]
+    ended = [call for call in (() if box is None else box.calls) if call.state == "done"]
     if not ended:
         return "", None
-    last = max(ended, key=lambda one: one.ended_s or 0.0)
-    return hang_text.call_signature(hang_text.act_of(last)), max(
-        0.0, now_s - (last.ended_s or now_s)
-    )
+    last = max(ended, key=lambda call: call.ended_s or 0.0)
+    return hang_text.name_told(hang_text.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))

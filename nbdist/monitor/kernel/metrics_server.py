@@ -36,7 +36,7 @@ class Exporter:
     """
 
     def __init__(self, text: Callable[[], str], port: int, run_dir: Path):
-        """Listen from now on.
+        """Open the port, write the token to its file, and answer from now on.
 
         Args:
             text: What is served; called for each request, in the request's thread.
@@ -65,7 +65,7 @@ class Exporter:
 
     @property
     def url(self) -> str:
-        """Where the numbers are."""
+        """The address of the numbers, for this host alone."""
         return f"http://{LOOPBACK}:{self.port}/metrics"
 
     def close(self) -> None:
@@ -87,10 +87,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Answer with the numbers, to those who have the token."""
         url = urllib.parse.urlsplit(self.path)
         # In constant time: how long it takes says nothing of how much of it was right.
-        if not hmac.compare_digest(self._given(url.query), self.server.token.encode()):
-            self._answer(HTTPStatus.UNAUTHORIZED, "a token is needed\n")
+        if not hmac.compare_digest(self._token_of(url.query), self.server.token.encode()):
+            self._answer(HTTPStatus.UNAUTHORIZED, "this request needs the token\n")
         elif url.path not in {"/", "/metrics"}:
-            self._answer(HTTPStatus.NOT_FOUND, "there is /metrics only\n")
+            self._answer(HTTPStatus.NOT_FOUND, "only /metrics is served\n")
         else:
             self._answer(*self._numbers())
 
@@ -100,12 +100,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Exception as error:  # noqa: BLE001  # for whoever has asked, not for the notebook
             return HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n"
 
-    def _given(self, query: str) -> bytes:
+    def _token_of(self, query: str) -> bytes:
         header = self.headers.get("Authorization", "")
         if header.startswith(_BEARER):
             return header.removeprefix(_BEARER).strip().encode("utf-8", "replace")
-        found = urllib.parse.parse_qs(query).get("token", [""])
-        return found[0].encode("utf-8", "replace")
+        tokens = urllib.parse.parse_qs(query).get("token", [""])
+        return tokens[0].encode("utf-8", "replace")
 
     def _answer(self, status: HTTPStatus, body: str) -> None:
         data = body.encode()
@@ -143,9 +143,9 @@ def _listening(port: int, text: Callable[[], str], token: str) -> _Server:
         if error.errno == errno.EADDRINUSE:
             why = f"port {port} of {LOOPBACK} is in use"
         elif error.errno == errno.EACCES:
-            why = f"port {port} is kept for the system's own services"
+            why = f"port {port} is reserved for the system's own services"
         else:
-            why = f"port {port} of {LOOPBACK} cannot be had ({error.strerror})"
+            why = f"port {port} of {LOOPBACK} cannot be opened ({error.strerror})"
         raise OptionError(
             f"{why}. Choose another one from 1024 to 65535, or 0 for any that is free."
         ) from error

@@ -21,7 +21,7 @@ from nbdist.monitor import findings as monitor_findings
 from nbdist.monitor.kernel.metrics_server import Exporter
 from nbdist.monitor.kernel.sampler import PERIOD_S, Sampler, Samples
 from nbdist.monitor.prometheus import exposition
-from nbdist.monitor.samples import History
+from nbdist.monitor.samples import SampleHistory
 
 __all__ = ["Listener", "Monitor", "Samples"]
 
@@ -50,7 +50,7 @@ class Monitor:
             health: Theirs.
             period_s: Between two samples of a rank.
         """
-        self.history = History()
+        self.history = SampleHistory()
         self._ranks = ranks
         self._health = health
         self._period_s = period_s
@@ -159,11 +159,11 @@ class Monitor:
             OptionError: If the port cannot be had, or another one is served already.
         """
         if self._is_closed or self._ranks.is_stopped:
-            raise NotRunning(f"There are no ranks to be told of. {run_dir.WHAT_NOW}")
+            raise NotRunning(f"There are no ranks to report on. {run_dir.WHAT_NOW}")
         served = self._exporter
         if served is not None and port not in {0, served.port}:
             raise OptionError(
-                f"{served.url} is served already. %dist_monitor --off ends that; then choose "
+                f"{served.url} is already being served. %dist_monitor --off ends that; then choose "
                 f"port {port}."
             )
         if served is None:

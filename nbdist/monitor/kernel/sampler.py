@@ -49,7 +49,7 @@ class Sampler:
     """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
 
     def __init__(self, ranks: Ranks, health: Health, note: Callable[[str], None], period_s: float):
-        """Read nothing yet.
+        """Read nothing yet; `take` does.
 
         Args:
             ranks: Whose.
@@ -76,10 +76,10 @@ class Sampler:
         now_s = time.monotonic()
         pids = self._health.pids()
         usages = self._usages.read(pids.values())
-        here = {rank: usages.get(pid) for rank, pid in pids.items()}
+        local_usages = {rank: usages.get(pid) for rank, pid in pids.items()}
         read, read_s = self._read_gpus(now_s) if self._has_gpus and pids else (GpuReadings(), now_s)
         return tuple(
-            self._sample(place, now_s, pids, here, (read, read_s))
+            self._sample(place, now_s, pids, local_usages, (read, read_s))
             for place in self._ranks.topology.ranks
         )
 
@@ -88,7 +88,7 @@ class Sampler:
         place: RankPlace,
         now_s: float,
         pids: Mapping[int, int],
-        here: Mapping[int, Usage | None],
+        local_usages: Mapping[int, Usage | None],
         read: tuple[GpuReadings, float],
     ) -> Sample:
         rank, is_here = place.rank, place.rank in pids
@@ -96,7 +96,7 @@ class Sampler:
         answer, answered_s = None, now_s
         if doing.state not in {"dead", "stopped"}:
             answer, answered_s = self._answers.of(place, now_s, is_remote=not is_here)
-        usage, gpu, when_s = here.get(rank), self._gpu_of(place, read[0]), now_s
+        usage, gpu, when_s = local_usages.get(rank), self._gpu_of(place, read[0]), now_s
         age_s = 0.0 if gpu is None else now_s - read[1]
         if answer is not None and not is_here:
             usage, gpu, when_s = answer.usage, answer.gpu, answer.now_s
@@ -113,13 +113,13 @@ class Sampler:
         )
 
     def _gpu_of(self, place: RankPlace, readings: GpuReadings) -> GpuReading | None:
-        found = readings.of(place.device_uuid)
-        if found is None and readings.gpus and not readings.problems and place.device != "cpu":
+        reading = readings.of(place.device_uuid)
+        if reading is None and readings.gpus and not readings.problems and place.device != "cpu":
             self._note(
-                f"rank {place.rank}: the driver tells nothing of its GPU {place.device_uuid} "
-                "(nvidia-smi, which is asked where NVML fails, tells none of MIG instances)"
+                f"rank {place.rank}: the driver reports nothing for its GPU {place.device_uuid} "
+                "(nvidia-smi, used where NVML fails, does not report MIG instances)"
             )
-        return found
+        return reading
 
     def _cpu_percent(
         self, place: RankPlace, pid: int, usage: Usage | None, when_s: float
@@ -154,8 +154,8 @@ class _Answers:
         self._ranks = ranks
         self._note = note
         self._least_s = len(ranks.topology.ranks) / MOST_ASKED
-        self._asked: dict[int, tuple[Future[Answer], float]] = {}
-        self._known: dict[int, tuple[Answer, float]] = {}
+        self._pending: dict[int, tuple[Future[Answer], float]] = {}
+        self._newest: dict[int, tuple[Answer, float]] = {}
 
     def of(self, place: RankPlace, now_s: float, *, is_remote: bool) -> tuple[Answer | None, float]:
         """(the rank's newest answer, when it was asked for); None before the first."""
@@ -164,13 +164,13 @@ class _Answers:
             return None, now_s  # nothing that is not read here
         self._take(rank)
         period_s = max(PERIOD_S if is_remote else ALLOCATOR_PERIOD_S, self._least_s)
-        _, known_s = self._known.get(rank, (None, 0.0))
-        asked = self._asked.get(rank)
+        _, known_s = self._newest.get(rank, (None, 0.0))
+        pending = self._pending.get(rank)
         # Answers take some time: half a sample early is on time.
         is_due = now_s > known_s + period_s - PERIOD_S / 2
-        if is_due and (asked is None or now_s > asked[1] + ANSWER_S):
+        if is_due and (pending is None or now_s > pending[1] + ANSWER_S):
             self._ask(rank, now_s, is_remote=is_remote)
-        return self._known.get(rank, (None, now_s))
+        return self._newest.get(rank, (None, now_s))
 
     def allocator(self, answer: Answer | None, age_s: float) -> Allocator | None:
         """The allocator's numbers in an answer, unless they are too old."""
@@ -181,19 +181,19 @@ class _Answers:
     def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
         sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
         if sent is not None:
-            self._asked[rank] = sent, now_s
+            self._pending[rank] = sent, now_s
 
     def _take(self, rank: int) -> None:
-        asked = self._asked.get(rank)
-        if asked is None or not asked[0].done():
+        pending = self._pending.get(rank)
+        if pending is None or not pending[0].done():
             return
-        del self._asked[rank]
-        sent, asked_s = asked
+        del self._pending[rank]
+        sent, asked_s = pending
         error = sent.exception()
         if error is not None:
             if self._ranks.is_connected(rank):  # else how it ended is told
-                self._note(f"rank {rank} cannot tell what it uses: {error}")
+                self._note(f"rank {rank} could not report its use: {error}")
             return
-        self._known[rank] = sent.result(), asked_s
-        for problem in self._known[rank][0].problems:
+        self._newest[rank] = sent.result(), asked_s
+        for problem in self._newest[rank][0].problems:
             self._note(f"rank {rank}: {problem}")

@@ -14,7 +14,7 @@ from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions, Record
 from nbdist.notebook.verb import Verb, parse
 from nbdist.panel import strategy_form
-from nbdist.panel.job_queue import Job
+from nbdist.panel.job_queue import PanelJob
 from nbdist.panel.state import BUTTONS
 from nbdist.panel.strategy_form import Value
 from nbdist.strategy.choice import Strategy
@@ -56,7 +56,7 @@ class Chosen:
         return strategy_form.typed(self.name, self.values)
 
 
-def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
+def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> PanelJob:
     """What pressing a button asks for.
 
     Args:
@@ -66,7 +66,7 @@ def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
         code: The last cell on all ranks.
     """
     magic, _, line = BUTTONS[name].magic.partition(" ")
-    told = ""
+    typed = ""
     if name == "apply":
         line = chosen.typed
     elif name == "restart" and chosen.rank is not None:
@@ -74,18 +74,20 @@ def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Job:
     elif name == "compare" and current is not None:
         now = strategy_form.typed(current.name, strategy_form.values_of(current))
         strategies = dict.fromkeys([now, chosen.typed])
-        quoted = " ".join(f'"{one}"' if " " in one else one for one in strategies)
-        line, told = f"{quoted} -- {code}", f"{quoted} -- (the last cell)"
-    return Job(name, f"{magic} {told or line}".rstrip(), line)
+        quoted = " ".join(
+            f'"{typed_as}"' if " " in typed_as else typed_as for typed_as in strategies
+        )
+        line, typed = f"{quoted} -- {code}", f"{quoted} -- (the last cell)"
+    return PanelJob(name, f"{magic} {typed or line}".rstrip(), line)
 
 
-def act(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
+def act(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> str:
     """Do a job, in the main thread, and say what it came to; raises what its magic raises.
 
     What is printed or displayed meanwhile would stand below whatever cell ran last, so it goes
     where the panel shows what is long.
     """
-    title = BUTTONS[asked.name].below
+    title = BUTTONS[job.name].below
     views: list[View] = []
 
     def take(view: View) -> None:
@@ -94,24 +96,24 @@ def act(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> str:
 
     with SHOWN.redirected(take, shows.progress), capture_output() as caught:
         try:
-            if (view := _run(asked, verbs, shows)) is not None:
+            if (view := _run(job, verbs, shows)) is not None:
                 views.append(view)
             del views[:-1]  # headings, of what is in the result
         finally:
-            parts = [one.html or _plain(one.text) for one in views if title]
+            parts = [view.html or _plain(view.text) for view in views if title]
             if parts := [*parts, *_printed(caught)]:
-                shows.detail(title or asked.typed, "".join(parts))
+                shows.detail(title or job.typed, "".join(parts))
     return "done, see below" if title else views[-1].text
 
 
-def _run(asked: Job, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
-    if asked.name == "start":  # with the options of the last start, whatever has set them
+def _run(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
+    if job.name == "start":  # with the options of the last start, whatever has set them
         started = NOTEBOOK.start(NOTEBOOK.options, shows.progress)
-        return ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
-    line = asked.line
-    if asked.name == "checkpoint":
+        return ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+    line = job.line
+    if job.name == "checkpoint":
         line = line.replace(_TIME, time.strftime("%Y-%m-%d-%H%M%S"))
-    return answer(asked.name, line, verbs)
+    return answer(job.name, line, verbs)
 
 
 def answer(name: str, line: str, verbs: Mapping[str, Verb]) -> View | None:
@@ -136,8 +138,8 @@ def verb_of(name: str, verbs: Mapping[str, Verb]) -> Verb:
 def _printed(caught: CapturedIO) -> list[str]:
     """What was printed and displayed, but no updates: those are pictures of the panel itself."""
     texts = [_plain(text) for text in (caught.stdout, caught.stderr) if text]
-    shown = [one.data for one in caught.outputs if not one.update]
-    return texts + [data.get("text/html") or _plain(data.get("text/plain", "")) for data in shown]
+    bundles = [output.data for output in caught.outputs if not output.update]
+    return texts + [data.get("text/html") or _plain(data.get("text/plain", "")) for data in bundles]
 
 
 def _plain(text: str) -> str:

@@ -27,13 +27,13 @@ from nbdist.notebook.notebook import NOTEBOOK, CellOptions
 from nbdist.notebook.session import Session
 from nbdist.notebook.verb import Verb
 from nbdist.panel import plan, strategy_form
-from nbdist.panel.job_queue import Job, JobQueue
+from nbdist.panel.job_queue import JobQueue, PanelJob
 from nbdist.panel.kernel import actions
 from nbdist.panel.kernel import ranks as ranks_panel
 from nbdist.panel.kernel.actions import Chosen, Shows
-from nbdist.panel.kernel.ranks import Known
+from nbdist.panel.kernel.ranks import PreparedModels
 from nbdist.panel.kernel.scheduler import JobScheduler
-from nbdist.panel.state import BUTTONS, PanelState, Plan, missing
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, missing
 from nbdist.panel.view import html as panel_view
 from nbdist.strategy.choice import Strategy, described
 
@@ -44,7 +44,7 @@ TICK_S = 1.0
 # A sample of every rank is there within a second; an idle rank answers at once.
 LOOK_S = 3.0
 NO_RANKS = "no ranks are running: %dist_init starts some"
-NO_WIDGETS = "ipywidgets cannot be imported ({why}), so this is only a picture of the panel"
+NO_WIDGETS = "ipywidgets cannot be imported ({why}), so the panel is a static picture"
 # Pictures that are kept up to date; those of cells that were run again are no more on the page.
 KEPT_STILLS = 4
 
@@ -63,9 +63,9 @@ class Panel:
         self._essence: object = None
         self._session: Session | None = None
         # What was chosen last when a rank was asked, and what it answered.
-        self._told: tuple[Strategy, Strategy] | None = None
+        self._answer: tuple[Strategy, Strategy] | None = None
         self._followed: Strategy | None = None
-        self._known = Known()
+        self._prepared = PreparedModels()
         self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
@@ -83,7 +83,7 @@ class Panel:
             publish(panel_view.still(self.state())._repr_mimebundle_())
             return
         try:
-            widgets = self._made()
+            widgets = self._make_widgets()
         except ImportError as error:
             self.board.note(NO_WIDGETS.format(why=error), "failed")
         else:
@@ -100,7 +100,7 @@ class Panel:
         session = self._now()
         if session is not None and not self.board.acting:
             ended = self._ask(session)
-            ranks_panel.look(session, LOOK_S)
+            ranks_panel.wait_for_sample(session, LOOK_S)
             ended(LOOK_S)
 
     def press(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Panel:
         self.refresh()
 
     def pick(self) -> None:
-        """Another strategy was chosen."""
+        """Show what the strategy comes to that was just chosen."""
         self.refresh()
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Panel:
             self._update_stills(state)
 
     def state(self) -> PanelState:
-        """All that is shown."""
+        """All that the panel shows at this moment; a rank is not asked."""
         session = self._now()
         state = PanelState(
             NO_RANKS,
@@ -166,7 +166,7 @@ class Panel:
         )
         if session is None:
             return state
-        rows, waits = ranks_panel.looked(session)
+        rows, waits = ranks_panel.rows_and_waits(session)
         return replace(
             state,
             title=ranks_panel.title(session),
@@ -174,7 +174,7 @@ class Panel:
             ranks=rows,
             waits=waits,
             strategy=described(self._current(session)),
-            models=tuple(strategy_form.model_told(model) for model in self._known.models),
+            models=tuple(strategy_form.model_text(model) for model in self._prepared.models),
         )
 
     def before_cell(self, code: str, options: CellOptions) -> CellOptions:
@@ -197,9 +197,9 @@ class Panel:
         with self._lock:
             if session is not self._session:
                 if self._session is not None:
-                    self.board.drop("the ranks that it was for were stopped")
-                self._session, self._told, self._code = session, None, ""
-                self._known = Known()
+                    self.board.drop("its ranks were stopped")
+                self._session, self._answer, self._code = session, None, ""
+                self._prepared = PreparedModels()
                 if session is not None and self._widgets is not None:
                     self._widgets.set_ranks(session.topology.world_size)
                 self._ask_prepared()
@@ -208,7 +208,7 @@ class Panel:
     def _current(self, session: Session) -> Strategy:
         """The strategy that counts: a rank's own answer, unless something was chosen since."""
         last = ranks_panel.last_choice(session)
-        return self._told[1] if self._told is not None and self._told[0] == last else last
+        return self._answer[1] if self._answer is not None and self._answer[0] == last else last
 
     def _ask_prepared(self) -> None:
         if self._session is not None and not self.board.acting and not self.turns.cell:
@@ -218,8 +218,8 @@ class Panel:
         take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
         return ranks_panel.prepared(session, take)
 
-    def _take_prepared(self, last: Strategy, choice: Strategy, known: Known) -> None:
-        self._told, self._known = (last, choice), known
+    def _take_prepared(self, last: Strategy, choice: Strategy, prepared: PreparedModels) -> None:
+        self._answer, self._prepared = (last, choice), prepared
         self.refresh()
 
     def _take_bar(self, text: str) -> None:
@@ -246,18 +246,18 @@ class Panel:
         on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
         return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
 
-    def _plan(self) -> Plan:
-        found, session = self._picked(), self._session
-        if isinstance(found, str) or session is None:
-            return Plan(str(found), is_possible=not found)
-        known, current = self._known, self._current(session)
-        if known.models and known.sketches:
+    def _plan(self) -> PanelPlan:
+        strategy, session = self._picked(), self._session
+        if isinstance(strategy, str) or session is None:
+            return PanelPlan(str(strategy), is_possible=not strategy)
+        prepared, current = self._prepared, self._current(session)
+        if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
-            return plan.plan_of(found, known.sketches, limit, current)
-        text = strategy_form.planned(found, known.models, current)
-        if known.problem:
-            text += f"; states only: no rank could describe the models ({known.problem})"
-        return Plan(text, is_possible=True)
+            return plan.plan_of_models(strategy, prepared.sketches, limit, current)
+        text = strategy_form.planned(strategy, prepared.models, current)
+        if prepared.problem:
+            text += f"; states only: the ranks could not describe the models ({prepared.problem})"
+        return PanelPlan(text, is_possible=True)
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""
@@ -273,7 +273,7 @@ class Panel:
         if session is None:
             return {"none"}
         picked = self._picked()
-        known = {
+        facts = {
             "ranks": True,
             "trace": bool(session.traces.count),
             "code": bool(self._code),
@@ -281,7 +281,7 @@ class Panel:
             "other": picked != self._current(session),
             "queue": bool(self.board.queued),
         }
-        return {fact for fact, is_so in known.items() if is_so}
+        return {fact for fact, is_so in facts.items() if is_so}
 
     def _why_not(self) -> dict[str, str]:
         facts = self._facts()
@@ -289,7 +289,7 @@ class Panel:
 
     # What the buttons do.
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str) -> PanelJob:
         session, widgets = self._session, self._widgets
         chosen = Chosen("", {}, None)
         if widgets is not None:
@@ -298,17 +298,17 @@ class Panel:
         current = None if session is None else self._current(session)
         return actions.job(name, chosen, current, self._code)
 
-    def _act(self, job: Job) -> str:
+    def _act(self, job: PanelJob) -> str:
         return actions.act(job, self.verbs, Shows(self._progress, self._detail))
 
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
         session = self._now()
-        told, left = ("", "") if session is None else ranks_panel.interrupt(session)
-        told = told or self.turns.interrupt()
-        parts = [f"interrupting {told}"] if told else []
-        parts += [f"{left}: SIGINT once more"] if left else []
-        self.board.note("; ".join(parts) or "nothing runs to be interrupted")
+        interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)
+        interrupted = interrupted or self.turns.interrupt()
+        parts = [f"interrupting {interrupted}"] if interrupted else []
+        parts += [f"{not_back}: sent SIGINT again"] if not_back else []
+        self.board.note("; ".join(parts) or "nothing is running to interrupt")
 
     def ask_status(self) -> None:
         """Show what every rank does; in a thread of its own, as answers may take two seconds."""
@@ -339,7 +339,7 @@ class Panel:
 
     # What is on the page.
 
-    def _made(self) -> PanelWidgets:
+    def _make_widgets(self) -> PanelWidgets:
         from nbdist.panel.view.widgets import PanelWidgets  # which needs ipywidgets
 
         with self._lock:
@@ -373,14 +373,14 @@ class Panel:
                 handle.update(view)
 
     @contextlib.contextmanager
-    def _logged(self, what: str) -> Iterator[None]:
+    def _logged(self, action: str) -> Iterator[None]:
         """Errors into the log: those of a callback or a thread would be seen nowhere."""
         try:
             yield
         except NbdistError as error:
-            self.board.note(f"{what}: {error}", "failed")
+            self.board.note(f"{action}: {error}", "failed")
         except Exception:  # noqa: BLE001
-            self.board.note(f"{what}: {traceback.format_exc().rstrip()}", "failed")
+            self.board.note(f"{action}: {traceback.format_exc().rstrip()}", "failed")
 
 
 _NOW: Mapping[str, Callable[[Panel], None]] = {

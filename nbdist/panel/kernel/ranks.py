@@ -14,7 +14,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.hang import diagnose
 from nbdist.panel.plan import Limit
 from nbdist.panel.state import RankRow, row_of
-from nbdist.panel.strategy_form import Model
+from nbdist.panel.strategy_form import PreparedModel
 from nbdist.planner.devices import device_of_ranks
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel.functions import RankFunction
@@ -46,18 +46,18 @@ def title(session: Session) -> str:
     )
 
 
-def looked(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
+def rows_and_waits(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
-    samples = {one.rank: one for one in session.monitor.latest()}
+    samples = {sample.rank: sample for sample in session.monitor.latest()}
     now_s = time.monotonic()
     rows = tuple(row_of(place, samples.get(place.rank), now_s) for place in session.topology.ranks)
     if all(row.kind != "waiting" for row in rows):
         return rows, ()
-    found = diagnose.diagnose(list(session.health.views_now().values()), now_s, AFTER_S)
-    return rows, tuple(one.text for one in found)
+    findings = diagnose.diagnose(list(session.health.views_now().values()), now_s, AFTER_S)
+    return rows, tuple(finding.text for finding in findings)
 
 
-def look(session: Session, limit_s: float) -> None:
+def wait_for_sample(session: Session, limit_s: float) -> None:
     """Wait until every rank was sampled after this call, so long at most."""
     session.monitor.wait(time.monotonic(), limit_s)
 
@@ -70,26 +70,26 @@ def interrupt(session: Session) -> tuple[str, str]:
         cells that were given back, and hear of no press, got SIGINT once more, or "".
     """
     running = session.readiness.running()
-    waited = [one for one in running if not one.is_over]
-    for one in waited:
-        one.press()
-    left = []
-    for one in running:
-        ranks = session.readiness.ranks_of(one) if one.is_over else ()
+    waited = [cell for cell in running if not cell.is_over]
+    for cell in waited:
+        cell.press()
+    not_back = []
+    for cell in running:
+        ranks = session.readiness.ranks_of(cell) if cell.is_over else ()
         for rank in ranks:
             session.interrupt(rank)
         if ranks:
             verb = "have" if len(ranks) > 1 else "has"
-            left.append(f"{ranks_phrase(ranks)} {verb} not come back from {_told(one)}")
-    return ", ".join(map(_told, waited)), "; ".join(left)
+            not_back.append(f"{ranks_phrase(ranks)} {verb} not come back from {_cell_phrase(cell)}")
+    return ", ".join(map(_cell_phrase, waited)), "; ".join(not_back)
 
 
-def _told(cell: RunningCell) -> str:
+def _cell_phrase(cell: RunningCell) -> str:
     return "a cell" if cell.number is None else f"cell [{cell.number}]"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PreparedModels:
     """What a rank has said of its prepared models.
 
     Attributes:
@@ -98,13 +98,13 @@ class Known:
         problem: Why; a phrase.
     """
 
-    models: tuple[Model, ...] = ()
+    models: tuple[PreparedModel, ...] = ()
     sketches: tuple[LiveModel, ...] = ()
     problem: str = ""
 
 
 def prepared(
-    session: Session, take: Callable[[Strategy, Known], object]
+    session: Session, take: Callable[[Strategy, PreparedModels], object]
 ) -> Callable[[float], object]:
     """Ask a rank for its strategy and models; `take` is called with them, in another thread.
 
@@ -129,9 +129,9 @@ def prepared(
         try:
             if choice.exception() is None and sizes.exception() is None:
                 error = done.exception()
-                told = () if error is not None else done.result()
+                models = () if error is not None else done.result()
                 problem = "" if error is None else str(getattr(error, "evalue", error))
-                take(choice.result(), Known(models_of(sizes.result()), told, problem))
+                take(choice.result(), PreparedModels(models_of(sizes.result()), models, problem))
         finally:
             is_taken.set()
 
@@ -156,9 +156,9 @@ def limit(session: Session) -> Limit:
     return Limit(sample.usage.host_limit_bytes / on_host)
 
 
-def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[Model, ...]:
+def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[PreparedModel, ...]:
     """What `prepared_sizes` answers, as records."""
-    return tuple(Model(*one) for one in sizes)
+    return tuple(PreparedModel(*row) for row in sizes)
 
 
 def last_choice(session: Session) -> Strategy:

@@ -16,7 +16,7 @@ from IPython import get_ipython
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.panel.job_queue import Job, JobQueue
+from nbdist.panel.job_queue import JobQueue, PanelJob
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.sigint import PendingInterrupts
 
@@ -24,8 +24,10 @@ from nbdist.rpc.kernel.sigint import PendingInterrupts
 class JobScheduler:
     """The turns of cells and jobs in one notebook."""
 
-    def __init__(self, board: JobQueue, act: Callable[[Job], str], changed: Callable[[], None]):
-        """Nothing is watched yet.
+    def __init__(
+        self, board: JobQueue, act: Callable[[PanelJob], str], changed: Callable[[], None]
+    ):
+        """Watch no cells yet; `watch` begins.
 
         Args:
             board: Where jobs are queued, and where it is written what they came to.
@@ -43,7 +45,7 @@ class JobScheduler:
         """The notebook's cell that runs, such as `cell [4]`; "" between cells."""
         return f"cell [{NOTEBOOK.cell_number}]" if self._cells else ""
 
-    def ask(self, job: Job) -> None:
+    def ask(self, job: PanelJob) -> None:
         """Do a job as soon as no cell runs. From any thread; returns at once."""
         if not self._board.ask(job, self.cell):
             return
@@ -97,7 +99,7 @@ class JobScheduler:
                 self._board.finish(*self._outcome(job, pressed))
             self._changed()
 
-    def _outcome(self, job: Job, pressed: PendingInterrupts) -> tuple[str, str]:
+    def _outcome(self, job: PanelJob, pressed: PendingInterrupts) -> tuple[str, str]:
         try:
             with _interruptible():
                 pressed.check()

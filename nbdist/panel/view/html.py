@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from nbdist.core import units
 from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, table
-from nbdist.panel.state import KINDS, OLD_S, Entry, PanelState, Plan, RankRow, bar_share, bar_told
+from nbdist.panel.state import (
+    OLD_S,
+    SIGNS,
+    LogEntry,
+    PanelPlan,
+    PanelState,
+    RankRow,
+    bar_share,
+    bar_text,
+)
 from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN
 
 # The live panel's page hides the picture that stands below it for when there is no panel.
@@ -56,7 +65,7 @@ STYLE = """<style>
 .nbdist-panel .np-log div div { overflow-wrap: anywhere; }
 .nbdist-panel .np-failed { border-left: 3px solid #D55E00; padding-left: 6px; }
 .nbdist-panel .np-done { border-left: 3px solid #009E73; padding-left: 6px; }
-.nbdist-panel .np-told { border-left: 3px solid transparent; padding-left: 6px; }
+.nbdist-panel .np-note { border-left: 3px solid transparent; padding-left: 6px; }
 </style>"""
 # What the live panel has besides. The age counts up in the browser, from the moment in which the
 # kernel has drawn the table last: also while the kernel can send nothing at all.
@@ -121,13 +130,13 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
         if strategy
         else ""
     )
-    models = "".join(f'<div class="np-dim">{html.escape(one)}</div>' for one in state.models)
-    waits = "".join(f'<div class="np-waits">{html.escape(one)}</div>' for one in state.waits)
+    models = "".join(f'<div class="np-dim">{html.escape(model)}</div>' for model in state.models)
+    waits = "".join(f'<div class="np-waits">{html.escape(wait)}</div>' for wait in state.waits)
     busy = _progress_html(state.bar) + _progress_html(state.doing) + _busy_html(state)
     return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PanelPlan) -> str:
     """What the chosen strategy comes to, with a bar up to the device's limit and the verdict."""
     if not plan.is_possible:
         return f'<div class="np-why">{html.escape(plan.text)}</div>'
@@ -145,17 +154,17 @@ def _progress_html(bar: str) -> str:
     if not bar:
         return ""
     return (
-        f'<div class="np-num np-progress">{_bar(bar_share(bar))}{html.escape(bar_told(bar))}</div>'
+        f'<div class="np-num np-progress">{_bar(bar_share(bar))}{html.escape(bar_text(bar))}</div>'
     )
 
 
 def _busy_html(state: PanelState) -> str:
-    told = [
+    lines = [
         *([f"under way: {state.acting}"] if state.acting else []),
         *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
-        *(f"the next cell on ranks runs as {magic}" for magic in state.armed),
+        *(f"the next cell on ranks will run as {magic}" for magic in state.armed),
     ]
-    return "".join(f'<div class="np-busy">{html.escape(one)}</div>' for one in told)
+    return "".join(f'<div class="np-busy">{html.escape(line)}</div>' for line in lines)
 
 
 def _ranks_html(ranks: Sequence[RankRow]) -> str:
@@ -167,7 +176,7 @@ def _ranks_html(ranks: Sequence[RankRow]) -> str:
 
 
 def _row_html(row: RankRow) -> str:
-    kind = KINDS[row.kind]
+    kind = SIGNS[row.kind]
     rank, host, device, state, memory, use = map(html.escape, _cells(row))
     used, _, limit = memory.partition(" of ")
     title = f' title="{memory}"' if limit else ""
@@ -204,10 +213,10 @@ def _memory(row: RankRow) -> str:
         return PLACEHOLDER
     if row.memory_bytes is None:
         return "-"
-    told = units.size(row.memory_bytes)
+    text = units.size(row.memory_bytes)
     if row.limit_bytes:
-        told += f" of {units.size(row.limit_bytes)}"
-    return told + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
+        text += f" of {units.size(row.limit_bytes)}"
+    return text + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
 
 
 def _use(row: RankRow) -> str:
@@ -216,7 +225,7 @@ def _use(row: RankRow) -> str:
     return "-" if row.utilisation is None else f"{row.utilisation:.0%}"
 
 
-def log_html(log: Sequence[Entry]) -> str:
+def log_html(log: Sequence[LogEntry]) -> str:
     """The log, newest last; a screen reader hears what is added."""
     if not log:
         return ""
@@ -227,15 +236,15 @@ def log_html(log: Sequence[Entry]) -> str:
     return f'<div class="np-log" role="log" aria-label="log" tabindex="0"><div>{lines}</div></div>'
 
 
-def _log_lines(log: Sequence[Entry]) -> list[str]:
-    return [f"{_clock(entry.at_s)} {_settled(entry.text)}" for entry in log]
+def _log_lines(log: Sequence[LogEntry]) -> list[str]:
+    return [f"{_clock(entry.at_s)} {_without_times(entry.text)}" for entry in log]
 
 
 def _clock(at_s: float) -> str:
     return shown(time.strftime("%H:%M:%S", time.localtime(at_s)))
 
 
-def _settled(text: str) -> str:
+def _without_times(text: str) -> str:
     """Without measured times where outputs are stored: they stand in parentheses behind a job."""
     if not is_stored():
         return text

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import ipywidgets
 
-from nbdist.panel.state import BUTTONS, PanelState, Plan
-from nbdist.panel.strategy_form import UNSET, Field, Value, fields
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState
+from nbdist.panel.strategy_form import UNSET, FormField, Value, fields
 from nbdist.panel.view.html import LIVE_STYLE, log_html, plan_html, top_html
 from nbdist.strategy.table import ROWS
 
@@ -23,11 +23,11 @@ _ENDED = ("ended", "")  # those that have
 _NARROW = {"description_width": "initial"}
 
 
-class Owner(Protocol):
+class PanelOwner(Protocol):
     """What the widgets call; from whatever thread a click arrives in, so nothing may take long."""
 
     def press(self, name: str) -> None:
-        """A button was pressed."""
+        """Do what the button of this name does."""
 
     def pick(self) -> None:
         """The chosen strategy, or one of its fields, is another one now."""
@@ -36,7 +36,7 @@ class Owner(Protocol):
 class PanelWidgets:
     """The widgets of one panel. Every view of them on a page shows the same."""
 
-    def __init__(self, owner: Owner):
+    def __init__(self, owner: PanelOwner):
         """Make the widgets; nothing is shown yet.
 
         Args:
@@ -72,11 +72,11 @@ class PanelWidgets:
 
     def _button(self, name: str) -> Any:
         row = BUTTONS[name]
-        one = ipywidgets.Button(description=row.label, tooltip=_tip(name))
-        one.layout.width = "auto"
-        one.button_style = "primary" if name in _PRIMARY else ""
-        one.on_click(lambda _button: self._owner.press(name))
-        return one
+        button = ipywidgets.Button(description=row.label, tooltip=_tip(name))
+        button.layout.width = "auto"
+        button.button_style = "primary" if name in _PRIMARY else ""
+        button.on_click(lambda _button: self._owner.press(name))
+        return button
 
     def _assembled(self) -> Any:
         of = self.buttons
@@ -107,7 +107,7 @@ class PanelWidgets:
     @property
     def values(self) -> dict[str, Value]:
         """What stands in the fields of the chosen strategy, those left alone too."""
-        words = [one.word for one in fields(self.strategy.value, max(1, self._world_size))]
+        words = [field.word for field in fields(self.strategy.value, max(1, self._world_size))]
         return {word: self._fields[word].value for word in words if word in self._fields}
 
     def set_values(self, name: str, values: Mapping[str, Value]) -> None:
@@ -143,23 +143,29 @@ class PanelWidgets:
             for field in fields(name, world_size):
                 old = self._fields.get(field.word)
                 if old is None:
-                    self._fields[field.word] = made = _field_widget(field)
-                    made.observe(self._changed, "value")
-                    answer_in_subshell(made)
+                    self._fields[field.word] = widget = _field_widget(field)
+                    widget.observe(self._changed, "value")
+                    answer_in_subshell(widget)
                 elif isinstance(old, ipywidgets.Dropdown):
                     old.options = _options(field)
 
     def _fill(self, _change: object) -> None:
         """Show the fields that the chosen strategy has."""
-        found = fields(self.strategy.value, max(1, self._world_size))
-        own = [self._fields[one.word] for one in found if one.is_own and one.word in self._fields]
-        common = [
-            self._fields[one.word] for one in found if not one.is_own and one.word in self._fields
+        visible = fields(self.strategy.value, max(1, self._world_size))
+        own_widgets = [
+            self._fields[field.word]
+            for field in visible
+            if field.is_own and field.word in self._fields
         ]
-        self._strategy.children = (self.strategy, *own)
+        common = [
+            self._fields[field.word]
+            for field in visible
+            if not field.is_own and field.word in self._fields
+        ]
+        self._strategy.children = (self.strategy, *own_widgets)
         self._common.children = common if self.more.value else ()
 
-    def draw(self, state: PanelState, why_not: Mapping[str, str], plan: Plan) -> None:
+    def draw(self, state: PanelState, why_not: Mapping[str, str], plan: PanelPlan) -> None:
         """Show this; from any thread.
 
         Args:
@@ -207,21 +213,21 @@ def answer_in_subshell(widget: Any) -> None:
         comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001
 
 
-def _field_widget(field: Field) -> Any:
-    made = _KINDS[field.kind](field)
-    made.tooltip = field.help
-    made.style = _NARROW
-    made.layout.width = "auto"
+def _field_widget(field: FormField) -> Any:
+    widget = _KINDS[field.kind](field)
+    widget.tooltip = field.help
+    widget.style = _NARROW
+    widget.layout.width = "auto"
     if field.kind in {"text", "suggest"}:
-        made.layout.width = "150px"
-    return made
+        widget.layout.width = "150px"
+    return widget
 
 
-def _options(field: Field) -> list[tuple[str, str]]:
-    return [(f"{field.default}", UNSET), *((one, one) for one in field.choices)]
+def _options(field: FormField) -> list[tuple[str, str]]:
+    return [(f"{field.default}", UNSET), *((choice, choice) for choice in field.choices)]
 
 
-_KINDS: Mapping[str, Callable[[Field], Any]] = {
+_KINDS: Mapping[str, Callable[[FormField], Any]] = {
     "choice": lambda field: ipywidgets.Dropdown(
         options=_options(field), value=UNSET, description=field.label
     ),
@@ -240,7 +246,7 @@ _KINDS: Mapping[str, Callable[[Field], Any]] = {
 
 def _tip(name: str) -> str:
     row = BUTTONS[name]
-    later = "; while a cell runs it is queued until that ends" if row.when == "between" else ""
+    later = "; while a cell runs, this is queued until it ends" if row.when == "between" else ""
     return f"{row.help}{later}" + (f" ({row.magic})" if row.magic else "")
 
 
@@ -251,7 +257,10 @@ def _row(*children: Any) -> Any:
 
 
 def _below(widget: Any) -> list[Any]:
-    return [widget, *(one for child in getattr(widget, "children", ()) for one in _below(child))]
+    return [
+        widget,
+        *(descendant for child in getattr(widget, "children", ()) for descendant in _below(child)),
+    ]
 
 
 def _wrapped(body: str) -> str:
