@@ -109,30 +109,30 @@ class Bandwidth:
             )
         named = parse_ops(ops)
         sizes = DEFAULT_SIZES[topology.backend] if sizes is None else sizes
-        found = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
+        measurement = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
         self._ranks.recover_if_needed()
-        with self._settled(found):
-            found.run(named, limit_s)
+        with self._settled(measurement):
+            measurement.run(named, limit_s)
         self.last = Bench(
             world_size=topology.world_size,
             n_hosts=topology.n_hosts,
             backend=topology.backend,
             device=_device(topology),
             caveat=caveat(topology),
-            rows=tuple(found.rows),
-            left_out=tuple(found.left_out),
+            rows=tuple(measurement.rows),
+            left_out=tuple(measurement.left_out),
         )
         return self.last
 
     @contextlib.contextmanager
-    def _settled(self, found: _Measurement) -> Iterator[None]:
+    def _settled(self, measurement: _Measurement) -> Iterator[None]:
         """However it ends, the groups can be used again."""
         try:
             yield
         except KeyboardInterrupt as error:
             self._ranks.settle()
             raise Interrupted(
-                f"the measurement was broken off at {found.doing}; nothing of it is kept"
+                f"the measurement was broken off at {measurement.doing}; nothing of it is kept"
             ) from error
         except NbdistError:
             self._ranks.settle()
@@ -159,9 +159,9 @@ class _Measurement:
 
     def run(self, ops: Sequence[str], limit_s: float) -> None:
         """Measure all operations at all sizes."""
-        told = self._ranks.call_all(begin_measuring, deadline_s=DEADLINE_S)
+        free_by_rank = self._ranks.call_all(begin_measuring, deadline_s=DEADLINE_S)
         end_s = time.monotonic() + limit_s
-        free = shares(self._ranks.topology, told)
+        free = shares(self._ranks.topology, free_by_rank)
         n = self._ranks.topology.world_size
         for number, op in enumerate(ops):
             fitting = [s for s in self._sizes if s * OPS[op].buffers(n) <= min(free)]
@@ -186,7 +186,7 @@ class _Measurement:
                 return
             row = together(op, size, timings)
             self.rows.append(row)
-            beside_s = max(one.beside_s for one in timings)
+            beside_s = max(timing.beside_s for timing in timings)
             costs.append((size, beside_s + LEAST_RUNS * row.time_s))
 
     def _timings(self, op: str, size: int, limit_s: float, least_s: float) -> list[Timing]:

@@ -119,8 +119,8 @@ class Measured:
 
 def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> Measured:
     """What all ranks' timings of the same runs come to, in rank order."""
-    slowest = [max(run) for run in zip(*(one.times_s for one in timings), strict=True)]
-    wrong = tuple(rank for rank, one in enumerate(timings) if not one.is_right)
+    slowest = [max(run) for run in zip(*(timing.times_s for timing in timings), strict=True)]
+    wrong = tuple(rank for rank, timing in enumerate(timings) if not timing.is_right)
     return Measured(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
 
 
@@ -170,7 +170,7 @@ def fitted(rows: Iterable[Measured], n: int) -> LinkModel:
         if len({row.size_bytes for row in its}) > 1
     }
     # Of small messages alone the bandwidth is not known.
-    fits = {op: one for op, one in fits.items() if one.beta_s > 0}
+    fits = {op: op_fit for op, op_fit in fits.items() if op_fit.beta_s > 0}
     return LinkModel(fits, n)
 
 
@@ -266,11 +266,11 @@ def loads(text: str) -> Bench:
         OptionError: If it is something else, or incomplete.
     """
     try:
-        told = json.loads(text)
-        if told.pop("format") != _FORMAT:
+        record = json.loads(text)
+        if record.pop("format") != _FORMAT:
             raise ValueError(_FORMAT)  # noqa: TRY301  # told below like any other form
-        rows = tuple(Measured(**{**row, "wrong": tuple(row["wrong"])}) for row in told.pop("rows"))
-        bench = Bench(**{**told, "rows": rows, "left_out": tuple(told["left_out"])})
+        rows = tuple(Measured(**{**row, "wrong": tuple(row["wrong"])}) for row in record.pop("rows"))
+        bench = Bench(**{**record, "rows": rows, "left_out": tuple(record["left_out"])})
         _check(bench)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(

@@ -37,21 +37,21 @@ def measured(
     session = NOTEBOOK.session
     if path is not None:
         check_target(path)
-    found = session.bandwidth.measure(ops, sizes, limit_s, progress)
+    bench = session.bandwidth.measure(ops, sizes, limit_s, progress)
     if path is not None:
-        save(found, path)
-    return found
+        save(bench, path)
+    return bench
 
 
 def dist_bench(values: Namespace) -> View | None:
     """Measure, with a progress line that becomes the result; or show a file."""
     if values.file is not None:
         _check_alone(values)
-        kept = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
-        return bandwidth_view.bench(kept(values.file))
+        load_file = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
+        return bandwidth_view.bench(load_file(values.file))
     progress = ProgressLine("measuring")
-    found = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
-    progress.finish(bandwidth_view.bench(found))
+    result = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
+    progress.finish(bandwidth_view.bench(result))
     return None
 
 
@@ -73,8 +73,8 @@ def bench(values: Namespace) -> View:
         started = NOTEBOOK.start(_start_options(values), lambda _text: None)
         shown = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
-        found = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
-        return bandwidth_view.bench(found, has_picture=False)
+        result = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
+        return bandwidth_view.bench(result, has_picture=False)
     finally:
         _tell("")
         if NOTEBOOK.is_running:

@@ -65,8 +65,8 @@ def made(asked: Asked) -> Configured:
     Raises:
         OptionError: It does not exist, cannot be had with so many ranks, or none runs.
     """
-    given = {word: value for word, value in asked.given.items() if value not in (None, False)}
-    if asked.strategy is None and not given:
+    options = {word: value for word, value in asked.given.items() if value not in (None, False)}
+    if asked.strategy is None and not options:
         if asked.ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
         if not NOTEBOOK.is_running:
@@ -80,7 +80,7 @@ def made(asked: Asked) -> Configured:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
-    choice = choose(asked.strategy, given, ranks)
+    choice = choose(asked.strategy, options, ranks)
     device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
     setting = Setting(
         choice,
@@ -104,20 +104,20 @@ def shown(asked: Asked, write: str | Path | None, form: str | None, *, is_forced
     Raises:
         OptionError: See `made`; the strategy has no such form; or the file cannot be written.
     """
-    one = made(asked)
+    config = made(asked)
     if write is None:
-        return config_view.configured(one)
+        return config_view.configured(config)
     wanted = _form(form, Path(write))
-    if wanted not in one.texts:
-        raise OptionError(f"There is no {wanted} form of this strategy: {one.refused[wanted]}")
-    _write(Path(write).expanduser(), one.texts[wanted], is_forced=is_forced)
-    return config_view.written(one, wanted, str(write))
+    if wanted not in config.texts:
+        raise OptionError(f"There is no {wanted} form of this strategy: {config.refused[wanted]}")
+    _write(Path(write).expanduser(), config.texts[wanted], is_forced=is_forced)
+    return config_view.written(config, wanted, str(write))
 
 
 def _form(form: str | None, path: Path) -> str:
-    found = form or _SUFFIXES.get(path.suffix.lower())
-    if found in FORMS:
-        return str(found)
+    word = form or _SUFFIXES.get(path.suffix.lower())
+    if word in FORMS:
+        return str(word)
     choices = ", ".join(FORMS)
     if form is not None:
         raise OptionError(f"There is no --as {form}. Choose one of {choices}.")
@@ -157,9 +157,9 @@ def checked(
     def read(text: str) -> Document:
         return yaml_reader.read(document.name, text, document.syntax)
 
-    after, told = check.corrected(before, around, read)
+    after, changes = check.corrected(before, around, read)
     _write(Path(write).expanduser(), after.document.text, is_forced=is_forced)
-    return config_view.corrected(before, after, told, str(write))
+    return config_view.corrected(before, after, changes, str(write))
 
 
 def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckContext:
@@ -176,17 +176,17 @@ def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckConte
 
 def _named_by(document: Document, path: str | Path) -> list[Document]:
     """Configurations that a file names, where they are: beside it, or where this runs."""
-    found = []
+    documents = []
     for place in _NAMES_OTHERS:
         name = document.value(*place)
         if not isinstance(name, str) or not name:
             continue
         named = Path(name).expanduser()
         choices = [Path(path).expanduser().parent / named, named]
-        other = next((one for one in choices if one.is_file()), None)
+        other = next((path for path in choices if path.is_file()), None)
         if other is not None:
-            found.append(yaml_reader.load(other))
-    return found
+            documents.append(yaml_reader.load(other))
+    return documents
 
 
 def _write(path: Path, text: str, *, is_forced: bool) -> None:
@@ -205,13 +205,13 @@ def _write(path: Path, text: str, *, is_forced: bool) -> None:
         raise OptionError(f"{path} cannot be written ({error.strerror}).") from error
 
 
-def around_of(ranks: int | None, given: Mapping[str, object]) -> CheckContext:
+def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
     """Ranks and degrees as typed.
 
     Raises:
         OptionError: If something else of a strategy was typed: a file says that itself.
     """
-    read = read_options(given)
+    read = read_options(options)
     extra = [*read.options, *([] if "replicas" not in read.degrees else ["replicas"])]
     if extra:
         raise OptionError(

@@ -52,17 +52,17 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
     path = _writable(Path(script).expanduser(), is_forced=is_forced)
     origin = _origin(source)
     try:
-        made = export.export(origin.cells, origin.name, Reader(_transform, meaning))
+        exported = export.export(origin.cells, origin.name, Reader(_transform, meaning))
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(made.script, encoding="utf-8")
+        partial.write_text(exported.script, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OptionError(f"{path} cannot be written: {error}") from error
-    return export_view.written(path, origin.name, origin.notes, made)
+    return export_view.written(path, origin.name, origin.notes, exported)
 
 
 def _writable(path: Path, *, is_forced: bool) -> Path:
@@ -90,9 +90,9 @@ def _origin(source: str | Path | None) -> _Origin:
         return _Origin(exporter_kernel.read(path), path.name)
     shell: Any = get_ipython()
     variables = {} if shell is None else shell.user_ns
-    known = exporter_kernel.found(variables, os.environ) if source is None else None
-    if known is not None:
-        return _from_own_file(known, history)
+    notebook = exporter_kernel.found(variables, os.environ) if source is None else None
+    if notebook is not None:
+        return _from_own_file(notebook, history)
     if not history:
         raise OptionError("No cell has run here. Name a notebook: --from NOTEBOOK.ipynb.")
     note = "this notebook's file is not known; --from NOTEBOOK.ipynb names it"
@@ -129,10 +129,10 @@ def _history() -> list[Cell]:
     failed = set(getattr(manager, "exceptions", {}))  # from IPython 9 on
     worked = Counter(text for number, text in enumerate(typed, 1) if number not in failed)
     read: list[Cell] = []
-    seen: set[str] = set()
+    repeated: set[str] = set()
     for number, text in enumerate(typed, 1):
-        problem = "failed" if not worked[text] else "repeated" if text in seen else ""
-        seen.add(text)
+        problem = "failed" if not worked[text] else "repeated" if text in repeated else ""
+        repeated.add(text)
         read.append(Cell(number, text, problem=problem))
     return read
 

@@ -101,17 +101,17 @@ def planned(
     load = load if live is None else load_of(live, load, asked.optimizer)
     given = dict(given or {})
     device, measured, assumed = _device(asked)
-    world_size, told = _ranks(asked, given)
+    world_size, assumed_ranks = _ranks(asked, given)
     if measured is not None and measured.world_size != world_size:
         measured = None
     with progress.during("plan") as tell, _engine(shape, live, asked) as engine:
-        found = plan(
+        result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
-            engine=engine, assumed=(*assumed, *told), progress=tell,
+            engine=engine, assumed=(*assumed, *assumed_ranks), progress=tell,
         )  # fmt: skip
     if live is not None:
-        found = replace(found, told=described(live))
-    return shown_plan(found, advise(found, given, measured))
+        result = replace(result, told=described(live))
+    return shown_plan(result, advise(result, given, measured))
 
 
 def _check_engine(asked: Asked) -> None:
@@ -202,9 +202,9 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {ASSUMED}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
-    device, told = device_of_ranks(topology)
+    device, topology_text = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
-    return device or default, model, told
+    return device or default, model, topology_text
 
 
 def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:

@@ -64,5 +64,5 @@ def checked(
         memory = engine(shape, accumulating(choice, load), load)
     # What CUDA's context and libraries take is not in the allocator's count.
     memory = replace(memory, overhead=0.0)
-    found = checks(memory, measured, has_forward=choice.degrees.pp == 1)
-    return shown_check(live, described(choice), load, memory, found, measured)
+    results = checks(memory, measured, has_forward=choice.degrees.pp == 1)
+    return shown_check(live, described(choice), load, memory, results, measured)

@@ -25,8 +25,8 @@ _DEEPSPEED = "deepspeed_config"
 def is_one(document: Document) -> bool:
     """Whether a document is a configuration of Accelerate."""
     telling = {"distributed_type", "compute_environment", *_PART_OF.values(), "parallelism_config"}
-    found = {entry.key for entry in document.entries()}
-    return bool(found & telling) or {"num_processes", "mixed_precision"} <= found
+    names = {entry.key for entry in document.entries()}
+    return bool(names & telling) or {"num_processes", "mixed_precision"} <= names
 
 
 def check(notes: Report, around: CheckContext) -> None:
@@ -41,9 +41,9 @@ def check(notes: Report, around: CheckContext) -> None:
 
 
 def _top(notes: Report, _around: CheckContext) -> None:
-    known = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
+    table = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
     check_keys(
-        notes, (), known, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
+        notes, (), table, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
     )
     document = notes.document
     if not document.has("distributed_type"):
@@ -66,9 +66,9 @@ def _top(notes: Report, _around: CheckContext) -> None:
 
 def _parts(notes: Report, _around: CheckContext) -> None:
     document = notes.document
-    for part, known in keys.ACCELERATE_PARTS.items():
+    for part, key_table in keys.ACCELERATE_PARTS.items():
         if isinstance(document.value(part), dict):
-            _part(notes, part, known)
+            _part(notes, part, key_table)
     kind = document.value("distributed_type")
     for other, part in _PART_OF.items():
         if kind in keys.DISTRIBUTED_TYPES and kind != other and document.entries(part):
@@ -80,16 +80,16 @@ def _parts(notes: Report, _around: CheckContext) -> None:
             )
 
 
-def _part(notes: Report, part: str, known: keys.Keys) -> None:
+def _part(notes: Report, part: str, key_table: keys.Keys) -> None:
     """The keys of one mapping; short names as well where Accelerate takes them."""
     document = notes.document
     short = keys.PREFIXES.get(part, "")
     strict = keys.STRICT_PREFIXES.get(part, "")
-    table = dict(known)
+    table = dict(key_table)
     for entry in document.entries(part):
-        if short and short + entry.key in known:
-            table[entry.key] = known[short + entry.key]
-        if strict and strict + entry.key in known:
+        if short and short + entry.key in key_table:
+            table[entry.key] = key_table[short + entry.key]
+        if strict and strict + entry.key in key_table:
             table[entry.key] = keys.ANY
             notes.bad(
                 (part, entry.key),
@@ -157,7 +157,7 @@ def _devices(notes: Report, _around: CheckContext) -> None:
     ids, processes = document.value("gpu_ids"), document.value("num_processes")
     kind, machines = document.value("distributed_type"), document.value("num_machines") or 1
     if ids not in (None, "all") and is_count(processes) and machines == 1:
-        count = len([one for one in str(ids).split(",") if one.strip()])
+        count = len([device_id for device_id in str(ids).split(",") if device_id.strip()])
         if count < processes:
             notes.bad(
                 ("gpu_ids",),

@@ -46,13 +46,13 @@ def check(document: Document, around: CheckContext) -> Checked:
     """
     checked = _check_alone(document, around)
     alone = replace(_with_ranks(document, checked.kind, around), others=())
-    told = [
+    more_findings = [
         finding
         for other in around.others
         for finding in findings_of(_check_alone(other, alone), other.name)
         if kind_of(other)
     ]
-    return replace(checked, findings=(*checked.findings, *told))
+    return replace(checked, findings=(*checked.findings, *more_findings))
 
 
 def _check_alone(document: Document, around: CheckContext) -> Checked:
@@ -61,10 +61,10 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
     kind = kind_of(document)
     if not kind:
         keys = ", ".join(shown(entry.key) for entry in document.entries()[:6]) or "none"
-        known = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
-        what = f"nothing was checked but the format. Known are {known}"
+        formats = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
+        what = f"nothing was checked but the format. Known are {formats}"
         notes.bad(
-            ("kind",), f"its keys ({keys}) are of no kind that is known", what, found="unknown"
+            ("kind",), f"its keys ({keys}) are of no kind that is known", what, value="unknown"
         )
         return notes.done("")
     notes.good("kind", f"{kind}, in {document.syntax}")
@@ -109,24 +109,24 @@ def corrected(
     Returns:
         What is still found in the corrected text, and a line for each change.
     """
-    told: list[str] = []
+    changes: list[str] = []
     done: list[Fix] = []  # two rules that want different values would go on for ever
-    while len(told) < _MOST_CHANGES:
+    while len(changes) < _MOST_CHANGES:
         document = checked.document
-        flaw = next((one for one in document.flaws if one.end), None)
+        flaw = next((flaw_there for flaw_there in document.flaws if flaw_there.end), None)
         if flaw is not None:
             document = read(without(document, flaw))
-            told.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
+            changes.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
         else:
             fixes = _next(checked, done)
             if not fixes:
                 break
             for fix in fixes:
                 document, line = _changed(document, fix, read)
-                told.append(line)
+                changes.append(line)
             done += fixes
         checked = check(document, around)
-    return checked, tuple(told)
+    return checked, tuple(changes)
 
 
 def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:

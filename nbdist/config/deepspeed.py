@@ -24,8 +24,8 @@ _FILLED = (*_BATCH.whole, *_BATCH.micro, *_BATCH.accumulation)
 
 def is_one(document: Document) -> bool:
     """Whether a document is a DeepSpeed configuration: it has two of its keys, or a telling one."""
-    found = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
-    return bool(found & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(found) > 1
+    names = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
+    return bool(names & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(names) > 1
 
 
 def check(notes: Report, around: CheckContext) -> None:
@@ -47,13 +47,13 @@ def stage_of(document: Document) -> Any:
 def _keys(notes: Report, _around: CheckContext) -> None:
     check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
         WARN, "DeepSpeed has no such key, and passes over it in silence"))  # fmt: skip
-    for path, known in keys.DEEPSPEED_PARTS.items():
+    for path, key_table in keys.DEEPSPEED_PARTS.items():
         name = ".".join(path)
         why = f"DeepSpeed refuses a key of {name} that it does not know"
-        check_keys(notes, path, known, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
-    for path, known in keys.DEEPSPEED_LOOSE.items():
+        check_keys(notes, path, key_table, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
+    for path, key_table in keys.DEEPSPEED_LOOSE.items():
         why = "DeepSpeed looks for no such key there"
-        check_keys(notes, path, known, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
+        check_keys(notes, path, key_table, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
     for part in keys.DEEPSPEED_LOOSE:
         for entry in notes.document.entries(*part, "params"):
             if entry.key in keys.DEEPSPEED_NUMBERS:
@@ -66,12 +66,12 @@ def _autos(notes: Report, _around: CheckContext) -> None:
         return
     names = ", ".join(".".join(path) for path in paths)
     lines = notes.document.line(*paths[0])
-    told = f"{len(paths)} values are filled in as training starts: {names}"
+    summary = f"{len(paths)} values are filled in as training starts: {names}"
     needs = [path for path in paths if path[0] in _FILLED]
     if needs:
         why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'
         notes.warn(needs[0], why, "start it through them, or write the number")
-    notes.good("auto", told, lines)
+    notes.good("auto", summary, lines)
 
 
 def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
@@ -145,12 +145,12 @@ def _stage(notes: Report, _around: CheckContext) -> None:
         )
     if stage not in (0, 1, 2, None):
         return
-    told = f"stage {stage or 0}"
+    stage_text = f"stage {stage or 0}"
     for entry in document.entries(_ZERO):
         if entry.key.startswith("stage3_"):
             notes.warn(
                 (_ZERO, entry.key),
-                f"it counts in stage 3 alone, and this is {told}",
+                f"it counts in stage 3 alone, and this is {stage_text}",
                 "take it out, or change stage to 3",
                 Fix(REMOVE, (_ZERO, entry.key)),
             )
@@ -158,7 +158,7 @@ def _stage(notes: Report, _around: CheckContext) -> None:
     if device in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_param"),
-            f"parameters are offloaded in stage 3 alone, and this is {told}",
+            f"parameters are offloaded in stage 3 alone, and this is {stage_text}",
             "change stage to 3, or take offload_param out",
             Fix(SET, (_ZERO, "stage"), 3),
         )

@@ -171,30 +171,30 @@ def deepspeed_text(setting: Setting) -> str | Refusal:
 def notes(setting: Setting) -> tuple[str, ...]:
     """What the configurations do not say, or do otherwise than nbdist; a line each."""
     choice, options = setting.choice, setting.choice.options
-    told: list[str] = []
+    lines: list[str] = []
     if choice.name == "single" and choice.world_size > 1:
-        told.append("single: each rank trains alike by itself, so one process is started")
+        lines.append("single: each rank trains alike by itself, so one process is started")
     if choice.name == "deepspeed":
-        told.append(
+        lines.append(
             "the settings are in (DEEPSPEED_FILE), looked for where it is started; there is "
             "gradient_clipping, too: accelerator.clip_grad_norm_ clips nothing under DeepSpeed"
         )
     if choice.name == "zero1":
-        told.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
+        lines.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
     if choice.name in ("fsdp", "fsdp1") and not setting.blocks and choice.world_size > 1:
-        told.append(
+        lines.append(
             "no model is prepared, so its blocks are not known: fsdp_transformer_layer_cls_to_wrap "
             "names their class; models of transformers name it themselves"
         )
     if options.accumulate > 1 and choice.name != "deepspeed":
-        told.append(
+        lines.append(
             f"start it with ACCELERATE_GRADIENT_ACCUMULATION_STEPS={options.accumulate} in the "
             "environment: the YAML has no key for it"
         )
-    told += _about_cpu(setting)
-    told += _about_tp(choice)
-    told += script_notes(options, choice)
-    return tuple(told)
+    lines += _about_cpu(setting)
+    lines += _about_tp(choice)
+    lines += script_notes(options, choice)
+    return tuple(lines)
 
 
 def script_notes(options: Options, choice: Strategy) -> list[str]:
@@ -205,22 +205,22 @@ def script_notes(options: Options, choice: Strategy) -> list[str]:
         (options.finds_unused, "find_unused_parameters=True"),
         (bool(options.hook), f"comm_hook=DDPCommunicationHookType.{_HOOKS.get(options.hook)}"),
     ]
-    given = ", ".join(text for is_on, text in handlers if is_on)
-    told = []
-    if given:
-        told.append(
-            f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({given})])"
+    arguments = ", ".join(text for is_on, text in handlers if is_on)
+    lines = []
+    if arguments:
+        lines.append(
+            f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({arguments})])"
         )
     if options.checkpoint and not _can_checkpoint(choice):
-        told.append(
+        lines.append(
             f"{_ONLY_SCRIPT}--checkpoint {options.checkpoint} "
             "(model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint)"
         )
     if options.is_fused:
-        told.append(f"{_ONLY_SCRIPT}AdamW(..., fused=True)")
+        lines.append(f"{_ONLY_SCRIPT}AdamW(..., fused=True)")
     if options.sdpa:
-        told.append(f"{_ONLY_SCRIPT}with torch.nn.attention.sdpa_kernel(...): for --sdpa")
-    return told
+        lines.append(f"{_ONLY_SCRIPT}with torch.nn.attention.sdpa_kernel(...): for --sdpa")
+    return lines
 
 
 _HOOKS = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}
@@ -326,19 +326,19 @@ def _about_cpu(setting: Setting) -> list[str]:
     choice = setting.choice
     if setting.device != "cpu" or choice.world_size == 1 or choice.name in ("single", "deepspeed"):
         return []
-    told = []
+    lines = []
     if choice.name == "ddp":
-        told.append(
+        lines.append(
             "ranks on the CPU: start it with ACCELERATE_USE_CPU=true in the environment (MULTI_GPU "
             "is Accelerate's word for several processes; its MULTI_CPU wants mpirun)"
         )
     elif _refusal(choice) is None:
-        told.append(
+        lines.append(
             f"Accelerate has no {choice.name} on the CPU: without GPUs it trains as ddp, or stops"
         )
     if choice.options.precision == "fp16":
-        told.append("Accelerate has no fp16 on the CPU, and says nothing of it")
-    return told
+        lines.append("Accelerate has no fp16 on the CPU, and says nothing of it")
+    return lines
 
 
 def _about_tp(choice: Strategy) -> list[str]:

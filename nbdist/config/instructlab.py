@@ -75,7 +75,7 @@ def _beside(notes: Report, other: Document) -> None:
         (_BATCH.whole, other.value("train_batch_size"), other.line("train_batch_size")),
     )  # fmt: skip
     for path, theirs, line in said:
-        own = notes.document.value(*path)
-        if own is not None and is_count(theirs) and own != theirs:
+        current = notes.document.value(*path)
+        if current is not None and is_count(theirs) and current != theirs:
             why = f"{other.name} says {theirs} (line {line})"
-            notes.bad(path, why, f"change it to {theirs}, or that to {own}", Fix(SET, path, theirs))
+            notes.bad(path, why, f"change it to {theirs}, or that to {current}", Fix(SET, path, theirs))

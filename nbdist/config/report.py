@@ -110,25 +110,25 @@ class Report:
     document: Document
     said: list[ConfigFinding] = field(default_factory=list)
 
-    def good(self, name: str, found: str, line: int = 0) -> None:
+    def good(self, name: str, value: str, line: int = 0) -> None:
         """Note something that is well."""
-        self.said.append(ConfigFinding(name, found, line=line))
+        self.said.append(ConfigFinding(name, value, line=line))
 
     def say(
-        self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = ""
+        self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = ""
     ) -> None:
         """Note something about a key: its value is shown (or what is found), and its line."""
         entry = self.document.entry(*path)
-        if not found:
-            found = "not there" if entry is None else shown(plain(entry.node))
+        if not value:
+            value = "not there" if entry is None else shown(plain(entry.node))
         line = self.document.line(*path)
         self.said.append(
-            ConfigFinding(dotted(path), found, verdict, why, what, line=line, fixes=fixes)
+            ConfigFinding(dotted(path), value, verdict, why, what, line=line, fixes=fixes)
         )
 
-    def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = "") -> None:
+    def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = "") -> None:
         """Note what cannot run, or would not do what it says."""
-        self.say(BAD, path, why, what, *fixes, found=found)
+        self.say(BAD, path, why, what, *fixes, value=value)
 
     def warn(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix) -> None:
         """Note what works and is not wise."""
@@ -137,9 +137,9 @@ class Report:
     def flaws(self) -> None:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
-            found = shown(flaw.found)
+            value = shown(flaw.found)
             self.said.append(
-                ConfigFinding(flaw.name, found, BAD, flaw.why, flaw.what, line=flaw.line)
+                ConfigFinding(flaw.name, value, BAD, flaw.why, flaw.what, line=flaw.line)
             )
 
     def done(self, kind: str) -> Checked:
@@ -219,7 +219,7 @@ def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: l
     if str(value) in choices and not isinstance(value, bool):
         return
     typed = _as_typed(notes.document, entry)
-    word = next((one for one in choices if one.lower() == typed.lower()), None)
+    word = next((choice for choice in choices if choice.lower() == typed.lower()), None)
     if isinstance(value, bool) and word is not None:
         why = f"YAML reads {typed} without quotation marks as {shown(value)}"
         # Accelerate starts one process for a distributed_type that it compares with nothing.
@@ -291,7 +291,7 @@ def _type(value: Any) -> str:
 
 def findings_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
     """What is bad or unwise in another file, with its name; without the changes."""
-    for one in checked.findings:
-        if one.verdict != OK:
-            where = f"{name}, line {one.line}" if one.line else name
-            yield replace(one, name=f"{where}: {one.name}", line=0, fixes=())
+    for finding in checked.findings:
+        if finding.verdict != OK:
+            where = f"{name}, line {finding.line}" if finding.line else name
+            yield replace(finding, name=f"{where}: {finding.name}", line=0, fixes=())

@@ -115,19 +115,19 @@ def export(cells: Sequence[Cell], title: str, reader: Reader) -> Exported:
     for cell in cells:
         walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
     written = script.written(title, walk.pieces, walk.names, walk.settings())
-    left = [Note("syntax", number, what) for number, what in written.refused.items()]
-    notes = [note for note in walk.notes if note.number not in written.refused] + left
-    kept = [piece for piece in walk.pieces if piece.part is not None]
-    taken = tuple(piece.number for piece in kept if piece.number not in written.refused)
+    refusals = [Note("syntax", number, what) for number, what in written.refused.items()]
+    notes = [note for note in walk.notes if note.number not in written.refused] + refusals
+    with_code = [piece for piece in walk.pieces if piece.part is not None]
+    exported_cells = tuple(piece.number for piece in with_code if piece.number not in written.refused)
     remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
-    told = tuple(text.printable(line) for line in (*_told(notes), *remarks))
-    if not taken:
-        raise OptionError(_nothing(cells, title, told))
-    return Exported(written.text, taken, _count(cells), told, walk.world_size)
+    lines = tuple(text.printable(line) for line in (*_told(notes), *remarks))
+    if not exported_cells:
+        raise OptionError(_nothing(cells, title, lines))
+    return Exported(written.text, exported_cells, _count(cells), lines, walk.world_size)
 
 
-def _nothing(cells: Sequence[Cell], title: str, told: Sequence[str]) -> str:
-    lines = "".join(f"\n  {line}" for line in told)
+def _nothing(cells: Sequence[Cell], title: str, notes: Sequence[str]) -> str:
+    lines = "".join(f"\n  {line}" for line in notes)
     return (
         f"There is nothing to export: none of {_count(cells)} code cells of {title} can be taken. "
         "Taken are cells with %%distributed or %%rank, and plain ones below %dist_mode all or "
@@ -246,9 +246,9 @@ class _Walk:
         name, line = verbs[0]
         if name == LOCAL:
             return Magic()
-        known = self.reader.magic(name, line)
-        assert known is not None, name
-        return _checked(known)
+        magic = self.reader.magic(name, line)
+        assert magic is not None, name
+        return _checked(magic)
 
     def _begins_with_own(self, body: str) -> bool:
         """Whether a cell runs in the notebook whatever the mode."""
@@ -262,10 +262,10 @@ class _Walk:
 
     def _local(self, cell: Cell, body: str) -> None:
         magics = exporter_cell.line_magics(body, self.reader.transform)
-        own = [known for one in magics if (known := self.reader.magic(*one)) is not None]
-        for known in own:
-            self._obey(cell, known)
-        if own or self._begins_with_own(body):
+        nbdist_magics = [magic for name_and_line in magics if (magic := self.reader.magic(*name_and_line)) is not None]
+        for magic in nbdist_magics:
+            self._obey(cell, magic)
+        if nbdist_magics or self._begins_with_own(body):
             self._leave(cell, "control")
         else:
             uses_api = re.search(r"\bnbdist\b", body) is not None
@@ -282,9 +282,9 @@ class _Walk:
         elif magic.seed is not None:
             start = replace(start, seed=magic.seed)
         if magic.choice is not None and self.is_training:
-            told = f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
-            self.remarks.append(told)
-            self.pieces.append(Piece(0, "", text=f"# {told[0].upper()}{told[1:]}."))
+            remark = f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
+            self.remarks.append(remark)
+            self.pieces.append(Piece(0, "", text=f"# {remark[0].upper()}{remark[1:]}."))
         elif magic.choice is not None:
             start = replace(start, choice=magic.choice)
         self.start = replace(start, world_size=start.world_size or magic.world_size)

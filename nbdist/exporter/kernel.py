@@ -20,8 +20,8 @@ def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Pa
         variables: Of the notebook; VS Code puts the path among them.
         environment: Of the kernel; Jupyter's server puts the path there.
     """
-    told = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
-    path = Path(str(told))
+    name = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
+    path = Path(str(name))
     # The server may tell it from its own folder; a kernel runs in its notebook's.
     places = [path, Path(path.name)] if path.suffix == ".ipynb" else []
     return next((place for place in places if place.is_file()), None)

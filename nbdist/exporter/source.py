@@ -163,8 +163,8 @@ def margin(source: str, node: ast.stmt) -> str:
 
 def is_silenced(source: str) -> bool:
     """Whether the last statement ends with a semicolon: then a notebook shows no result."""
-    told = [token for token in _tokens(source) if token.type not in _BLANK]
-    return bool(told) and told[-1].string == ";"
+    tokens = [token for token in _tokens(source) if token.type not in _BLANK]
+    return bool(tokens) and tokens[-1].string == ";"
 
 
 def words(source: str) -> frozenset[str]:

@@ -51,10 +51,10 @@ def advise(
         fitting = [row for row in useful if row.verdict == wanted]
         if fitting:
             best = min(fitting, key=_cost)
-            told = [_recommended(planned, best, len(fitting))]
+            sentences = [_recommended(planned, best, len(fitting))]
             if wanted == RISKY:
-                told.append(_would_help(planned, given, measured))
-            return Advice(best, (*told, *_on_one(planned)), _disagreeing(planned, best))
+                sentences.append(_would_help(planned, given, measured))
+            return Advice(best, (*sentences, *_on_one(planned)), _disagreeing(planned, best))
     return Advice(None, (_nothing(planned, useful), _would_help(planned, given, measured)))
 
 
@@ -67,8 +67,8 @@ def _of_unknown_shape(planned: Plan) -> Advice:
         best = min(safe, key=_cost)
         return Advice(best, (_recommended(planned, best, len(safe)),))
     if any(row.verdict == UNKNOWN for row in useful):
-        told = "No strategy is recommended: of the activations nothing is known."
-        return Advice(None, (told,))
+        sentence = "No strategy is recommended: of the activations nothing is known."
+        return Advice(None, (sentence,))
     return Advice(None, (_nothing(planned, useful),))
 
 
@@ -129,7 +129,7 @@ def _nothing(planned: Plan, rows: list[Row]) -> str:
 def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
     """The first of these that makes a strategy safe, each with those before it; else more ranks."""
     load, options = planned.load, dict(given)
-    told: list[str] = []
+    words_so_far: list[str] = []
     is_half = options.get("bf16") or options.get("fp16") or options.get("precision")
     half = "bf16" if planned.device.has_bf16 else "fp16"
     steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
@@ -141,28 +141,28 @@ def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel 
     ladder: list[tuple[str, Plan, dict[str, object]]] = []
     for word, is_new, more, batch in steps:
         if is_new:
-            told.append(word)
+            words_so_far.append(word)
             options.update(more)
             load = load if batch is None else replace(load, batch=batch)
-            ladder.append((" ".join(told), replace(planned, load=load), dict(options)))
+            ladder.append((" ".join(words_so_far), replace(planned, load=load), dict(options)))
     # The strategy that was typed, then all.
     for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
         for words, changed, with_options in ladder:
-            found = _safe(changed, with_options, measured, strategy)
-            if found is not None:
-                return f"With {words} {found.typed} is safe ({percent(found)})."
+            row = _safe(changed, with_options, measured, strategy)
+            if row is not None:
+                return f"With {words} {row.typed} is safe ({percent(row)})."
     options.pop("offload", None)
-    return _more_ranks(replace(planned, load=load), options, told)
+    return _more_ranks(replace(planned, load=load), options, words_so_far)
 
 
-def _more_ranks(planned: Plan, options: Mapping[str, object], told: list[str]) -> str:
-    words = " ".join(word for word in told if "offload" not in word)
+def _more_ranks(planned: Plan, options: Mapping[str, object], words_so_far: list[str]) -> str:
+    words = " ".join(word for word in words_so_far if "offload" not in word)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
-        found = _safe(replace(planned, world_size=count), options)
-        if found is not None:
-            return f"With {ranks(count)}{and_words} {found.typed} is safe ({percent(found)})."
+        row = _safe(replace(planned, world_size=count), options)
+        if row is not None:
+            return f"With {ranks(count)}{and_words} {row.typed} is safe ({percent(row)})."
         count *= 2
     return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
 
@@ -235,10 +235,10 @@ def _disagreeing(planned: Plan, best: Row) -> tuple[str, ...]:
     if len(planned.rows) < 2 or planned.world_size == 1:
         return ()
     rows = {row.typed: row for row in planned.rows if row.memory is not None}
-    told = []
+    sentences = []
     for rule, says in _RULES.items():
         row = rows.get(says(planned, rows))
         if row is not None and row.typed != best.typed:
             verdict = f"{row.verdict} ({percent(row)})"
-            told.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
-    return tuple(told)
+            sentences.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
+    return tuple(sentences)

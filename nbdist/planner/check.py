@@ -54,7 +54,7 @@ class Check:
 
 def largest(measured: Sequence[Measured]) -> Measured:
     """That of the rank which needed most."""
-    return max(measured, key=lambda one: one.peak)
+    return max(measured, key=lambda rank_memory: rank_memory.peak)
 
 
 def checks(memory: Memory, measured: Measured, *, has_forward: bool = True) -> tuple[Check, ...]:

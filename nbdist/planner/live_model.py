@@ -85,17 +85,17 @@ class LiveModel:
         return sum(kind.count for kind in self.kinds)
 
 
-def alike(told: Sequence[LiveModel]) -> LiveModel:
+def alike(descriptions: Sequence[LiveModel]) -> LiveModel:
     """Rank 0's, if all ranks have the same model.
 
     Raises:
         NbdistError: They have not.
         OptionError: It has nothing to plan for.
     """
-    first = told[0]
-    odd = [rank for rank, one in enumerate(told) if one.digest != first.digest]
+    first = descriptions[0]
+    odd = [rank for rank, live in enumerate(descriptions) if live.digest != first.digest]
     if odd:
-        other = told[odd[0]]
+        other = descriptions[odd[0]]
         raise NbdistError(
             f"{first.name} is another model on rank {rank_label(odd)} ({other.title}, "
             f"{other.parameters:,} parameters) than on rank 0 ({first.title}, "
@@ -112,11 +112,11 @@ def shape_of(live: LiveModel) -> ModelShape:
     """The model for a plan: with the shape of its config, where that is this model's."""
     shape = None
     try:
-        known = of_config(live.config) if live.config else None
+        configured = of_config(live.config) if live.config else None
     except OptionError:  # of a kind that no formula knows
-        known = None
-    if known is not None and math.isclose(known.parameters, live.parameters, rel_tol=_SAME):
-        shape = known.shape
+        configured = None
+    if configured is not None and math.isclose(configured.parameters, live.parameters, rel_tol=_SAME):
+        shape = configured.shape
     return ModelShape(
         live.name,
         live.parameters,
@@ -181,8 +181,8 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
     states["step"] = count * step / share["optimizer"]
     if model.has_shape and not choice.options.offload:
-        found = memory_of(model, choice, load)
-        return replace(found, **states, buffers=found.buffers + live.buffers_bytes)
+        memory = memory_of(model, choice, load)
+        return replace(memory, **states, buffers=memory.buffers + live.buffers_bytes)
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
     buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)

@@ -205,12 +205,12 @@ def model_of(asked: str | float | Mapping[str, Any]) -> ModelShape:
 
 
 def _count(text: str) -> float | None:
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d[\d_]*\.?\d*(?:e[+]?\d{1,2})?) ?([KMBT]?)", text, re.IGNORECASE | re.ASCII
     )
-    if found is None:
+    if match is None:
         return None
-    return float(found[1].replace("_", "")) * _UNITS[found[2].upper()]
+    return float(match[1].replace("_", "")) * _UNITS[match[2].upper()]
 
 
 def of_count(count: float, name: str) -> ModelShape:
@@ -261,8 +261,8 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         raise OptionError(
             f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values."
         )
-    told = name or str(config.get("_name_or_path") or kind)
-    return ModelShape(told, shape.parameters, shape, config={**config, "model_type": kind})
+    title = name or str(config.get("_name_or_path") or kind)
+    return ModelShape(title, shape.parameters, shape, config={**config, "model_type": kind})
 
 
 def _read_gpt2(config: Mapping[str, Any]) -> Transformer:

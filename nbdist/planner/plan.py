@@ -62,8 +62,8 @@ class Row:
         """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
         if self.memory is None:
             return ""
-        found = verdict(self.share)
-        return UNKNOWN if self.memory.is_partial and found != NO else found
+        by_share = verdict(self.share)
+        return UNKNOWN if self.memory.is_partial and by_share != NO else by_share
 
     @property
     def mesh(self) -> str:
@@ -183,12 +183,12 @@ def plan(  # noqa: PLR0913  # what a plan is about
     else:
         _check_words(given, world_size)
         several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
-        cases = several if world_size > 1 else tuple(one for one in several if one[0] == "single")
-        found = []
-        for number, (name, own) in enumerate(cases):
-            progress(f"counting {_typed(name, own)}", number, len(cases), "strategies")
-            found.append(_row_or_problem(name, own, given, world_size, row))
-        rows = tuple(found)
+        cases = several if world_size > 1 else tuple(case for case in several if case[0] == "single")
+        rows_so_far = []
+        for number, (name, case_options) in enumerate(cases):
+            progress(f"counting {_typed(name, case_options)}", number, len(cases), "strategies")
+            rows_so_far.append(_row_or_problem(name, case_options, given, world_size, row))
+        rows = tuple(rows_so_far)
     return Plan(model, device, world_size, load, rows, assumed)
 
 
@@ -208,7 +208,7 @@ def accumulating(choice: Strategy, load: Workload) -> Strategy:
         raise OptionError(
             f"--samples {load.samples} is {load.samples / together:.2f} x {together} (--batch "
             f"{load.batch} on {dp} data-parallel ranks): a step cannot be divided so. Use "
-            f"{listed([one * together for one in (times, times + 1) if one], 'or')}."
+            f"{listed([count * together for count in (times, times + 1) if count], 'or')}."
         )
     if choice.options.accumulate not in (1, times):
         raise OptionError(
@@ -229,9 +229,9 @@ def _check_device(device: Device, given: Mapping[str, object]) -> None:
 def _check_words(given: Mapping[str, object], world_size: int) -> None:
     """Refuse options that no strategy could take as they are typed."""
     problems = []
-    for name, own in _CASES:
+    for name, case_options in _CASES:
         try:
-            choose(name, {**given, **own}, world_size)
+            choose(name, {**given, **case_options}, world_size)
         except OptionError as error:
             problems.append(error)
         else:
@@ -241,18 +241,18 @@ def _check_words(given: Mapping[str, object], world_size: int) -> None:
 
 def _row_or_problem(
     name: str,
-    own: Mapping[str, object],
+    case_options: Mapping[str, object],
     given: Mapping[str, object],
     world_size: int,
     row: Callable[[str, Strategy], Row],
 ) -> Row:
-    typed = _typed(name, own)
+    typed = _typed(name, case_options)
     try:
-        return row(typed, choose(name, {**given, **own}, world_size))
+        return row(typed, choose(name, {**given, **case_options}, world_size))
     except OptionError as error:
         return Row(typed, problem=str(error))
 
 
-def _typed(name: str, own: Mapping[str, object]) -> str:
-    words = [f"--{word} {value}" for word, value in own.items()]
+def _typed(name: str, case_options: Mapping[str, object]) -> str:
+    words = [f"--{word} {value}" for word, value in case_options.items()]
     return " ".join([name, *words])

@@ -28,15 +28,15 @@ def main() -> None:
     process_group.stand_in()
     source: Any = None
     while True:
-        one = asked.get()
-        source = one.source or source
-        fake_protocol.write(answers, run.told(one, source))
+        request = asked.get()
+        source = request.source or source
+        fake_protocol.write(answers, run.told(request, source))
 
 
 def _listen(asked: queue.Queue[Any]) -> None:
     """Pass on what comes; without the notebook there is nobody to answer, even amid a run."""
-    while (one := fake_protocol.read(sys.stdin.buffer)) is not None:
-        asked.put(one)
+    while (request := fake_protocol.read(sys.stdin.buffer)) is not None:
+        asked.put(request)
     os._exit(0)
 
 

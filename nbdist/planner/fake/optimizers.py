@@ -80,10 +80,10 @@ def _run(
         counter.begin()
         optimizer.step()
         state = sum(
-            one.untyped_storage().nbytes()
-            for own in optimizer.state.values()
-            for one in own.values()
-            if isinstance(one, torch.Tensor) and one.dim() > 0
+            value.untyped_storage().nbytes()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
         )
         return state, counter.peak_bytes - before
 

@@ -37,12 +37,12 @@ def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
     try:
-        told = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
+        descriptions = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
-    return planner_live_model.alike(told)
+    return planner_live_model.alike(descriptions)
 
 
 def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> Measured:
@@ -62,7 +62,7 @@ def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int
     """
     ranks.recover_if_needed()
     try:
-        told = ranks.call_all(
+        measurements = ranks.call_all(
             check_step, name, inputs, batch, sequence,
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
@@ -70,4 +70,4 @@ def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
-    return check.largest(told)
+    return check.largest(measurements)

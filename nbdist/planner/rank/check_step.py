@@ -46,14 +46,14 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
         NbdistError: Another profiler runs.
     """
     model = namespace.model_of(name)
-    one = registry.prepared_of(model)
-    base = model if one is None else one.base
-    outer = model if one is None else one.outer
-    optimizer = describe_model.optimizer_of(base, one)
+    prepared = registry.prepared_of(model)
+    base = model if prepared is None else prepared.base
+    outer = model if prepared is None else prepared.outer
+    optimizer = describe_model.optimizer_of(base, prepared)
     args, kwargs = describe_model.inputs_of(inputs)
     if args is None:
         args, kwargs = _random(base, batch, sequence)
-    with _kept(base, one, optimizer):
+    with _kept(base, prepared, optimizer):
         base.train()
         return measured(Subject(outer, base, optimizer, args, dict(kwargs)))
 
@@ -66,22 +66,22 @@ def _random(
             f"Nobody knows what {type(base).__name__} is called with. Name a variable that holds "
             "that with --inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     words = base.config.vocab_size  # type: ignore[union-attr]
-    tokens = torch.randint(0, int(words), (batch, sequence), generator=made)  # type: ignore[arg-type]
+    tokens = torch.randint(0, int(words), (batch, sequence), generator=generator)  # type: ignore[arg-type]
     tokens = tokens.to(registry.device())
     return (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 @contextmanager
 def _kept(
-    base: torch.nn.Module, one: Prepared | None, optimizer: Optimizer | None
+    base: torch.nn.Module, prepared: Prepared | None, optimizer: Optimizer | None
 ) -> Iterator[None]:
     """Everything that a step changes is put back. This rank alone."""
 
     def settle() -> None:
-        if one is not None:
-            fsdp.settle(one.built.job.root)
+        if prepared is not None:
+            fsdp.settle(prepared.built.job.root)
 
     settle()
     tensors = (*base.parameters(), *base.buffers())

@@ -53,16 +53,16 @@ def measured(subject: Subject) -> Measured:
     for _ in range(2):  # DDP makes its buckets anew in the second forward
         _step(subject)
         _clear(subject.base)
-    kept, _, loss = meter(lambda: _forward(subject))
+    activations, _, loss = meter(lambda: _forward(subject))
     if loss.requires_grad:
         loss.backward()
     del loss
     if subject.optimizer is not None:
         subject.optimizer.step()
     _clear(subject.base)
-    held = _tensors(subject)
+    resident = _tensors(subject)
     # Between steps: states, buckets, inputs.
-    base = sum(held.values()) + _bytes(_inputs(subject))
+    base = sum(resident.values()) + _bytes(_inputs(subject))
     _, peak, _ = meter(lambda: _step(subject))
     gradients = _bytes(p.grad for p in subject.base.parameters() if p.grad is not None)
     needs = 0
@@ -70,11 +70,11 @@ def measured(subject: Subject) -> Measured:
         _, needs, _ = meter(subject.optimizer.step)
     _clear(subject.base)
     return Measured(
-        parameters=held["parameters"],
+        parameters=resident["parameters"],
         gradients=gradients,
-        optimizer=held["optimizer"],
-        activations=kept,
-        buffers=base - held["parameters"] - held["optimizer"],
+        optimizer=resident["optimizer"],
+        activations=activations,
+        buffers=base - resident["parameters"] - resident["optimizer"],
         peak=base + max(peak, gradients + needs),
         has_optimizer=subject.optimizer is not None,
         is_device=is_device,
@@ -105,23 +105,23 @@ def _tensors(subject: Subject) -> dict[str, int]:
     return {
         "parameters": _bytes(subject.base.parameters()),
         "optimizer": _bytes(
-            one
-            for own in state
-            for one in own.values()
-            if isinstance(one, torch.Tensor) and one.ndim
+            value
+            for entry in state
+            for value in entry.values()
+            if isinstance(value, torch.Tensor) and value.ndim
         ),
         "buffers": _bytes(subject.base.buffers()) + buckets,
     }
 
 
 def _inputs(subject: Subject) -> list[torch.Tensor]:
-    given = [*subject.args, *subject.kwargs.values()]
-    return [one for one in given if isinstance(one, torch.Tensor)]
+    inputs = [*subject.args, *subject.kwargs.values()]
+    return [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _bytes(tensors: Any) -> int:
     """Of this rank's parts; a tensor that is there under several names once."""
-    parts = {id(one): local_of(one) for one in tensors}
+    parts = {id(tensor): local_of(tensor) for tensor in tensors}
     return sum(part.numel() * part.element_size() for part in parts.values() if not part.is_meta)
 
 
@@ -148,7 +148,7 @@ def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
     events = inner.kineto_results.events() if inner is not None else ()
     memory = [event for event in events if event.name() == "[memory]"]
     now = peak = 0
-    for event in sorted(memory, key=lambda one: one.start_ns()):
+    for event in sorted(memory, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return now, peak, result
