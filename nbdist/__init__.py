@@ -154,11 +154,11 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import OPTIMIZER, Asked, planned
+    from nbdist.commands.plan import OPTIMIZER, PlanRequest, planned
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
-    asked = Asked(ranks, gpu, memory, engine, inputs, optimizer)
+    asked = PlanRequest(ranks, gpu, memory, engine, inputs, optimizer)
     return planned(model, asked, load, strategy, strategy_options)
 
 

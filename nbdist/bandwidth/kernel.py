@@ -11,9 +11,9 @@ from pathlib import Path
 from nbdist.bandwidth.results import (
     LEAST_RUNS,
     OPS,
+    BandwidthRow,
     Bench,
     LinkModel,
-    Measured,
     Timing,
     caveat,
     dumps,
@@ -150,7 +150,7 @@ class _Measurement:
     """
 
     def __init__(self, ranks: Ranks, sizes: Sequence[int], progress: Callable[[str], None]):
-        self.rows: list[Measured] = []
+        self.rows: list[BandwidthRow] = []
         self.left_out: list[str] = []
         self.doing = "its beginning"
         self._ranks = ranks

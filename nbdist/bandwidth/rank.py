@@ -34,14 +34,14 @@ class _Case:
 
     Attributes:
         run: Does it, to its end as far as the host waits for it.
-        given: What it reads.
+        source: What it reads.
         result: What it writes; the same tensor where it works in place.
-        values: Place in `given` -> what stands there before.
+        values: Place in `source` -> what stands there before.
         right: Place in `result` -> what has to stand there; None where it is left open.
     """
 
     run: Callable[[], object]
-    given: torch.Tensor
+    source: torch.Tensor
     result: torch.Tensor
     values: Values
     right: Values | None
@@ -91,8 +91,8 @@ def _measured(op: str, count: int, device: torch.device, limit_s: float) -> Timi
     case.run()  # makes connections as well
     _finish(device)
     is_right = case.right is None or _has(case.result, case.right)
-    if case.given is case.result:
-        case.given.zero_()  # sums of sums would grow without end
+    if case.source is case.result:
+        case.source.zero_()  # sums of sums would grow without end
     beside_s = time.perf_counter() - began_s
     _timed(case, device)
     turn_s = _largest(time.perf_counter() - began_s - beside_s, device)
@@ -143,9 +143,9 @@ def _allocated(op: str, count: int, device: torch.device) -> _Case | None:
 
 
 def _fill(case: _Case) -> None:
-    for block, places in _blocks(case.given):
+    for block, places in _blocks(case.source):
         block.copy_(case.values(places))
-    if case.result is not case.given:
+    if case.result is not case.source:
         case.result.fill_(-1)
 
 

@@ -90,7 +90,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BandwidthRow:
     """One operation at one size.
 
     Attributes:
@@ -117,11 +117,11 @@ class Measured:
         return self.algbw * OPS[self.op].factor(n)
 
 
-def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> Measured:
+def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> BandwidthRow:
     """What all ranks' timings of the same runs come to, in rank order."""
     slowest = [max(run) for run in zip(*(timing.times_s for timing in timings), strict=True)]
     wrong = tuple(rank for rank, timing in enumerate(timings) if not timing.is_right)
-    return Measured(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
+    return BandwidthRow(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,9 @@ class LinkModel:
         return 0.0 if n == 1 else fit.alpha_s + size_bytes * OPS[op].factor(n) * fit.beta_s
 
 
-def fitted(rows: Iterable[Measured], n: int) -> LinkModel:
+def fitted(rows: Iterable[BandwidthRow], n: int) -> LinkModel:
     """The model that fits these rows of n ranks best."""
-    by_op: dict[str, list[Measured]] = {}
+    by_op: dict[str, list[BandwidthRow]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
     fits = {
@@ -192,7 +192,7 @@ class Bench:
     backend: str
     device: str
     caveat: str
-    rows: tuple[Measured, ...]
+    rows: tuple[BandwidthRow, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -269,7 +269,9 @@ def loads(text: str) -> Bench:
         record = json.loads(text)
         if record.pop("format") != _FORMAT:
             raise ValueError(_FORMAT)  # noqa: TRY301  # told below like any other form
-        rows = tuple(Measured(**{**row, "wrong": tuple(row["wrong"])}) for row in record.pop("rows"))
+        rows = tuple(
+            BandwidthRow(**{**row, "wrong": tuple(row["wrong"])}) for row in record.pop("rows")
+        )
         bench = Bench(**{**record, "rows": rows, "left_out": tuple(record["left_out"])})
         _check(bench)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbdist.bandwidth.links import LINKS, around
-from nbdist.bandwidth.results import OPS, Bench, Measured
+from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import is_stored, shown
@@ -57,7 +57,7 @@ def _foot(result: Bench) -> list[str]:
     return [*left_out, *_legend(result)]
 
 
-def _cells(row: Measured, n: int) -> list[str]:
+def _cells(row: BandwidthRow, n: int) -> list[str]:
     result = f"WRONG on {ranks_phrase(row.wrong)}" if row.wrong else "ok"
     return [
         row.op,
@@ -163,7 +163,7 @@ def picture(result: Bench) -> bytes:
 
     figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    by_op: dict[str, list[Measured]] = {}
+    by_op: dict[str, list[BandwidthRow]] = {}
     for row in result.rows:
         by_op.setdefault(row.op, []).append(row)
     n = result.world_size
@@ -187,7 +187,7 @@ def picture(result: Bench) -> bytes:
     return file.getvalue()
 
 
-def _draw_links(axes: Any, rows: Sequence[Measured], n: int) -> None:
+def _draw_links(axes: Any, rows: Sequence[BandwidthRow], n: int) -> None:
     """The next link above the fastest row, and those below it whose names have room."""
     fastest = max(row.busbw(n) for row in rows)
     _, above = around(fastest)

@@ -39,14 +39,14 @@ _NAMES_OTHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ConfigRequest:
     """What is to be configured, as typed; None where not.
 
     Attributes:
         strategy: A name; the strategy of the ranks that run without it.
         ranks: How many.
         hosts: On how many hosts.
-        given: Degrees and options of the strategy.
+        options: Degrees and options of the strategy.
         script: What is started.
         clip: The norm that gradients are clipped to; 0 for none.
     """
@@ -54,49 +54,51 @@ class Asked:
     strategy: str | None = None
     ranks: int | None = None
     hosts: int | None = None
-    given: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     script: str = SCRIPT
     clip: float = 0.0
 
 
-def made(asked: Asked) -> Configured:
+def build_config(request: ConfigRequest) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations.
 
     Raises:
         OptionError: It does not exist, cannot be had with so many ranks, or none runs.
     """
-    options = {word: value for word, value in asked.given.items() if value not in (None, False)}
-    if asked.strategy is None and not options:
-        if asked.ranks is not None:
+    options = {word: value for word, value in request.options.items() if value not in (None, False)}
+    if request.strategy is None and not options:
+        if request.ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
         if not NOTEBOOK.is_running:
             raise OptionError(
                 "No ranks run here whose strategy could be shown. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        return NOTEBOOK.session.config(asked.hosts, script=asked.script, clip=asked.clip)
-    ranks = asked.ranks
+        return NOTEBOOK.session.config(request.hosts, script=request.script, clip=request.clip)
+    ranks = request.ranks
     if ranks is None:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
-    choice = choose(asked.strategy, options, ranks)
+    choice = choose(request.strategy, options, ranks)
     device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
     setting = Setting(
         choice,
-        asked.hosts or 1,
+        request.hosts or 1,
         device.split(":")[0],
-        clip=asked.clip,
-        script=asked.script,
+        clip=request.clip,
+        script=request.script,
     )
     return configured(setting)
 
 
-def shown(asked: Asked, write: str | Path | None, form: str | None, *, is_forced: bool) -> View:
+def shown(
+    request: ConfigRequest, write: str | Path | None, form: str | None, *, is_forced: bool
+) -> View:
     """Show configurations, or write one.
 
     Args:
-        asked: Of what.
+        request: Of what.
         write: The file; None to show all forms.
         form: One of FORMS; None for what the file's name says.
         is_forced: Replace the file if it exists.
@@ -104,7 +106,7 @@ def shown(asked: Asked, write: str | Path | None, form: str | None, *, is_forced
     Raises:
         OptionError: See `made`; the strategy has no such form; or the file cannot be written.
     """
-    config = made(asked)
+    config = build_config(request)
     if write is None:
         return config_view.configured(config)
     wanted = _form(form, Path(write))
@@ -228,10 +230,10 @@ def dist_config(values: Namespace) -> View:
     if not values.file:
         if values.beside is not None:
             raise OptionError("%dist_config: --with goes with a file that is checked. Name it.")
-        asked = Asked(
+        request = ConfigRequest(
             values.strategy, values.ranks, values.nodes, given, values.script, values.clip
         )
-        return shown(asked, values.write, values.form, is_forced=values.is_forced)
+        return shown(request, values.write, values.form, is_forced=values.is_forced)
     if len(values.file) > 1:
         raise OptionError(
             "%dist_config: name one file to check; --with names another that counts with it."

@@ -19,7 +19,7 @@ from nbdist.errors import OptionError
 from nbdist.exporter import export
 from nbdist.exporter import kernel as exporter_kernel
 from nbdist.exporter import view as export_view
-from nbdist.exporter.export import Cell, Magic, Reader
+from nbdist.exporter.export import Magic, NotebookCell, Reader
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.strategy import choice as strategies
@@ -38,7 +38,7 @@ class _Origin:
         notes: What to say of the choice.
     """
 
-    cells: list[Cell]
+    cells: list[NotebookCell]
     name: str
     notes: tuple[str, ...] = ()
 
@@ -57,7 +57,7 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(exported.script, encoding="utf-8")
+        partial.write_text(exported.text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def _origin(source: str | Path | None) -> _Origin:
         return _Origin(exporter_kernel.read(path), path.name)
     shell: Any = get_ipython()
     variables = {} if shell is None else shell.user_ns
-    notebook = exporter_kernel.found(variables, os.environ) if source is None else None
+    notebook = exporter_kernel.notebook_path(variables, os.environ) if source is None else None
     if notebook is not None:
         return _from_own_file(notebook, history)
     if not history:
@@ -102,7 +102,7 @@ def _origin(source: str | Path | None) -> _Origin:
 _RAN = "what ran in this kernel"
 
 
-def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
+def _from_own_file(path: Path, history: list[NotebookCell]) -> _Origin:
     """The notebook's own file, unless none of its cells is among those that ran here."""
     in_file = exporter_kernel.read(path)
     saved = {cell.text.strip() for cell in in_file if cell.is_code}
@@ -118,7 +118,7 @@ def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
     return _Origin(in_file, path.name, tuple(notes))
 
 
-def _history() -> list[Cell]:
+def _history() -> list[NotebookCell]:
     """The cells that ran in this kernel, in the order in which each text ran first."""
     shell: Any = get_ipython()
     manager = getattr(shell, "history_manager", None)
@@ -128,12 +128,12 @@ def _history() -> list[Cell]:
     typed = list(manager.input_hist_raw)[1 : NOTEBOOK.cell_number or -1]
     failed = set(getattr(manager, "exceptions", {}))  # from IPython 9 on
     worked = Counter(text for number, text in enumerate(typed, 1) if number not in failed)
-    read: list[Cell] = []
+    read: list[NotebookCell] = []
     repeated: set[str] = set()
     for number, text in enumerate(typed, 1):
         problem = "failed" if not worked[text] else "repeated" if text in repeated else ""
         repeated.add(text)
-        read.append(Cell(number, text, problem=problem))
+        read.append(NotebookCell(number, text, problem=problem))
     return read
 
 

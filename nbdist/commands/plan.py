@@ -50,7 +50,7 @@ _LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What is planned on.
 
     Attributes:
@@ -70,7 +70,7 @@ class Asked:
 
 def planned(
     model: Any,
-    asked: Asked,
+    request: PlanRequest,
     load: Workload,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
@@ -81,7 +81,7 @@ def planned(
         model: A number of parameters, a name, the path of a config.json, a config (a mapping, or
             anything with `to_dict`, as transformers' configs), or a model that has such a config.
             Where ranks run, also the name of a variable there that is a model.
-        asked: On how many ranks, on which device, counted by what.
+        request: On how many ranks, on which device, counted by what.
         load: What is trained with.
         strategy: A name; None for all.
         given: Its degrees and options.
@@ -90,38 +90,38 @@ def planned(
         OptionError: If a word does not exist, or degrees do not fit.
         NbdistError: A model on the ranks is not the same on all.
     """
-    _check_engine(asked)
-    live = _live(model, asked)
-    if live is None and asked.inputs:
+    _check_engine(request)
+    live = _live(model, request)
+    if live is None and request.inputs:
         raise OptionError(
             "--inputs names what a model on the ranks is called with, and the model that is typed "
             "is none there. Leave it out."
         )
     shape = _shape(model) if live is None else shape_of(live)
-    load = load if live is None else load_of(live, load, asked.optimizer)
+    load = load if live is None else load_of(live, load, request.optimizer)
     given = dict(given or {})
-    device, measured, assumed = _device(asked)
-    world_size, assumed_ranks = _ranks(asked, given)
+    device, measured, assumed = _device(request)
+    world_size, assumed_ranks = _ranks(request, given)
     if measured is not None and measured.world_size != world_size:
         measured = None
-    with progress.during("plan") as tell, _engine(shape, live, asked) as engine:
+    with progress.during("plan") as tell, _engine(shape, live, request) as engine:
         result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
             engine=engine, assumed=(*assumed, *assumed_ranks), progress=tell,
         )  # fmt: skip
     if live is not None:
-        result = replace(result, told=described(live))
+        result = replace(result, live=described(live))
     return shown_plan(result, advise(result, given, measured))
 
 
-def _check_engine(asked: Asked) -> None:
-    if asked.engine is not None and asked.engine not in ENGINES:
+def _check_engine(request: PlanRequest) -> None:
+    if request.engine is not None and request.engine not in ENGINES:
         raise OptionError(
-            f"There is no --engine {asked.engine}. Choose one of {', '.join(ENGINES)}."
+            f"There is no --engine {request.engine}. Choose one of {', '.join(ENGINES)}."
         )
 
 
-def _live(model: Any, asked: Asked) -> LiveModel | None:
+def _live(model: Any, request: PlanRequest) -> LiveModel | None:
     """The model of that name on the ranks; None for what is no name of a variable there."""
     if not isinstance(model, str) or not NOTEBOOK.is_running:
         return None
@@ -129,7 +129,7 @@ def _live(model: Any, asked: Asked) -> LiveModel | None:
     if not is_name or model in CONFIGS or Path(model).exists():
         return None
     try:
-        return live_model(NOTEBOOK.session, model, asked.inputs)
+        return live_model(NOTEBOOK.session, model, request.inputs)
     except OptionError as error:
         if not str(error).startswith("There is no variable"):
             raise
@@ -140,16 +140,16 @@ def _live(model: Any, asked: Asked) -> LiveModel | None:
 
 
 def _engine(
-    shape: ModelShape, live: LiveModel | None, asked: Asked
+    shape: ModelShape, live: LiveModel | None, request: PlanRequest
 ) -> AbstractContextManager[Engine]:
     """What counts memory, until the plan is made."""
     otherwise: Engine = memory_of if live is None else functools.partial(by_kinds, live)
-    name = asked.engine or ("formulas" if live is None else "fake")
+    name = request.engine or ("formulas" if live is None else "fake")
     if name == "formulas":
         return contextlib.nullcontext(otherwise)
     source = Source(config=shape.config)
     if live is not None:
-        source = replace(live.source, has_optimizer=asked.optimizer is None)
+        source = replace(live.source, has_optimizer=request.optimizer is None)
     problem = "" if live is None else live.problem
     return FakeEngine(source, otherwise=otherwise, problem=problem)
 
@@ -190,14 +190,14 @@ def _read(path: Path) -> ModelShape | None:
     return of_config(config, name=path.name if path.is_dir() else "")
 
 
-def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
+def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     """The device, what was measured between the ranks if it is theirs, and what is assumed."""
-    if asked.gpu is not None and asked.memory is not None:
+    if request.gpu is not None and request.memory is not None:
         raise OptionError("Type --gpu or --memory, not both.")
-    if asked.gpu is not None:
-        return devices.device_of(asked.gpu), None, ()
-    if asked.memory is not None:
-        return devices.with_memory(asked.memory), None, ()
+    if request.gpu is not None:
+        return devices.device_of(request.gpu), None, ()
+    if request.memory is not None:
+        return devices.with_memory(request.memory), None, ()
     default = DEVICES[ASSUMED]
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {ASSUMED}",)
@@ -207,10 +207,10 @@ def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     return device or default, model, topology_text
 
 
-def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
+def _ranks(request: PlanRequest, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
     """As typed, or as the degrees make it, or as many as run."""
-    if asked.ranks is not None:
-        return asked.ranks, ()
+    if request.ranks is not None:
+        return request.ranks, ()
     degrees = {**options.read(given).degrees, "replicas": 1}
     product = math.prod(degrees.values())
     if product > 1:
@@ -238,12 +238,12 @@ def dist_plan(values: Namespace) -> View:
         values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
         values.samples or 0,
     )  # fmt: skip
-    asked = Asked(
+    request = PlanRequest(
         values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
         values.optimizer,
     )  # fmt: skip
     if not values.is_check:
-        return planned(_named(values.model[0]), asked, load, values.strategy, given)
+        return planned(_named(values.model[0]), request, load, values.strategy, given)
     _check_alone(values)
     with progress.during("plan") as tell:
         return checked(values.model[0], values.inputs or "", load, tell)

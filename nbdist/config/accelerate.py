@@ -22,7 +22,7 @@ _PART_OF = {
 _DEEPSPEED = "deepspeed_config"
 
 
-def is_one(document: Document) -> bool:
+def matches(document: Document) -> bool:
     """Whether a document is a configuration of Accelerate."""
     telling = {"distributed_type", "compute_environment", *_PART_OF.values(), "parallelism_config"}
     names = {entry.key for entry in document.entries()}
@@ -243,7 +243,7 @@ def _refused_beside(notes: Report, path: tuple[str, ...]) -> None:
 def _named_file(notes: Report, around: CheckContext) -> None:
     path = (_DEEPSPEED, "deepspeed_config_file")
     named = str(notes.document.value(*path))
-    if not any(deepspeed.is_one(other) for other in around.others):
+    if not any(deepspeed.matches(other) for other in around.others):
         why = "there is no such file beside this one or here, so it was not checked"
         notes.warn(path, why, f"see that {named} is where you start")
 

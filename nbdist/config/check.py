@@ -22,9 +22,9 @@ from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, wit
 from nbdist.errors import OptionError
 
 _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Report, CheckContext], None]]] = {
-    ACCELERATE: (accelerate.is_one, accelerate.check),
-    INSTRUCTLAB: (instructlab.is_one, instructlab.check),
-    DEEPSPEED: (deepspeed.is_one, deepspeed.check),
+    ACCELERATE: (accelerate.matches, accelerate.check),
+    INSTRUCTLAB: (instructlab.matches, instructlab.check),
+    DEEPSPEED: (deepspeed.matches, deepspeed.check),
 }
 # Where a file itself says how many ranks it is for.
 _RANKS = {ACCELERATE: ("num_processes",), INSTRUCTLAB: ("train", "num_gpus")}
@@ -137,14 +137,14 @@ def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
 
 def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> tuple[Document, str]:
     """The document with a change, and a line about it; as it was where it would not be read."""
-    line = f"line {document.line(*fix.path)}: {_told(document, fix)}"
+    line = f"line {document.line(*fix.path)}: {_change_line(document, fix)}"
     try:
         return read(fixed(document, fix)), line
     except OptionError:  # an anchor stood there, to which other lines refer
         return document, f"{line}: not made, as other lines refer to this one; change it by hand"
 
 
-def _told(document: Document, fix: Fix) -> str:
+def _change_line(document: Document, fix: Fix) -> str:
     name = dotted(fix.path)
     if fix.action == RENAME:
         return f"{name} is now called {fix.value}"

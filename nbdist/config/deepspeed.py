@@ -22,7 +22,7 @@ _PRECISIONS = ("fp16", "bf16")
 _FILLED = (*_BATCH.whole, *_BATCH.micro, *_BATCH.accumulation)
 
 
-def is_one(document: Document) -> bool:
+def matches(document: Document) -> bool:
     """Whether a document is a DeepSpeed configuration: it has two of its keys, or a telling one."""
     names = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
     return bool(names & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(names) > 1
@@ -97,7 +97,7 @@ def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
 def _precision(notes: Report, around: CheckContext) -> None:
     document = notes.document
     on = precision_of(document)
-    wanted = next(iter(_wanted(around.others)), None)
+    wanted = next(iter(_precisions_of_others(around.others)), None)
     if len(on) == 2:
         keep = wanted[1] if wanted and wanted[1] in on else "bf16"
         drop = "fp16" if keep == "bf16" else "bf16"
@@ -123,7 +123,7 @@ def _precision(notes: Report, around: CheckContext) -> None:
     )
 
 
-def _wanted(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
+def _precisions_of_others(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
     """What other files say of the precision: (where, fp16, bf16 or no)."""
     for other in others:
         for path in (("mixed_precision",), ("train", "mixed_precision")):

@@ -146,7 +146,9 @@ def _product(notes: Report, around: CheckContext, product: int, axes_text: str) 
     ranks = around.ranks
     if ranks is None:
         notes.good(
-            "ranks", f"not known; the mesh wants {product} ({axes_text})", notes.document.line(_MESH)
+            "ranks",
+            f"not known; the mesh wants {product} ({axes_text})",
+            notes.document.line(_MESH),
         )
         return
     if ranks == product:
@@ -193,7 +195,9 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
     else:
         dp = around.ranks // product
         notes.good(
-            "ranks", f"{around.ranks}, {around.source}: {axes_text} x dp {dp}", document.line(_MEGATRON)
+            "ranks",
+            f"{around.ranks}, {around.source}: {axes_text} x dp {dp}",
+            document.line(_MEGATRON),
         )
     if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
         micro = (_MEGATRON, "megatron_lm_num_micro_batches")

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from nbdist.config.tree import JSON, Document, Entry, Flaw, Node
+from nbdist.config.tree import JSON, ConfigEntry, Document, Flaw, Node
 from nbdist.errors import OptionError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -114,7 +114,7 @@ class _Reader:
             raise self.error(at, f"{match[0]} is no text of JSON") from error
 
     def mapping(self, at: int, depth: int) -> tuple[Node, int]:
-        entries: list[Entry] = []
+        entries: list[ConfigEntry] = []
         place = self.skip(at + 1)
         while self.text[place : place + 1] != "}":
             if self.text[place : place + 1] != '"':
@@ -126,7 +126,7 @@ class _Reader:
                 raise self.error(colon, f'a colon after "{key}" is missing')
             node, after = self.value(self.skip(colon + 1), depth + 1)
             self.note_twice(entries, key, place)
-            entries.append(Entry(key, place, end, self.line(place), node))
+            entries.append(ConfigEntry(key, place, end, self.line(place), node))
             place = self.comma(after, "}")
         mapping = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
         return mapping, place + 1
@@ -156,7 +156,7 @@ class _Reader:
             self.flaws.append(replace(flaw, start=place, end=place + 1))
         return following
 
-    def note_twice(self, entries: list[Entry], key: str, at: int) -> None:
+    def note_twice(self, entries: list[ConfigEntry], key: str, at: int) -> None:
         first = next((entry for entry in entries if entry.key == key), None)
         if first is not None:
             why = (

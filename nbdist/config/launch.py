@@ -117,7 +117,9 @@ def torchrun_text(setting: Setting) -> str | Refusal:
     variables = environment(setting)
     if isinstance(variables, Refusal):
         return variables
-    assignments = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+    assignments = " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())
+    )
     if setting.hosts == 1:
         count = setting.ranks_of_host
         command = f"torchrun --standalone --nproc-per-node {count} {shlex.quote(setting.script)}"

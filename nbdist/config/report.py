@@ -14,8 +14,8 @@ from nbdist.config.tree import (
     RENAME,
     SET,
     YAML,
+    ConfigEntry,
     Document,
-    Entry,
     Fix,
     dotted,
     plain,
@@ -195,7 +195,7 @@ def check_keys(
             notes.say(verdict, here, why, "take it out", Fix(REMOVE, here))
 
 
-def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) -> None:
+def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: str) -> None:
     """Note a value that is not of its key's type, with the one that was meant where it is clear."""
     value = plain(entry.node)
     if value is None or _fits(value, kind):
@@ -214,7 +214,9 @@ def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) ->
         notes.bad(path, why, what, Fix(SET, path, meant))
 
 
-def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
+def _check_choice(
+    notes: Report, path: tuple[str, ...], entry: ConfigEntry, choices: list[str]
+) -> None:
     value = plain(entry.node)
     if str(value) in choices and not isinstance(value, bool):
         return
@@ -234,7 +236,7 @@ def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: l
         notes.bad(path, why, f"write {near}", Fix(SET, path, near))
 
 
-def _as_typed(document: Document, entry: Entry) -> str:
+def _as_typed(document: Document, entry: ConfigEntry) -> str:
     text = document.text[entry.node.start : entry.node.end]
     return shown(text.strip("'\"") if not entry.node.is_quoted else text)
 

@@ -46,14 +46,14 @@ class Node:
     end: int
     line: int
     value: Any = None
-    entries: tuple[Entry, ...] | None = None
+    entries: tuple[ConfigEntry, ...] | None = None
     items: tuple[Node, ...] | None = None
     is_flow: bool = False
     is_quoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigEntry:
     """A key of a mapping with its value.
 
     Attributes:
@@ -110,7 +110,7 @@ class Document:
     root: Node
     flaws: tuple[Flaw, ...] = ()
 
-    def entry(self, *path: str) -> Entry | None:
+    def entry(self, *path: str) -> ConfigEntry | None:
         """What stands under a path of keys; None where nothing does. The last of two counts."""
         node, entry = self.root, None
         for key in path:
@@ -129,7 +129,7 @@ class Document:
         """Whether something stands under a path, be it null."""
         return self.entry(*path) is not None
 
-    def entries(self, *path: str) -> tuple[Entry, ...]:
+    def entries(self, *path: str) -> tuple[ConfigEntry, ...]:
         """The keys of the mapping under a path; none where there is no mapping."""
         entry = self.entry(*path) if path else None
         node = self.root if not path else (entry.node if entry else None)
@@ -168,7 +168,7 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ConfigEntry]]:
     """Every key below a node with its path, in the order of the text."""
     for entry in node.entries or ():
         yield (*path, entry.key), entry
@@ -229,7 +229,7 @@ def _remove(document: Document, fix: Fix) -> tuple[int, int, str]:
 
 
 def _remove_lines(
-    document: Document, entry: Entry, parent: Entry | None, *, is_alone: bool
+    document: Document, entry: ConfigEntry, parent: ConfigEntry | None, *, is_alone: bool
 ) -> tuple[int, int, str]:
     """All lines of an entry; a mapping that would be left empty becomes {}."""
     text = document.text
@@ -265,7 +265,7 @@ def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
 _CHANGES = {SET: _set, RENAME: _rename, REMOVE: _remove, ADD: _add}
 
 
-def _indent(text: str, entry: Entry) -> str:
+def _indent(text: str, entry: ConfigEntry) -> str:
     line = text[text.rfind("\n", 0, entry.start) + 1 : entry.start]
     return line if line.isspace() else ""
 

@@ -46,7 +46,9 @@ def corrected(before: Checked, after: Checked, change_lines: Sequence[str], path
         change_lines: A line for each change.
         path: Where it was written.
     """
-    changes = [f"  {line}" for line in change_lines] or ["  nothing: no change is known that would mend it"]
+    changes = [f"  {line}" for line in change_lines] or [
+        "  nothing: no change is known that would mend it"
+    ]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]
     return checked(after, lines, path)
@@ -76,5 +78,7 @@ def written(config: Configured, form: str, path: str) -> View:
         SBATCH: f"sbatch {name}",
     }
     return View(
-        "\n".join([f"{path}: {described(config.setting.choice)}", *config.notes, f"use it: {uses[form]}"])
+        "\n".join(
+            [f"{path}: {described(config.setting.choice)}", *config.notes, f"use it: {uses[form]}"]
+        )
     )

@@ -9,7 +9,7 @@ import yaml
 
 from nbdist.config import json_reader
 from nbdist.config.report import KNOWN
-from nbdist.config.tree import JSON, YAML, Document, Entry, Flaw, Node
+from nbdist.config.tree import JSON, YAML, ConfigEntry, Document, Flaw, Node
 from nbdist.errors import OptionError
 
 # Of other languages than those that are read.
@@ -57,7 +57,9 @@ def read(name: str, text: str, syntax: str = "") -> Document:
     if not syntax:
         suffix = Path(name).suffix.lower()
         syntax_of_suffix = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
-        syntax = syntax_of_suffix or (JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML)
+        syntax = syntax_of_suffix or (
+            JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML
+        )
     return json_reader.read(name, text) if syntax == JSON else _read_yaml(name, text)
 
 
@@ -103,8 +105,10 @@ def _node(yaml_node: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> No
     return Node(start, yaml_node.end_mark.index, line, value, is_quoted=is_quoted)
 
 
-def _entries(mapping_node: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> list[Entry]:
-    entries: list[Entry] = []
+def _entries(
+    mapping_node: Any, loader: Any, flaws: list[Flaw], above: set[int]
+) -> list[ConfigEntry]:
+    entries: list[ConfigEntry] = []
     lines: dict[str, int] = {}
     for key_node, value_node in mapping_node.value:
         key = str(getattr(key_node, "value", ""))
@@ -115,5 +119,5 @@ def _entries(mapping_node: Any, loader: Any, flaws: list[Flaw], above: set[int])
         lines.setdefault(key, line)
         node = _node(value_node, loader, flaws, above)
         place = key_node.start_mark.index, key_node.end_mark.index
-        entries.append(Entry(key, *place, line, node))
+        entries.append(ConfigEntry(key, *place, line, node))
     return entries

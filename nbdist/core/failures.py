@@ -121,12 +121,14 @@ def summary(failures: Iterable[RankFailure]) -> str:
     `rank 1 raised ValueError: boom; rank 0 then failed with RuntimeError: Connection closed ...`
     """
     (first, ranks), *others = grouped(failures)
-    line = f"{ranks_phrase(ranks)} {_told(first, _one_line(first.message))}"
+    line = f"{ranks_phrase(ranks)} {_failure_text(first, _one_line(first.message))}"
     for failure, its_ranks in others[:FULL_TRACEBACKS]:
         pattern_match = _FOLLOWER.search(plain(failure.message))
         # Of a follower's message, which says where in Gloo's source it is, only what happened.
-        message, verb = (pattern_match[0], "then failed with") if pattern_match else (failure.message, "raised")
-        line += f"; {ranks_phrase(its_ranks)} {_told(failure, _one_line(message), verb)}"
+        message, verb = (
+            (pattern_match[0], "then failed with") if pattern_match else (failure.message, "raised")
+        )
+        line += f"; {ranks_phrase(its_ranks)} {_failure_text(failure, _one_line(message), verb)}"
     rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
     if rest:
         line += f"; {ranks_phrase(rest)} failed too"
@@ -145,14 +147,14 @@ def traceback_text(failures: Sequence[RankFailure]) -> str:
     for number, (failure, ranks) in enumerate(grouped(raised)):
         who = ranks_phrase(ranks)
         if number >= FULL_TRACEBACKS:
-            parts.append(f"{_bold(who)} {_told(failure, _one_line(failure.message))}")
+            parts.append(f"{_bold(who)} {_failure_text(failure, _one_line(failure.message))}")
         elif failure.traceback:
-            head = _bold(f"{who} {_told(failure, '')}")
+            head = _bold(f"{who} {_failure_text(failure, '')}")
             is_short = has_cause and failure.is_follower
             frames = [f for f in failure.traceback if not (is_short and _is_library(f))]
             parts.append(f"{head}:\n" + "\n".join(frames))
         else:
-            parts.append(f"{_bold(who)} {_told(failure, failure.message)}")
+            parts.append(f"{_bold(who)} {_failure_text(failure, failure.message)}")
     return "\n\n".join(parts)
 
 
@@ -174,7 +176,7 @@ def _bold(text: str) -> str:
     return f"\x1b[1m{text}\x1b[0m"
 
 
-def _told(failure: RankFailure, message: str, verb: str = "raised") -> str:
+def _failure_text(failure: RankFailure, message: str, verb: str = "raised") -> str:
     if failure.name == "RankDied":
         return message
     return f"{verb} {failure.name}" + (f": {message}" if message else "")

@@ -130,7 +130,7 @@ class Nvml:
 
     def _mig_handles(self, whole: Any) -> Iterator[Any]:
         nvml = self._nvml
-        mode = self._told(lambda: nvml.nvmlDeviceGetMigMode(whole))
+        mode = self._ask(lambda: nvml.nvmlDeviceGetMigMode(whole))
         if mode is None or not mode[0]:
             return
         for number in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(whole))):
@@ -141,22 +141,22 @@ class Nvml:
                     raise
 
     def _reading(self, whole: Any, part: Any, fixed: GpuReading) -> GpuReading:
-        nvml, query = self._nvml, self._told
+        nvml, ask = self._nvml, self._ask
         # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
         version = nvml.nvmlMemory_v2
-        memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(part, version=version))
+        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(part, version=version))
         # Of a MIG instance the driver tells memory alone; heat and power are the whole GPU's.
-        rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(part))
-        power_mw = query(lambda: nvml.nvmlDeviceGetPowerUsage(whole))
-        limit_mw = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
-        bits = query(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
+        rates = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(part))
+        power_mw = ask(lambda: nvml.nvmlDeviceGetPowerUsage(whole))
+        limit_mw = ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
+        bits = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
         return replace(
             fixed,
             used_bytes=None if memory is None else int(memory.used),
             total_bytes=None if memory is None else int(memory.total),
             busy_percent=None if rates is None else float(rates.gpu),
             memory_busy_percent=None if rates is None else float(rates.memory),
-            temperature_c=query(
+            temperature_c=ask(
                 lambda: float(nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU))
             ),
             power_w=None if power_mw is None else power_mw / 1000,
@@ -164,10 +164,10 @@ class Nvml:
             throttled=None if bits is None else reasons(int(bits)),
         )
 
-    def _told(self, ask: Callable[[], Any]) -> Any:
+    def _ask(self, query: Callable[[], Any]) -> Any:
         """What NVML answers; None where this GPU has no such number."""
         try:
-            return ask()
+            return query()
         except Exception as error:
             if getattr(error, "value", None) in _LACKING:
                 return None

@@ -48,9 +48,11 @@ class Value:
 
     def refused(self, needed: str) -> Misfit:
         """The error that says what it is, and what it has to be."""
-        raw_text = _told(self.raw)
+        raw_text = _raw_text(self.raw)
         kind = _KINDS.get(type(self.raw), f"a {type(self.raw).__name__}")
-        return Misfit(f"{self.where or 'it'} is {kind}{raw_text and f' ({raw_text})'}, not {needed}")
+        return Misfit(
+            f"{self.where or 'it'} is {kind}{raw_text and f' ({raw_text})'}, not {needed}"
+        )
 
     def get(self, key: str, default: Any = _NEEDED) -> Value:
         """What a dict has under a key; without a default the key may not lack."""
@@ -102,7 +104,7 @@ class Value:
         if type(self.raw) is not int:
             raise self.refused("a whole number")
         if not least <= self.raw <= most:
-            raw_text = _told(self.raw)
+            raw_text = _raw_text(self.raw)
             raise Misfit(f"{self.where} is the number {raw_text}, not one of {least} to {most}")
         return self.raw
 
@@ -179,7 +181,7 @@ class Value:
         return self.raw
 
 
-def _told(raw: object) -> str:
+def _raw_text(raw: object) -> str:
     if isinstance(raw, int) and raw.bit_length() > _LONGEST_BITS:
         return f"of {raw.bit_length()} bits"  # Python refuses to write very long ones
     if isinstance(raw, (str, bytes)) and len(raw) > _LONGEST:

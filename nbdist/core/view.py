@@ -102,7 +102,9 @@ def lines_html(texts: Iterable[str]) -> str:
 def lines(texts: Iterable[str]) -> View:
     """Lines of text; spaces at their beginnings stay."""
     listed = list(texts)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in listed)
+    body = "".join(
+        f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in listed
+    )
     return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
 
 

@@ -119,7 +119,9 @@ def devices(facts: Facts) -> Iterator[Finding]:
 
 def _gpu(facts: GpuFacts) -> Finding:
     name = f"GPU {facts.gpu.index}"
-    state = f"{facts.gpu.name}, {facts.used_bytes / 1e9:.1f} of {facts.total_bytes / 1e9:.1f} GB used"
+    state = (
+        f"{facts.gpu.name}, {facts.used_bytes / 1e9:.1f} of {facts.total_bytes / 1e9:.1f} GB used"
+    )
     if facts.compute_mode not in {"Default", "[N/A]", ""}:
         return Finding(
             name,
@@ -288,7 +290,7 @@ def variables(facts: Facts) -> Iterator[Finding]:
     uuids = tuple(gpu.gpu.uuid for gpu in facts.gpus)
     yield from settings(
         facts.environ,
-        facts.given,
+        facts.launched,
         interfaces=facts.interfaces,
         gpus=(*visible, *uuids),
         threads_per_rank=max(1, facts.cores // max(1, facts.world_size)),

@@ -72,13 +72,15 @@ def _finding(name: str, typed: str | None, launched: str | None, around: HostCon
         return Finding(name, UNSET if launched is None else f"{launched or EMPTY} ({LAUNCHER})")
     value_text = f"{typed or EMPTY} ({NOTEBOOK})"
     if launched is not None and launched != typed:
-        value_text = f"{value_text[:-1]}; ranks of the profile local get {launched or EMPTY} by {LAUNCHER})"
+        value_text = (
+            f"{value_text[:-1]}; ranks of the profile local get {launched or EMPTY} by {LAUNCHER})"
+        )
     judge = RULES.get(name)
-    judged = _kept(name, typed) if judge is None else judge(typed, around)
+    judged = _conflict(name, typed) if judge is None else judge(typed, around)
     return Finding(name, value_text, *judged)
 
 
-def _kept(name: str, value: str) -> Judged:
+def _conflict(name: str, value: str) -> Judged:
     """What cluster.nccl_env says of it."""
     conflicts = nccl_env.conflicts({name: value})
     if not conflicts:

@@ -37,7 +37,9 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         gpus_typed: Their --gpus.
     """
     gpu_facts, problem = _gpus()
-    visible = gpus.chosen(tuple(gpu.gpu for gpu in gpu_facts), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = gpus.chosen(
+        tuple(gpu.gpu for gpu in gpu_facts), os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
     variables = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
@@ -58,7 +60,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),
         environ=dict(os.environ),
-        given={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
+        launched={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.found(),
     )

@@ -75,7 +75,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """What a cell becomes.
 
     Attributes:
@@ -144,7 +144,7 @@ def python_of(body: str, transform: Callable[[str], str]) -> str:
         return transform(body)
 
 
-def part(body: str, transform: Callable[[str], str], show: str) -> Part:
+def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
     """What a distributed cell becomes.
 
     Args:
@@ -161,8 +161,10 @@ def part(body: str, transform: Callable[[str], str], show: str) -> Part:
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise LeftOutError("syntax", f"{where}{error.msg}") from error
-    cell_part = Part(source, read.tree, read.is_async)
-    edits = [edit for node in _statements(read.tree) if (edit := _edit(cell_part, node)) is not None]
+    cell_part = CellPart(source, read.tree, read.is_async)
+    edits = [
+        edit for node in _statements(read.tree) if (edit := _edit(cell_part, node)) is not None
+    ]
     cell_part.notes.extend(_noticed(read.tree, source, edits))
     edited = text.edited(source, edits)
     final = text.checked(edited)  # %time has brought names along
@@ -191,7 +193,7 @@ def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
 _TIMED = "  # %time"
 
 
-def _edit(cell_part: Part, node: ast.stmt) -> Edit | None:
+def _edit(cell_part: CellPart, node: ast.stmt) -> Edit | None:
     """What has to stand in the place of a statement; None where it stays."""
     lines = _replacement(cell_part, node)
     if lines is None:
@@ -202,7 +204,7 @@ def _edit(cell_part: Part, node: ast.stmt) -> Edit | None:
     return Edit(node.lineno, text.last_line(node), tuple(f"{margin}{line}" for line in lines))
 
 
-def _replacement(cell_part: Part, node: ast.stmt) -> list[str] | None:
+def _replacement(cell_part: CellPart, node: ast.stmt) -> list[str] | None:
     match node:
         case ast.ImportFrom(module="__future__"):
             cell_part.futures.extend(alias.name for alias in node.names)
@@ -219,7 +221,7 @@ def _replacement(cell_part: Part, node: ast.stmt) -> list[str] | None:
     return None
 
 
-def _lines_of(cell_part: Part, node: ast.stmt) -> list[str]:
+def _lines_of(cell_part: CellPart, node: ast.stmt) -> list[str]:
     lines = cell_part.source.split("\n")[node.lineno - 1 : text.last_line(node)]
     return [line.strip() for line in lines]
 
@@ -234,11 +236,13 @@ def _imports(node: ast.ImportFrom) -> list[str]:
             alias_text = alias.asname or alias.name
         else:
             alias_text = f" as {alias.asname}" if alias.asname else ""
-        lines.append(f"{_IN_PLACE_OF[alias.name].format(alias_text)}  # from nbdist in the notebook")
+        lines.append(
+            f"{_IN_PLACE_OF[alias.name].format(alias_text)}  # from nbdist in the notebook"
+        )
     return lines
 
 
-def _magic(cell_part: Part, node: ast.Expr, call: ast.Call) -> list[str]:
+def _magic(cell_part: CellPart, node: ast.Expr, call: ast.Call) -> list[str]:
     """A magic or shell command that stands alone."""
     typed = _typed(call)
     words = [_constant(argument) for argument in call.args]
@@ -260,14 +264,14 @@ def _is_python(words: Sequence[str]) -> bool:
     return True
 
 
-def _as_comment(cell_part: Part, node: ast.stmt, lines: Sequence[str]) -> list[str]:
+def _as_comment(cell_part: CellPart, node: ast.stmt, lines: Sequence[str]) -> list[str]:
     comments = [text.commented(line) for line in lines]
     is_nested = all(node is not statement for statement in cell_part.tree.body)
     return [*comments, "pass"] if is_nested else comments
 
 
 def _stop(
-    cell_part: Part, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
+    cell_part: CellPart, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
 ) -> list[str]:
     """A statement that takes a value from a magic or a shell command."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]

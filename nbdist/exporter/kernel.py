@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.errors import OptionError
-from nbdist.exporter.export import Cell
+from nbdist.exporter.export import NotebookCell
 
 FORMAT = 4
 
 
-def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
+def notebook_path(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
     """The file of the notebook that this kernel runs, as far as its front end tells; else None.
 
     Args:
@@ -27,7 +27,7 @@ def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Pa
     return next((place for place in places if place.is_file()), None)
 
 
-def read(path: Path) -> list[Cell]:
+def read(path: Path) -> list[NotebookCell]:
     """The cells of a notebook's file; code cells are numbered from 1.
 
     Raises:
@@ -45,9 +45,11 @@ def read(path: Path) -> list[Cell]:
         )
     numbers = iter(range(1, len(cells) + 1))
     return [
-        Cell(next(numbers), _source(cell))
+        NotebookCell(next(numbers), _source(cell))
         if cell.get("cell_type") == "code"
-        else Cell(0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False)
+        else NotebookCell(
+            0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False
+        )
         for cell in cells
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from nbdist.exporter import source as text
-from nbdist.exporter.cell import Part
+from nbdist.exporter.cell import CellPart
 from nbdist.strategy.choice import Options, Strategy, described
 
 
@@ -64,13 +64,13 @@ class Piece:
 
     number: int
     title: str
-    part: Part | None = None
+    part: CellPart | None = None
     ranks: tuple[int, ...] | None = None
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ScriptSettings:
     """What the notebook was started with.
 
     Attributes:
@@ -101,11 +101,13 @@ class Written:
     remark: str
 
 
-def written(title: str, pieces: Sequence[Piece], names: Names, settings: Settings) -> Written:
+def written(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> Written:
     """The script; a cell that Python does not accept among the others stands in comments."""
     refused: dict[int, str] = {}
     while True:
-        checked_pieces = [_refusal(p, refused[p.number]) if p.number in refused else p for p in pieces]
+        checked_pieces = [
+            _refusal(p, refused[p.number]) if p.number in refused else p for p in pieces
+        ]
         blocks: list[str] = []
         try:
             for piece in checked_pieces:
@@ -174,7 +176,7 @@ def _uses(pieces: Sequence[Piece], name: str) -> bool:
     return False
 
 
-def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings) -> str:
+def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> str:
     parts = [piece.part for piece in pieces if piece.part is not None]
     futures = sorted({name for part in parts for name in part.futures})
     is_async = any(part.is_async for part in parts)
@@ -208,7 +210,7 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings)
     return "\n".join(lines)
 
 
-def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
+def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]:
     shown = text.printable(title).replace("\n", "?")
     size = settings.world_size
     several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
-from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
+from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, PlanRow, plan
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.options import DEGREES
@@ -26,7 +26,7 @@ class Advice:
         rules: Common rules that say something else, a sentence each.
     """
 
-    row: Row | None
+    row: PlanRow | None
     sentences: tuple[str, ...]
     rules: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ def _of_unknown_shape(planned: Plan) -> Advice:
     return Advice(None, (_nothing(planned, useful),))
 
 
-def _cost(row: Row) -> tuple[float, ...]:
+def _cost(row: PlanRow) -> tuple[float, ...]:
     """What is no computation, for each sample; where no speed is known, bytes and no pipelines.
 
     Where that is equal: what needs no other package, then what stands first in the table.
@@ -88,7 +88,7 @@ def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _recommended(planned: Plan, row: Row, others: int) -> str:
+def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
     among = "the only one" if others == 1 else f"the least of the {others}"
     verdict = f"{row.verdict} ({percent(row)} of the device)"
     if planned.world_size == 1:
@@ -98,12 +98,12 @@ def _recommended(planned: Plan, row: Row, others: int) -> str:
     return f"choose {row.typed}: {verdict}, {among} that are so, by communication ({cost(row)})."
 
 
-def percent(row: Row) -> str:
+def percent(row: PlanRow) -> str:
     """The share of the device's memory as text."""
     return f"{100 * row.share:.1f} %"
 
 
-def cost(row: Row) -> str:
+def cost(row: PlanRow) -> str:
     """What a strategy costs beside computation, for each sample, as text."""
     sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
     if row.time is None:
@@ -119,7 +119,7 @@ def _on_one(planned: Plan) -> tuple[str, ...]:
     return ()
 
 
-def _nothing(planned: Plan, rows: list[Row]) -> str:
+def _nothing(planned: Plan, rows: list[PlanRow]) -> str:
     if not rows:
         return "No strategy goes with these degrees and options."
     least = min(rows, key=lambda row: row.share)
@@ -172,7 +172,7 @@ def _safe(
     options: Mapping[str, object],
     measured: LinkModel | None = None,
     like: Strategy | None = None,
-) -> Row | None:
+) -> PlanRow | None:
     """The cheapest safe row of another plan, or the one like a choice; None without one."""
     given = dict(options)
     if like is None:
@@ -195,18 +195,18 @@ def _safe(
 # Common rules: what they look at, and the row that they name ("" where they name none).
 
 
-def _by_fit(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_fit(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     single = rows.get("single")
     return "ddp" if single is not None and single.verdict != NO else "fsdp"
 
 
-def _by_stage(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_stage(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     second = rows.get("deepspeed --stage 2")
     fits = second is not None and second.verdict != NO
     return "deepspeed --stage 2" if fits else "deepspeed --stage 3"
 
 
-def _by_size(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_size(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     single = rows.get("single")
     if single is None or single.memory is None:
         return ""
@@ -216,13 +216,13 @@ def _by_size(planned: Plan, rows: Mapping[str, Row]) -> str:
     return "fsdp --shard grad-op" if is_small else "fsdp"
 
 
-def _by_billions(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_billions(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     if planned.model.parameters < 70e9 or planned.world_size <= 8:
         return ""
     return "pp --tp 8 --pp 2"
 
 
-_RULES: Mapping[str, Callable[[Plan, Mapping[str, Row]], str]] = {
+_RULES: Mapping[str, Callable[[Plan, Mapping[str, PlanRow]], str]] = {
     "fits on one device: ddp, else fsdp": _by_fit,
     "ZeRO stage 2 first, stage 3 where that does not fit": _by_stage,
     "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": _by_size,
@@ -230,7 +230,7 @@ _RULES: Mapping[str, Callable[[Plan, Mapping[str, Row]], str]] = {
 }
 
 
-def _disagreeing(planned: Plan, best: Row) -> tuple[str, ...]:
+def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
     """Rules that name another row, with what its numbers are."""
     if len(planned.rows) < 2 or planned.world_size == 1:
         return ()

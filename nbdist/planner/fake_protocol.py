@@ -36,7 +36,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FakeRequest:
     """One run.
 
     Attributes:
@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class FakeAnswer:
     """What came of it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Told:
     problem: str = ""
 
 
-def write(pipe: BinaryIO, value: Asked | Told) -> None:
+def write(pipe: BinaryIO, value: FakeRequest | FakeAnswer) -> None:
     """Send a record."""
     data = pickle.dumps(value)
     pipe.write(_LENGTH.pack(len(data)) + data)

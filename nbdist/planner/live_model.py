@@ -21,7 +21,7 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ParameterKind:
     """Parameters that are alike.
 
     Attributes:
@@ -63,7 +63,7 @@ class LiveModel:
 
     name: str
     title: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ParameterKind, ...]
     buffers_bytes: int = 0
     n_buffers: int = 0
     tied: tuple[tuple[str, ...], ...] = ()
@@ -115,7 +115,9 @@ def shape_of(live: LiveModel) -> ModelShape:
         configured = of_config(live.config) if live.config else None
     except OptionError:  # of a kind that no formula knows
         configured = None
-    if configured is not None and math.isclose(configured.parameters, live.parameters, rel_tol=_SAME):
+    if configured is not None and math.isclose(
+        configured.parameters, live.parameters, rel_tol=_SAME
+    ):
         shape = configured.shape
     return ModelShape(
         live.name,

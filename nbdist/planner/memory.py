@@ -125,7 +125,10 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
         activations=activation_bytes,
         buffers=buffers,
         # The loss is done with its logits before the first block is gathered again.
-        forward=max(activation_bytes + _standing(model, choice, widths, buffers), activation_bytes - logits + buffers),
+        forward=max(
+            activation_bytes + _standing(model, choice, widths, buffers),
+            activation_bytes - logits + buffers,
+        ),
         backward=buffers + block_bytes(model.shape, piece, widths, choice),
         step=stepped * needs,
         overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,

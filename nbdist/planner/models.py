@@ -176,18 +176,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def model_of(asked: str | float | Mapping[str, Any]) -> ModelShape:
+def model_of(model: str | float | Mapping[str, Any]) -> ModelShape:
     """A model by its number of parameters, its name, or the contents of its config.json.
 
     Args:
-        asked: `7e9`, `7B`, `350M`, a name of CONFIGS, or a mapping of Hugging Face's names.
+        model: `7e9`, `7B`, `350M`, a name of CONFIGS, or a mapping of Hugging Face's names.
 
     Raises:
         OptionError: If it is none of these, has no parameters, or is no dense decoder.
     """
-    if isinstance(asked, Mapping):
-        return of_config(asked)
-    text = str(asked).strip()
+    if isinstance(model, Mapping):
+        return of_config(model)
+    text = str(model).strip()
     count = _count(text)
     if count is not None:
         return of_count(count, text)

@@ -32,7 +32,7 @@ Engine = Callable[[ModelShape, Strategy, Workload], Memory]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """A model under one strategy.
 
     Attributes:
@@ -79,16 +79,16 @@ class Plan:
         model, device, world_size, load: What was planned for.
         rows: In order of the table of strategies.
         assumed: What was not typed, a phrase each.
-        told: What more is known of a live model, a line each.
+        live: What more is known of a live model, a line each.
     """
 
     model: ModelShape
     device: Device
     world_size: int
     load: Workload
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     assumed: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
 
 
 def verdict(share: float) -> str:
@@ -134,7 +134,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     measured: LinkModel | None = None,
     engine: Engine = memory_of,
     assumed: tuple[str, ...] = (),
-    progress: Callable[[str, float, float, str], object] = lambda *_told: None,
+    progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
     """A row for each strategy, or one for what was typed.
 
@@ -158,10 +158,10 @@ def plan(  # noqa: PLR0913  # what a plan is about
     check_load(load)
     _check_device(device, given)
 
-    def row(typed: str, choice: Strategy) -> Row:
+    def row(typed: str, choice: Strategy) -> PlanRow:
         choice = accumulating(choice, load)
         memory = engine(model, choice, load)
-        return Row(
+        return PlanRow(
             typed=typed,
             choice=choice,
             recipe=recipe_for(choice, load),
@@ -179,11 +179,13 @@ def plan(  # noqa: PLR0913  # what a plan is about
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
         choice = choose(strategy, given, world_size)
         progress(f"counting {label(choice)}", 0, 0, "")
-        rows: tuple[Row, ...] = (row(label(choice), choice),)
+        rows: tuple[PlanRow, ...] = (row(label(choice), choice),)
     else:
         _check_words(given, world_size)
         several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
-        cases = several if world_size > 1 else tuple(case for case in several if case[0] == "single")
+        cases = (
+            several if world_size > 1 else tuple(case for case in several if case[0] == "single")
+        )
         rows_so_far = []
         for number, (name, case_options) in enumerate(cases):
             progress(f"counting {_typed(name, case_options)}", number, len(cases), "strategies")
@@ -244,13 +246,13 @@ def _row_or_problem(
     case_options: Mapping[str, object],
     given: Mapping[str, object],
     world_size: int,
-    row: Callable[[str, Strategy], Row],
-) -> Row:
+    row: Callable[[str, Strategy], PlanRow],
+) -> PlanRow:
     typed = _typed(name, case_options)
     try:
         return row(typed, choose(name, {**given, **case_options}, world_size))
     except OptionError as error:
-        return Row(typed, problem=str(error))
+        return PlanRow(typed, problem=str(error))
 
 
 def _typed(name: str, case_options: Mapping[str, object]) -> str:

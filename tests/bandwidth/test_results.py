@@ -14,9 +14,9 @@ from nbdist.bandwidth.latency import Fit, fit
 from nbdist.bandwidth.links import LINKS, around
 from nbdist.bandwidth.results import (
     OPS,
+    BandwidthRow,
     Bench,
     LinkModel,
-    Measured,
     Timing,
     caveat,
     dumps,
@@ -77,7 +77,7 @@ def test_sizes_are_whole_numbers_of_float32_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("0", "'0' is no size"),
         ("0K", "'0K' is no size"),
@@ -97,17 +97,17 @@ def test_sizes_are_whole_numbers_of_float32_for_each_rank() -> None:
         ("99999999999999", "is no size"),
     ],
 )
-def test_what_is_no_size(text: str, told: str) -> None:
+def test_what_is_no_size(text: str, expected: str) -> None:
     """The message quotes it and says how sizes are written."""
     with pytest.raises(OptionError) as caught:
         parse_sizes(text, 2)
 
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_size_text() -> None:
     """The largest unit that says it exactly."""
-    texts = [size_text(one) for one in (8, 1020, KIB, 1536, 64 * MIB, GIB, 1025 * GIB)]
+    texts = [size_text(size) for size in (8, 1020, KIB, 1536, 64 * MIB, GIB, 1025 * GIB)]
 
     assert texts == ["8 B", "1020 B", "1 KiB", "1536 B", "64 MiB", "1 GiB", "1025 GiB"]
 
@@ -192,18 +192,18 @@ def test_the_factor_counts_the_bytes_that_the_busiest_rank_sends(op: str, n: int
 
 def test_bandwidths() -> None:
     """8 ranks, 1 GB in 10 ms: 100 GB/s, on the bus 1.75 times as much."""
-    row = Measured("all_reduce", 10**9, 0.01, 20)
+    row = BandwidthRow("all_reduce", 10**9, 0.01, 20)
 
     assert row.algbw == pytest.approx(100e9)
     assert row.busbw(8) == pytest.approx(175e9)
-    assert Measured("broadcast", 10**9, 0.01, 20).busbw(8) == pytest.approx(100e9)
+    assert BandwidthRow("broadcast", 10**9, 0.01, 20).busbw(8) == pytest.approx(100e9)
 
 
 def test_a_run_ends_with_its_slowest_rank() -> None:
     """The median over runs of the largest time in each; wrong ranks are named."""
     timings = [Timing((1.0, 2.0, 9.0)), Timing((3.0, 1.0, 4.0), is_right=False)]
 
-    assert together("reduce", 64, timings) == Measured("reduce", 64, 3.0, 3, wrong=(1,))
+    assert together("reduce", 64, timings) == BandwidthRow("reduce", 64, 3.0, 3, wrong=(1,))
 
 
 # The model
@@ -223,12 +223,12 @@ def times(alpha_s: float, beta_s: float, seed: int) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize(("alpha_s", "gb_per_s"), [(8e-6, 380.0), (200e-6, 3.0), (50e-6, 1.25)])
 def test_known_latency_and_bandwidth_are_found(alpha_s: float, gb_per_s: float, seed: int) -> None:
     """Within 5 %, although sizes cover six orders of magnitude and some times are far off."""
-    found = fit(*times(alpha_s, 1 / (gb_per_s * 1e9), seed))
+    found_fit = fit(*times(alpha_s, 1 / (gb_per_s * 1e9), seed))
 
-    assert found.alpha_s == pytest.approx(alpha_s, rel=0.05)
-    assert 1e-9 / found.beta_s == pytest.approx(gb_per_s, rel=0.05)
-    assert found.error < 0.05
-    assert found.sizes == 33
+    assert found_fit.alpha_s == pytest.approx(alpha_s, rel=0.05)
+    assert 1e-9 / found_fit.beta_s == pytest.approx(gb_per_s, rel=0.05)
+    assert found_fit.error < 0.05
+    assert found_fit.sizes == 33
 
 
 def test_neither_latency_nor_time_per_byte_is_negative() -> None:
@@ -246,7 +246,7 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
     """Exact times come back exactly; the bytes on the wire follow the number of ranks."""
     alpha_s, beta_s, n = 20e-6, 1e-9, 4
     rows = [
-        Measured(op, size, alpha_s + beta_s * OPS[op].factor(n) * size, 9)
+        BandwidthRow(op, size, alpha_s + beta_s * OPS[op].factor(n) * size, 9)
         for op in ("all_reduce", "broadcast")
         for size in (KIB, MIB, GIB)
     ]
@@ -262,12 +262,12 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
 
 def test_there_is_no_model_without_two_sizes_or_growth() -> None:
     """One size, or only small ones: the bandwidth is not known."""
-    one = [Measured("all_reduce", KIB, 1e-4, 9)]
-    flat = [Measured("broadcast", KIB, 1e-4, 9), Measured("broadcast", 4 * KIB, 0.9e-4, 9)]
+    single_row = [BandwidthRow("all_reduce", KIB, 1e-4, 9)]
+    flat = [BandwidthRow("broadcast", KIB, 1e-4, 9), BandwidthRow("broadcast", 4 * KIB, 0.9e-4, 9)]
 
-    assert fitted([*one, *flat], 2) == LinkModel({}, 2)
+    assert fitted([*single_row, *flat], 2) == LinkModel({}, 2)
     with pytest.raises(OptionError, match="there are: none"):
-        fitted(one, 2).seconds("all_reduce", 1)
+        fitted(single_row, 2).seconds("all_reduce", 1)
 
 
 # Links
@@ -338,7 +338,10 @@ def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BENCH = Bench(
     2, 1, "gloo", "CPU", "no links",
-    (Measured("all_reduce", KIB, 1e-4, 9), Measured("all_reduce", MIB, 1e-3, 9, wrong=(1,))),
+    (
+        BandwidthRow("all_reduce", KIB, 1e-4, 9),
+        BandwidthRow("all_reduce", MIB, 1e-3, 9, wrong=(1,)),
+    ),
     ("reduce 1 GiB: too long",),
 )  # fmt: skip
 

@@ -27,15 +27,21 @@ def checked(text: str, around: CheckContext = CheckContext()) -> Checked:  # noq
     return check(read("mine", text.strip()), around)
 
 
-def mended(one: Checked, around: CheckContext) -> Checked:
+def mended(checked_config: Checked, around: CheckContext) -> Checked:
     """What is found in the corrected text."""
-    document = one.document
-    return corrected(one, around, lambda text: read(document.name, text, document.syntax))[0]
+    document = checked_config.document
+    return corrected(
+        checked_config, around, lambda text: read(document.name, text, document.syntax)
+    )[0]
 
 
-def told(one: Checked, verdict: str) -> list[str]:
+def told(checked_config: Checked, verdict: str) -> list[str]:
     """Name, reason and advice of the findings of a verdict, with their lines."""
-    return [f"{f.line} {f.name}: {f.why}; {f.what}" for f in one.findings if f.verdict == verdict]
+    return [
+        f"{f.line} {f.name}: {f.why}; {f.what}"
+        for f in checked_config.findings
+        if f.verdict == verdict
+    ]
 
 
 # The documents' own configurations: file, ranks and degrees, what is bad, what the corrected has.
@@ -85,17 +91,19 @@ _OWN: dict[str, tuple[str, CheckContext, list[str], list[str]]] = {
 def test_configurations_of_the_guides(name: str) -> None:
     """Nine can run as they are; four cannot, and their corrected text can."""
     file, around, bad, right = _OWN[name]
-    one = check(load(_DATA / file), around)
-    after = mended(one, around)
-    found = told(one, BAD)
+    checked_config = check(load(_DATA / file), around)
+    after = mended(checked_config, around)
+    problems = told(checked_config, BAD)
 
-    assert f"{one.kind}, in {one.document.syntax}" in [finding.found for finding in one.findings]
-    assert len(found) == len(bad)
-    assert [any(part in line for line in found) for part in bad] == [True] * len(bad)
+    assert f"{checked_config.kind}, in {checked_config.document.syntax}" in [
+        finding.found for finding in checked_config.findings
+    ]
+    assert len(problems) == len(bad)
+    assert [any(part in line for line in problems) for part in bad] == [True] * len(bad)
     assert not after.is_bad
     assert [part for part in right if part not in after.document.text] == []
     if not bad:
-        assert bool(one)
+        assert bool(checked_config)
 
 
 def test_every_file_of_the_guides_is_a_case() -> None:
@@ -201,11 +209,13 @@ _CASES: dict[str, tuple[str, str, str]] = {
 def test_what_is_wrong_is_told_and_mended(text: str) -> None:
     """Each mistake alone: the verdict, the words with the numbers, and the corrected value."""
     verdict, part, right = _CASES[text]
-    one = checked(text)
-    after = mended(one, CheckContext())
+    checked_config = checked(text)
+    after = mended(checked_config, CheckContext())
 
-    assert not verdict or [line for line in told(one, verdict) if part in line], one.findings
-    assert verdict == BAD or not one.is_bad, told(one, BAD)
+    assert not verdict or [line for line in told(checked_config, verdict) if part in line], (
+        checked_config.findings
+    )
+    assert verdict == BAD or not checked_config.is_bad, told(checked_config, BAD)
     if right:
         assert right in after.document.text
         assert not after.is_bad, told(after, BAD)
@@ -234,13 +244,13 @@ def test_the_batch_equation(numbers: tuple[str, str, str, int | None]) -> None:
     """Whatever of the three numbers is there, the equation is told, or which number to change."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     pairs = zip(names, numbers[:3], strict=True)
-    given = ", ".join(f'"{name}": {number}' for name, number in pairs if number != "-")
+    entries = ", ".join(f'"{name}": {number}' for name, number in pairs if number != "-")
     around = CheckContext(numbers[3], "--ranks")
-    one = checked(f'{{{given}, "gradient_clipping": 1.0}}', around)
-    lines = [f"{f.found} {f.why}; {f.what}" for f in one.findings]
+    checked_config = checked(f'{{{entries}, "gradient_clipping": 1.0}}', around)
+    lines = [f"{f.found} {f.why}; {f.what}" for f in checked_config.findings]
 
     assert [line for line in lines if _EQUATIONS[numbers] in line], lines
-    assert not mended(one, around).is_bad
+    assert not mended(checked_config, around).is_bad
 
 
 def test_degrees_that_do_not_form_the_ranks() -> None:
@@ -270,11 +280,15 @@ def test_files_that_count_together() -> None:
         "ds.json",
         '{"train_batch_size": 9, "zero_optimization": {"stge": 2}, "fp16": {"enabled": true}}',
     )
-    one = checked(_DS + "  deepspeed_config_file: ds.json", CheckContext(others=(ds,)))
+    checked_config = checked(_DS + "  deepspeed_config_file: ds.json", CheckContext(others=(ds,)))
     lab = check(load(_DATA / "instructlab.yaml"), CheckContext(others=(ds,)))
 
-    assert [line for line in told(one, BAD) if "ds.json, line 1: zero_optimization.stge" in line]
-    assert [line for line in told(one, BAD) if "9 / 8 = 1.125" in line]
+    assert [
+        line
+        for line in told(checked_config, BAD)
+        if "ds.json, line 1: zero_optimization.stge" in line
+    ]
+    assert [line for line in told(checked_config, BAD) if "9 / 8 = 1.125" in line]
     assert [line for line in told(lab, BAD) if "ds.json turns fp16 on (line 1)" in line]
 
 
@@ -322,12 +336,12 @@ def test_the_page_says_what_each_strategy_is() -> None:
 
     assert set(ROWS) <= set(rows)
     for name in ROWS:
-        one = Setting(choose(name, {}, 4))
+        strategy_setting = Setting(choose(name, {}, 4))
         yaml, ds = rows[name].split(" | ")
-        config = accelerate_config(one)
+        config = accelerate_config(strategy_setting)
         kind = "none" if isinstance(config, Refusal) else f"`{config['distributed_type']}`"
         assert yaml.startswith(kind)
-        assert ds.startswith("none") == isinstance(deepspeed_config(one), Refusal)
+        assert ds.startswith("none") == isinstance(deepspeed_config(strategy_setting), Refusal)
 
 
 _ODD: list[Any] = [

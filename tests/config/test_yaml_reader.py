@@ -71,11 +71,11 @@ _YAML_FIXES = [
 def test_json_with_comments_and_commas_is_read_and_told() -> None:
     """Each is named with its line; without them it is the JSON that was meant."""
     document = read("ds.json", _JSON)
-    told = [(flaw.name, flaw.line) for flaw in document.flaws]
+    flaws = [(flaw.name, flaw.line) for flaw in document.flaws]
     while document.flaws:
         document = read("ds.json", without(document, document.flaws[0]))
 
-    assert told == [("comment", 4), ("trailing comma", 5), ("comment", 7)]
+    assert flaws == [("comment", 4), ("trailing comma", 5), ("comment", 7)]
     assert json.loads(document.text) == plain(read("ds.json", _JSON).root)
     assert document.line("zero_optimization", "reduce_bucket_size") == 5
 

@@ -143,9 +143,9 @@ def test_hints_need_no_size() -> None:
 
 def test_overlapping_ranks_of_two_jobs() -> None:
     """Two jobs that both count from 0 are merged by host, without a rank twice."""
-    one = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
+    first_node = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
     two = [engine(2 + i, "node2", rank_hint=i, size_hint=2, job_id="2") for i in range(2)]
-    topology = plan([*two, *one])
+    topology = plan([*two, *first_node])
 
     assert engines_of(topology) == [0, 1, 2, 3]
     assert hosts_of(topology) == ["node1", "node1", "node2", "node2"]

@@ -38,15 +38,15 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 def of(check: Check, **changes: Any) -> dict[str, Finding]:
     """What one check finds on a machine that is well but for these, by name."""
-    return {one.name: one for one in check(replace(WELL, **changes))}
+    return {finding.name: finding for finding in check(replace(WELL, **changes))}
 
 
 def test_a_machine_that_is_well() -> None:
     """Nothing is complained about, and every check has something to say."""
-    found = examine(WELL)
+    findings = examine(WELL)
 
-    assert {one.verdict for one in found} == {OK}
-    names = [one.name for one in found]
+    assert {finding.verdict for finding in findings} == {OK}
+    names = [finding.name for finding in findings]
     assert len(names) == len(set(names))
     assert names[:2] == ["system", "Python"]
     assert names[-1] == "leftovers"
@@ -264,15 +264,15 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "changes", "name", "found"), _WELL)
+@pytest.mark.parametrize(("check", "changes", "name", "expected"), _WELL)
 def test_what_is_well_is_left_alone(
-    check: Check, changes: Mapping[str, Any], name: str, found: str
+    check: Check, changes: Mapping[str, Any], name: str, expected: str
 ) -> None:
     """What was found is shown, and counts as well."""
     finding = of(check, **changes)[name]
 
     assert finding.verdict == OK
-    assert found in finding.found
+    assert expected in finding.found
 
 
 def test_one_gpu_has_no_links() -> None:

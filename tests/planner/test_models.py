@@ -104,7 +104,7 @@ def _llama(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
         ("0", "A model of 0 parameters holds nothing. Type 1 or more"),
         ("0.2", "holds nothing"),
@@ -124,9 +124,9 @@ def _llama(**changes: Any) -> dict[str, Any]:
         (_llama(num_key_value_heads=5), "32 heads cannot share 5"),
     ],
 )
-def test_what_is_no_model_is_refused(asked: Any, told: str) -> None:
+def test_what_is_no_model_is_refused(asked: Any, expected: str) -> None:
     """With what is wrong, and what to type."""
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=expected):
         model_of(asked)
 
 

@@ -18,11 +18,11 @@ from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.planner.fake import models
-from nbdist.planner.fake.models import Made
+from nbdist.planner.fake.models import MetaModel
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.process_group import CannotRun, fake_world
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
-from nbdist.planner.fake_protocol import NAME, Asked, Source, Told
+from nbdist.planner.fake_protocol import NAME, FakeAnswer, FakeRequest, Source
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets
 from nbdist.planner.workload import Workload
 from nbdist.strategy import footprint
@@ -41,34 +41,34 @@ _NOT_RUN = {
 }
 
 
-def told(asked: Asked, source: Source) -> Told:
+def answer(request: FakeRequest, source: Source) -> FakeAnswer:
     """Count one case; whatever happens is told, nothing is raised."""
     try:
-        with fake_world(asked.choice.world_size):
-            return _counted(asked.choice, asked.load, source)
+        with fake_world(request.choice.world_size):
+            return _counted(request.choice, request.load, source)
     except OptionError as error:
-        return Told(refused=str(error))
+        return FakeAnswer(refused=str(error))
     except CannotRun as error:
-        return Told(problem=str(error))
+        return FakeAnswer(problem=str(error))
     except Exception as error:  # noqa: BLE001  # any reason makes the formulas count instead
-        return Told(problem=_phrase(error))
+        return FakeAnswer(problem=_phrase(error))
 
 
-def _counted(choice: Strategy, load: Workload, source: Source) -> Told:
+def _counted(choice: Strategy, load: Workload, source: Source) -> FakeAnswer:
     _check(choice, load)
-    subject = models.made(source, load)
+    subject = models.build_meta_model(source, load)
     job = ModelBuild(subject.model, choice, build_mesh(choice, "cpu"), _CPU)
     built = build.plan(job)
     states = _states(built, subject, load)
     try:
-        return Told(_run(built, subject, load, states))
+        return FakeAnswer(_run(built, subject, load, states))
     except CannotRun as error:
         problem = str(error)
     except Exception as error:  # noqa: BLE001  # a model that looks at values, for example
         problem = _phrase(error)
     buckets = states.gradients if has_buckets(choice) else 0.0
     part = replace(states, buffers=states.buffers + buckets, is_partial=True)
-    return Told(part, problem=problem)
+    return FakeAnswer(part, problem=problem)
 
 
 def _phrase(error: Exception) -> str:
@@ -112,7 +112,7 @@ class _Share:
         return self.parameters + self.trained + 8 * self.stepped_numbers
 
 
-def _states(built: Built, subject: Made, load: Workload) -> Memory:
+def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
     """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
     shares = [_share(built, rank) for rank in _candidates(built)]
     most = max(shares, key=lambda share: share.total)
@@ -153,7 +153,9 @@ def _share(built: Built, rank: int) -> _Share:
     if "fsdp1" in steps_of(built.job.choice):
         shapes = _flat(built, shapes)
     sharded = {name: shape for name, shape in shapes.items() if shape is not None}
-    trained = [name for name in built.parameter_names if name in sharded and tensors[name].requires_grad]
+    trained = [
+        name for name in built.parameter_names if name in sharded and tensors[name].requires_grad
+    ]
 
     def size(names: Iterable[str]) -> int:
         return sum(math.prod(sharded[name]) * tensors[name].element_size() for name in names)
@@ -178,7 +180,9 @@ def _flat(built: Built, shapes: Shapes) -> Shapes:
     flattened: set[str] = set()
     for unit in (*fsdp.units_of(built.job), built.job.base):
         inside = [
-            names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] not in flattened
+            names[id(p)]
+            for p in unit.parameters()
+            if id(p) in names and names[id(p)] not in flattened
         ]
         flattened |= set(inside)
         sizes = [torch.Size(shapes[name] or (0,)).numel() for name in inside]
@@ -189,7 +193,7 @@ def _flat(built: Built, shapes: Shapes) -> Shapes:
     return result
 
 
-def _run(built: Built, subject: Made, load: Workload, states: Memory) -> Memory:
+def _run(built: Built, subject: MetaModel, load: Workload, states: Memory) -> Memory:
     """A step, after one that makes what stays; the optimizer's is counted apart."""
     choice = built.job.choice
     _check_run(choice, subject)
@@ -220,7 +224,7 @@ def _run(built: Built, subject: Made, load: Workload, states: Memory) -> Memory:
         )
 
 
-def _check_run(choice: Strategy, subject: Made) -> None:
+def _check_run(choice: Strategy, subject: MetaModel) -> None:
     for step in steps_of(choice):
         if step in _NOT_RUN:
             raise CannotRun(_NOT_RUN[step])

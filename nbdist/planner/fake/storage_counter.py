@@ -46,7 +46,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.gathered_bytes = self.gathered_peak_bytes = 0
-        self._known: dict[int, _Storage] = {}
+        self._storages: dict[int, _Storage] = {}
 
     def begin(self) -> None:
         """Peaks count from now on."""
@@ -62,7 +62,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Take over a storage's new size."""
-        counted = self._known.get(id(storage))
+        counted = self._storages.get(id(storage))
         if counted is None:
             return
         if not counted.is_gathered:
@@ -76,14 +76,14 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = local.untyped_storage()
         key = id(storage)  # torch keeps one Python object for a storage as long as it lives
-        if key not in self._known:
+        if key not in self._storages:
             counted = _Storage(weakref.ref(storage, self._gone(key)), 0)
-            self._known[key] = counted
+            self._storages[key] = counted
             self._add(counted, storage.nbytes())
 
     def _gone(self, key: int) -> Callable[[object], None]:
         def forget(_ref: object) -> None:
-            counted = self._known.pop(key)
+            counted = self._storages.pop(key)
             self._add(counted, -counted.size_bytes)
 
         return forget

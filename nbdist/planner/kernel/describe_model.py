@@ -6,7 +6,7 @@ from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner import check
 from nbdist.planner import live_model as planner_live_model
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import gather
 from nbdist.rpc.kernel.functions import RankFunction
@@ -18,7 +18,7 @@ STEP_S = 600.0
 describe_model: RankFunction[[str, str], LiveModel] = RankFunction(
     "nbdist.planner.rank.describe_model:describe_model"
 )
-check_step: RankFunction[[str, str, int, int], Measured] = RankFunction(
+check_step: RankFunction[[str, str, int, int], MeasuredMemory] = RankFunction(
     "nbdist.planner.rank.check_step:check_step"
 )
 
@@ -45,7 +45,7 @@ def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
     return planner_live_model.alike(descriptions)
 
 
-def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> MeasuredMemory:
     """A real step's memory on the rank that needed most; everything is put back afterwards.
 
     Args:

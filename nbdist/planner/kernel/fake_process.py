@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from nbdist.errors import OptionError
 from nbdist.planner import fake_protocol
-from nbdist.planner.fake_protocol import Asked, Source, Told
+from nbdist.planner.fake_protocol import FakeAnswer, FakeRequest, Source
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import Engine
@@ -59,7 +59,7 @@ class FakeEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._listener: threading.Thread | None = None
-        self._answers: queue.Queue[Told | None] = queue.Queue()
+        self._answers: queue.Queue[FakeAnswer | None] = queue.Queue()
         self._ended = problem
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class FakeEngine:
         Raises:
             OptionError: The strategy does not go with the model.
         """
-        answer = self._told(Asked(self._source, choice, load))
+        answer = self._ask(FakeRequest(self._source, choice, load))
         if answer.refused:
             raise OptionError(answer.refused)
         if answer.memory is None or answer.memory.is_partial:
@@ -98,14 +98,14 @@ class FakeEngine:
                 pipe.close()  # type: ignore[union-attr]
         self._process = None
 
-    def _told(self, asked: Asked) -> Told:
+    def _ask(self, request: FakeRequest) -> FakeAnswer:
         if self._ended:
-            return Told(problem=self._ended)
-        self._progress(described(asked.choice))
+            return FakeAnswer(problem=self._ended)
+        self._progress(described(request.choice))
         try:
             process = self._process or self._start()
             assert process.stdin is not None
-            fake_protocol.write(process.stdin, asked)  # type: ignore[arg-type]
+            fake_protocol.write(process.stdin, request)  # type: ignore[arg-type]
             self._source = None
             answer = self._answers.get(timeout=self._limit_s)
         except queue.Empty:
@@ -119,7 +119,7 @@ class FakeEngine:
         if answer is None:
             self._ended = self._ended or self._end()
             self.close()
-            return Told(problem=self._ended)
+            return FakeAnswer(problem=self._ended)
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -153,7 +153,7 @@ class FakeEngine:
         return f"the process of the fake run ended (exit code {code}{f', {last}' if last else ''})"
 
 
-def completed(estimate: Memory, answer: Told, model: ModelShape) -> Memory:
+def completed(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:
     """Formulas' activations and buffers, with the states of a run that could not make its step."""
     counted = answer.memory
     if counted is not None and not model.is_assumed:

@@ -22,14 +22,14 @@ from nbdist.parallel.training_state import (
     keep_values,
     put_back_after,
 )
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.models import is_language_model
 from nbdist.planner.rank import describe_model
-from nbdist.planner.rank.measure_step import Subject, measured
+from nbdist.planner.rank.measure_step import StepSubject, measure_step
 from nbdist.rpc.rank import namespace
 
 
-def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMemory:
     """Measure a step of a variable that is a model. On every rank at once.
 
     Values, gradients, the optimizer's state and settings, random generators and modes are put
@@ -53,9 +53,9 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
     args, kwargs = describe_model.inputs_of(inputs)
     if args is None:
         args, kwargs = _random(base, batch, sequence)
-    with _kept(base, prepared, optimizer):
+    with _values_put_back(base, prepared, optimizer):
         base.train()
-        return measured(Subject(outer, base, optimizer, args, dict(kwargs)))
+        return measure_step(StepSubject(outer, base, optimizer, args, dict(kwargs)))
 
 
 def _random(
@@ -74,7 +74,7 @@ def _random(
 
 
 @contextmanager
-def _kept(
+def _values_put_back(
     base: torch.nn.Module, prepared: Prepared | None, optimizer: Optimizer | None
 ) -> Iterator[None]:
     """Everything that a step changes is put back. This rank alone."""

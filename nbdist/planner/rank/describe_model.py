@@ -17,9 +17,9 @@ from nbdist.errors import OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.blocks import candidates, find_blocks
 from nbdist.planner.fake import pickle_by_value
-from nbdist.planner.fake.models import Sent, is_language_model
+from nbdist.planner.fake.models import PickledModel, is_language_model
 from nbdist.planner.fake_protocol import Source
-from nbdist.planner.live_model import Kind, LiveModel
+from nbdist.planner.live_model import LiveModel, ParameterKind
 from nbdist.planner.workload import OPTIMIZERS
 from nbdist.rpc.rank import namespace
 
@@ -57,7 +57,7 @@ def describe(
         kind = None if optimizer is None else _kind_of(optimizer)
         source, problem = Source(), ""
         if wants_source:
-            source, problem = _source(Sent(base, args, kwargs, kind))
+            source, problem = _source(PickledModel(base, args, kwargs, kind))
         distinct = [tensors[first] for first in names]
         parameters = [p for p in distinct if isinstance(p, torch.nn.Parameter)]
         buffers = [b for b in distinct if not isinstance(b, torch.nn.Parameter)]
@@ -130,7 +130,10 @@ def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
         if not isinstance(candidate, Optimizer):
             continue
         parameters = [p for group in candidate.param_groups for p in group["params"]]
-        if any(id(p) in parameter_ids or (prepared is not None and prepared.name_of(p) is not None) for p in parameters):
+        if any(
+            id(p) in parameter_ids or (prepared is not None and prepared.name_of(p) is not None)
+            for p in parameters
+        ):
             return candidate
     return None
 
@@ -152,7 +155,7 @@ def _kind_of(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
     return kind, {key: value for key, value in optimizer.defaults.items() if key in accepted}
 
 
-def _source(sent: Sent) -> tuple[Source, str]:
+def _source(sent: PickledModel) -> tuple[Source, str]:
     try:
         data = pickle_by_value.dumps(sent)
     except Exception as error:  # noqa: BLE001  # whatever a user's object raises when it is pickled
@@ -165,13 +168,15 @@ def _config(base: torch.nn.Module) -> dict[str, Any]:
     return dict(read()) if callable(read) else {}
 
 
-def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[Kind, ...]:
+def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:
     counts: dict[tuple[str, bool], list[int]] = {}
     for parameter in parameters:
-        counts_of_kind = counts.setdefault((_word(parameter.dtype), parameter.requires_grad), [0, 0])
+        counts_of_kind = counts.setdefault(
+            (_word(parameter.dtype), parameter.requires_grad), [0, 0]
+        )
         counts_of_kind[0] += parameter.numel()
         counts_of_kind[1] += parameter.numel() * parameter.element_size()
-    return tuple(Kind(word, trained, *both) for (word, trained), both in counts.items())
+    return tuple(ParameterKind(word, trained, *both) for (word, trained), both in counts.items())
 
 
 def _blocks(base: torch.nn.Module) -> str:

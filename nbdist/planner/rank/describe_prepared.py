@@ -13,7 +13,7 @@ from nbdist.parallel.registry import prepared
 from nbdist.planner.live_model import LiveModel
 from nbdist.planner.rank import describe_model
 
-_known: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
+_cache: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -31,10 +31,10 @@ def _sketch(name: str, model: Prepared) -> LiveModel:
     optimizer = describe_model.optimizer_of(model.base, model)
     trained = tuple(p.requires_grad for p in model.parameters.values())
     key = (name, type(optimizer), optimizer is not None and str(optimizer.defaults), hash(trained))
-    cached_key, cached = _known.get(model, (None, None))
+    cached_key, cached = _cache.get(model, (None, None))
     if cached is None or cached_key != key:
         cached = describe_model.describe(name, model.outer, None, {}, wants_source=False)
-        _known[model] = (key, cached)
+        _cache[model] = (key, cached)
     shape, word = last_batch()
     if not shape:
         return cached

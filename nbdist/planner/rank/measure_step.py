@@ -15,13 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 from nbdist.errors import NbdistError
 from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.tensors import local_of
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.run import loss_of
 from nbdist.recording.rank.steps import QUIET, is_profiling
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class StepSubject:
     """What is measured.
 
     Attributes:
@@ -38,7 +38,7 @@ class Subject:
     kwargs: dict[str, Any]
 
 
-def measured(subject: Subject) -> Measured:
+def measure_step(subject: StepSubject) -> MeasuredMemory:
     """Run four steps, and say what the last one takes.
 
     Parameters, state and gradients change. On every rank at once, where the model is split.
@@ -69,7 +69,7 @@ def measured(subject: Subject) -> Measured:
     if subject.optimizer is not None:
         _, needs, _ = meter(subject.optimizer.step)
     _clear(subject.base)
-    return Measured(
+    return MeasuredMemory(
         parameters=resident["parameters"],
         gradients=gradients,
         optimizer=resident["optimizer"],
@@ -81,11 +81,11 @@ def measured(subject: Subject) -> Measured:
     )
 
 
-def _forward(subject: Subject) -> torch.Tensor:
+def _forward(subject: StepSubject) -> torch.Tensor:
     return loss_of(subject.outer(*subject.args, **subject.kwargs))
 
 
-def _step(subject: Subject) -> None:
+def _step(subject: StepSubject) -> None:
     loss = _forward(subject)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def _clear(base: torch.nn.Module) -> None:
         parameter.grad = None
 
 
-def _tensors(subject: Subject) -> dict[str, int]:
+def _tensors(subject: StepSubject) -> dict[str, int]:
     state = () if subject.optimizer is None else subject.optimizer.state.values()
     buckets = 0
     for module in subject.outer.modules():
@@ -114,7 +114,7 @@ def _tensors(subject: Subject) -> dict[str, int]:
     }
 
 
-def _inputs(subject: Subject) -> list[torch.Tensor]:
+def _inputs(subject: StepSubject) -> list[torch.Tensor]:
     inputs = [*subject.args, *subject.kwargs.values()]
     return [value for value in inputs if isinstance(value, torch.Tensor)]
 

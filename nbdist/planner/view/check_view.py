@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
-from nbdist.planner.check import Check, Measured
+from nbdist.planner.check import Check, MeasuredMemory
 from nbdist.planner.live_model import LiveModel, described
 from nbdist.planner.memory import Memory
 from nbdist.planner.workload import Workload
@@ -22,7 +22,7 @@ GLOO = (
 
 
 @dataclass(frozen=True, slots=True)
-class CheckView(View):
+class PlanCheckView(View):
     """A check with its numbers.
 
     Attributes:
@@ -33,7 +33,7 @@ class CheckView(View):
 
     checks: tuple[Check, ...] = ()
     memory: Memory | None = None
-    measured: Measured | None = None
+    measured: MeasuredMemory | None = None
 
 
 def shown_check(
@@ -42,8 +42,8 @@ def shown_check(
     load: Workload,
     memory: Memory,
     checks: tuple[Check, ...],
-    measured: Measured,
-) -> CheckView:
+    measured: MeasuredMemory,
+) -> PlanCheckView:
     """The table, with what was run above it."""
     tokens = f" x {load.sequence} tokens" if live.is_language_model else ""
     before = [
@@ -62,10 +62,10 @@ def shown_check(
     rows = table(_HEAD, [_cells(check) for check in checks])
     text = "\n".join([*before, "", rows.text, "", *after])
     page = f"<div>{lines_html(before)}{rows.html}{lines_html(after)}</div>"
-    return CheckView(text, page, checks=checks, memory=memory, measured=measured)
+    return PlanCheckView(text, page, checks=checks, memory=memory, measured=measured)
 
 
-def _source(memory: Memory, measured: Measured) -> str:
+def _source(memory: Memory, measured: MeasuredMemory) -> str:
     by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
     return (
         f"MB are 10^6 bytes, of the rank that needed most. Predicted by {memory.engine}, measured "

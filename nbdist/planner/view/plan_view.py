@@ -10,7 +10,7 @@ from nbdist.core.view import View, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.models import ModelShape
-from nbdist.planner.plan import Plan, Row
+from nbdist.planner.plan import Plan, PlanRow
 from nbdist.planner.step_time import UTILISATION
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
@@ -75,7 +75,7 @@ def _before(plan: Plan) -> list[str]:
     tokens = f" x {load.sequence} tokens" if model.has_shape else ""
     lines = [
         first,
-        *plan.told,
+        *plan.live,
         f"batch {load.batch}{tokens} on each data-parallel rank, {load.optimizer}",
         *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
     ]
@@ -117,7 +117,7 @@ def _counts(parameters: int) -> str:
     )
 
 
-def _cells(row: Row, unit_bytes: float) -> list[str]:
+def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
     span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
@@ -216,7 +216,7 @@ def _stacked(memory: Memory) -> list[float]:
     return [memory.parameters, gradients, memory.optimizer, rest, buffers, memory.overhead]
 
 
-def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:
+def _text_bars(plan: Plan, rows: Sequence[PlanRow]) -> list[str]:
     """A line for each row; the device's limit is a bar across all."""
     limit = plan.device.memory_bytes
     width = max(len(row.typed) for row in rows) if rows else 0
@@ -235,7 +235,7 @@ def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:
     return [f"| {_gb(limit)} GB; {letters}", *lines]
 
 
-def _svg(plan: Plan, rows: Sequence[Row]) -> str:
+def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
     """The same as a picture: a bar for each row, a line at the limit, one at 80 % of it."""
     if not rows:
         return ""
@@ -274,7 +274,7 @@ def _svg(plan: Plan, rows: Sequence[Row]) -> str:
     )
 
 
-def _bar(row: Row, y: int, at: Callable[[float], float]) -> str:
+def _bar(row: PlanRow, y: int, at: Callable[[float], float]) -> str:
     assert row.memory is not None
     name = html.escape(row.typed)
     shapes = [_svg_text(at(0) - 6, y, name, 'fill="currentColor" text-anchor="end"')]
