@@ -66,7 +66,9 @@ class Bandwidth:
             OptionError: If nothing was measured yet.
         """
         if self.last is None:
-            raise OptionError("Nothing was measured yet: %dist_bench, or --load FILE.")
+            raise OptionError(
+                "Nothing has been measured yet. Run %dist_bench, or load a file with --load FILE."
+            )
         return self.last.model
 
     def load(self, path: str | Path) -> Bench:
@@ -104,8 +106,7 @@ class Bandwidth:
         topology = self._ranks.topology
         if topology.world_size == 1:
             raise OptionError(
-                "1 rank runs, and sends nothing: there is nothing to measure. Start more: "
-                "%dist_init -n 2"
+                "Only 1 rank runs, so there is nothing to measure. Start more: %dist_init -n 2"
             )
         named = parse_ops(ops)
         sizes = DEFAULT_SIZES[topology.backend] if sizes is None else sizes
@@ -132,7 +133,7 @@ class Bandwidth:
         except KeyboardInterrupt as error:
             self._ranks.settle()
             raise Interrupted(
-                f"the measurement was broken off at {measurement.doing}; nothing of it is kept"
+                f"the measurement was interrupted at {measurement.doing}; its results are discarded"
             ) from error
         except NbdistError:
             self._ranks.settle()
@@ -262,7 +263,7 @@ def check_target(path: str | Path) -> None:
         try:
             load(path)
         except OptionError as error:
-            raise OptionError(f"{path} exists, and is not replaced. {error}") from error
+            raise OptionError(f"{path} exists and was not replaced. {error}") from error
 
 
 def save(bench: Bench, path: str | Path) -> None:
@@ -287,7 +288,7 @@ def load(path: str | Path) -> Bench:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise OptionError(f"{path} cannot be read ({why}).") from error
     try:
         return loads(text)

@@ -68,7 +68,7 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
         message = str(error).strip().splitlines() or [""]
         if not isinstance(error, NotImplementedError) and not _LACKING.search(message[0]):
             raise
-        return Timing(problem=f"the backend has no such operation here ({message[0]})")
+        return Timing(problem=f"the backend does not support this operation here ({message[0]})")
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # another rank may share the GPU
@@ -85,7 +85,7 @@ def _measured(op: str, count: int, device: torch.device, limit_s: float) -> Timi
     began_s = time.perf_counter()
     case = _allocated(op, count, device)
     if not _all_agree(case is not None, device):
-        return Timing(problem="a rank has no memory for the tensors")
+        return Timing(problem="a rank has not enough memory for the tensors")
     assert case is not None
     _fill(case)
     case.run()  # makes connections as well

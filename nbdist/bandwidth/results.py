@@ -152,8 +152,8 @@ class LinkModel:
         if op not in self.fits:
             there = ", ".join(self.fits) or "none"
             raise OptionError(
-                f"There is no model of {op!r}; there are: {there}. Measure it, at large sizes "
-                f"too: %dist_bench --ops {op}"
+                f"{op!r} has no bandwidth model (these have one: {there}). Measure it, at large "
+                f"sizes too: %dist_bench --ops {op}"
             )
         fit = self.fits[op]
         return 0.0 if n == 1 else fit.alpha_s + size_bytes * OPS[op].factor(n) * fit.beta_s
@@ -182,7 +182,7 @@ class Bench:
         world_size, n_hosts: Ranks, and on how many hosts.
         backend: "nccl" or "gloo".
         device: What the ranks run on, for people.
-        caveat: Why these are no speeds of links, a sentence; empty where they are.
+        caveat: Why these are not speeds of links, a sentence; empty where they are.
         rows: By operation, sizes rising.
         left_out: What was asked for and not measured, and why, a sentence each.
     """
@@ -211,7 +211,9 @@ def caveat(topology: Topology) -> str:
         else f"in TCP connections between {topology.n_hosts} hosts"
     )
     copied = "" if topology.ranks[0].device == "cpu" else ", and are copied from each GPU and back"
-    return f"These are no speeds of links between GPUs: messages go {where}{copied}. {topology.why}"
+    return (
+        f"These are not speeds of links between GPUs: messages go {where}{copied}. {topology.why}"
+    )
 
 
 def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]) -> str:
@@ -227,7 +229,7 @@ def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]
     needed = sizes[0] * OPS[op].buffers(n)
     return (
         f"{op} {_from(sizes)}: rank {least} would need {units.size(needed)} and may "
-        f"take {units.size(free_bytes[least])} (half of what is free, shared among the ranks "
+        f"take {units.size(free_bytes[least])} (half of the free memory, shared among the ranks "
         "there)"
     )
 
@@ -242,7 +244,7 @@ def too_long(op: str, sizes: Sequence[int], least_s: float) -> str:
     """
     about = shown(f"{least_s:.2g}")
     return (
-        f"{op} {_from(sizes)}: about {about} s, more than its share of the time; give more with "
+        f"{op} {_from(sizes)}: about {about} s, more than its share of the time; allow more with "
         "--seconds"
     )
 
@@ -276,7 +278,7 @@ def loads(text: str) -> Bench:
         _check(bench)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(
-            "This is no measurement that %dist_bench --save has written, or not all of it "
+            "This is not a complete measurement written by %dist_bench --save "
             f"({type(error).__name__}: {error})."
         ) from error
     return bench

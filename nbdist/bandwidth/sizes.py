@@ -57,8 +57,9 @@ def _size(text: str, whole: str) -> int:
     if match is None or int(match[1]) == 0:
         what = f"{text!r} in {whole!r}" if text != whole else repr(text)
         raise OptionError(
-            f"{what} is no size. Write bytes such as 4096, 64K, 4M or 1G (K, M and G are 1024, "
-            "1024^2 and 1024^3, as in nccl-tests), several with commas, or a range such as 1K:1G."
+            f"{what} is not a valid size. Write bytes such as 4096, 64K, 4M or 1G (K, M and G are "
+            "1024, 1024^2 and 1024^3, as in nccl-tests), several with commas, or a range such as "
+            "1K:1G."
         )
     size = int(match[1]) * UNITS[match[2]]
     if size > LARGEST_BYTES:

@@ -83,8 +83,8 @@ def _summary(result: Bench) -> list[str]:
     best = max(result.rows, key=lambda row: row.busbw(n))
     near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
     what = f"{best.op} of {size_text(best.size_bytes)}"
-    beside = f"one direction of links near it: {', '.join(near)}"
-    return [f"most on the bus: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
+    beside = f"links of similar speed, one direction: {', '.join(near)}"
+    return [f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
 
 
 def _legend(result: Bench) -> list[str]:
@@ -93,11 +93,11 @@ def _legend(result: Bench) -> list[str]:
     factors = ", ".join(f"{op} {_factor(op, n)}" for op in ops)
     if not factors:
         return []
-    return [_TIMES, f"busbw = algbw x bytes that a rank sends of each (n = {n}): {factors}."]
+    return [_TIMES, f"busbw = algbw x bytes that a rank sends per byte (n = {n}): {factors}."]
 
 
 _TIMES = (
-    "A run ends with its slowest rank; time: the median of all runs, as a caller sees it. GB/s are "
+    "time: median of all runs as a caller sees it; a run ends with its slowest rank. GB/s are "
     "decimal. algbw = size / time."
 )
 
@@ -125,22 +125,22 @@ def _model(result: Bench) -> View:
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
         return View("\n".join(after), lines_html(after))
-    head = ["op", "latency (us)", "bandwidth (GB/s)", "within (%)"]
+    head = ["op", "latency (us)", "bandwidth (GB/s)", "median error (%)"]
     return table(head, rows, before=[_MODEL], after=after)
 
 
 _MODEL = (
-    "model: time = latency + bytes that a rank sends / bandwidth; half of the sizes are predicted "
-    "to within the last column, or better"
+    "model: time = latency + bytes that a rank sends / bandwidth; the last column is the median "
+    "error of its predictions"
 )
-_NO_MODEL = "it takes two sizes or more, large enough that the time grows with them"
+_NO_MODEL = "it needs two sizes or more, large enough that the time grows with them"
 
 
 def _links(result: Bench) -> View:
     rows = [[link.name, f"{link.bytes_per_s / 1e9:.2f}", link.found] for link in LINKS]
-    title = "what links can carry at most, one direction of one device"
+    title = "peak rates of links, one direction of one device"
     if result.caveat:
-        title += " (not what was measured here)"
+        title += " (not measured here)"
     return table(["link", "GB/s", "where"], rows, before=[title])
 
 
@@ -181,7 +181,7 @@ def picture(result: Bench) -> bytes:
     axes.margins(y=0.1)  # room for a name above the uppermost line
     axes.legend(fontsize="small", frameon=False, loc="lower right")
     title = f"{n} ranks, {result.backend}, {result.device}"
-    axes.set_title(f"{title}: no speeds of links" if result.caveat else title, fontsize="medium")
+    axes.set_title(f"{title}: not speeds of links" if result.caveat else title, fontsize="medium")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()

@@ -110,15 +110,15 @@ def _tell(text: str) -> None:
 
 
 _OPTIONS = (
-    Option(("--ops",), f"{', '.join(OPS)} (all)", metavar="OP,OP"),
+    Option(("--ops",), f"one or more of {', '.join(OPS)} (default: all)", metavar="OP,OP"),
     Option(
         ("--sizes",),
-        "such as 4M, 1K,1M or 1K:1G, in steps of 4 (1K:1G with NCCL, 1K:64M with Gloo)",
+        "such as 4M, 1K,1M or 1K:1G, in steps of 4 (default: 1K:1G, with Gloo 1K:64M)",
         metavar="SIZES",
     ),
     Option(
         ("--seconds",),
-        f"that it may take ({BENCH_S:.0f}); sizes for which there is no time are left out",
+        f"time limit in seconds (default: {BENCH_S:.0f}); sizes that take longer are left out",
         positive_number,
         default=BENCH_S,
         metavar="S",

@@ -71,7 +71,7 @@ def build_config(request: ConfigRequest) -> Configured:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
         if not NOTEBOOK.is_running:
             raise OptionError(
-                "No ranks run here whose strategy could be shown. Name a file to check, or a "
+                "No ranks run here, so there is no strategy to show. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
         return NOTEBOOK.session.config(request.hosts, script=request.script, clip=request.clip)
@@ -217,8 +217,8 @@ def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
     extra = [*read.options, *([] if "replicas" not in read.degrees else ["replicas"])]
     if extra:
         raise OptionError(
-            f"{extra[0]} is what the file itself says. Beside a file go --ranks and the degrees "
-            "--tp, --pp, --cp and --dp."
+            f"{extra[0]} is read from the file. With a file, only --ranks and the degrees "
+            "--tp, --pp, --cp and --dp can be typed."
         )
     degrees: dict[str, Any] = dict(read.degrees)
     return CheckContext(ranks, **degrees)
@@ -229,19 +229,21 @@ def dist_config(values: Namespace) -> View:
     given = strategy_given(values)
     if not values.file:
         if values.beside is not None:
-            raise OptionError("%dist_config: --with goes with a file that is checked. Name it.")
+            raise OptionError("%dist_config: --with needs a file to check. Name it.")
         request = ConfigRequest(
             values.strategy, values.ranks, values.nodes, given, values.script, values.clip
         )
         return shown(request, values.write, values.form, is_forced=values.is_forced)
     if len(values.file) > 1:
         raise OptionError(
-            "%dist_config: name one file to check; --with names another that counts with it."
+            "%dist_config: name one file to check; --with names another that goes with it."
         )
     for word in ("form", "nodes", "strategy"):
         if getattr(values, word) is not None:
             flag = {"form": "as"}.get(word, word)
-            raise OptionError(f"%dist_config: --{flag} goes without a file: it is about the ranks.")
+            raise OptionError(
+                f"%dist_config: --{flag} cannot be used with a file: it is about the ranks."
+            )
     beside = [] if values.beside is None else [values.beside]
     around = around_of(values.ranks, given)
     return checked(values.file[0], around, beside, values.write, is_forced=values.is_forced)
@@ -255,44 +257,44 @@ VERBS = (
         dist_config,
         (
             Option(
-                ("file",), "the YAML or JSON to check (none: the strategy is shown)", metavar="FILE"
+                ("file",), "the YAML or JSON to check (default: show the strategy)", metavar="FILE"
             ),
             Option(
                 ("--write",),
-                "write the file corrected, or the strategy in one form",
+                "write the corrected file, or the strategy in one form",
                 metavar="FILE",
             ),
             Option(
                 ("--as",),
-                f"the form to write, of {', '.join(FORMS)} (by the name of the file)",
+                f"the form to write, one of {', '.join(FORMS)} (default: by the file's name)",
                 metavar="FORM",
                 name="form",
             ),
             Option(("--force",), "replace the file if it exists", None, name="is_forced"),
             Option(
                 ("--with",),
-                "another file that counts together with the one to check",
+                "another file that goes with the one to check",
                 metavar="FILE",
                 name="beside",
             ),
             Option(
                 ("--ranks", "-n"),
-                "ranks (those that run, or as the file says)",
+                "number of ranks (default: those running, or as in the file)",
                 rank_count,
                 metavar="N",
             ),
             Option(
-                ("--nodes",), "hosts that share the ranks out (theirs)", rank_count, metavar="N"
+                ("--nodes",), "hosts of the ranks (default: those running)", rank_count, metavar="N"
             ),
             Option(
-                ("--strategy",), "another one than the ranks' (what counts there)", metavar="NAME"
+                ("--strategy",), "strategy to show (default: the one of the ranks)", metavar="NAME"
             ),
             Option(
-                ("--script",), f"what is to be started ({SCRIPT})", default=SCRIPT, metavar="PY"
+                ("--script",), f"script to start (default: {SCRIPT})", default=SCRIPT, metavar="PY"
             ),
             Option(
                 ("--clip",),
-                "the norm that the loop clips gradients to, for DeepSpeed (none)",
+                "norm that the loop clips gradients to, for DeepSpeed (default: none)",
                 positive_number,
                 0.0,
                 "NORM",

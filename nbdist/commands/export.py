@@ -67,7 +67,7 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
 
 def _writable(path: Path, *, is_forced: bool) -> Path:
     if path.suffix != ".py":
-        raise OptionError(f"{path} is no name of a script. Name one that ends with .py.")
+        raise OptionError(f"{path} is not a script name. Use one that ends with .py.")
     if not path.parent.is_dir():
         raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
     if path.is_dir():
@@ -95,7 +95,7 @@ def _origin(source: str | Path | None) -> _Origin:
         return _from_own_file(notebook, history)
     if not history:
         raise OptionError("No cell has run here. Name a notebook: --from NOTEBOOK.ipynb.")
-    note = "this notebook's file is not known; --from NOTEBOOK.ipynb names it"
+    note = "this notebook's file is not known; name it with --from NOTEBOOK.ipynb"
     return _Origin(history, _RAN, () if source else (note,))
 
 
@@ -108,7 +108,7 @@ def _from_own_file(path: Path, history: list[NotebookCell]) -> _Origin:
     saved = {cell.text.strip() for cell in in_file if cell.is_code}
     ran = {cell.text.strip() for cell in history if not cell.text.startswith("%load_ext")}
     if ran and not ran & saved:
-        return _Origin(history, _RAN, (f"{path} was left aside: none of its cells ran here",))
+        return _Origin(history, _RAN, (f"{path} was ignored: none of its cells ran here",))
     notes = [f"read from {path} as last saved"]
     if ran - saved:
         notes.append(
@@ -179,7 +179,7 @@ def _of_reset(values: Namespace) -> Magic:
     return Magic(
         mode="all" if values.auto else None,
         choice=_of_start(values).choice,
-        note="%dist_reset starts the ranks anew; the script goes on with its variables",
+        note="%dist_reset restarts the ranks; the script keeps its variables",
     )
 
 
@@ -236,8 +236,8 @@ VERBS = (
             Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
             Option(
                 ("--from",),
-                "the notebook's file, or history for the cells that ran here (this notebook's "
-                "file where it is known)",
+                "the notebook's file, or history for the cells that ran here (default: this "
+                "notebook's file, if known)",
                 metavar="NOTEBOOK.ipynb",
                 name="source",
             ),

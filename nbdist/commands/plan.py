@@ -94,8 +94,8 @@ def planned(
     live = _live(model, request)
     if live is None and request.inputs:
         raise OptionError(
-            "--inputs names what a model on the ranks is called with, and the model that is typed "
-            "is none there. Leave it out."
+            "--inputs names the inputs of a model on the ranks, and the model typed here is not on "
+            "the ranks. Leave --inputs out."
         )
     shape = _shape(model) if live is None else shape_of(live)
     load = load if live is None else load_of(live, load, request.optimizer)
@@ -165,8 +165,8 @@ def _shape(model: Any) -> ModelShape:
     if isinstance(model, str | int | float) and not isinstance(model, bool):
         return model_of(model)
     raise OptionError(
-        f"A {type(model).__name__} is no model to plan for. Give its number of parameters, its "
-        "name, or its config."
+        f"A {type(model).__name__} is not a model to plan for. Give a number of parameters, a "
+        "name, or a config."
     )
 
 
@@ -180,13 +180,13 @@ def _read(path: Path) -> ModelShape | None:
             return None
         if file.stat().st_size > _LARGEST_CONFIG:
             raise OptionError(
-                f"{file} is larger than any config.json: {file.stat().st_size} bytes."
+                f"{file} is too large for a config.json: {file.stat().st_size:,} bytes."
             )
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"{path} cannot be read as a config.json ({error}).") from error
     if not isinstance(config, dict):
-        raise OptionError(f"{file} is no config.json: it holds a {type(config).__name__}.")
+        raise OptionError(f"{file} is not a config.json: it holds a {type(config).__name__}.")
     return of_config(config, name=path.name if path.is_dir() else "")
 
 
@@ -231,7 +231,9 @@ def dist_plan(values: Namespace) -> View:
     given = strategy_given(values)
     others = [word for word in ("bf16", "fp16") if given[word]]
     if values.is_fp32 and (others or (values.precision or "fp32") != "fp32"):
-        raise OptionError(f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict.")
+        raise OptionError(
+            f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict each other."
+        )
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
     load = Workload(
@@ -256,8 +258,8 @@ def _check_alone(values: Namespace) -> None:
     typed += [word for word in words if getattr(values, word) is not None]
     if typed:
         raise OptionError(
-            "--check measures the model as it is, under the strategy that counts: leave "
-            f"--{typed[0]} out. %dist_strategy changes what counts."
+            "--check measures the model under the current strategy: leave "
+            f"--{typed[0]} out. %dist_strategy changes the strategy."
         )
 
 
@@ -271,7 +273,7 @@ def _named(text: str) -> Any:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 10^9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^9")
     return int(text)
 
 
@@ -288,47 +290,50 @@ VERBS = (
                 "variable on the ranks that is a model",
                 metavar="MODEL",
             ),
-            Option(("--strategy",), "one alone (without: a row for each)", metavar="NAME"),
-            Option(("--ranks", "-n"), "ranks (those that run, or 8)", rank_count, metavar="N"),
-            Option(("--gpu",), f"of {', '.join(DEVICES)} (h100)", metavar="NAME"),
-            Option(("--memory",), "of another device: 24GB", metavar="SIZE"),
-            Option(("--batch",), "samples of a data-parallel rank (1)", _count, 1, "B"),
+            Option(("--strategy",), "one strategy (default: a row for each)", metavar="NAME"),
             Option(
-                ("--seq",), "tokens of a sample (2048)", _count, 2048, "S", name="sequence"
+                ("--ranks", "-n"), "number of ranks (default: those running, or 8)", rank_count,
+                metavar="N",
+            ),
+            Option(("--gpu",), f"one of {', '.join(DEVICES)} (default: h100)", metavar="NAME"),
+            Option(("--memory",), "memory of a GPU that is not listed: 24GB", metavar="SIZE"),
+            Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
+            Option(
+                ("--seq",), "tokens per sample (default: 2048)", _count, 2048, "S", name="sequence"
             ),
             Option(
                 ("--samples",),
-                "of all ranks in a step, the effective batch; sets --accumulate",
+                "samples of all ranks per step, the effective batch; sets --accumulate",
                 _count,
                 metavar="N",
             ),
             Option(
-                ("--optimizer",), f"of {', '.join(OPTIMIZERS)} (adamw)", metavar="NAME"
+                ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)", metavar="NAME"
             ),
             Option(
                 ("--recipe",),
-                f"what is stored: of {', '.join(RECIPES)} (as nbdist stores it)",
+                f"what is stored, one of {', '.join(RECIPES)} (default: as nbdist stores it)",
                 metavar="NAME",
             ),
             Option(
                 ("--engine",),
-                "what counts memory: formulas, or fake, a step with fake tensors (formulas; of a "
-                "model on the ranks fake)",
+                "how memory is counted: formulas, or fake, a step with fake tensors (default: "
+                "formulas; fake for a model on the ranks)",
                 metavar="NAME",
             ),
             Option(
                 ("--inputs",),
-                "a variable on the ranks that a live model is called with: a tensor, tuple or dict",
+                "a variable on the ranks with a live model's inputs: a tensor, tuple or dict",
                 metavar="NAME",
             ),
             Option(
                 ("--check",),
-                "run a real step of a model on the ranks, and set measured beside predicted",
+                "run a real step of a model on the ranks; compare measured with predicted",
                 None,
                 name="is_check",
             ),
             Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
-            Option(("--ac",), "as --checkpoint full", None, name="checkpoints_all"),
+            Option(("--ac",), "same as --checkpoint full", None, name="checkpoints_all"),
             *typed_options(),
         ),
         place=ANYWHERE,

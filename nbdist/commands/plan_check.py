@@ -43,7 +43,7 @@ def checked(
     session = NOTEBOOK.session
     if not all(part.isidentifier() for part in name.split(".")):
         raise OptionError(
-            f"--check measures a model on the ranks, and {name} is no variable's name."
+            f"--check measures a model on the ranks, and {name} is not a variable name."
         )
     live = live_model(session, name, inputs)
     choice = session.strategy.current()

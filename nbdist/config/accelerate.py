@@ -74,7 +74,7 @@ def _parts(notes: Report, _around: CheckContext) -> None:
         if kind in keys.DISTRIBUTED_TYPES and kind != other and document.entries(part):
             notes.warn(
                 (part,),
-                f"it belongs to distributed_type {other}, and this is {kind}: it is passed over",
+                f"it belongs to distributed_type {other}, and this is {kind}: so it is ignored",
                 f"take it out, or change distributed_type to {other}",
                 Fix(REMOVE, (part,)),
             )
@@ -93,11 +93,11 @@ def _part(notes: Report, part: str, key_table: keys.Keys) -> None:
             table[entry.key] = keys.ANY
             notes.bad(
                 (part, entry.key),
-                "Accelerate passes over it in silence: its keys begin with " + strict,
+                "Accelerate silently ignores it: its keys begin with " + strict,
                 f"change the key to {strict}{entry.key}",
                 Fix(RENAME, (part, entry.key), strict + entry.key),
             )
-    why = "Accelerate has no such key, and passes over it in silence"
+    why = "Accelerate has no such key, and silently ignores it"
     check_keys(notes, (part,), table, lambda _key: (WARN, why))
 
 
@@ -123,7 +123,7 @@ def _processes(notes: Report, around: CheckContext) -> None:
         near = processes // machines * machines or machines
         notes.bad(
             ("num_processes",),
-            f"it counts all hosts, and {processes} is no multiple of num_machines {machines}",
+            f"it counts all hosts, and {processes} is not a multiple of num_machines {machines}",
             f"change it to {near} or {near + machines}, or num_machines to a divisor",
             Fix(SET, ("num_processes",), near),
         )
@@ -144,7 +144,7 @@ def _machines(notes: Report, machines: int) -> None:
         if machines > 1 and document.value(key) is None and not _has_launcher(document):
             what = "write the address of the first host" if key.endswith("ip") else "write 29500"
             fixes = () if key.endswith("ip") else (Fix(SET, (key,), 29500),)
-            why = f"{machines} hosts have to find each other"
+            why = f"{machines} hosts must find each other"
             notes.warn((key,), why, f"{what}, or type --{key}", *fixes)
 
 
@@ -214,7 +214,7 @@ def _inline(notes: Report, stage: object) -> None:
     if document.value(_DEEPSPEED, "offload_param_device") in ("cpu", "nvme") and stage != 3:
         notes.bad(
             (_DEEPSPEED, "offload_param_device"),
-            f"parameters are offloaded in stage 3 alone, and zero_stage is {stage}",
+            f"parameters are only offloaded in stage 3, and zero_stage is {stage}",
             "change zero_stage to 3, or this to none",
             Fix(SET, (_DEEPSPEED, "zero_stage"), 3),
         )
@@ -222,7 +222,7 @@ def _inline(notes: Report, stage: object) -> None:
         if is_true(document.value(_DEEPSPEED, key)) and stage != 3:
             notes.warn(
                 (_DEEPSPEED, key),
-                f"it counts in stage 3 alone, and zero_stage is {stage}",
+                f"it only counts in stage 3, and zero_stage is {stage}",
                 "change it to false, or zero_stage to 3",
                 Fix(SET, (_DEEPSPEED, key), False),
             )
@@ -231,7 +231,7 @@ def _inline(notes: Report, stage: object) -> None:
         if document.value(_DEEPSPEED, device) == "nvme" and not document.value(_DEEPSPEED, path):
             notes.bad((_DEEPSPEED, path), "nvme needs a folder on such a disk", "write its path")
     if document.value(_DEEPSPEED, "gradient_clipping") == 0:
-        why = "Accelerate passes over 0, and DeepSpeed 0.19 then clips to 1.0"
+        why = "Accelerate ignores 0, and DeepSpeed 0.19 then clips to 1.0"
         notes.warn((_DEEPSPEED, "gradient_clipping"), why, "write it into a deepspeed_config_file")
 
 
@@ -244,8 +244,8 @@ def _named_file(notes: Report, around: CheckContext) -> None:
     path = (_DEEPSPEED, "deepspeed_config_file")
     named = str(notes.document.value(*path))
     if not any(deepspeed.matches(other) for other in around.others):
-        why = "there is no such file beside this one or here, so it was not checked"
-        notes.warn(path, why, f"see that {named} is where you start")
+        why = "there is no such file next to this one or here, so it was not checked"
+        notes.warn(path, why, f"make sure that {named} is where you start")
 
 
 def _ranks(notes: Report, around: CheckContext) -> None:

@@ -134,7 +134,7 @@ def _mismatch(
             return
         notes.bad(names.whole, why, f"change {whole_name} to {step}", Fix(SET, names.whole, step))
         return
-    why = f"{whole} = {equation} does not come out: {whole} / {step} = {whole / step:.6g}"
+    why = f"{whole} = {equation} has no whole solution: {whole} / {step} = {whole / step:.6g}"
     near = [n for n in (whole // step * step, -(-whole // step) * step) if n]
     best = min(near, key=lambda n: (abs(n - whole), n))
     open_word = "accumulation" if micro else "micro-batch"
@@ -152,7 +152,7 @@ def _without_ranks(
     if whole % step:
         notes.say(
             BAD, names.whole,
-            f"{whole} is no multiple of {step}, the samples of one rank in a step: no number of "
+            f"{whole} is not a multiple of {step}, the samples of one rank in a step: no number of "
             "ranks fits",
             f"change {names.whole[-1]} to {max(whole // step, 1) * step}",
             Fix(SET, names.whole, max(whole // step, 1) * step),

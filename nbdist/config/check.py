@@ -62,10 +62,8 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
     if not kind:
         keys = ", ".join(shown(entry.key) for entry in document.entries()[:6]) or "none"
         formats = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
-        what = f"nothing was checked but the format. Known are {formats}"
-        notes.bad(
-            ("kind",), f"its keys ({keys}) are of no kind that is known", what, value="unknown"
-        )
+        what = f"only the syntax was checked. Known formats: {formats}"
+        notes.bad(("kind",), f"its keys ({keys}) match no known format", what, value="unknown")
         return notes.done("")
     notes.good("kind", f"{kind}, in {document.syntax}")
     _KINDS[kind][1](notes, _with_ranks(document, kind, around))
@@ -113,7 +111,7 @@ def corrected(
     done: list[Fix] = []  # two rules that want different values would go on for ever
     while len(changes) < _MOST_CHANGES:
         document = checked.document
-        flaw = next((flaw_there for flaw_there in document.flaws if flaw_there.end), None)
+        flaw = next((candidate for candidate in document.flaws if candidate.end), None)
         if flaw is not None:
             document = read(without(document, flaw))
             changes.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
@@ -141,7 +139,7 @@ def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> t
     try:
         return read(fixed(document, fix)), line
     except OptionError:  # an anchor stood there, to which other lines refer
-        return document, f"{line}: not made, as other lines refer to this one; change it by hand"
+        return document, f"{line}: not changed, since other lines refer to it; change it by hand"
 
 
 def _change_line(document: Document, fix: Fix) -> str:

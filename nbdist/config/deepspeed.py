@@ -46,7 +46,7 @@ def stage_of(document: Document) -> Any:
 
 def _keys(notes: Report, _around: CheckContext) -> None:
     check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
-        WARN, "DeepSpeed has no such key, and passes over it in silence"))  # fmt: skip
+        WARN, "DeepSpeed has no such key, and silently ignores it"))  # fmt: skip
     for path, key_table in keys.DEEPSPEED_PARTS.items():
         name = ".".join(path)
         why = f"DeepSpeed refuses a key of {name} that it does not know"
@@ -150,7 +150,7 @@ def _stage(notes: Report, _around: CheckContext) -> None:
         if entry.key.startswith("stage3_"):
             notes.warn(
                 (_ZERO, entry.key),
-                f"it counts in stage 3 alone, and this is {stage_text}",
+                f"it only counts in stage 3, and this is {stage_text}",
                 "take it out, or change stage to 3",
                 Fix(REMOVE, (_ZERO, entry.key)),
             )
@@ -158,7 +158,7 @@ def _stage(notes: Report, _around: CheckContext) -> None:
     if device in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_param"),
-            f"parameters are offloaded in stage 3 alone, and this is {stage_text}",
+            f"parameters are only offloaded in stage 3, and this is {stage_text}",
             "change stage to 3, or take offload_param out",
             Fix(SET, (_ZERO, "stage"), 3),
         )
@@ -178,7 +178,7 @@ def _offload(notes: Report, _around: CheckContext) -> None:
         if device == "nvme" and part == "offload_optimizer" and stage != 3:
             notes.bad(
                 (_ZERO, part, "device"),
-                f"DeepSpeed moves to NVMe in stage 3 alone, and this is stage {stage}",
+                f"DeepSpeed only offloads to NVMe in stage 3, and this is stage {stage}",
                 'change it to "cpu", or stage to 3',
                 Fix(SET, (_ZERO, part, "device"), "cpu"),
             )
@@ -209,8 +209,8 @@ def _optimizer(notes: Report, _around: CheckContext) -> None:
         )
     kind = document.value("scheduler", "type")
     if isinstance(kind, str) and kind not in keys.SCHEDULERS:
-        why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; of others it is not known here"
-        notes.warn(("scheduler", "type"), why, "see that your version has it")
+        why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; others are not known here"
+        notes.warn(("scheduler", "type"), why, "check that your version has it")
     total = document.value("scheduler", "params", "total_num_steps")
     warmup = document.value("scheduler", "params", "warmup_num_steps")
     if kind in ("WarmupDecayLR", "WarmupCosineLR"):

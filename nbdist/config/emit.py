@@ -71,7 +71,7 @@ def check_setting(setting: Setting) -> None:
     if ranks % hosts:
         fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise OptionError(
-            f"{ranks} ranks cannot be shared out over {hosts} hosts alike. Use --nodes {fitting}."
+            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
         )
 
 
@@ -122,7 +122,7 @@ def deepspeed_config(setting: Setting) -> dict[str, Any] | Refusal:
     if choice.name not in ("deepspeed", "zero1"):
         stage = {"grad-op": 2}.get(options.shard, 3) if choice.name.startswith("fsdp") else 0
         near = f". deepspeed --stage {stage} splits the same" if stage else ""
-        return Refusal(f"{choice.name} is none of DeepSpeed's strategies{near}")
+        return Refusal(f"{choice.name} is not a strategy of DeepSpeed{near}")
     stage = options.stage if choice.name == "deepspeed" else 1
     zero: dict[str, Any] = {"stage": stage}
     if options.offload:
@@ -163,7 +163,7 @@ def accelerate_text(setting: Setting) -> str | Refusal:
 
 
 def deepspeed_text(setting: Setting) -> str | Refusal:
-    """The JSON."""
+    """The strategy as the text of a DeepSpeed JSON; a Refusal where DeepSpeed has none."""
     config = deepspeed_config(setting)
     return config if isinstance(config, Refusal) else json.dumps(config, indent=2) + "\n"
 
@@ -173,7 +173,7 @@ def notes(setting: Setting) -> tuple[str, ...]:
     choice, options = setting.choice, setting.choice.options
     lines: list[str] = []
     if choice.name == "single" and choice.world_size > 1:
-        lines.append("single: each rank trains alike by itself, so one process is started")
+        lines.append("single: every rank would train the same alone, so one process is started")
     if choice.name == "deepspeed":
         lines.append(
             "the settings are in (DEEPSPEED_FILE), looked for where it is started; there is "
@@ -183,8 +183,8 @@ def notes(setting: Setting) -> tuple[str, ...]:
         lines.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
     if choice.name in ("fsdp", "fsdp1") and not setting.blocks and choice.world_size > 1:
         lines.append(
-            "no model is prepared, so its blocks are not known: fsdp_transformer_layer_cls_to_wrap "
-            "names their class; models of transformers name it themselves"
+            "no model is prepared, so the class of its blocks is not known: "
+            "fsdp_transformer_layer_cls_to_wrap names it; models of transformers name it themselves"
         )
     if options.accumulate > 1 and choice.name != "deepspeed":
         lines.append(
@@ -245,7 +245,7 @@ def _refusal(choice: Strategy) -> Refusal | None:
     """Why Accelerate has no key for a strategy; None where it has."""
     degrees, name = choice.degrees, choice.name
     reasons = (
-        (name == "pp", "Accelerate does not train in pipelines of torch's"),
+        (name == "pp", "Accelerate does not support torch's pipelines"),
         (name in ("cp", "ulysses"), _NO_SEQUENCES),
         (name == "zero1", "Accelerate has ZeRO stage 1 as DeepSpeed's alone (deepspeed --stage 1)"),
         (
@@ -254,11 +254,13 @@ def _refusal(choice: Strategy) -> Refusal | None:
         ),
         (
             degrees.tp > 1 and degrees.dp_replicate > 1,
-            "Accelerate has no copies beside tensor parallelism",
+            "Accelerate cannot combine replicas with tensor parallelism",
         ),
     )
     why = next((reason for is_so, reason in reasons if is_so), None)
-    return None if why is None else Refusal(f"{why}; what trains so: {run_line(choice)}")
+    return (
+        None if why is None else Refusal(f"{why}; run it with nbdist instead: {run_line(choice)}")
+    )
 
 
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
@@ -337,7 +339,7 @@ def _about_cpu(setting: Setting) -> list[str]:
             f"Accelerate has no {choice.name} on the CPU: without GPUs it trains as ddp, or stops"
         )
     if choice.options.precision == "fp16":
-        lines.append("Accelerate has no fp16 on the CPU, and says nothing of it")
+        lines.append("Accelerate silently ignores fp16 on the CPU")
     return lines
 
 

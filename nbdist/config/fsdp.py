@@ -90,7 +90,7 @@ def _wrapping(notes: Report) -> None:
         )
     path = _path(document, "fsdp_min_num_params")
     if document.has(*path) and policy != "SIZE_BASED_WRAP":
-        why = "it counts with SIZE_BASED_WRAP alone"
+        why = "it only counts with SIZE_BASED_WRAP"
         notes.warn(path, why, "take it out", Fix(REMOVE, path))
 
 
@@ -123,12 +123,13 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
     is_2 = kind == "FSDP" and str(_of(document, "fsdp_version") or 1) == "2"
     if kind == "FSDP" and not is_2:
         fix = Fix(SET, (_FSDP, "fsdp_version"), 2)
-        notes.bad((_MESH,), "Accelerate has meshes with FSDP2 alone, and this is FSDP1",
+        notes.bad((_MESH,), "Accelerate has meshes only with FSDP2, and this is FSDP1",
                   "write fsdp_version: 2", fix)  # fmt: skip
     if (tp > 1 or cp > 1) and replicate > 1 and shard == 1:
         notes.bad(
             (_MESH, f"{_MESH}_dp_replicate_size"),
-            f"Accelerate has no copies (dp_replicate {replicate}, dp_shard 1) beside tp or cp",
+            f"Accelerate cannot combine replicas (dp_replicate {replicate}, dp_shard 1) with tp or "
+            "cp",
             f"swap them: dp_replicate 1, dp_shard {replicate}",
             Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), replicate),
             Fix(SET, (_MESH, f"{_MESH}_dp_replicate_size"), 1),

@@ -37,7 +37,7 @@ def read(name: str, text: str) -> Document:
     root, end = reader.value(start, 0)
     end = reader.skip(end)
     if end < len(text):
-        raise reader.error(end, "something stands after the end of the configuration")
+        raise reader.error(end, "there is something after the end of the configuration")
     if root.entries is None:
         raise reader.error(start, "a configuration is an object in ( )")
     flaws = tuple(sorted(reader.flaws, key=lambda flaw: flaw.line))
@@ -79,7 +79,7 @@ class _Reader:
 
     def value(self, at: int, depth: int) -> tuple[Node, int]:
         if depth > _DEPTH:
-            raise self.error(at, f"more than {_DEPTH} objects stand in each other")
+            raise self.error(at, f"more than {_DEPTH} objects are nested")
         first = self.text[at : at + 1]
         if first == "{":
             return self.mapping(at, depth)
@@ -100,8 +100,8 @@ class _Reader:
             value = json.loads(match[0])
         except ValueError:
             near = {"True": "true", "False": "false", "None": "null"}.get(match[0])
-            hint = f": write {near}" if near else "; a text stands in double quotation marks"
-            raise self.error(match.start(), f"{match[0]} is no value of JSON{hint}") from None
+            hint = f": write {near}" if near else "; strings need double quotation marks"
+            raise self.error(match.start(), f"{match[0]} is not a JSON value{hint}") from None
         return value
 
     def string(self, at: int) -> tuple[str, int]:
@@ -111,7 +111,7 @@ class _Reader:
         try:
             return str(json.loads(match[0], strict=False)), match.end()
         except ValueError as error:
-            raise self.error(at, f"{match[0]} is no text of JSON") from error
+            raise self.error(at, f"{match[0]} is not a JSON string") from error
 
     def mapping(self, at: int, depth: int) -> tuple[Node, int]:
         entries: list[ConfigEntry] = []
@@ -151,7 +151,9 @@ class _Reader:
             raise self.error(place, f"a comma or {closing} is missing")
         following = self.skip(place + 1)
         if self.text[following : following + 1] == closing:
-            why = "JSON has no comma after the last one: every reader but DeepSpeed's refuses it"
+            why = (
+                "JSON allows no comma after the last entry: every reader but DeepSpeed's refuses it"
+            )
             flaw = Flaw("trailing comma", self.line(place), ",", why, "take it out")
             self.flaws.append(replace(flaw, start=place, end=place + 1))
         return following
@@ -159,7 +161,5 @@ class _Reader:
     def note_twice(self, entries: list[ConfigEntry], key: str, at: int) -> None:
         first = next((entry for entry in entries if entry.key == key), None)
         if first is not None:
-            why = (
-                f"it stands on line {first.line}, too: DeepSpeed refuses that, others take the last"
-            )
+            why = f"it is on line {first.line}, too: DeepSpeed refuses that, others take the last"
             self.flaws.append(Flaw(key, self.line(at), "twice", why, "keep one of them"))

@@ -205,7 +205,7 @@ def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: s
     if kind.startswith("="):
         _check_choice(notes, path, entry, kind[1:].split("|"))
         return
-    why = f"it has to be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
+    why = f"it must be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
     meant = _meant(value, kind)
     if meant is None:
         notes.bad(path, why, f"write {KINDS[kind]}")
@@ -228,7 +228,7 @@ def _check_choice(
         verdict = WARN if path == ("distributed_type",) else BAD
         notes.say(verdict, path, why, f"write '{word}'", Fix(SET, path, word))
         return
-    why = f"there is no {typed}: it is one of {', '.join(choices)}"
+    why = f"{typed} is not one of {', '.join(choices)}"
     near = word or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)
     if near is None or str(value).isdigit():
         notes.bad(path, why, "choose one of them")
@@ -264,7 +264,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _meant(value: Any, kind: str) -> Any:
-    """The value that a text or another type stands for; None where it is not clear."""
+    """The value that a string or another type stands for; None where it is not clear."""
     if kind == LABEL and not isinstance(value, bool | dict | list):
         return str(value)
     if kind in ("bool", WORDY) and str(value).lower() in ("true", "false", "1", "0"):
@@ -286,7 +286,7 @@ def _number(text: str) -> float | None:
 
 
 def _type(value: Any) -> str:
-    names: dict[type, str] = {str: "a text", bool: "true or false", dict: "a mapping",
+    names: dict[type, str] = {str: "a string", bool: "true or false", dict: "a mapping",
                               list: "a list", int: "a number", float: "a number"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
 

@@ -46,9 +46,7 @@ def corrected(before: Checked, after: Checked, change_lines: Sequence[str], path
         change_lines: A line for each change.
         path: Where it was written.
     """
-    changes = [f"  {line}" for line in change_lines] or [
-        "  nothing: no change is known that would mend it"
-    ]
+    changes = [f"  {line}" for line in change_lines] or ["  none: there is no automatic correction"]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]
     return checked(after, lines, path)
@@ -79,6 +77,10 @@ def written(config: Configured, form: str, path: str) -> View:
     }
     return View(
         "\n".join(
-            [f"{path}: {described(config.setting.choice)}", *config.notes, f"use it: {uses[form]}"]
+            [
+                f"{path}: {described(config.setting.choice)}",
+                *config.notes,
+                f"use it with: {uses[form]}",
+            ]
         )
     )

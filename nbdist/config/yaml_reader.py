@@ -28,7 +28,8 @@ def load(path: str | Path) -> Document:
     if file.suffix.lower() in _OTHERS:
         formats = "; ".join(f"{kind}: {what}" for kind, what in KNOWN.items())
         raise OptionError(
-            f"{path} is of no kind that is known: {file.suffix} is not read. Known are {formats}."
+            f"{path} has an unknown format: {file.suffix} files are not read. Known formats: "
+            f"{formats}."
         )
     try:
         if file.stat().st_size > LARGEST:
@@ -71,7 +72,7 @@ def _read_yaml(name: str, text: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
-        raise OptionError(f"{name}{line}: this is no YAML: {problem}.") from error
+        raise OptionError(f"{name}{line}: this is not valid YAML: {problem}.") from error
     if not isinstance(root, yaml.MappingNode):
         raise OptionError(
             f"{name}: a configuration is a mapping of keys to values, which this is not."
@@ -114,7 +115,7 @@ def _entries(
         key = str(getattr(key_node, "value", ""))
         line = key_node.start_mark.line + 1
         if key in lines:
-            why = f"it stands on line {lines[key]} already, and the last one counts"
+            why = f"it is on line {lines[key]} already, and the last one counts"
             flaws.append(Flaw(key, line, "twice", why, "keep one of them"))
         lines.setdefault(key, line)
         node = _node(value_node, loader, flaws, above)

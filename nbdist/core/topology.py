@@ -163,7 +163,7 @@ _SITUATIONS = {
         "NCCL needs a GPU for each rank, and {obstacle}. Use --backend gloo or --backend auto.",
     ),
 }
-_GLOO_ON_OWN_GPUS = "Gloo, as asked: each rank has its own GPU, so NCCL would work too."
+_GLOO_ON_OWN_GPUS = "Gloo, as requested: each rank has its own GPU, so NCCL would work too."
 
 
 def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") -> BackendChoice:
@@ -249,7 +249,7 @@ def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]
             )
         if count > 1:
             raise OptionError(
-                f"GPU {number} stands {count} times in --gpus {spec}. "
+                f"GPU {number} occurs {count} times in --gpus {spec}. "
                 "Name each GPU once; with a larger -n the ranks share them."
             )
     return tuple(by_index[number] for number in numbers)

@@ -13,7 +13,7 @@ from nbdist.core.units import shown
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Something to show.
+    """A result as text and as HTML: IPython shows one of them.
 
     Attributes:
         text: For terminals, nbval and screen readers; complete by itself.

@@ -53,7 +53,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 
 def system(facts: Facts) -> Iterator[Finding]:
-    """The operating system."""
+    """Whether nbdist runs on this operating system, and with which limits."""
     try:
         note = versions.check_system(facts.platform)
     except StartError as error:
@@ -90,7 +90,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
                 name,
                 version,
                 BAD,
-                f"this torch is built for the CPU alone, and {_gpus(len(facts.gpus))} there",
+                f"this torch is built for the CPU only, and {_gpus(len(facts.gpus))} there",
                 "install a build with CUDA: https://pytorch.org/get-started",
             )
         else:
@@ -129,7 +129,7 @@ def _gpu(facts: GpuFacts) -> Finding:
             BAD if facts.compute_mode == "Prohibited" else WARN,
             "no process may use it"
             if facts.compute_mode == "Prohibited"
-            else "one process alone may use it: two ranks cannot share it",
+            else "only one process may use it: two ranks cannot share it",
             f"sudo nvidia-smi -i {facts.gpu.index} -c DEFAULT, or another GPU with --gpus",
         )
     if facts.total_bytes and facts.used_bytes > BUSY_GPU * facts.total_bytes:
@@ -137,7 +137,7 @@ def _gpu(facts: GpuFacts) -> Finding:
             name,
             state,
             WARN,
-            "processes hold memory there, which may be ranks of yours",
+            "processes use memory there; they may be your own ranks",
             "nvidia-smi lists them; choose other GPUs with --gpus",
         )
     return Finding(name, state)
@@ -201,7 +201,7 @@ def machine(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Room in /dev/shm."""
+    """Whether /dev/shm has enough room for tensors that processes share."""
     if facts.shm is None:
         yield Finding("/dev/shm", "none", OK, "this system has none, and torch uses other ways")  # noqa: S108
         return
@@ -249,7 +249,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
             "processes",
             processes,
             ENOUGH_PROCESSES,
-            "threads count as well, and each rank has dozens: 'Resource temporarily unavailable'",
+            "threads count too, and each rank has dozens: 'Resource temporarily unavailable'",
             "ulimit -u",
         )
     if locked is not None:
@@ -302,7 +302,7 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
     for run in facts.runs:
         yield _run(run)
     if not any(run.state == run_owner.DEAD for run in facts.runs):
-        yield Finding("leftovers", "none of dead runs")
+        yield Finding("leftovers", "none from dead runs")
 
 
 def _run(run: Run) -> Finding:
@@ -333,7 +333,7 @@ def _run(run: Run) -> Finding:
         ),
         run_owner.UNKNOWN: (
             WARN,
-            "nobody is written down as its owner, so it is left alone",
+            "no owner is recorded, so it is left alone",
             _by_hand(run),
         ),
     }

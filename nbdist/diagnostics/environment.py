@@ -122,7 +122,7 @@ def nccl_debug(value: str, _around: HostContext) -> Judged:
 
 
 def _less() -> str:
-    return "NCCL_DEBUG=WARN tells of errors alone"
+    return "NCCL_DEBUG=WARN reports only errors"
 
 
 def gloo_interfaces(value: str, around: HostContext) -> Judged:
@@ -160,7 +160,7 @@ def threads(value: str, around: HostContext) -> Judged:
     """Whether the ranks' threads have cores of their own."""
     text = value.strip().split(",", maxsplit=1)[0]
     if not text.isdigit() or int(text) < 1:
-        return BAD, "this is no number of threads", "set it to 1 or more, or remove it"
+        return BAD, "this is not a number of threads", "set it to 1 or more, or remove it"
     if int(text) > around.threads_per_rank:
         why = (
             f"each rank starts {text} threads and has {around.threads_per_rank} cores: ranks take "
@@ -210,7 +210,7 @@ def debug_level(value: str, _around: HostContext) -> Judged:
 
 
 _LAUNCHED = (
-    "a job of torchrun's has left it; nbdist gives its ranks their own, but code in the notebook "
+    "left over from a torchrun job; nbdist gives its ranks their own, but code in the notebook "
     "takes itself for a rank"
 )
 _MEETING = "nbdist does not use it: ranks of one machine meet in a file, others find rank 0"

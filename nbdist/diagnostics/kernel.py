@@ -117,11 +117,11 @@ def _limits() -> dict[str, tuple[int, int]]:
         "locked memory": resource.RLIMIT_MEMLOCK,
     }
 
-    def known(limit: int) -> int:
+    def finite(limit: int) -> int:
         return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
     both = {name: resource.getrlimit(number) for name, number in numbers.items()}
-    return {name: (known(soft), known(hard)) for name, (soft, hard) in both.items()}
+    return {name: (finite(soft), finite(hard)) for name, (soft, hard) in both.items()}
 
 
 def _bytes(mib: str) -> int:

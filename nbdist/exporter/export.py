@@ -268,8 +268,8 @@ class _Walk:
         magics = exporter_cell.line_magics(body, self.reader.transform)
         nbdist_magics = [
             magic
-            for name_and_line in magics
-            if (magic := self.reader.magic(*name_and_line)) is not None
+            for typed_magic in magics
+            if (magic := self.reader.magic(*typed_magic)) is not None
         ]
         for magic in nbdist_magics:
             self._obey(cell, magic)

@@ -67,7 +67,7 @@ def _of_unknown_shape(planned: Plan) -> Advice:
         best = min(safe, key=_cost)
         return Advice(best, (_recommended(planned, best, len(safe)),))
     if any(row.verdict == UNKNOWN for row in useful):
-        sentence = "No strategy is recommended: of the activations nothing is known."
+        sentence = "No strategy is recommended: the activations could not be counted."
         return Advice(None, (sentence,))
     return Advice(None, (_nothing(planned, useful),))
 
@@ -89,13 +89,15 @@ def _three_digits(value: float) -> float:
 
 
 def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
-    among = "the only one" if others == 1 else f"the least of the {others}"
+    among = (
+        f"the only {row.verdict} strategy" if others == 1 else f"least communication of {others}"
+    )
     verdict = f"{row.verdict} ({percent(row)} of the device)"
     if planned.world_size == 1:
         return f"{row.typed}: {verdict}."
     if len(planned.rows) == 1:
         return f"{row.typed}: {verdict}; communication: {cost(row)}."
-    return f"choose {row.typed}: {verdict}, {among} that are so, by communication ({cost(row)})."
+    return f"Recommended: {row.typed}: {verdict}; {among}: {cost(row)}."
 
 
 def percent(row: PlanRow) -> str:
@@ -115,13 +117,13 @@ def cost(row: PlanRow) -> str:
 def _on_one(planned: Plan) -> tuple[str, ...]:
     single = [row for row in planned.rows if row.typed == "single" and row.verdict == SAFE]
     if planned.world_size > 1 and single:
-        return ("It fits on one device: more ranks are for speed alone.",)
+        return ("It fits on one device: more ranks only add speed.",)
     return ()
 
 
 def _nothing(planned: Plan, rows: list[PlanRow]) -> str:
     if not rows:
-        return "No strategy goes with these degrees and options."
+        return "No strategy accepts these degrees and options."
     least = min(rows, key=lambda row: row.share)
     return f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device."
 
@@ -129,7 +131,7 @@ def _nothing(planned: Plan, rows: list[PlanRow]) -> str:
 def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
     """The first of these that makes a strategy safe, each with those before it; else more ranks."""
     load, options = planned.load, dict(given)
-    words_so_far: list[str] = []
+    added: list[str] = []
     is_half = options.get("bf16") or options.get("fp16") or options.get("precision")
     half = "bf16" if planned.device.has_bf16 else "fp16"
     steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
@@ -141,28 +143,28 @@ def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel 
     ladder: list[tuple[str, Plan, dict[str, object]]] = []
     for word, is_new, more, batch in steps:
         if is_new:
-            words_so_far.append(word)
+            added.append(word)
             options.update(more)
             load = load if batch is None else replace(load, batch=batch)
-            ladder.append((" ".join(words_so_far), replace(planned, load=load), dict(options)))
+            ladder.append((" ".join(added), replace(planned, load=load), dict(options)))
     # The strategy that was typed, then all.
     for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
         for words, changed, with_options in ladder:
             row = _safe(changed, with_options, measured, strategy)
             if row is not None:
-                return f"With {words} {row.typed} is safe ({percent(row)})."
+                return f"With {words}, {row.typed} is safe ({percent(row)})."
     options.pop("offload", None)
-    return _more_ranks(replace(planned, load=load), options, words_so_far)
+    return _more_ranks(replace(planned, load=load), options, added)
 
 
-def _more_ranks(planned: Plan, options: Mapping[str, object], words_so_far: list[str]) -> str:
-    words = " ".join(word for word in words_so_far if "offload" not in word)
+def _more_ranks(planned: Plan, options: Mapping[str, object], added: list[str]) -> str:
+    words = " ".join(word for word in added if "offload" not in word)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
         row = _safe(replace(planned, world_size=count), options)
         if row is not None:
-            return f"With {ranks(count)}{and_words} {row.typed} is safe ({percent(row)})."
+            return f"With {ranks(count)}{and_words}, {row.typed} is safe ({percent(row)})."
         count *= 2
     return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
 

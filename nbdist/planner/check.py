@@ -33,7 +33,7 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """One quantity of a step, predicted and measured.
 
     Attributes:
         what: In words.

@@ -133,7 +133,8 @@ def with_memory(text: str) -> Device:
     size = float(match[1]) * units[match[2] or "GB"] if match else 0.0
     if not size:
         raise OptionError(
-            f"--memory {text} is no size of memory. Write 24GB (10^9 bytes), 24GiB (2^30) or 500MB."
+            f"--memory {text} is not a valid memory size. Write 24GB (10^9 bytes), 24GiB "
+            "(2^30) or 500MB."
         )
     return Device("", "another device", size)
 

@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """One run.
+    """Asks for one fake run of a model under a strategy.
 
     Attributes:
         source: None for that of the run before.
@@ -51,7 +51,7 @@ class FakeRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """What came of it.
+    """What a fake run has counted, or why it could not.
 
     Attributes:
         memory: With `is_partial` where states are exact but no step could be run; None where
@@ -66,7 +66,7 @@ class FakeAnswer:
 
 
 def write(pipe: BinaryIO, value: FakeRequest | FakeAnswer) -> None:
-    """Send a record."""
+    """Send a record, its length in front, and flush the pipe."""
     data = pickle.dumps(value)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()

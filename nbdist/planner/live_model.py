@@ -97,9 +97,9 @@ def alike(descriptions: Sequence[LiveModel]) -> LiveModel:
     if odd:
         other = descriptions[odd[0]]
         raise NbdistError(
-            f"{first.name} is another model on rank {rank_label(odd)} ({other.title}, "
-            f"{other.parameters:,} parameters) than on rank 0 ({first.title}, "
-            f"{first.parameters:,}). Build the same model on every rank."
+            f"{first.name} differs between ranks: rank {rank_label(odd)} has {other.title} "
+            f"({other.parameters:,} parameters), rank 0 has {first.title} "
+            f"({first.parameters:,}). Build the same model on every rank."
         )
     if not first.parameters:
         raise OptionError(
@@ -157,7 +157,7 @@ def described(live: LiveModel) -> tuple[str, ...]:
     buffers = f"{live.n_buffers} buffers ({_size(live.buffers_bytes)})" if live.n_buffers else ""
     tied = f"tied: {', '.join(' and '.join(names) for names in live.tied)}" if live.tied else ""
     blocks = f"blocks: {live.blocks}" if live.blocks else "no list of blocks"
-    optimizer = live.optimizer or "no optimizer of it is in a variable"
+    optimizer = live.optimizer or "no variable holds its optimizer"
     inputs = f"called with {', '.join(live.inputs)}" if live.inputs else ""
     second = "; ".join(filter(None, [buffers, tied, blocks, optimizer, inputs]))
     return f"{live.name} is a {live.title}: {kinds}", second

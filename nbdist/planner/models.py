@@ -83,7 +83,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters of the model: embeddings, blocks and head."""
         blocks = self.layers * self.block_parameters
         return blocks + self.embedding_parameters + self.head_parameters
 
@@ -224,7 +224,7 @@ def of_count(count: float, name: str) -> ModelShape:
     """
     if count < 1:
         raise OptionError(
-            f"A model of {name} parameters holds nothing. Type 1 or more, such as 7e9."
+            f"A model of {name} parameters has nothing to plan for. Type 1 or more, such as 7e9."
         )
     if count > _LARGEST:
         raise OptionError(
@@ -250,13 +250,13 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     read = _READERS.get(kind)
     if read is None:
         raise OptionError(
-            f"The parameters of a model of type {kind!r} are not known by formula; those of "
-            f"{', '.join(_READERS)} are. Type its number of parameters instead."
+            f"There is no formula for the parameters of a model of type {kind!r}, only for "
+            f"{', '.join(_READERS)}. Type its number of parameters instead."
         )
     shape = read(config)
     for what in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab"):
         if getattr(shape, what) < 1:
-            raise OptionError(f"A model with {what} {getattr(shape, what)} holds nothing.")
+            raise OptionError(f"A model with {what} {getattr(shape, what)} has no parameters.")
     if shape.heads % shape.kv_heads:
         raise OptionError(
             f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values."

@@ -186,11 +186,11 @@ def plan(  # noqa: PLR0913  # what a plan is about
         cases = (
             several if world_size > 1 else tuple(case for case in several if case[0] == "single")
         )
-        rows_so_far = []
+        planned_rows = []
         for number, (name, case_options) in enumerate(cases):
             progress(f"counting {_typed(name, case_options)}", number, len(cases), "strategies")
-            rows_so_far.append(_row_or_problem(name, case_options, given, world_size, row))
-        rows = tuple(rows_so_far)
+            planned_rows.append(_row_or_problem(name, case_options, given, world_size, row))
+        rows = tuple(planned_rows)
     return Plan(model, device, world_size, load, rows, assumed)
 
 
@@ -209,13 +209,13 @@ def accumulating(choice: Strategy, load: Workload) -> Strategy:
     if rest:
         raise OptionError(
             f"--samples {load.samples} is {load.samples / together:.2f} x {together} (--batch "
-            f"{load.batch} on {dp} data-parallel ranks): a step cannot be divided so. Use "
+            f"{load.batch} on {dp} data-parallel ranks), not a whole number of batches. Use "
             f"{listed([count * together for count in (times, times + 1) if count], 'or')}."
         )
     if choice.options.accumulate not in (1, times):
         raise OptionError(
-            f"--samples {load.samples} is {times} x {together}, and --accumulate "
-            f"{choice.options.accumulate} another number. Type one of them."
+            f"--samples {load.samples} is {times} x {together}, so it needs --accumulate {times}, "
+            f"not {choice.options.accumulate}. Type one of them."
         )
     return replace(choice, options=replace(choice.options, accumulate=times))
 

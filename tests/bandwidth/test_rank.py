@@ -96,11 +96,14 @@ def test_measuring_on_two_ranks(tmp_path: Path) -> None:
         assert result["runs"][0] == LEAST_RUNS
         assert result["runs"][1] > LEAST_RUNS
         assert result["lacking"] == [
-            "the backend has no such operation here (Backend gloo does not support alltoall)",
-            "the backend has no such operation here ()",
+            (
+                "the backend does not support this operation here "
+                "(Backend gloo does not support alltoall)"
+            ),
+            "the backend does not support this operation here ()",
             "raised Connection closed by peer",
         ]
-        assert result["full"] == "a rank has no memory for the tensors"
+        assert result["full"] == "a rank has not enough memory for the tensors"
         assert result["kept"] < 2**20
         assert result["free"]["host"] > 0
         assert "device" not in result["free"]

@@ -79,22 +79,22 @@ def test_sizes_are_whole_numbers_of_float32_for_each_rank() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0", "'0' is no size"),
-        ("0K", "'0K' is no size"),
-        ("", "'' is no size"),
-        ("5X", "'5X' is no size"),
-        ("1MB", "'1MB' is no size"),
-        ("-1K", "'-1K' is no size"),
-        ("1.5M", "'1.5M' is no size"),
-        ("\u0664K", "is no size"),
-        ("1K,,1M", "'' is no size"),
-        ("1K:", "'' in '1K:' is no size"),
-        (":1K", "'' in ':1K' is no size"),
-        ("1K:2K:4K", "'2K:4K' in '1K:2K:4K' is no size"),
+        ("0", "'0' is not a valid size"),
+        ("0K", "'0K' is not a valid size"),
+        ("", "'' is not a valid size"),
+        ("5X", "'5X' is not a valid size"),
+        ("1MB", "'1MB' is not a valid size"),
+        ("-1K", "'-1K' is not a valid size"),
+        ("1.5M", "'1.5M' is not a valid size"),
+        ("\u0664K", "is not a valid size"),
+        ("1K,,1M", "'' is not a valid size"),
+        ("1K:", "'' in '1K:' is not a valid size"),
+        (":1K", "'' in ':1K' is not a valid size"),
+        ("1K:2K:4K", "'2K:4K' in '1K:2K:4K' is not a valid size"),
         ("1G:1K", "The sizes 1G:1K go down. Write 1K:1G."),
         ("4", "A size of 4 bytes is less than one float32 for each of 2 ranks. Use 8 or more."),
         ("1025G", "more than 1024G"),
-        ("99999999999999", "is no size"),
+        ("99999999999999", "is not a valid size"),
     ],
 )
 def test_what_is_no_size(text: str, expected: str) -> None:
@@ -256,7 +256,9 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
     assert model.seconds("all_reduce", 10**8, 2) == pytest.approx(20e-6 + 0.1)
     assert model.seconds("broadcast", 0) == pytest.approx(20e-6)
     assert model.seconds("broadcast", 10**8, 1) == 0
-    with pytest.raises(OptionError, match="no model of 'reduce'; there are: all_reduce, broadcast"):
+    with pytest.raises(
+        OptionError, match=r"'reduce' has no bandwidth model .*: all_reduce, broadcast"
+    ):
         model.seconds("reduce", 1)
 
 
@@ -266,7 +268,7 @@ def test_there_is_no_model_without_two_sizes_or_growth() -> None:
     flat = [BandwidthRow("broadcast", KIB, 1e-4, 9), BandwidthRow("broadcast", 4 * KIB, 0.9e-4, 9)]
 
     assert fitted([*single_row, *flat], 2) == LinkModel({}, 2)
-    with pytest.raises(OptionError, match="there are: none"):
+    with pytest.raises(OptionError, match=r"\(these have one: none\)"):
         fitted(single_row, 2).seconds("all_reduce", 1)
 
 
@@ -314,21 +316,21 @@ def test_what_is_no_speed_of_links_says_so() -> None:
     """CPUs, a shared GPU and Gloo on GPUs of one's own; NCCL on such is the only measurement."""
     assert caveat(topology(2, 2)) == ""
     assert caveat(topology(0, 2)) == (
-        "These are no speeds of links between GPUs: messages go through the memory of one host. "
+        "These are not speeds of links between GPUs: messages go through the memory of one host. "
         "Gloo on the CPU: no rank sees a GPU."
     )
     assert "copied from each GPU and back. Gloo: 2 ranks share 1 GPU" in caveat(topology(1, 2))
-    assert "no speeds of links" in caveat(topology(2, 2, "gloo"))
+    assert "not speeds of links" in caveat(topology(2, 2, "gloo"))
 
 
 def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the numbers, and what to do."""
     assert unfitting("all_to_all", [GIB, 4 * GIB], 2, [5e9, 1e9]) == (
-        "all_to_all from 1 GiB up: rank 1 would need 2.1 GB and may take 1.0 GB (half of what is "
-        "free, shared among the ranks there)"
+        "all_to_all from 1 GiB up: rank 1 would need 2.1 GB and may take 1.0 GB (half of the "
+        "free memory, shared among the ranks there)"
     )
     assert too_long("reduce", [GIB], 3.14) == (
-        "reduce 1 GiB: about 3.1 s, more than its share of the time; give more with --seconds"
+        "reduce 1 GiB: about 3.1 s, more than its share of the time; allow more with --seconds"
     )
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert too_long("reduce", [GIB], 3.14).startswith("reduce 1 GiB: about # s")
@@ -379,5 +381,7 @@ def _changed(**new: object) -> str:
 )
 def test_a_torn_or_foreign_file_is_refused(text: str) -> None:
     """Not with a traceback of its parser, but as what it is."""
-    with pytest.raises(OptionError, match="This is no measurement that %dist_bench --save"):
+    with pytest.raises(
+        OptionError, match="This is not a complete measurement written by %dist_bench --save"
+    ):
         loads(text)

@@ -16,7 +16,7 @@ from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.view import bench, picture
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-CAVEAT = "These are no speeds of links between GPUs: messages go through the memory of one host."
+CAVEAT = "These are not speeds of links between GPUs: messages go through the memory of one host."
 SLOW = Bench(
     2, 1, "gloo", "CPU", CAVEAT,
     (
@@ -84,8 +84,8 @@ def test_text() -> None:
     assert lines[6] == "left out: broadcast 1 MiB: no <time>"
     assert "all_gather (n-1)/n = 0.5, broadcast 1." in lines[8]
     assert re.search(r"^all_gather +99\.\d +0\.52\d+ +0$", view.text, re.MULTILINE)
-    assert "no model of broadcast: it takes two sizes or more" in view.text
-    assert "direction of one device (not what was measured here)\n" in view.text
+    assert "no model of broadcast: it needs two sizes or more" in view.text
+    assert "direction of one device (not measured here)\n" in view.text
     assert re.search(
         r"^NVLink 4 +450\.00  H100, H200: 18 links x 25 GB/s$", view.text, re.MULTILINE
     )
@@ -99,10 +99,10 @@ def test_between_links() -> None:
     best = max(row.busbw(8) for row in FAST.rows) / 1e9
 
     assert (
-        f"most on the bus: {best:.1f} GB/s, all_reduce of 1 GiB (one direction of links near it: "
-        "NVLink 3 300.0, NVLink 4 450.0)" in view.text
+        f"highest bus bandwidth: {best:.1f} GB/s, all_reduce of 1 GiB (links of similar speed, "
+        "one direction: NVLink 3 300.0, NVLink 4 450.0)" in view.text
     )
-    assert "(not what was measured here)" not in view.text
+    assert "(not measured here)" not in view.text
     assert not view.is_bad
 
 

@@ -428,7 +428,7 @@ def test_gloo_on_own_gpus() -> None:
 
     assert topology.backend == "gloo"
     assert devices_of(topology) == ["cuda:0", "cuda:1"]
-    assert topology.why.startswith("Gloo, as asked: each rank has its own GPU")
+    assert topology.why.startswith("Gloo, as requested: each rank has its own GPU")
     assert topology.is_scaling
 
 
@@ -533,7 +533,7 @@ def test_gpu_id_without_gpus() -> None:
 
 def test_gpu_id_twice() -> None:
     """An id that stands twice is refused, and sharing is told to be done with -n."""
-    with pytest.raises(OptionError, match=r"^GPU 1 stands 2 times in --gpus 1,0,1\. .*-n"):
+    with pytest.raises(OptionError, match=r"^GPU 1 occurs 2 times in --gpus 1,0,1\. .*-n"):
         select_gpus(gpus("box", 2), "1,0,1")
 
 

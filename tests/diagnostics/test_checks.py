@@ -72,7 +72,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         {"packages": {"torch": "2.13.0+cpu"}, "gpus": (GPU,)},
         "torch",
         BAD,
-        "built for the CPU alone, and 1 GPU is there",
+        "built for the CPU only, and 1 GPU is there",
         "with CUDA",
     ),
     (checks.devices, {"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
@@ -97,7 +97,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         {"gpus": (replace(GPU, used_bytes=60 * 10**9),)},
         "GPU 0",
         WARN,
-        "hold memory",
+        "use memory",
         "--gpus",
     ),
     (
@@ -236,7 +236,7 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
     (checks.shared_memory, {"shm": None}, "/dev/shm", "none"),
     (checks.limits, {"limits": {"files": (UNLIMITED, UNLIMITED)}}, "open files", "unlimited"),
     (checks.limits, {"limits": {"locked memory": (65536, 65536)}}, "locked memory", "65.5 kB"),
-    (checks.leftovers, {}, "leftovers", "none of dead runs"),
+    (checks.leftovers, {}, "leftovers", "none from dead runs"),
     (
         checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.RUNNING, OWNER),)},

@@ -61,7 +61,7 @@ def judged(environ: dict[str, str], launched: dict[str, str] | None = None) -> d
         ("NCCL_SOCKET_IFNAME", "ib", WARN, "there is no interface ib"),
         ("OMP_NUM_THREADS", "4", OK, ""),
         ("OMP_NUM_THREADS", "64", WARN, "64 threads and has 4 cores"),
-        ("OMP_NUM_THREADS", "many", BAD, "no number"),
+        ("OMP_NUM_THREADS", "many", BAD, "not a number"),
         ("RANK", "3", WARN, "torchrun"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", OK, ""),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "ends the process"),

@@ -132,7 +132,7 @@ def test_magics_and_commands_become_comments() -> None:
     assert "\n    # %pwd\n    pass\n    # %pinfo i\n    pass\n" in script.text
     assert script.notes == (
         (
-            "there as comments, a script has no magics and shell commands: "
+            "kept as comments, a script has no magics and shell commands: "
             "cells 1 (%matplotlib inline), 1 (!ls -l {x}), 1 (%pwd), 1 (%pinfo i)"
         ),
     )
@@ -169,7 +169,7 @@ def test_time_is_taken_off() -> None:
 @pytest.mark.parametrize(
     ("cell", "expected"),
     [
-        ("%%distributed\n%%bash\necho '''\n", "comments: no Python: cell 1 (%%bash)"),
+        ("%%distributed\n%%bash\necho '''\n", "comments: not Python: cell 1 (%%bash)"),
         ("%%distributed\nx = = 1", "Python does not accept them: cell 1 (line 1: invalid syntax)"),
         ("%%distributed\nreturn 1", "cell 1 (line 1: 'return' outside function)"),
         ("%%distributed\nx = '''", "cell 1 (line 1: unterminated triple-quoted string"),
@@ -225,7 +225,7 @@ def test_a_cell_magic_inside_a_loop_is_told() -> None:
     )
     assert script.notes == (
         (
-            "there as comments: a cell magic inside Python code. Write it as a cell of its own: "
+            "kept as comments: a cell magic inside Python code. Write it as a cell of its own: "
             "cell 1 (%%rank str(k) x)"
         ),
     )

@@ -251,7 +251,7 @@ def test_the_notebooks_own_file_is_taken(ranks: Kernel, tmp_path: Path) -> None:
     assert re.match(r"\d+ that ran here are not in the file: older versions, or not", lines[2])
     assert lines[-1] == f"run it: torchrun --nproc-per-node 2 {tmp_path}/own.py"
     assert "\nsaved = 1\n" in (tmp_path / "own.py").read_text()
-    assert f"{other} was left aside: none of its cells ran here" in aside
+    assert f"{other} was ignored: none of its cells ran here" in aside
     assert "never_ran" not in (tmp_path / "history.py").read_text()
 
 
@@ -270,7 +270,7 @@ def test_the_server_says_which_file_it_is(tmp_path: Path) -> None:
     assert history.error is not None
     assert "they failed when they ran: cell" in history.error.evalue
     assert other.error is not None
-    assert f"{notebook} was left aside: none of its cells ran here" in other.error.evalue
+    assert f"{notebook} was ignored: none of its cells ran here" in other.error.evalue
     assert named.plain[0].startswith("named.py: 1 of 2 code cells of own.ipynb")
     assert (tmp_path / "named.py").read_text() == (tmp_path / "own.py").read_text()
 

@@ -146,7 +146,7 @@ def test_a_deadline() -> None:
         assert fake_engine._process is None
 
     assert {memory.note for memory in memories} == {
-        "the process of the fake run gave no answer in 0 s"
+        "the process of the fake run did not answer within 0 s"
     }
     assert memories[0].parameters == 1.0
 

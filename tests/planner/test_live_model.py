@@ -38,7 +38,9 @@ GPT = LiveModel(
 
 def test_ranks_have_the_same_model() -> None:
     assert alike([NET, replace(NET, name="net")]) == NET
-    with pytest.raises(NbdistError, match=r"another model on rank 1-2 \(Net, 600 parameters\)"):
+    with pytest.raises(
+        NbdistError, match=r"differs between ranks: rank 1-2 has Net \(600 parameters\)"
+    ):
         alike([NET, replace(FROZEN, digest="b"), replace(FROZEN, digest="b")])
 
 

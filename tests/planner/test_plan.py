@@ -87,7 +87,7 @@ def test_bubbles_of_four_stages(pieces: int, idle: float) -> None:
 def test_a_ring_sends_24_5_gb_of_7e9_gradients_in_bf16() -> None:
     """2 * 7/8 * 14 GB; ddp as much as ZeRO 1 and 2, and 1.5 times that where all is split."""
     result = planned(SEVEN, 8, Workload(recipe="bf16"))
-    sent = {line.typed: line.sent_bytes / GB for line in result.rows}
+    sent = {plan_row.typed: plan_row.sent_bytes / GB for plan_row in result.rows}
 
     assert sent["ddp"] == pytest.approx(24.5)
     assert sent["deepspeed --stage 1"] == sent["deepspeed --stage 2"] == pytest.approx(24.5)
@@ -154,7 +154,7 @@ def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
     with pytest.raises(OptionError, match=r"2048 is 20\.48 x 100 .*Use 2000 or 2100"):
         plan(SEVEN, H100, 800, Workload(4, samples=2048), strategy="pp",
              given={"tp": 8, "pp": 4, "dp": 25})  # fmt: skip
-    with pytest.raises(OptionError, match="is 3 x 8, and --accumulate 2 another"):
+    with pytest.raises(OptionError, match="is 3 x 8, so it needs --accumulate 3, not 2"):
         plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp", given={"accumulate": 2})
 
     result = plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp")
@@ -199,10 +199,12 @@ def test_every_strategy_has_a_row(n: int) -> None:
     """With numbers, or with the reason why it does not go with so many ranks."""
     result = planned(LLAMA, n)
 
-    assert {line.typed.split()[0] for line in result.rows} == ({"single"} if n == 1 else {*ROWS})
-    for line in result.rows:
-        assert (line.memory is None) == bool(line.problem) == (line.verdict == "")
-    assert any(line.memory is not None for line in result.rows)
+    assert {plan_row.typed.split()[0] for plan_row in result.rows} == (
+        {"single"} if n == 1 else {*ROWS}
+    )
+    for plan_row in result.rows:
+        assert (plan_row.memory is None) == bool(plan_row.problem) == (plan_row.verdict == "")
+    assert any(plan_row.memory is not None for plan_row in result.rows)
 
 
 def test_one_strategy_or_degrees_are_one_row() -> None:
@@ -218,8 +220,8 @@ def test_another_engine_fills_the_same_rows() -> None:
     fixed = Memory(1, 1, 1, activations=77e9, buffers=0, engine="a run")
     result = plan(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed)
 
-    assert {line.memory for line in result.rows if line.memory} == {fixed}
-    assert {line.verdict for line in result.rows if line.memory} == {RISKY}
+    assert {plan_row.memory for plan_row in result.rows if plan_row.memory} == {fixed}
+    assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {RISKY}
 
 
 @pytest.mark.parametrize(
@@ -257,23 +259,28 @@ def test_the_advice_is_safe_and_costs_least() -> None:
     """No other safe row costs less for a sample."""
     result = planned(LLAMA, 8, bf16=True, checkpoint="full")
     best = advise(result, {"bf16": True, "checkpoint": "full"}).row
-    safe = [line for line in result.rows if line.verdict == SAFE and line.typed != "single"]
+    safe = [
+        plan_row
+        for plan_row in result.rows
+        if plan_row.verdict == SAFE and plan_row.typed != "single"
+    ]
 
     assert best is not None
     assert best in safe
     assert len(safe) > 3
     assert all(
-        best.time and line.time and best.time.cost_s <= line.time.cost_s * 1.01 for line in safe
+        best.time and plan_row.time and best.time.cost_s <= plan_row.time.cost_s * 1.01
+        for plan_row in safe
     )
 
 
 def test_a_small_model_is_ddp() -> None:
-    """It fits on one device: copies send least, and more ranks are for speed alone."""
+    """It fits on one device: copies send least, and more ranks only add speed."""
     advice = advise(planned(model_of("gpt2"), 8))
 
     assert advice.row is not None
     assert advice.row.typed == "ddp"
-    assert "It fits on one device: more ranks are for speed alone." in advice.sentences
+    assert "It fits on one device: more ranks only add speed." in advice.sentences
     assert [rule for rule in advice.rules if "says ddp" in rule] == []
     assert any("says deepspeed --stage 2" in rule for rule in advice.rules)
 
@@ -298,10 +305,10 @@ def test_what_would_help_does() -> None:
     )
     advice = advise(result, {"bf16": True})
 
-    assert {line.verdict for line in result.rows if line.memory} == {NO}
+    assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {NO}
     assert advice.row is None
     assert advice.sentences[0].startswith("Nothing fits: the smallest,")
-    assert advice.sentences[1].startswith("With --checkpoint full fsdp --tp 8 is safe (")
+    assert advice.sentences[1].startswith("With --checkpoint full, fsdp --tp 8 is safe (")
     again = plan(
         model_of("llama-3-70b"), device, 64, Workload(sequence=4096),
         given={"bf16": True, "checkpoint": "full"},
@@ -327,10 +334,10 @@ def test_help_for_the_strategy_that_was_typed() -> None:
 
     assert result.rows[0].verdict == NO
     assert (
-        advise(result, options).sentences[1].startswith("With --checkpoint full pp x fsdp x tp is")
+        advise(result, options).sentences[1].startswith("With --checkpoint full, pp x fsdp x tp is")
     )
     helps = advise(copies, {"bf16": True}).sentences[1]
-    assert helps.startswith("With --checkpoint full ")
+    assert helps.startswith("With --checkpoint full")
     assert "ddp" not in helps
 
 
@@ -345,7 +352,7 @@ def test_without_a_known_speed_bytes_decide() -> None:
     result = plan(SEVEN, with_memory("80GB"), 8, Workload())
     best = advise(result).row
 
-    assert all(line.time is None for line in result.rows)
+    assert all(plan_row.time is None for plan_row in result.rows)
     assert best is not None
     assert best.choice is not None
     assert best.choice.degrees.pp == 1
@@ -484,7 +491,7 @@ def test_memory(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0GB", "-3", "much", "24PB", ""])
 def test_what_is_no_memory(text: str) -> None:
-    with pytest.raises(OptionError, match="is no size of memory"):
+    with pytest.raises(OptionError, match="is not a valid memory size"):
         with_memory(text)
 
 

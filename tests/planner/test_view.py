@@ -52,17 +52,17 @@ def test_head_and_columns() -> None:
     assert text.startswith(
         "7e9: 7,000,000,000 parameters (assumed: 33 blocks of width 4224), on 8 ranks with NVIDIA "
         "H100 SXM, 80.0 GB each\nbatch 1 x 2048 tokens on each data-parallel rank, adamw\n"
-        "undivided: parameters 28.0 GB in fp32, 14.0 GB in bf16; with gradients and Adam 112.0 GB "
+        "unsharded: parameters 28.0 GB in fp32, 14.0 GB in bf16; with gradients and Adam 112.0 GB "
         "(16 B: fp32, autocast, or bf16 with a copy in fp32) or 84.0 GB (12 B: all in bf16, no "
         "copy)\nrecipe 16 B per parameter: fp32: parameters 4 + gradients 4 + Adam 8\n"
-        "not typed: --gpu h100\n"
+        "Assumed: --gpu h100\n"
     )
     assert re.search(r"^ddp +dp 8 +28\.0 +28\.0 +56\.0 +", text, re.MULTILINE)
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 +", text, re.MULTILINE)
-    assert "\nchoose " in text
+    assert "\nRecommended: " in text
     assert '\nThe rule "' in text
     assert "Time: an estimate" in text
-    assert "40% of 989 TFLOPS (67 in fp32)" in text
+    assert "40 % of 989 TFLOPS (67 in fp32)" in text
 
 
 def test_recipes_that_differ_are_told_with_their_strategies() -> None:

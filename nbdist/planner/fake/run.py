@@ -79,7 +79,7 @@ def _phrase(error: Exception) -> str:
 
 def _check(choice: Strategy, load: Workload) -> None:
     if choice.options.offload:
-        raise CannotRun("offloaded states lie in the host's memory")
+        raise CannotRun("offloaded states are in the host's memory")
     stored = footprint.recipe_of(choice)
     if load.recipe not in {"", "bf16"} and footprint.RECIPES[load.recipe] != stored:
         raise CannotRun(f"nbdist does not store the recipe {load.recipe} under {choice.name}")
@@ -229,9 +229,9 @@ def _check_run(choice: Strategy, subject: MetaModel) -> None:
         if step in _NOT_RUN:
             raise CannotRun(_NOT_RUN[step])
     if choice.options.is_compiled:
-        raise CannotRun("what torch.compile makes of a model is not known before")
+        raise CannotRun("what torch.compile does to a model is not known in advance")
     if subject.inputs is None:
-        raise CannotRun("nobody knows what it is called with: name a variable with --inputs")
+        raise CannotRun("its inputs are not known: name a variable with --inputs")
 
 
 def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch.nn.Module:
@@ -298,5 +298,5 @@ def loss_of(output: Any) -> torch.Tensor:
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output)  # noqa: SLF001
                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]  # fmt: skip
     if not tensors:
-        raise CannotRun("its output has no tensor to begin backward with")
+        raise CannotRun("its output has no tensor to start backward from")
     return tensors[0] if not tensors[0].ndim else tensors[0].float().mean()

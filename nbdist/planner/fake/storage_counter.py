@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(slots=True)
 class _Storage:
-    """One that lives.
+    """A storage that is alive, and the bytes counted for it.
 
     Attributes:
         ref: Calls back when it is freed.

@@ -109,7 +109,7 @@ class FakeEngine:
             self._source = None
             answer = self._answers.get(timeout=self._limit_s)
         except queue.Empty:
-            self._ended = f"the process of the fake run gave no answer in {self._limit_s:.0f} s"
+            self._ended = f"the process of the fake run did not answer within {self._limit_s:.0f} s"
             answer = None
         except OSError:  # it ended before it read
             answer = None

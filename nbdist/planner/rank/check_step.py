@@ -63,8 +63,8 @@ def _random(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not is_language_model(base):
         raise OptionError(
-            f"Nobody knows what {type(base).__name__} is called with. Name a variable that holds "
-            "that with --inputs: a tensor, a tuple, or a dict of keyword arguments."
+            f"The inputs of {type(base).__name__} are not known. Name a variable that holds them "
+            "with --inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
     generator = torch.Generator().manual_seed(0)
     words = base.config.vocab_size  # type: ignore[union-attr]

@@ -95,16 +95,16 @@ def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
     variables = namespace.everything()
     if name not in variables:
         raise OptionError(
-            f"--inputs {name}: there is no such variable on the ranks. Name one that holds what "
-            "the model is called with: a tensor, a tuple, or a dict of keyword arguments."
+            f"--inputs {name}: there is no such variable on the ranks. Name one that holds "
+            "the model's inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
     value = variables[name]
     if isinstance(value, Mapping):
         return (), dict(value)
     args = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if not any(isinstance(value_in_args, torch.Tensor) for value_in_args in args):
+    if not any(isinstance(argument, torch.Tensor) for argument in args):
         raise OptionError(
-            f"--inputs {name} holds no tensor but a {type(value).__name__}. Name a tensor, a "
+            f"--inputs {name} holds a {type(value).__name__} without a tensor. Name a tensor, a "
             "tuple, or a dict of keyword arguments."
         )
     return args, {}

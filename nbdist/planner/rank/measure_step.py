@@ -22,7 +22,7 @@ from nbdist.recording.rank.steps import QUIET, is_profiling
 
 @dataclass(frozen=True, slots=True)
 class StepSubject:
-    """What is measured.
+    """The model and the inputs whose training step is measured.
 
     Attributes:
         outer: What is called.
@@ -47,7 +47,9 @@ def measure_step(subject: StepSubject) -> MeasuredMemory:
         NbdistError: Another profiler runs, and torch has one at a time.
     """
     if is_profiling(unknown=False):
-        raise NbdistError("Another profiler runs on this rank, and torch has one at a time.")
+        raise NbdistError(
+            "Another profiler runs on this rank, and torch allows one at a time. Stop it first."
+        )
     is_device = next(iter(subject.base.parameters())).device.type == "cuda"
     meter = _of_cuda if is_device else _of_cpu
     for _ in range(2):  # DDP makes its buckets anew in the second forward

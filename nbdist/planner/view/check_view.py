@@ -16,8 +16,8 @@ _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
 # Strategies that reduce in pieces.
 _COPIED = re.compile(r"\b(fsdp1?|tp)\b")
 GLOO = (
-    "Gloo, on the CPU, copies what it reduces, in threads of its own: as much as is under way at "
-    "that moment is in the measured peak, and in no prediction. NCCL makes no copy."
+    "Gloo, on the CPU, copies what it reduces in its own threads: the measured peak includes what "
+    "is in flight at that moment, the prediction does not. NCCL makes no copy."
 )
 
 
@@ -48,13 +48,13 @@ def shown_check(
     tokens = f" x {load.sequence} tokens" if live.is_language_model else ""
     before = [
         *described(live),
-        f"a step under {strategy}, batch {load.batch}{tokens}; afterwards all was put back",
+        f"a step under {strategy}, batch {load.batch}{tokens}; everything was restored afterwards",
     ]
     after = [_source(memory, measured)]
     if not measured.is_device and _COPIED.search(strategy):
         after.append(GLOO)
     if not measured.has_optimizer:
-        after.append("No optimizer of the model is in a variable: none has stepped.")
+        after.append("No variable holds an optimizer of the model, so no optimizer step was run.")
     if memory.is_partial:
         after.append(f"Activations and peak are not predicted: {memory.note}.")
     elif memory.note:
@@ -68,7 +68,7 @@ def shown_check(
 def _source(memory: Memory, measured: MeasuredMemory) -> str:
     by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
     return (
-        f"MB are 10^6 bytes, of the rank that needed most. Predicted by {memory.engine}, measured "
+        f"MB = 10^6 bytes, on the rank that needed most. Predicted by {memory.engine}, measured "
         f"by {by}."
     )
 

@@ -27,7 +27,7 @@ _PARTS = (
     ("p", "parameters", "#4477aa"),
     ("g", "gradients", "#66ccee"),
     ("o", "optimizer", "#228833"),
-    ("a", "activations, as far as they are more than gradients", "#ccbb44"),
+    ("a", "activations, where larger than gradients", "#ccbb44"),
     ("b", "buffers", "#ee6677"),
     ("c", "overhead", "#bbbbbb"),
 )
@@ -88,7 +88,7 @@ def _before(plan: Plan) -> list[str]:
     lines += [
         f"recipe {name}{f' ({_some(names)})' if several else ''}" for name, names in recipes.items()
     ]
-    return lines + [f"not typed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
+    return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
 
 
 def _form(model: ModelShape) -> str:
@@ -110,7 +110,7 @@ def _counts(parameters: int) -> str:
     """What the number alone would hide: each recipe beside its sum."""
     short, full = RECIPES["bf16"], RECIPES["mixed"]
     return (
-        f"undivided: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
+        f"unsharded: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
         f"bf16; with gradients and Adam {_gb(full.total * parameters)} GB ({full.total} B: fp32, "
         f"autocast, or bf16 with a copy in fp32) or {_gb(short.total * parameters)} GB "
         f"({short.total} B: all in bf16, no copy)"
@@ -123,7 +123,7 @@ def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
     span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
 
     def size_cell(size_bytes: float) -> str:
-        return f"{size_bytes / unit_bytes:.1f}"
+        return f"{size_bytes / unit_bytes:,.1f}"
 
     activations = "?" if memory.is_partial else size_cell(memory.activations)
     return [
@@ -146,7 +146,7 @@ def _seconds(value_s: float) -> str:
 
 
 def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f}"
+    return f"{size_bytes / 1e9:,.1f}"
 
 
 def _after(plan: Plan) -> list[str]:
@@ -154,20 +154,20 @@ def _after(plan: Plan) -> list[str]:
     lines += _notes(plan)
     device = plan.device
     lines.append(
-        "GB are 10^9 bytes on the rank that needs most. Peak: the sum with activations, or with "
-        "gradients and the optimizer's step, whichever is more. Fits: safe below 80 % of the "
-        "device, risky to 100 %."
+        "GB = 10^9 bytes, on the rank that needs most. Peak: the sum with activations, or with "
+        "gradients and the optimizer's step, whichever is larger. Fits: safe below 80 % of the "
+        "device, risky up to 100 %."
     )
     hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
     if hosts:
         most = max(row.memory.host for row in hosts if row.memory is not None)
         lines.append(
-            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; its way there and back is "
-            "not in the time."
+            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; the time does not include "
+            "the transfers."
         )
     if not plan.model.has_shape:
         lines.append(
-            "Time, and what tp, pp and cp send of activations, are not estimated: the model's "
+            "Time, and the activations that tp, pp and cp send, are not estimated: the model's "
             "shape is not known."
         )
     elif device.bandwidth:
@@ -177,14 +177,12 @@ def _after(plan: Plan) -> list[str]:
             "as measured here" if measured else f"over {device.link} in a host, {device.network}"
         )
         lines.append(
-            "Time: an estimate for a step of all samples, communication behind computation - in "
-            f"front of it; {UTILISATION:.0%} of {half:.0f} TFLOPS ({single:.0f} in fp32), messages "
-            f"{links}. {device.source}"
+            "Time: an estimate for a step of all samples, communication fully overlapped - "
+            f"not overlapped; {100 * UTILISATION:.0f} % of {half:.0f} TFLOPS ({single:.0f} in "
+            f"fp32), messages {links}. {device.source}"
         )
     else:
-        lines.append(
-            "Time: not estimated, since of the device only the memory is known: type --gpu."
-        )
+        lines.append("Time: not estimated, since only the device's memory is known: type --gpu.")
     lines.append("Formulas, sources and what is assumed: docs/plan.md.")
     return lines
 
@@ -195,8 +193,8 @@ def _notes(plan: Plan) -> list[str]:
     lines = []
     if any(memory.engine != FORMULAS for _, memory in counted):
         lines.append(
-            "Memory: a step with fake tensors under each strategy, as nbdist prepares it, which "
-            "has the peak of backward as well."
+            "Memory: counted by a step with fake tensors under each strategy, as nbdist prepares "
+            "it; includes the peak of backward."
         )
     reasons: dict[str, list[str]] = {}
     for typed, memory in counted:
