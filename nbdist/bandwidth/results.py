@@ -244,7 +244,7 @@ def too_long(op: str, sizes: Sequence[int], least_s: float) -> str:
     """
     about = shown(f"{least_s:.2g}")
     return (
-        f"{op} {_from(sizes)}: about {about} s, more than its share of the time; allow more with "
+        f"{op} {_from(sizes)}: about {about} s, longer than its share of the time; allow more with "
         "--seconds"
     )
 

@@ -74,7 +74,7 @@ def _parts(notes: Report, _around: CheckContext) -> None:
         if kind in keys.DISTRIBUTED_TYPES and kind != other and document.entries(part):
             notes.warn(
                 (part,),
-                f"it belongs to distributed_type {other}, and this is {kind}: so it is ignored",
+                f"it belongs to distributed_type {other}, and this is {kind}: it is ignored",
                 f"take it out, or change distributed_type to {other}",
                 Fix(REMOVE, (part,)),
             )
@@ -106,7 +106,7 @@ def _processes(notes: Report, around: CheckContext) -> None:
     processes, machines = document.value("num_processes"), document.value("num_machines") or 1
     if not document.has("num_processes") and document.value("distributed_type") not in ("NO", None):
         fixes = () if around.ranks is None else (Fix(ADD, ("num_processes",), around.ranks),)
-        why = "without it it has to be typed: accelerate launch --num_processes N"
+        why = "without it, type it: accelerate launch --num_processes N"
         notes.warn(
             ("num_processes",), why, f"write {around.ranks or 'the number of ranks'}", *fixes
         )

@@ -52,7 +52,7 @@ def _keys(notes: Report, _around: CheckContext) -> None:
         why = f"DeepSpeed refuses a key of {name} that it does not know"
         check_keys(notes, path, key_table, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
     for path, key_table in keys.DEEPSPEED_LOOSE.items():
-        why = "DeepSpeed looks for no such key there"
+        why = "DeepSpeed does not read this key there"
         check_keys(notes, path, key_table, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
     for part in keys.DEEPSPEED_LOOSE:
         for entry in notes.document.entries(*part, "params"):

@@ -180,7 +180,7 @@ def notes(setting: Setting) -> tuple[str, ...]:
             "gradient_clipping, too: accelerator.clip_grad_norm_ clips nothing under DeepSpeed"
         )
     if choice.name == "zero1":
-        lines.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
+        lines.append("the JSON is DeepSpeed's stage 1: it splits the same states with its own code")
     if choice.name in ("fsdp", "fsdp1") and not setting.blocks and choice.world_size > 1:
         lines.append(
             "no model is prepared, so the class of its blocks is not known: "
@@ -236,8 +236,8 @@ _SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID
 
 
 _NO_SEQUENCES = (
-    "Accelerate splits sequences with FSDP2 or DeepSpeed alone, and only where the script hands "
-    "each batch over for that"
+    "Accelerate splits sequences only with FSDP2 or DeepSpeed, and only where the script passes "
+    "each batch to it"
 )
 
 
@@ -247,7 +247,10 @@ def _refusal(choice: Strategy) -> Refusal | None:
     reasons = (
         (name == "pp", "Accelerate does not support torch's pipelines"),
         (name in ("cp", "ulysses"), _NO_SEQUENCES),
-        (name == "zero1", "Accelerate has ZeRO stage 1 as DeepSpeed's alone (deepspeed --stage 1)"),
+        (
+            name == "zero1",
+            "Accelerate has ZeRO stage 1 only through DeepSpeed (deepspeed --stage 1)",
+        ),
         (
             choice.options.has_sequence_parallel,
             "Accelerate's tensor parallelism has no --sequence-parallel",
@@ -348,4 +351,4 @@ def _about_tp(choice: Strategy) -> list[str]:
         return []
     loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
-    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other model"]
+    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other models"]

@@ -207,7 +207,7 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
     path = (_MEGATRON, "megatron_lm_sequence_parallelism")
     if is_true(document.value(*path)) and degrees["tp"] == 1:
         notes.bad(
-            path, "it splits over tp, and tp is 1", "change it to false", Fix(SET, path, False)
+            path, "it splits across tp, and tp is 1", "change it to false", Fix(SET, path, False)
         )
 
 

@@ -203,7 +203,7 @@ def machine(facts: Facts) -> Iterator[Finding]:
 def shared_memory(facts: Facts) -> Iterator[Finding]:
     """Whether /dev/shm has enough room for tensors that processes share."""
     if facts.shm is None:
-        yield Finding("/dev/shm", "none", OK, "this system has none, and torch uses other ways")  # noqa: S108
+        yield Finding("/dev/shm", "none", OK, "this system has none; torch uses other means")  # noqa: S108
         return
     free, total = facts.shm.free_bytes, facts.shm.total_bytes
     free_text = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
@@ -264,7 +264,7 @@ def _limit(name: str, limit: tuple[int, int], enough: int, why: str, command: st
     reachable = enough if hard == UNLIMITED or hard >= enough else hard
     what = f"{command} {reachable} in the shell that starts Jupyter"
     if reachable < enough:
-        what += f"; more than {hard:,} only the system's administrator can give"
+        what += f"; more than {hard:,} only the system's administrator can set"
     return Finding(name, limits, WARN, why, what)
 
 
@@ -319,7 +319,7 @@ def _run(run: Run) -> Finding:
         run_owner.STOPPED: (
             OK,
             "ended by nbdist stop; its notebook has not run a cell since",
-            "nothing: the folder goes when the notebook notices, or ends",
+            "nothing: the folder is removed when the notebook notices, or ends",
         ),
         run_owner.DEAD: (
             WARN,
@@ -328,7 +328,7 @@ def _run(run: Run) -> Finding:
         ),
         run_owner.ELSEWHERE: (
             OK,
-            "it belongs to another host or container, so it cannot be told whether it lives",
+            "it belongs to another host or container, so it is not known whether it is alive",
             f"if it does not, remove {run.folder} by hand",
         ),
         run_owner.UNKNOWN: (
@@ -344,7 +344,7 @@ def _by_hand(run: Run) -> str:
     pids = " ".join(str(process.pid) for process in run.processes)
     todo = [f"kill {pids}"] if pids else []
     todo += [f"rm -r {run.folder}"] if run.has_folder else []
-    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left of it'}"
+    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left to remove'}"
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (

@@ -203,8 +203,8 @@ def debug_level(value: str, _around: HostContext) -> Judged:
     if level == "DETAIL":
         return (
             WARN,
-            "it is slow, and DDP ends the process under it (torch 2.11, 2.13)",
-            "remove it; %dist_init --debug detail makes the checks another way",
+            "it is slow, and DDP crashes the process with it (torch 2.11, 2.13)",
+            "remove it; %dist_init --debug detail does the checks another way",
         )
     return FINE
 

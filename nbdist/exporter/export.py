@@ -131,8 +131,8 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
 def _nothing(cells: Sequence[NotebookCell], title: str, notes: Sequence[str]) -> str:
     lines = "".join(f"\n  {line}" for line in notes)
     return (
-        f"There is nothing to export: none of {_count(cells)} code cells of {title} can be taken. "
-        "Taken are cells with %%distributed or %%rank, and plain ones below %dist_mode all or "
+        f"There is nothing to export from the {_count(cells)} code cells of {title}. Cells with "
+        "%%distributed or %%rank are exported, and plain ones below %dist_mode all or "
         f"%dist_init --auto.{lines}"
     )
 

@@ -40,8 +40,8 @@ def read(path: Path) -> list[NotebookCell]:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or notebook.get("nbformat") != FORMAT:
         raise OptionError(
-            f"{path} is no notebook of format {FORMAT}. Open it in Jupyter and save it: that "
-            "brings an older one up to date."
+            f"{path} is not a notebook of format {FORMAT}. Open it in Jupyter and save it: that "
+            "converts an older one."
         )
     numbers = iter(range(1, len(cells) + 1))
     return [

@@ -244,7 +244,7 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """A model by the contents of its config.json.
 
     Raises:
-        OptionError: If its type is not one of those that are counted exactly, or a number lacks.
+        OptionError: If its type is not one of those with an exact count, or a number is missing.
     """
     kind = str(config.get("model_type", "gpt2" if "n_embd" in config else "llama"))
     read = _READERS.get(kind)

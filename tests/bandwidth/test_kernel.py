@@ -123,7 +123,7 @@ def test_it_keeps_to_its_time(new_bandwidth: NewBandwidth, limit_s: float) -> No
     assert {row.op for row in bench.rows} == set(OPS)
     assert bench.left_out != ()
     for sentence in bench.left_out:
-        assert "more than its share of the time; allow more with --seconds" in sentence
+        assert "longer than its share of the time; allow more with --seconds" in sentence
 
 
 def test_what_memory_does_not_hold_is_left_out(new_bandwidth: NewBandwidth) -> None:

@@ -330,7 +330,7 @@ def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "free memory, shared among the ranks there)"
     )
     assert too_long("reduce", [GIB], 3.14) == (
-        "reduce 1 GiB: about 3.1 s, more than its share of the time; allow more with --seconds"
+        "reduce 1 GiB: about 3.1 s, longer than its share of the time; allow more with --seconds"
     )
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert too_long("reduce", [GIB], 3.14).startswith("reduce 1 GiB: about # s")

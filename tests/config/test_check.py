@@ -167,7 +167,7 @@ _CASES: dict[str, tuple[str, str, str]] = {
     # Megatron-LM
     _MEGATRON + "  megatron_lm_tp_degree: 4\n  megatron_lm_pp_degree: 3": (BAD, "tp 4 x pp 3 = 12 does not divide 8 ranks", "num_processes: 12"),
     _MEGATRON + "  megatron_lm_pp_degree: 2": (WARN, "a pipeline of 2 stages idles", "megatron_lm_num_micro_batches: 4"),
-    _MEGATRON + "  megatron_lm_sequence_parallelism: true": (BAD, "it splits over tp, and tp is 1", "sequence_parallelism: false"),
+    _MEGATRON + "  megatron_lm_sequence_parallelism: true": (BAD, "it splits across tp, and tp is 1", "sequence_parallelism: false"),
     # DeepSpeed in Accelerate's YAML
     _DS + "  deepspeed_config_file: ds.json\n  zero_stage: 2": (BAD, "refuses it beside deepspeed_config_file", "deepspeed_config_file: ds.json"),
     "mixed_precision: bf16\n" + _DS + "  deepspeed_config_file: ds.json": (BAD, "1 mixed_precision: Accelerate refuses it beside", "distributed_type"),

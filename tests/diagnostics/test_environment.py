@@ -64,7 +64,7 @@ def judged(environ: dict[str, str], launched: dict[str, str] | None = None) -> d
         ("OMP_NUM_THREADS", "many", BAD, "not a number"),
         ("RANK", "3", WARN, "torchrun"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", OK, ""),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "ends the process"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "crashes the process"),
         ("TORCH_DISTRIBUTED_DEBUG", "YES", BAD, "refuses to start"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", WARN, "wait() raises by itself"),
         ("TORCH_NCCL_BLOCKING_WAIT", "0", OK, ""),

@@ -315,9 +315,13 @@ def test_a_file_is_not_replaced_unasked(ranks: Kernel, tmp_path: Path) -> None:
         ("missing/a.py", None, "There is no folder "),
         ("folder.py", None, "is a folder"),
         ("a.py", "{", "cannot be read as a notebook"),
-        ("a.py", "[]", "is no notebook of format 4"),
-        ("a.py", '{"nbformat": 3, "worksheets": []}', "is no notebook of format 4"),
-        ("a.py", '{"nbformat": 4, "cells": []}', "none of 0 code cells of n.ipynb can be taken"),
+        ("a.py", "[]", "is not a notebook of format 4"),
+        ("a.py", '{"nbformat": 3, "worksheets": []}', "is not a notebook of format 4"),
+        (
+            "a.py",
+            '{"nbformat": 4, "cells": []}',
+            "nothing to export from the 0 code cells of n.ipynb",
+        ),
     ],
 )
 def test_what_cannot_be_written_or_read_is_told(
