@@ -51,7 +51,7 @@ class LiveModel:
         blocks: "layers (12 x Block)"; empty where it has no list of blocks.
         config: As in a config.json; empty where it has none.
         optimizer: Class of what steps it; empty where no variable does.
-        optimizer_word: The same as a key of plan_load.OPTIMIZERS; empty where it has none.
+        optimizer_word: The same as a key of workload.OPTIMIZERS; empty where it has none.
         inputs: Shape and type of each tensor that it is called with; empty where nobody said.
         inputs_shape: Of the first of them.
         is_language_model: One of transformers that takes tokens and labels.

@@ -74,7 +74,7 @@ for case in json.loads(os.environ["CASES"]):
         outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         prepare.bind(optimizer)
-        one = measured.measured(measured.Subject(outer, model, optimizer, args, kwargs))
+        one = measured.measure_step(measured.StepSubject(outer, model, optimizer, args, kwargs))
         found.append({"sent": sent, **{k: getattr(one, k) for k in one.__slots__}})
         del outer, model, optimizer, one
     except Exception as error:
