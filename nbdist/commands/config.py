@@ -104,7 +104,8 @@ def shown(
         is_forced: Replace the file if it exists.
 
     Raises:
-        OptionError: See `build_config`; the strategy has no such form; or the file cannot be written.
+        OptionError: See `build_config`; the strategy has no such form; or the file cannot be
+            written.
     """
     config = build_config(request)
     if write is None:
