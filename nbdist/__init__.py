@@ -154,12 +154,12 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import OPTIMIZER, Asked, planned
+    from nbdist.commands.plan import OPTIMIZER, PlanRequest, planned
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
-    request = Asked(ranks, gpu, memory, engine, inputs, optimizer)
-    return planned(model, request, load, strategy, strategy_options)
+    asked = PlanRequest(ranks, gpu, memory, engine, inputs, optimizer)
+    return planned(model, asked, load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:

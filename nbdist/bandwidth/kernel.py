@@ -11,9 +11,9 @@ from pathlib import Path
 from nbdist.bandwidth.results import (
     LEAST_RUNS,
     OPS,
+    BandwidthRow,
     Bench,
     LinkModel,
-    Measured,
     Timing,
     caveat,
     dumps,
@@ -66,7 +66,9 @@ class Bandwidth:
             OptionError: If nothing was measured yet.
         """
         if self.last is None:
-            raise OptionError("Nothing was measured yet: %dist_bench, or --load FILE.")
+            raise OptionError(
+                "Nothing has been measured yet. Run %dist_bench, or load a file with --load FILE."
+            )
         return self.last.model
 
     def load(self, path: str | Path) -> Bench:
@@ -104,35 +106,34 @@ class Bandwidth:
         topology = self._ranks.topology
         if topology.world_size == 1:
             raise OptionError(
-                "1 rank runs, and sends nothing: there is nothing to measure. Start more: "
-                "%dist_init -n 2"
+                "Only 1 rank runs, so there is nothing to measure. Start more: %dist_init -n 2"
             )
         named = parse_ops(ops)
         sizes = DEFAULT_SIZES[topology.backend] if sizes is None else sizes
-        found = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
+        measurement = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
         self._ranks.recover_if_needed()
-        with self._settled(found):
-            found.run(named, limit_s)
+        with self._settled(measurement):
+            measurement.run(named, limit_s)
         self.last = Bench(
             world_size=topology.world_size,
             n_hosts=topology.n_hosts,
             backend=topology.backend,
             device=_device(topology),
             caveat=caveat(topology),
-            rows=tuple(found.rows),
-            left_out=tuple(found.left_out),
+            rows=tuple(measurement.rows),
+            left_out=tuple(measurement.left_out),
         )
         return self.last
 
     @contextlib.contextmanager
-    def _settled(self, found: _Measurement) -> Iterator[None]:
+    def _settled(self, measurement: _Measurement) -> Iterator[None]:
         """However it ends, the groups can be used again."""
         try:
             yield
         except KeyboardInterrupt as error:
             self._ranks.settle()
             raise Interrupted(
-                f"the measurement was broken off at {found.doing}; nothing of it is kept"
+                f"the measurement was interrupted at {measurement.doing}; its results are discarded"
             ) from error
         except NbdistError:
             self._ranks.settle()
@@ -150,7 +151,7 @@ class _Measurement:
     """
 
     def __init__(self, ranks: Ranks, sizes: Sequence[int], progress: Callable[[str], None]):
-        self.rows: list[Measured] = []
+        self.rows: list[BandwidthRow] = []
         self.left_out: list[str] = []
         self.doing = "its beginning"
         self._ranks = ranks
@@ -159,9 +160,9 @@ class _Measurement:
 
     def run(self, ops: Sequence[str], limit_s: float) -> None:
         """Measure all operations at all sizes."""
-        told = self._ranks.call_all(begin_measuring, deadline_s=DEADLINE_S)
+        free_by_rank = self._ranks.call_all(begin_measuring, deadline_s=DEADLINE_S)
         end_s = time.monotonic() + limit_s
-        free = shares(self._ranks.topology, told)
+        free = shares(self._ranks.topology, free_by_rank)
         n = self._ranks.topology.world_size
         for number, op in enumerate(ops):
             fitting = [s for s in self._sizes if s * OPS[op].buffers(n) <= min(free)]
@@ -186,7 +187,7 @@ class _Measurement:
                 return
             row = together(op, size, timings)
             self.rows.append(row)
-            beside_s = max(one.beside_s for one in timings)
+            beside_s = max(timing.beside_s for timing in timings)
             costs.append((size, beside_s + LEAST_RUNS * row.time_s))
 
     def _timings(self, op: str, size: int, limit_s: float, least_s: float) -> list[Timing]:
@@ -262,7 +263,7 @@ def check_target(path: str | Path) -> None:
         try:
             load(path)
         except OptionError as error:
-            raise OptionError(f"{path} exists, and is not replaced. {error}") from error
+            raise OptionError(f"{path} exists and was not replaced. {error}") from error
 
 
 def save(bench: Bench, path: str | Path) -> None:
@@ -287,7 +288,7 @@ def load(path: str | Path) -> Bench:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise OptionError(f"{path} cannot be read ({why}).") from error
     try:
         return loads(text)

@@ -34,14 +34,14 @@ class _Case:
 
     Attributes:
         run: Does it, to its end as far as the host waits for it.
-        given: What it reads.
+        source: What it reads.
         result: What it writes; the same tensor where it works in place.
-        values: Place in `given` -> what stands there before.
+        values: Place in `source` -> what stands there before.
         right: Place in `result` -> what has to stand there; None where it is left open.
     """
 
     run: Callable[[], object]
-    given: torch.Tensor
+    source: torch.Tensor
     result: torch.Tensor
     values: Values
     right: Values | None
@@ -65,10 +65,10 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
     try:
         return _measured(op, size_bytes // ITEM_BYTES, device, limit_s)
     except RuntimeError as error:
-        told = str(error).strip().splitlines() or [""]
-        if not isinstance(error, NotImplementedError) and not _LACKING.search(told[0]):
+        message = str(error).strip().splitlines() or [""]
+        if not isinstance(error, NotImplementedError) and not _LACKING.search(message[0]):
             raise
-        return Timing(problem=f"the backend has no such operation here ({told[0]})")
+        return Timing(problem=f"the backend does not support this operation here ({message[0]})")
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # another rank may share the GPU
@@ -85,14 +85,14 @@ def _measured(op: str, count: int, device: torch.device, limit_s: float) -> Timi
     began_s = time.perf_counter()
     case = _allocated(op, count, device)
     if not _all_agree(case is not None, device):
-        return Timing(problem="a rank has no memory for the tensors")
+        return Timing(problem="a rank has not enough memory for the tensors")
     assert case is not None
     _fill(case)
     case.run()  # makes connections as well
     _finish(device)
     is_right = case.right is None or _has(case.result, case.right)
-    if case.given is case.result:
-        case.given.zero_()  # sums of sums would grow without end
+    if case.source is case.result:
+        case.source.zero_()  # sums of sums would grow without end
     beside_s = time.perf_counter() - began_s
     _timed(case, device)
     turn_s = _largest(time.perf_counter() - began_s - beside_s, device)
@@ -122,9 +122,9 @@ def _all_agree(is_fine: bool, device: torch.device) -> bool:
 
 def _largest(value: float, device: torch.device) -> float:
     """The largest of all ranks' values. Collective: every rank."""
-    one = torch.tensor([value], dtype=torch.float64, device=device)
-    dist.all_reduce(one, op=dist.ReduceOp.MAX)
-    return float(one.item())
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor.item())
 
 
 def _allocated(op: str, count: int, device: torch.device) -> _Case | None:
@@ -143,9 +143,9 @@ def _allocated(op: str, count: int, device: torch.device) -> _Case | None:
 
 
 def _fill(case: _Case) -> None:
-    for block, places in _blocks(case.given):
+    for block, places in _blocks(case.source):
         block.copy_(case.values(places))
-    if case.result is not case.given:
+    if case.result is not case.source:
         case.result.fill_(-1)
 
 
@@ -191,51 +191,51 @@ def _broadcast(empty: Empty, count: int, _n: int, rank: int) -> _Case:
 
 def _all_gather(empty: Empty, count: int, n: int, rank: int) -> _Case:
     part = count // n
-    given, result = empty(part), empty(count)
+    source, result = empty(part), empty(count)
 
     def right(places: torch.Tensor) -> torch.Tensor:
         return (places % part % PERIOD + places // part).float()
 
     def run() -> object:
-        return dist.all_gather_into_tensor(result, given)
+        return dist.all_gather_into_tensor(result, source)
 
-    return _Case(run, given, result, _of(rank), right)
+    return _Case(run, source, result, _of(rank), right)
 
 
 def _reduce_scatter(empty: Empty, count: int, n: int, rank: int) -> _Case:
     part = count // n
-    given, result = empty(count), empty(part)
+    source, result = empty(count), empty(part)
 
     def run() -> object:
-        return dist.reduce_scatter_tensor(result, given)
+        return dist.reduce_scatter_tensor(result, source)
 
-    return _Case(run, given, result, _of(rank), _sum(n, rank * part))
+    return _Case(run, source, result, _of(rank), _sum(n, rank * part))
 
 
 def _all_to_all(empty: Empty, count: int, n: int, rank: int) -> _Case:
     part = count // n
-    given, result = empty(count), empty(count)
+    source, result = empty(count), empty(count)
 
     def right(places: torch.Tensor) -> torch.Tensor:
         return ((places % part + rank * part) % PERIOD + places // part).float()
 
     def run() -> object:
-        return dist.all_to_all_single(result, given)
+        return dist.all_to_all_single(result, source)
 
-    return _Case(run, given, result, _of(rank), right)
+    return _Case(run, source, result, _of(rank), right)
 
 
 def _send_recv(empty: Empty, count: int, n: int, rank: int) -> _Case:
     """To the next rank, from the one before, at the same time."""
-    given, result = empty(count), empty(count)
+    source, result = empty(count), empty(count)
     before, after = (rank - 1) % n, (rank + 1) % n
 
     def run() -> None:
-        calls = [dist.P2POp(dist.isend, given, after), dist.P2POp(dist.irecv, result, before)]
+        calls = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, result, before)]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
 
-    return _Case(run, given, result, _of(rank), _of(before))
+    return _Case(run, source, result, _of(rank), _of(before))
 
 
 _CASES: dict[str, Callable[[Empty, int, int, int], _Case]] = {
@@ -268,9 +268,9 @@ def begin() -> dict[str, int]:
 
 def _below_limits() -> list[int]:
     """How far this process's control groups are below their limits (a container has such)."""
-    left = [1 << 62]
+    free = [1 << 62]
     for group in procfs.memory_groups("self"):
         limit, used = group.limit_bytes(), group.used_bytes()
         if limit is not None and used is not None:
-            left.append(max(0, limit - used))
-    return left
+            free.append(max(0, limit - used))
+    return free

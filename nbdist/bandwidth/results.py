@@ -90,7 +90,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class BandwidthRow:
     """One operation at one size.
 
     Attributes:
@@ -117,11 +117,11 @@ class Measured:
         return self.algbw * OPS[self.op].factor(n)
 
 
-def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> Measured:
+def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> BandwidthRow:
     """What all ranks' timings of the same runs come to, in rank order."""
-    slowest = [max(run) for run in zip(*(one.times_s for one in timings), strict=True)]
-    wrong = tuple(rank for rank, one in enumerate(timings) if not one.is_right)
-    return Measured(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
+    slowest = [max(run) for run in zip(*(timing.times_s for timing in timings), strict=True)]
+    wrong = tuple(rank for rank, timing in enumerate(timings) if not timing.is_right)
+    return BandwidthRow(op, size_bytes, statistics.median(slowest), len(slowest), wrong)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +152,16 @@ class LinkModel:
         if op not in self.fits:
             there = ", ".join(self.fits) or "none"
             raise OptionError(
-                f"There is no model of {op!r}; there are: {there}. Measure it, at large sizes "
-                f"too: %dist_bench --ops {op}"
+                f"{op!r} has no bandwidth model (these have one: {there}). Measure it, at large "
+                f"sizes too: %dist_bench --ops {op}"
             )
         fit = self.fits[op]
         return 0.0 if n == 1 else fit.alpha_s + size_bytes * OPS[op].factor(n) * fit.beta_s
 
 
-def fitted(rows: Iterable[Measured], n: int) -> LinkModel:
+def fitted(rows: Iterable[BandwidthRow], n: int) -> LinkModel:
     """The model that fits these rows of n ranks best."""
-    by_op: dict[str, list[Measured]] = {}
+    by_op: dict[str, list[BandwidthRow]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
     fits = {
@@ -170,7 +170,7 @@ def fitted(rows: Iterable[Measured], n: int) -> LinkModel:
         if len({row.size_bytes for row in its}) > 1
     }
     # Of small messages alone the bandwidth is not known.
-    fits = {op: one for op, one in fits.items() if one.beta_s > 0}
+    fits = {op: op_fit for op, op_fit in fits.items() if op_fit.beta_s > 0}
     return LinkModel(fits, n)
 
 
@@ -182,7 +182,7 @@ class Bench:
         world_size, n_hosts: Ranks, and on how many hosts.
         backend: "nccl" or "gloo".
         device: What the ranks run on, for people.
-        caveat: Why these are no speeds of links, a sentence; empty where they are.
+        caveat: Why these are not speeds of links, a sentence; empty where they are.
         rows: By operation, sizes rising.
         left_out: What was asked for and not measured, and why, a sentence each.
     """
@@ -192,7 +192,7 @@ class Bench:
     backend: str
     device: str
     caveat: str
-    rows: tuple[Measured, ...]
+    rows: tuple[BandwidthRow, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -211,7 +211,9 @@ def caveat(topology: Topology) -> str:
         else f"in TCP connections between {topology.n_hosts} hosts"
     )
     copied = "" if topology.ranks[0].device == "cpu" else ", and are copied from each GPU and back"
-    return f"These are no speeds of links between GPUs: messages go {where}{copied}. {topology.why}"
+    return (
+        f"These are not speeds of links between GPUs: messages go {where}{copied}. {topology.why}"
+    )
 
 
 def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]) -> str:
@@ -227,7 +229,7 @@ def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]
     needed = sizes[0] * OPS[op].buffers(n)
     return (
         f"{op} {_from(sizes)}: rank {least} would need {units.size(needed)} and may "
-        f"take {units.size(free_bytes[least])} (half of what is free, shared among the ranks "
+        f"take {units.size(free_bytes[least])} (half of the free memory, shared among the ranks "
         "there)"
     )
 
@@ -242,7 +244,7 @@ def too_long(op: str, sizes: Sequence[int], least_s: float) -> str:
     """
     about = shown(f"{least_s:.2g}")
     return (
-        f"{op} {_from(sizes)}: about {about} s, more than its share of the time; give more with "
+        f"{op} {_from(sizes)}: about {about} s, longer than its share of the time; allow more with "
         "--seconds"
     )
 
@@ -266,15 +268,17 @@ def loads(text: str) -> Bench:
         OptionError: If it is something else, or incomplete.
     """
     try:
-        told = json.loads(text)
-        if told.pop("format") != _FORMAT:
+        record = json.loads(text)
+        if record.pop("format") != _FORMAT:
             raise ValueError(_FORMAT)  # noqa: TRY301  # told below like any other form
-        rows = tuple(Measured(**{**row, "wrong": tuple(row["wrong"])}) for row in told.pop("rows"))
-        bench = Bench(**{**told, "rows": rows, "left_out": tuple(told["left_out"])})
+        rows = tuple(
+            BandwidthRow(**{**row, "wrong": tuple(row["wrong"])}) for row in record.pop("rows")
+        )
+        bench = Bench(**{**record, "rows": rows, "left_out": tuple(record["left_out"])})
         _check(bench)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OptionError(
-            "This is no measurement that %dist_bench --save has written, or not all of it "
+            "This is not a complete measurement written by %dist_bench --save "
             f"({type(error).__name__}: {error})."
         ) from error
     return bench

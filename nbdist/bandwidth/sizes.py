@@ -26,15 +26,15 @@ def parse_sizes(text: str | Sequence[int], n: int) -> tuple[int, ...]:
     Raises:
         OptionError: If it has another form, or a size is too small or too large.
     """
-    parts = text.split(",") if isinstance(text, str) else [str(one) for one in text]
-    sizes = [one for part in parts for one in _range(part.strip())]
+    parts = text.split(",") if isinstance(text, str) else [str(size) for size in text]
+    sizes = [size for part in parts for size in _range(part.strip())]
     unit = n * ITEM_BYTES
-    if too_small := [one for one in sizes if one < unit]:
+    if too_small := [size for size in sizes if size < unit]:
         raise OptionError(
             f"A size of {too_small[0]} bytes is less than one float32 for each of {n} ranks. "
             f"Use {unit} or more."
         )
-    return tuple(sorted({one // unit * unit for one in sizes}))
+    return tuple(sorted({size // unit * unit for size in sizes}))
 
 
 def _range(text: str) -> list[int]:
@@ -53,14 +53,15 @@ def _range(text: str) -> list[int]:
 
 
 def _size(text: str, whole: str) -> int:
-    found = re.fullmatch(r"(\d{1,13})([KMG]?)", text.strip().upper(), re.ASCII)
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d{1,13})([KMG]?)", text.strip().upper(), re.ASCII)
+    if match is None or int(match[1]) == 0:
         what = f"{text!r} in {whole!r}" if text != whole else repr(text)
         raise OptionError(
-            f"{what} is no size. Write bytes such as 4096, 64K, 4M or 1G (K, M and G are 1024, "
-            "1024^2 and 1024^3, as in nccl-tests), several with commas, or a range such as 1K:1G."
+            f"{what} is not a valid size. Write bytes such as 4096, 64K, 4M or 1G (K, M and G are "
+            "1024, 1024^2 and 1024^3, as in nccl-tests), several with commas, or a range such as "
+            "1K:1G."
         )
-    size = int(found[1]) * UNITS[found[2]]
+    size = int(match[1]) * UNITS[match[2]]
     if size > LARGEST_BYTES:
         raise OptionError(f"The size {text} is more than 1024G.")
     return size

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbdist.bandwidth.links import LINKS, around
-from nbdist.bandwidth.results import OPS, Bench, Measured
+from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import is_stored, shown
@@ -21,18 +21,18 @@ _WIDTH_PX = 640
 _LINKS_SHOWN = 30
 
 
-def bench(found: Bench, *, has_picture: bool = True) -> View:
+def bench(result: Bench, *, has_picture: bool = True) -> View:
     """All that was measured: rows, model, what was left out, and what links can carry.
 
     Args:
-        found: The measurement.
+        result: The measurement.
         has_picture: Draw it, for those who do not see the text alone.
     """
-    head, foot = _head(found), _foot(found)
-    rows = table(_ROW, [_cells(row, found.world_size) for row in found.rows])
-    model, links = _model(found), _links(found)
+    head, foot = _head(result), _foot(result)
+    rows = table(_ROW, [_cells(row, result.world_size) for row in result.rows])
+    model, links = _model(result), _links(result)
     parts = ["\n".join([*head, rows.text, *foot]), model.text, links.text]
-    image = _image(found) if has_picture and found.rows and not is_stored() else ""
+    image = _image(result) if has_picture and result.rows and not is_stored() else ""
     column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
     body = (
         f'<div>{lines_html(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
@@ -40,24 +40,24 @@ def bench(found: Bench, *, has_picture: bool = True) -> View:
         f"<details><summary>links to compare with</summary>{links.html}</details></div>"
     )
     text = "\n\n".join(part for part in parts if part)
-    return View(text, body, is_bad=any(row.wrong for row in found.rows))
+    return View(text, body, is_bad=any(row.wrong for row in result.rows))
 
 
-def _head(found: Bench) -> list[str]:
-    hosts = "1 host" if found.n_hosts == 1 else f"{found.n_hosts} hosts"
-    device = found.device if found.device == "CPU" else shown(found.device)
-    head = [f"{found.world_size} ranks on {hosts}, {found.backend}, {device}"]
-    if found.caveat:
-        head.append(found.caveat)
-    return [*head, *_summary(found)]
+def _head(result: Bench) -> list[str]:
+    hosts = "1 host" if result.n_hosts == 1 else f"{result.n_hosts} hosts"
+    device = result.device if result.device == "CPU" else shown(result.device)
+    head = [f"{result.world_size} ranks on {hosts}, {result.backend}, {device}"]
+    if result.caveat:
+        head.append(result.caveat)
+    return [*head, *_summary(result)]
 
 
-def _foot(found: Bench) -> list[str]:
-    left_out = [f"left out: {sentence}" for sentence in found.left_out]
-    return [*left_out, *_legend(found)]
+def _foot(result: Bench) -> list[str]:
+    left_out = [f"left out: {sentence}" for sentence in result.left_out]
+    return [*left_out, *_legend(result)]
 
 
-def _cells(row: Measured, n: int) -> list[str]:
+def _cells(row: BandwidthRow, n: int) -> list[str]:
     result = f"WRONG on {ranks_phrase(row.wrong)}" if row.wrong else "ok"
     return [
         row.op,
@@ -75,29 +75,29 @@ def _gb(bytes_per_s: float) -> str:
     return shown(f"{value:.{digits}f}")
 
 
-def _summary(found: Bench) -> list[str]:
+def _summary(result: Bench) -> list[str]:
     """The fastest row, and between which links it lies: where it says something of links."""
-    if found.caveat or not found.rows or is_stored():
+    if result.caveat or not result.rows or is_stored():
         return []
-    n = found.world_size
-    best = max(found.rows, key=lambda row: row.busbw(n))
-    near = [f"{one.name} {_gb(one.bytes_per_s)}" for one in around(best.busbw(n)) if one]
+    n = result.world_size
+    best = max(result.rows, key=lambda row: row.busbw(n))
+    near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
     what = f"{best.op} of {size_text(best.size_bytes)}"
-    beside = f"one direction of links near it: {', '.join(near)}"
-    return [f"most on the bus: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
+    beside = f"links of similar speed, one direction: {', '.join(near)}"
+    return [f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
 
 
-def _legend(found: Bench) -> list[str]:
-    n = found.world_size
-    ops = dict.fromkeys(row.op for row in found.rows)
+def _legend(result: Bench) -> list[str]:
+    n = result.world_size
+    ops = dict.fromkeys(row.op for row in result.rows)
     factors = ", ".join(f"{op} {_factor(op, n)}" for op in ops)
     if not factors:
         return []
-    return [_TIMES, f"busbw = algbw x bytes that a rank sends of each (n = {n}): {factors}."]
+    return [_TIMES, f"busbw = algbw x bytes that a rank sends per byte (n = {n}): {factors}."]
 
 
 _TIMES = (
-    "A run ends with its slowest rank; time: the median of all runs, as a caller sees it. GB/s are "
+    "time: median of all runs as a caller sees it; a run ends with its slowest rank. GB/s are "
     "decimal. algbw = size / time."
 )
 
@@ -107,8 +107,8 @@ def _factor(op: str, n: int) -> str:
     return value if OPS[op].text == value else f"{OPS[op].text} = {value}"
 
 
-def _model(found: Bench) -> View:
-    fits = found.model.fits
+def _model(result: Bench) -> View:
+    fits = result.model.fits
     rows = [
         [
             op,
@@ -118,43 +118,43 @@ def _model(found: Bench) -> View:
         ]
         for op, fit in fits.items()
     ]
-    ops = list(dict.fromkeys(row.op for row in found.rows))
+    ops = list(dict.fromkeys(row.op for row in result.rows))
     if is_stored():  # whether times grow with the size is measured, too
         rows = [[op, *[shown("")] * 3] for op in ops]
     lacking = [] if is_stored() else [op for op in ops if op not in fits]
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
         return View("\n".join(after), lines_html(after))
-    head = ["op", "latency (us)", "bandwidth (GB/s)", "within (%)"]
+    head = ["op", "latency (us)", "bandwidth (GB/s)", "median error (%)"]
     return table(head, rows, before=[_MODEL], after=after)
 
 
 _MODEL = (
-    "model: time = latency + bytes that a rank sends / bandwidth; half of the sizes are predicted "
-    "to within the last column, or better"
+    "model: time = latency + bytes that a rank sends / bandwidth; the last column is the median "
+    "error of its predictions"
 )
-_NO_MODEL = "it takes two sizes or more, large enough that the time grows with them"
+_NO_MODEL = "it needs two sizes or more, large enough that the time grows with them"
 
 
-def _links(found: Bench) -> View:
+def _links(result: Bench) -> View:
     rows = [[link.name, f"{link.bytes_per_s / 1e9:.2f}", link.found] for link in LINKS]
-    title = "what links can carry at most, one direction of one device"
-    if found.caveat:
-        title += " (not what was measured here)"
+    title = "peak rates of links, one direction of one device"
+    if result.caveat:
+        title += " (not measured here)"
     return table(["link", "GB/s", "where"], rows, before=[title])
 
 
-def _image(found: Bench) -> str:
-    told = html.escape(
-        f"Bus bandwidth against size of {', '.join(dict.fromkeys(r.op for r in found.rows))}; "
+def _image(result: Bench) -> str:
+    alt_text = html.escape(
+        f"Bus bandwidth against size of {', '.join(dict.fromkeys(r.op for r in result.rows))}; "
         "the table has the numbers.",
         quote=True,
     )
-    data = base64.b64encode(picture(found)).decode()
-    return f'<img alt="{told}" style="width:100%" src="data:image/png;base64,{data}">'
+    data = base64.b64encode(picture(result)).decode()
+    return f'<img alt="{alt_text}" style="width:100%" src="data:image/png;base64,{data}">'
 
 
-def picture(found: Bench) -> bytes:
+def picture(result: Bench) -> bytes:
     """Bus bandwidth against size, both logarithmic, a line for each operation, as PNG.
 
     Where it says something of links, those in its range are lines too.
@@ -163,31 +163,31 @@ def picture(found: Bench) -> bytes:
 
     figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    by_op: dict[str, list[Measured]] = {}
-    for row in found.rows:
+    by_op: dict[str, list[BandwidthRow]] = {}
+    for row in result.rows:
         by_op.setdefault(row.op, []).append(row)
-    n = found.world_size
+    n = result.world_size
     for op, marker in zip(by_op, "osD^v<>", strict=False):
         its = sorted(by_op[op], key=lambda row: row.size_bytes)
         speeds = [row.busbw(n) / 1e9 for row in its]
         sizes = [row.size_bytes for row in its]
         axes.loglog(sizes, speeds, marker=marker, markersize=4, label=op, zorder=3)
-    if not found.caveat:
-        _draw_links(axes, found.rows, n)
-    _label_sizes(axes, sorted({row.size_bytes for row in found.rows}))
+    if not result.caveat:
+        _draw_links(axes, result.rows, n)
+    _label_sizes(axes, sorted({row.size_bytes for row in result.rows}))
     axes.set_xlabel("size")
     axes.set_ylabel("bus bandwidth (GB/s)")
     axes.grid(visible=True, alpha=0.3)
     axes.margins(y=0.1)  # room for a name above the uppermost line
     axes.legend(fontsize="small", frameon=False, loc="lower right")
-    title = f"{n} ranks, {found.backend}, {found.device}"
-    axes.set_title(f"{title}: no speeds of links" if found.caveat else title, fontsize="medium")
+    title = f"{n} ranks, {result.backend}, {result.device}"
+    axes.set_title(f"{title}: not speeds of links" if result.caveat else title, fontsize="medium")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
 
 
-def _draw_links(axes: Any, rows: Sequence[Measured], n: int) -> None:
+def _draw_links(axes: Any, rows: Sequence[BandwidthRow], n: int) -> None:
     """The next link above the fastest row, and those below it whose names have room."""
     fastest = max(row.busbw(n) for row in rows)
     _, above = around(fastest)

@@ -37,21 +37,21 @@ def measured(
     session = NOTEBOOK.session
     if path is not None:
         check_target(path)
-    found = session.bandwidth.measure(ops, sizes, limit_s, progress)
+    bench = session.bandwidth.measure(ops, sizes, limit_s, progress)
     if path is not None:
-        save(found, path)
-    return found
+        save(bench, path)
+    return bench
 
 
 def dist_bench(values: Namespace) -> View | None:
     """Measure, with a progress line that becomes the result; or show a file."""
     if values.file is not None:
         _check_alone(values)
-        kept = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
-        return bandwidth_view.bench(kept(values.file))
+        load_file = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
+        return bandwidth_view.bench(load_file(values.file))
     progress = ProgressLine("measuring")
-    found = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
-    progress.finish(bandwidth_view.bench(found))
+    result = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
+    progress.finish(bandwidth_view.bench(result))
     return None
 
 
@@ -73,8 +73,8 @@ def bench(values: Namespace) -> View:
         started = NOTEBOOK.start(_start_options(values), lambda _text: None)
         shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
-        found = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
-        return bandwidth_view.bench(found, has_picture=False)
+        result = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
+        return bandwidth_view.bench(result, has_picture=False)
     finally:
         _tell("")
         if NOTEBOOK.is_running:
@@ -110,15 +110,15 @@ def _tell(text: str) -> None:
 
 
 _OPTIONS = (
-    Option(("--ops",), f"{', '.join(OPS)} (default: all)", metavar="OP,OP"),
+    Option(("--ops",), f"one or more of {', '.join(OPS)} (default: all)", metavar="OP,OP"),
     Option(
         ("--sizes",),
-        "such as 4M, 1K,1M or 1K:1G, in steps of 4 (default: 1K:1G with NCCL, 1K:64M with Gloo)",
+        "such as 4M, 1K,1M or 1K:1G, in steps of 4 (default: 1K:1G, with Gloo 1K:64M)",
         metavar="SIZES",
     ),
     Option(
         ("--seconds",),
-        f"time limit in seconds (default: {BENCH_S:.0f}); sizes that do not fit in are left out",
+        f"time limit in seconds (default: {BENCH_S:.0f}); sizes that take longer are left out",
         positive_number,
         default=BENCH_S,
         metavar="S",

@@ -39,14 +39,14 @@ _NAMES_OTHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ConfigRequest:
     """What is to be configured, as typed; None where not.
 
     Attributes:
         strategy: A name; the strategy of the ranks that run without it.
         ranks: How many.
         hosts: On how many hosts.
-        given: Degrees and options of the strategy.
+        options: Degrees and options of the strategy.
         script: What is started.
         clip: The norm that gradients are clipped to; 0 for none.
     """
@@ -54,70 +54,73 @@ class Asked:
     strategy: str | None = None
     ranks: int | None = None
     hosts: int | None = None
-    given: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     script: str = SCRIPT
     clip: float = 0.0
 
 
-def made(asked: Asked) -> Configured:
+def build_config(request: ConfigRequest) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations.
 
     Raises:
         OptionError: It does not exist, cannot be had with so many ranks, or none runs.
     """
-    given = {word: value for word, value in asked.given.items() if value not in (None, False)}
-    if asked.strategy is None and not given:
-        if asked.ranks is not None:
+    options = {word: value for word, value in request.options.items() if value not in (None, False)}
+    if request.strategy is None and not options:
+        if request.ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
         if not NOTEBOOK.is_running:
             raise OptionError(
-                "No ranks run here whose strategy could be shown. Name a file to check, or a "
+                "No ranks run here, so there is no strategy to show. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        return NOTEBOOK.session.config(asked.hosts, script=asked.script, clip=asked.clip)
-    ranks = asked.ranks
+        return NOTEBOOK.session.config(request.hosts, script=request.script, clip=request.clip)
+    ranks = request.ranks
     if ranks is None:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
-    choice = choose(asked.strategy, given, ranks)
+    choice = choose(request.strategy, options, ranks)
     device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
     setting = Setting(
         choice,
-        asked.hosts or 1,
+        request.hosts or 1,
         device.split(":")[0],
-        clip=asked.clip,
-        script=asked.script,
+        clip=request.clip,
+        script=request.script,
     )
     return configured(setting)
 
 
-def shown(asked: Asked, write: str | Path | None, form: str | None, *, is_forced: bool) -> View:
+def shown(
+    request: ConfigRequest, write: str | Path | None, form: str | None, *, is_forced: bool
+) -> View:
     """Show configurations, or write one.
 
     Args:
-        asked: Of what.
+        request: Of what.
         write: The file; None to show all forms.
         form: One of FORMS; None for what the file's name says.
         is_forced: Replace the file if it exists.
 
     Raises:
-        OptionError: See `made`; the strategy has no such form; or the file cannot be written.
+        OptionError: See `build_config`; the strategy has no such form; or the file cannot be
+            written.
     """
-    one = made(asked)
+    config = build_config(request)
     if write is None:
-        return config_view.configured(one)
+        return config_view.configured(config)
     wanted = _form(form, Path(write))
-    if wanted not in one.texts:
-        raise OptionError(f"There is no {wanted} form of this strategy: {one.refused[wanted]}")
-    _write(Path(write).expanduser(), one.texts[wanted], is_forced=is_forced)
-    return config_view.written(one, wanted, str(write))
+    if wanted not in config.texts:
+        raise OptionError(f"There is no {wanted} form of this strategy: {config.refused[wanted]}")
+    _write(Path(write).expanduser(), config.texts[wanted], is_forced=is_forced)
+    return config_view.written(config, wanted, str(write))
 
 
 def _form(form: str | None, path: Path) -> str:
-    found = form or _SUFFIXES.get(path.suffix.lower())
-    if found in FORMS:
-        return str(found)
+    word = form or _SUFFIXES.get(path.suffix.lower())
+    if word in FORMS:
+        return str(word)
     choices = ", ".join(FORMS)
     if form is not None:
         raise OptionError(f"There is no --as {form}. Choose one of {choices}.")
@@ -157,9 +160,9 @@ def checked(
     def read(text: str) -> Document:
         return yaml_reader.read(document.name, text, document.syntax)
 
-    after, told = check.corrected(before, around, read)
+    after, changes = check.corrected(before, around, read)
     _write(Path(write).expanduser(), after.document.text, is_forced=is_forced)
-    return config_view.corrected(before, after, told, str(write))
+    return config_view.corrected(before, after, changes, str(write))
 
 
 def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckContext:
@@ -176,17 +179,17 @@ def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckConte
 
 def _named_by(document: Document, path: str | Path) -> list[Document]:
     """Configurations that a file names, where they are: beside it, or where this runs."""
-    found = []
+    documents = []
     for place in _NAMES_OTHERS:
         name = document.value(*place)
         if not isinstance(name, str) or not name:
             continue
         named = Path(name).expanduser()
         choices = [Path(path).expanduser().parent / named, named]
-        other = next((one for one in choices if one.is_file()), None)
+        other = next((path for path in choices if path.is_file()), None)
         if other is not None:
-            found.append(yaml_reader.load(other))
-    return found
+            documents.append(yaml_reader.load(other))
+    return documents
 
 
 def _write(path: Path, text: str, *, is_forced: bool) -> None:
@@ -205,18 +208,18 @@ def _write(path: Path, text: str, *, is_forced: bool) -> None:
         raise OptionError(f"{path} cannot be written ({error.strerror}).") from error
 
 
-def around_of(ranks: int | None, given: Mapping[str, object]) -> CheckContext:
+def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
     """Ranks and degrees as typed.
 
     Raises:
         OptionError: If something else of a strategy was typed: a file says that itself.
     """
-    read = read_options(given)
+    read = read_options(options)
     extra = [*read.options, *([] if "replicas" not in read.degrees else ["replicas"])]
     if extra:
         raise OptionError(
-            f"{extra[0]} is what the file itself says. Beside a file go --ranks and the degrees "
-            "--tp, --pp, --cp and --dp."
+            f"{extra[0]} is read from the file. With a file, only --ranks and the degrees "
+            "--tp, --pp, --cp and --dp can be typed."
         )
     degrees: dict[str, Any] = dict(read.degrees)
     return CheckContext(ranks, **degrees)
@@ -227,19 +230,21 @@ def dist_config(values: Namespace) -> View:
     given = strategy_given(values)
     if not values.file:
         if values.beside is not None:
-            raise OptionError("%dist_config: --with goes with a file that is checked. Name it.")
-        asked = Asked(
+            raise OptionError("%dist_config: --with needs a file to check. Name it.")
+        request = ConfigRequest(
             values.strategy, values.ranks, values.nodes, given, values.script, values.clip
         )
-        return shown(asked, values.write, values.form, is_forced=values.is_forced)
+        return shown(request, values.write, values.form, is_forced=values.is_forced)
     if len(values.file) > 1:
         raise OptionError(
-            "%dist_config: name one file to check; --with names another that counts with it."
+            "%dist_config: name one file to check; --with names another that goes with it."
         )
     for word in ("form", "nodes", "strategy"):
         if getattr(values, word) is not None:
             flag = {"form": "as"}.get(word, word)
-            raise OptionError(f"%dist_config: --{flag} goes without a file: it is about the ranks.")
+            raise OptionError(
+                f"%dist_config: --{flag} cannot be used with a file: it is about the ranks."
+            )
     beside = [] if values.beside is None else [values.beside]
     around = around_of(values.ranks, given)
     return checked(values.file[0], around, beside, values.write, is_forced=values.is_forced)
@@ -253,54 +258,44 @@ VERBS = (
         dist_config,
         (
             Option(
-                ("file",),
-                "the YAML or JSON file to check (default: show the strategy)",
-                metavar="FILE",
+                ("file",), "the YAML or JSON to check (default: show the strategy)", metavar="FILE"
             ),
             Option(
                 ("--write",),
-                "write the corrected file, or the strategy in one format",
+                "write the corrected file, or the strategy in one form",
                 metavar="FILE",
             ),
             Option(
                 ("--as",),
-                f"the format to write: {', '.join(FORMS)} (default: by the file's name)",
+                f"the form to write, one of {', '.join(FORMS)} (default: by the file's name)",
                 metavar="FORM",
                 name="form",
             ),
             Option(("--force",), "replace the file if it exists", None, name="is_forced"),
             Option(
                 ("--with",),
-                "another file to check together with the first",
+                "another file that goes with the one to check",
                 metavar="FILE",
                 name="beside",
             ),
             Option(
                 ("--ranks", "-n"),
-                "number of ranks (default: the running ranks, or what the file says)",
+                "number of ranks (default: those running, or as in the file)",
                 rank_count,
                 metavar="N",
             ),
             Option(
-                ("--nodes",),
-                "number of hosts (default: those of the ranks)",
-                rank_count,
-                metavar="N",
+                ("--nodes",), "hosts of the ranks (default: those running)", rank_count, metavar="N"
             ),
             Option(
-                ("--strategy",),
-                "a strategy (default: the current one of the ranks)",
-                metavar="NAME",
+                ("--strategy",), "strategy to show (default: the one of the ranks)", metavar="NAME"
             ),
             Option(
-                ("--script",),
-                f"the script to start (default: {SCRIPT})",
-                default=SCRIPT,
-                metavar="PY",
+                ("--script",), f"script to start (default: {SCRIPT})", default=SCRIPT, metavar="PY"
             ),
             Option(
                 ("--clip",),
-                "norm to which the loop clips gradients, for DeepSpeed (default: none)",
+                "norm that the loop clips gradients to, for DeepSpeed (default: none)",
                 positive_number,
                 0.0,
                 "NORM",

@@ -24,7 +24,7 @@ def examined(*, is_cleaning: bool) -> View:
     """The findings, and below them the ranks that run in this notebook."""
     done: tuple[str, ...] = ()
     if is_cleaning:
-        done = orphans.clean() or ("nothing to clean: dead runs have left nothing",)
+        done = orphans.clean() or ("nothing to clean: dead runs left nothing behind",)
     is_running = NOTEBOOK.is_running
     collected = _of_running_ranks() if is_running else diagnostics_kernel.collect(None)
     view = verdicts(checks.examine(collected), before=done)
@@ -47,7 +47,7 @@ VERBS = (
         (
             Option(
                 ("--clean",),
-                "end and remove what your dead runs have left; living runs are not touched",
+                "end and remove what your dead runs left behind; live runs are not touched",
                 None,
                 name="is_cleaning",
             ),

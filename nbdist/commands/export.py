@@ -19,7 +19,7 @@ from nbdist.errors import OptionError
 from nbdist.exporter import export
 from nbdist.exporter import kernel as exporter_kernel
 from nbdist.exporter import view as export_view
-from nbdist.exporter.export import Cell, Magic, Reader
+from nbdist.exporter.export import Magic, NotebookCell, Reader
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, strategy_given
 from nbdist.strategy import choice as strategies
@@ -38,7 +38,7 @@ class _Origin:
         notes: What to say of the choice.
     """
 
-    cells: list[Cell]
+    cells: list[NotebookCell]
     name: str
     notes: tuple[str, ...] = ()
 
@@ -52,22 +52,22 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
     path = _writable(Path(script).expanduser(), is_forced=is_forced)
     origin = _origin(source)
     try:
-        made = export.export(origin.cells, origin.name, Reader(_transform, meaning))
+        exported = export.export(origin.cells, origin.name, Reader(_transform, meaning))
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(made.script, encoding="utf-8")
+        partial.write_text(exported.text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OptionError(f"{path} cannot be written: {error}") from error
-    return export_view.written(path, origin.name, origin.notes, made)
+    return export_view.written(path, origin.name, origin.notes, exported)
 
 
 def _writable(path: Path, *, is_forced: bool) -> Path:
     if path.suffix != ".py":
-        raise OptionError(f"{path} is no name of a script. Name one that ends with .py.")
+        raise OptionError(f"{path} is not a script name. Use one that ends with .py.")
     if not path.parent.is_dir():
         raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
     if path.is_dir():
@@ -90,25 +90,25 @@ def _origin(source: str | Path | None) -> _Origin:
         return _Origin(exporter_kernel.read(path), path.name)
     shell: Any = get_ipython()
     variables = {} if shell is None else shell.user_ns
-    known = exporter_kernel.found(variables, os.environ) if source is None else None
-    if known is not None:
-        return _from_own_file(known, history)
+    notebook = exporter_kernel.notebook_path(variables, os.environ) if source is None else None
+    if notebook is not None:
+        return _from_own_file(notebook, history)
     if not history:
         raise OptionError("No cell has run here. Name a notebook: --from NOTEBOOK.ipynb.")
-    note = "this notebook's file is not known; --from NOTEBOOK.ipynb names it"
+    note = "this notebook's file is not known; name it with --from NOTEBOOK.ipynb"
     return _Origin(history, _RAN, () if source else (note,))
 
 
 _RAN = "what ran in this kernel"
 
 
-def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
+def _from_own_file(path: Path, history: list[NotebookCell]) -> _Origin:
     """The notebook's own file, unless none of its cells is among those that ran here."""
     in_file = exporter_kernel.read(path)
     saved = {cell.text.strip() for cell in in_file if cell.is_code}
     ran = {cell.text.strip() for cell in history if not cell.text.startswith("%load_ext")}
     if ran and not ran & saved:
-        return _Origin(history, _RAN, (f"{path} was left aside: none of its cells ran here",))
+        return _Origin(history, _RAN, (f"{path} was ignored: none of its cells ran here",))
     notes = [f"read from {path} as last saved"]
     if ran - saved:
         notes.append(
@@ -118,7 +118,7 @@ def _from_own_file(path: Path, history: list[Cell]) -> _Origin:
     return _Origin(in_file, path.name, tuple(notes))
 
 
-def _history() -> list[Cell]:
+def _history() -> list[NotebookCell]:
     """The cells that ran in this kernel, in the order in which each text ran first."""
     shell: Any = get_ipython()
     manager = getattr(shell, "history_manager", None)
@@ -128,12 +128,12 @@ def _history() -> list[Cell]:
     typed = list(manager.input_hist_raw)[1 : NOTEBOOK.cell_number or -1]
     failed = set(getattr(manager, "exceptions", {}))  # from IPython 9 on
     worked = Counter(text for number, text in enumerate(typed, 1) if number not in failed)
-    read: list[Cell] = []
-    seen: set[str] = set()
+    read: list[NotebookCell] = []
+    repeated: set[str] = set()
     for number, text in enumerate(typed, 1):
-        problem = "failed" if not worked[text] else "repeated" if text in seen else ""
-        seen.add(text)
-        read.append(Cell(number, text, problem=problem))
+        problem = "failed" if not worked[text] else "repeated" if text in repeated else ""
+        repeated.add(text)
+        read.append(NotebookCell(number, text, problem=problem))
     return read
 
 
@@ -179,7 +179,7 @@ def _of_reset(values: Namespace) -> Magic:
     return Magic(
         mode="all" if values.auto else None,
         choice=_of_start(values).choice,
-        note="%dist_reset starts the ranks anew; the script goes on with its variables",
+        note="%dist_reset restarts the ranks; the script keeps its variables",
     )
 
 
@@ -236,8 +236,8 @@ VERBS = (
             Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
             Option(
                 ("--from",),
-                "a notebook file, or history for the cells that ran here (default: this "
-                "notebook's file where known)",
+                "the notebook's file, or history for the cells that ran here (default: this "
+                "notebook's file, if known)",
                 metavar="NOTEBOOK.ipynb",
                 name="source",
             ),

@@ -50,7 +50,7 @@ _LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What is planned on.
 
     Attributes:
@@ -70,7 +70,7 @@ class Asked:
 
 def planned(
     model: Any,
-    asked: Asked,
+    request: PlanRequest,
     load: Workload,
     strategy: str | None = None,
     given: Mapping[str, object] | None = None,
@@ -81,7 +81,7 @@ def planned(
         model: A number of parameters, a name, the path of a config.json, a config (a mapping, or
             anything with `to_dict`, as transformers' configs), or a model that has such a config.
             Where ranks run, also the name of a variable there that is a model.
-        asked: On how many ranks, on which device, counted by what.
+        request: On how many ranks, on which device, counted by what.
         load: What is trained with.
         strategy: A name; None for all.
         given: Its degrees and options.
@@ -90,38 +90,38 @@ def planned(
         OptionError: If a word does not exist, or degrees do not fit.
         NbdistError: A model on the ranks is not the same on all.
     """
-    _check_engine(asked)
-    live = _live(model, asked)
-    if live is None and asked.inputs:
+    _check_engine(request)
+    live = _live(model, request)
+    if live is None and request.inputs:
         raise OptionError(
-            "--inputs names what a model on the ranks is called with, and the model that is typed "
-            "is none there. Leave it out."
+            "--inputs names the inputs of a model on the ranks, and the model typed here is not on "
+            "the ranks. Leave --inputs out."
         )
     shape = _shape(model) if live is None else shape_of(live)
-    load = load if live is None else load_of(live, load, asked.optimizer)
+    load = load if live is None else load_of(live, load, request.optimizer)
     given = dict(given or {})
-    device, measured, assumed = _device(asked)
-    world_size, told = _ranks(asked, given)
+    device, measured, assumed = _device(request)
+    world_size, assumed_ranks = _ranks(request, given)
     if measured is not None and measured.world_size != world_size:
         measured = None
-    with progress.during("plan") as tell, _engine(shape, live, asked) as engine:
-        found = plan(
+    with progress.during("plan") as tell, _engine(shape, live, request) as engine:
+        result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
-            engine=engine, assumed=(*assumed, *told), progress=tell,
+            engine=engine, assumed=(*assumed, *assumed_ranks), progress=tell,
         )  # fmt: skip
     if live is not None:
-        found = replace(found, told=described(live))
-    return shown_plan(found, advise(found, given, measured))
+        result = replace(result, live=described(live))
+    return shown_plan(result, advise(result, given, measured))
 
 
-def _check_engine(asked: Asked) -> None:
-    if asked.engine is not None and asked.engine not in ENGINES:
+def _check_engine(request: PlanRequest) -> None:
+    if request.engine is not None and request.engine not in ENGINES:
         raise OptionError(
-            f"There is no --engine {asked.engine}. Choose one of {', '.join(ENGINES)}."
+            f"There is no --engine {request.engine}. Choose one of {', '.join(ENGINES)}."
         )
 
 
-def _live(model: Any, asked: Asked) -> LiveModel | None:
+def _live(model: Any, request: PlanRequest) -> LiveModel | None:
     """The model of that name on the ranks; None for what is no name of a variable there."""
     if not isinstance(model, str) or not NOTEBOOK.is_running:
         return None
@@ -129,7 +129,7 @@ def _live(model: Any, asked: Asked) -> LiveModel | None:
     if not is_name or model in CONFIGS or Path(model).exists():
         return None
     try:
-        return live_model(NOTEBOOK.session, model, asked.inputs)
+        return live_model(NOTEBOOK.session, model, request.inputs)
     except OptionError as error:
         if not str(error).startswith("There is no variable"):
             raise
@@ -140,16 +140,16 @@ def _live(model: Any, asked: Asked) -> LiveModel | None:
 
 
 def _engine(
-    shape: ModelShape, live: LiveModel | None, asked: Asked
+    shape: ModelShape, live: LiveModel | None, request: PlanRequest
 ) -> AbstractContextManager[Engine]:
     """What counts memory, until the plan is made."""
     otherwise: Engine = memory_of if live is None else functools.partial(by_kinds, live)
-    name = asked.engine or ("formulas" if live is None else "fake")
+    name = request.engine or ("formulas" if live is None else "fake")
     if name == "formulas":
         return contextlib.nullcontext(otherwise)
     source = Source(config=shape.config)
     if live is not None:
-        source = replace(live.source, has_optimizer=asked.optimizer is None)
+        source = replace(live.source, has_optimizer=request.optimizer is None)
     problem = "" if live is None else live.problem
     return FakeEngine(source, otherwise=otherwise, problem=problem)
 
@@ -165,8 +165,8 @@ def _shape(model: Any) -> ModelShape:
     if isinstance(model, str | int | float) and not isinstance(model, bool):
         return model_of(model)
     raise OptionError(
-        f"A {type(model).__name__} is no model to plan for. Give its number of parameters, its "
-        "name, or its config."
+        f"A {type(model).__name__} is not a model to plan for. Give a number of parameters, a "
+        "name, or a config."
     )
 
 
@@ -180,37 +180,37 @@ def _read(path: Path) -> ModelShape | None:
             return None
         if file.stat().st_size > _LARGEST_CONFIG:
             raise OptionError(
-                f"{file} is larger than any config.json: {file.stat().st_size} bytes."
+                f"{file} is too large for a config.json: {file.stat().st_size:,} bytes."
             )
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"{path} cannot be read as a config.json ({error}).") from error
     if not isinstance(config, dict):
-        raise OptionError(f"{file} is no config.json: it holds a {type(config).__name__}.")
+        raise OptionError(f"{file} is not a config.json: it holds a {type(config).__name__}.")
     return of_config(config, name=path.name if path.is_dir() else "")
 
 
-def _device(asked: Asked) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
+def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     """The device, what was measured between the ranks if it is theirs, and what is assumed."""
-    if asked.gpu is not None and asked.memory is not None:
+    if request.gpu is not None and request.memory is not None:
         raise OptionError("Type --gpu or --memory, not both.")
-    if asked.gpu is not None:
-        return devices.device_of(asked.gpu), None, ()
-    if asked.memory is not None:
-        return devices.with_memory(asked.memory), None, ()
+    if request.gpu is not None:
+        return devices.device_of(request.gpu), None, ()
+    if request.memory is not None:
+        return devices.with_memory(request.memory), None, ()
     default = DEVICES[ASSUMED]
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {ASSUMED}",)
     topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
-    device, told = device_of_ranks(topology)
+    device, topology_text = device_of_ranks(topology)
     model = last.model if device is not None and last is not None and not last.caveat else None
-    return device or default, model, told
+    return device or default, model, topology_text
 
 
-def _ranks(asked: Asked, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
+def _ranks(request: PlanRequest, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
     """As typed, or as the degrees make it, or as many as run."""
-    if asked.ranks is not None:
-        return asked.ranks, ()
+    if request.ranks is not None:
+        return request.ranks, ()
     degrees = {**options.read(given).degrees, "replicas": 1}
     product = math.prod(degrees.values())
     if product > 1:
@@ -231,19 +231,21 @@ def dist_plan(values: Namespace) -> View:
     given = strategy_given(values)
     others = [word for word in ("bf16", "fp16") if given[word]]
     if values.is_fp32 and (others or (values.precision or "fp32") != "fp32"):
-        raise OptionError(f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict.")
+        raise OptionError(
+            f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict each other."
+        )
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
     load = Workload(
         values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
         values.samples or 0,
     )  # fmt: skip
-    asked = Asked(
+    request = PlanRequest(
         values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
         values.optimizer,
     )  # fmt: skip
     if not values.is_check:
-        return planned(_named(values.model[0]), asked, load, values.strategy, given)
+        return planned(_named(values.model[0]), request, load, values.strategy, given)
     _check_alone(values)
     with progress.during("plan") as tell:
         return checked(values.model[0], values.inputs or "", load, tell)
@@ -256,8 +258,8 @@ def _check_alone(values: Namespace) -> None:
     typed += [word for word in words if getattr(values, word) is not None]
     if typed:
         raise OptionError(
-            "--check measures the model as it is, under the strategy that counts: leave "
-            f"--{typed[0]} out. %dist_strategy changes what counts."
+            "--check measures the model under the current strategy: leave "
+            f"--{typed[0]} out. %dist_strategy changes the strategy."
         )
 
 
@@ -271,7 +273,7 @@ def _named(text: str) -> Any:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 10^9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^9")
     return int(text)
 
 
@@ -288,18 +290,13 @@ VERBS = (
                 "config.json, or a model's variable on the ranks",
                 metavar="MODEL",
             ),
-            Option(("--strategy",), "a single strategy (default: a row for each)", metavar="NAME"),
+            Option(("--strategy",), "one strategy (default: a row for each)", metavar="NAME"),
             Option(
-                ("--ranks", "-n"),
-                "number of ranks (default: the running ranks, or 8)",
-                rank_count,
+                ("--ranks", "-n"), "number of ranks (default: those running, or 8)", rank_count,
                 metavar="N",
             ),
-            Option(
-                ("--gpu",), f"{', '.join(DEVICES)} (default: the ranks' GPU, or h100)",
-                metavar="NAME",
-            ),
-            Option(("--memory",), "memory of another device, such as 24GB", metavar="SIZE"),
+            Option(("--gpu",), f"one of {', '.join(DEVICES)} (default: h100)", metavar="NAME"),
+            Option(("--memory",), "memory of a GPU that is not listed: 24GB", metavar="SIZE"),
             Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
             Option(
                 ("--seq",), "tokens per sample (default: 2048)", _count, 2048, "S", name="sequence"
@@ -311,32 +308,32 @@ VERBS = (
                 metavar="N",
             ),
             Option(
-                ("--optimizer",), f"{', '.join(OPTIMIZERS)} (default: adamw)", metavar="NAME"
+                ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)", metavar="NAME"
             ),
             Option(
                 ("--recipe",),
-                f"what is stored: {', '.join(RECIPES)} (default: as nbdist stores it)",
+                f"what is stored, one of {', '.join(RECIPES)} (default: as nbdist stores it)",
                 metavar="NAME",
             ),
             Option(
                 ("--engine",),
-                "how memory is computed: formulas, or fake for a step with fake tensors (default: "
-                "fake for a model on the ranks, else formulas)",
+                "how memory is counted: formulas, or fake, a step with fake tensors (default: "
+                "formulas; fake for a model on the ranks)",
                 metavar="NAME",
             ),
             Option(
                 ("--inputs",),
-                "the variable on the ranks with a live model's inputs: a tensor, tuple or dict",
+                "a variable on the ranks with a live model's inputs: a tensor, tuple or dict",
                 metavar="NAME",
             ),
             Option(
                 ("--check",),
-                "run a real step of a model on the ranks, and compare measured with predicted",
+                "run a real step of a model on the ranks; compare measured with predicted",
                 None,
                 name="is_check",
             ),
-            Option(("--fp32",), "compute in fp32 (the default)", None, name="is_fp32"),
-            Option(("--ac",), "the same as --checkpoint full", None, name="checkpoints_all"),
+            Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
+            Option(("--ac",), "same as --checkpoint full", None, name="checkpoints_all"),
             *typed_options(),
         ),
         place=ANYWHERE,

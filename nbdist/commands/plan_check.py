@@ -43,7 +43,7 @@ def checked(
     session = NOTEBOOK.session
     if not all(part.isidentifier() for part in name.split(".")):
         raise OptionError(
-            f"--check measures a model on the ranks, and {name} is no variable's name."
+            f"--check measures a model on the ranks, and {name} is not a variable name."
         )
     live = live_model(session, name, inputs)
     choice = session.strategy.current()
@@ -64,5 +64,5 @@ def checked(
         memory = engine(shape, accumulating(choice, load), load)
     # What CUDA's context and libraries take is not in the allocator's count.
     memory = replace(memory, overhead=0.0)
-    found = checks(memory, measured, has_forward=choice.degrees.pp == 1)
-    return shown_check(live, described(choice), load, memory, found, measured)
+    results = checks(memory, measured, has_forward=choice.degrees.pp == 1)
+    return shown_check(live, described(choice), load, memory, results, measured)

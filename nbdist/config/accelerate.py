@@ -22,11 +22,11 @@ _PART_OF = {
 _DEEPSPEED = "deepspeed_config"
 
 
-def is_one(document: Document) -> bool:
+def matches(document: Document) -> bool:
     """Whether a document is a configuration of Accelerate."""
     telling = {"distributed_type", "compute_environment", *_PART_OF.values(), "parallelism_config"}
-    found = {entry.key for entry in document.entries()}
-    return bool(found & telling) or {"num_processes", "mixed_precision"} <= found
+    names = {entry.key for entry in document.entries()}
+    return bool(names & telling) or {"num_processes", "mixed_precision"} <= names
 
 
 def check(notes: Report, around: CheckContext) -> None:
@@ -41,9 +41,9 @@ def check(notes: Report, around: CheckContext) -> None:
 
 
 def _top(notes: Report, _around: CheckContext) -> None:
-    known = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
+    table = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
     check_keys(
-        notes, (), known, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
+        notes, (), table, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
     )
     document = notes.document
     if not document.has("distributed_type"):
@@ -66,38 +66,38 @@ def _top(notes: Report, _around: CheckContext) -> None:
 
 def _parts(notes: Report, _around: CheckContext) -> None:
     document = notes.document
-    for part, known in keys.ACCELERATE_PARTS.items():
+    for part, key_table in keys.ACCELERATE_PARTS.items():
         if isinstance(document.value(part), dict):
-            _part(notes, part, known)
+            _part(notes, part, key_table)
     kind = document.value("distributed_type")
     for other, part in _PART_OF.items():
         if kind in keys.DISTRIBUTED_TYPES and kind != other and document.entries(part):
             notes.warn(
                 (part,),
-                f"it belongs to distributed_type {other}, and this is {kind}: it is passed over",
+                f"it belongs to distributed_type {other}, and this is {kind}: it is ignored",
                 f"take it out, or change distributed_type to {other}",
                 Fix(REMOVE, (part,)),
             )
 
 
-def _part(notes: Report, part: str, known: keys.Keys) -> None:
+def _part(notes: Report, part: str, key_table: keys.Keys) -> None:
     """The keys of one mapping; short names as well where Accelerate takes them."""
     document = notes.document
     short = keys.PREFIXES.get(part, "")
     strict = keys.STRICT_PREFIXES.get(part, "")
-    table = dict(known)
+    table = dict(key_table)
     for entry in document.entries(part):
-        if short and short + entry.key in known:
-            table[entry.key] = known[short + entry.key]
-        if strict and strict + entry.key in known:
+        if short and short + entry.key in key_table:
+            table[entry.key] = key_table[short + entry.key]
+        if strict and strict + entry.key in key_table:
             table[entry.key] = keys.ANY
             notes.bad(
                 (part, entry.key),
-                "Accelerate passes over it in silence: its keys begin with " + strict,
+                "Accelerate silently ignores it: its keys begin with " + strict,
                 f"change the key to {strict}{entry.key}",
                 Fix(RENAME, (part, entry.key), strict + entry.key),
             )
-    why = "Accelerate has no such key, and passes over it in silence"
+    why = "Accelerate has no such key, and silently ignores it"
     check_keys(notes, (part,), table, lambda _key: (WARN, why))
 
 
@@ -106,7 +106,7 @@ def _processes(notes: Report, around: CheckContext) -> None:
     processes, machines = document.value("num_processes"), document.value("num_machines") or 1
     if not document.has("num_processes") and document.value("distributed_type") not in ("NO", None):
         fixes = () if around.ranks is None else (Fix(ADD, ("num_processes",), around.ranks),)
-        why = "without it it has to be typed: accelerate launch --num_processes N"
+        why = "without it, type it: accelerate launch --num_processes N"
         notes.warn(
             ("num_processes",), why, f"write {around.ranks or 'the number of ranks'}", *fixes
         )
@@ -123,7 +123,7 @@ def _processes(notes: Report, around: CheckContext) -> None:
         near = processes // machines * machines or machines
         notes.bad(
             ("num_processes",),
-            f"it counts all hosts, and {processes} is no multiple of num_machines {machines}",
+            f"it counts all hosts, and {processes} is not a multiple of num_machines {machines}",
             f"change it to {near} or {near + machines}, or num_machines to a divisor",
             Fix(SET, ("num_processes",), near),
         )
@@ -144,7 +144,7 @@ def _machines(notes: Report, machines: int) -> None:
         if machines > 1 and document.value(key) is None and not _has_launcher(document):
             what = "write the address of the first host" if key.endswith("ip") else "write 29500"
             fixes = () if key.endswith("ip") else (Fix(SET, (key,), 29500),)
-            why = f"{machines} hosts have to find each other"
+            why = f"{machines} hosts must find each other"
             notes.warn((key,), why, f"{what}, or type --{key}", *fixes)
 
 
@@ -157,7 +157,7 @@ def _devices(notes: Report, _around: CheckContext) -> None:
     ids, processes = document.value("gpu_ids"), document.value("num_processes")
     kind, machines = document.value("distributed_type"), document.value("num_machines") or 1
     if ids not in (None, "all") and is_count(processes) and machines == 1:
-        count = len([one for one in str(ids).split(",") if one.strip()])
+        count = len([device_id for device_id in str(ids).split(",") if device_id.strip()])
         if count < processes:
             notes.bad(
                 ("gpu_ids",),
@@ -214,7 +214,7 @@ def _inline(notes: Report, stage: object) -> None:
     if document.value(_DEEPSPEED, "offload_param_device") in ("cpu", "nvme") and stage != 3:
         notes.bad(
             (_DEEPSPEED, "offload_param_device"),
-            f"parameters are offloaded in stage 3 alone, and zero_stage is {stage}",
+            f"parameters are only offloaded in stage 3, and zero_stage is {stage}",
             "change zero_stage to 3, or this to none",
             Fix(SET, (_DEEPSPEED, "zero_stage"), 3),
         )
@@ -222,7 +222,7 @@ def _inline(notes: Report, stage: object) -> None:
         if is_true(document.value(_DEEPSPEED, key)) and stage != 3:
             notes.warn(
                 (_DEEPSPEED, key),
-                f"it counts in stage 3 alone, and zero_stage is {stage}",
+                f"it only counts in stage 3, and zero_stage is {stage}",
                 "change it to false, or zero_stage to 3",
                 Fix(SET, (_DEEPSPEED, key), False),
             )
@@ -231,7 +231,7 @@ def _inline(notes: Report, stage: object) -> None:
         if document.value(_DEEPSPEED, device) == "nvme" and not document.value(_DEEPSPEED, path):
             notes.bad((_DEEPSPEED, path), "nvme needs a folder on such a disk", "write its path")
     if document.value(_DEEPSPEED, "gradient_clipping") == 0:
-        why = "Accelerate passes over 0, and DeepSpeed 0.19 then clips to 1.0"
+        why = "Accelerate ignores 0, and DeepSpeed 0.19 then clips to 1.0"
         notes.warn((_DEEPSPEED, "gradient_clipping"), why, "write it into a deepspeed_config_file")
 
 
@@ -243,9 +243,9 @@ def _refused_beside(notes: Report, path: tuple[str, ...]) -> None:
 def _named_file(notes: Report, around: CheckContext) -> None:
     path = (_DEEPSPEED, "deepspeed_config_file")
     named = str(notes.document.value(*path))
-    if not any(deepspeed.is_one(other) for other in around.others):
-        why = "there is no such file beside this one or here, so it was not checked"
-        notes.warn(path, why, f"see that {named} is where you start")
+    if not any(deepspeed.matches(other) for other in around.others):
+        why = "there is no such file next to this one or here, so it was not checked"
+        notes.warn(path, why, f"make sure that {named} is where you start")
 
 
 def _ranks(notes: Report, around: CheckContext) -> None:

@@ -32,7 +32,7 @@ def check_ranks(notes: Report, around: CheckContext) -> int | None:
     """
     axes = {"tp": around.tp or 1, "pp": around.pp or 1, "cp": around.cp or 1}
     split = math.prod(axes.values())
-    told = " x ".join(f"{name} {count}" for name, count in axes.items() if count > 1)
+    axes_text = " x ".join(f"{name} {count}" for name, count in axes.items() if count > 1)
     if around.ranks is None:
         if around.dp is not None:
             return around.dp
@@ -43,23 +43,23 @@ def check_ranks(notes: Report, around: CheckContext) -> int | None:
         fitting = [n for n in (ranks // split * split, -(-ranks // split) * split) if n]
         notes.bad(
             ("ranks",),
-            f"{ranks} ranks ({around.source}) cannot form {told}: {ranks} / {split} = "
+            f"{ranks} ranks ({around.source}) cannot form {axes_text}: {ranks} / {split} = "
             f"{ranks / split:g}",
             f"use {' or '.join(map(str, fitting))} ranks, or other degrees",
-            found=f"{ranks}, {around.source}",
+            value=f"{ranks}, {around.source}",
         )
         return None
     dp = ranks // split
     if around.dp is not None and around.dp != dp:
         notes.bad(
             ("ranks",),
-            f"{told or 'tp 1'} x dp {around.dp} are {split * around.dp} ranks, and there are "
+            f"{axes_text or 'tp 1'} x dp {around.dp} are {split * around.dp} ranks, and there are "
             f"{ranks} ({around.source})",
             f"use dp {dp}, or {split * around.dp} ranks",
-            found=f"{ranks}, {around.source}",
+            value=f"{ranks}, {around.source}",
         )
         return None
-    alike = f": {dp} see different data ({told} the same)" if split > 1 else ""
+    alike = f": {dp} see different data ({axes_text} the same)" if split > 1 else ""
     notes.good("ranks", f"{ranks}, {around.source}{alike}")
     return dp
 
@@ -82,8 +82,8 @@ def check_batch(notes: Report, names: Batch, dp: int | None) -> None:
         _without_ranks(notes, names, whole, micro, accumulation)
         return
     if whole is None:
-        made = micro * (accumulation or 1) * dp
-        notes.good("batch", _equation(made, micro, accumulation or 1, dp))
+        product = micro * (accumulation or 1) * dp
+        notes.good("batch", _equation(product, micro, accumulation or 1, dp))
         return
     step = (micro or 1) * (accumulation or 1) * dp
     is_open = micro is None or accumulation is None
@@ -134,12 +134,12 @@ def _mismatch(
             return
         notes.bad(names.whole, why, f"change {whole_name} to {step}", Fix(SET, names.whole, step))
         return
-    why = f"{whole} = {equation} does not come out: {whole} / {step} = {whole / step:.6g}"
+    why = f"{whole} = {equation} has no whole solution: {whole} / {step} = {whole / step:.6g}"
     near = [n for n in (whole // step * step, -(-whole // step) * step) if n]
     best = min(near, key=lambda n: (abs(n - whole), n))
     open_word = "accumulation" if micro else "micro-batch"
-    told = " or ".join(f"{n} ({open_word} {n // step})" for n in dict.fromkeys(near))
-    notes.bad(names.whole, why, f"change {whole_name} to {told}", Fix(SET, names.whole, best))
+    counts = " or ".join(f"{n} ({open_word} {n // step})" for n in dict.fromkeys(near))
+    notes.bad(names.whole, why, f"change {whole_name} to {counts}", Fix(SET, names.whole, best))
 
 
 def _without_ranks(
@@ -152,7 +152,7 @@ def _without_ranks(
     if whole % step:
         notes.say(
             BAD, names.whole,
-            f"{whole} is no multiple of {step}, the samples of one rank in a step: no number of "
+            f"{whole} is not a multiple of {step}, the samples of one rank in a step: no number of "
             "ranks fits",
             f"change {names.whole[-1]} to {max(whole // step, 1) * step}",
             Fix(SET, names.whole, max(whole // step, 1) * step),

@@ -22,9 +22,9 @@ from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, wit
 from nbdist.errors import OptionError
 
 _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Report, CheckContext], None]]] = {
-    ACCELERATE: (accelerate.is_one, accelerate.check),
-    INSTRUCTLAB: (instructlab.is_one, instructlab.check),
-    DEEPSPEED: (deepspeed.is_one, deepspeed.check),
+    ACCELERATE: (accelerate.matches, accelerate.check),
+    INSTRUCTLAB: (instructlab.matches, instructlab.check),
+    DEEPSPEED: (deepspeed.matches, deepspeed.check),
 }
 # Where a file itself says how many ranks it is for.
 _RANKS = {ACCELERATE: ("num_processes",), INSTRUCTLAB: ("train", "num_gpus")}
@@ -46,13 +46,13 @@ def check(document: Document, around: CheckContext) -> Checked:
     """
     checked = _check_alone(document, around)
     alone = replace(_with_ranks(document, checked.kind, around), others=())
-    told = [
+    more_findings = [
         finding
         for other in around.others
         for finding in findings_of(_check_alone(other, alone), other.name)
         if kind_of(other)
     ]
-    return replace(checked, findings=(*checked.findings, *told))
+    return replace(checked, findings=(*checked.findings, *more_findings))
 
 
 def _check_alone(document: Document, around: CheckContext) -> Checked:
@@ -61,11 +61,9 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
     kind = kind_of(document)
     if not kind:
         keys = ", ".join(shown(entry.key) for entry in document.entries()[:6]) or "none"
-        known = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
-        what = f"nothing was checked but the format. Known are {known}"
-        notes.bad(
-            ("kind",), f"its keys ({keys}) are of no kind that is known", what, found="unknown"
-        )
+        formats = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
+        what = f"only the syntax was checked. Known formats: {formats}"
+        notes.bad(("kind",), f"its keys ({keys}) match no known format", what, value="unknown")
         return notes.done("")
     notes.good("kind", f"{kind}, in {document.syntax}")
     _KINDS[kind][1](notes, _with_ranks(document, kind, around))
@@ -109,24 +107,24 @@ def corrected(
     Returns:
         What is still found in the corrected text, and a line for each change.
     """
-    told: list[str] = []
+    changes: list[str] = []
     done: list[Fix] = []  # two rules that want different values would go on for ever
-    while len(told) < _MOST_CHANGES:
+    while len(changes) < _MOST_CHANGES:
         document = checked.document
-        flaw = next((one for one in document.flaws if one.end), None)
+        flaw = next((candidate for candidate in document.flaws if candidate.end), None)
         if flaw is not None:
             document = read(without(document, flaw))
-            told.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
+            changes.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
         else:
             fixes = _next(checked, done)
             if not fixes:
                 break
             for fix in fixes:
                 document, line = _changed(document, fix, read)
-                told.append(line)
+                changes.append(line)
             done += fixes
         checked = check(document, around)
-    return checked, tuple(told)
+    return checked, tuple(changes)
 
 
 def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
@@ -137,14 +135,14 @@ def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
 
 def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> tuple[Document, str]:
     """The document with a change, and a line about it; as it was where it would not be read."""
-    line = f"line {document.line(*fix.path)}: {_told(document, fix)}"
+    line = f"line {document.line(*fix.path)}: {_change_line(document, fix)}"
     try:
         return read(fixed(document, fix)), line
     except OptionError:  # an anchor stood there, to which other lines refer
-        return document, f"{line}: not made, as other lines refer to this one; change it by hand"
+        return document, f"{line}: not changed, since other lines refer to it; change it by hand"
 
 
-def _told(document: Document, fix: Fix) -> str:
+def _change_line(document: Document, fix: Fix) -> str:
     name = dotted(fix.path)
     if fix.action == RENAME:
         return f"{name} is now called {fix.value}"

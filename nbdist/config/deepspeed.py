@@ -22,10 +22,10 @@ _PRECISIONS = ("fp16", "bf16")
 _FILLED = (*_BATCH.whole, *_BATCH.micro, *_BATCH.accumulation)
 
 
-def is_one(document: Document) -> bool:
+def matches(document: Document) -> bool:
     """Whether a document is a DeepSpeed configuration: it has two of its keys, or a telling one."""
-    found = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
-    return bool(found & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(found) > 1
+    names = {entry.key for entry in document.entries()} & set(keys.DEEPSPEED)
+    return bool(names & {_ZERO, *_BATCH.whole, *_BATCH.micro}) or len(names) > 1
 
 
 def check(notes: Report, around: CheckContext) -> None:
@@ -46,14 +46,14 @@ def stage_of(document: Document) -> Any:
 
 def _keys(notes: Report, _around: CheckContext) -> None:
     check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
-        WARN, "DeepSpeed has no such key, and passes over it in silence"))  # fmt: skip
-    for path, known in keys.DEEPSPEED_PARTS.items():
+        WARN, "DeepSpeed has no such key, and silently ignores it"))  # fmt: skip
+    for path, key_table in keys.DEEPSPEED_PARTS.items():
         name = ".".join(path)
         why = f"DeepSpeed refuses a key of {name} that it does not know"
-        check_keys(notes, path, known, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
-    for path, known in keys.DEEPSPEED_LOOSE.items():
-        why = "DeepSpeed looks for no such key there"
-        check_keys(notes, path, known, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
+        check_keys(notes, path, key_table, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
+    for path, key_table in keys.DEEPSPEED_LOOSE.items():
+        why = "DeepSpeed does not read this key there"
+        check_keys(notes, path, key_table, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
     for part in keys.DEEPSPEED_LOOSE:
         for entry in notes.document.entries(*part, "params"):
             if entry.key in keys.DEEPSPEED_NUMBERS:
@@ -66,12 +66,12 @@ def _autos(notes: Report, _around: CheckContext) -> None:
         return
     names = ", ".join(".".join(path) for path in paths)
     lines = notes.document.line(*paths[0])
-    told = f"{len(paths)} values are filled in as training starts: {names}"
+    summary = f"{len(paths)} values are filled in as training starts: {names}"
     needs = [path for path in paths if path[0] in _FILLED]
     if needs:
         why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'
         notes.warn(needs[0], why, "start it through them, or write the number")
-    notes.good("auto", told, lines)
+    notes.good("auto", summary, lines)
 
 
 def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
@@ -97,7 +97,7 @@ def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
 def _precision(notes: Report, around: CheckContext) -> None:
     document = notes.document
     on = precision_of(document)
-    wanted = next(iter(_wanted(around.others)), None)
+    wanted = next(iter(_precisions_of_others(around.others)), None)
     if len(on) == 2:
         keep = wanted[1] if wanted and wanted[1] in on else "bf16"
         drop = "fp16" if keep == "bf16" else "bf16"
@@ -123,7 +123,7 @@ def _precision(notes: Report, around: CheckContext) -> None:
     )
 
 
-def _wanted(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
+def _precisions_of_others(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
     """What other files say of the precision: (where, fp16, bf16 or no)."""
     for other in others:
         for path in (("mixed_precision",), ("train", "mixed_precision")):
@@ -145,12 +145,12 @@ def _stage(notes: Report, _around: CheckContext) -> None:
         )
     if stage not in (0, 1, 2, None):
         return
-    told = f"stage {stage or 0}"
+    stage_text = f"stage {stage or 0}"
     for entry in document.entries(_ZERO):
         if entry.key.startswith("stage3_"):
             notes.warn(
                 (_ZERO, entry.key),
-                f"it counts in stage 3 alone, and this is {told}",
+                f"it only counts in stage 3, and this is {stage_text}",
                 "take it out, or change stage to 3",
                 Fix(REMOVE, (_ZERO, entry.key)),
             )
@@ -158,7 +158,7 @@ def _stage(notes: Report, _around: CheckContext) -> None:
     if device in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_param"),
-            f"parameters are offloaded in stage 3 alone, and this is {told}",
+            f"parameters are only offloaded in stage 3, and this is {stage_text}",
             "change stage to 3, or take offload_param out",
             Fix(SET, (_ZERO, "stage"), 3),
         )
@@ -178,7 +178,7 @@ def _offload(notes: Report, _around: CheckContext) -> None:
         if device == "nvme" and part == "offload_optimizer" and stage != 3:
             notes.bad(
                 (_ZERO, part, "device"),
-                f"DeepSpeed moves to NVMe in stage 3 alone, and this is stage {stage}",
+                f"DeepSpeed only offloads to NVMe in stage 3, and this is stage {stage}",
                 'change it to "cpu", or stage to 3',
                 Fix(SET, (_ZERO, part, "device"), "cpu"),
             )
@@ -209,8 +209,8 @@ def _optimizer(notes: Report, _around: CheckContext) -> None:
         )
     kind = document.value("scheduler", "type")
     if isinstance(kind, str) and kind not in keys.SCHEDULERS:
-        why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; of others it is not known here"
-        notes.warn(("scheduler", "type"), why, "see that your version has it")
+        why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; others are not known here"
+        notes.warn(("scheduler", "type"), why, "check that your version has it")
     total = document.value("scheduler", "params", "total_num_steps")
     warmup = document.value("scheduler", "params", "warmup_num_steps")
     if kind in ("WarmupDecayLR", "WarmupCosineLR"):

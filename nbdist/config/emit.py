@@ -71,7 +71,7 @@ def check_setting(setting: Setting) -> None:
     if ranks % hosts:
         fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise OptionError(
-            f"{ranks} ranks cannot be shared out over {hosts} hosts alike. Use --nodes {fitting}."
+            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
         )
 
 
@@ -122,7 +122,7 @@ def deepspeed_config(setting: Setting) -> dict[str, Any] | Refusal:
     if choice.name not in ("deepspeed", "zero1"):
         stage = {"grad-op": 2}.get(options.shard, 3) if choice.name.startswith("fsdp") else 0
         near = f". deepspeed --stage {stage} splits the same" if stage else ""
-        return Refusal(f"{choice.name} is none of DeepSpeed's strategies{near}")
+        return Refusal(f"{choice.name} is not a strategy of DeepSpeed{near}")
     stage = options.stage if choice.name == "deepspeed" else 1
     zero: dict[str, Any] = {"stage": stage}
     if options.offload:
@@ -163,7 +163,7 @@ def accelerate_text(setting: Setting) -> str | Refusal:
 
 
 def deepspeed_text(setting: Setting) -> str | Refusal:
-    """The JSON."""
+    """The strategy as the text of a DeepSpeed JSON; a Refusal where DeepSpeed has none."""
     config = deepspeed_config(setting)
     return config if isinstance(config, Refusal) else json.dumps(config, indent=2) + "\n"
 
@@ -171,30 +171,30 @@ def deepspeed_text(setting: Setting) -> str | Refusal:
 def notes(setting: Setting) -> tuple[str, ...]:
     """What the configurations do not say, or do otherwise than nbdist; a line each."""
     choice, options = setting.choice, setting.choice.options
-    told: list[str] = []
+    lines: list[str] = []
     if choice.name == "single" and choice.world_size > 1:
-        told.append("single: each rank trains alike by itself, so one process is started")
+        lines.append("single: every rank would train the same alone, so one process is started")
     if choice.name == "deepspeed":
-        told.append(
+        lines.append(
             "the settings are in (DEEPSPEED_FILE), looked for where it is started; there is "
             "gradient_clipping, too: accelerator.clip_grad_norm_ clips nothing under DeepSpeed"
         )
     if choice.name == "zero1":
-        told.append("the JSON is DeepSpeed's stage 1: it splits the same, by code of its own")
+        lines.append("the JSON is DeepSpeed's stage 1: it splits the same states with its own code")
     if choice.name in ("fsdp", "fsdp1") and not setting.blocks and choice.world_size > 1:
-        told.append(
-            "no model is prepared, so its blocks are not known: fsdp_transformer_layer_cls_to_wrap "
-            "names their class; models of transformers name it themselves"
+        lines.append(
+            "no model is prepared, so the class of its blocks is not known: "
+            "fsdp_transformer_layer_cls_to_wrap names it; models of transformers name it themselves"
         )
     if options.accumulate > 1 and choice.name != "deepspeed":
-        told.append(
+        lines.append(
             f"start it with ACCELERATE_GRADIENT_ACCUMULATION_STEPS={options.accumulate} in the "
             "environment: the YAML has no key for it"
         )
-    told += _about_cpu(setting)
-    told += _about_tp(choice)
-    told += script_notes(options, choice)
-    return tuple(told)
+    lines += _about_cpu(setting)
+    lines += _about_tp(choice)
+    lines += script_notes(options, choice)
+    return tuple(lines)
 
 
 def script_notes(options: Options, choice: Strategy) -> list[str]:
@@ -205,22 +205,22 @@ def script_notes(options: Options, choice: Strategy) -> list[str]:
         (options.finds_unused, "find_unused_parameters=True"),
         (bool(options.hook), f"comm_hook=DDPCommunicationHookType.{_HOOKS.get(options.hook)}"),
     ]
-    given = ", ".join(text for is_on, text in handlers if is_on)
-    told = []
-    if given:
-        told.append(
-            f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({given})])"
+    arguments = ", ".join(text for is_on, text in handlers if is_on)
+    lines = []
+    if arguments:
+        lines.append(
+            f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({arguments})])"
         )
     if options.checkpoint and not _can_checkpoint(choice):
-        told.append(
+        lines.append(
             f"{_ONLY_SCRIPT}--checkpoint {options.checkpoint} "
             "(model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint)"
         )
     if options.is_fused:
-        told.append(f"{_ONLY_SCRIPT}AdamW(..., fused=True)")
+        lines.append(f"{_ONLY_SCRIPT}AdamW(..., fused=True)")
     if options.sdpa:
-        told.append(f"{_ONLY_SCRIPT}with torch.nn.attention.sdpa_kernel(...): for --sdpa")
-    return told
+        lines.append(f"{_ONLY_SCRIPT}with torch.nn.attention.sdpa_kernel(...): for --sdpa")
+    return lines
 
 
 _HOOKS = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}
@@ -236,8 +236,8 @@ _SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID
 
 
 _NO_SEQUENCES = (
-    "Accelerate splits sequences with FSDP2 or DeepSpeed alone, and only where the script hands "
-    "each batch over for that"
+    "Accelerate splits sequences only with FSDP2 or DeepSpeed, and only where the script passes "
+    "each batch to it"
 )
 
 
@@ -245,20 +245,25 @@ def _refusal(choice: Strategy) -> Refusal | None:
     """Why Accelerate has no key for a strategy; None where it has."""
     degrees, name = choice.degrees, choice.name
     reasons = (
-        (name == "pp", "Accelerate does not train in pipelines of torch's"),
+        (name == "pp", "Accelerate does not support torch's pipelines"),
         (name in ("cp", "ulysses"), _NO_SEQUENCES),
-        (name == "zero1", "Accelerate has ZeRO stage 1 as DeepSpeed's alone (deepspeed --stage 1)"),
+        (
+            name == "zero1",
+            "Accelerate has ZeRO stage 1 only through DeepSpeed (deepspeed --stage 1)",
+        ),
         (
             choice.options.has_sequence_parallel,
             "Accelerate's tensor parallelism has no --sequence-parallel",
         ),
         (
             degrees.tp > 1 and degrees.dp_replicate > 1,
-            "Accelerate has no copies beside tensor parallelism",
+            "Accelerate cannot combine replicas with tensor parallelism",
         ),
     )
     why = next((reason for is_so, reason in reasons if is_so), None)
-    return None if why is None else Refusal(f"{why}; what trains so: {run_line(choice)}")
+    return (
+        None if why is None else Refusal(f"{why}; run it with nbdist instead: {run_line(choice)}")
+    )
 
 
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
@@ -326,19 +331,19 @@ def _about_cpu(setting: Setting) -> list[str]:
     choice = setting.choice
     if setting.device != "cpu" or choice.world_size == 1 or choice.name in ("single", "deepspeed"):
         return []
-    told = []
+    lines = []
     if choice.name == "ddp":
-        told.append(
+        lines.append(
             "ranks on the CPU: start it with ACCELERATE_USE_CPU=true in the environment (MULTI_GPU "
             "is Accelerate's word for several processes; its MULTI_CPU wants mpirun)"
         )
     elif _refusal(choice) is None:
-        told.append(
+        lines.append(
             f"Accelerate has no {choice.name} on the CPU: without GPUs it trains as ddp, or stops"
         )
     if choice.options.precision == "fp16":
-        told.append("Accelerate has no fp16 on the CPU, and says nothing of it")
-    return told
+        lines.append("Accelerate silently ignores fp16 on the CPU")
+    return lines
 
 
 def _about_tp(choice: Strategy) -> list[str]:
@@ -346,4 +351,4 @@ def _about_tp(choice: Strategy) -> list[str]:
         return []
     loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
     newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
-    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other model"]
+    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other models"]

@@ -90,7 +90,7 @@ def _wrapping(notes: Report) -> None:
         )
     path = _path(document, "fsdp_min_num_params")
     if document.has(*path) and policy != "SIZE_BASED_WRAP":
-        why = "it counts with SIZE_BASED_WRAP alone"
+        why = "it only counts with SIZE_BASED_WRAP"
         notes.warn(path, why, "take it out", Fix(REMOVE, path))
 
 
@@ -114,21 +114,22 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
     if not all(is_count(size) for size in sizes.values()):
         return
     product = math.prod(sizes.values())
-    told = " x ".join(
+    axes_text = " x ".join(
         f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1
     )
-    _product(notes, around, product, told or "1")
+    _product(notes, around, product, axes_text or "1")
     replicate, shard, tp, cp, sp = sizes.values()
     kind = document.value("distributed_type")
     is_2 = kind == "FSDP" and str(_of(document, "fsdp_version") or 1) == "2"
     if kind == "FSDP" and not is_2:
         fix = Fix(SET, (_FSDP, "fsdp_version"), 2)
-        notes.bad((_MESH,), "Accelerate has meshes with FSDP2 alone, and this is FSDP1",
+        notes.bad((_MESH,), "Accelerate has meshes only with FSDP2, and this is FSDP1",
                   "write fsdp_version: 2", fix)  # fmt: skip
     if (tp > 1 or cp > 1) and replicate > 1 and shard == 1:
         notes.bad(
             (_MESH, f"{_MESH}_dp_replicate_size"),
-            f"Accelerate has no copies (dp_replicate {replicate}, dp_shard 1) beside tp or cp",
+            f"Accelerate cannot combine replicas (dp_replicate {replicate}, dp_shard 1) with tp or "
+            "cp",
             f"swap them: dp_replicate 1, dp_shard {replicate}",
             Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), replicate),
             Fix(SET, (_MESH, f"{_MESH}_dp_replicate_size"), 1),
@@ -142,19 +143,21 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
         notes.bad((_MESH,), "cp and sp exclude each other", "change one of them to 1")
 
 
-def _product(notes: Report, around: CheckContext, product: int, told: str) -> None:
+def _product(notes: Report, around: CheckContext, product: int, axes_text: str) -> None:
     ranks = around.ranks
     if ranks is None:
         notes.good(
-            "ranks", f"not known; the mesh wants {product} ({told})", notes.document.line(_MESH)
+            "ranks",
+            f"not known; the mesh wants {product} ({axes_text})",
+            notes.document.line(_MESH),
         )
         return
     if ranks == product:
-        notes.good("ranks", f"{ranks}, {around.source}: {told}", notes.document.line(_MESH))
+        notes.good("ranks", f"{ranks}, {around.source}: {axes_text}", notes.document.line(_MESH))
         return
     shard = notes.document.value(_MESH, f"{_MESH}_dp_shard_size") or 1
     others = product // shard
-    why = f"{told} are {product} ranks, and there are {ranks} ({around.source})"
+    why = f"{axes_text} are {product} ranks, and there are {ranks} ({around.source})"
     if ranks % others == 0:
         new = ranks // others
         fix = Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), new)
@@ -178,22 +181,24 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
         "pp": degree("pp_degree"),
         "cp": degree("context_parallel_size"),
     }
-    if not all(is_count(one) for one in degrees.values()):
+    if not all(is_count(degree) for degree in degrees.values()):
         return
     product = math.prod(degrees.values())
-    told = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "tp 1"
+    axes_text = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "tp 1"
     if around.ranks is None:
         check_ranks(notes, around)
     elif around.ranks % product:
         near = max(around.ranks // product, 1) * product
-        why = f"{told} = {product} does not divide {around.ranks} ranks ({around.source})"
+        why = f"{axes_text} = {product} does not divide {around.ranks} ranks ({around.source})"
         is_own = document.value("num_processes") == around.ranks
         fixes = (Fix(SET, ("num_processes",), near),) if is_own else ()
         notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", *fixes)
     else:
         dp = around.ranks // product
         notes.good(
-            "ranks", f"{around.ranks}, {around.source}: {told} x dp {dp}", document.line(_MEGATRON)
+            "ranks",
+            f"{around.ranks}, {around.source}: {axes_text} x dp {dp}",
+            document.line(_MEGATRON),
         )
     if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
         micro = (_MEGATRON, "megatron_lm_num_micro_batches")
@@ -202,7 +207,7 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
     path = (_MEGATRON, "megatron_lm_sequence_parallelism")
     if is_true(document.value(*path)) and degrees["tp"] == 1:
         notes.bad(
-            path, "it splits over tp, and tp is 1", "change it to false", Fix(SET, path, False)
+            path, "it splits across tp, and tp is 1", "change it to false", Fix(SET, path, False)
         )
 
 

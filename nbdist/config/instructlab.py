@@ -21,7 +21,7 @@ _BATCH = Batch(
 _TELLING = {"effective_batch_size", "num_gpus", "deepspeed", "mixed_precision", "batch_size"}
 
 
-def is_one(document: Document) -> bool:
+def matches(document: Document) -> bool:
     """Whether it has train: with keys of a batch or of DeepSpeed in it."""
     return bool(_TELLING & {entry.key for entry in document.entries("train")})
 
@@ -44,7 +44,7 @@ def check(notes: Report, around: CheckContext) -> None:
         notes.warn(("train", "num_gpus"), why, "it counts those of one host", *fixes)
     check_batch(notes, _BATCH, check_ranks(notes, around))
     for other in around.others:
-        if deepspeed.is_one(other):
+        if deepspeed.matches(other):
             _beside(notes, other)
 
 
@@ -75,7 +75,9 @@ def _beside(notes: Report, other: Document) -> None:
         (_BATCH.whole, other.value("train_batch_size"), other.line("train_batch_size")),
     )  # fmt: skip
     for path, theirs, line in said:
-        own = notes.document.value(*path)
-        if own is not None and is_count(theirs) and own != theirs:
+        current = notes.document.value(*path)
+        if current is not None and is_count(theirs) and current != theirs:
             why = f"{other.name} says {theirs} (line {line})"
-            notes.bad(path, why, f"change it to {theirs}, or that to {own}", Fix(SET, path, theirs))
+            notes.bad(
+                path, why, f"change it to {theirs}, or that to {current}", Fix(SET, path, theirs)
+            )

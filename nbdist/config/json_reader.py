@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 
-from nbdist.config.tree import JSON, Document, Entry, Flaw, Node
+from nbdist.config.tree import JSON, ConfigEntry, Document, Flaw, Node
 from nbdist.errors import OptionError
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -37,7 +37,7 @@ def read(name: str, text: str) -> Document:
     root, end = reader.value(start, 0)
     end = reader.skip(end)
     if end < len(text):
-        raise reader.error(end, "something stands after the end of the configuration")
+        raise reader.error(end, "there is something after the end of the configuration")
     if root.entries is None:
         raise reader.error(start, "a configuration is an object in ( )")
     flaws = tuple(sorted(reader.flaws, key=lambda flaw: flaw.line))
@@ -67,19 +67,19 @@ class _Reader:
             space = _SPACE.match(self.text, at)
             assert space is not None
             at = space.end()
-            found = _COMMENT.match(self.text, at)
-            if found is None:
+            match = _COMMENT.match(self.text, at)
+            if match is None:
                 return at
             before = len(self.text[:at].rstrip(" \t"))
             self.flaws.append(
-                Flaw("comment", self.line(at), found[0], _READERS, "take it out", before,
-                     found.end())
+                Flaw("comment", self.line(at), match[0], _READERS, "take it out", before,
+                     match.end())
             )  # fmt: skip
-            at = found.end()
+            at = match.end()
 
     def value(self, at: int, depth: int) -> tuple[Node, int]:
         if depth > _DEPTH:
-            raise self.error(at, f"more than {_DEPTH} objects stand in each other")
+            raise self.error(at, f"more than {_DEPTH} objects are nested")
         first = self.text[at : at + 1]
         if first == "{":
             return self.mapping(at, depth)
@@ -88,33 +88,33 @@ class _Reader:
         if first == '"':
             text, end = self.string(at)
             return Node(at, end, self.line(at), text, is_quoted=True), end
-        found = _WORD.match(self.text, at)
-        if found is None:
+        match = _WORD.match(self.text, at)
+        if match is None:
             raise self.error(at, "a value is missing")
-        return Node(at, found.end(), self.line(at), self.word(found)), found.end()
+        return Node(at, match.end(), self.line(at), self.word(match)), match.end()
 
-    def word(self, found: re.Match[str]) -> object:
-        if found[0] in _WORDS:
-            return _WORDS[found[0]]
+    def word(self, match: re.Match[str]) -> object:
+        if match[0] in _WORDS:
+            return _WORDS[match[0]]
         try:
-            value = json.loads(found[0])
+            value = json.loads(match[0])
         except ValueError:
-            near = {"True": "true", "False": "false", "None": "null"}.get(found[0])
-            hint = f": write {near}" if near else "; a text stands in double quotation marks"
-            raise self.error(found.start(), f"{found[0]} is no value of JSON{hint}") from None
+            near = {"True": "true", "False": "false", "None": "null"}.get(match[0])
+            hint = f": write {near}" if near else "; strings need double quotation marks"
+            raise self.error(match.start(), f"{match[0]} is not a JSON value{hint}") from None
         return value
 
     def string(self, at: int) -> tuple[str, int]:
-        found = _STRING.match(self.text, at)
-        if found is None:
+        match = _STRING.match(self.text, at)
+        if match is None:
             raise self.error(at, "a quotation mark is not closed on its line")
         try:
-            return str(json.loads(found[0], strict=False)), found.end()
+            return str(json.loads(match[0], strict=False)), match.end()
         except ValueError as error:
-            raise self.error(at, f"{found[0]} is no text of JSON") from error
+            raise self.error(at, f"{match[0]} is not a JSON string") from error
 
     def mapping(self, at: int, depth: int) -> tuple[Node, int]:
-        entries: list[Entry] = []
+        entries: list[ConfigEntry] = []
         place = self.skip(at + 1)
         while self.text[place : place + 1] != "}":
             if self.text[place : place + 1] != '"':
@@ -126,10 +126,10 @@ class _Reader:
                 raise self.error(colon, f'a colon after "{key}" is missing')
             node, after = self.value(self.skip(colon + 1), depth + 1)
             self.note_twice(entries, key, place)
-            entries.append(Entry(key, place, end, self.line(place), node))
+            entries.append(ConfigEntry(key, place, end, self.line(place), node))
             place = self.comma(after, "}")
-        made = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
-        return made, place + 1
+        mapping = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
+        return mapping, place + 1
 
     def array(self, at: int, depth: int) -> tuple[Node, int]:
         items: list[Node] = []
@@ -138,8 +138,8 @@ class _Reader:
             node, after = self.value(place, depth + 1)
             items.append(node)
             place = self.comma(after, "]")
-        made = Node(at, place + 1, self.line(at), items=tuple(items), is_flow=True)
-        return made, place + 1
+        array = Node(at, place + 1, self.line(at), items=tuple(items), is_flow=True)
+        return array, place + 1
 
     def comma(self, at: int, closing: str) -> int:
         """The place after a comma and what is to be skipped, or the closing bracket's."""
@@ -151,15 +151,15 @@ class _Reader:
             raise self.error(place, f"a comma or {closing} is missing")
         following = self.skip(place + 1)
         if self.text[following : following + 1] == closing:
-            why = "JSON has no comma after the last one: every reader but DeepSpeed's refuses it"
+            why = (
+                "JSON allows no comma after the last entry: every reader but DeepSpeed's refuses it"
+            )
             flaw = Flaw("trailing comma", self.line(place), ",", why, "take it out")
             self.flaws.append(replace(flaw, start=place, end=place + 1))
         return following
 
-    def note_twice(self, entries: list[Entry], key: str, at: int) -> None:
+    def note_twice(self, entries: list[ConfigEntry], key: str, at: int) -> None:
         first = next((entry for entry in entries if entry.key == key), None)
         if first is not None:
-            why = (
-                f"it stands on line {first.line}, too: DeepSpeed refuses that, others take the last"
-            )
+            why = f"it is on line {first.line}, too: DeepSpeed refuses that, others take the last"
             self.flaws.append(Flaw(key, self.line(at), "twice", why, "keep one of them"))

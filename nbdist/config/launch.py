@@ -50,12 +50,12 @@ def configured(setting: Setting) -> Configured:
         OptionError: The ranks cannot be shared out over so many hosts.
     """
     check_setting(setting)
-    made = {form: write(setting) for form, write in _WRITERS.items()}
+    by_form = {form: write(setting) for form, write in _WRITERS.items()}
     return Configured(
         setting,
-        {form: text for form, text in made.items() if isinstance(text, str)},
-        {form: text.why for form, text in made.items() if isinstance(text, Refusal)},
-        notes(setting) if isinstance(made[ACCELERATE], str) else (),
+        {form: text for form, text in by_form.items() if isinstance(text, str)},
+        {form: text.why for form, text in by_form.items() if isinstance(text, Refusal)},
+        notes(setting) if isinstance(by_form[ACCELERATE], str) else (),
     )
 
 
@@ -73,29 +73,29 @@ def environment(setting: Setting) -> dict[str, str] | Refusal:
         return config
     if deepspeed := config.get("deepspeed_config"):
         return _deepspeed(deepspeed)
-    made = _plain(setting)
+    variables = _plain(setting)
     for key, value in config.get("dynamo_config", {}).items():
-        made[f"ACCELERATE_{key.upper()}"] = str(value)
+        variables[f"ACCELERATE_{key.upper()}"] = str(value)
     if fsdp := config.get("fsdp_config"):
-        made["ACCELERATE_USE_FSDP"] = "true"
-        made |= {_NAMED.get(key, key.upper()): _word(value) for key, value in fsdp.items()}
+        variables["ACCELERATE_USE_FSDP"] = "true"
+        variables |= {_NAMED.get(key, key.upper()): _word(value) for key, value in fsdp.items()}
     if mesh := config.get("parallelism_config"):
-        made["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        made |= {key.upper(): _word(value) for key, value in mesh.items()}
-    return made
+        variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        variables |= {key.upper(): _word(value) for key, value in mesh.items()}
+    return variables
 
 
 def _plain(setting: Setting) -> dict[str, str]:
     """Device, precision and accumulation."""
     options = setting.choice.options
-    made = {
+    variables = {
         "ACCELERATE_USE_CPU": "true" if setting.device == "cpu" else "",
         "ACCELERATE_MIXED_PRECISION": "" if options.precision == "fp32" else options.precision,
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
             str(options.accumulate) if options.accumulate > 1 else ""
         ),
     }
-    return {name: value for name, value in made.items() if value}
+    return {name: value for name, value in variables.items() if value}
 
 
 def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:
@@ -114,10 +114,12 @@ def _word(value: object) -> str:
 def torchrun_text(setting: Setting) -> str | Refusal:
     """One command, the same on every host; with what Accelerate reads from the environment."""
     setting = _of_one(setting)
-    made = environment(setting)
-    if isinstance(made, Refusal):
-        return made
-    given = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(made.items()))
+    variables = environment(setting)
+    if isinstance(variables, Refusal):
+        return variables
+    assignments = " ".join(
+        f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())
+    )
     if setting.hosts == 1:
         count = setting.ranks_of_host
         command = f"torchrun --standalone --nproc-per-node {count} {shlex.quote(setting.script)}"
@@ -126,7 +128,7 @@ def torchrun_text(setting: Setting) -> str | Refusal:
         command = f"torchrun {_of_hosts(setting)} --rdzv-endpoint {endpoint} --rdzv-id nbdist " + (
             shlex.quote(setting.script)
         )
-    return f"{given} {command}\n" if given else f"{command}\n"
+    return f"{assignments} {command}\n" if assignments else f"{command}\n"
 
 
 def _of_one(setting: Setting) -> Setting:
@@ -143,9 +145,9 @@ def _of_hosts(setting: Setting) -> str:
 def sbatch_text(setting: Setting) -> str | Refusal:
     """A batch script for Slurm: one task a host, which starts the ranks there."""
     setting = _of_one(setting)
-    made = environment(setting)
-    if isinstance(made, Refusal) and setting.hosts > 1:
-        return Refusal(f"{made.why} (on one host, or with --profile on a cluster of yours)")
+    variables = environment(setting)
+    if isinstance(variables, Refusal) and setting.hosts > 1:
+        return Refusal(f"{variables.why} (on one host, or with --profile on a cluster of yours)")
     gpus = setting.ranks_of_host if setting.device != "cpu" else 0
     head = [
         "#!/bin/bash",
@@ -159,7 +161,7 @@ def sbatch_text(setting: Setting) -> str | Refusal:
         "",
         "set -euo pipefail",
     ]
-    body = _run(setting) if isinstance(made, Refusal) else _torchrun(setting, made)
+    body = _run(setting) if isinstance(variables, Refusal) else _torchrun(setting, variables)
     return "\n".join([*head, *body]) + "\n"
 
 
@@ -168,9 +170,9 @@ def _run(setting: Setting) -> list[str]:
     return [f'srun --kill-on-bad-exit=1 {line} -- "$@"']
 
 
-def _torchrun(setting: Setting, made: Mapping[str, str]) -> list[str]:
+def _torchrun(setting: Setting, variables: Mapping[str, str]) -> list[str]:
     return [
-        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(made.items())),
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())),
         "",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((20000 + SLURM_JOB_ID % 20000))  # another one for each job",

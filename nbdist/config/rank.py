@@ -13,12 +13,12 @@ def block_classes() -> tuple[str, ...]:
 
     Meets no rank, and changes nothing.
     """
-    found: dict[str, None] = {}
-    for one in prepared():
-        with build.bare(one.built):
+    names: dict[str, None] = {}
+    for model in prepared():
+        with build.bare(model.built):
             try:
-                blocks = find_blocks(one.base, current().options.blocks)
+                blocks = find_blocks(model.base, current().options.blocks)
             except OptionError:  # it has none, or several; nobody has asked for them yet
                 continue
-            found |= dict.fromkeys(type(block).__name__ for block in blocks.modules)
-    return tuple(found)
+            names |= dict.fromkeys(type(block).__name__ for block in blocks.modules)
+    return tuple(names)

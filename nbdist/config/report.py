@@ -14,8 +14,8 @@ from nbdist.config.tree import (
     RENAME,
     SET,
     YAML,
+    ConfigEntry,
     Document,
-    Entry,
     Fix,
     dotted,
     plain,
@@ -110,25 +110,25 @@ class Report:
     document: Document
     said: list[ConfigFinding] = field(default_factory=list)
 
-    def good(self, name: str, found: str, line: int = 0) -> None:
+    def good(self, name: str, value: str, line: int = 0) -> None:
         """Note something that is well."""
-        self.said.append(ConfigFinding(name, found, line=line))
+        self.said.append(ConfigFinding(name, value, line=line))
 
     def say(
-        self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = ""
+        self, verdict: str, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = ""
     ) -> None:
         """Note something about a key: its value is shown (or what is found), and its line."""
         entry = self.document.entry(*path)
-        if not found:
-            found = "not there" if entry is None else shown(plain(entry.node))
+        if not value:
+            value = "not there" if entry is None else shown(plain(entry.node))
         line = self.document.line(*path)
         self.said.append(
-            ConfigFinding(dotted(path), found, verdict, why, what, line=line, fixes=fixes)
+            ConfigFinding(dotted(path), value, verdict, why, what, line=line, fixes=fixes)
         )
 
-    def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, found: str = "") -> None:
+    def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = "") -> None:
         """Note what cannot run, or would not do what it says."""
-        self.say(BAD, path, why, what, *fixes, found=found)
+        self.say(BAD, path, why, what, *fixes, value=value)
 
     def warn(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix) -> None:
         """Note what works and is not wise."""
@@ -137,9 +137,9 @@ class Report:
     def flaws(self) -> None:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
-            found = shown(flaw.found)
+            value = shown(flaw.found)
             self.said.append(
-                ConfigFinding(flaw.name, found, BAD, flaw.why, flaw.what, line=flaw.line)
+                ConfigFinding(flaw.name, value, BAD, flaw.why, flaw.what, line=flaw.line)
             )
 
     def done(self, kind: str) -> Checked:
@@ -195,7 +195,7 @@ def check_keys(
             notes.say(verdict, here, why, "take it out", Fix(REMOVE, here))
 
 
-def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) -> None:
+def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: str) -> None:
     """Note a value that is not of its key's type, with the one that was meant where it is clear."""
     value = plain(entry.node)
     if value is None or _fits(value, kind):
@@ -205,7 +205,7 @@ def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) ->
     if kind.startswith("="):
         _check_choice(notes, path, entry, kind[1:].split("|"))
         return
-    why = f"it has to be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
+    why = f"it must be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
     meant = _meant(value, kind)
     if meant is None:
         notes.bad(path, why, f"write {KINDS[kind]}")
@@ -214,19 +214,21 @@ def check_type(notes: Report, path: tuple[str, ...], entry: Entry, kind: str) ->
         notes.bad(path, why, what, Fix(SET, path, meant))
 
 
-def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: list[str]) -> None:
+def _check_choice(
+    notes: Report, path: tuple[str, ...], entry: ConfigEntry, choices: list[str]
+) -> None:
     value = plain(entry.node)
     if str(value) in choices and not isinstance(value, bool):
         return
     typed = _as_typed(notes.document, entry)
-    word = next((one for one in choices if one.lower() == typed.lower()), None)
+    word = next((choice for choice in choices if choice.lower() == typed.lower()), None)
     if isinstance(value, bool) and word is not None:
         why = f"YAML reads {typed} without quotation marks as {shown(value)}"
         # Accelerate starts one process for a distributed_type that it compares with nothing.
         verdict = WARN if path == ("distributed_type",) else BAD
         notes.say(verdict, path, why, f"write '{word}'", Fix(SET, path, word))
         return
-    why = f"there is no {typed}: it is one of {', '.join(choices)}"
+    why = f"{typed} is not one of {', '.join(choices)}"
     near = word or next(iter(difflib.get_close_matches(str(value), choices, 1)), None)
     if near is None or str(value).isdigit():
         notes.bad(path, why, "choose one of them")
@@ -234,7 +236,7 @@ def _check_choice(notes: Report, path: tuple[str, ...], entry: Entry, choices: l
         notes.bad(path, why, f"write {near}", Fix(SET, path, near))
 
 
-def _as_typed(document: Document, entry: Entry) -> str:
+def _as_typed(document: Document, entry: ConfigEntry) -> str:
     text = document.text[entry.node.start : entry.node.end]
     return shown(text.strip("'\"") if not entry.node.is_quoted else text)
 
@@ -262,7 +264,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _meant(value: Any, kind: str) -> Any:
-    """The value that a text or another type stands for; None where it is not clear."""
+    """The value that a string or another type stands for; None where it is not clear."""
     if kind == LABEL and not isinstance(value, bool | dict | list):
         return str(value)
     if kind in ("bool", WORDY) and str(value).lower() in ("true", "false", "1", "0"):
@@ -284,14 +286,14 @@ def _number(text: str) -> float | None:
 
 
 def _type(value: Any) -> str:
-    names: dict[type, str] = {str: "a text", bool: "true or false", dict: "a mapping",
+    names: dict[type, str] = {str: "a string", bool: "true or false", dict: "a mapping",
                               list: "a list", int: "a number", float: "a number"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
 
 
 def findings_of(checked: Checked, name: str) -> Iterator[ConfigFinding]:
     """What is bad or unwise in another file, with its name; without the changes."""
-    for one in checked.findings:
-        if one.verdict != OK:
-            where = f"{name}, line {one.line}" if one.line else name
-            yield replace(one, name=f"{where}: {one.name}", line=0, fixes=())
+    for finding in checked.findings:
+        if finding.verdict != OK:
+            where = f"{name}, line {finding.line}" if finding.line else name
+            yield replace(finding, name=f"{where}: {finding.name}", line=0, fixes=())

@@ -46,14 +46,14 @@ class Node:
     end: int
     line: int
     value: Any = None
-    entries: tuple[Entry, ...] | None = None
+    entries: tuple[ConfigEntry, ...] | None = None
     items: tuple[Node, ...] | None = None
     is_flow: bool = False
     is_quoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigEntry:
     """A key of a mapping with its value.
 
     Attributes:
@@ -110,37 +110,37 @@ class Document:
     root: Node
     flaws: tuple[Flaw, ...] = ()
 
-    def entry(self, *path: str) -> Entry | None:
+    def entry(self, *path: str) -> ConfigEntry | None:
         """What stands under a path of keys; None where nothing does. The last of two counts."""
-        node, found = self.root, None
+        node, entry = self.root, None
         for key in path:
-            found = next((e for e in reversed(node.entries or ()) if e.key == key), None)
-            if found is None:
+            entry = next((e for e in reversed(node.entries or ()) if e.key == key), None)
+            if entry is None:
                 return None
-            node = found.node
-        return found
+            node = entry.node
+        return entry
 
     def value(self, *path: str) -> Any:
         """The value under a path, as Python has it; None where nothing stands there."""
-        found = self.entry(*path)
-        return None if found is None else plain(found.node)
+        entry = self.entry(*path)
+        return None if entry is None else plain(entry.node)
 
     def has(self, *path: str) -> bool:
         """Whether something stands under a path, be it null."""
         return self.entry(*path) is not None
 
-    def entries(self, *path: str) -> tuple[Entry, ...]:
+    def entries(self, *path: str) -> tuple[ConfigEntry, ...]:
         """The keys of the mapping under a path; none where there is no mapping."""
-        found = self.entry(*path) if path else None
-        node = self.root if not path else (found.node if found else None)
+        entry = self.entry(*path) if path else None
+        node = self.root if not path else (entry.node if entry else None)
         return () if node is None else node.entries or ()
 
     def line(self, *path: str) -> int:
         """The line of a key, or of the nearest key above it; 0 where there is none."""
         for length in range(len(path), 0, -1):
-            found = self.entry(*path[:length])
-            if found is not None:
-                return found.line
+            entry = self.entry(*path[:length])
+            if entry is not None:
+                return entry.line
         return 0
 
 
@@ -168,7 +168,7 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ConfigEntry]]:
     """Every key below a node with its path, in the order of the text."""
     for entry in node.entries or ():
         yield (*path, entry.key), entry
@@ -194,47 +194,47 @@ def fixed(document: Document, fix: Fix) -> str:
 
 
 def _set(document: Document, fix: Fix) -> tuple[int, int, str]:
-    found = document.entry(*fix.path)
-    if found is None:
+    entry = document.entry(*fix.path)
+    if entry is None:
         return _add(document, fix)
-    node = found.node
+    node = entry.node
     new = written(fix.value, document.syntax)
     is_in_lines = not node.is_flow and (node.entries is not None or node.items is not None)
     if is_in_lines or node.start == node.end:  # on the lines below the key, or nowhere
-        colon = document.text.index(":", found.end) + 1
+        colon = document.text.index(":", entry.end) + 1
         return colon, max(node.end, colon), f" {new}"
     return node.start, node.end, new
 
 
 def _rename(document: Document, fix: Fix) -> tuple[int, int, str]:
-    found = document.entry(*fix.path)
-    assert found is not None, fix
+    entry = document.entry(*fix.path)
+    assert entry is not None, fix
     new = json.dumps(fix.value) if document.syntax == JSON else str(fix.value)
-    return found.start, found.end, new
+    return entry.start, entry.end, new
 
 
 def _remove(document: Document, fix: Fix) -> tuple[int, int, str]:
     siblings = document.entries(*fix.path[:-1])
-    found = document.entry(*fix.path)
-    assert found is not None, fix
-    place = siblings.index(found)
+    entry = document.entry(*fix.path)
+    assert entry is not None, fix
+    place = siblings.index(entry)
     parent = document.entry(*fix.path[:-1]) if len(fix.path) > 1 else None
     node = document.root if parent is None else parent.node
     if not node.is_flow:
-        return _remove_lines(document, found, parent, is_alone=len(siblings) == 1)
+        return _remove_lines(document, entry, parent, is_alone=len(siblings) == 1)
     if place + 1 < len(siblings):
-        return found.start, siblings[place + 1].start, ""
+        return entry.start, siblings[place + 1].start, ""
     before = siblings[place - 1].node.end if place else node.start + 1
-    return before, found.node.end, ""
+    return before, entry.node.end, ""
 
 
 def _remove_lines(
-    document: Document, found: Entry, parent: Entry | None, *, is_alone: bool
+    document: Document, entry: ConfigEntry, parent: ConfigEntry | None, *, is_alone: bool
 ) -> tuple[int, int, str]:
     """All lines of an entry; a mapping that would be left empty becomes {}."""
     text = document.text
-    start = text.rfind("\n", 0, found.start) + 1
-    newline = text.find("\n", max(found.node.end, found.end))
+    start = text.rfind("\n", 0, entry.start) + 1
+    newline = text.find("\n", max(entry.node.end, entry.end))
     end = len(text) if newline < 0 else newline + 1
     if is_alone and parent is not None:
         return parent.end + 1, end, " {}\n"
@@ -265,7 +265,7 @@ def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
 _CHANGES = {SET: _set, RENAME: _rename, REMOVE: _remove, ADD: _add}
 
 
-def _indent(text: str, entry: Entry) -> str:
+def _indent(text: str, entry: ConfigEntry) -> str:
     line = text[text.rfind("\n", 0, entry.start) + 1 : entry.start]
     return line if line.isspace() else ""
 
@@ -279,10 +279,10 @@ def written(value: Any, syntax: str) -> str:
     if syntax == JSON:
         return json.dumps(value)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key}: {written(one, syntax)}" for key, one in value.items())
+        inner = ", ".join(f"{key}: {written(item, syntax)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(written(one, syntax) for one in value)}]"
+        return f"[{', '.join(written(item, syntax) for item in value)}]"
     return _scalar(value)
 
 
@@ -290,12 +290,12 @@ def _scalar(value: Any) -> str:
     """A scalar of YAML 1.1."""
     if isinstance(value, str):
         return value if _is_plain(value) else "'" + value.replace("'", "''") + "'"
-    told = json.dumps(value)
+    literal = json.dumps(value)
     # Without the point 1e-05 is a text.
     return (
-        told.replace("e", ".0e")
-        if "e" in told and "." not in told and isinstance(value, float)
-        else told
+        literal.replace("e", ".0e")
+        if "e" in literal and "." not in literal and isinstance(value, float)
+        else literal
     )
 
 

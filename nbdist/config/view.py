@@ -24,51 +24,51 @@ class CheckView(View):
     checked: Checked | None = None
 
 
-def checked(one: Checked, done: Sequence[str] = (), name: str = "") -> CheckView:
+def checked(result: Checked, done: Sequence[str] = (), name: str = "") -> CheckView:
     """The findings as a table with their lines; below why, and what to change to what.
 
     Args:
-        one: What was checked.
+        result: What was checked.
         done: What to say above.
         name: Of the file, where it is another one by now.
     """
-    title = f"{name or one.document.name}: "
-    view = verdicts(one.findings, before=done, title=title, none="nothing to change")
-    return CheckView(view.text, view.html, one.is_bad, checked=one)
+    title = f"{name or result.document.name}: "
+    view = verdicts(result.findings, before=done, title=title, none="nothing to change")
+    return CheckView(view.text, view.html, result.is_bad, checked=result)
 
 
-def corrected(before: Checked, after: Checked, told: Sequence[str], path: str) -> CheckView:
+def corrected(before: Checked, after: Checked, change_lines: Sequence[str], path: str) -> CheckView:
     """What was changed, and what is found in the corrected file.
 
     Args:
         before: As the user's file was.
         after: As the corrected one is.
-        told: A line for each change.
+        change_lines: A line for each change.
         path: Where it was written.
     """
-    changes = [f"  {line}" for line in told] or ["  nothing: no change is known that would mend it"]
+    changes = [f"  {line}" for line in change_lines] or ["  none: there is no automatic correction"]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]
     return checked(after, lines, path)
 
 
-def configured(one: Configured) -> View:
+def configured(config: Configured) -> View:
     """Every form that the strategy has, under a heading; why it has no others."""
-    setting = one.setting
+    setting = config.setting
     hosts = f" on {setting.hosts} hosts" if setting.hosts > 1 else ""
     parts = [f"{described(setting.choice)}: {setting.choice.world_size} ranks{hosts}"]
-    parts += list(one.notes)
+    parts += list(config.notes)
     for form in FORMS:
-        if form in one.texts:
-            parts += ["", f"--- {form}", one.texts[form].rstrip()]
+        if form in config.texts:
+            parts += ["", f"--- {form}", config.texts[form].rstrip()]
         else:
-            parts += ["", f"--- {form}: none", one.refused[form]]
+            parts += ["", f"--- {form}: none", config.refused[form]]
     return View("\n".join(parts))
 
 
-def written(one: Configured, form: str, path: str) -> View:
+def written(config: Configured, form: str, path: str) -> View:
     """Which file was written, how it is used, and what it does not say."""
-    name, script = shlex.quote(path), shlex.quote(one.setting.script)
+    name, script = shlex.quote(path), shlex.quote(config.setting.script)
     uses = {
         "accelerate": f"accelerate launch --config_file {name} {script}",
         "deepspeed": f"deepspeed_config_file: {name} in a YAML of Accelerate",
@@ -76,5 +76,11 @@ def written(one: Configured, form: str, path: str) -> View:
         SBATCH: f"sbatch {name}",
     }
     return View(
-        "\n".join([f"{path}: {described(one.setting.choice)}", *one.notes, f"use it: {uses[form]}"])
+        "\n".join(
+            [
+                f"{path}: {described(config.setting.choice)}",
+                *config.notes,
+                f"use it with: {uses[form]}",
+            ]
+        )
     )

@@ -9,7 +9,7 @@ import yaml
 
 from nbdist.config import json_reader
 from nbdist.config.report import KNOWN
-from nbdist.config.tree import JSON, YAML, Document, Entry, Flaw, Node
+from nbdist.config.tree import JSON, YAML, ConfigEntry, Document, Flaw, Node
 from nbdist.errors import OptionError
 
 # Of other languages than those that are read.
@@ -26,9 +26,10 @@ def load(path: str | Path) -> Document:
     """
     file = Path(path).expanduser()
     if file.suffix.lower() in _OTHERS:
-        known = "; ".join(f"{kind}: {what}" for kind, what in KNOWN.items())
+        formats = "; ".join(f"{kind}: {what}" for kind, what in KNOWN.items())
         raise OptionError(
-            f"{path} is of no kind that is known: {file.suffix} is not read. Known are {known}."
+            f"{path} has an unknown format: {file.suffix} files are not read. Known formats: "
+            f"{formats}."
         )
     try:
         if file.stat().st_size > LARGEST:
@@ -56,64 +57,68 @@ def read(name: str, text: str, syntax: str = "") -> Document:
     """
     if not syntax:
         suffix = Path(name).suffix.lower()
-        known = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
-        syntax = known or (JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML)
+        syntax_of_suffix = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
+        syntax = syntax_of_suffix or (
+            JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML
+        )
     return json_reader.read(name, text) if syntax == JSON else _read_yaml(name, text)
 
 
 def _read_yaml(name: str, text: str) -> Document:
     try:
         # compose makes no Python objects of it: tags cannot run anything.
-        found: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or str(error)
-        raise OptionError(f"{name}{line}: this is no YAML: {problem}.") from error
-    if not isinstance(found, yaml.MappingNode):
+        raise OptionError(f"{name}{line}: this is not valid YAML: {problem}.") from error
+    if not isinstance(root, yaml.MappingNode):
         raise OptionError(
             f"{name}: a configuration is a mapping of keys to values, which this is not."
         )
     flaws: list[Flaw] = []
     loader = yaml.SafeLoader("")
-    return Document(name, text, YAML, _node(found, loader, flaws, set()), tuple(flaws))
+    return Document(name, text, YAML, _node(root, loader, flaws, set()), tuple(flaws))
 
 
-def _node(found: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> Node:
+def _node(yaml_node: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> Node:
     """A node of PyYAML's as ours; what an alias stands for is repeated."""
-    start, line = found.start_mark.index, found.start_mark.line + 1
-    if id(found) in above:
+    start, line = yaml_node.start_mark.index, yaml_node.start_mark.line + 1
+    if id(yaml_node) in above:
         raise OptionError(f"line {line}: an anchor stands for a mapping that it is in itself.")
-    above = above | {id(found)}
-    if isinstance(found, yaml.MappingNode):
-        entries = _entries(found, loader, flaws, above)
-        is_flow = bool(found.flow_style)
-        end = found.end_mark.index if is_flow or not entries else entries[-1].node.end
+    above = above | {id(yaml_node)}
+    if isinstance(yaml_node, yaml.MappingNode):
+        entries = _entries(yaml_node, loader, flaws, above)
+        is_flow = bool(yaml_node.flow_style)
+        end = yaml_node.end_mark.index if is_flow or not entries else entries[-1].node.end
         return Node(start, end, line, entries=tuple(entries), is_flow=is_flow)
-    if isinstance(found, yaml.SequenceNode):
-        items = tuple(_node(item, loader, flaws, above) for item in found.value)
-        is_flow = bool(found.flow_style)
-        end = found.end_mark.index if is_flow or not items else items[-1].end
+    if isinstance(yaml_node, yaml.SequenceNode):
+        items = tuple(_node(item, loader, flaws, above) for item in yaml_node.value)
+        is_flow = bool(yaml_node.flow_style)
+        end = yaml_node.end_mark.index if is_flow or not items else items[-1].end
         return Node(start, end, line, items=items, is_flow=is_flow)
     try:
-        value = loader.construct_object(found)
+        value = loader.construct_object(yaml_node)
     except (yaml.YAMLError, ValueError):  # a tag of somebody's own, or a date that is none
-        value = found.value
-    is_quoted = found.style in {"'", '"'}
-    return Node(start, found.end_mark.index, line, value, is_quoted=is_quoted)
+        value = yaml_node.value
+    is_quoted = yaml_node.style in {"'", '"'}
+    return Node(start, yaml_node.end_mark.index, line, value, is_quoted=is_quoted)
 
 
-def _entries(found: Any, loader: Any, flaws: list[Flaw], above: set[int]) -> list[Entry]:
-    entries: list[Entry] = []
+def _entries(
+    mapping_node: Any, loader: Any, flaws: list[Flaw], above: set[int]
+) -> list[ConfigEntry]:
+    entries: list[ConfigEntry] = []
     lines: dict[str, int] = {}
-    for key_node, value_node in found.value:
+    for key_node, value_node in mapping_node.value:
         key = str(getattr(key_node, "value", ""))
         line = key_node.start_mark.line + 1
         if key in lines:
-            why = f"it stands on line {lines[key]} already, and the last one counts"
+            why = f"it is on line {lines[key]} already, and the last one counts"
             flaws.append(Flaw(key, line, "twice", why, "keep one of them"))
         lines.setdefault(key, line)
         node = _node(value_node, loader, flaws, above)
         place = key_node.start_mark.index, key_node.end_mark.index
-        entries.append(Entry(key, *place, line, node))
+        entries.append(ConfigEntry(key, *place, line, node))
     return entries

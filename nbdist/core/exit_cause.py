@@ -117,7 +117,7 @@ def _rose(before: int | None, after: int | None) -> bool:
 def _place_of_crash(remains: Remains) -> str:
     cells = remains.cells or {}
     threads = parse_dump(remains.crash_text)
-    crashed = next((one for one in threads if one.is_current), None)
+    crashed = next((thread for thread in threads if thread.is_current), None)
     if crashed is not None and crashed.frames:
         return _where(crashed, cells)
     # A thread without Python, such as Gloo's: then what the cell was doing is what counts.

@@ -93,9 +93,9 @@ def _sameness(failure: RankFailure) -> tuple[str, str, str]:
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """The exception and those that it came from; they can go round in a circle."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -121,16 +121,18 @@ def summary(failures: Iterable[RankFailure]) -> str:
     `rank 1 raised ValueError: boom; rank 0 then failed with RuntimeError: Connection closed ...`
     """
     (first, ranks), *others = grouped(failures)
-    told = f"{ranks_phrase(ranks)} {_told(first, _one_line(first.message))}"
+    line = f"{ranks_phrase(ranks)} {_failure_text(first, _one_line(first.message))}"
     for failure, its_ranks in others[:FULL_TRACEBACKS]:
-        found = _FOLLOWER.search(plain(failure.message))
+        pattern_match = _FOLLOWER.search(plain(failure.message))
         # Of a follower's message, which says where in Gloo's source it is, only what happened.
-        message, verb = (found[0], "then failed with") if found else (failure.message, "raised")
-        told += f"; {ranks_phrase(its_ranks)} {_told(failure, _one_line(message), verb)}"
+        message, verb = (
+            (pattern_match[0], "then failed with") if pattern_match else (failure.message, "raised")
+        )
+        line += f"; {ranks_phrase(its_ranks)} {_failure_text(failure, _one_line(message), verb)}"
     rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
     if rest:
-        told += f"; {ranks_phrase(rest)} failed too"
-    return told
+        line += f"; {ranks_phrase(rest)} failed too"
+    return line
 
 
 def traceback_text(failures: Sequence[RankFailure]) -> str:
@@ -145,23 +147,23 @@ def traceback_text(failures: Sequence[RankFailure]) -> str:
     for number, (failure, ranks) in enumerate(grouped(raised)):
         who = ranks_phrase(ranks)
         if number >= FULL_TRACEBACKS:
-            parts.append(f"{_bold(who)} {_told(failure, _one_line(failure.message))}")
+            parts.append(f"{_bold(who)} {_failure_text(failure, _one_line(failure.message))}")
         elif failure.traceback:
-            head = _bold(f"{who} {_told(failure, '')}")
+            head = _bold(f"{who} {_failure_text(failure, '')}")
             is_short = has_cause and failure.is_follower
             frames = [f for f in failure.traceback if not (is_short and _is_library(f))]
             parts.append(f"{head}:\n" + "\n".join(frames))
         else:
-            parts.append(f"{_bold(who)} {_told(failure, failure.message)}")
+            parts.append(f"{_bold(who)} {_failure_text(failure, failure.message)}")
     return "\n\n".join(parts)
 
 
 def advice(failures: Iterable[RankFailure]) -> str:
     """What to do about the first cause that something is known of, and who else has the like."""
-    told = [failure for failure in root_cause_first(failures) if failure.advice]
-    if not told:
+    advised = [failure for failure in root_cause_first(failures) if failure.advice]
+    if not advised:
         return ""
-    first, *others = told
+    first, *others = advised
     also = sorted(failure.rank for failure in others)
     return first.advice + (f"\n{ranks_phrase(also)} ran out of memory too" if also else "")
 
@@ -174,7 +176,7 @@ def _bold(text: str) -> str:
     return f"\x1b[1m{text}\x1b[0m"
 
 
-def _told(failure: RankFailure, message: str, verb: str = "raised") -> str:
+def _failure_text(failure: RankFailure, message: str, verb: str = "raised") -> str:
     if failure.name == "RankDied":
         return message
     return f"{verb} {failure.name}" + (f": {message}" if message else "")

@@ -70,7 +70,7 @@ class GpuReadings:
     def of(self, uuid: str) -> GpuReading | None:
         """The GPU with this UUID; torch writes it without NVML's "GPU-" before it."""
         wanted = _plain(uuid)
-        return next((one for one in self.gpus if wanted and _plain(one.uuid) == wanted), None)
+        return next((gpu for gpu in self.gpus if wanted and _plain(gpu.uuid) == wanted), None)
 
 
 def _plain(uuid: str) -> str:
@@ -99,15 +99,15 @@ class Nvml:
 
     def read(self) -> GpuReadings:
         """All GPUs, MIG instances in place of the GPU that is cut up. One that fails is named."""
-        found: list[GpuReading] = []
+        readings: list[GpuReading] = []
         problems: list[str] = []
         for index in range(int(self._nvml.nvmlDeviceGetCount())):
             try:
-                found += self._read_gpu(index)
+                readings += self._read_gpu(index)
             except Exception as error:  # noqa: BLE001  # NVML's errors have no public base class
                 self._devices.pop(index, None)
                 problems.append(f"GPU {index} cannot be read: {error}")
-        return GpuReadings(tuple(found), tuple(problems))
+        return GpuReadings(tuple(readings), tuple(problems))
 
     def close(self) -> None:
         """Let go of the driver."""
@@ -117,7 +117,7 @@ class Nvml:
         if index not in self._devices:
             self._devices[index] = tuple(self._parts(index))
         whole = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        return iter([self._reading(whole, part, known) for part, known in self._devices[index]])
+        return iter([self._reading(whole, part, fixed) for part, fixed in self._devices[index]])
 
     def _parts(self, index: int) -> Iterator[tuple[Any, GpuReading]]:
         """The GPU itself, or its MIG instances, with what never changes of them."""
@@ -130,7 +130,7 @@ class Nvml:
 
     def _mig_handles(self, whole: Any) -> Iterator[Any]:
         nvml = self._nvml
-        mode = self._told(lambda: nvml.nvmlDeviceGetMigMode(whole))
+        mode = self._ask(lambda: nvml.nvmlDeviceGetMigMode(whole))
         if mode is None or not mode[0]:
             return
         for number in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(whole))):
@@ -140,23 +140,23 @@ class Nvml:
                 if getattr(error, "value", None) != 6:  # NOT_FOUND: this slot has no instance
                     raise
 
-    def _reading(self, whole: Any, part: Any, known: GpuReading) -> GpuReading:
-        nvml, told = self._nvml, self._told
+    def _reading(self, whole: Any, part: Any, fixed: GpuReading) -> GpuReading:
+        nvml, ask = self._nvml, self._ask
         # The second version leaves out what the driver keeps for itself, as nvidia-smi does.
         version = nvml.nvmlMemory_v2
-        memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(part, version=version))
+        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(part, version=version))
         # Of a MIG instance the driver tells memory alone; heat and power are the whole GPU's.
-        rates = told(lambda: nvml.nvmlDeviceGetUtilizationRates(part))
-        power_mw = told(lambda: nvml.nvmlDeviceGetPowerUsage(whole))
-        limit_mw = told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
-        bits = told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
+        rates = ask(lambda: nvml.nvmlDeviceGetUtilizationRates(part))
+        power_mw = ask(lambda: nvml.nvmlDeviceGetPowerUsage(whole))
+        limit_mw = ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
+        bits = ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
         return replace(
-            known,
+            fixed,
             used_bytes=None if memory is None else int(memory.used),
             total_bytes=None if memory is None else int(memory.total),
             busy_percent=None if rates is None else float(rates.gpu),
             memory_busy_percent=None if rates is None else float(rates.memory),
-            temperature_c=told(
+            temperature_c=ask(
                 lambda: float(nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU))
             ),
             power_w=None if power_mw is None else power_mw / 1000,
@@ -164,10 +164,10 @@ class Nvml:
             throttled=None if bits is None else reasons(int(bits)),
         )
 
-    def _told(self, ask: Callable[[], Any]) -> Any:
+    def _ask(self, query: Callable[[], Any]) -> Any:
         """What NVML answers; None where this GPU has no such number."""
         try:
-            return ask()
+            return query()
         except Exception as error:
             if getattr(error, "value", None) in _LACKING:
                 return None

@@ -62,14 +62,14 @@ def state(pid: int) -> str:
 
 def catches(status: str, number: int) -> bool:
     """Whether /proc/PID/status says that the process has a handler for a signal."""
-    found = re.search(r"^SigCgt:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    match = re.search(r"^SigCgt:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 def oom_kills(counts: str) -> int | None:
     """The count in memory.events (cgroup v2), memory.oom_control (v1) or /proc/vmstat."""
-    found = re.search(r"^oom_kill (\d+)$", counts, re.MULTILINE)
-    return None if found is None else int(found[1])
+    match = re.search(r"^oom_kill (\d+)$", counts, re.MULTILINE)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class MemoryGroup:
     def droppable_bytes(self) -> int:
         """Files that were read once: they are given back before anything is killed."""
         stat = text(self.folder / "memory.stat")
-        found = re.search(rf"^{_VERSIONS[self.version][4]} (\d+)$", stat, re.MULTILINE)
-        return 0 if found is None else int(found[1])
+        match = re.search(rf"^{_VERSIONS[self.version][4]} (\d+)$", stat, re.MULTILINE)
+        return 0 if match is None else int(match[1])
 
     def _number(self, name: str) -> int | None:
         typed = text(self.folder / name).strip()
@@ -126,15 +126,15 @@ def memory_groups(pid: int | str) -> tuple[MemoryGroup, ...]:
 
 def parse_cgroups(listed: str) -> dict[str, str]:
     """The paths in /proc/PID/cgroup that can count memory: "v1" or "v2" -> path."""
-    found = {}
+    paths = {}
     for line in listed.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if "memory" in controllers.split(","):
-            found["v1"] = path
+            paths["v1"] = path
         elif number == "0" and not controllers:
-            found["v2"] = path
-    return found
+            paths["v2"] = path
+    return paths
 
 
 def lineage(path: str) -> list[str]:
@@ -143,5 +143,5 @@ def lineage(path: str) -> list[str]:
     In a container the path may be the host's, of which only the end, or nothing, can be seen.
     """
     pure = PurePosixPath(path.lstrip("/"))
-    names = [str(one) for one in (pure, *pure.parents)]
+    names = [str(folder) for folder in (pure, *pure.parents)]
     return ["" if name == "." else name for name in names]

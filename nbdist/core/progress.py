@@ -79,23 +79,23 @@ class Progress:
         return f" {self.unit}" if self.unit and self.unit != BYTES else ""
 
 
-def together(told: Mapping[int, Progress | None]) -> Progress | None:
+def together(by_rank: Mapping[int, Progress | None]) -> Progress | None:
     """What all ranks come to: the record of the one that is last, with where the others are.
 
     Args:
-        told: By rank; None of one that does nothing that is told of.
+        by_rank: By rank; None of one that does nothing that is told of.
     """
-    found = {rank: one for rank, one in told.items() if one is not None}
-    if not found:
+    reported = {rank: progress for rank, progress in by_rank.items() if progress is not None}
+    if not reported:
         return None
-    last = min(found.values(), key=_position)
-    ahead = {r: one for r, one in found.items() if _is_ahead(one, last)}
+    last = min(reported.values(), key=_position)
+    ahead = {r: progress for r, progress in reported.items() if _is_ahead(progress, last)}
     if not ahead:
         return last
-    behind = rank_label([rank for rank in found if rank not in ahead])
-    shares = [one.share for one in ahead.values() if one.phase == last.phase]
-    span = _span([one for one in shares if one is not None])
-    later = {one.what: None for one in ahead.values() if one.phase != last.phase}
+    behind = rank_label([rank for rank in reported if rank not in ahead])
+    shares = [progress.share for progress in ahead.values() if progress.phase == last.phase]
+    span = _span([share for share in shares if share is not None])
+    later = {progress.what: None for progress in ahead.values() if progress.phase != last.phase}
     there = ", ".join(filter(None, [span, *later]))
     return replace(last, ranks=f"rank {behind}; {rank_label(sorted(ahead))}: {there}")
 
@@ -108,11 +108,11 @@ def _span(shares: list[float]) -> str:
     return least if least == most else f"{least[:-1]}-{most}"
 
 
-def _position(one: Progress) -> tuple[int, float]:
-    return one.phase, one.share or 0.0
+def _position(progress: Progress) -> tuple[int, float]:
+    return progress.phase, progress.share or 0.0
 
 
-def _is_ahead(one: Progress, last: Progress) -> bool:
-    if one.phase != last.phase:
-        return one.phase > last.phase
-    return (one.share or 0.0) > (last.share or 0.0) + _AHEAD
+def _is_ahead(progress: Progress, last: Progress) -> bool:
+    if progress.phase != last.phase:
+        return progress.phase > last.phase
+    return (progress.share or 0.0) > (last.share or 0.0) + _AHEAD

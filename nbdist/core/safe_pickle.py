@@ -120,7 +120,7 @@ def _check(data: bytes, *, has_classes: bool) -> None:
     if not data:
         raise Refused("is empty")
     if data[0] != pickle.PROTO[0]:
-        raise Refused("is no pickle of protocol 2 or later")
+        raise Refused("is not a pickle of protocol 2 or later")
     pattern = _pattern(min(len(data) >> 16, 255), len(data) >> 24, has_classes=has_classes)
     at = 0
     while at < len(data):
@@ -141,7 +141,7 @@ def _check(data: bytes, *, has_classes: bool) -> None:
 def _refuse(data: bytes, at: int) -> NoReturn:
     opcode = _INSTRUCTIONS.get(data[at])
     if opcode is None:
-        raise Refused(f"is damaged: byte {at} ({data[at]:#04x}) is no instruction of a pickle")
+        raise Refused(f"is damaged: byte {at} ({data[at]:#04x}) is not a pickle instruction")
     length = opcode.arg.n if opcode.arg else 0
     # The others have their length in front of them: the pattern would have taken a whole one.
     if opcode.name in {"SHORT_BINUNICODE", "LONG1"} or at + 1 + max(length, 0) > len(data):

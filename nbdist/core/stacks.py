@@ -69,15 +69,15 @@ def user_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     start = next(
         (
             number
-            for number, one in enumerate(frames)
-            if one.function == _SHELL_FUNCTION and _SHELL.search(one.file)
+            for number, frame in enumerate(frames)
+            if frame.function == _SHELL_FUNCTION and _SHELL.search(frame.file)
         ),
         None,
     )
     if start is None:
-        users = (n for n, one in enumerate(frames) if not _ENGINE.search(one.file))
+        users = (n for n, frame in enumerate(frames) if not _ENGINE.search(frame.file))
         start = next(users, len(frames)) - 1
-    return tuple(one for one in frames[start + 1 :] if not is_ours(one.file))
+    return tuple(frame for frame in frames[start + 1 :] if not is_ours(frame.file))
 
 
 def is_ours(file: str) -> bool:
@@ -113,12 +113,12 @@ def place_name(file: str, cells: Mapping[str, int]) -> str:
 
 def stacks_text(threads: Sequence[ThreadStack], cells: Mapping[str, int]) -> str:
     """All threads that do something, the one with a cell first; empty if all are idle."""
-    shown = [(one, user_part(one.frames)) for one in threads]
+    shown = [(thread, user_part(thread.frames)) for thread in threads]
     # The sort keeps the order of the others.
     shown.sort(key=lambda pair: not any(frame.file in cells for frame in pair[1]))
     return "\n".join(
-        "\n".join([f"{one.name}:", *(f"  {frame_text(frame, cells)}" for frame in frames)])
-        for one, frames in shown
+        "\n".join([f"{thread.name}:", *(f"  {frame_text(frame, cells)}" for frame in frames)])
+        for thread, frames in shown
         if frames
     )
 

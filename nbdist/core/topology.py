@@ -163,7 +163,7 @@ _SITUATIONS = {
         "NCCL needs a GPU for each rank, and {obstacle}. Use --backend gloo or --backend auto.",
     ),
 }
-_GLOO_ON_OWN_GPUS = "Gloo, as asked: each rank has its own GPU, so NCCL would work too."
+_GLOO_ON_OWN_GPUS = "Gloo, as requested: each rank has its own GPU, so NCCL would work too."
 
 
 def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") -> BackendChoice:
@@ -212,7 +212,7 @@ def local_reports(
     """
     if n < 1:
         raise OptionError(f"-n {n} starts no rank. Use 1 or more.")
-    one = EngineReport(
+    report = EngineReport(
         engine_id=0,
         hostname=hostname,
         gpus=gpus,
@@ -221,7 +221,7 @@ def local_reports(
         has_cuda=has_cuda,
         torch_version=torch_version,
     )
-    return tuple(replace(one, engine_id=i, rank_hint=i, local_hint=i) for i in range(n))
+    return tuple(replace(report, engine_id=i, rank_hint=i, local_hint=i) for i in range(n))
 
 
 def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]:
@@ -243,13 +243,13 @@ def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]
     for number, count in Counter(numbers).items():
         if number not in by_index:
             there = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in available)
-            seen = f"These do: {there}" if there else "This machine has no GPU"
+            existing = f"These do: {there}" if there else "This machine has no GPU"
             raise OptionError(
-                f"GPU {number} does not exist. {seen}. Use --gpus none for ranks on the CPU."
+                f"GPU {number} does not exist. {existing}. Use --gpus none for ranks on the CPU."
             )
         if count > 1:
             raise OptionError(
-                f"GPU {number} stands {count} times in --gpus {spec}. "
+                f"GPU {number} occurs {count} times in --gpus {spec}. "
                 "Name each GPU once; with a larger -n the ranks share them."
             )
     return tuple(by_index[number] for number in numbers)
@@ -274,14 +274,14 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
     others = [ip for name, ip in zero.addresses if not _INNER_INTERFACE.match(name)]
-    found = [ip for ip in (zero.toward_controller, *others) if _leaves_the_host(ip)]
-    if not found:
-        seen = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
+    reachable = [ip for ip in (zero.toward_controller, *others) if _leaves_the_host(ip)]
+    if not reachable:
+        addresses = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
         raise StartError(
             f"Rank 0 on {zero.hostname} has no address that the other hosts could reach; "
-            f"its addresses: {seen}. Bring up its network, or start all ranks on one host."
+            f"its addresses: {addresses}. Bring up its network, or start all ranks on one host."
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(reachable))
 
 
 def _leaves_the_host(ip: str) -> bool:

@@ -48,9 +48,11 @@ class Value:
 
     def refused(self, needed: str) -> Misfit:
         """The error that says what it is, and what it has to be."""
-        told = _told(self.raw)
+        raw_text = _raw_text(self.raw)
         kind = _KINDS.get(type(self.raw), f"a {type(self.raw).__name__}")
-        return Misfit(f"{self.where or 'it'} is {kind}{told and f' ({told})'}, not {needed}")
+        return Misfit(
+            f"{self.where or 'it'} is {kind}{raw_text and f' ({raw_text})'}, not {needed}"
+        )
 
     def get(self, key: str, default: Any = _NEEDED) -> Value:
         """What a dict has under a key; without a default the key may not lack."""
@@ -83,27 +85,27 @@ class Value:
 
     def rows(self, length: int) -> list[list[Value]]:
         """A list of lists that are all of one length."""
-        found = [row.entries() for row in self.entries()]
-        for number, row in enumerate(found):
+        rows = [row.entries() for row in self.entries()]
+        for number, row in enumerate(rows):
             if len(row) != length:
                 raise Misfit(f"{self.where}[{number}] has {len(row)} entries, not {length}")
-        return found
+        return rows
 
     def records(self) -> Sequence[Mapping[str, Any]]:
         """A list of dicts, as it was read."""
-        found: Sequence[Mapping[str, Any]] = self.sequence()
-        if not _are(dict, found):
+        records: Sequence[Mapping[str, Any]] = self.sequence()
+        if not _are(dict, records):
             for entry in self.entries():
                 entry.mapping()
-        return found
+        return records
 
     def whole(self, least: int = -MOST, most: int = MOST) -> int:
         """A whole number within bounds."""
         if type(self.raw) is not int:
             raise self.refused("a whole number")
         if not least <= self.raw <= most:
-            told = _told(self.raw)
-            raise Misfit(f"{self.where} is the number {told}, not one of {least} to {most}")
+            raw_text = _raw_text(self.raw)
+            raise Misfit(f"{self.where} is the number {raw_text}, not one of {least} to {most}")
         return self.raw
 
     def size(self) -> int:
@@ -134,15 +136,15 @@ class Value:
 
     def sizes_of(self, key: str, default: int = _NEEDED) -> list[int]:
         """The time, address or size that each dict of a list has under a key."""
-        found = [row.get(key, default) for row in self.records()]
-        if not _are_within(found, 0, MOST_BYTES):
+        sizes = [row.get(key, default) for row in self.records()]
+        if not _are_within(sizes, 0, MOST_BYTES):
             return [row.get(key, default).size() for row in self.entries()]
-        return found
+        return sizes
 
     def texts_of(self, key: str) -> list[str]:
         """The text that each dict of a list has under a key."""
-        found = [row.get(key, _NEEDED) for row in self.records()]
-        return found if _are_texts(found) else [row[key].text() for row in self.entries()]
+        texts = [row.get(key, _NEEDED) for row in self.records()]
+        return texts if _are_texts(texts) else [row[key].text() for row in self.entries()]
 
     def record(self, kind: type[T]) -> T:
         """A dataclass of what its asdict() became in JSON, by the types of its fields.
@@ -150,9 +152,9 @@ class Value:
         Fields that are not there take their default; fields that the class does not have are
         passed over, as a later version of the same format may have written them.
         """
-        found, hints, values = self.mapping(), typing.get_type_hints(kind), {}
+        mapping, hints, values = self.mapping(), typing.get_type_hints(kind), {}
         for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # T is a dataclass
-            if field.name in found:
+            if field.name in mapping:
                 values[field.name] = self[field.name].of_type(hints[field.name])
             elif field.default is field.default_factory is dataclasses.MISSING:
                 raise Misfit(f"{self._below(field.name)} is missing")
@@ -179,7 +181,7 @@ class Value:
         return self.raw
 
 
-def _told(raw: object) -> str:
+def _raw_text(raw: object) -> str:
     if isinstance(raw, int) and raw.bit_length() > _LONGEST_BITS:
         return f"of {raw.bit_length()} bits"  # Python refuses to write very long ones
     if isinstance(raw, (str, bytes)) and len(raw) > _LONGEST:
@@ -196,13 +198,13 @@ def _is_written(text: str) -> bool:
     return True
 
 
-def _are(kind: type, found: Iterable[Any]) -> bool:
-    return set(map(type, found)) <= {kind}
+def _are(kind: type, values: Iterable[Any]) -> bool:
+    return set(map(type, values)) <= {kind}
 
 
-def _are_texts(found: Sequence[Any]) -> bool:
-    return _are(str, found) and _is_written("".join(set(found)))
+def _are_texts(values: Sequence[Any]) -> bool:
+    return _are(str, values) and _is_written("".join(set(values)))
 
 
-def _are_within(found: Sequence[Any], least: int, most: int) -> bool:
-    return _are(int, found) and (not found or (least <= min(found) and max(found) <= most))
+def _are_within(values: Sequence[Any], least: int, most: int) -> bool:
+    return _are(int, values) and (not values or (least <= min(values) and max(values) <= most))

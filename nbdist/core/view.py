@@ -13,7 +13,7 @@ from nbdist.core.units import shown
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Something to show.
+    """A result as text and as HTML: IPython shows one of them.
 
     Attributes:
         text: For terminals, nbval and screen readers; complete by itself.
@@ -91,7 +91,7 @@ def verdicts(
     after = [advice(finding) for finding in findings if finding.verdict != OK]
     above = [*before, f"{title}{summary(findings)}"]
     view = table(head, rows, before=above, after=after or [none])
-    return View(view.text, view.html, is_bad=any(one.verdict == BAD for one in findings))
+    return View(view.text, view.html, is_bad=any(finding.verdict == BAD for finding in findings))
 
 
 def lines_html(texts: Iterable[str]) -> str:
@@ -102,7 +102,9 @@ def lines_html(texts: Iterable[str]) -> str:
 def lines(texts: Iterable[str]) -> View:
     """Lines of text; spaces at their beginnings stay."""
     listed = list(texts)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(one)}</div>' for one in listed)
+    body = "".join(
+        f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in listed
+    )
     return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
 
 

@@ -53,7 +53,7 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 
 def system(facts: Facts) -> Iterator[Finding]:
-    """The operating system."""
+    """Whether nbdist runs on this operating system, and with which limits."""
     try:
         note = versions.check_system(facts.platform)
     except StartError as error:
@@ -90,7 +90,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
                 name,
                 version,
                 BAD,
-                f"this torch is built for the CPU alone, and {_gpus(len(facts.gpus))} there",
+                f"this torch is built for the CPU only, and {_gpus(len(facts.gpus))} there",
                 "install a build with CUDA: https://pytorch.org/get-started",
             )
         else:
@@ -110,35 +110,37 @@ def devices(facts: Facts) -> Iterator[Finding]:
         )
     elif not facts.gpus:
         yield Finding("GPUs", "none", OK, "ranks run on the CPU, with Gloo")
-    for one in facts.gpus:
-        yield _gpu(one)
-    drivers = sorted({one.driver for one in facts.gpus})
+    for gpu in facts.gpus:
+        yield _gpu(gpu)
+    drivers = sorted({gpu.driver for gpu in facts.gpus})
     if drivers:
         yield Finding("driver", ", ".join(drivers))
 
 
-def _gpu(one: GpuFacts) -> Finding:
-    name = f"GPU {one.gpu.index}"
-    found = f"{one.gpu.name}, {one.used_bytes / 1e9:.1f} of {one.total_bytes / 1e9:.1f} GB used"
-    if one.compute_mode not in {"Default", "[N/A]", ""}:
+def _gpu(facts: GpuFacts) -> Finding:
+    name = f"GPU {facts.gpu.index}"
+    state = (
+        f"{facts.gpu.name}, {facts.used_bytes / 1e9:.1f} of {facts.total_bytes / 1e9:.1f} GB used"
+    )
+    if facts.compute_mode not in {"Default", "[N/A]", ""}:
         return Finding(
             name,
-            f"{found}, compute mode {one.compute_mode}",
-            BAD if one.compute_mode == "Prohibited" else WARN,
+            f"{state}, compute mode {facts.compute_mode}",
+            BAD if facts.compute_mode == "Prohibited" else WARN,
             "no process may use it"
-            if one.compute_mode == "Prohibited"
-            else "one process alone may use it: two ranks cannot share it",
-            f"sudo nvidia-smi -i {one.gpu.index} -c DEFAULT, or another GPU with --gpus",
+            if facts.compute_mode == "Prohibited"
+            else "only one process may use it: two ranks cannot share it",
+            f"sudo nvidia-smi -i {facts.gpu.index} -c DEFAULT, or another GPU with --gpus",
         )
-    if one.total_bytes and one.used_bytes > BUSY_GPU * one.total_bytes:
+    if facts.total_bytes and facts.used_bytes > BUSY_GPU * facts.total_bytes:
         return Finding(
             name,
-            found,
+            state,
             WARN,
-            "processes hold memory there, which may be ranks of yours",
+            "processes use memory there; they may be your own ranks",
             "nvidia-smi lists them; choose other GPUs with --gpus",
         )
-    return Finding(name, found)
+    return Finding(name, state)
 
 
 # How GPUs are connected, slowest last, and what that means.
@@ -158,13 +160,13 @@ def topology(facts: Facts) -> Iterator[Finding]:
         return
     order = list(_LINKS)
     first, second, kind = max(facts.links, key=lambda link: order.index(_kind(link[2])))
-    found = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[_kind(kind)]})"
+    slowest = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[_kind(kind)]})"
     if _kind(kind) != "SYS":
-        yield Finding("GPU links", found)
+        yield Finding("GPU links", slowest)
         return
     yield Finding(
         "GPU links",
-        found,
+        slowest,
         WARN,
         "a collective of all GPUs is as slow as the link between the CPUs",
         "choose GPUs of one CPU with --gpus (nvidia-smi topo -m shows which), or keep tensor "
@@ -189,45 +191,45 @@ def machine(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding("cores", f"{cores} for {_ranks(n)}")
-    found = f"{facts.available_bytes / 1e9:.1f} GB available"
+    available = f"{facts.available_bytes / 1e9:.1f} GB available"
     try:
         host_memory.check(facts.available_bytes, n)
     except StartError as error:
-        yield Finding("memory", found, BAD, str(error))
+        yield Finding("memory", available, BAD, str(error))
     else:
-        yield Finding("memory", found)
+        yield Finding("memory", available)
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Room in /dev/shm."""
+    """Whether /dev/shm has enough room for tensors that processes share."""
     if facts.shm is None:
-        yield Finding("/dev/shm", "none", OK, "this system has none, and torch uses other ways")  # noqa: S108
+        yield Finding("/dev/shm", "none", OK, "this system has none; torch uses other means")  # noqa: S108
         return
     free, total = facts.shm.free_bytes, facts.shm.total_bytes
-    found = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    free_text = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
     try:
         note = shm.check(free, total, facts.world_size, uses_nccl=bool(facts.gpus))
     except StartError as error:
-        yield Finding("/dev/shm", found, BAD, str(error))  # noqa: S108
+        yield Finding("/dev/shm", free_text, BAD, str(error))  # noqa: S108
     else:
-        yield Finding("/dev/shm", found, WARN if note else OK, note)  # noqa: S108
+        yield Finding("/dev/shm", free_text, WARN if note else OK, note)  # noqa: S108
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
     """Room where the runs' folders are."""
     if facts.disk is None:
         return
-    found = f"{units.size(facts.disk.free_bytes)} free in {facts.disk.path}"
+    free_text = f"{units.size(facts.disk.free_bytes)} free in {facts.disk.path}"
     if facts.disk.free_bytes < LITTLE_DISK_BYTES:
         yield Finding(
             "temporary files",
-            found,
+            free_text,
             WARN,
             "a start fails where nothing can be written, and long outputs are cut",
             "free some space there, or point TMPDIR elsewhere and restart the kernel",
         )
     else:
-        yield Finding("temporary files", found)
+        yield Finding("temporary files", free_text)
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
@@ -247,7 +249,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
             "processes",
             processes,
             ENOUGH_PROCESSES,
-            "threads count as well, and each rank has dozens: 'Resource temporarily unavailable'",
+            "threads count too, and each rank has dozens: 'Resource temporarily unavailable'",
             "ulimit -u",
         )
     if locked is not None:
@@ -256,25 +258,25 @@ def limits(facts: Facts) -> Iterator[Finding]:
 
 def _limit(name: str, limit: tuple[int, int], enough: int, why: str, command: str) -> Finding:
     soft, hard = limit
-    found = f"{_number(soft)}, up to {_number(hard)}"
+    limits = f"{_number(soft)}, up to {_number(hard)}"
     if soft == UNLIMITED or soft >= enough:
-        return Finding(name, found)
+        return Finding(name, limits)
     reachable = enough if hard == UNLIMITED or hard >= enough else hard
     what = f"{command} {reachable} in the shell that starts Jupyter"
     if reachable < enough:
-        what += f"; more than {hard:,} only the system's administrator can give"
-    return Finding(name, found, WARN, why, what)
+        what += f"; more than {hard:,} only the system's administrator can set"
+    return Finding(name, limits, WARN, why, what)
 
 
 def _locked(soft: int, *, has_gpus: bool) -> Finding:
     if soft == UNLIMITED:
         return Finding("locked memory", "unlimited")
-    found = units.size(soft)
+    limit_text = units.size(soft)
     if not has_gpus:
-        return Finding("locked memory", found, OK, "only InfiniBand asks for more")
+        return Finding("locked memory", limit_text, OK, "only InfiniBand asks for more")
     return Finding(
         "locked memory",
-        found,
+        limit_text,
         WARN,
         "NCCL over InfiniBand pins more than that ('ibv_reg_mr failed'); within one machine it "
         "does not matter",
@@ -284,11 +286,11 @@ def _locked(soft: int, *, has_gpus: bool) -> Finding:
 
 def variables(facts: Facts) -> Iterator[Finding]:
     """Environment variables that change what ranks do."""
-    visible = tuple(str(one.gpu.index) for one in facts.gpus)
-    uuids = tuple(one.gpu.uuid for one in facts.gpus)
+    visible = tuple(str(gpu.gpu.index) for gpu in facts.gpus)
+    uuids = tuple(gpu.gpu.uuid for gpu in facts.gpus)
     yield from settings(
         facts.environ,
-        facts.given,
+        facts.launched,
         interfaces=facts.interfaces,
         gpus=(*visible, *uuids),
         threads_per_rank=max(1, facts.cores // max(1, facts.world_size)),
@@ -300,24 +302,24 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
     for run in facts.runs:
         yield _run(run)
     if not any(run.state == run_owner.DEAD for run in facts.runs):
-        yield Finding("leftovers", "none of dead runs")
+        yield Finding("leftovers", "none from dead runs")
 
 
 def _run(run: Run) -> Finding:
     count = len(run.processes)
-    found = f"{run.state}, {count} process{'es' if count != 1 else ''}"
+    state = f"{run.state}, {count} process{'es' if count != 1 else ''}"
     if run.shm_files:
-        found += f", {len(run.shm_files)} of its files in /dev/shm"
+        state += f", {len(run.shm_files)} of its files in /dev/shm"
     name = f"run {run.name}"
     kernel = "" if run.owner is None else f"kernel {run.owner.pid}"
     if run.state == run_owner.RUNNING:
         whose = f"{kernel} ({run.owner.where})" if run.owner else "whose kernel is not known"
-        return Finding(name, f"{found}, {whose}")
+        return Finding(name, f"{state}, {whose}")
     rows = {
         run_owner.STOPPED: (
             OK,
             "ended by nbdist stop; its notebook has not run a cell since",
-            "nothing: the folder goes when the notebook notices, or ends",
+            "nothing: the folder is removed when the notebook notices, or ends",
         ),
         run_owner.DEAD: (
             WARN,
@@ -326,23 +328,23 @@ def _run(run: Run) -> Finding:
         ),
         run_owner.ELSEWHERE: (
             OK,
-            "it belongs to another host or container, so it cannot be told whether it lives",
+            "it belongs to another host or container, so it is not known whether it is alive",
             f"if it does not, remove {run.folder} by hand",
         ),
         run_owner.UNKNOWN: (
             WARN,
-            "nobody is written down as its owner, so it is left alone",
+            "no owner is recorded, so it is left alone",
             _by_hand(run),
         ),
     }
-    return Finding(name, found, *rows[run.state])
+    return Finding(name, state, *rows[run.state])
 
 
 def _by_hand(run: Run) -> str:
-    pids = " ".join(str(one.pid) for one in run.processes)
+    pids = " ".join(str(process.pid) for process in run.processes)
     todo = [f"kill {pids}"] if pids else []
     todo += [f"rm -r {run.folder}"] if run.has_folder else []
-    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left of it'}"
+    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left to remove'}"
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (

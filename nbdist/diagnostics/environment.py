@@ -42,7 +42,7 @@ FINE: Judged = (OK, "", "")
 
 def settings(
     environ: Mapping[str, str],
-    given: Mapping[str, str],
+    launched: Mapping[str, str],
     *,
     interfaces: Sequence[str],
     gpus: Sequence[str],
@@ -52,39 +52,41 @@ def settings(
 
     Args:
         environ: The notebook's.
-        given: What nbdist's launcher gives local ranks beside or instead of that.
+        launched: What nbdist's launcher gives local ranks beside or instead of that.
         interfaces: See CheckContext.
         gpus: See CheckContext.
         threads_per_rank: See CheckContext.
     """
     around = HostContext(interfaces, gpus, threads_per_rank)
-    names = {name for name in (*environ, *given) if _is_listed(name)} | SHOWN_UNSET
+    names = {name for name in (*environ, *launched) if _is_listed(name)} | SHOWN_UNSET
     for name in sorted(names):
-        yield _finding(name, environ.get(name), given.get(name), around)
+        yield _finding(name, environ.get(name), launched.get(name), around)
 
 
 def _is_listed(name: str) -> bool:
     return name in RULES or name.startswith(PREFIXES)
 
 
-def _finding(name: str, typed: str | None, given: str | None, around: HostContext) -> Finding:
+def _finding(name: str, typed: str | None, launched: str | None, around: HostContext) -> Finding:
     if typed is None:
-        return Finding(name, UNSET if given is None else f"{given or EMPTY} ({LAUNCHER})")
-    found = f"{typed or EMPTY} ({NOTEBOOK})"
-    if given is not None and given != typed:
-        found = f"{found[:-1]}; ranks of the profile local get {given or EMPTY} by {LAUNCHER})"
+        return Finding(name, UNSET if launched is None else f"{launched or EMPTY} ({LAUNCHER})")
+    value_text = f"{typed or EMPTY} ({NOTEBOOK})"
+    if launched is not None and launched != typed:
+        value_text = (
+            f"{value_text[:-1]}; ranks of the profile local get {launched or EMPTY} by {LAUNCHER})"
+        )
     judge = RULES.get(name)
-    judged = _kept(name, typed) if judge is None else judge(typed, around)
-    return Finding(name, found, *judged)
+    judged = _conflict(name, typed) if judge is None else judge(typed, around)
+    return Finding(name, value_text, *judged)
 
 
-def _kept(name: str, value: str) -> Judged:
+def _conflict(name: str, value: str) -> Judged:
     """What cluster.nccl_env says of it."""
-    told = nccl_env.conflicts({name: value})
-    if not told:
+    conflicts = nccl_env.conflicts({name: value})
+    if not conflicts:
         return FINE
     # `NAME=1 was kept. With it ... . Set it to 0, or remove it.`
-    why, _, what = told[0].partition(" was kept. ")[2].rpartition(". ")
+    why, _, what = conflicts[0].partition(" was kept. ")[2].rpartition(". ")
     return WARN, why, what.rstrip(".")
 
 
@@ -120,25 +122,25 @@ def nccl_debug(value: str, _around: HostContext) -> Judged:
 
 
 def _less() -> str:
-    return "NCCL_DEBUG=WARN tells of errors alone"
+    return "NCCL_DEBUG=WARN reports only errors"
 
 
 def gloo_interfaces(value: str, around: HostContext) -> Judged:
     """Whether the interfaces exist that Gloo is told to use: exact names, separated by commas."""
-    return _missing("Gloo", [one.strip() for one in value.split(",")], around.interfaces)
+    return _missing("Gloo", [name.strip() for name in value.split(",")], around.interfaces)
 
 
 def nccl_interfaces(value: str, around: HostContext) -> Judged:
     """Whether NCCL's list leaves any interface: prefixes, `=` for exact names, `^` for all but."""
     text = value.strip()
     is_excluded, is_exact = text.startswith("^"), "=" in text[:2]
-    names = [one.strip() for one in text.lstrip("^=").split(",") if one.strip()]
+    names = [entry.strip() for entry in text.lstrip("^=").split(",") if entry.strip()]
 
     def fits(interface: str, name: str) -> bool:
         return interface == name if is_exact else interface.startswith(name)
 
-    left = [i for i in around.interfaces if any(fits(i, n) for n in names) != is_excluded]
-    return FINE if left else _no_interface("NCCL", value, around.interfaces)
+    usable = [i for i in around.interfaces if any(fits(i, n) for n in names) != is_excluded]
+    return FINE if usable else _no_interface("NCCL", value, around.interfaces)
 
 
 def _missing(who: str, names: Sequence[str], interfaces: Sequence[str]) -> Judged:
@@ -158,7 +160,7 @@ def threads(value: str, around: HostContext) -> Judged:
     """Whether the ranks' threads have cores of their own."""
     text = value.strip().split(",", maxsplit=1)[0]
     if not text.isdigit() or int(text) < 1:
-        return BAD, "this is no number of threads", "set it to 1 or more, or remove it"
+        return BAD, "this is not a number of threads", "set it to 1 or more, or remove it"
     if int(text) > around.threads_per_rank:
         why = (
             f"each rank starts {text} threads and has {around.threads_per_rank} cores: ranks take "
@@ -174,18 +176,18 @@ def threads(value: str, around: HostContext) -> Judged:
 
 def visible_gpus(value: str, around: HostContext) -> Judged:
     """Whether CUDA_VISIBLE_DEVICES names GPUs that exist; CUDA ends the list at the first other."""
-    entries = [one.strip() for one in value.split(",") if one.strip()]
+    entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     if not entries or entries[0] == "-1":
         why = "ranks run on the CPU: it hides all GPUs" if around.gpus else ""
         return (WARN, why, "remove it, or name some (0,1)") if around.gpus else FINE
     for number, entry in enumerate(entries):
         # CUDA takes the beginning of a UUID; nvidia-smi does not list those of MIG slices so.
         is_uuid = entry.startswith("GPU-")
-        named = [one for one in around.gpus if one == entry or (is_uuid and one.startswith(entry))]
+        named = [gpu for gpu in around.gpus if gpu == entry or (is_uuid and gpu.startswith(entry))]
         if not named and not (around.gpus and entry.startswith("MIG-")):
-            seen = f"CUDA sees {number} of {len(entries)}"
-            there = ", ".join(one for one in around.gpus if one.isdigit()) or "none"
-            return BAD, f"there is no GPU {entry}, so {seen}", f"name GPUs that exist: {there}"
+            visible = f"CUDA sees {number} of {len(entries)}"
+            there = ", ".join(gpu for gpu in around.gpus if gpu.isdigit()) or "none"
+            return BAD, f"there is no GPU {entry}, so {visible}", f"name GPUs that exist: {there}"
     return FINE
 
 
@@ -201,14 +203,14 @@ def debug_level(value: str, _around: HostContext) -> Judged:
     if level == "DETAIL":
         return (
             WARN,
-            "it is slow, and DDP ends the process under it (torch 2.11, 2.13)",
-            "remove it; %dist_init --debug detail makes the checks another way",
+            "it is slow, and DDP crashes the process with it (torch 2.11, 2.13)",
+            "remove it; %dist_init --debug detail does the checks another way",
         )
     return FINE
 
 
 _LAUNCHED = (
-    "a job of torchrun's has left it; nbdist gives its ranks their own, but code in the notebook "
+    "left over from a torchrun job; nbdist gives its ranks their own, but code in the notebook "
     "takes itself for a rank"
 )
 _MEETING = "nbdist does not use it: ranks of one machine meet in a file, others find rank 0"

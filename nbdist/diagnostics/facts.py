@@ -59,7 +59,7 @@ class Facts:
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
         environ: The notebook's environment.
-        given: Variables that the launcher of the profile local sets for ranks.
+        launched: Variables that the launcher of the profile local sets for ranks.
         interfaces: Names of the network interfaces.
         runs: Of this user, as far as this machine knows.
     """
@@ -78,6 +78,6 @@ class Facts:
     disk: Space | None = None
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
-    given: Mapping[str, str] = field(default_factory=dict)
+    launched: Mapping[str, str] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     runs: tuple[Run, ...] = ()

@@ -36,22 +36,22 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         debug: The --debug of those that run.
         gpus_typed: Their --gpus.
     """
-    known, problem = _gpus()
+    gpu_facts, problem = _gpus()
     visible = gpus.filter_visible(
-        tuple(one.gpu for one in known), os.environ.get("CUDA_VISIBLE_DEVICES")
+        tuple(gpu.gpu for gpu in gpu_facts), os.environ.get("CUDA_VISIBLE_DEVICES")
     )
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
-    given = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
+    variables = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
     if gpus_typed is not None:
-        given["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
+        variables["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(
         platform=sys.platform,
         python=platform.python_version(),
         executable=sys.executable,
         packages={name: _version(name) for name in checks.OLDEST},
-        gpus=known,
-        links=_links() if len(known) > 1 else (),
+        gpus=gpu_facts,
+        links=_links() if len(gpu_facts) > 1 else (),
         smi_problem=problem,
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
@@ -60,7 +60,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),
         environ=dict(os.environ),
-        given={name: value for name, value in given.items() if name not in _NO_SETTINGS},
+        launched={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.find_runs(),
     )
@@ -117,11 +117,11 @@ def _limits() -> dict[str, tuple[int, int]]:
         "locked memory": resource.RLIMIT_MEMLOCK,
     }
 
-    def known(limit: int) -> int:
+    def finite(limit: int) -> int:
         return UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
     both = {name: resource.getrlimit(number) for name, number in numbers.items()}
-    return {name: (known(soft), known(hard)) for name, (soft, hard) in both.items()}
+    return {name: (finite(soft), finite(hard)) for name, (soft, hard) in both.items()}
 
 
 def _bytes(mib: str) -> int:

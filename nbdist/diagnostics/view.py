@@ -33,7 +33,7 @@ def running(those: Sequence[Run]) -> View:
         for run in those
     ]
     if not rows:
-        return View("no clusters of yours run on this machine")
+        return View("you have no clusters running on this machine")
     head = ["run", "kernel", "ranks", "hosts", "since", "state", "notebook"]
     return table(head, rows)
 

@@ -17,15 +17,15 @@ LEFT_OUT = {
     "python": "left out, Python calls of nbdist",
     "failed": "left out, they failed when they ran",
     "repeated": "left out, the same text as an earlier cell",
-    "magic": "left out, there as comments: no Python",
-    "syntax": "left out, there as comments: Python does not accept them",
-    "options": "left out, there as comments: their options cannot be read",
-    "line": "left out, there as comments: a statement that cannot stay shares its line",
+    "magic": "left out, kept as comments: not Python",
+    "syntax": "left out, kept as comments: Python does not accept them",
+    "options": "left out, kept as comments: their options cannot be read",
+    "line": "left out, kept as comments: a statement that cannot stay shares its line",
 }
 CHANGED = {
-    "comment": "there as comments, a script has no magics and shell commands",
+    "comment": "kept as comments, a script has no magics and shell commands",
     "stops": "the script stops there: a magic or shell command gives a value. Write it in Python",
-    "nested": "there as comments: a cell magic inside Python code. Write it as a cell of its own",
+    "nested": "kept as comments: a cell magic inside Python code. Write it as a cell of its own",
     "notebook": "names that only a notebook has",
     "keyboard": "they ask for typed input, which ranks do not have",
     "timeout": "--timeout has no effect in a script",
@@ -75,7 +75,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CellPart:
     """What a cell becomes.
 
     Attributes:
@@ -115,10 +115,10 @@ def _is_idle(line: str) -> bool:
     return not line.strip() or line.lstrip().startswith("#")
 
 
-def foreign_magic(magics: Sequence[tuple[str, str]], own: frozenset[str]) -> str:
+def foreign_magic(magics: Sequence[tuple[str, str]], nbdist_magics: frozenset[str]) -> str:
     """The first cell magic under which the cell is no plain Python any more; "" for none."""
     for name, line in magics:
-        if name not in own and (name not in _TRANSPARENT or (name == "capture" and line)):
+        if name not in nbdist_magics and (name not in _TRANSPARENT or (name == "capture" and line)):
             return f"%%{name}"
     return ""
 
@@ -131,8 +131,8 @@ def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, s
         return []
     calls = [call for node in ast.walk(tree) if (call := _shell_call(node)) is not None]
     calls.sort(key=lambda call: call.lineno)
-    told = (tuple(map(_constant, call.args)) for call in calls if _method(call) == _LINE_MAGIC)
-    return [(given[0], given[1]) for given in told if len(given) == 2]
+    arguments = (tuple(map(_constant, call.args)) for call in calls if _method(call) == _LINE_MAGIC)
+    return [(words[0], words[1]) for words in arguments if len(words) == 2]
 
 
 _LINE_MAGIC = "run_line_magic"
@@ -144,7 +144,7 @@ def python_of(body: str, transform: Callable[[str], str]) -> str:
         return transform(body)
 
 
-def part(body: str, transform: Callable[[str], str], show: str) -> Part:
+def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
     """What a distributed cell becomes.
 
     Args:
@@ -161,9 +161,11 @@ def part(body: str, transform: Callable[[str], str], show: str) -> Part:
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise LeftOutError("syntax", f"{where}{error.msg}") from error
-    made = Part(source, read.tree, read.is_async)
-    edits = [edit for node in _statements(read.tree) if (edit := _edit(made, node)) is not None]
-    made.notes.extend(_noticed(read.tree, source, edits))
+    cell_part = CellPart(source, read.tree, read.is_async)
+    edits = [
+        edit for node in _statements(read.tree) if (edit := _edit(cell_part, node)) is not None
+    ]
+    cell_part.notes.extend(_noticed(read.tree, source, edits))
     edited = text.edited(source, edits)
     final = text.checked(edited)  # %time has brought names along
     last = final.tree.body[-1] if final.tree.body else None
@@ -171,7 +173,7 @@ def part(body: str, transform: Callable[[str], str], show: str) -> Part:
         is_silenced = text.is_silenced(edited)
         shown = [] if is_silenced else [text.called(edited, last, show)]
         edited = text.edited(edited, shown)
-    return replace(made, source=edited, tree=final.tree, is_async=final.is_async)
+    return replace(cell_part, source=edited, tree=final.tree, is_async=final.is_async)
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -181,7 +183,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
 def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
     """Whether the last value of the script's cell is the one that the notebook shows."""
     instead = next(
-        (one.lines[-1] for one in edits if one.first <= typed.lineno <= one.last), _TIMED
+        (edit.lines[-1] for edit in edits if edit.first <= typed.lineno <= edit.last), _TIMED
     )
     is_print = isinstance(last.value, ast.Call) and _name(last.value.func) in {"print", "display"}
     return instead.endswith(_TIMED) and not is_print
@@ -191,36 +193,36 @@ def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
 _TIMED = "  # %time"
 
 
-def _edit(made: Part, node: ast.stmt) -> Edit | None:
+def _edit(cell_part: CellPart, node: ast.stmt) -> Edit | None:
     """What has to stand in the place of a statement; None where it stays."""
-    lines = _replacement(made, node)
+    lines = _replacement(cell_part, node)
     if lines is None:
         return None
-    if not text.stands_alone(made.source, node):
-        raise LeftOutError("line", made.source.split("\n")[node.lineno - 1].strip())
-    margin = text.margin(made.source, node)
+    if not text.stands_alone(cell_part.source, node):
+        raise LeftOutError("line", cell_part.source.split("\n")[node.lineno - 1].strip())
+    margin = text.margin(cell_part.source, node)
     return Edit(node.lineno, text.last_line(node), tuple(f"{margin}{line}" for line in lines))
 
 
-def _replacement(made: Part, node: ast.stmt) -> list[str] | None:
+def _replacement(cell_part: CellPart, node: ast.stmt) -> list[str] | None:
     match node:
         case ast.ImportFrom(module="__future__"):
-            made.futures.extend(alias.name for alias in node.names)
-            return _as_comment(made, node, _lines_of(made, node))
+            cell_part.futures.extend(alias.name for alias in node.names)
+            return _as_comment(cell_part, node, _lines_of(cell_part, node))
         case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "nbdist":
             return _imports(node)
         case ast.Import() if any(alias.name.split(".")[0] == "nbdist" for alias in node.names):
             raise LeftOutError("python", ast.unparse(node))
         case ast.Expr() if (call := _shell_call(node.value)) is not None:
-            return _magic(made, node, call)
+            return _magic(cell_part, node, call)
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             call = _shell_call(node.value)
-            return None if call is None else _stop(made, node, call)
+            return None if call is None else _stop(cell_part, node, call)
     return None
 
 
-def _lines_of(made: Part, node: ast.stmt) -> list[str]:
-    lines = made.source.split("\n")[node.lineno - 1 : text.last_line(node)]
+def _lines_of(cell_part: CellPart, node: ast.stmt) -> list[str]:
+    lines = cell_part.source.split("\n")[node.lineno - 1 : text.last_line(node)]
     return [line.strip() for line in lines]
 
 
@@ -231,65 +233,67 @@ def _imports(node: ast.ImportFrom) -> list[str]:
         if node.module != "nbdist" or alias.name not in _IN_PLACE_OF:
             raise LeftOutError("python", ast.unparse(node))
         if alias.name in {"shown", "step"}:
-            given = alias.asname or alias.name
+            alias_text = alias.asname or alias.name
         else:
-            given = f" as {alias.asname}" if alias.asname else ""
-        lines.append(f"{_IN_PLACE_OF[alias.name].format(given)}  # from nbdist in the notebook")
+            alias_text = f" as {alias.asname}" if alias.asname else ""
+        lines.append(
+            f"{_IN_PLACE_OF[alias.name].format(alias_text)}  # from nbdist in the notebook"
+        )
     return lines
 
 
-def _magic(made: Part, node: ast.Expr, call: ast.Call) -> list[str]:
+def _magic(cell_part: CellPart, node: ast.Expr, call: ast.Call) -> list[str]:
     """A magic or shell command that stands alone."""
     typed = _typed(call)
-    given = [_constant(one) for one in call.args]
-    if _method(call) == _LINE_MAGIC and given[:1] == ["time"] and _is_python(given[1:]):
-        return [f"{given[1]}{_TIMED}"]
+    words = [_constant(argument) for argument in call.args]
+    if _method(call) == _LINE_MAGIC and words[:1] == ["time"] and _is_python(words[1:]):
+        return [f"{words[1]}{_TIMED}"]
     is_nested = _method(call) == "run_cell_magic"
-    made.notes.append(("nested" if is_nested else "comment", typed))
-    lines = _lines_of(made, node) if is_nested else [typed]
-    return _as_comment(made, node, lines)
+    cell_part.notes.append(("nested" if is_nested else "comment", typed))
+    lines = _lines_of(cell_part, node) if is_nested else [typed]
+    return _as_comment(cell_part, node, lines)
 
 
-def _is_python(given: Sequence[str]) -> bool:
-    if not given or not given[0].strip() or "\n" in given[0]:
+def _is_python(words: Sequence[str]) -> bool:
+    if not words or not words[0].strip() or "\n" in words[0]:
         return False
     try:
-        text.checked(given[0])
+        text.checked(words[0])
     except SyntaxError:
         return False
     return True
 
 
-def _as_comment(made: Part, node: ast.stmt, lines: Sequence[str]) -> list[str]:
+def _as_comment(cell_part: CellPart, node: ast.stmt, lines: Sequence[str]) -> list[str]:
     comments = [text.commented(line) for line in lines]
-    is_nested = all(node is not one for one in made.tree.body)
+    is_nested = all(node is not statement for statement in cell_part.tree.body)
     return [*comments, "pass"] if is_nested else comments
 
 
 def _stop(
-    made: Part, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
+    cell_part: CellPart, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
 ) -> list[str]:
     """A statement that takes a value from a magic or a shell command."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     typed = " = ".join([*map(ast.unparse, targets), _typed(call)])
-    made.notes.append(("stops", typed))
-    told = f"{typed}: a script has no magics and shell commands; write it in Python"
-    return [text.commented(typed), f"raise NotImplementedError({told!r})"]
+    cell_part.notes.append(("stops", typed))
+    reason = f"{typed}: a script has no magics and shell commands; write it in Python"
+    return [text.commented(typed), f"raise NotImplementedError({reason!r})"]
 
 
 def _noticed(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:
     """What stays as it is, and will not work."""
-    found = []
+    uses = []
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     for node in sorted(names, key=lambda name: (name.lineno, name.col_offset)):
         if any(edit.first <= node.lineno <= edit.last for edit in edits):
             continue
         if _ONLY_NOTEBOOKS.fullmatch(node.id):
-            found.append(("notebook", node.id))
+            uses.append(("notebook", node.id))
         elif node.id in _KEYBOARD:
-            found.append(("keyboard", f"{node.id}()"))
-    own = text.bound_names(tree)
-    return [(kind, what) for kind, what in dict.fromkeys(found) if what.strip("()") not in own]
+            uses.append(("keyboard", f"{node.id}()"))
+    defined = text.bound_names(tree)
+    return [(kind, what) for kind, what in dict.fromkeys(uses) if what.strip("()") not in defined]
 
 
 def _shell_call(node: ast.AST | None) -> ast.Call | None:
@@ -315,9 +319,9 @@ def _constant(node: ast.expr) -> str:
 
 def _typed(call: ast.Call) -> str:
     """A magic or shell command as it is typed, in one line."""
-    given = [_constant(one).replace("\n", " ") for one in call.args]
+    words = [_constant(argument).replace("\n", " ") for argument in call.args]
     marks = {_LINE_MAGIC: "%", "run_cell_magic": "%%", "magic": "%"}
-    return (marks.get(_method(call), "!") + " ".join(given)).strip()
+    return (marks.get(_method(call), "!") + " ".join(words)).strip()
 
 
 def _name(node: ast.expr) -> str:

@@ -16,8 +16,8 @@ from nbdist.errors import OptionError
 from nbdist.exporter import cell as exporter_cell
 from nbdist.exporter import script
 from nbdist.exporter import source as text
-from nbdist.exporter.cell import CHANGED, LEFT_OUT, LeftOutError, Note, Part
-from nbdist.exporter.script import Names, Piece, Settings
+from nbdist.exporter.cell import CHANGED, LEFT_OUT, CellPart, LeftOutError, Note
+from nbdist.exporter.script import Names, Piece, ScriptSettings
 from nbdist.strategy.choice import Strategy, described
 
 LOCAL = "local"
@@ -27,7 +27,7 @@ _EXITS = {"exit", "exit()", "quit", "quit()"}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class NotebookCell:
     """A cell of a notebook.
 
     Attributes:
@@ -82,25 +82,25 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedScript:
     """A script and what to say of it.
 
     Attributes:
-        script: Its text.
-        taken: Numbers of the cells that are in it.
+        text: Its text.
+        cells: Numbers of the cells that are in it.
         total: How many code cells there were.
-        told: One line of each kind about cells that were left out or changed, and strategies.
+        notes: One line of each kind about cells that were left out or changed, and strategies.
         world_size: Ranks that the notebook starts.
     """
 
-    script: str
-    taken: tuple[int, ...]
+    text: str
+    cells: tuple[int, ...]
     total: int
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
     world_size: int
 
 
-def export(cells: Sequence[Cell], title: str, reader: Reader) -> Exported:
+def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> ExportedScript:
     """The distributed cells, in their order, as one script.
 
     Args:
@@ -115,31 +115,33 @@ def export(cells: Sequence[Cell], title: str, reader: Reader) -> Exported:
     for cell in cells:
         walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
     written = script.written(title, walk.pieces, walk.names, walk.settings())
-    left = [Note("syntax", number, what) for number, what in written.refused.items()]
-    notes = [note for note in walk.notes if note.number not in written.refused] + left
-    kept = [piece for piece in walk.pieces if piece.part is not None]
-    taken = tuple(piece.number for piece in kept if piece.number not in written.refused)
+    refusals = [Note("syntax", number, what) for number, what in written.refused.items()]
+    notes = [note for note in walk.notes if note.number not in written.refused] + refusals
+    with_code = [piece for piece in walk.pieces if piece.part is not None]
+    exported_cells = tuple(
+        piece.number for piece in with_code if piece.number not in written.refused
+    )
     remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
-    told = tuple(text.printable(line) for line in (*_told(notes), *remarks))
-    if not taken:
-        raise OptionError(_nothing(cells, title, told))
-    return Exported(written.text, taken, _count(cells), told, walk.world_size)
+    lines = tuple(text.printable(line) for line in (*_note_lines(notes), *remarks))
+    if not exported_cells:
+        raise OptionError(_nothing(cells, title, lines))
+    return ExportedScript(written.text, exported_cells, _count(cells), lines, walk.world_size)
 
 
-def _nothing(cells: Sequence[Cell], title: str, told: Sequence[str]) -> str:
-    lines = "".join(f"\n  {line}" for line in told)
+def _nothing(cells: Sequence[NotebookCell], title: str, notes: Sequence[str]) -> str:
+    lines = "".join(f"\n  {line}" for line in notes)
     return (
-        f"There is nothing to export: none of {_count(cells)} code cells of {title} can be taken. "
-        "Taken are cells with %%distributed or %%rank, and plain ones below %dist_mode all or "
+        f"There is nothing to export from the {_count(cells)} code cells of {title}. Cells with "
+        "%%distributed or %%rank are exported, and plain ones below %dist_mode all or "
         f"%dist_init --auto.{lines}"
     )
 
 
-def _count(cells: Sequence[Cell]) -> int:
+def _count(cells: Sequence[NotebookCell]) -> int:
     return sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
 
 
-def _told(notes: Sequence[Note]) -> list[str]:
+def _note_lines(notes: Sequence[Note]) -> list[str]:
     """One line of each kind, with its cells."""
     lines = []
     for kind, phrase in {**LEFT_OUT, **CHANGED}.items():
@@ -153,7 +155,7 @@ def _told(notes: Sequence[Note]) -> list[str]:
     return lines
 
 
-def _names(cells: Sequence[Cell], reader: Reader) -> Names:
+def _names(cells: Sequence[NotebookCell], reader: Reader) -> Names:
     """Names for the script's own things that no cell uses."""
     used: set[str] = set()
     for cell in cells:
@@ -200,18 +202,20 @@ class _Walk:
     def is_training(self) -> bool:
         """Whether a cell so far uses an Accelerator: a strategy that comes later is a switch."""
         used = {"accelerator", "Accelerator"}
-        return any(text.read_names(part.tree) & used for part in self.taken)
+        return any(text.read_names(part.tree) & used for part in self.taken_parts)
 
     @property
-    def taken(self) -> list[Part]:
+    def taken_parts(self) -> list[CellPart]:
         """The cells so far."""
         return [piece.part for piece in self.pieces if piece.part is not None]
 
-    def settings(self) -> Settings:
+    def settings(self) -> ScriptSettings:
         """What the head of the script needs to know."""
-        return Settings(self.world_size, self.start.seed, self.start.choice, tuple(self.remarks))
+        return ScriptSettings(
+            self.world_size, self.start.seed, self.start.choice, tuple(self.remarks)
+        )
 
-    def take(self, cell: Cell) -> None:
+    def take(self, cell: NotebookCell) -> None:
         """Go one cell further."""
         if not cell.is_code:
             self.pieces += [Piece(0, "", text=line) for line in _headings(cell.text)]
@@ -220,7 +224,7 @@ class _Walk:
         elif cell.text.strip():
             self._code(cell)
 
-    def _code(self, cell: Cell) -> None:
+    def _code(self, cell: NotebookCell) -> None:
         opened = exporter_cell.opened(cell.text)
         verbs = [magic for magic in opened.magics if magic[0] in CELL_VERBS]
         where = self._where(verbs, opened.body)
@@ -246,9 +250,9 @@ class _Walk:
         name, line = verbs[0]
         if name == LOCAL:
             return Magic()
-        known = self.reader.magic(name, line)
-        assert known is not None, name
-        return _checked(known)
+        magic = self.reader.magic(name, line)
+        assert magic is not None, name
+        return _checked(magic)
 
     def _begins_with_own(self, body: str) -> bool:
         """Whether a cell runs in the notebook whatever the mode."""
@@ -260,36 +264,42 @@ class _Walk:
         is_loading = name.endswith("load_ext") and line.split()[:1] == ["nbdist"]
         return is_loading or self.reader.magic(name, line) is not None
 
-    def _local(self, cell: Cell, body: str) -> None:
+    def _local(self, cell: NotebookCell, body: str) -> None:
         magics = exporter_cell.line_magics(body, self.reader.transform)
-        own = [known for one in magics if (known := self.reader.magic(*one)) is not None]
-        for known in own:
-            self._obey(cell, known)
-        if own or self._begins_with_own(body):
+        nbdist_magics = [
+            magic
+            for typed_magic in magics
+            if (magic := self.reader.magic(*typed_magic)) is not None
+        ]
+        for magic in nbdist_magics:
+            self._obey(cell, magic)
+        if nbdist_magics or self._begins_with_own(body):
             self._leave(cell, "control")
         else:
             uses_api = re.search(r"\bnbdist\b", body) is not None
             self._leave(cell, "python" if uses_api else "local")
 
-    def _obey(self, cell: Cell, magic: Magic) -> None:
+    def _obey(self, cell: NotebookCell, magic: Magic) -> None:
         """Take over what a magic of nbdist says."""
         self.mode = magic.mode or self.mode
         if magic.problem or magic.note:
             self.remarks.append(f"cell {cell.number}: {magic.problem or magic.note}")
         start = self.start
-        if magic.seed is not None and self.taken:
+        if magic.seed is not None and self.taken_parts:
             self.remarks.append(f"cell {cell.number}: --seed {magic.seed} comes later; left out")
         elif magic.seed is not None:
             start = replace(start, seed=magic.seed)
         if magic.choice is not None and self.is_training:
-            told = f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
-            self.remarks.append(told)
-            self.pieces.append(Piece(0, "", text=f"# {told[0].upper()}{told[1:]}."))
+            remark = (
+                f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
+            )
+            self.remarks.append(remark)
+            self.pieces.append(Piece(0, "", text=f"# {remark[0].upper()}{remark[1:]}."))
         elif magic.choice is not None:
             start = replace(start, choice=magic.choice)
         self.start = replace(start, world_size=start.world_size or magic.world_size)
 
-    def _distributed(self, cell: Cell, body: str, where: Magic) -> None:
+    def _distributed(self, cell: NotebookCell, body: str, where: Magic) -> None:
         try:
             part = exporter_cell.part(body, self.reader.transform, self.names.show)
         except LeftOutError as error:
@@ -304,7 +314,7 @@ class _Walk:
         if where.timeout_s is not None:
             self.notes.append(Note("timeout", cell.number))
 
-    def _leave(self, cell: Cell, kind: str, what: str = "") -> None:
+    def _leave(self, cell: NotebookCell, kind: str, what: str = "") -> None:
         what = what.partition("\n")[0]  # a usage follows
         self.notes.append(Note(kind, cell.number, what))
         if what:  # of a cell that runs on ranks

@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.errors import OptionError
-from nbdist.exporter.export import Cell
+from nbdist.exporter.export import NotebookCell
 
 FORMAT = 4
 
 
-def found(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
+def notebook_path(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
     """The file of the notebook that this kernel runs, as far as its front end tells; else None.
 
     Args:
         variables: Of the notebook; VS Code puts the path among them.
         environment: Of the kernel; Jupyter's server puts the path there.
     """
-    told = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
-    path = Path(str(told))
+    name = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
+    path = Path(str(name))
     # The server may tell it from its own folder; a kernel runs in its notebook's.
     places = [path, Path(path.name)] if path.suffix == ".ipynb" else []
     return next((place for place in places if place.is_file()), None)
 
 
-def read(path: Path) -> list[Cell]:
+def read(path: Path) -> list[NotebookCell]:
     """The cells of a notebook's file; code cells are numbered from 1.
 
     Raises:
@@ -40,14 +40,16 @@ def read(path: Path) -> list[Cell]:
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or notebook.get("nbformat") != FORMAT:
         raise OptionError(
-            f"{path} is no notebook of format {FORMAT}. Open it in Jupyter and save it: that "
-            "brings an older one up to date."
+            f"{path} is not a notebook of format {FORMAT}. Open it in Jupyter and save it: that "
+            "converts an older one."
         )
     numbers = iter(range(1, len(cells) + 1))
     return [
-        Cell(next(numbers), _source(cell))
+        NotebookCell(next(numbers), _source(cell))
         if cell.get("cell_type") == "code"
-        else Cell(0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False)
+        else NotebookCell(
+            0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False
+        )
         for cell in cells
     ]
 

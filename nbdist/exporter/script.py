@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from nbdist.exporter import source as text
-from nbdist.exporter.cell import Part
+from nbdist.exporter.cell import CellPart
 from nbdist.strategy.choice import Options, Strategy, described
 
 
@@ -64,13 +64,13 @@ class Piece:
 
     number: int
     title: str
-    part: Part | None = None
+    part: CellPart | None = None
     ranks: tuple[int, ...] | None = None
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ScriptSettings:
     """What the notebook was started with.
 
     Attributes:
@@ -101,26 +101,28 @@ class Written:
     remark: str
 
 
-def written(title: str, pieces: Sequence[Piece], names: Names, settings: Settings) -> Written:
+def written(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> Written:
     """The script; a cell that Python does not accept among the others stands in comments."""
     refused: dict[int, str] = {}
     while True:
-        kept = [_refusal(p, refused[p.number]) if p.number in refused else p for p in pieces]
+        checked_pieces = [
+            _refusal(p, refused[p.number]) if p.number in refused else p for p in pieces
+        ]
         blocks: list[str] = []
         try:
-            for piece in kept:
+            for piece in checked_pieces:
                 blocks.append(_block(piece, names))  # noqa: PERF401  # its length says where it failed
-            head = _head(title, kept, names, settings)
-            whole = "\n\n".join([head, *blocks, _end(kept, names)]) + "\n"
+            head = _head(title, checked_pieces, names, settings)
+            whole = "\n\n".join([head, *blocks, _end(checked_pieces, names)]) + "\n"
             _check(whole)
         except SyntaxError as error:
-            is_whole = len(blocks) == len(kept)
+            is_whole = len(blocks) == len(checked_pieces)
             guilty = _at(error.lineno or 0, head, blocks) if is_whole else len(blocks)
-            if kept[guilty].number == 0:  # comments, the head or the end: our mistake
+            if checked_pieces[guilty].number == 0:  # comments, the head or the end: our mistake
                 raise
-            refused[kept[guilty].number] = str(error.msg)
+            refused[checked_pieces[guilty].number] = str(error.msg)
         else:
-            is_ours = _uses(kept, "accelerator")
+            is_ours = _uses(checked_pieces, "accelerator")
             return Written(whole, refused, _accelerator(settings.choice, is_ours=is_ours)[1])
 
 
@@ -132,10 +134,10 @@ def _check(whole: str) -> None:
 def _at(line: int, head: str, blocks: Sequence[str]) -> int:
     """Which block a line of the script is in."""
     first = head.count("\n") + 3
-    for number, one in enumerate(blocks):
-        if line < first + one.count("\n") + 2:
+    for number, block in enumerate(blocks):
+        if line < first + block.count("\n") + 2:
             return number
-        first += one.count("\n") + 2
+        first += block.count("\n") + 2
     raise AssertionError(f"line {line} is behind all cells")
 
 
@@ -174,14 +176,14 @@ def _uses(pieces: Sequence[Piece], name: str) -> bool:
     return False
 
 
-def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings) -> str:
+def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> str:
     parts = [piece.part for piece in pieces if piece.part is not None]
     futures = sorted({name for part in parts for name in part.futures})
     is_async = any(part.is_async for part in parts)
     has_accelerator = _uses(pieces, "accelerator")
     has_display = _uses(pieces, "display")
     shows = has_display or any(f"{names.show}(" in part.source for part in parts)
-    given, remark = _accelerator(settings.choice, is_ours=has_accelerator)
+    arguments, remark = _accelerator(settings.choice, is_ours=has_accelerator)
     lines = [
         *_first_lines(title, settings, remark),
         *(["", f"from __future__ import {', '.join(futures)}"] if futures else []),
@@ -203,12 +205,12 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: Settings)
     lines += ["", "", f"device = {names.join}()"]
     lines += [_GPU_ID] if _uses(pieces, "gpu_id") else []
     lines += [f"set_seed({settings.seed})"] if settings.seed is not None else []
-    lines += [f"accelerator = Accelerator({given})"] if has_accelerator else []
+    lines += [f"accelerator = Accelerator({arguments})"] if has_accelerator else []
     lines += [_LOOP.format(loop=names.loop)] if is_async else []
     return "\n".join(lines)
 
 
-def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
+def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]:
     shown = text.printable(title).replace("\n", "?")
     size = settings.world_size
     several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well
@@ -224,7 +226,7 @@ def _first_lines(title: str, settings: Settings, remark: str) -> list[str]:
         lines += [
             "#",
             "# Not as in the notebook:",
-            *(text.commented(f"- {one}") for one in remarks),
+            *(text.commented(f"- {remark_line}") for remark_line in remarks),
         ]
     return lines
 
@@ -241,12 +243,12 @@ def _strategy_remark(choice: Strategy | None) -> str:
 
 def _accelerator(choice: Strategy | None, *, is_ours: bool) -> tuple[str, str]:
     """The arguments of the script's Accelerator, and what to say in the head."""
-    given = None if choice is None else _arguments(choice)
-    if choice is None or given is None:
+    arguments = None if choice is None else _arguments(choice)
+    if choice is None or arguments is None:
         return "", _strategy_remark(choice)
-    if given and not is_ours:
-        return "", f"give your Accelerator what the notebook's strategy gave it: {given}"
-    return given, ""
+    if arguments and not is_ours:
+        return "", f"give your Accelerator what the notebook's strategy gave it: {arguments}"
+    return arguments, ""
 
 
 def _arguments(choice: Strategy) -> str | None:
@@ -254,12 +256,12 @@ def _arguments(choice: Strategy) -> str | None:
     bare = replace(choice.options, precision="fp32", accumulate=1)
     if choice.name != "ddp" or bare != Options():
         return None
-    given = []
+    arguments = []
     if choice.options.precision != "fp32":
-        given.append(f"mixed_precision={choice.options.precision!r}")
+        arguments.append(f"mixed_precision={choice.options.precision!r}")
     if choice.options.accumulate > 1:
-        given.append(f"gradient_accumulation_steps={choice.options.accumulate}")
-    return ", ".join(given).replace("'", '"')
+        arguments.append(f"gradient_accumulation_steps={choice.options.accumulate}")
+    return ", ".join(arguments).replace("'", '"')
 
 
 def _end(pieces: Sequence[Piece], names: Names) -> str:

@@ -40,7 +40,7 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedSource:
     """A cell's source that Python accepts.
 
     Attributes:
@@ -52,7 +52,7 @@ class Checked:
     is_async: bool
 
 
-def checked(source: str) -> Checked:
+def checked(source: str) -> CheckedSource:
     """The source as Python reads it in a notebook, where `await` may stand at the top level.
 
     Raises:
@@ -65,7 +65,7 @@ def checked(source: str) -> Checked:
             code = compile(tree, "cell", "exec", allow, dont_inherit=True)
         except (ValueError, RecursionError, MemoryError) as error:  # a null byte, endless nesting
             raise SyntaxError(str(error) or type(error).__name__) from error
-    return Checked(tree, bool(code.co_flags & _CO_COROUTINE))
+    return CheckedSource(tree, bool(code.co_flags & _CO_COROUTINE))
 
 
 # inspect.CO_COROUTINE; with a top-level await the module's code is a coroutine.
@@ -163,8 +163,8 @@ def margin(source: str, node: ast.stmt) -> str:
 
 def is_silenced(source: str) -> bool:
     """Whether the last statement ends with a semicolon: then a notebook shows no result."""
-    told = [token for token in _tokens(source) if token.type not in _BLANK]
-    return bool(told) and told[-1].string == ";"
+    tokens = [token for token in _tokens(source) if token.type not in _BLANK]
+    return bool(tokens) and tokens[-1].string == ";"
 
 
 def words(source: str) -> frozenset[str]:

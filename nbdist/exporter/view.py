@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbdist.core.view import View
-from nbdist.exporter.export import Exported
+from nbdist.exporter.export import ExportedScript
 
 
-def written(path: Path, origin: str, notes: Sequence[str], exported: Exported) -> View:
+def written(path: Path, origin: str, notes: Sequence[str], exported: ExportedScript) -> View:
     """Which cells are in the script, what was left out and why, and how to run it.
 
     Args:
@@ -24,9 +24,9 @@ def written(path: Path, origin: str, notes: Sequence[str], exported: Exported) -
     return View(
         "\n".join(
             (
-                f"{path}: {len(exported.taken)} of {exported.total} code cells of {origin}",
+                f"{path}: {len(exported.cells)} of {exported.total} code cells of {origin}",
                 *notes,
-                *exported.told,
+                *exported.notes,
                 f"run it: torchrun --nproc-per-node {size} {name}",
             )
         )

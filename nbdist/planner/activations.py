@@ -126,7 +126,7 @@ def _blocks_bytes(
         return layers * whole
     kind = "selective" if how == "selective" else "full"
     again = layers // int(how) if how.isdecimal() else layers
-    kept = block_bytes(shape, load, widths, choice, kind=kind)
+    kept_bytes = block_bytes(shape, load, widths, choice, kind=kind)
     # What selective keeps of a block is no second time there when the rest is computed again.
-    anew = whole - kept if how == "selective" else whole
-    return again * kept + (layers - again) * whole + (anew if again else 0)
+    anew = whole - kept_bytes if how == "selective" else whole
+    return again * kept_bytes + (layers - again) * whole + (anew if again else 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
-from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, Row, plan
+from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, PlanRow, plan
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.options import DEGREES
@@ -26,7 +26,7 @@ class Advice:
         rules: Common rules that say something else, a sentence each.
     """
 
-    row: Row | None
+    row: PlanRow | None
     sentences: tuple[str, ...]
     rules: tuple[str, ...] = ()
 
@@ -51,10 +51,10 @@ def advise(
         fitting = [row for row in useful if row.verdict == wanted]
         if fitting:
             best = min(fitting, key=_cost)
-            told = [_recommended(planned, best, len(fitting))]
+            sentences = [_recommended(planned, best, len(fitting))]
             if wanted == RISKY:
-                told.append(_would_help(planned, given, measured))
-            return Advice(best, (*told, *_on_one(planned)), _disagreeing(planned, best))
+                sentences.append(_would_help(planned, given, measured))
+            return Advice(best, (*sentences, *_on_one(planned)), _disagreeing(planned, best))
     return Advice(None, (_nothing(planned, useful), _would_help(planned, given, measured)))
 
 
@@ -67,12 +67,12 @@ def _of_unknown_shape(planned: Plan) -> Advice:
         best = min(safe, key=_cost)
         return Advice(best, (_recommended(planned, best, len(safe)),))
     if any(row.verdict == UNKNOWN for row in useful):
-        told = "No strategy is recommended: of the activations nothing is known."
-        return Advice(None, (told,))
+        sentence = "No strategy is recommended: the activations could not be counted."
+        return Advice(None, (sentence,))
     return Advice(None, (_nothing(planned, useful),))
 
 
-def _cost(row: Row) -> tuple[float, ...]:
+def _cost(row: PlanRow) -> tuple[float, ...]:
     """What is no computation, for each sample; where no speed is known, bytes and no pipelines.
 
     Where that is equal: what needs no other package, then what stands first in the table.
@@ -88,22 +88,24 @@ def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _recommended(planned: Plan, row: Row, others: int) -> str:
-    among = "the only one" if others == 1 else f"the least of the {others}"
+def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
+    among = (
+        f"the only {row.verdict} strategy" if others == 1 else f"least communication of {others}"
+    )
     verdict = f"{row.verdict} ({percent(row)} of the device)"
     if planned.world_size == 1:
         return f"{row.typed}: {verdict}."
     if len(planned.rows) == 1:
         return f"{row.typed}: {verdict}; communication: {cost(row)}."
-    return f"choose {row.typed}: {verdict}, {among} that are so, by communication ({cost(row)})."
+    return f"Recommended: {row.typed}: {verdict}; {among}: {cost(row)}."
 
 
-def percent(row: Row) -> str:
+def percent(row: PlanRow) -> str:
     """The share of the device's memory as text."""
     return f"{100 * row.share:.1f} %"
 
 
-def cost(row: Row) -> str:
+def cost(row: PlanRow) -> str:
     """What a strategy costs beside computation, for each sample, as text."""
     sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
     if row.time is None:
@@ -115,13 +117,13 @@ def cost(row: Row) -> str:
 def _on_one(planned: Plan) -> tuple[str, ...]:
     single = [row for row in planned.rows if row.typed == "single" and row.verdict == SAFE]
     if planned.world_size > 1 and single:
-        return ("It fits on one device: more ranks are for speed alone.",)
+        return ("It fits on one device: more ranks only add speed.",)
     return ()
 
 
-def _nothing(planned: Plan, rows: list[Row]) -> str:
+def _nothing(planned: Plan, rows: list[PlanRow]) -> str:
     if not rows:
-        return "No strategy goes with these degrees and options."
+        return "No strategy accepts these degrees and options."
     least = min(rows, key=lambda row: row.share)
     return f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device."
 
@@ -129,7 +131,7 @@ def _nothing(planned: Plan, rows: list[Row]) -> str:
 def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
     """The first of these that makes a strategy safe, each with those before it; else more ranks."""
     load, options = planned.load, dict(given)
-    told: list[str] = []
+    added: list[str] = []
     is_half = options.get("bf16") or options.get("fp16") or options.get("precision")
     half = "bf16" if planned.device.has_bf16 else "fp16"
     steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
@@ -141,28 +143,28 @@ def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel 
     ladder: list[tuple[str, Plan, dict[str, object]]] = []
     for word, is_new, more, batch in steps:
         if is_new:
-            told.append(word)
+            added.append(word)
             options.update(more)
             load = load if batch is None else replace(load, batch=batch)
-            ladder.append((" ".join(told), replace(planned, load=load), dict(options)))
+            ladder.append((" ".join(added), replace(planned, load=load), dict(options)))
     # The strategy that was typed, then all.
     for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
         for words, changed, with_options in ladder:
-            found = _safe(changed, with_options, measured, strategy)
-            if found is not None:
-                return f"With {words} {found.typed} is safe ({percent(found)})."
+            row = _safe(changed, with_options, measured, strategy)
+            if row is not None:
+                return f"With {words}, {row.typed} is safe ({percent(row)})."
     options.pop("offload", None)
-    return _more_ranks(replace(planned, load=load), options, told)
+    return _more_ranks(replace(planned, load=load), options, added)
 
 
-def _more_ranks(planned: Plan, options: Mapping[str, object], told: list[str]) -> str:
-    words = " ".join(word for word in told if "offload" not in word)
+def _more_ranks(planned: Plan, options: Mapping[str, object], added: list[str]) -> str:
+    words = " ".join(word for word in added if "offload" not in word)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
-        found = _safe(replace(planned, world_size=count), options)
-        if found is not None:
-            return f"With {ranks(count)}{and_words} {found.typed} is safe ({percent(found)})."
+        row = _safe(replace(planned, world_size=count), options)
+        if row is not None:
+            return f"With {ranks(count)}{and_words}, {row.typed} is safe ({percent(row)})."
         count *= 2
     return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
 
@@ -172,7 +174,7 @@ def _safe(
     options: Mapping[str, object],
     measured: LinkModel | None = None,
     like: Strategy | None = None,
-) -> Row | None:
+) -> PlanRow | None:
     """The cheapest safe row of another plan, or the one like a choice; None without one."""
     given = dict(options)
     if like is None:
@@ -195,18 +197,18 @@ def _safe(
 # Common rules: what they look at, and the row that they name ("" where they name none).
 
 
-def _by_fit(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_fit(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     single = rows.get("single")
     return "ddp" if single is not None and single.verdict != NO else "fsdp"
 
 
-def _by_stage(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_stage(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     second = rows.get("deepspeed --stage 2")
     fits = second is not None and second.verdict != NO
     return "deepspeed --stage 2" if fits else "deepspeed --stage 3"
 
 
-def _by_size(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_size(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     single = rows.get("single")
     if single is None or single.memory is None:
         return ""
@@ -216,13 +218,13 @@ def _by_size(planned: Plan, rows: Mapping[str, Row]) -> str:
     return "fsdp --shard grad-op" if is_small else "fsdp"
 
 
-def _by_billions(planned: Plan, rows: Mapping[str, Row]) -> str:
+def _by_billions(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
     if planned.model.parameters < 70e9 or planned.world_size <= 8:
         return ""
     return "pp --tp 8 --pp 2"
 
 
-_RULES: Mapping[str, Callable[[Plan, Mapping[str, Row]], str]] = {
+_RULES: Mapping[str, Callable[[Plan, Mapping[str, PlanRow]], str]] = {
     "fits on one device: ddp, else fsdp": _by_fit,
     "ZeRO stage 2 first, stage 3 where that does not fit": _by_stage,
     "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": _by_size,
@@ -230,15 +232,15 @@ _RULES: Mapping[str, Callable[[Plan, Mapping[str, Row]], str]] = {
 }
 
 
-def _disagreeing(planned: Plan, best: Row) -> tuple[str, ...]:
+def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
     """Rules that name another row, with what its numbers are."""
     if len(planned.rows) < 2 or planned.world_size == 1:
         return ()
     rows = {row.typed: row for row in planned.rows if row.memory is not None}
-    told = []
+    sentences = []
     for rule, says in _RULES.items():
         row = rows.get(says(planned, rows))
         if row is not None and row.typed != best.typed:
             verdict = f"{row.verdict} ({percent(row)})"
-            told.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
-    return tuple(told)
+            sentences.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
+    return tuple(sentences)

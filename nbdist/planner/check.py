@@ -9,7 +9,7 @@ from nbdist.planner.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMemory:
     """One rank's memory in a step, in bytes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line.
+    """One quantity of a step, predicted and measured.
 
     Attributes:
         what: In words.
@@ -52,12 +52,14 @@ class Check:
         return (self.predicted - self.measured) / self.measured if self.measured else None
 
 
-def largest(measured: Sequence[Measured]) -> Measured:
+def largest(measured: Sequence[MeasuredMemory]) -> MeasuredMemory:
     """That of the rank which needed most."""
-    return max(measured, key=lambda one: one.peak)
+    return max(measured, key=lambda rank_memory: rank_memory.peak)
 
 
-def checks(memory: Memory, measured: Measured, *, has_forward: bool = True) -> tuple[Check, ...]:
+def checks(
+    memory: Memory, measured: MeasuredMemory, *, has_forward: bool = True
+) -> tuple[Check, ...]:
     """Line by line; without what nobody predicted or measured.
 
     Args:
@@ -78,7 +80,7 @@ def checks(memory: Memory, measured: Measured, *, has_forward: bool = True) -> t
     return (*rows, Check("peak", peak_of(memory, measured), measured.peak))
 
 
-def peak_of(memory: Memory, measured: Measured) -> float:
+def peak_of(memory: Memory, measured: MeasuredMemory) -> float:
     """The predicted peak of what was measured: without a step, forward and backward alone."""
     if measured.has_optimizer:
         return memory.peak

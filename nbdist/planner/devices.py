@@ -128,12 +128,13 @@ def with_memory(text: str) -> Device:
     Raises:
         OptionError: If that is no size, or 0.
     """
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?) ?(GB|GIB|G|TB|MB)?", text.strip().upper(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?) ?(GB|GIB|G|TB|MB)?", text.strip().upper(), re.ASCII)
     units = {"GB": 1e9, "G": 1e9, "TB": 1e12, "MB": 1e6, "GIB": 2**30}
-    size = float(found[1]) * units[found[2] or "GB"] if found else 0.0
+    size = float(match[1]) * units[match[2] or "GB"] if match else 0.0
     if not size:
         raise OptionError(
-            f"--memory {text} is no size of memory. Write 24GB (10^9 bytes), 24GiB (2^30) or 500MB."
+            f"--memory {text} is not a valid memory size. Write 24GB (10^9 bytes), 24GiB "
+            "(2^30) or 500MB."
         )
     return Device("", "another device", size)
 

@@ -36,8 +36,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One run.
+class FakeRequest:
+    """Asks for one fake run of a model under a strategy.
 
     Attributes:
         source: None for that of the run before.
@@ -50,8 +50,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What came of it.
+class FakeAnswer:
+    """What a fake run has counted, or why it could not.
 
     Attributes:
         memory: With `is_partial` where states are exact but no step could be run; None where
@@ -65,8 +65,8 @@ class Told:
     problem: str = ""
 
 
-def write(pipe: BinaryIO, value: Asked | Told) -> None:
-    """Send a record."""
+def write(pipe: BinaryIO, value: FakeRequest | FakeAnswer) -> None:
+    """Send a record, its length in front, and flush the pipe."""
     data = pickle.dumps(value)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()

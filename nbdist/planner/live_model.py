@@ -21,7 +21,7 @@ _SAME = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ParameterKind:
     """Parameters that are alike.
 
     Attributes:
@@ -51,7 +51,7 @@ class LiveModel:
         blocks: "layers (12 x Block)"; empty where it has no list of blocks.
         config: As in a config.json; empty where it has none.
         optimizer: Class of what steps it; empty where no variable does.
-        optimizer_word: The same as a key of plan_load.OPTIMIZERS; empty where it has none.
+        optimizer_word: The same as a key of workload.OPTIMIZERS; empty where it has none.
         inputs: Shape and type of each tensor that it is called with; empty where nobody said.
         inputs_shape: Of the first of them.
         is_language_model: One of transformers that takes tokens and labels.
@@ -63,7 +63,7 @@ class LiveModel:
 
     name: str
     title: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ParameterKind, ...]
     buffers_bytes: int = 0
     n_buffers: int = 0
     tied: tuple[tuple[str, ...], ...] = ()
@@ -85,21 +85,21 @@ class LiveModel:
         return sum(kind.count for kind in self.kinds)
 
 
-def alike(told: Sequence[LiveModel]) -> LiveModel:
+def alike(descriptions: Sequence[LiveModel]) -> LiveModel:
     """Rank 0's, if all ranks have the same model.
 
     Raises:
         NbdistError: They have not.
         OptionError: It has nothing to plan for.
     """
-    first = told[0]
-    odd = [rank for rank, one in enumerate(told) if one.digest != first.digest]
+    first = descriptions[0]
+    odd = [rank for rank, live in enumerate(descriptions) if live.digest != first.digest]
     if odd:
-        other = told[odd[0]]
+        other = descriptions[odd[0]]
         raise NbdistError(
-            f"{first.name} is another model on rank {rank_label(odd)} ({other.title}, "
-            f"{other.parameters:,} parameters) than on rank 0 ({first.title}, "
-            f"{first.parameters:,}). Build the same model on every rank."
+            f"{first.name} differs between ranks: rank {rank_label(odd)} has {other.title} "
+            f"({other.parameters:,} parameters), rank 0 has {first.title} "
+            f"({first.parameters:,}). Build the same model on every rank."
         )
     if not first.parameters:
         raise OptionError(
@@ -112,11 +112,13 @@ def shape_of(live: LiveModel) -> ModelShape:
     """The model for a plan: with the shape of its config, where that is this model's."""
     shape = None
     try:
-        known = of_config(live.config) if live.config else None
+        configured = of_config(live.config) if live.config else None
     except OptionError:  # of a kind that no formula knows
-        known = None
-    if known is not None and math.isclose(known.parameters, live.parameters, rel_tol=_SAME):
-        shape = known.shape
+        configured = None
+    if configured is not None and math.isclose(
+        configured.parameters, live.parameters, rel_tol=_SAME
+    ):
+        shape = configured.shape
     return ModelShape(
         live.name,
         live.parameters,
@@ -155,7 +157,7 @@ def described(live: LiveModel) -> tuple[str, ...]:
     buffers = f"{live.n_buffers} buffers ({_size(live.buffers_bytes)})" if live.n_buffers else ""
     tied = f"tied: {', '.join(' and '.join(names) for names in live.tied)}" if live.tied else ""
     blocks = f"blocks: {live.blocks}" if live.blocks else "no list of blocks"
-    optimizer = live.optimizer or "no optimizer of it is in a variable"
+    optimizer = live.optimizer or "no variable holds its optimizer"
     inputs = f"called with {', '.join(live.inputs)}" if live.inputs else ""
     second = "; ".join(filter(None, [buffers, tied, blocks, optimizer, inputs]))
     return f"{live.name} is a {live.title}: {kinds}", second
@@ -181,8 +183,8 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
     states["step"] = count * step / share["optimizer"]
     if model.has_shape and not choice.options.offload:
-        found = memory_of(model, choice, load)
-        return replace(found, **states, buffers=found.buffers + live.buffers_bytes)
+        memory = memory_of(model, choice, load)
+        return replace(memory, **states, buffers=memory.buffers + live.buffers_bytes)
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
     buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)

@@ -88,8 +88,8 @@ class Memory:
     @property
     def _in_passes(self) -> float:
         """In forward and backward, the optimizer's state aside."""
-        kept = self.gradients if self.keeps_gradients else 0.0
-        forward = kept + (self.forward or self.buffers + self.activations)
+        gradients = self.gradients if self.keeps_gradients else 0.0
+        forward = gradients + (self.forward or self.buffers + self.activations)
         return self.most or self.parameters + max(forward, self.gradients + self.backward)
 
     @property
@@ -109,23 +109,26 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     widths = widths_of(choice, recipe)
     # As if all stages were as large as the largest.
     parameters = model.stage_parameters(choice.degrees.pp) * choice.degrees.pp
-    held = footprint.held_parts(choice, parameters, recipe)
+    shares = footprint.held_parts(choice, parameters, recipe)
     stepped = parameters / footprint.axes_size(choice, footprint.split_axes(choice, "optimizer"))
     # On a CPU torch's optimizers go parameter by parameter, and there is no CUDA context.
     has_lists = load.has_gpu and not choice.options.is_fused
     needs = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
-    kept = activations(model, choice, load, widths)
+    activation_bytes = activations(model, choice, load, widths)
     buffers = _buffers(model, choice, load, widths, recipe)
     piece = replace(load, batch=load.batch // micro_batches(choice, load))
     logits = logits_bytes(model.shape, piece, widths, choice)
     memory = Memory(
-        parameters=held["parameters"],
-        gradients=held["gradients"],
-        optimizer=held["optimizer"],
-        activations=kept,
+        parameters=shares["parameters"],
+        gradients=shares["gradients"],
+        optimizer=shares["optimizer"],
+        activations=activation_bytes,
         buffers=buffers,
         # The loss is done with its logits before the first block is gathered again.
-        forward=max(kept + _standing(model, choice, widths, buffers), kept - logits + buffers),
+        forward=max(
+            activation_bytes + _standing(model, choice, widths, buffers),
+            activation_bytes - logits + buffers,
+        ),
         backward=buffers + block_bytes(model.shape, piece, widths, choice),
         step=stepped * needs,
         overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,

@@ -83,7 +83,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """All parameters of the model: embeddings, blocks and head."""
         blocks = self.layers * self.block_parameters
         return blocks + self.embedding_parameters + self.head_parameters
 
@@ -176,18 +176,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def model_of(asked: str | float | Mapping[str, Any]) -> ModelShape:
+def model_of(model: str | float | Mapping[str, Any]) -> ModelShape:
     """A model by its number of parameters, its name, or the contents of its config.json.
 
     Args:
-        asked: `7e9`, `7B`, `350M`, a name of CONFIGS, or a mapping of Hugging Face's names.
+        model: `7e9`, `7B`, `350M`, a name of CONFIGS, or a mapping of Hugging Face's names.
 
     Raises:
         OptionError: If it is none of these, has no parameters, or is no dense decoder.
     """
-    if isinstance(asked, Mapping):
-        return of_config(asked)
-    text = str(asked).strip()
+    if isinstance(model, Mapping):
+        return of_config(model)
+    text = str(model).strip()
     count = _count(text)
     if count is not None:
         return of_count(count, text)
@@ -205,12 +205,12 @@ def model_of(asked: str | float | Mapping[str, Any]) -> ModelShape:
 
 
 def _count(text: str) -> float | None:
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d[\d_]*\.?\d*(?:e[+]?\d{1,2})?) ?([KMBT]?)", text, re.IGNORECASE | re.ASCII
     )
-    if found is None:
+    if match is None:
         return None
-    return float(found[1].replace("_", "")) * _UNITS[found[2].upper()]
+    return float(match[1].replace("_", "")) * _UNITS[match[2].upper()]
 
 
 def of_count(count: float, name: str) -> ModelShape:
@@ -224,7 +224,7 @@ def of_count(count: float, name: str) -> ModelShape:
     """
     if count < 1:
         raise OptionError(
-            f"A model of {name} parameters holds nothing. Type 1 or more, such as 7e9."
+            f"A model of {name} parameters has nothing to plan for. Type 1 or more, such as 7e9."
         )
     if count > _LARGEST:
         raise OptionError(
@@ -244,25 +244,25 @@ def of_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """A model by the contents of its config.json.
 
     Raises:
-        OptionError: If its type is not one of those that are counted exactly, or a number lacks.
+        OptionError: If its type is not one of those with an exact count, or a number is missing.
     """
     kind = str(config.get("model_type", "gpt2" if "n_embd" in config else "llama"))
     read = _READERS.get(kind)
     if read is None:
         raise OptionError(
-            f"The parameters of a model of type {kind!r} are not known by formula; those of "
-            f"{', '.join(_READERS)} are. Type its number of parameters instead."
+            f"There is no formula for the parameters of a model of type {kind!r}, only for "
+            f"{', '.join(_READERS)}. Type its number of parameters instead."
         )
     shape = read(config)
     for what in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab"):
         if getattr(shape, what) < 1:
-            raise OptionError(f"A model with {what} {getattr(shape, what)} holds nothing.")
+            raise OptionError(f"A model with {what} {getattr(shape, what)} has no parameters.")
     if shape.heads % shape.kv_heads:
         raise OptionError(
             f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values."
         )
-    told = name or str(config.get("_name_or_path") or kind)
-    return ModelShape(told, shape.parameters, shape, config={**config, "model_type": kind})
+    title = name or str(config.get("_name_or_path") or kind)
+    return ModelShape(title, shape.parameters, shape, config={**config, "model_type": kind})
 
 
 def _read_gpt2(config: Mapping[str, Any]) -> Transformer:

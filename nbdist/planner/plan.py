@@ -32,7 +32,7 @@ Engine = Callable[[ModelShape, Strategy, Workload], Memory]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """A model under one strategy.
 
     Attributes:
@@ -62,8 +62,8 @@ class Row:
         """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
         if self.memory is None:
             return ""
-        found = verdict(self.share)
-        return UNKNOWN if self.memory.is_partial and found != NO else found
+        by_share = verdict(self.share)
+        return UNKNOWN if self.memory.is_partial and by_share != NO else by_share
 
     @property
     def mesh(self) -> str:
@@ -79,16 +79,16 @@ class Plan:
         model, device, world_size, load: What was planned for.
         rows: In order of the table of strategies.
         assumed: What was not typed, a phrase each.
-        told: What more is known of a live model, a line each.
+        live: What more is known of a live model, a line each.
     """
 
     model: ModelShape
     device: Device
     world_size: int
     load: Workload
-    rows: tuple[Row, ...]
+    rows: tuple[PlanRow, ...]
     assumed: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
 
 
 def verdict(share: float) -> str:
@@ -134,7 +134,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     measured: LinkModel | None = None,
     engine: Engine = memory_of,
     assumed: tuple[str, ...] = (),
-    progress: Callable[[str, float, float, str], object] = lambda *_told: None,
+    progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
     """A row for each strategy, or one for what was typed.
 
@@ -158,10 +158,10 @@ def plan(  # noqa: PLR0913  # what a plan is about
     check_load(load)
     _check_device(device, given)
 
-    def row(typed: str, choice: Strategy) -> Row:
+    def row(typed: str, choice: Strategy) -> PlanRow:
         choice = accumulating(choice, load)
         memory = engine(model, choice, load)
-        return Row(
+        return PlanRow(
             typed=typed,
             choice=choice,
             recipe=recipe_for(choice, load),
@@ -179,16 +179,18 @@ def plan(  # noqa: PLR0913  # what a plan is about
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
         choice = choose(strategy, given, world_size)
         progress(f"counting {label(choice)}", 0, 0, "")
-        rows: tuple[Row, ...] = (row(label(choice), choice),)
+        rows: tuple[PlanRow, ...] = (row(label(choice), choice),)
     else:
         _check_words(given, world_size)
         several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
-        cases = several if world_size > 1 else tuple(one for one in several if one[0] == "single")
-        found = []
-        for number, (name, own) in enumerate(cases):
-            progress(f"counting {_typed(name, own)}", number, len(cases), "strategies")
-            found.append(_row_or_problem(name, own, given, world_size, row))
-        rows = tuple(found)
+        cases = (
+            several if world_size > 1 else tuple(case for case in several if case[0] == "single")
+        )
+        planned_rows = []
+        for number, (name, case_options) in enumerate(cases):
+            progress(f"counting {_typed(name, case_options)}", number, len(cases), "strategies")
+            planned_rows.append(_row_or_problem(name, case_options, given, world_size, row))
+        rows = tuple(planned_rows)
     return Plan(model, device, world_size, load, rows, assumed)
 
 
@@ -207,13 +209,13 @@ def accumulating(choice: Strategy, load: Workload) -> Strategy:
     if rest:
         raise OptionError(
             f"--samples {load.samples} is {load.samples / together:.2f} x {together} (--batch "
-            f"{load.batch} on {dp} data-parallel ranks): a step cannot be divided so. Use "
-            f"{listed([one * together for one in (times, times + 1) if one], 'or')}."
+            f"{load.batch} on {dp} data-parallel ranks), not a whole number of batches. Use "
+            f"{listed([count * together for count in (times, times + 1) if count], 'or')}."
         )
     if choice.options.accumulate not in (1, times):
         raise OptionError(
-            f"--samples {load.samples} is {times} x {together}, and --accumulate "
-            f"{choice.options.accumulate} another number. Type one of them."
+            f"--samples {load.samples} is {times} x {together}, so it needs --accumulate {times}, "
+            f"not {choice.options.accumulate}. Type one of them."
         )
     return replace(choice, options=replace(choice.options, accumulate=times))
 
@@ -229,9 +231,9 @@ def _check_device(device: Device, given: Mapping[str, object]) -> None:
 def _check_words(given: Mapping[str, object], world_size: int) -> None:
     """Refuse options that no strategy could take as they are typed."""
     problems = []
-    for name, own in _CASES:
+    for name, case_options in _CASES:
         try:
-            choose(name, {**given, **own}, world_size)
+            choose(name, {**given, **case_options}, world_size)
         except OptionError as error:
             problems.append(error)
         else:
@@ -241,18 +243,18 @@ def _check_words(given: Mapping[str, object], world_size: int) -> None:
 
 def _row_or_problem(
     name: str,
-    own: Mapping[str, object],
+    case_options: Mapping[str, object],
     given: Mapping[str, object],
     world_size: int,
-    row: Callable[[str, Strategy], Row],
-) -> Row:
-    typed = _typed(name, own)
+    row: Callable[[str, Strategy], PlanRow],
+) -> PlanRow:
+    typed = _typed(name, case_options)
     try:
-        return row(typed, choose(name, {**given, **own}, world_size))
+        return row(typed, choose(name, {**given, **case_options}, world_size))
     except OptionError as error:
-        return Row(typed, problem=str(error))
+        return PlanRow(typed, problem=str(error))
 
 
-def _typed(name: str, own: Mapping[str, object]) -> str:
-    words = [f"--{word} {value}" for word, value in own.items()]
+def _typed(name: str, case_options: Mapping[str, object]) -> str:
+    words = [f"--{word} {value}" for word, value in case_options.items()]
     return " ".join([name, *words])

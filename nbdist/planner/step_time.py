@@ -113,7 +113,7 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
     }
     # Buckets and units decide how many messages there are of the model: about one for a block.
     layers = math.ceil(shape.layers / choice.degrees.pp)
-    found = []
+    result = []
     for sent in footprint.sent_of(choice):
         if sent.what in {"parameters", "gradients"}:
             width = widths.gathered if sent.what == "parameters" else widths.reduced
@@ -127,8 +127,8 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
             count = times * sent.times
             whole = sizes[sent.what]
         wire = times * footprint.wire_bytes(choice, sent, whole)
-        found.append(Flow(sent, wire, max(1, round(count))))
-    return tuple(found)
+        result.append(Flow(sent, wire, max(1, round(count))))
+    return tuple(result)
 
 
 def _gathers_again(choice: Strategy) -> bool:
@@ -211,8 +211,8 @@ def _compute_s(
     # Read in forward, and in backward for the gradients of inputs and of weights.
     reading = 3 * weights * choice.options.accumulate / device.bandwidth
     # Everything is read, parameters and state are written.
-    held = footprint.held_parts(choice, model.parameters, recipe)
-    stepping = (2 * sum(held.values()) - held["gradients"]) / device.bandwidth
+    shares = footprint.held_parts(choice, model.parameters, recipe)
+    stepping = (2 * sum(shares.values()) - shares["gradients"]) / device.bandwidth
     return max(arithmetic, reading) + stepping
 
 

@@ -12,7 +12,7 @@ from nbdist.strategy.footprint import Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class OptimizerCost:
     """What an optimizer keeps, and what it needs while it steps.
 
     Attributes:
@@ -29,15 +29,15 @@ class Optimizer:
 
 # Source: torch.optim's implementations; Adafactor keeps a row and a column of each matrix, and
 # https://arxiv.org/abs/2110.02861 for the 8-bit one.
-OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer("Adam 8", 8, 4),
-    "adam": Optimizer("Adam 8", 8, 4),
-    "adamw8bit": Optimizer("Adam in 8 bits 2", 2),
-    "rmsprop": Optimizer("RMSprop 4", 4, 4),
-    "adagrad": Optimizer("Adagrad 4", 4, 4),
-    "momentum": Optimizer("momentum 4", 4),
-    "adafactor": Optimizer("Adafactor under 0.1, counted as 0", 0, 4),
-    "sgd": Optimizer("SGD 0", 0),
+OPTIMIZERS: Mapping[str, OptimizerCost] = {
+    "adamw": OptimizerCost("Adam 8", 8, 4),
+    "adam": OptimizerCost("Adam 8", 8, 4),
+    "adamw8bit": OptimizerCost("Adam in 8 bits 2", 2),
+    "rmsprop": OptimizerCost("RMSprop 4", 4, 4),
+    "adagrad": OptimizerCost("Adagrad 4", 4, 4),
+    "momentum": OptimizerCost("momentum 4", 4),
+    "adafactor": OptimizerCost("Adafactor under 0.1, counted as 0", 0, 4),
+    "sgd": OptimizerCost("SGD 0", 0),
 }
 
 

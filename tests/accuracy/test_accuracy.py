@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import OptionError
-from nbdist.planner.check import Measured, largest
+from nbdist.planner.check import MeasuredMemory, largest
 from nbdist.planner.fake_protocol import NAME, Source
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.memory import Memory, memory_of
@@ -63,7 +63,7 @@ def _compare(
 def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> list[str]:
     """What is off; the case is recorded in any way."""
     sent = found[0]["sent"]
-    told = [Measured(**{k: v for k, v in one.items() if k != "sent"}) for one in found]
+    told = [MeasuredMemory(**{k: v for k, v in one.items() if k != "sent"}) for one in found]
     measured = largest(told)
     config = MODELS[case.model]
     engine.turn_to(Source(config=config or {}, pickled=bytes.fromhex(sent)))
@@ -84,7 +84,7 @@ def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> li
     return off
 
 
-def _is_close(case: Case, run: Memory, measured: Measured) -> bool:
+def _is_close(case: Case, run: Memory, measured: MeasuredMemory) -> bool:
     """Within 1 %; where messages are under way while the ranks compute, more.
 
     Gloo copies what it reduces, in threads of its own: of all gradients at most, and as chance
@@ -110,7 +110,7 @@ def _nothing(*_: object) -> Memory:
     raise OptionError("nobody counts this")
 
 
-def _states_of(memory: Memory, told: list[Measured]) -> bool:
+def _states_of(memory: Memory, told: list[MeasuredMemory]) -> bool:
     """Whether one rank has just these, and none has more."""
     wanted = (memory.parameters, memory.gradients, memory.optimizer)
     seen = [(one.parameters, one.gradients, one.optimizer) for one in told]

@@ -8,7 +8,7 @@ from nbdist.strategy.choice import steps_of
 from nbdist.strategy.choose import choose
 from nbdist.planner.rank import describe_model, measure_step as measured
 from nbdist.planner.fake import pickle_by_value
-from nbdist.planner.fake.models import Sent
+from nbdist.planner.fake.models import PickledModel
 from nbdist.parallel import prepare, registry
 
 class Mlp(nn.Module):
@@ -69,11 +69,12 @@ for case in json.loads(os.environ["CASES"]):
     try:
         model, args, kwargs = made(case)
         registry.set_choice(choose(case["name"], case["given"], n))
-        sent = pickle_by_value.dumps(Sent(model, args, kwargs)).hex() if not case["config"] else ""
+        pickled = pickle_by_value.dumps(PickledModel(model, args, kwargs))
+        sent = "" if case["config"] else pickled.hex()
         outer = prepare.prepare_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         prepare.bind(optimizer)
-        one = measured.measured(measured.Subject(outer, model, optimizer, args, kwargs))
+        one = measured.measure_step(measured.StepSubject(outer, model, optimizer, args, kwargs))
         found.append({"sent": sent, **{k: getattr(one, k) for k in one.__slots__}})
         del outer, model, optimizer, one
     except Exception as error:

@@ -67,7 +67,7 @@ class FakeSession:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bandwidth, FakeSession]]:
+def new_bandwidth(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bandwidth, FakeSession]]:
     """Makes what is tested, with the session's clock."""
 
     def make(*args: Any, **options: Any) -> tuple[Bandwidth, FakeSession]:
@@ -79,134 +79,138 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bandwidth, Fake
     return make
 
 
-Made = Callable[..., tuple[Bandwidth, FakeSession]]
+NewBandwidth = Callable[..., tuple[Bandwidth, FakeSession]]
 
 
-def test_everything_is_measured_where_there_is_time(made: Made) -> None:
+def test_everything_is_measured_where_there_is_time(new_bandwidth: NewBandwidth) -> None:
     """All operations at all sizes of the backend; the model is that of the ranks."""
-    one, session = made(topology())
-    found = one.measure(limit_s=1000.0)
+    bandwidth, session = new_bandwidth(topology())
+    bench = bandwidth.measure(limit_s=1000.0)
 
     sizes = parse_sizes(DEFAULT_SIZES["gloo"], 2)
     assert session.asked == [(op, size) for op in OPS for size in sizes]
-    assert found.left_out == ()
-    assert one.last is found
+    assert bench.left_out == ()
+    assert bandwidth.last is bench
     assert session.done == ["recovered"]
     for op in OPS:
-        fit = one.model.fits[op]
+        fit = bandwidth.model.fits[op]
         assert fit.alpha_s == pytest.approx(LATENCY_S, rel=0.01)
         assert fit.beta_s == pytest.approx(1 / BYTES_PER_S, rel=0.01)
 
 
-def test_with_nccl_sizes_go_to_a_gigabyte(made: Made) -> None:
+def test_with_nccl_sizes_go_to_a_gigabyte(new_bandwidth: NewBandwidth) -> None:
     """What is measured is one thing; why it says nothing of links is empty there."""
-    one, session = made(topology(2, gpus=2))
+    bandwidth, session = new_bandwidth(topology(2, gpus=2))
     session.call_all = lambda function, *args, **options: (  # type: ignore[method-assign]
         [{"host": 1, "device": 10**11}] * 2
         if function is bandwidth_kernel.begin_measuring
         else FakeSession.call_all(session, function, *args, **options)
     )
-    found = one.measure("all_reduce", limit_s=1000.0)
+    bench = bandwidth.measure("all_reduce", limit_s=1000.0)
 
     assert session.asked[-1] == ("all_reduce", 2**30)
-    assert (found.caveat, found.device, found.backend) == ("", "H200", "nccl")
+    assert (bench.caveat, bench.device, bench.backend) == ("", "H200", "nccl")
 
 
 @pytest.mark.parametrize("limit_s", [0.3, 2.0, 10.0])
-def test_it_keeps_to_its_time(made: Made, limit_s: float) -> None:
+def test_it_keeps_to_its_time(new_bandwidth: NewBandwidth, limit_s: float) -> None:
     """Large sizes are left out, and told; the smallest of each operation never is."""
-    one, session = made(topology())
+    bandwidth, session = new_bandwidth(topology())
     began_s = session.now_s
-    found = one.measure(sizes="1K:1G", limit_s=limit_s)
+    bench = bandwidth.measure(sizes="1K:1G", limit_s=limit_s)
 
     assert session.now_s - began_s < limit_s * 1.3
-    assert {row.op for row in found.rows} == set(OPS)
-    assert found.left_out != ()
-    for sentence in found.left_out:
-        assert "more than its share of the time; give more with --seconds" in sentence
+    assert {row.op for row in bench.rows} == set(OPS)
+    assert bench.left_out != ()
+    for sentence in bench.left_out:
+        assert "longer than its share of the time; allow more with --seconds" in sentence
 
 
-def test_what_memory_does_not_hold_is_left_out(made: Made) -> None:
+def test_what_memory_does_not_hold_is_left_out(new_bandwidth: NewBandwidth) -> None:
     """All-to-all has two tensors, all-reduce one; ranks of a host share its memory."""
-    one, session = made(topology(), free=5 * MIB)
-    found = one.measure("all_reduce,all_to_all", "1M,2M", limit_s=100.0)
+    bandwidth, session = new_bandwidth(topology(), free=5 * MIB)
+    bench = bandwidth.measure("all_reduce,all_to_all", "1M,2M", limit_s=100.0)
 
     assert session.asked == [("all_reduce", MIB)]
-    assert [sentence.partition(":")[0] for sentence in found.left_out] == [
+    assert [sentence.partition(":")[0] for sentence in bench.left_out] == [
         "all_reduce 2 MiB",
         "all_to_all from 1 MiB up",
     ]
 
 
-def test_an_operation_that_the_backend_lacks_is_left_out(made: Made) -> None:
+def test_an_operation_that_the_backend_lacks_is_left_out(new_bandwidth: NewBandwidth) -> None:
     """It is asked for once, and the others go on."""
-    one, session = made(topology())
+    bandwidth, session = new_bandwidth(topology())
     session.problem = lambda op, _size: "the backend lacks it" if op == "reduce" else ""
-    found = one.measure("reduce,broadcast", "1K,4K", limit_s=100.0)
+    bench = bandwidth.measure("reduce,broadcast", "1K,4K", limit_s=100.0)
 
-    assert [row.op for row in found.rows] == ["broadcast", "broadcast"]
-    assert found.left_out == ("reduce: the backend lacks it",)
+    assert [row.op for row in bench.rows] == ["broadcast", "broadcast"]
+    assert bench.left_out == ("reduce: the backend lacks it",)
     assert len(session.asked) == 3
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
         ({"ops": "nothing"}, "no operation 'nothing'"),
         ({"sizes": "1G:1K"}, "go down"),
     ],
 )
-def test_a_mistake_asks_no_rank(made: Made, asked: dict[str, str], told: str) -> None:
+def test_a_mistake_asks_no_rank(
+    new_bandwidth: NewBandwidth, asked: dict[str, str], expected: str
+) -> None:
     """It is an OptionError before anything is measured."""
-    one, session = made(topology())
-    with pytest.raises(OptionError, match=told):
-        one.measure(**asked)
+    bandwidth, session = new_bandwidth(topology())
+    with pytest.raises(OptionError, match=expected):
+        bandwidth.measure(**asked)
 
-    assert (session.asked, one.last) == ([], None)
+    assert (session.asked, bandwidth.last) == ([], None)
 
 
-def test_one_rank_sends_nothing(made: Made) -> None:
+def test_one_rank_sends_nothing(new_bandwidth: NewBandwidth) -> None:
     """There is nothing to measure, and it says how to start more."""
-    one, _ = made(topology(1))
-    with pytest.raises(OptionError, match=r"1 rank runs, and sends nothing.*%dist_init -n 2"):
-        one.measure()
+    bandwidth, _ = new_bandwidth(topology(1))
+    with pytest.raises(OptionError, match=r"Only 1 rank runs, .*%dist_init -n 2"):
+        bandwidth.measure()
 
 
 @pytest.mark.parametrize("error", [RankGone("rank 1 has ended"), NbdistError("rank 0: lost")])
-def test_after_a_failure_the_ranks_are_brought_back(made: Made, error: NbdistError) -> None:
+def test_after_a_failure_the_ranks_are_brought_back(
+    new_bandwidth: NewBandwidth, error: NbdistError
+) -> None:
     """What failed is told as it is, and what was measured before is kept."""
-    one, session = made(topology())
-    before = one.measure("broadcast", "1K", limit_s=1.0)
+    bandwidth, session = new_bandwidth(topology())
+    before = bandwidth.measure("broadcast", "1K", limit_s=1.0)
     session.problem = lambda _op, size: error if size > 1024 else ""
     with pytest.raises(type(error)) as caught:
-        one.measure("broadcast", "1K,4K", limit_s=1.0)
+        bandwidth.measure("broadcast", "1K,4K", limit_s=1.0)
 
     assert caught.value is error
     assert session.done[-2:] == ["settled", "looked"]
-    assert one.last is before
+    assert bandwidth.last is before
 
 
-def test_an_interrupt_says_where(made: Made) -> None:
+def test_an_interrupt_says_where(new_bandwidth: NewBandwidth) -> None:
     """Between two calls or within one."""
-    one, session = made(topology())
+    bandwidth, session = new_bandwidth(topology())
     session.problem = lambda op, _size: Interrupted("late") if op == "broadcast" else ""
-    with pytest.raises(Interrupted, match="broken off at broadcast of 1 KiB; nothing of it"):
-        one.measure("reduce,broadcast", "1K,4K", limit_s=1.0)
+    with pytest.raises(Interrupted, match="interrupted at broadcast of 1 KiB; its results"):
+        bandwidth.measure("reduce,broadcast", "1K,4K", limit_s=1.0)
     assert session.done[-1] == "settled"
 
     def press(_text: str) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="broken off at reduce of 1 KiB"):
-        one.measure("reduce", "1K", 1.0, press)
+    with pytest.raises(Interrupted, match="interrupted at reduce of 1 KiB"):
+        bandwidth.measure("reduce", "1K", 1.0, press)
     assert session.done.count("settled") == 2
 
 
-def test_no_measurement_no_model(made: Made) -> None:
+def test_no_measurement_no_model(new_bandwidth: NewBandwidth) -> None:
     """It says what makes one."""
-    one, _ = made(topology())
-    with pytest.raises(OptionError, match="Nothing was measured yet: %dist_bench"):
-        _ = one.model
+    bandwidth, _ = new_bandwidth(topology())
+    with pytest.raises(OptionError, match=r"Nothing has been measured yet\. Run %dist_bench"):
+        _ = bandwidth.model
 
 
 def test_the_cost_of_the_next_size() -> None:
@@ -221,33 +225,35 @@ def test_the_cost_of_the_next_size() -> None:
 def test_shares_of_memory() -> None:
     """Half of what is free, by the ranks that are on the same host, or GPU."""
     shared = topology(2, gpus=1)
-    own = topology(2, gpus=2)
+    two_gpus = topology(2, gpus=2)
 
     assert shares(topology(4), [{"host": 80}] * 4) == [10.0] * 4
     assert shares(shared, [{"host": 1000, "device": 80}] * 2) == [20.0] * 2
     assert shares(shared, [{"host": 40, "device": 80}] * 2) == [10.0] * 2
-    assert shares(own, [{"host": 1, "device": 80}] * 2) == [40.0] * 2
+    assert shares(two_gpus, [{"host": 1, "device": 80}] * 2) == [40.0] * 2
 
 
-def test_a_file(tmp_path: Path, made: Made) -> None:
+def test_a_file(tmp_path: Path, new_bandwidth: NewBandwidth) -> None:
     """It is written, read, and replaced by another measurement; nothing else is."""
-    one, _ = made(topology())
-    first = one.measure("broadcast", "1K,4M", limit_s=10.0)
+    bandwidth, _ = new_bandwidth(topology())
+    first = bandwidth.measure("broadcast", "1K,4M", limit_s=10.0)
     path = tmp_path / "links.json"
     save(first, path)
     second = replace(first, rows=first.rows[:1])
     save(second, path)
-    other, _ = made(topology())
+    other, _ = new_bandwidth(topology())
     other.load(path)
     foreign = tmp_path / "train.py"
     foreign.write_text("print(1)\n")
     binary = tmp_path / "weights"
     binary.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(OptionError, match=r"train.py exists, and is not .*no measurement"):
+    with pytest.raises(
+        OptionError, match=r"train.py exists and was not .*not a complete measurement"
+    ):
         save(first, foreign)
-    with pytest.raises(OptionError, match=r"exists, and is not replaced. .*it is no text"):
+    with pytest.raises(OptionError, match=r"exists and was not replaced. .*it is not text"):
         save(first, binary)
-    with pytest.raises(OptionError, match=r"exists, and is not replaced"):
+    with pytest.raises(OptionError, match=r"exists and was not replaced"):
         save(first, tmp_path)
     with pytest.raises(OptionError, match=r"There is no folder .*nowhere to save a.json in"):
         save(first, tmp_path / "nowhere" / "a.json")

@@ -96,19 +96,22 @@ def test_measuring_on_two_ranks(tmp_path: Path) -> None:
         assert result["runs"][0] == LEAST_RUNS
         assert result["runs"][1] > LEAST_RUNS
         assert result["lacking"] == [
-            "the backend has no such operation here (Backend gloo does not support alltoall)",
-            "the backend has no such operation here ()",
+            (
+                "the backend does not support this operation here "
+                "(Backend gloo does not support alltoall)"
+            ),
+            "the backend does not support this operation here ()",
             "raised Connection closed by peer",
         ]
-        assert result["full"] == "a rank has no memory for the tensors"
+        assert result["full"] == "a rank has not enough memory for the tensors"
         assert result["kept"] < 2**20
         assert result["free"]["host"] > 0
         assert "device" not in result["free"]
         assert result["dynamo"]
         assert result["total"] == 3.0
     # All runs have the same number on both, or they would not have met.
-    assert [[len(one[0]) for one in its] for its in first["measured"].values()] == [
-        [len(one[0]) for one in its] for its in second["measured"].values()
+    assert [[len(record[0]) for record in its] for its in first["measured"].values()] == [
+        [len(record[0]) for record in its] for its in second["measured"].values()
     ]
     assert first["found"] == [True, False, False, True, True]
     assert second["found"] == [False, False, False, False, False]
@@ -127,9 +130,9 @@ def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/pod/memory.current": "300000\n",
     }
     monkeypatch.setattr(procfs, "text", lambda path: files.get(str(path), ""))
-    left = bandwidth_rank._below_limits()
+    free = bandwidth_rank._below_limits()
     files["/sys/fs/cgroup/pod/memory.current"] = "2000000\n"
     over = bandwidth_rank._below_limits()
 
-    assert min(left) == 700_000
+    assert min(free) == 700_000
     assert min(over) == 0

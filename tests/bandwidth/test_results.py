@@ -14,9 +14,9 @@ from nbdist.bandwidth.latency import Fit, fit
 from nbdist.bandwidth.links import LINKS, around
 from nbdist.bandwidth.results import (
     OPS,
+    BandwidthRow,
     Bench,
     LinkModel,
-    Measured,
     Timing,
     caveat,
     dumps,
@@ -77,37 +77,37 @@ def test_sizes_are_whole_numbers_of_float32_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
-        ("0", "'0' is no size"),
-        ("0K", "'0K' is no size"),
-        ("", "'' is no size"),
-        ("5X", "'5X' is no size"),
-        ("1MB", "'1MB' is no size"),
-        ("-1K", "'-1K' is no size"),
-        ("1.5M", "'1.5M' is no size"),
-        ("\u0664K", "is no size"),
-        ("1K,,1M", "'' is no size"),
-        ("1K:", "'' in '1K:' is no size"),
-        (":1K", "'' in ':1K' is no size"),
-        ("1K:2K:4K", "'2K:4K' in '1K:2K:4K' is no size"),
+        ("0", "'0' is not a valid size"),
+        ("0K", "'0K' is not a valid size"),
+        ("", "'' is not a valid size"),
+        ("5X", "'5X' is not a valid size"),
+        ("1MB", "'1MB' is not a valid size"),
+        ("-1K", "'-1K' is not a valid size"),
+        ("1.5M", "'1.5M' is not a valid size"),
+        ("\u0664K", "is not a valid size"),
+        ("1K,,1M", "'' is not a valid size"),
+        ("1K:", "'' in '1K:' is not a valid size"),
+        (":1K", "'' in ':1K' is not a valid size"),
+        ("1K:2K:4K", "'2K:4K' in '1K:2K:4K' is not a valid size"),
         ("1G:1K", "The sizes 1G:1K go down. Write 1K:1G."),
         ("4", "A size of 4 bytes is less than one float32 for each of 2 ranks. Use 8 or more."),
         ("1025G", "more than 1024G"),
-        ("99999999999999", "is no size"),
+        ("99999999999999", "is not a valid size"),
     ],
 )
-def test_what_is_no_size(text: str, told: str) -> None:
+def test_what_is_no_size(text: str, expected: str) -> None:
     """The message quotes it and says how sizes are written."""
     with pytest.raises(OptionError) as caught:
         parse_sizes(text, 2)
 
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_size_text() -> None:
     """The largest unit that says it exactly."""
-    texts = [size_text(one) for one in (8, 1020, KIB, 1536, 64 * MIB, GIB, 1025 * GIB)]
+    texts = [size_text(size) for size in (8, 1020, KIB, 1536, 64 * MIB, GIB, 1025 * GIB)]
 
     assert texts == ["8 B", "1020 B", "1 KiB", "1536 B", "64 MiB", "1 GiB", "1025 GiB"]
 
@@ -192,18 +192,18 @@ def test_the_factor_counts_the_bytes_that_the_busiest_rank_sends(op: str, n: int
 
 def test_bandwidths() -> None:
     """8 ranks, 1 GB in 10 ms: 100 GB/s, on the bus 1.75 times as much."""
-    row = Measured("all_reduce", 10**9, 0.01, 20)
+    row = BandwidthRow("all_reduce", 10**9, 0.01, 20)
 
     assert row.algbw == pytest.approx(100e9)
     assert row.busbw(8) == pytest.approx(175e9)
-    assert Measured("broadcast", 10**9, 0.01, 20).busbw(8) == pytest.approx(100e9)
+    assert BandwidthRow("broadcast", 10**9, 0.01, 20).busbw(8) == pytest.approx(100e9)
 
 
 def test_a_run_ends_with_its_slowest_rank() -> None:
     """The median over runs of the largest time in each; wrong ranks are named."""
     timings = [Timing((1.0, 2.0, 9.0)), Timing((3.0, 1.0, 4.0), is_right=False)]
 
-    assert together("reduce", 64, timings) == Measured("reduce", 64, 3.0, 3, wrong=(1,))
+    assert together("reduce", 64, timings) == BandwidthRow("reduce", 64, 3.0, 3, wrong=(1,))
 
 
 # The model
@@ -223,12 +223,12 @@ def times(alpha_s: float, beta_s: float, seed: int) -> tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize(("alpha_s", "gb_per_s"), [(8e-6, 380.0), (200e-6, 3.0), (50e-6, 1.25)])
 def test_known_latency_and_bandwidth_are_found(alpha_s: float, gb_per_s: float, seed: int) -> None:
     """Within 5 %, although sizes cover six orders of magnitude and some times are far off."""
-    found = fit(*times(alpha_s, 1 / (gb_per_s * 1e9), seed))
+    found_fit = fit(*times(alpha_s, 1 / (gb_per_s * 1e9), seed))
 
-    assert found.alpha_s == pytest.approx(alpha_s, rel=0.05)
-    assert 1e-9 / found.beta_s == pytest.approx(gb_per_s, rel=0.05)
-    assert found.error < 0.05
-    assert found.sizes == 33
+    assert found_fit.alpha_s == pytest.approx(alpha_s, rel=0.05)
+    assert 1e-9 / found_fit.beta_s == pytest.approx(gb_per_s, rel=0.05)
+    assert found_fit.error < 0.05
+    assert found_fit.sizes == 33
 
 
 def test_neither_latency_nor_time_per_byte_is_negative() -> None:
@@ -246,7 +246,7 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
     """Exact times come back exactly; the bytes on the wire follow the number of ranks."""
     alpha_s, beta_s, n = 20e-6, 1e-9, 4
     rows = [
-        Measured(op, size, alpha_s + beta_s * OPS[op].factor(n) * size, 9)
+        BandwidthRow(op, size, alpha_s + beta_s * OPS[op].factor(n) * size, 9)
         for op in ("all_reduce", "broadcast")
         for size in (KIB, MIB, GIB)
     ]
@@ -256,18 +256,20 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
     assert model.seconds("all_reduce", 10**8, 2) == pytest.approx(20e-6 + 0.1)
     assert model.seconds("broadcast", 0) == pytest.approx(20e-6)
     assert model.seconds("broadcast", 10**8, 1) == 0
-    with pytest.raises(OptionError, match="no model of 'reduce'; there are: all_reduce, broadcast"):
+    with pytest.raises(
+        OptionError, match=r"'reduce' has no bandwidth model .*: all_reduce, broadcast"
+    ):
         model.seconds("reduce", 1)
 
 
 def test_there_is_no_model_without_two_sizes_or_growth() -> None:
     """One size, or only small ones: the bandwidth is not known."""
-    one = [Measured("all_reduce", KIB, 1e-4, 9)]
-    flat = [Measured("broadcast", KIB, 1e-4, 9), Measured("broadcast", 4 * KIB, 0.9e-4, 9)]
+    single_row = [BandwidthRow("all_reduce", KIB, 1e-4, 9)]
+    flat = [BandwidthRow("broadcast", KIB, 1e-4, 9), BandwidthRow("broadcast", 4 * KIB, 0.9e-4, 9)]
 
-    assert fitted([*one, *flat], 2) == LinkModel({}, 2)
-    with pytest.raises(OptionError, match="there are: none"):
-        fitted(one, 2).seconds("all_reduce", 1)
+    assert fitted([*single_row, *flat], 2) == LinkModel({}, 2)
+    with pytest.raises(OptionError, match=r"\(these have one: none\)"):
+        fitted(single_row, 2).seconds("all_reduce", 1)
 
 
 # Links
@@ -314,21 +316,21 @@ def test_what_is_no_speed_of_links_says_so() -> None:
     """CPUs, a shared GPU and Gloo on GPUs of one's own; NCCL on such is the only measurement."""
     assert caveat(topology(2, 2)) == ""
     assert caveat(topology(0, 2)) == (
-        "These are no speeds of links between GPUs: messages go through the memory of one host. "
+        "These are not speeds of links between GPUs: messages go through the memory of one host. "
         "Gloo on the CPU: no rank sees a GPU."
     )
     assert "copied from each GPU and back. Gloo: 2 ranks share 1 GPU" in caveat(topology(1, 2))
-    assert "no speeds of links" in caveat(topology(2, 2, "gloo"))
+    assert "not speeds of links" in caveat(topology(2, 2, "gloo"))
 
 
 def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the numbers, and what to do."""
     assert unfitting("all_to_all", [GIB, 4 * GIB], 2, [5e9, 1e9]) == (
-        "all_to_all from 1 GiB up: rank 1 would need 2.1 GB and may take 1.0 GB (half of what is "
-        "free, shared among the ranks there)"
+        "all_to_all from 1 GiB up: rank 1 would need 2.1 GB and may take 1.0 GB (half of the "
+        "free memory, shared among the ranks there)"
     )
     assert too_long("reduce", [GIB], 3.14) == (
-        "reduce 1 GiB: about 3.1 s, more than its share of the time; give more with --seconds"
+        "reduce 1 GiB: about 3.1 s, longer than its share of the time; allow more with --seconds"
     )
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert too_long("reduce", [GIB], 3.14).startswith("reduce 1 GiB: about # s")
@@ -338,7 +340,10 @@ def test_what_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BENCH = Bench(
     2, 1, "gloo", "CPU", "no links",
-    (Measured("all_reduce", KIB, 1e-4, 9), Measured("all_reduce", MIB, 1e-3, 9, wrong=(1,))),
+    (
+        BandwidthRow("all_reduce", KIB, 1e-4, 9),
+        BandwidthRow("all_reduce", MIB, 1e-3, 9, wrong=(1,)),
+    ),
     ("reduce 1 GiB: too long",),
 )  # fmt: skip
 
@@ -376,5 +381,7 @@ def _changed(**new: object) -> str:
 )
 def test_a_torn_or_foreign_file_is_refused(text: str) -> None:
     """Not with a traceback of its parser, but as what it is."""
-    with pytest.raises(OptionError, match="This is no measurement that %dist_bench --save"):
+    with pytest.raises(
+        OptionError, match="This is not a complete measurement written by %dist_bench --save"
+    ):
         loads(text)

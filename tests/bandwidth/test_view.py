@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from nbdist.bandwidth.results import OPS, Bench, Measured
+from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.view import bench, picture
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-CAVEAT = "These are no speeds of links between GPUs: messages go through the memory of one host."
+CAVEAT = "These are not speeds of links between GPUs: messages go through the memory of one host."
 SLOW = Bench(
     2, 1, "gloo", "CPU", CAVEAT,
     (
-        Measured("all_gather", KIB, 100e-6, 90),
-        Measured("all_gather", MIB, 1.1e-3, 20, wrong=(1,)),
-        Measured("broadcast", KIB, 50e-6, 90),
+        BandwidthRow("all_gather", KIB, 100e-6, 90),
+        BandwidthRow("all_gather", MIB, 1.1e-3, 20, wrong=(1,)),
+        BandwidthRow("broadcast", KIB, 50e-6, 90),
     ),
     ("broadcast 1 MiB: no <time>",),
 )  # fmt: skip
@@ -30,7 +30,7 @@ SLOW = Bench(
 FAST = Bench(
     8, 1, "nccl", "NVIDIA H200", "",
     tuple(
-        Measured(op, KIB * 4**k, 20e-6 + OPS[op].factor(8) * KIB * 4**k / 360e9, 20)
+        BandwidthRow(op, KIB * 4**k, 20e-6 + OPS[op].factor(8) * KIB * 4**k / 360e9, 20)
         for op in OPS for k in range(11)
     ),
 )  # fmt: skip
@@ -57,10 +57,10 @@ class _Tags(HTMLParser):
 
 
 def tags(page: str) -> _Tags:
-    found = _Tags()
-    found.feed(page)
-    assert found.open == []
-    return found
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +84,8 @@ def test_text() -> None:
     assert lines[6] == "left out: broadcast 1 MiB: no <time>"
     assert "all_gather (n-1)/n = 0.5, broadcast 1." in lines[8]
     assert re.search(r"^all_gather +99\.\d +0\.52\d+ +0$", view.text, re.MULTILINE)
-    assert "no model of broadcast: it takes two sizes or more" in view.text
-    assert "direction of one device (not what was measured here)\n" in view.text
+    assert "no model of broadcast: it needs two sizes or more" in view.text
+    assert "direction of one device (not measured here)\n" in view.text
     assert re.search(
         r"^NVLink 4 +450\.00  H100, H200: 18 links x 25 GB/s$", view.text, re.MULTILINE
     )
@@ -99,21 +99,21 @@ def test_between_links() -> None:
     best = max(row.busbw(8) for row in FAST.rows) / 1e9
 
     assert (
-        f"most on the bus: {best:.1f} GB/s, all_reduce of 1 GiB (one direction of links near it: "
-        "NVLink 3 300.0, NVLink 4 450.0)" in view.text
+        f"highest bus bandwidth: {best:.1f} GB/s, all_reduce of 1 GiB (links of similar speed, "
+        "one direction: NVLink 3 300.0, NVLink 4 450.0)" in view.text
     )
-    assert "(not what was measured here)" not in view.text
+    assert "(not measured here)" not in view.text
     assert not view.is_bad
 
 
-@pytest.mark.parametrize("found", [SLOW, FAST, replace(SLOW, rows=()), replace(SLOW, left_out=())])
-def test_html_is_closed_and_safe(found: Bench) -> None:
+@pytest.mark.parametrize("result", [SLOW, FAST, replace(SLOW, rows=()), replace(SLOW, left_out=())])
+def test_html_is_closed_and_safe(result: Bench) -> None:
     """Every tag is closed in its place; what comes from ranks is escaped; no scripts."""
-    seen = tags(bench(found).html)
+    parsed = tags(bench(result).html)
 
-    assert "time" not in seen.seen
-    assert "script" not in seen.seen
-    assert len(seen.images) == bool(found.rows)
+    assert "time" not in parsed.seen
+    assert "script" not in parsed.seen
+    assert len(parsed.images) == bool(result.rows)
 
 
 def test_the_picture_shows_each_operation() -> None:

@@ -27,15 +27,21 @@ def checked(text: str, around: CheckContext = CheckContext()) -> Checked:  # noq
     return check(read("mine", text.strip()), around)
 
 
-def mended(one: Checked, around: CheckContext) -> Checked:
+def mended(checked_config: Checked, around: CheckContext) -> Checked:
     """What is found in the corrected text."""
-    document = one.document
-    return corrected(one, around, lambda text: read(document.name, text, document.syntax))[0]
+    document = checked_config.document
+    return corrected(
+        checked_config, around, lambda text: read(document.name, text, document.syntax)
+    )[0]
 
 
-def told(one: Checked, verdict: str) -> list[str]:
+def problems_of(checked_config: Checked, verdict: str) -> list[str]:
     """Name, reason and advice of the findings of a verdict, with their lines."""
-    return [f"{f.line} {f.name}: {f.why}; {f.what}" for f in one.findings if f.verdict == verdict]
+    return [
+        f"{f.line} {f.name}: {f.why}; {f.what}"
+        for f in checked_config.findings
+        if f.verdict == verdict
+    ]
 
 
 # The documents' own configurations: file, ranks and degrees, what is bad, what the corrected has.
@@ -53,8 +59,8 @@ _OWN: dict[str, tuple[str, CheckContext, list[str], list[str]]] = {
     "three axes": (
         "three_axes.json",
         CheckContext(800, "--ranks", tp=8, pp=4),
-        ["2 train_batch_size: 2048 = micro-batch 4 x accumulation x 25 data-parallel ranks does not "
-         "come out: 2048 / 100 = 20.48; change train_batch_size to 2000 (accumulation 20) or 2100",
+        ["2 train_batch_size: 2048 = micro-batch 4 x accumulation x 25 data-parallel ranks has no "
+         "whole solution: 2048 / 100 = 20.48; change train_batch_size to 2000 (accumulation 20) or 2100",
          "6 comment: JSON has no comments"],
         ['"train_batch_size": 2000,', '"stage": 1,\n'],
     ),
@@ -85,17 +91,19 @@ _OWN: dict[str, tuple[str, CheckContext, list[str], list[str]]] = {
 def test_configurations_of_the_guides(name: str) -> None:
     """Nine can run as they are; four cannot, and their corrected text can."""
     file, around, bad, right = _OWN[name]
-    one = check(load(_DATA / file), around)
-    after = mended(one, around)
-    found = told(one, BAD)
+    checked_config = check(load(_DATA / file), around)
+    after = mended(checked_config, around)
+    problems = problems_of(checked_config, BAD)
 
-    assert f"{one.kind}, in {one.document.syntax}" in [finding.found for finding in one.findings]
-    assert len(found) == len(bad)
-    assert [any(part in line for line in found) for part in bad] == [True] * len(bad)
+    assert f"{checked_config.kind}, in {checked_config.document.syntax}" in [
+        finding.found for finding in checked_config.findings
+    ]
+    assert len(problems) == len(bad)
+    assert [any(part in line for line in problems) for part in bad] == [True] * len(bad)
     assert not after.is_bad
     assert [part for part in right if part not in after.document.text] == []
     if not bad:
-        assert bool(one)
+        assert bool(checked_config)
 
 
 def test_every_file_of_the_guides_is_a_case() -> None:
@@ -121,17 +129,17 @@ _CASES: dict[str, tuple[str, str, str]] = {
     _LAUNCH + "favourite: 3": (BAD, "take it out", "num_processes: 4\n"),
     _LAUNCH + "mixed_precision: no": (BAD, "YAML reads no without quotation marks as false; write 'no'", "mixed_precision: 'no'"),
     "distributed_type: NO\nnum_processes: 1": (WARN, "write 'NO'", "distributed_type: 'NO'"),
-    _LAUNCH + "mixed_precision: bfloat16": (BAD, "there is no bfloat16: it is one of no, fp16, bf16, fp8; write bf16", "mixed_precision: bf16"),
+    _LAUNCH + "mixed_precision: bfloat16": (BAD, "bfloat16 is not one of no, fp16, bf16, fp8; write bf16", "mixed_precision: bf16"),
     "distributed_type: multi_gpu\nnum_processes: 4": (BAD, "write MULTI_GPU", "distributed_type: MULTI_GPU"),
-    "distributed_type: DDP\nnum_processes: 4": (BAD, "there is no DDP: it is one of NO, MULTI_CPU", ""),
-    "distributed_type: MULTI_GPU\nnum_processes: '4'": (BAD, "it has to be a whole number above 0, and '4' is a text; write 4", "num_processes: 4"),
+    "distributed_type: DDP\nnum_processes: 4": (BAD, "DDP is not one of NO, MULTI_CPU", ""),
+    "distributed_type: MULTI_GPU\nnum_processes: '4'": (BAD, "it must be a whole number above 0, and '4' is a string; write 4", "num_processes: 4"),
     "distributed_type: MULTI_GPU\nnum_processes: four": (BAD, "write a whole number above 0", ""),
     _LAUNCH + "use_cpu: 'false'": (BAD, "write false", "use_cpu: false"),
     _LAUNCH + "fp16: true\nmixed_precision: bf16": (BAD, "fp16: true is the old mixed_precision: fp16", "num_processes: 4\nmixed_precision"),
-    _LAUNCH + "num_machines: 3": (BAD, "4 is no multiple of num_machines 3; change it to 3 or 6", "num_processes: 3"),
+    _LAUNCH + "num_machines: 3": (BAD, "4 is not a multiple of num_machines 3; change it to 3 or 6", "num_processes: 3"),
     _LAUNCH + "num_machines: 2\nmain_process_ip: a\nmain_process_port: 1\nmachine_rank: 2": (BAD, "counted from 0, and num_machines is 2; use 0 to 1", "machine_rank: 0"),
-    _LAUNCH + "num_machines: 2": (WARN, "2 hosts have to find each other; write 29500, or type --main_process_port", "main_process_port: 29500"),
-    "distributed_type: MULTI_GPU\nnum_processes: 1\ngpu_ids: 0": (BAD, "it has to be a text, and 0 is a number; write '0'", "gpu_ids: '0'"),
+    _LAUNCH + "num_machines: 2": (WARN, "2 hosts must find each other; write 29500, or type --main_process_port", "main_process_port: 29500"),
+    "distributed_type: MULTI_GPU\nnum_processes: 1\ngpu_ids: 0": (BAD, "it must be a string, and 0 is a number; write '0'", "gpu_ids: '0'"),
     _LAUNCH + "gpu_ids: 0,1": (BAD, "they are 2 GPUs for num_processes 4", "num_processes: 2"),
     "distributed_type: 'NO'\nnum_processes: 2": (BAD, "NO is one process", "MULTI_GPU"),
     "distributed_type: MULTI_CPU\nnum_processes: 2": (BAD, "through mpirun; this starts one", "MULTI_GPU"),
@@ -148,52 +156,52 @@ _CASES: dict[str, tuple[str, str, str]] = {
     _FSDP2 + "  fsdp_ofload_params: true": (WARN, "change the key to fsdp_offload_params", "fsdp_offload_params: true"),
     _FSDP2 + "  fsdp_activation_checkpointing_offload: true": (BAD, "it needs fsdp_activation_checkpointing", "fsdp_activation_checkpointing: true"),
     _FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_sync_module_states: false": (BAD, "has to be true", ""),
-    _FSDP + "  fsdp_version: 3": (BAD, "there is no 3: it is one of 1, 2", ""),
+    _FSDP + "  fsdp_version: 3": (BAD, "3 is not one of 1, 2", ""),
     # Meshes
     _MESH + "  parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 2": (BAD, "dp_shard 2 x tp 2 are 4 ranks, and there are 8 (as num_processes says); change dp_shard_size to 4", "dp_shard_size: 4"),
     _MESH + "  parallelism_config_tp_size: 3": (BAD, "tp 3 are 3 ranks, and there are 8", ""),
     _MESH + "  tp_size: 2\n  dp_shard_size: 4": (BAD, "its keys begin with parallelism_config_", "parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 4"),
     _MESH + "  parallelism_config_tp_size: 8": (BAD, "FSDP has nothing to split over", ""),
     _MESH + "  parallelism_config_tp_size: 2\n  parallelism_config_dp_replicate_size: 4": (BAD, "swap them: dp_replicate 1, dp_shard 4", "parallelism_config_dp_replicate_size: 1"),
-    _FSDP + "  fsdp_version: 1\nparallelism_config:\n  parallelism_config_dp_shard_size: 8": (BAD, "with FSDP2 alone, and this is FSDP1", "fsdp_version: 2"),
+    _FSDP + "  fsdp_version: 1\nparallelism_config:\n  parallelism_config_dp_shard_size: 8": (BAD, "only with FSDP2, and this is FSDP1", "fsdp_version: 2"),
     # Megatron-LM
     _MEGATRON + "  megatron_lm_tp_degree: 4\n  megatron_lm_pp_degree: 3": (BAD, "tp 4 x pp 3 = 12 does not divide 8 ranks", "num_processes: 12"),
     _MEGATRON + "  megatron_lm_pp_degree: 2": (WARN, "a pipeline of 2 stages idles", "megatron_lm_num_micro_batches: 4"),
-    _MEGATRON + "  megatron_lm_sequence_parallelism: true": (BAD, "it splits over tp, and tp is 1", "sequence_parallelism: false"),
+    _MEGATRON + "  megatron_lm_sequence_parallelism: true": (BAD, "it splits across tp, and tp is 1", "sequence_parallelism: false"),
     # DeepSpeed in Accelerate's YAML
     _DS + "  deepspeed_config_file: ds.json\n  zero_stage: 2": (BAD, "refuses it beside deepspeed_config_file", "deepspeed_config_file: ds.json"),
     "mixed_precision: bf16\n" + _DS + "  deepspeed_config_file: ds.json": (BAD, "1 mixed_precision: Accelerate refuses it beside", "distributed_type"),
-    _DS + "  zero_stage: 2\n  offload_param_device: cpu": (BAD, "offloaded in stage 3 alone, and zero_stage is 2", "zero_stage: 3"),
-    _DS + "  zero_stage: 2\n  zero3_init_flag: true": (WARN, "it counts in stage 3 alone", "zero3_init_flag: false"),
+    _DS + "  zero_stage: 2\n  offload_param_device: cpu": (BAD, "only offloaded in stage 3, and zero_stage is 2", "zero_stage: 3"),
+    _DS + "  zero_stage: 2\n  zero3_init_flag: true": (WARN, "it only counts in stage 3", "zero3_init_flag: false"),
     _DS + "  zero_stage: 3\n  offload_param_device: nvme": (BAD, "nvme needs a folder", ""),
-    _DS + "  zero_stage: 4": (BAD, "there is no 4: it is one of 0, 1, 2, 3", ""),
-    _DS + "  gradient_clipping: 1e0": (BAD, "it has to be a number, and 1e0 is a text; write 1.0", "gradient_clipping: 1.0"),
-    _DS + "  gradient_clipping: 0.0": (WARN, "Accelerate passes over 0", ""),
+    _DS + "  zero_stage: 4": (BAD, "4 is not one of 0, 1, 2, 3", ""),
+    _DS + "  gradient_clipping: 1e0": (BAD, "it must be a number, and 1e0 is a string; write 1.0", "gradient_clipping: 1.0"),
+    _DS + "  gradient_clipping: 0.0": (WARN, "Accelerate ignores 0", ""),
     # DeepSpeed
-    _ZERO % '2, "stage3_prefetch_bucket_size": 5e7': (WARN, "it counts in stage 3 alone, and this is stage 2", '{"stage": 2}'),
-    _ZERO % '1, "offload_param": {"device": "cpu"}': (BAD, "parameters are offloaded in stage 3 alone, and this is stage 1", '"stage": 3'),
-    _ZERO % '2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}': (BAD, "moves to NVMe in stage 3 alone", '"device": "cpu"'),
+    _ZERO % '2, "stage3_prefetch_bucket_size": 5e7': (WARN, "it only counts in stage 3, and this is stage 2", '{"stage": 2}'),
+    _ZERO % '1, "offload_param": {"device": "cpu"}': (BAD, "parameters are only offloaded in stage 3, and this is stage 1", '"stage": 3'),
+    _ZERO % '2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}': (BAD, "offloads to NVMe in stage 3", '"device": "cpu"'),
     _ZERO % '3, "offload_param": {"device": "nvme"}': (BAD, "nvme needs a folder", ""),
     _ZERO % '0, "offload_optimizer": {"device": "cpu"}': (BAD, "offloaded in stages 1, 2 and 3", '"stage": 2'),
     _ZERO % '2, "overlap_com": true': (BAD, "DeepSpeed refuses a key of zero_optimization that it does not know; change the key to overlap_comm", '"overlap_comm": true'),
-    _ZERO % '2, "overlap_comm": "true"': (BAD, "is a text; write true", '"overlap_comm": true'),
+    _ZERO % '2, "overlap_comm": "true"': (BAD, "is a string; write true", '"overlap_comm": true'),
     _ZERO % '"2"': ("", "", ""),
-    _ZERO % "2.5": (BAD, "there is no 2.5", ""),
+    _ZERO % "2.5": (BAD, "2.5 is not one of", ""),
     _ZERO % '2, "cpu_offload": true': (WARN, "the old way to say offload_optimizer", ""),
     _BATCH + '"fp16": {"enabled": true}, "bf16": {"enabled": true}}': (BAD, "fp16 and bf16 are both on", '"fp16": {"enabled": false}, "bf16": {"enabled": true}'),
-    _BATCH + '"fp_16": {"enabled": true}}': (WARN, "passes over it in silence; change the key to fp16", '"fp16": {"enabled": true}'),
-    _BATCH + '"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}': (BAD, 'it has to be a number, and "1e-5" is a text; write 1e-05', '"lr": 1e-05'),
+    _BATCH + '"fp_16": {"enabled": true}}': (WARN, "silently ignores it; change the key to fp16", '"fp16": {"enabled": true}'),
+    _BATCH + '"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}': (BAD, 'it must be a number, and "1e-5" is a string; write 1e-05', '"lr": 1e-05'),
     _BATCH + '"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}': ("", "", ""),
     _BATCH + '"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}': (WARN, "clips by gradient_clipping", '"params": {}'),
     _BATCH + '"scheduler": {"type": "WarmupDecayLR", "params": {}}}': (BAD, "WarmupDecayLR needs the number of all steps", ""),
     _BATCH + '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 9}}}': (BAD, "does not end within 9", ""),
-    _BATCH + '"scheduler": {"type": "Cosine"}}': (WARN, "of others it is not known here", ""),
+    _BATCH + '"scheduler": {"type": "Cosine"}}': (WARN, "others are not known here", ""),
     '{"train_batch_size": "auto", "gradient_clipping": 1.0}': (WARN, 'put numbers for "auto"; DeepSpeed by itself stops', ""),
     '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}': (BAD, "no number of ranks fits; change train_batch_size to 8", '"train_batch_size": 8'),
     '{"zero_optimization": {"stage": 2}}': (WARN, "DeepSpeed by itself wants train_batch_size", ""),
     '{"zero_optimization": {}, "train_batch_size": 8, "gradient_clipping": 1.0}': (WARN, "the stage is 0", ""),
     # Of no kind
-    "model:\n  name: llama": (BAD, "of no kind that is known; nothing was checked but the format. Known are Accelerate", ""),
+    "model:\n  name: llama": (BAD, "match no known format; only the syntax was checked. Known formats: Accelerate", ""),
 }  # fmt: skip
 
 
@@ -201,15 +209,17 @@ _CASES: dict[str, tuple[str, str, str]] = {
 def test_what_is_wrong_is_told_and_mended(text: str) -> None:
     """Each mistake alone: the verdict, the words with the numbers, and the corrected value."""
     verdict, part, right = _CASES[text]
-    one = checked(text)
-    after = mended(one, CheckContext())
+    checked_config = checked(text)
+    after = mended(checked_config, CheckContext())
 
-    assert not verdict or [line for line in told(one, verdict) if part in line], one.findings
-    assert verdict == BAD or not one.is_bad, told(one, BAD)
+    assert not verdict or [line for line in problems_of(checked_config, verdict) if part in line], (
+        checked_config.findings
+    )
+    assert verdict == BAD or not checked_config.is_bad, problems_of(checked_config, BAD)
     if right:
         assert right in after.document.text
-        assert not after.is_bad, told(after, BAD)
-        assert not [line for line in told(after, verdict) if part in line]
+        assert not after.is_bad, problems_of(after, BAD)
+        assert not [line for line in problems_of(after, verdict) if part in line]
 
 
 _EQUATIONS = {
@@ -234,20 +244,20 @@ def test_the_batch_equation(numbers: tuple[str, str, str, int | None]) -> None:
     """Whatever of the three numbers is there, the equation is told, or which number to change."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     pairs = zip(names, numbers[:3], strict=True)
-    given = ", ".join(f'"{name}": {number}' for name, number in pairs if number != "-")
+    entries = ", ".join(f'"{name}": {number}' for name, number in pairs if number != "-")
     around = CheckContext(numbers[3], "--ranks")
-    one = checked(f'{{{given}, "gradient_clipping": 1.0}}', around)
-    lines = [f"{f.found} {f.why}; {f.what}" for f in one.findings]
+    checked_config = checked(f'{{{entries}, "gradient_clipping": 1.0}}', around)
+    lines = [f"{f.found} {f.why}; {f.what}" for f in checked_config.findings]
 
     assert [line for line in lines if _EQUATIONS[numbers] in line], lines
-    assert not mended(one, around).is_bad
+    assert not mended(checked_config, around).is_bad
 
 
 def test_degrees_that_do_not_form_the_ranks() -> None:
     """TP x PP x DP against the ranks, with the numbers that work."""
     text = '{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}'
-    odd = told(checked(text, CheckContext(12, "--ranks", tp=8)), BAD)
-    three = told(checked(text, CheckContext(800, "--ranks", tp=8, pp=4, dp=20)), BAD)
+    odd = problems_of(checked(text, CheckContext(12, "--ranks", tp=8)), BAD)
+    three = problems_of(checked(text, CheckContext(800, "--ranks", tp=8, pp=4, dp=20)), BAD)
 
     assert "12 ranks (--ranks) cannot form tp 8: 12 / 8 = 1.5; use 8 or 16 ranks" in odd[0]
     assert "tp 8 x pp 4 x dp 20 are 640 ranks, and there are 800" in three[0]
@@ -270,12 +280,16 @@ def test_files_that_count_together() -> None:
         "ds.json",
         '{"train_batch_size": 9, "zero_optimization": {"stge": 2}, "fp16": {"enabled": true}}',
     )
-    one = checked(_DS + "  deepspeed_config_file: ds.json", CheckContext(others=(ds,)))
+    checked_config = checked(_DS + "  deepspeed_config_file: ds.json", CheckContext(others=(ds,)))
     lab = check(load(_DATA / "instructlab.yaml"), CheckContext(others=(ds,)))
 
-    assert [line for line in told(one, BAD) if "ds.json, line 1: zero_optimization.stge" in line]
-    assert [line for line in told(one, BAD) if "9 / 8 = 1.125" in line]
-    assert [line for line in told(lab, BAD) if "ds.json turns fp16 on (line 1)" in line]
+    assert [
+        line
+        for line in problems_of(checked_config, BAD)
+        if "ds.json, line 1: zero_optimization.stge" in line
+    ]
+    assert [line for line in problems_of(checked_config, BAD) if "9 / 8 = 1.125" in line]
+    assert [line for line in problems_of(lab, BAD) if "ds.json turns fp16 on (line 1)" in line]
 
 
 def test_two_rules_that_disagree_end() -> None:
@@ -302,7 +316,7 @@ def test_an_anchor_is_left_alone() -> None:
     )
 
     assert after.is_bad
-    assert "not made, as other lines refer to this one" in changes[0]
+    assert "not changed, since other lines refer to it" in changes[0]
 
 
 def test_kinds_are_known_by_their_content() -> None:
@@ -322,12 +336,12 @@ def test_the_page_says_what_each_strategy_is() -> None:
 
     assert set(ROWS) <= set(rows)
     for name in ROWS:
-        one = Setting(choose(name, {}, 4))
+        strategy_setting = Setting(choose(name, {}, 4))
         yaml, ds = rows[name].split(" | ")
-        config = accelerate_config(one)
+        config = accelerate_config(strategy_setting)
         kind = "none" if isinstance(config, Refusal) else f"`{config['distributed_type']}`"
         assert yaml.startswith(kind)
-        assert ds.startswith("none") == isinstance(deepspeed_config(one), Refusal)
+        assert ds.startswith("none") == isinstance(deepspeed_config(strategy_setting), Refusal)
 
 
 _ODD: list[Any] = [

@@ -49,8 +49,8 @@ _OURS = ("ACCELERATE_USE_CPU", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 
 
 def setting(name: str, hosts: int = 1) -> Setting:
-    strategy, given = _STRATEGIES[name]
-    return Setting(choose(strategy, given, 4), hosts, "cuda", ("Block", "Other"))
+    strategy, options = _STRATEGIES[name]
+    return Setting(choose(strategy, options, 4), hosts, "cuda", ("Block", "Other"))
 
 
 def written(folder: Path, text: str, name: str = "a.yaml") -> str:
@@ -75,21 +75,21 @@ def prepared(config: str) -> dict[str, str]:
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What Accelerate makes of such an environment in each process."""
 
-    def make(given: dict[str, str]) -> list[Any]:
-        for name, value in given.items():
+    def make(environ: dict[str, str]) -> list[Any]:
+        for name, value in environ.items():
             if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
                 monkeypatch.setenv(name, value)
-        if given.get("FSDP_VERSION") == "1":  # it asks for a GPU to send rank 0's values with
+        if environ.get("FSDP_VERSION") == "1":  # it asks for a GPU to send rank 0's values with
             monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")
             monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-        made: list[Any] = []
-        if given.get("ACCELERATE_USE_FSDP") == "true":
-            made.append(FullyShardedDataParallelPlugin())
-        if given.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-            made.append(ParallelismConfig())
-        if given.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            made.append(DeepSpeedPlugin())
-        return made
+        plugin_objects: list[Any] = []
+        if environ.get("ACCELERATE_USE_FSDP") == "true":
+            plugin_objects.append(FullyShardedDataParallelPlugin())
+        if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            plugin_objects.append(ParallelismConfig())
+        if environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            plugin_objects.append(DeepSpeedPlugin())
+        return plugin_objects
 
     return make
 
@@ -102,9 +102,9 @@ def test_the_tables_are_those_of_the_installed_version() -> None:
     ours = {key for part in keys.ACCELERATE_PARTS.values() for key in part}
 
     assert set(keys.ACCELERATE) == set(ClusterConfig.__dataclass_fields__)
-    assert set(keys.DISTRIBUTED_TYPES) == {one.value for one in DistributedType}
+    assert set(keys.DISTRIBUTED_TYPES) == {member.value for member in DistributedType}
     assert missing == {"fsdp_ignored_modules"}  # read from the YAML alone
-    assert {one for one in options if one.startswith(beginnings)} - ours == set()
+    assert {option for option in options if option.startswith(beginnings)} - ours == set()
 
 
 @pytest.mark.parametrize("name", _STRATEGIES)
@@ -114,33 +114,33 @@ def test_accelerate_takes_what_is_written(
 ) -> None:
     """Its own loader and plugins take every YAML; torchrun's variables are those that it sets."""
     monkeypatch.chdir(tmp_path)
-    one = setting(name, hosts)
-    path = written(tmp_path, configured(one).texts["accelerate"])
+    strategy_setting = setting(name, hosts)
+    path = written(tmp_path, configured(strategy_setting).texts["accelerate"])
     if name == "deepspeed":
-        written(tmp_path, configured(one).texts["deepspeed"], "ds_config.json")
+        written(tmp_path, configured(strategy_setting).texts["deepspeed"], "ds_config.json")
     loaded = load_config_from_file(path)
     if name == "single":
         assert loaded.num_processes == 1
         return
     launched = prepared(path)
-    alone = environment(one)
+    alone = environment(strategy_setting)
     assert isinstance(alone, dict)
-    made = plugins(launched)
+    plugin_objects = plugins(launched)
 
     assert loaded.num_processes == 4
     assert {k: v for k, v in alone.items() if launched.get(k) != v and k not in _OURS} == {}
-    assert len(made) == sum(f"ACCELERATE_USE_{word}" in alone for word in _USED)
+    assert len(plugin_objects) == sum(f"ACCELERATE_USE_{word}" in alone for word in _USED)
     if name == "fsdp, all options":
-        assert made[0].reshard_after_forward is False
-        assert made[0].activation_checkpointing is True
-        assert made[0].transformer_cls_names_to_wrap == ["Block", "Other"]
+        assert plugin_objects[0].reshard_after_forward is False
+        assert plugin_objects[0].activation_checkpointing is True
+        assert plugin_objects[0].transformer_cls_names_to_wrap == ["Block", "Other"]
         assert launched["ACCELERATE_MIXED_PRECISION"] == "bf16"
     if name == "fsdp, hybrid":
-        assert (made[1].dp_replicate_size, made[1].dp_shard_size) == (2, 2)
+        assert (plugin_objects[1].dp_replicate_size, plugin_objects[1].dp_shard_size) == (2, 2)
     if name == "deepspeed":
-        assert made[0].deepspeed_config["gradient_clipping"] == 0.0
-        assert made[0].deepspeed_config["gradient_accumulation_steps"] == 2
-        assert made[0].zero_stage == 3
+        assert plugin_objects[0].deepspeed_config["gradient_clipping"] == 0.0
+        assert plugin_objects[0].deepspeed_config["gradient_accumulation_steps"] == 2
+        assert plugin_objects[0].zero_stage == 3
 
 
 _USED = ("FSDP", "PARALLELISM_CONFIG", "DEEPSPEED")
@@ -149,14 +149,14 @@ _USED = ("FSDP", "PARALLELISM_CONFIG", "DEEPSPEED")
 @pytest.mark.parametrize("name", _STRATEGIES)
 def test_what_is_written_passes_the_check(name: str) -> None:
     """Nothing that nbdist writes is found bad or unwise by its own check."""
-    one = setting(name)
-    yaml = read("a.yaml", configured(one).texts["accelerate"])
-    json_text = deepspeed_text(one)
+    strategy_setting = setting(name)
+    yaml = read("a.yaml", configured(strategy_setting).texts["accelerate"])
+    json_text = deepspeed_text(strategy_setting)
     others = (read("ds.json", json_text),) if isinstance(json_text, str) else ()
-    found = check(yaml, CheckContext(others=others))
+    checked = check(yaml, CheckContext(others=others))
 
     # "auto" and version 1 of FSDP are worth a word, whoever writes them.
-    unwise = [f for f in found.findings if f.verdict != "ok" and "train_" not in f.name]
+    unwise = [f for f in checked.findings if f.verdict != "ok" and "train_" not in f.name]
     assert unwise == []
 
 
@@ -214,12 +214,12 @@ def test_what_is_bad_is_refused_by_accelerate_and_taken_when_corrected(
     with pytest.raises((ValueError, AttributeError, TypeError)) as caught:
         plugins(prepared(path))
     document = load(path)
-    found = check(document, CheckContext())
-    after, told = corrected(found, CheckContext(), lambda new: read(path, new))
+    checked = check(document, CheckContext())
+    after, changes = corrected(checked, CheckContext(), lambda new: read(path, new))
 
     assert _REFUSED[text] in str(caught.value)
-    assert found.is_bad
-    if told:
+    assert checked.is_bad
+    if changes:
         right = written(tmp_path, after.document.text, "right.yaml")
         assert not after.is_bad
         assert load_config_from_file(right).num_processes in {1, 4}
@@ -238,10 +238,10 @@ def test_the_guides_configurations(tmp_path: Path, plugins: Any, file: str) -> N
         if file == "three_axes.json"
         else CheckContext(8, "--ranks")
     )
-    found = check(load(_DATA / file), around)
-    after, _ = corrected(found, around, lambda text: read(file, text))
+    checked = check(load(_DATA / file), around)
+    after, _ = corrected(checked, around, lambda text: read(file, text))
     right = written(tmp_path, after.document.text, "right.json")
-    if found.document.flaws:
+    if checked.document.flaws:
         with pytest.raises(json.JSONDecodeError):
             DeepSpeedPlugin(hf_ds_config=str(_DATA / file))
 
@@ -255,7 +255,7 @@ def test_the_guides_configurations(tmp_path: Path, plugins: Any, file: str) -> N
 
 def test_each_strategy_has_a_form_or_a_reason() -> None:
     """What Accelerate cannot say is refused with a line that starts it, and never left out."""
-    for name, given in (
+    for name, options in (
         ("pp", {}),
         ("cp", {"dp": 2}),
         ("ulysses", {}),
@@ -263,11 +263,11 @@ def test_each_strategy_has_a_form_or_a_reason() -> None:
         ("tp", {"sequence_parallel": True}),
         ("pp", {"dp": 2, "tp": 2}),
     ):
-        one = configured(Setting(choose(name, dict(given), 8)))
+        config = configured(Setting(choose(name, dict(options), 8)))
 
-        assert set(one.texts) | set(one.refused) == set(FORMS)
-        assert f"nbdist run train.py -n 8 --strategy {name}" in one.refused["accelerate"]
+        assert set(config.texts) | set(config.refused) == set(FORMS)
+        assert f"nbdist run train.py -n 8 --strategy {name}" in config.refused["accelerate"]
         assert (
             f"srun --kill-on-bad-exit=1 nbdist run train.py -n 8 --strategy {name}"
-            in one.texts["sbatch"]
+            in config.texts["sbatch"]
         )

@@ -71,11 +71,11 @@ _YAML_FIXES = [
 def test_json_with_comments_and_commas_is_read_and_told() -> None:
     """Each is named with its line; without them it is the JSON that was meant."""
     document = read("ds.json", _JSON)
-    told = [(flaw.name, flaw.line) for flaw in document.flaws]
+    flaws = [(flaw.name, flaw.line) for flaw in document.flaws]
     while document.flaws:
         document = read("ds.json", without(document, document.flaws[0]))
 
-    assert told == [("comment", 4), ("trailing comma", 5), ("comment", 7)]
+    assert flaws == [("comment", 4), ("trailing comma", 5), ("comment", 7)]
     assert json.loads(document.text) == plain(read("ds.json", _JSON).root)
     assert document.line("zero_optimization", "reduce_bucket_size") == 5
 
@@ -122,13 +122,13 @@ _BROKEN = {
     '{"a" 1}': 'a colon after "a" is missing',
     '{"a": }': "a value is missing",
     '{"a": True}': "write true",
-    '{"a": yes}': "a text stands in double quotation marks",
+    '{"a": yes}': "strings need double quotation marks",
     "{a: 1}": "a key in double quotation marks, or }, is missing",
     '{"a": "x}': "a quotation mark is not closed",
-    "{}\n{}": "line 2: something stands after the end",
+    "{}\n{}": "line 2: there is something after the end",
     '{"a": ' + "[" * 60: "more than 50 objects",
-    "a: [1": "this is no YAML",
-    "a: b: c": "line 1: this is no YAML",
+    "a: [1": "this is not valid YAML",
+    "a: b: c": "line 1: this is not valid YAML",
     "- 1": "a configuration is a mapping",
     "": "a configuration is a mapping",
     "a: &x\n  b: *x": "stands for a mapping that it is in itself",
@@ -163,5 +163,5 @@ def test_files_that_are_none_are_told(tmp_path: Path) -> None:
         load(tmp_path / "data.json")
     with pytest.raises(OptionError, match="more than any configuration"):
         load(tmp_path / "large.json")
-    with pytest.raises(OptionError, match="toml is not read"):
+    with pytest.raises(OptionError, match="toml files are not read"):
         load(tmp_path / "recipe.toml")

@@ -23,7 +23,7 @@ def crash(*threads: tuple[str, tuple[str, ...]]) -> Remains:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "expected"),
     [
         (None, "unknown exit code"),
         (3, "exit code 3: the process ended itself, by os._exit or in a library"),
@@ -32,16 +32,16 @@ def crash(*threads: tuple[str, tuple[str, ...]]) -> Remains:
         (-signal.SIGSEGV, "signal SIGSEGV"),
     ],
 )
-def test_an_end_that_left_nothing(code: int | None, told: str) -> None:
+def test_an_end_that_left_nothing(code: int | None, expected: str) -> None:
     """Without any remains the code alone is told, and nothing is made up."""
-    if code == -63 and 63 in {int(one) for one in signal.Signals}:
+    if code == -63 and 63 in {int(signal_number) for signal_number in signal.Signals}:
         pytest.skip("signal 63 has a name on this system")
 
-    assert exit_cause.cause(code, Remains()) == told
+    assert exit_cause.cause(code, Remains()) == expected
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "expected"),
     [
         (
             OomCounts(3, 10, 2_000_000_000),
@@ -64,12 +64,12 @@ def test_an_end_that_left_nothing(code: int | None, told: str) -> None:
     ],
 )
 def test_a_kill_for_memory_is_told_by_the_systems_counts(
-    before: OomCounts, after: OomCounts, told: str
+    before: OomCounts, after: OomCounts, expected: str
 ) -> None:
     """Its own group's count is proof, the machine's is a hint, no count leaves it open."""
     cause = exit_cause.cause(-signal.SIGKILL, Remains(before=before, after=after))
 
-    assert cause.startswith(f"signal SIGKILL: {told}")
+    assert cause.startswith(f"signal SIGKILL: {expected}")
 
 
 def test_our_own_kill_is_no_riddle() -> None:

@@ -111,10 +111,10 @@ def test_equal_tracebacks_are_one_group() -> None:
 
 def test_addresses_and_colours_make_no_difference() -> None:
     """The same error of two processes is the same whatever its addresses and its colours."""
-    one = RankFailure(0, "E", "<f at 0x7f01>", ("\x1b[31mE\x1b[0m: <f at 0x7f01>",))
+    first = RankFailure(0, "E", "<f at 0x7f01>", ("\x1b[31mE\x1b[0m: <f at 0x7f01>",))
     two = RankFailure(1, "E", "<f at 0xAB12>", ("E: <f at 0xAB12>",))
 
-    assert [ranks for _, ranks in grouped([one, two])] == [(0, 1)]
+    assert [ranks for _, ranks in grouped([first, two])] == [(0, 1)]
 
 
 def test_ports_make_no_difference_to_followers() -> None:
@@ -135,10 +135,10 @@ def test_ports_make_a_difference_to_causes() -> None:
 
 def test_equal_messages_from_different_lines_are_two_groups() -> None:
     """The same error raised in two places is told twice."""
-    one = RankFailure(0, "E", "m", ("line 1", "E: m"))
+    first = RankFailure(0, "E", "m", ("line 1", "E: m"))
     two = RankFailure(1, "E", "m", ("line 2", "E: m"))
 
-    assert len(grouped([one, two])) == 2
+    assert len(grouped([first, two])) == 2
 
 
 def test_plain() -> None:

@@ -60,11 +60,11 @@ def test_nothing_found() -> None:
 def test_a_report_has_a_block_for_each_finding() -> None:
     """With its lines of code, or else its longest stretch of time."""
     spots = (Spot(1, 1_234_499, 2_000_000), Spot(0, 5, 6))
-    one = Finding("a", "b", WARN, "c", "d", (0, 1), 0.125, places=("f.py:1\n", "g.py:2"))
+    finding = Finding("a", "b", WARN, "c", "d", (0, 1), 0.125, places=("f.py:1\n", "g.py:2"))
     other = Finding("e", "f", WARN, "g", "h", (2,), 0.1, spots=spots)
     last = Finding("i", "j", WARN, "k", "l", (3,))
 
-    assert report((one, other), order="the largest first", none="", has_share=True) == [
+    assert report((finding, other), order="the largest first", none="", has_share=True) == [
         "findings, the largest first:",
         "- a (ranks 0-1, 12.5 %): b",
         "  why: c",
@@ -87,7 +87,7 @@ def test_a_report_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finding", "told"),
+    ("finding", "expected"),
     [
         (Finding("a", "b", WARN, "c", "d"), "warn a: c; d"),
         (Finding("a", "b", BAD, "c"), "bad a: c"),
@@ -95,9 +95,9 @@ def test_a_report_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         (Finding("a", "b", BAD, "c", "d", line=0), "bad a: c; d"),
     ],
 )
-def test_advice_is_one_line(finding: Finding, told: str) -> None:
+def test_advice_is_one_line(finding: Finding, expected: str) -> None:
     """Where, why, and what to do."""
-    assert advice(finding) == told
+    assert advice(finding) == expected
 
 
 def test_a_summary_counts_verdicts() -> None:

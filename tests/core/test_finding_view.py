@@ -13,9 +13,9 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_findings_of_a_file_have_their_lines() -> None:
     """And are the same on every machine, so they are stored too."""
-    found = [Finding("a", "1", WARN, "c", "d", line=3), Finding("whole", "2", BAD, "e", line=0)]
+    findings = [Finding("a", "1", WARN, "c", "d", line=3), Finding("whole", "2", BAD, "e", line=0)]
 
-    view = verdicts(found, before=["read"], title="x.json: ")
+    view = verdicts(findings, before=["read"], title="x.json: ")
 
     assert view.text == (
         "read\n"

@@ -28,8 +28,8 @@ def test_instances_stand_for_the_gpu_that_is_cut_up() -> None:
     """Of a MIG instance memory is told; heat and power are the whole GPU's."""
     gpus = Nvml(Driver(1, mig=2)).read().gpus
 
-    assert [one.uuid for one in gpus] == ["MIG-0/0", "MIG-0/1"]
-    assert [one.index for one in gpus] == [0, 0]
+    assert [gpu.uuid for gpu in gpus] == ["MIG-0/0", "MIG-0/1"]
+    assert [gpu.index for gpu in gpus] == [0, 0]
     assert gpus[0].used_bytes == 5
     assert gpus[0].busy_percent is None
     assert gpus[0].temperature_c == 55.0
@@ -48,7 +48,7 @@ def test_gpus_that_fail_are_named_and_read_again() -> None:
     assert len(before.gpus) == 3
     assert lost.gpus == ()
     assert lost.problems == tuple(f"GPU {n} cannot be read: GPU is lost" for n in range(3))
-    assert [one.temperature_c for one in lacking.gpus] == [None] * 3
+    assert [gpu.temperature_c for gpu in lacking.gpus] == [None] * 3
     assert lacking.problems == ()
 
 
@@ -58,7 +58,7 @@ def test_one_lost_gpu_leaves_the_rest() -> None:
     driver.lost.add(0)
     readings = Nvml(driver).read()
 
-    assert [one.index for one in readings.gpus] == [1]
+    assert [gpu.index for gpu in readings.gpus] == [1]
     assert readings.problems == ("GPU 0 cannot be read: GPU is lost",)
 
 
@@ -92,14 +92,14 @@ def test_reasons_that_slow_nothing_down_are_left_out(bits: int, words: tuple[str
 
 def test_a_watch_reads_in_a_thread_of_its_own_while_somebody_asks() -> None:
     """It never keeps the asker waiting, opens a driver that has failed anew, and ends by itself."""
-    held, is_read = threading.Event(), threading.Event()
+    is_released, is_read = threading.Event(), threading.Event()
     numbers = itertools.count()
     opened: list[int] = []
 
     def read() -> GpuReadings:
         number = next(numbers)
         if number == 0:
-            held.wait(10)  # the driver hangs
+            is_released.wait(10)  # the driver hangs
         if number == 1:
             raise DriverError(1, "Uninitialized")
         if number == 3:
@@ -114,7 +114,7 @@ def test_a_watch_reads_in_a_thread_of_its_own_while_somebody_asks() -> None:
     began_s = time.monotonic()
     first = watch.newest()
     took_s = time.monotonic() - began_s
-    held.set()
+    is_released.set()
     assert is_read.wait(10)
     newest = watch.newest()
     watch.close()
@@ -124,7 +124,7 @@ def test_a_watch_reads_in_a_thread_of_its_own_while_somebody_asks() -> None:
     assert newest is not None
     assert newest[0].gpus[0].index >= 2
     assert len(opened) == 2
-    assert "nbdist-gpus" not in [one.name for one in threading.enumerate()]
+    assert "nbdist-gpus" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_watch_that_nobody_asks_ends() -> None:
@@ -140,4 +140,4 @@ def test_a_watch_that_nobody_asks_ends() -> None:
 
     assert len(threads) == 2
     assert threads[0] is not threads[1]
-    assert not any(one.is_alive() for one in threads)
+    assert not any(thread.is_alive() for thread in threads)

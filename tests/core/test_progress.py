@@ -14,7 +14,7 @@ def at(share: float, phase: int = 2, what: str = "moving") -> Progress:
 
 
 @pytest.mark.parametrize(
-    ("one", "told"),
+    ("progress", "expected"),
     [
         (MOVING, "switch: moving 1.2 GB of 3.4 GB, 35%"),
         (Progress("plan", "counting tp", 3, 9, "strategies"),
@@ -24,9 +24,9 @@ def at(share: float, phase: int = 2, what: str = "moving") -> Progress:
         (Progress("switch", ""), "switch"),
     ],
 )  # fmt: skip
-def test_it_is_told_in_words(one: Progress, told: str) -> None:
+def test_it_is_told_in_words(progress: Progress, expected: str) -> None:
     """With the percentage where the total is known."""
-    assert str(one) == told
+    assert str(progress) == expected
 
 
 def test_more_than_all_is_all() -> None:
@@ -47,11 +47,11 @@ def test_phases_count_what_is_done() -> None:
 
 def test_the_last_rank_is_told_with_where_the_others_are() -> None:
     """A rank that is slower than the others is seen."""
-    found = together({0: at(0.62), 1: at(0.1), 2: at(0.4), 3: at(0.5), 4: None})
+    progress = together({0: at(0.62), 1: at(0.1), 2: at(0.4), 3: at(0.5), 4: None})
     committing = together({0: at(0.1), 1: at(0, 3, "committing"), 2: at(0.2)})
 
-    assert found is not None
-    assert (found.share, found.ranks) == (0.1, "rank 1; 0,2-3: 40-62%")
+    assert progress is not None
+    assert (progress.share, progress.ranks) == (0.1, "rank 1; 0,2-3: 40-62%")
     assert committing is not None
     assert committing.ranks == "rank 0; 1-2: 20%, committing"
 

@@ -45,14 +45,14 @@ def test_a_stack_begins_at_the_cell_and_leaves_our_wrappers_out() -> None:
     """What runs the cell is cut off, and nbdist's frames between the user and torch are."""
     shown = stacks.user_part([*SHELL, *USER])
 
-    assert [one.function for one in shown] == ["<module>", "step", "all_reduce"]
+    assert [frame.function for frame in shown] == ["<module>", "step", "all_reduce"]
 
 
 def test_a_cell_run_inside_a_cell_keeps_the_outer_one() -> None:
     """The cut is at the first shell: `get_ipython().run_cell` in a cell hides nothing."""
     shown = stacks.user_part([*SHELL, *USER[:1], *SHELL[3:], *USER[1:2]])
 
-    assert [one.line for one in shown if one.file == CELL] == [3, 1]
+    assert [frame.line for frame in shown if frame.file == CELL] == [3, 1]
 
 
 def test_an_idle_engine_has_no_stack() -> None:
@@ -67,8 +67,8 @@ def test_an_idle_engine_has_no_stack() -> None:
     ]
 
     assert stacks.user_part(idle) == ()
-    assert [one.function for one in stacks.user_part(waiting)] == ["load", "wait"]
-    assert [one.function for one in stacks.user_part(call)] == ["barrier"]
+    assert [frame.function for frame in stacks.user_part(waiting)] == ["load", "wait"]
+    assert [frame.function for frame in stacks.user_part(call)] == ["barrier"]
 
 
 def test_a_line_names_cell_or_file() -> None:
@@ -104,7 +104,7 @@ def test_a_dump_is_read_innermost_last_and_only_its_last_report() -> None:
     waiting, main = stacks.parse_dump(DUMP)
 
     assert (waiting.is_current, main.is_current) == (False, True)
-    assert [(one.line, one.function) for one in main.frames] == [
+    assert [(frame.line, frame.function) for frame in main.frames] == [
         (3500, "run_code"),
         (3, "<module>"),
         (1, "step"),
@@ -119,7 +119,7 @@ def test_a_dump_without_python_frames_is_read() -> None:
     text = "Thread 0x01 [gloo] (most recent call first):\n  <no Python frame>\n"
 
     assert stacks.parse_dump("") == ()
-    assert [one.frames for one in stacks.parse_dump(text)] == [()]
+    assert [thread.frames for thread in stacks.parse_dump(text)] == [()]
 
 
 def test_cells_are_read_as_they_were_noted() -> None:

@@ -143,9 +143,9 @@ def test_hints_need_no_size() -> None:
 
 def test_overlapping_ranks_of_two_jobs() -> None:
     """Two jobs that both count from 0 are merged by host, without a rank twice."""
-    one = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
+    first_node = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
     two = [engine(2 + i, "node2", rank_hint=i, size_hint=2, job_id="2") for i in range(2)]
-    topology = plan([*two, *one])
+    topology = plan([*two, *first_node])
 
     assert engines_of(topology) == [0, 1, 2, 3]
     assert hosts_of(topology) == ["node1", "node1", "node2", "node2"]
@@ -428,7 +428,7 @@ def test_gloo_on_own_gpus() -> None:
 
     assert topology.backend == "gloo"
     assert devices_of(topology) == ["cuda:0", "cuda:1"]
-    assert topology.why.startswith("Gloo, as asked: each rank has its own GPU")
+    assert topology.why.startswith("Gloo, as requested: each rank has its own GPU")
     assert topology.is_scaling
 
 
@@ -533,7 +533,7 @@ def test_gpu_id_without_gpus() -> None:
 
 def test_gpu_id_twice() -> None:
     """An id that stands twice is refused, and sharing is told to be done with -n."""
-    with pytest.raises(OptionError, match=r"^GPU 1 stands 2 times in --gpus 1,0,1\. .*-n"):
+    with pytest.raises(OptionError, match=r"^GPU 1 occurs 2 times in --gpus 1,0,1\. .*-n"):
         select_gpus(gpus("box", 2), "1,0,1")
 
 

@@ -13,12 +13,12 @@ def test_linux_has_everything() -> None:
 
 def test_macos_is_told_what_is_missing() -> None:
     """Hangs cannot be aborted there, with the way back; left processes; in two sentences."""
-    told = versions.check_system("darwin")
+    message = versions.check_system("darwin")
 
-    assert told.startswith("macOS: CPU ranks work. There is less protection than on Linux: ")
-    assert "a hung collective is named, but cannot be aborted (%dist_reset " in told
-    assert "may outlive a killed kernel" in told
-    assert told.count(". ") == 1
+    assert message.startswith("macOS: CPU ranks work. There is less protection than on Linux: ")
+    assert "a hung collective is named, but cannot be aborted (%dist_reset " in message
+    assert "may outlive a killed kernel" in message
+    assert message.count(". ") == 1
 
 
 def test_elsewhere_the_start_is_refused() -> None:

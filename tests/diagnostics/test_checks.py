@@ -38,15 +38,15 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 def of(check: Check, **changes: Any) -> dict[str, Finding]:
     """What one check finds on a machine that is well but for these, by name."""
-    return {one.name: one for one in check(replace(WELL, **changes))}
+    return {finding.name: finding for finding in check(replace(WELL, **changes))}
 
 
 def test_a_machine_that_is_well() -> None:
     """Nothing is complained about, and every check has something to say."""
-    found = examine(WELL)
+    findings = examine(WELL)
 
-    assert {one.verdict for one in found} == {OK}
-    names = [one.name for one in found]
+    assert {finding.verdict for finding in findings} == {OK}
+    names = [finding.name for finding in findings]
     assert len(names) == len(set(names))
     assert names[:2] == ["system", "Python"]
     assert names[-1] == "leftovers"
@@ -72,7 +72,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         {"packages": {"torch": "2.13.0+cpu"}, "gpus": (GPU,)},
         "torch",
         BAD,
-        "built for the CPU alone, and 1 GPU is there",
+        "built for the CPU only, and 1 GPU is there",
         "with CUDA",
     ),
     (checks.devices, {"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
@@ -97,7 +97,7 @@ _ROWS: list[tuple[Check, Mapping[str, Any], str, str, str, str]] = [
         {"gpus": (replace(GPU, used_bytes=60 * 10**9),)},
         "GPU 0",
         WARN,
-        "hold memory",
+        "use memory",
         "--gpus",
     ),
     (
@@ -236,7 +236,7 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
     (checks.shared_memory, {"shm": None}, "/dev/shm", "none"),
     (checks.limits, {"limits": {"files": (UNLIMITED, UNLIMITED)}}, "open files", "unlimited"),
     (checks.limits, {"limits": {"locked memory": (65536, 65536)}}, "locked memory", "65.5 kB"),
-    (checks.leftovers, {}, "leftovers", "none of dead runs"),
+    (checks.leftovers, {}, "leftovers", "none from dead runs"),
     (
         checks.leftovers,
         {"runs": (Run("/t/run-a", run_owner.RUNNING, OWNER),)},
@@ -264,15 +264,15 @@ _WELL: list[tuple[Check, Mapping[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "changes", "name", "found"), _WELL)
+@pytest.mark.parametrize(("check", "changes", "name", "expected"), _WELL)
 def test_what_is_well_is_left_alone(
-    check: Check, changes: Mapping[str, Any], name: str, found: str
+    check: Check, changes: Mapping[str, Any], name: str, expected: str
 ) -> None:
     """What was found is shown, and counts as well."""
     finding = of(check, **changes)[name]
 
     assert finding.verdict == OK
-    assert found in finding.found
+    assert expected in finding.found
 
 
 def test_one_gpu_has_no_links() -> None:

@@ -7,16 +7,16 @@ from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, settings
 
 
-def judged(environ: dict[str, str], given: dict[str, str] | None = None) -> dict[str, Finding]:
+def judged(environ: dict[str, str], launched: dict[str, str] | None = None) -> dict[str, Finding]:
     """The findings on a machine with two GPUs, lo and eth0, and four cores for each rank."""
-    found = settings(
+    findings = settings(
         environ,
-        given or {},
+        launched or {},
         interfaces=("eth0", "lo"),
         gpus=("0", "1", "GPU-aabb", "GPU-ccdd"),
         threads_per_rank=4,
     )
-    return {one.name: one for one in found}
+    return {finding.name: finding for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def judged(environ: dict[str, str], given: dict[str, str] | None = None) -> dict
         ("NCCL_SOCKET_IFNAME", "ib", WARN, "there is no interface ib"),
         ("OMP_NUM_THREADS", "4", OK, ""),
         ("OMP_NUM_THREADS", "64", WARN, "64 threads and has 4 cores"),
-        ("OMP_NUM_THREADS", "many", BAD, "no number"),
+        ("OMP_NUM_THREADS", "many", BAD, "not a number"),
         ("RANK", "3", WARN, "torchrun"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", OK, ""),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "ends the process"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", WARN, "crashes the process"),
         ("TORCH_DISTRIBUTED_DEBUG", "YES", BAD, "refuses to start"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", WARN, "wait() raises by itself"),
         ("TORCH_NCCL_BLOCKING_WAIT", "0", OK, ""),
@@ -84,40 +84,40 @@ def test_a_value_is_judged(name: str, value: str, verdict: str, why: str) -> Non
 
 def test_the_origin_is_told() -> None:
     """Set in the notebook, by the launcher, by both, or by nobody."""
-    found = judged(
+    findings = judged(
         {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "2"},
         {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
     )
 
-    assert found["OMP_NUM_THREADS"].found == "2 (the notebook's environment)"
-    assert found["NCCL_SOCKET_IFNAME"].found == "lo (nbdist's launcher)"
-    assert found["GLOO_SOCKET_IFNAME"].found == (
+    assert findings["OMP_NUM_THREADS"].found == "2 (the notebook's environment)"
+    assert findings["NCCL_SOCKET_IFNAME"].found == "lo (nbdist's launcher)"
+    assert findings["GLOO_SOCKET_IFNAME"].found == (
         "eth0 (the notebook's environment; ranks of the profile local get lo by nbdist's launcher)"
     )
-    assert found["MASTER_ADDR"].found == "unset"
+    assert findings["MASTER_ADDR"].found == "unset"
 
 
 def test_only_what_matters_is_listed() -> None:
     """The rest of the environment is nobody's business; rows are in order of their names."""
-    found = judged({"PATH": "/bin", "SECRET_KEY": "x", "GLOO_X": "1", "TORCH_NCCL_X": "1"})
+    findings = judged({"PATH": "/bin", "SECRET_KEY": "x", "GLOO_X": "1", "TORCH_NCCL_X": "1"})
 
-    assert set(found) == {"GLOO_X", "TORCH_NCCL_X", *SHOWN_UNSET}
-    assert list(found) == sorted(found)
+    assert set(findings) == {"GLOO_X", "TORCH_NCCL_X", *SHOWN_UNSET}
+    assert list(findings) == sorted(findings)
 
 
 def test_what_the_launcher_gives_is_wise() -> None:
     """nbdist's own settings are not complained about."""
-    assert {one.verdict for one in judged({}, nccl_env.environment({})).values()} == {OK}
+    assert {finding.verdict for finding in judged({}, nccl_env.environment({})).values()} == {OK}
 
 
 def test_without_gpus_hiding_them_is_no_warning() -> None:
     """An empty CUDA_VISIBLE_DEVICES says nothing on a machine without GPUs."""
     [finding] = [
-        one
-        for one in settings(
+        finding
+        for finding in settings(
             {"CUDA_VISIBLE_DEVICES": ""}, {}, interfaces=(), gpus=(), threads_per_rank=1
         )
-        if one.name == "CUDA_VISIBLE_DEVICES"
+        if finding.name == "CUDA_VISIBLE_DEVICES"
     ]
 
     assert finding.verdict == OK

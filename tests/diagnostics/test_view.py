@@ -68,4 +68,4 @@ def test_running() -> None:
         "run    kernel  ranks  hosts  since                state    notebook\n"
         f"run-a      41      2  box    {since}  running  /notebooks"
     )
-    assert running([]).text == "no clusters of yours run on this machine"
+    assert running([]).text == "you have no clusters running on this machine"

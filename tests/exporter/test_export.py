@@ -7,7 +7,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.errors import OptionError
-from nbdist.exporter.export import Cell, Exported, Magic, Reader, export
+from nbdist.exporter.export import ExportedScript, Magic, NotebookCell, Reader, export
 from nbdist.strategy import choose
 
 _MAGICS = {
@@ -29,25 +29,25 @@ _MAGICS = {
 }
 
 
-def exported(*cells: str) -> Exported:
+def exported(*cells: str) -> ExportedScript:
     """The export of cells; with a strategy as `%dist_strategy NAME`."""
-    numbered = [Cell(number, one) for number, one in enumerate(cells, 1)]
+    numbered = [NotebookCell(number, cell) for number, cell in enumerate(cells, 1)]
     return export(numbered, "a.ipynb", Reader(TransformerManager().transform_cell, _magic))
 
 
 def body(*cells: str) -> str:
     """The cells as they stand in the script."""
-    script = exported(*cells).script
+    script = exported(*cells).text
     return script[script.index("# %% cell") : script.index("# %% the end")].strip()
 
 
 def _magic(name: str, line: str) -> Magic | None:
     if name == "dist_strategy":
         words = line.split()
-        given = {word.lstrip("-"): True for word in words[1:]}
-        return Magic(choice=choose.choose(words[0], given, 2))
-    known = _MAGICS.get(f"{name} {line}".strip())
-    return Magic() if known is None and name.startswith("dist_") else known
+        options = {word.lstrip("-"): True for word in words[1:]}
+        return Magic(choice=choose.choose(words[0], options, 2))
+    magic = _MAGICS.get(f"{name} {line}".strip())
+    return Magic() if magic is None and name.startswith("dist_") else magic
 
 
 def test_a_distributed_cell_stands_as_it_was_typed() -> None:
@@ -69,21 +69,21 @@ def test_a_cell_of_some_ranks_is_a_block() -> None:
 
 def test_names_that_cells_use_are_left_to_them() -> None:
     """Where cells have names that the script would use, it takes others; `rank` can be assigned."""
-    found = body("%%distributed\nRANK = rank = 7\nshow_result = print", "%%rank [1]\nrank")
+    text = body("%%distributed\nRANK = rank = 7\nshow_result = print", "%%rank [1]\nrank")
 
-    assert "if RANK_ in (1,):\n    show_result_(rank)" in found
+    assert "if RANK_ in (1,):\n    show_result_(rank)" in text
 
 
 def test_plain_cells_count_where_the_notebook_says_so() -> None:
     """The mode holds from the cell after its magic on, and until the next."""
-    made = exported(
+    script = exported(
         "a = 1", "%dist_init --auto", "b = 1", "%dist_mode local", "c = 1", "%dist_mode 0",
         "d = 1", "%%local\ne = 1", "%dist_mode", "%%distributed\nf = 1", "%dist_shutdown", "g = 1",
     )  # fmt: skip
 
-    assert made.taken == (3, 7, 10)
-    assert "if RANK in (0,):\n    d = 1" in made.script
-    assert made.told == (
+    assert script.cells == (3, 7, 10)
+    assert "if RANK in (0,):\n    d = 1" in script.text
+    assert script.notes == (
         "left out, magics of nbdist that only a notebook needs: cells 2,4,6,9,11",
         "left out, they run in the notebook and not on the ranks: cells 1,5,8,12",
     )
@@ -91,15 +91,15 @@ def test_plain_cells_count_where_the_notebook_says_so() -> None:
 
 def test_python_calls_of_nbdist_are_told() -> None:
     """Cells that start ranks or run code from Python are named as that."""
-    made = exported(
+    script = exported(
         "import nbdist\nsession = nbdist.start(2)",
         "%%distributed\nimport nbdist\nx = 1",
         "%%distributed\nfrom nbdist.core import units",
         "%%distributed\n1",
     )
 
-    assert made.taken == (4,)
-    assert made.told == (
+    assert script.cells == (4,)
+    assert script.notes == (
         (
             "left out, Python calls of nbdist: cells 1, 2 (import nbdist), "
             "3 (from nbdist.core import units)"
@@ -109,30 +109,30 @@ def test_python_calls_of_nbdist_are_told() -> None:
 
 def test_names_of_nbdist_have_counterparts() -> None:
     """`shown` shows, `step` does nothing, `Accelerator` is Accelerate's; no import of nbdist."""
-    made = exported(
+    script = exported(
         "%%distributed\nfrom nbdist import shown, Accelerator\nfrom nbdist import shown as s\n"
         "from nbdist import Accelerator as A, step\nx = shown(1)"
     )
 
-    imports = [n for n in ast.walk(ast.parse(made.script)) if isinstance(n, ast.ImportFrom)]
+    imports = [n for n in ast.walk(ast.parse(script.text)) if isinstance(n, ast.ImportFrom)]
     assert "nbdist" not in {node.module for node in imports}
-    assert "\nshown = str  # from nbdist in the notebook\n" in made.script
-    assert "\ndef step(): pass  # from nbdist in the notebook\n" in made.script
-    assert "\ns = str  #" in made.script
-    assert "\nfrom accelerate import Accelerator as A  #" in made.script
-    assert made.told == ()
+    assert "\nshown = str  # from nbdist in the notebook\n" in script.text
+    assert "\ndef step(): pass  # from nbdist in the notebook\n" in script.text
+    assert "\ns = str  #" in script.text
+    assert "\nfrom accelerate import Accelerator as A  #" in script.text
+    assert script.notes == ()
 
 
 def test_magics_and_commands_become_comments() -> None:
     """A line that is no Python is a comment, told, and an empty block stays valid."""
     cell = "%matplotlib inline\nif rank:\n    !ls -l {x}\nfor i in x:\n    %pwd\n    i?"
-    made = exported(f"%%distributed\n{cell}")
+    script = exported(f"%%distributed\n{cell}")
 
-    assert "\n# %matplotlib inline\nif rank:\n    # !ls -l {x}\n    pass\n" in made.script
-    assert "\n    # %pwd\n    pass\n    # %pinfo i\n    pass\n" in made.script
-    assert made.told == (
+    assert "\n# %matplotlib inline\nif rank:\n    # !ls -l {x}\n    pass\n" in script.text
+    assert "\n    # %pwd\n    pass\n    # %pinfo i\n    pass\n" in script.text
+    assert script.notes == (
         (
-            "there as comments, a script has no magics and shell commands: "
+            "kept as comments, a script has no magics and shell commands: "
             "cells 1 (%matplotlib inline), 1 (!ls -l {x}), 1 (%pwd), 1 (%pinfo i)"
         ),
     )
@@ -140,18 +140,18 @@ def test_magics_and_commands_become_comments() -> None:
 
 def test_a_magic_that_gives_a_value_stops_the_script() -> None:
     """What needs the value would compute something else without it."""
-    made = exported("%%distributed\nfiles = !ls\nprint(files)")
-    known: dict[str, object] = {}
+    script = exported("%%distributed\nfiles = !ls\nprint(files)")
+    namespace: dict[str, object] = {}
 
-    assert made.told == (
+    assert script.notes == (
         (
             "the script stops there: a magic or shell command gives a value. Write it in Python: "
             "cell 1 (files = !ls)"
         ),
     )
     with pytest.raises(NotImplementedError, match="files = !ls: a script has no magics"):
-        exec(_cells_of(made.script), known)
-    assert "files" not in known
+        exec(_cells_of(script.text), namespace)
+    assert "files" not in namespace
 
 
 def test_time_is_taken_off() -> None:
@@ -167,9 +167,9 @@ def test_time_is_taken_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "told"),
+    ("cell", "expected"),
     [
-        ("%%distributed\n%%bash\necho '''\n", "comments: no Python: cell 1 (%%bash)"),
+        ("%%distributed\n%%bash\necho '''\n", "comments: not Python: cell 1 (%%bash)"),
         ("%%distributed\nx = = 1", "Python does not accept them: cell 1 (line 1: invalid syntax)"),
         ("%%distributed\nreturn 1", "cell 1 (line 1: 'return' outside function)"),
         ("%%distributed\nx = '''", "cell 1 (line 1: unterminated triple-quoted string"),
@@ -182,48 +182,50 @@ def test_time_is_taken_off() -> None:
         ("%%distributed\nx: int = await f()", "annotated name 'x' can't be global"),
     ],
 )  # fmt: skip
-def test_a_cell_that_cannot_stay_is_kept_as_comments(cell: str, told: str) -> None:
+def test_a_cell_that_cannot_stay_is_kept_as_comments(cell: str, expected: str) -> None:
     """Nothing of it is lost, the others are taken, and the reason is told once."""
-    made = exported(cell, "%%distributed\nok = 1")
+    script = exported(cell, "%%distributed\nok = 1")
 
-    assert made.taken == (2,)
-    assert len(made.told) == 1
-    assert told in made.told[0]
-    commented = [line.removeprefix("# ") for line in made.script.split("\n")]
+    assert script.cells == (2,)
+    assert len(script.notes) == 1
+    assert expected in script.notes[0]
+    commented = [line.removeprefix("# ") for line in script.text.split("\n")]
     assert all(line in commented for line in cell.split("\n")[1:] if line)
 
 
 def test_a_cell_that_fails_among_others_is_a_comment() -> None:
     """`global` of a name that an earlier cell has assigned is valid in a notebook alone."""
-    made = exported("%%distributed\nx = 1", "%%distributed\nglobal x\nx = 2", "%%distributed\nx")
+    script = exported("%%distributed\nx = 1", "%%distributed\nglobal x\nx = 2", "%%distributed\nx")
 
-    assert made.taken == (1, 3)
-    assert "cell 2 (name 'x' is assigned to before global declaration)" in made.told[0]
-    assert "\n# global x\n# x = 2\n" in made.script
+    assert script.cells == (1, 3)
+    assert "cell 2 (name 'x' is assigned to before global declaration)" in script.notes[0]
+    assert "\n# global x\n# x = 2\n" in script.text
 
 
 @pytest.mark.parametrize("sign", ["\0", "\ud800", "\u2028"])
 @pytest.mark.parametrize("cell", ["# {}", "!ls {}", "x = !ls {}", "x = = '{}'", "%%bash\n{}"])
 def test_signs_that_no_file_can_hold_do_no_harm(cell: str, sign: str) -> None:
     """A cell that has one may stay or not; the script is a file that Python reads."""
-    made = exported(f"%%distributed\n{cell.format(sign)}", f"%dist_mode {sign}", "%%distributed\n1")
+    script = exported(
+        f"%%distributed\n{cell.format(sign)}", f"%dist_mode {sign}", "%%distributed\n1"
+    )
 
-    assert 3 in made.taken
-    compile(made.script.encode(), "script", "exec")
-    assert all(line.encode() for line in made.told)
+    assert 3 in script.cells
+    compile(script.text.encode(), "script", "exec")
+    assert all(line.encode() for line in script.notes)
 
 
 def test_a_cell_magic_inside_a_loop_is_told() -> None:
     """What a cell magic does inside Python code cannot be known before it runs."""
     cell = "for k in range(2):\n    get_ipython().run_cell_magic(\n        'rank', str(k), 'x')"
-    made = exported(f"%%distributed\n{cell}")
+    script = exported(f"%%distributed\n{cell}")
 
     assert (
-        "    # get_ipython().run_cell_magic(\n    # 'rank', str(k), 'x')\n    pass" in made.script
+        "    # get_ipython().run_cell_magic(\n    # 'rank', str(k), 'x')\n    pass" in script.text
     )
-    assert made.told == (
+    assert script.notes == (
         (
-            "there as comments: a cell magic inside Python code. Write it as a cell of its own: "
+            "kept as comments: a cell magic inside Python code. Write it as a cell of its own: "
             "cell 1 (%%rank str(k) x)"
         ),
     )
@@ -231,15 +233,15 @@ def test_a_cell_magic_inside_a_loop_is_told() -> None:
 
 def test_what_will_not_work_in_a_script_is_told() -> None:
     """Names of a notebook, typed input and --timeout; names that cells define are theirs."""
-    made = exported(
+    script = exported(
         "%%distributed\n_ + In[1]; x = get_ipython()",
         "%%distributed\ninput('?'); breakpoint()",
         "%%distributed --timeout 5\nfor _ in range(2): print(_)",
         "%%distributed\nimport getpass\ngetpass.getpass()",
     )
 
-    assert made.taken == (1, 2, 3, 4)
-    assert made.told == (
+    assert script.cells == (1, 2, 3, 4)
+    assert script.notes == (
         "names that only a notebook has: cells 1 (_), 1 (In), 1 (get_ipython)",
         "they ask for typed input, which ranks do not have: cells 2 (input()), 2 (breakpoint())",
         "--timeout has no effect in a script: cell 3",
@@ -248,33 +250,33 @@ def test_what_will_not_work_in_a_script_is_told() -> None:
 
 def test_future_imports_come_first() -> None:
     """They hold for the file, wherever the cell stands, under ranks too."""
-    made = exported(
+    script = exported(
         "%%distributed\nx = 1", "%%rank [0]\nfrom __future__ import annotations\ndef f(a: B): ..."
     )
 
-    assert ast.parse(made.script).body[0].__class__ is ast.ImportFrom
-    assert "    # from __future__ import annotations\n    def f(a: B): ..." in made.script
+    assert ast.parse(script.text).body[0].__class__ is ast.ImportFrom
+    assert "    # from __future__ import annotations\n    def f(a: B): ..." in script.text
 
 
 def test_a_cell_that_awaits_is_a_function_of_the_loop() -> None:
     """Its variables are the module's, and the tasks of one loop go on from cell to cell."""
-    made = exported("%%distributed\nx = await f()\nx", "%%rank [1]\nasync for y in g(): z = y")
+    script = exported("%%distributed\nx = await f()\nx", "%%rank [1]\nasync for y in g(): z = y")
 
     assert (
         "\nasync def cell_1():\n    global x\n    x = await f()\n    show_result(x)\n"
-        in made.script
+        in script.text
     )
-    assert "\nif RANK in (1,):\n    event_loop.run_until_complete(cell_2())\n" in made.script
-    assert "\n    global y, z\n" in made.script
+    assert "\nif RANK in (1,):\n    event_loop.run_until_complete(cell_2())\n" in script.text
+    assert "\n    global y, z\n" in script.text
 
 
 def test_display_is_there_where_it_is_used() -> None:
     """It is no name of Python's; who imports it from IPython has that one."""
-    own = exported("%%distributed\ndisplay(1, 2)").script
-    imported = exported("%%distributed\nfrom IPython.display import display\ndisplay(1)").script
+    script = exported("%%distributed\ndisplay(1, 2)").text
+    imported = exported("%%distributed\nfrom IPython.display import display\ndisplay(1)").text
 
-    assert "\ndef display(*values):" in own
-    assert "\ndisplay(1, 2)\n" in own
+    assert "\ndef display(*values):" in script
+    assert "\ndisplay(1, 2)\n" in script
     assert "def display" not in imported
 
 
@@ -291,14 +293,14 @@ def test_display_is_there_where_it_is_used() -> None:
 )
 def test_an_accelerator_is_made_if_cells_need_one(cells: list[str], *, is_made: bool) -> None:
     """A second one with other settings is refused by Accelerate, so none is made in vain."""
-    script = exported(*(f"%%distributed\n{cell}" for cell in cells)).script
+    script = exported(*(f"%%distributed\n{cell}" for cell in cells)).text
 
     head = script[: script.index("# %% cell")]
     assert ("\naccelerator = Accelerator()\n" in head) == is_made
 
 
 @pytest.mark.parametrize(
-    ("line", "given", "told"),
+    ("line", "arguments", "expected"),
     [
         ("ddp", "", ""),
         ("ddp --bf16", 'mixed_precision="bf16"', ""),
@@ -307,70 +309,73 @@ def test_an_accelerator_is_made_if_cells_need_one(cells: list[str], *, is_made: 
         ("ddp --fused", "", "under ddp, dp 2, --fused there"),
     ],
 )
-def test_a_strategy_is_exported_or_told(line: str, given: str, told: str) -> None:
+def test_a_strategy_is_exported_or_told(line: str, arguments: str, expected: str) -> None:
     """What plain Accelerate does by itself becomes its arguments; the rest stands in the head."""
-    made = exported(f"%dist_strategy {line}", "%%distributed\naccelerator.prepare(1)")
+    script = exported(f"%dist_strategy {line}", "%%distributed\naccelerator.prepare(1)")
 
-    assert f"\naccelerator = Accelerator({given})\n" in made.script
-    head = made.script[: made.script.index("import os")].replace("\n# ", " ")
-    assert (told in head) or not told
-    assert any(told in one for one in made.told) or not told
-    assert ("Not as in the notebook" in head) == bool(told)
+    assert f"\naccelerator = Accelerator({arguments})\n" in script.text
+    head = script.text[: script.text.index("import os")].replace("\n# ", " ")
+    assert (expected in head) or not expected
+    assert any(expected in line for line in script.notes) or not expected
+    assert ("Not as in the notebook" in head) == bool(expected)
 
 
 def test_a_strategy_for_an_accelerator_of_the_users_is_told() -> None:
     """Their own Accelerator is made by their own line, which the script leaves alone."""
-    made = exported(
+    script = exported(
         "%dist_strategy ddp --bf16",
         "%%distributed\nfrom nbdist import Accelerator\naccelerator = Accelerator()\naccelerator",
     )
 
     assert (
         'give your Accelerator what the notebook\'s strategy gave it: mixed_precision="bf16"'
-        in (made.told[-1])
+        in (script.notes[-1])
     )
 
 
 def test_a_switch_is_told_where_it_stands() -> None:
     """The script goes on as before; head, place and note say so."""
-    made = exported(
+    script = exported(
         "%%distributed\naccelerator.prepare(1)", "%dist_strategy fsdp", "%%distributed\nx = 1"
     )
 
-    assert made.told[-1] == "cell 2 switches to fsdp, dp 2; the script does not"
-    assert "\n# Cell 2 switches to fsdp, dp 2; the script does not.\n" in made.script
-    assert "\n# - cell 2 switches to fsdp, dp 2; the script does not\n" in made.script
+    assert script.notes[-1] == "cell 2 switches to fsdp, dp 2; the script does not"
+    assert "\n# Cell 2 switches to fsdp, dp 2; the script does not.\n" in script.text
+    assert "\n# - cell 2 switches to fsdp, dp 2; the script does not\n" in script.text
 
 
 def test_seed_and_number_of_ranks_are_those_of_the_start() -> None:
     """The seed is set once the ranks have met; another one after cells have run is told."""
-    made = exported("%dist_init --seed 3", "%%distributed\n1", "%dist_init --seed 3")
+    script = exported("%dist_init --seed 3", "%%distributed\n1", "%dist_init --seed 3")
 
-    assert "\ndevice = join_ranks()\nset_seed(3)\n" in made.script
-    assert "torchrun --nproc-per-node 2 " in made.script
-    assert made.told[-1] == "cell 3: --seed 3 comes later; left out"
+    assert "\ndevice = join_ranks()\nset_seed(3)\n" in script.text
+    assert "torchrun --nproc-per-node 2 " in script.text
+    assert script.notes[-1] == "cell 3: --seed 3 comes later; left out"
     assert exported("%dist_init", "%%distributed\n1").world_size == 4
 
 
 def test_headings_go_along() -> None:
     """Text of the notebook is left in it, but for its headings."""
     cells = [
-        Cell(0, "# One\n\ntext\n```\n# no heading\n```\n## Two", is_code=False),
-        Cell(1, "%%distributed\nx = 1"),
+        NotebookCell(0, "# One\n\ntext\n```\n# no heading\n```\n## Two", is_code=False),
+        NotebookCell(1, "%%distributed\nx = 1"),
     ]
-    made = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
+    script = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
 
-    assert "\n\n# # One\n\n# ## Two\n\n# %% cell 1: %%distributed\nx = 1\n" in made.script
-    assert "no heading" not in made.script
+    assert "\n\n# # One\n\n# ## Two\n\n# %% cell 1: %%distributed\nx = 1\n" in script.text
+    assert "no heading" not in script.text
 
 
 def test_cells_that_failed_or_repeat_are_left_out() -> None:
     """Whoever read the cells knows; they are told."""
-    cells = [Cell(1, "%%distributed\nx = 1"), Cell(2, "%%distributed\nx = 2", problem="failed")]
-    made = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
+    cells = [
+        NotebookCell(1, "%%distributed\nx = 1"),
+        NotebookCell(2, "%%distributed\nx = 2", problem="failed"),
+    ]
+    script = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
 
-    assert made.taken == (1,)
-    assert made.told == ("left out, they failed when they ran: cell 2",)
+    assert script.cells == (1,)
+    assert script.notes == ("left out, they failed when they ran: cell 2",)
 
 
 @pytest.mark.parametrize("cells", [[], ["x = 1", "%dist_init"], ["%%distributed\nx = = 1"], [""]])
@@ -385,10 +390,10 @@ def test_nothing_to_export_is_an_error(cells: list[str]) -> None:
 
 def test_the_first_line_names_the_notebook_safely() -> None:
     """A file name with a line end in it stays inside the comment."""
-    cell = replace(Cell(1, "%%distributed\n1"))
-    made = export([cell], "a\nimport os", Reader(TransformerManager().transform_cell, _magic))
+    cell = replace(NotebookCell(1, "%%distributed\n1"))
+    script = export([cell], "a\nimport os", Reader(TransformerManager().transform_cell, _magic))
 
-    assert made.script.split("\n")[0].startswith("# The distributed cells of a?import os, ")
+    assert script.text.split("\n")[0].startswith("# The distributed cells of a?import os, ")
 
 
 def _cells_of(script: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.exporter import kernel as exporter_kernel
-from nbdist.exporter.export import Cell
+from nbdist.exporter.export import NotebookCell
 
 
 @pytest.fixture
@@ -27,10 +27,10 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cells_have_their_text_and_number(notebook: Path) -> None:
     """Code cells count from 1; text in lines or in one piece is the same; raw cells are empty."""
     assert exporter_kernel.read(notebook) == [
-        Cell(0, "# One\ntwo", is_code=False),
-        Cell(1, "x = 1\nx"),
-        Cell(0, "", is_code=False),
-        Cell(2, "y = 'é'"),
+        NotebookCell(0, "# One\ntwo", is_code=False),
+        NotebookCell(1, "x = 1\nx"),
+        NotebookCell(0, "", is_code=False),
+        NotebookCell(2, "y = 'é'"),
     ]
 
 
@@ -50,9 +50,9 @@ def test_the_file_is_found_where_it_is_told(
     notebook: Path, variables: dict[str, str], environment: dict[str, str], *, is_found: bool
 ) -> None:
     """VS Code's variable comes before the server's; what is no file there is none."""
-    told = exporter_kernel.found(
+    path = exporter_kernel.notebook_path(
         {name: value.format(notebook) for name, value in variables.items()},
         {name: value.format(notebook) for name, value in environment.items()},
     )
 
-    assert (told is not None and told.samefile(notebook)) == is_found
+    assert (path is not None and path.samefile(notebook)) == is_found

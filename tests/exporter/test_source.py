@@ -71,11 +71,11 @@ def test_a_block_computes_the_same(name: str) -> None:
 def test_an_awaited_block_computes_the_same_in_the_module(name: str) -> None:
     """As a function that is awaited it leaves the same variables in the module."""
     source = _SOURCES[name]
-    known: dict[str, object] = {}
-    exec(text.awaited("cell", source), known)
-    asyncio.run(known.pop("cell")())
+    namespace: dict[str, object] = {}
+    exec(text.awaited("cell", source), namespace)
+    asyncio.run(namespace.pop("cell")())
 
-    assert _plain(known) == _values(source)
+    assert _plain(namespace) == _values(source)
 
 
 @pytest.mark.parametrize("module", [argparse, dataclasses, inspect, textwrap, typing])
@@ -94,11 +94,11 @@ def test_names_that_only_await_binds_are_the_modules() -> None:
         "import os.path, json as j\nfor a in [1]: pass\nb, *c = [1, 2]\n(d := 3)\n"
         "[e := 4 for f in [1]]\ndef g(h):\n  i = 1\nclass K:\n  l = 1\nm = 0\nm += 1"
     )
-    known: dict[str, object] = {}
-    exec(text.awaited("cell", source), known)
-    asyncio.run(known.pop("cell")())
+    namespace: dict[str, object] = {}
+    exec(text.awaited("cell", source), namespace)
+    asyncio.run(namespace.pop("cell")())
 
-    assert set(known) - {"__builtins__"} == {"os", "j", "a", "b", "c", "d", "e", "g", "K", "m"}
+    assert set(namespace) - {"__builtins__"} == {"os", "j", "a", "b", "c", "d", "e", "g", "K", "m"}
 
 
 def test_many_names_stand_on_lines_of_their_own() -> None:
@@ -140,7 +140,7 @@ def test_a_semicolon_at_the_end_silences(source: str, *, is_silenced: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "expected"),
     [
         ("return 1", "'return' outside function"),
         ("yield 1", "'yield' outside function"),
@@ -150,9 +150,9 @@ def test_a_semicolon_at_the_end_silences(source: str, *, is_silenced: bool) -> N
         ("break", "'break' outside loop"),
     ],
 )
-def test_what_is_no_python_is_told(source: str, told: str) -> None:
+def test_what_is_no_python_is_told(source: str, expected: str) -> None:
     """Python's own message comes, also for what only its compiler finds."""
-    with pytest.raises(SyntaxError, match=told):
+    with pytest.raises(SyntaxError, match=expected):
         text.checked(source)
 
 
@@ -175,15 +175,15 @@ def test_names_of_the_module_are_told_from_those_of_functions() -> None:
 
 
 def _values(source: str) -> dict[str, object]:
-    known: dict[str, object] = {}
-    exec(source, known)
-    return _plain(known)
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    return _plain(namespace)
 
 
-def _plain(known: dict[str, object]) -> dict[str, object]:
+def _plain(namespace: dict[str, object]) -> dict[str, object]:
     """Variables that can be compared: no functions and classes."""
     return {
         name: value
-        for name, value in known.items()
+        for name, value in namespace.items()
         if name != "__builtins__" and not isinstance(value, types.FunctionType | type)
     }

@@ -59,7 +59,7 @@ def test_a_notebook_measures_its_ranks(kernel: Kernel, shared_folder: Path) -> N
     )
     after = kernel.run(_SUM)
 
-    assert text.startswith("2 ranks on 1 host, gloo, CPU\nThese are no speeds of links")
+    assert text.startswith("2 ranks on 1 host, gloo, CPU\nThese are not speeds of links")
     sizes = ["1 KiB", "4 KiB", "16 KiB", "64 KiB"]
     assert [row[:2] for row in rows(text)] == [
         [op, size] for op in ("all_reduce", "broadcast") for size in sizes
@@ -136,7 +136,7 @@ def test_an_interrupt_gives_notebook_and_ranks_back(kernel: Kernel) -> None:
 
     assert cell.error is not None
     assert cell.error.ename == "KeyboardInterrupt"
-    assert "broken off at all_reduce of 64 MiB; nothing of it is kept" in cell.error.evalue
+    assert "interrupted at all_reduce of 64 MiB; its results are discarded" in cell.error.evalue
     assert after.text.endswith("[0-1] 2.0\n"), after.visible
     assert len(rows(ended_well(again))) == 4
 

@@ -313,7 +313,7 @@ def test_doctor_fails_where_something_is_bad(
     code = cli.main(["doctor"])
 
     assert code == 1
-    assert "bad OMP_NUM_THREADS: this is no number of threads; set it" in capsys.readouterr().out
+    assert "bad OMP_NUM_THREADS: this is not a number of threads; set it" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +405,7 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
         assert one.error.evalue.startswith(_GONE)
         assert "%dist_init -n 2" in one.error.evalue
     assert local.plain == ["False"]
-    assert listed.stdout == "no clusters of yours run on this machine\n"
+    assert listed.stdout == "you have no clusters running on this machine\n"
 
 
 def test_new_ranks_can_be_started_and_all_be_stopped(cluster: Kernel, folder: Path) -> None:

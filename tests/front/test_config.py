@@ -333,16 +333,16 @@ def test_a_file_is_checked_in_the_notebook(kernel: Kernel, typed: str) -> None:
 _MISTAKES = {
     "%dist_config nowhere.yaml": "There is no file nowhere.yaml",
     "%dist_config a.yaml b.yaml": "name one file to check",
-    "%dist_config a.yaml --strategy ddp": "--strategy goes without a file",
-    "%dist_config a.yaml --bf16": "precision is what the file itself says",
-    "%dist_config --with b.json": "--with goes with a file that is checked",
+    "%dist_config a.yaml --strategy ddp": "--strategy cannot be used with a file",
+    "%dist_config a.yaml --bf16": "precision is read from the file",
+    "%dist_config --with b.json": "--with needs a file to check",
     "%dist_config --ranks 4": "Name the strategy as well: --strategy ddp",
-    "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be shared out over 3 hosts",
+    "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be spread evenly over 3",
     "%dist_config --strategy fdsp": "Did you mean fsdp?",
     "%dist_config --write ddp.txt": "does not say which form the file has",
     "%dist_config --write a.yaml --as xml": "There is no --as xml. Choose one of accelerate",
     "%dist_config --write nowhere/a.yaml": "There is no folder",
-    "%dist_config --write a.json": "ddp is none of DeepSpeed's strategies",
+    "%dist_config --write a.json": "ddp is not a strategy of DeepSpeed",
     "%dist_config --strategy pp --write a.yaml": "nbdist run train.py -n 2 --strategy pp",
 }
 

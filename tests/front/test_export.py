@@ -251,7 +251,7 @@ def test_the_notebooks_own_file_is_taken(ranks: Kernel, tmp_path: Path) -> None:
     assert re.match(r"\d+ that ran here are not in the file: older versions, or not", lines[2])
     assert lines[-1] == f"run it: torchrun --nproc-per-node 2 {tmp_path}/own.py"
     assert "\nsaved = 1\n" in (tmp_path / "own.py").read_text()
-    assert f"{other} was left aside: none of its cells ran here" in aside
+    assert f"{other} was ignored: none of its cells ran here" in aside
     assert "never_ran" not in (tmp_path / "history.py").read_text()
 
 
@@ -270,7 +270,7 @@ def test_the_server_says_which_file_it_is(tmp_path: Path) -> None:
     assert history.error is not None
     assert "they failed when they ran: cell" in history.error.evalue
     assert other.error is not None
-    assert f"{notebook} was left aside: none of its cells ran here" in other.error.evalue
+    assert f"{notebook} was ignored: none of its cells ran here" in other.error.evalue
     assert named.plain[0].startswith("named.py: 1 of 2 code cells of own.ipynb")
     assert (tmp_path / "named.py").read_text() == (tmp_path / "own.py").read_text()
 
@@ -315,9 +315,13 @@ def test_a_file_is_not_replaced_unasked(ranks: Kernel, tmp_path: Path) -> None:
         ("missing/a.py", None, "There is no folder "),
         ("folder.py", None, "is a folder"),
         ("a.py", "{", "cannot be read as a notebook"),
-        ("a.py", "[]", "is no notebook of format 4"),
-        ("a.py", '{"nbformat": 3, "worksheets": []}', "is no notebook of format 4"),
-        ("a.py", '{"nbformat": 4, "cells": []}', "none of 0 code cells of n.ipynb can be taken"),
+        ("a.py", "[]", "is not a notebook of format 4"),
+        ("a.py", '{"nbformat": 3, "worksheets": []}', "is not a notebook of format 4"),
+        (
+            "a.py",
+            '{"nbformat": 4, "cells": []}',
+            "nothing to export from the 0 code cells of n.ipynb",
+        ),
     ],
 )
 def test_what_cannot_be_written_or_read_is_told(

@@ -91,7 +91,7 @@ def test_saved_folders(ranks: Kernel, shared_folder: Path) -> None:
     assert row.split()[:2] == ["+200.0", "kB"]
     assert row.split()[-1] == "1"
     files[1].write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    assert "is no pickle of protocol 2 or later" in told(ranks, "%dist_memory grown_saved")
+    assert "is not a pickle of protocol 2 or later" in told(ranks, "%dist_memory grown_saved")
     assert not (shared_folder / "ran").exists()
 
 

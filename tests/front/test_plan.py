@@ -20,14 +20,14 @@ _CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_
 _MISTAKES = {
     "%dist_plan": "name one model",
     "%dist_plan 7e9 8e9": "name one model",
-    "%dist_plan 0": "A model of 0 parameters holds nothing",
+    "%dist_plan 0": "A model of 0 parameters has nothing to plan for",
     "%dist_plan lama-3-8b": "Did you mean llama-3-8b",
     "%dist_plan 7e9 --gpu h10": "no --gpu h10 in the catalogue. Did you mean h100",
     "%dist_plan 7e9 --gpu h100 --memory 24GB": "--gpu or --memory, not both",
-    "%dist_plan 7e9 --memory much": "--memory much is no size of memory",
+    "%dist_plan 7e9 --memory much": "--memory much is not a valid memory size",
     "%dist_plan 7e9 --ranks 0": "'0' is not a valid number of ranks",
-    "%dist_plan 7e9 --batch 0": "'0' is no number from 1",
-    "%dist_plan 7e9 --seq x": "'x' is no number from 1",
+    "%dist_plan 7e9 --batch 0": "'0' is not a whole number from 1",
+    "%dist_plan 7e9 --seq x": "'x' is not a whole number from 1",
     "%dist_plan 7e9 --ranks 8 --tp 3": "8 ranks cannot form tp=3",
     "%dist_plan llama-3-8b --strategy tp --ranks 64": "does not divide the 32 heads and 8",
     "%dist_plan 7e9 --strategy fdsp": "Did you mean fsdp",
@@ -45,7 +45,7 @@ def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
 
     assert cell.status == "ok", cell.visible
     assert "on 2 ranks with NVIDIA H100 SXM" in cell.plain[0]
-    assert "not typed: --gpu h100, --ranks 2, as run here" in cell.plain[0]
+    assert "Assumed: --gpu h100, --ranks 2, as run here" in cell.plain[0]
     assert re.search(r"^fsdp +dp 2 ", cell.plain[0], re.MULTILINE)
     assert "<svg" in cell.data("text/html")[0]
 
@@ -109,7 +109,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
     assert (number.returncode, number.stderr) == (0, "")
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 ", number.stdout, re.MULTILINE)
-    assert "not typed: --gpu h100\n" in number.stdout
+    assert "Assumed: --gpu h100\n" in number.stdout
     assert folder.stdout.startswith("tiny: ")
     assert file.stdout.startswith("gpt2: ")
     assert wrong.returncode == 2
@@ -120,20 +120,20 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
 
-    with pytest.raises(OptionError, match=r"config\.json|not known by formula"):
+    with pytest.raises(OptionError, match=r"config\.json|no formula for"):
         plan(str(tmp_path / "a.json"))
 
 
 def test_a_file_that_is_too_large(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(" " * 1_000_001)
 
-    with pytest.raises(OptionError, match="larger than any config"):
+    with pytest.raises(OptionError, match="too large for a config"):
         plan(str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("model", [None, True, [7e9], object()])
 def test_what_is_no_model(model: object) -> None:
-    with pytest.raises(OptionError, match="is no model to plan for"):
+    with pytest.raises(OptionError, match="is not a model to plan for"):
         plan(model)
 
 

@@ -53,12 +53,12 @@ _MISTAKES = {
     "planned_number": "planned_number on the ranks is a int, not a model",
     "planned_net.head.nope": "has no head.nope",
     "planned_empty": "planned_empty (Module) has no parameters",
-    "planned_odd": "planned_odd is another model on rank 1 (Linear, 16 parameters)",
-    "planned_net --inputs planned_number": "--inputs planned_number holds no tensor but a int",
+    "planned_odd": "planned_odd differs between ranks: rank 1 has Linear (16 parameters)",
+    "planned_net --inputs planned_number": "--inputs planned_number holds a int without a tensor",
     "planned_net --inputs nope": "--inputs nope: there is no such variable on the ranks",
     "planned_net --engine slow": "no --engine slow. Choose one of formulas, fake",
-    "planned_net --strategy tp --inputs planned_x": "nbdist knows none of its layer names",
-    "7e9 --inputs planned_x": "--inputs names what a model on the ranks is called with",
+    "planned_net --strategy tp --inputs planned_x": "its layers have none of the names",
+    "7e9 --inputs planned_x": "--inputs names the inputs of a model on the ranks",
 }
 
 
@@ -200,7 +200,7 @@ def test_a_step_is_measured_and_put_back(ranks: Kernel) -> None:
     rows = checked(cell.plain[-1])
 
     assert made.status == cell.status == "ok", (made.visible, cell.visible)
-    assert "a step under ddp, dp 2, batch 2 x 64 tokens; afterwards all was put" in cell.plain[-1]
+    assert "a step under ddp, dp 2, batch 2 x 64 tokens; everything was restored" in cell.plain[-1]
     for what in ("parameters", "gradients", "optimizer"):
         assert rows[what][0] == rows[what][1] > 0
     for what in ("activations", "peak"):
@@ -225,7 +225,7 @@ def test_a_model_that_never_stepped(ranks: Kernel) -> None:
 
 _NOT_CHECKED = {
     "planned_net --check": "Nobody knows what Planned is called with",
-    "7e9 --check": "7e9 is no variable's name",
+    "7e9 --check": "7e9 is not a variable name",
     "planned_net --check --strategy fsdp": "leave --strategy out",
     "planned_net --check --bf16": "leave --bf16 out",
     "planned_head --check --inputs planned_x": "mat1 and mat2 shapes cannot be multiplied",

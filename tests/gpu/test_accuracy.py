@@ -5,7 +5,7 @@ import pytest
 import nbdist
 from nbdist.commands.plan_check import checked
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.planner.view.check_view import CheckView
+from nbdist.planner.view.check_view import PlanCheckView
 from nbdist.planner.workload import Workload
 
 _MODEL = """
@@ -30,7 +30,7 @@ def test_states_are_exact_and_the_peak_is_close(strategy: str) -> None:
     finally:
         NOTEBOOK.stop()
 
-    assert isinstance(view, CheckView)
+    assert isinstance(view, PlanCheckView)
     rows = {check.what: check for check in view.checks}
     assert view.measured is not None
     assert view.measured.is_device

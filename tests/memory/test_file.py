@@ -267,9 +267,9 @@ def _proto(*parts: bytes) -> bytes:
     ("data", "problem"),
     [
         (b"", "is empty"),
-        (b".", "is no pickle of protocol 2 or later"),
-        (b"(lp0\n.", "is no pickle of protocol 2 or later"),
-        (b'{"segments": []}', "is no pickle of protocol 2 or later"),
+        (b".", "is not a pickle of protocol 2 or later"),
+        (b"(lp0\n.", "is not a pickle of protocol 2 or later"),
+        (b'{"segments": []}', "is not a pickle of protocol 2 or later"),
         (_proto(), "is damaged"),
         (_proto(b"}" * 3, b"a"), "is damaged"),
         (_proto(b"h\x05"), "is damaged"),
@@ -286,7 +286,7 @@ def _proto(*parts: bytes) -> bytes:
         (_proto(b"\x95", struct.pack("<Q", 2**63), b"N"), "is damaged"),
         (_proto(b"P1\n"), "refers to something outside"),
         (_proto(b"NQ"), "refers to something outside"),
-        (_proto(b"\xff"), "byte 2 (0xff) is no instruction"),
+        (_proto(b"\xff"), "byte 2 (0xff) is not a pickle instruction"),
         (_proto(b"C\x03abc"), "has the instruction SHORT_BINBYTES"),
         (_proto(b"\x8f"), "has the instruction EMPTY_SET"),
         (b"\x80\x63N.", "is damaged"),
@@ -401,7 +401,7 @@ def test_folder(tmp_path: Path) -> None:
     paths[1].write_bytes(b"torn")
     snapshot = read_folder(tmp_path / "new" / "one")
     assert [rank.rank for rank in snapshot.ranks] == [0, 2]
-    assert snapshot.notes[0].startswith(f"{paths[1]} is no pickle")
+    assert snapshot.notes[0].startswith(f"{paths[1]} is not a pickle")
     paths[1].write_bytes(paths[0].read_bytes())
     with pytest.raises(SnapshotError, match="holds two snapshots of rank 0"):
         read_folder(tmp_path / "new" / "one")

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.panel.plan import Limit, plan_of_models, planned_memory
 from nbdist.planner.devices import DEVICES
-from nbdist.planner.live_model import Kind, LiveModel, by_kinds, load_of, shape_of
+from nbdist.planner.live_model import LiveModel, ParameterKind, by_kinds, load_of, shape_of
 from nbdist.planner.plan import plan
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
@@ -25,11 +25,12 @@ _CONFIG = {
 _COUNT = 568_192
 # A transformer with a config that formulas know, and a net of somebody's own.
 KNOWN = LiveModel(
-    "lm", "Llama", (Kind("float32", is_trained=True, count=_COUNT, size_bytes=4 * _COUNT),),
+    "lm", "Llama",
+    (ParameterKind("float32", is_trained=True, count=_COUNT, size_bytes=4 * _COUNT),),
     config=_CONFIG, optimizer="AdamW", optimizer_word="adamw", is_language_model=True,
 )  # fmt: skip
 OWN = LiveModel(
-    "net", "Net", (Kind("float32", is_trained=True, count=12_480, size_bytes=4 * 12_480),),
+    "net", "Net", (ParameterKind("float32", is_trained=True, count=12_480, size_bytes=4 * 12_480),),
     optimizer="AdamW", optimizer_word="adamw",
 )  # fmt: skip
 FSDP = choose("fsdp", {}, 2)

@@ -2,34 +2,34 @@
 
 import pytest
 
-from nbdist.planner.check import Measured, checks
-from nbdist.planner.live_model import Kind, LiveModel
+from nbdist.planner.check import MeasuredMemory, checks
+from nbdist.planner.live_model import LiveModel, ParameterKind
 from nbdist.planner.memory import Memory
-from nbdist.planner.view.check_view import GLOO, CheckView, shown_check
+from nbdist.planner.view.check_view import GLOO, PlanCheckView, shown_check
 from nbdist.planner.workload import Workload
 
-NET = LiveModel("net", "Net", (Kind("float32", True, 600, 2400),), optimizer="AdamW")
+NET = LiveModel("net", "Net", (ParameterKind("float32", True, 600, 2400),), optimizer="AdamW")
 PREDICTED = Memory(2400e3, 2400e3, 4800e3, 1000e3, 0, overhead=0, most=5200e3)
 
 
-def view(strategy: str, *, is_device: bool = False) -> CheckView:
+def view(strategy: str, *, is_device: bool = False) -> PlanCheckView:
     """A check whose peak was predicted a tenth too low."""
-    measured = Measured(2400000, 2400000, 4800000, 1000000, 0, 11111111, is_device=is_device)
+    measured = MeasuredMemory(2400000, 2400000, 4800000, 1000000, 0, 11111111, is_device=is_device)
     return shown_check(NET, strategy, Workload(), PREDICTED, checks(PREDICTED, measured), measured)
 
 
 def test_each_row_has_its_error() -> None:
     """States, activations and the peak, in the text and in the page."""
-    told = view("ddp, dp 2")
+    shown = view("ddp, dp 2")
 
-    assert [" ".join(line.split()) for line in told.text.splitlines() if "%" in line] == [
+    assert [" ".join(line.split()) for line in shown.text.splitlines() if "%" in line] == [
         "parameters 2.400 2.400 +0.0 %",
         "gradients 2.400 2.400 +0.0 %",
         "optimizer 4.800 4.800 +0.0 %",
         "activations 1.000 1.000 +0.0 %",
         "peak 10.000 11.111 -10.0 %",
     ]
-    assert "-10.0 %" in told.html
+    assert "-10.0 %" in shown.html
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nbdist.planner.fake import pickle_by_value, process_group, run
-from nbdist.planner.fake.models import Sent
+from nbdist.planner.fake.models import PickledModel
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.workload import OPTIMIZERS, Workload
@@ -29,17 +29,17 @@ def test_a_storage_counts_once_and_while_it_lives() -> None:
     """Views are the same memory; what nothing holds is none."""
     counter = StorageCounter()
     with FakeTensorMode(), counter:
-        kept = torch.empty(100, 10)
-        views = [kept.view(-1), kept.t(), kept[3]]
+        tensor = torch.empty(100, 10)
+        views = [tensor.view(-1), tensor.t(), tensor[3]]
         assert counter.live_bytes == 4000
-        second = kept + 1
+        second = tensor + 1
         assert counter.live_bytes == 8000
         del second
         assert counter.live_bytes == 4000
         assert counter.peak_bytes == 8000
         counter.begin()
         assert counter.peak_bytes == 4000
-        del kept
+        del tensor
         assert counter.live_bytes == 4000, "views keep it"
         del views
     assert counter.live_bytes == 0
@@ -68,12 +68,12 @@ def test_a_step_by_hand() -> None:
         x = torch.empty(10, 20)
         base = counter.live_bytes
         loss = torch.relu(x @ weight).sum()
-        kept = counter.live_bytes - base
+        kept_bytes = counter.live_bytes - base
         loss.backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         del loss
         assert base == 4 * (600 + 200)
-        assert kept == 4 * (10 * 30 + 1)  # relu keeps its result, and the sum is a number
+        assert kept_bytes == 4 * (10 * 30 + 1)  # relu keeps its result, and the sum is a number
         assert counter.live_bytes == base + 4 * 600
 
 
@@ -189,7 +189,7 @@ def test_no_values_travel() -> None:
 def test_inputs_are_made_anew() -> None:
     sent = pickle_by_value.loads(
         pickle_by_value.dumps(
-            Sent(nn.Linear(2, 2), (torch.ones(3, 2), 1.5), {"mask": torch.ones(3)})
+            PickledModel(nn.Linear(2, 2), (torch.ones(3, 2), 1.5), {"mask": torch.ones(3)})
         )
     )
     with FakeTensorMode():

@@ -36,48 +36,49 @@ NUMBERS = 2 * 500 * 256 + 256 + 4 * BLOCK
 @pytest.fixture(scope="module")
 def engine() -> Iterator[FakeEngine]:
     """One process for all cases."""
-    with FakeEngine(Source(config=_CONFIG)) as one:
-        yield one
+    with FakeEngine(Source(config=_CONFIG)) as fake_engine:
+        yield fake_engine
 
 
-def run_of(engine: FakeEngine, name: str, n: int = 2, **given: object) -> Memory:
-    found = engine(TINY, choose(name, given, n), LOAD)
-    assert (found.engine, found.note) == (NAME, ""), found
-    return found
+def run_of(engine: FakeEngine, name: str, n: int = 2, **options: object) -> Memory:
+    memory = engine(TINY, choose(name, options, n), LOAD)
+    assert (memory.engine, memory.note) == (NAME, ""), memory
+    return memory
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "given", "parts"),
+    ("name", "n", "options", "parts"),
     [("single", 2, {}, (1, 1, 1)), ("ddp", 2, {}, (1, 1, 1)), ("fsdp", 8, {}, (8, 8, 8)),
      ("fsdp", 8, {"shard": "hybrid"}, (4, 4, 4)), ("fsdp1", 4, {}, (4, 4, 4))],
 )  # fmt: skip
 def test_states_are_exact(
-    engine: FakeEngine, name: str, n: int, given: dict[str, object], parts: tuple[int, ...]
+    engine: FakeEngine, name: str, n: int, options: dict[str, object], parts: tuple[int, ...]
 ) -> None:
     """Every parameter of this model can be split by 8 but the vocabulary's, whose first chunk has
     63 of 500 rows.
     """
-    found = run_of(engine, name, n, **given)
+    memory = run_of(engine, name, n, **options)
     rows = 0 if name == "fsdp1" else 2 * 256 * (-(-500 // parts[0]) - 500 / parts[0])
     wanted = 4 * (NUMBERS / parts[0] + rows)
 
-    assert found.parameters == found.gradients == wanted
-    assert found.optimizer == 2 * wanted
-    assert found.overhead == 0
+    assert memory.parameters == memory.gradients == wanted
+    assert memory.optimizer == 2 * wanted
+    assert memory.overhead == 0
 
 
 def test_zero1_has_the_owners_share(engine: FakeEngine) -> None:
     """The largest goes to whom has least: the rank with most has half, and a little."""
-    found = run_of(engine, "zero1")
+    memory = run_of(engine, "zero1")
 
-    assert found.parameters == 4 * NUMBERS
-    assert 8 * NUMBERS / 2 <= found.optimizer < 8 * NUMBERS / 2 * 1.01
+    assert memory.parameters == 4 * NUMBERS
+    assert 8 * NUMBERS / 2 <= memory.optimizer < 8 * NUMBERS / 2 * 1.01
 
 
 def test_what_checkpointing_and_bf16_leave(engine: FakeEngine) -> None:
     """Activations of one block go to its input: 2 x 256 tokens of 256 numbers."""
     plain, full, half = (
-        run_of(engine, "single", **given) for given in ({}, {"checkpoint": "full"}, {"bf16": True})
+        run_of(engine, "single", **options)
+        for options in ({}, {"checkpoint": "full"}, {"bf16": True})
     )
     formula = memory_of(TINY, choose("single", {}, 2), LOAD)
 
@@ -89,7 +90,7 @@ def test_what_checkpointing_and_bf16_leave(engine: FakeEngine) -> None:
 
 
 def test_accumulated_gradients_are_there_in_the_next_forward(engine: FakeEngine) -> None:
-    once, twice = (run_of(engine, "single", **given) for given in ({}, {"accumulate": 2}))
+    once, twice = (run_of(engine, "single", **options) for options in ({}, {"accumulate": 2}))
 
     assert twice.most - once.most == pytest.approx(twice.gradients, rel=0.2)
 
@@ -101,21 +102,21 @@ def test_copies_hold_buckets(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "why"),
+    ("name", "options", "why"),
     [("pp", {}, "a pipeline's stages wait"), ("cp", {}, "compared with the whole one by value"),
      ("deepspeed", {}, "DeepSpeed has its own"), ("fsdp", {"offload": "cpu"}, "in the host's"),
      ("ddp", {"compile": True}, "torch.compile")],
 )  # fmt: skip
 def test_what_is_not_run_is_counted_by_formulas(
-    engine: FakeEngine, name: str, given: dict[str, object], why: str
+    engine: FakeEngine, name: str, options: dict[str, object], why: str
 ) -> None:
     """And says why; the states are the run's where it has them."""
-    choice = choose(name, given, 2)
-    found = engine(TINY, choice, LOAD)
+    choice = choose(name, options, 2)
+    memory = engine(TINY, choice, LOAD)
 
-    assert found.engine == FORMULAS
-    assert why in found.note
-    assert found.activations == memory_of(TINY, choice, LOAD).activations > 0
+    assert memory.engine == FORMULAS
+    assert why in memory.note
+    assert memory.activations == memory_of(TINY, choice, LOAD).activations > 0
 
 
 def test_a_strategy_that_does_not_go_with_the_model_is_refused(engine: FakeEngine) -> None:
@@ -127,10 +128,10 @@ def test_a_strategy_that_does_not_go_with_the_model_is_refused(engine: FakeEngin
 def test_a_count_has_its_own_states(engine: FakeEngine) -> None:
     """The assumed shape has other parameters than were typed."""
     assumed = ModelShape("1e6", 1_000_000, TINY.shape, is_assumed=True)
-    found = engine(assumed, choose("fsdp", {}, 2), LOAD)
+    memory = engine(assumed, choose("fsdp", {}, 2), LOAD)
 
-    assert found.parameters == 4 * 1_000_000 / 2
-    assert found.engine == NAME
+    assert memory.parameters == 4 * 1_000_000 / 2
+    assert memory.engine == NAME
 
 
 def _otherwise(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
@@ -139,31 +140,33 @@ def _otherwise(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
 
 def test_a_deadline() -> None:
     """The process is ended, and everything that is left is counted otherwise."""
-    one = FakeEngine(Source(config=_CONFIG), otherwise=_otherwise, limit_s=0.05)
-    with one:
-        found = [one(TINY, choose(name, {}, 2), LOAD) for name in ("ddp", "fsdp")]
-        assert one._process is None
+    fake_engine = FakeEngine(Source(config=_CONFIG), otherwise=_otherwise, limit_s=0.05)
+    with fake_engine:
+        memories = [fake_engine(TINY, choose(name, {}, 2), LOAD) for name in ("ddp", "fsdp")]
+        assert fake_engine._process is None
 
-    assert {memory.note for memory in found} == {
-        "the process of the fake run gave no answer in 0 s"
+    assert {memory.note for memory in memories} == {
+        "the process of the fake run did not answer within 0 s"
     }
-    assert found[0].parameters == 1.0
+    assert memories[0].parameters == 1.0
 
 
 def test_a_process_that_ends(engine: FakeEngine) -> None:
-    with FakeEngine(Source(config=_CONFIG), otherwise=_otherwise) as one:
-        one._start().kill()
-        found = one(TINY, choose("ddp", {}, 2), LOAD)
+    with FakeEngine(Source(config=_CONFIG), otherwise=_otherwise) as fake_engine:
+        fake_engine._start().kill()
+        memory = fake_engine(TINY, choose("ddp", {}, 2), LOAD)
 
-    assert found.note.startswith("the process of the fake run ended (exit code -9")
+    assert memory.note.startswith("the process of the fake run ended (exit code -9")
 
 
 def test_a_config_that_makes_no_model() -> None:
     """The reason is told; nothing is raised."""
-    with FakeEngine(Source(config={"model_type": "no-such-type"}), otherwise=_otherwise) as one:
-        found = one(TINY, choose("ddp", {}, 2), LOAD)
+    with FakeEngine(
+        Source(config={"model_type": "no-such-type"}), otherwise=_otherwise
+    ) as fake_engine:
+        memory = fake_engine(TINY, choose("ddp", {}, 2), LOAD)
 
-    assert "the run failed with" in found.note
+    assert "the run failed with" in memory.note
 
 
 def test_it_ends_with_the_notebook() -> None:
@@ -194,7 +197,7 @@ def test_it_ends_with_the_notebook() -> None:
 def test_records_cross_a_pipe() -> None:
     """Whole ones; half of one is the end."""
     ours, theirs = os.pipe()
-    sent = fake_protocol.Told(problem="why")
+    sent = fake_protocol.FakeAnswer(problem="why")
     with os.fdopen(theirs, "wb") as into:
         fake_protocol.write(into, sent)
         into.write(b"\x01\x02")

@@ -7,7 +7,15 @@ import pytest
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import DEVICES, with_memory
-from nbdist.planner.live_model import Kind, LiveModel, alike, by_kinds, described, load_of, shape_of
+from nbdist.planner.live_model import (
+    LiveModel,
+    ParameterKind,
+    alike,
+    by_kinds,
+    described,
+    load_of,
+    shape_of,
+)
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, model_of
 from nbdist.planner.plan import NO, UNKNOWN, plan
@@ -15,21 +23,24 @@ from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
 
 NET = LiveModel(
-    "net", "Net", (Kind("float32", True, 600, 2400), Kind("bfloat16", False, 1400, 2800)),
+    "net", "Net",
+    (ParameterKind("float32", True, 600, 2400), ParameterKind("bfloat16", False, 1400, 2800)),
     buffers_bytes=40, n_buffers=1, digest="a", optimizer="AdamW", optimizer_word="adamw",
     tied=(("a.weight", "b.weight"),), blocks="layers (4 x Block)",
 )  # fmt: skip
-FROZEN = replace(NET, kinds=(Kind("float32", False, 600, 2400),))
+FROZEN = replace(NET, kinds=(ParameterKind("float32", False, 600, 2400),))
 GPT = LiveModel(
     "gpt", "GPT2LMHeadModel",
-    (Kind("float32", True, model_of("gpt2").parameters, 4 * model_of("gpt2").parameters),),
+    (ParameterKind("float32", True, model_of("gpt2").parameters, 4 * model_of("gpt2").parameters),),
     config=CONFIGS["gpt2"], is_language_model=True, inputs=("(3, 7) int64",), inputs_shape=(3, 7),
 )  # fmt: skip
 
 
 def test_ranks_have_the_same_model() -> None:
     assert alike([NET, replace(NET, name="net")]) == NET
-    with pytest.raises(NbdistError, match=r"another model on rank 1-2 \(Net, 600 parameters\)"):
+    with pytest.raises(
+        NbdistError, match=r"differs between ranks: rank 1-2 has Net \(600 parameters\)"
+    ):
         alike([NET, replace(FROZEN, digest="b"), replace(FROZEN, digest="b")])
 
 
@@ -40,8 +51,8 @@ def test_a_model_without_parameters() -> None:
 
 def test_a_config_speaks_for_its_own_model_alone() -> None:
     """An adapter adds a few parameters; another head or depth does not pass for the config."""
-    more = replace(GPT, kinds=(*GPT.kinds, Kind("float32", True, 10**6, 4 * 10**6)))
-    other = replace(GPT, kinds=(Kind("float32", True, 10**6, 4 * 10**6),))
+    more = replace(GPT, kinds=(*GPT.kinds, ParameterKind("float32", True, 10**6, 4 * 10**6)))
+    other = replace(GPT, kinds=(ParameterKind("float32", True, 10**6, 4 * 10**6),))
     unknown = replace(GPT, config={"model_type": "bert"})
 
     assert shape_of(GPT).has_shape
@@ -55,8 +66,8 @@ def test_a_config_speaks_for_its_own_model_alone() -> None:
 
 def test_the_batch_is_that_of_the_inputs() -> None:
     """And the sequence, of tokens; the optimizer is the model's unless one was typed."""
-    seen = load_of(GPT, Workload(batch=9))
-    assert (seen.batch, seen.sequence) == (3, 7)
+    load = load_of(GPT, Workload(batch=9))
+    assert (load.batch, load.sequence) == (3, 7)
     assert load_of(replace(NET, inputs_shape=(5, 4)), Workload()) == Workload(batch=5)
     assert load_of(replace(NET, optimizer_word="sgd"), Workload()).optimizer == "sgd"
     assert load_of(replace(NET, optimizer_word="sgd"), Workload(), "adam").optimizer == "adam"
@@ -68,42 +79,42 @@ def test_the_batch_is_that_of_the_inputs() -> None:
 )
 def test_what_is_frozen_has_no_gradient_and_no_state(name: str, wanted: tuple[float, ...]) -> None:
     """600 trained numbers of 4 bytes, 1400 frozen ones of 2."""
-    found = by_kinds(NET, shape_of(NET), choose(name, {}, 2), Workload())
+    memory = by_kinds(NET, shape_of(NET), choose(name, {}, 2), Workload())
 
-    assert (found.parameters, found.gradients, found.optimizer) == wanted
-    assert found.is_partial
+    assert (memory.parameters, memory.gradients, memory.optimizer) == wanted
+    assert memory.is_partial
 
 
 def test_all_frozen() -> None:
-    found = by_kinds(FROZEN, shape_of(FROZEN), choose("ddp", {}, 2), Workload())
+    memory = by_kinds(FROZEN, shape_of(FROZEN), choose("ddp", {}, 2), Workload())
 
-    assert (found.gradients, found.optimizer, found.step) == (0, 0, 0)
+    assert (memory.gradients, memory.optimizer, memory.step) == (0, 0, 0)
 
 
 def test_a_shape_gives_activations() -> None:
     choice = choose("fsdp", {}, 4)
-    found, formula = (
+    memory, formula = (
         by_kinds(GPT, shape_of(GPT), choice, Workload()),
         memory_of(model_of("gpt2"), choice, Workload()),
     )  # fmt: skip
 
-    assert not found.is_partial
-    assert found.activations == formula.activations
-    assert found.parameters == pytest.approx(formula.parameters)
+    assert not memory.is_partial
+    assert memory.activations == formula.activations
+    assert memory.parameters == pytest.approx(formula.parameters)
 
 
 def test_a_partial_count_is_no_verdict() -> None:
     """Unless what is counted is too much already."""
 
     def rows(device: str) -> set[str]:
-        found = plan(
+        planned = plan(
             shape_of(NET), with_memory(device), 2, Workload(),
             engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
         )  # fmt: skip
-        assert all(row.time is None for row in found.rows)
-        told = advise(found)
-        assert told.row is None
-        return {row.verdict for row in found.rows if row.memory}
+        assert all(row.time is None for row in planned.rows)
+        advice = advise(planned)
+        assert advice.row is None
+        return {row.verdict for row in planned.rows if row.memory}
 
     assert rows("24GB") == {UNKNOWN}
     assert rows("0.5GB") == {NO}
@@ -111,10 +122,10 @@ def test_a_partial_count_is_no_verdict() -> None:
 
 def test_what_ddp_copies_counts_without_a_step() -> None:
     """Its buckets are as large as the gradients; fsdp has none."""
-    found = plan(
+    planned = plan(
         shape_of(NET), DEVICES["h100"], 2, Workload(), engine=lambda *asked: by_kinds(NET, *asked)
     )
-    rows = {row.typed: row.memory for row in found.rows if row.memory is not None}
+    rows = {row.typed: row.memory for row in planned.rows if row.memory is not None}
 
     assert {name: rows[name].buffers for name in ("single", "ddp", "zero1", "fsdp")} == {
         "single": 40, "ddp": 40 + 600 * 4, "zero1": 40 + 600 * 4, "fsdp": 40,
@@ -123,7 +134,7 @@ def test_what_ddp_copies_counts_without_a_step() -> None:
 
 def test_what_a_shapeless_model_sends() -> None:
     """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
-    found = plan(
+    planned = plan(
         shape_of(NET), DEVICES["h100"], 2, Workload(), strategy="ddp",
         engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
     )  # fmt: skip
@@ -132,7 +143,7 @@ def test_what_a_shapeless_model_sends() -> None:
         engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
     )  # fmt: skip
 
-    assert found.rows[0].sent_bytes == 4 * 2000
+    assert planned.rows[0].sent_bytes == 4 * 2000
     assert tp.rows[0].sent_bytes == 0
 
 

@@ -28,8 +28,8 @@ LOAD = Workload(batch=3, sequence=512)
 LLAMA = model_of("llama-3-8b")
 
 
-def choice(name: str = "single", n: int = 1, **given: object) -> Strategy:
-    return choose(name, given, n)
+def choice(name: str = "single", n: int = 1, **options: object) -> Strategy:
+    return choose(name, options, n)
 
 
 def korthikanti(t: int = 1, *, sequence: bool = False, scores: bool = False) -> float:
@@ -44,9 +44,9 @@ def korthikanti(t: int = 1, *, sequence: bool = False, scores: bool = False) -> 
 @pytest.mark.parametrize("scores", [False, True])
 def test_activations_of_a_block_are_those_of_the_paper(scores: bool) -> None:
     """s b h (34 + 5 a s / h); without the second term where attention keeps no scores."""
-    given = {"sdpa": "math"} if scores else {}
+    options = {"sdpa": "math"} if scores else {}
 
-    assert block_bytes(GPT, LOAD, HALF, choice(**given)) == korthikanti(scores=scores)
+    assert block_bytes(GPT, LOAD, HALF, choice(**options)) == korthikanti(scores=scores)
 
 
 @pytest.mark.parametrize("t", [2, 8])
@@ -60,19 +60,19 @@ def test_tensor_parallel_activations_are_those_of_the_paper(t: int, sequence: bo
 
 def test_full_checkpointing_keeps_the_input_of_each_block() -> None:
     """2 s b h."""
-    kept = block_bytes(GPT, LOAD, HALF, choice(), kind="full")
+    kept_bytes = block_bytes(GPT, LOAD, HALF, choice(), kind="full")
 
-    assert kept == 2 * LOAD.sequence * LOAD.batch * GPT.hidden
+    assert kept_bytes == 2 * LOAD.sequence * LOAD.batch * GPT.hidden
 
 
 def test_attention_scores_of_100_000_tokens_take_20_gb_for_each_head() -> None:
     """1e10 pairs x 2 bytes; at 131072 tokens 32 GiB, and 64 GiB in fp32."""
-    one = Transformer(layers=1, hidden=64, heads=1, kv_heads=1, head_size=64, ffn=64, vocab=1)
+    shape = Transformer(layers=1, hidden=64, heads=1, kv_heads=1, head_size=64, ffn=64, vocab=1)
 
     def scores(sequence: int, widths: Widths) -> float:
         load = Workload(1, sequence)
-        kept = block_bytes(one, load, widths, choice(sdpa="math"))
-        return kept - block_bytes(one, load, widths, choice())
+        kept_bytes = block_bytes(shape, load, widths, choice(sdpa="math"))
+        return kept_bytes - block_bytes(shape, load, widths, choice())
 
     assert scores(100_000, HALF) == 20e9
     assert scores(2**17, HALF) == 32 * 2**30
@@ -84,25 +84,25 @@ def test_a_gate_and_shared_heads_counted_by_hand() -> None:
     shape = Transformer(layers=1, hidden=8, heads=2, kv_heads=1, head_size=4, ffn=20, vocab=7)
     load = Workload(batch=2, sequence=5)
 
-    kept = block_bytes(shape, load, Widths(2, 4, 2, 4, 4), choice())
+    kept_bytes = block_bytes(shape, load, Widths(2, 4, 2, 4, 4), choice())
 
-    assert kept == 10 * (16 * 4 + 40 * 2 + (8 + 4 + 4 + 8) * 2 + 80 * 2)
+    assert kept_bytes == 10 * (16 * 4 + 40 * 2 + (8 + 4 + 4 + 8) * 2 + 80 * 2)
 
 
-@pytest.mark.parametrize("given", [{}, {"checkpoint": "full"}, {"bf16": True}])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "full"}, {"bf16": True}])
 @pytest.mark.parametrize(("name", "n"), [("single", 1), ("fsdp", 8), ("tp", 4), ("pp", 4)])
 def test_activations_grow_with_batch_and_sequence(
-    name: str, n: int, given: Mapping[str, object]
+    name: str, n: int, options: Mapping[str, object]
 ) -> None:
     """Twice the tokens, twice the activations, beside what autocast copies; states stay."""
-    how = choose(name, dict(given), n)
+    how = choose(name, dict(options), n)
     small, large = (memory_of(LLAMA, how, Workload(8 * k, 1024)) for k in (1, 2))
     longer = memory_of(LLAMA, how, Workload(8, 2048))
     casts = memory_of(LLAMA, how, Workload(8, 1024)).activations * 2 - large.activations
 
     assert longer.activations == pytest.approx(large.activations)
     assert (small.states, small.step) == (large.states, large.step)
-    copied = name in {"single", "tp", "pp"} and "bf16" in given
+    copied = name in {"single", "tp", "pp"} and "bf16" in options
     # The embedding and head are on one stage.
     assert casts >= 2 * LLAMA.parameters / n if copied else casts == pytest.approx(0, abs=1)
 
@@ -198,11 +198,11 @@ def test_the_optimizers_step_makes_a_list_of_all_it_steps() -> None:
 )  # fmt: skip
 def test_recipes_by_optimizer(optimizer: str, recipe: str, total: int) -> None:
     """Bytes per parameter; the name says what they are."""
-    found = recipe_for(choice(), Workload(optimizer=optimizer, recipe=recipe))
+    recipe_found = recipe_for(choice(), Workload(optimizer=optimizer, recipe=recipe))
 
-    assert found.total == total
-    assert OPTIMIZERS[optimizer].title in found.name
-    assert optimizer.startswith("adam") or "Adam" not in found.name
+    assert recipe_found.total == total
+    assert OPTIMIZERS[optimizer].title in recipe_found.name
+    assert optimizer.startswith("adam") or "Adam" not in recipe_found.name
 
 
 def test_what_forward_computes_in() -> None:
@@ -219,14 +219,14 @@ def test_what_forward_computes_in() -> None:
 
 def test_a_pipeline_keeps_what_is_in_flight() -> None:
     """gpipe all micro-batches, 1f1b as many as stages; one piece of a batch is one."""
-    one = choose("pp", {"microbatches": 8}, 4)
+    one_stage = choose("pp", {"microbatches": 8}, 4)
     all_ = choose("pp", {"microbatches": 8, "schedule": "gpipe"}, 4)
     between = choose("pp", {"microbatches": 8, "schedule": "interleaved"}, 4)
 
-    assert (in_flight(one, 8), in_flight(all_, 8)) == (4, 8)
+    assert (in_flight(one_stage, 8), in_flight(all_, 8)) == (4, 8)
     assert 4 < in_flight(between, 8) < 8
     assert (
-        memory_of(LLAMA, one, Workload(8)).activations
+        memory_of(LLAMA, one_stage, Workload(8)).activations
         < memory_of(LLAMA, all_, Workload(8)).activations
     )
     assert [micro_batches(choose("pp", {}, 4), Workload(b)) for b in (1, 6, 8, 64, 7)] == [
@@ -239,7 +239,7 @@ def test_a_pipeline_keeps_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "load", "told"),
+    ("how", "load", "expected"),
     [
         (("tp", 64), Workload(), "tp over 64 ranks does not divide the 32 heads and 8 of keys"),
         (("ulysses", 16), Workload(), "ulysses over 16 ranks does not divide"),
@@ -248,12 +248,14 @@ def test_a_pipeline_keeps_what_is_in_flight() -> None:
         (("pp", 4, {"microbatches": 6}), Workload(8), "--microbatches 6 does not divide --batch 8"),
     ],
 )
-def test_what_does_not_fit_is_refused(how: tuple[object, ...], load: Workload, told: str) -> None:
+def test_what_does_not_fit_is_refused(
+    how: tuple[object, ...], load: Workload, expected: str
+) -> None:
     """With the numbers, and what works."""
-    name, n, given = (*how, {})[:3]
+    name, n, options = (*how, {})[:3]
 
-    with pytest.raises(OptionError, match=told):
-        memory_of(LLAMA, choose(name, given, n), load)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=expected):
+        memory_of(LLAMA, choose(name, options, n), load)  # type: ignore[arg-type]
 
 
 def test_a_ring_takes_no_dropout() -> None:

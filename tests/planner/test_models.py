@@ -104,29 +104,29 @@ def _llama(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "expected"),
     [
-        ("0", "A model of 0 parameters holds nothing. Type 1 or more"),
-        ("0.2", "holds nothing"),
-        ("0e9", "holds nothing"),
+        ("0", "A model of 0 parameters has nothing to plan for. Type 1 or more"),
+        ("0.2", "nothing to plan for"),
+        ("0e9", "nothing to plan for"),
         ("2e15", "more than 1e[+]15"),
         ("-7e9", "no model '-7e9' to plan for"),
         ("nan", "no model 'nan' to plan for"),
         ("lama-3-8b", "Did you mean llama-3-8b"),
         ("xyzzy", "Type its number of parameters"),
-        ({"model_type": "mixtral"}, "type 'mixtral' are not known by formula"),
+        ({"model_type": "mixtral"}, "parameters of a model of type 'mixtral'"),
         ({}, "num_attention_heads|hidden_size = None"),
         (_llama(hidden_size="big"), "hidden_size = 'big'"),
         (_llama(hidden_size=True), "hidden_size = True"),
-        (_llama(num_hidden_layers=0), "layers 0 holds nothing"),
+        (_llama(num_hidden_layers=0), "layers 0 has no parameters"),
         (_llama(num_attention_heads=33), "4096 cannot be divided into 33 heads"),
         (_llama(num_attention_heads=0), "cannot be divided into 0 heads"),
         (_llama(num_key_value_heads=5), "32 heads cannot share 5"),
     ],
 )
-def test_what_is_no_model_is_refused(asked: Any, told: str) -> None:
+def test_what_is_no_model_is_refused(asked: Any, expected: str) -> None:
     """With what is wrong, and what to type."""
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=expected):
         model_of(asked)
 
 

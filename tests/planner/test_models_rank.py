@@ -99,13 +99,13 @@ _WAYS = {
 def kept_bytes(config: PretrainedConfig, way: str) -> int:
     """Bytes that autograd keeps for the backward of a step, without what the model holds."""
     model = AutoModelForCausalLM.from_config(config, dtype=_WAYS[way][0])
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}  # holding them: addresses are not used again
+    own_pointers = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}  # holding them: addresses are not used again
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
-        if memory.data_ptr() not in own:
-            kept[memory.data_ptr()] = memory
+        if memory.data_ptr() not in own_pointers:
+            storages[memory.data_ptr()] = memory
         return tensor
 
     ids = torch.zeros(_BATCH, _TOKENS, dtype=torch.long)
@@ -115,7 +115,7 @@ def kept_bytes(config: PretrainedConfig, way: str) -> int:
     ):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     assert loss.requires_grad
-    return sum(memory.nbytes() for memory in kept.values())
+    return sum(memory.nbytes() for memory in storages.values())
 
 
 @pytest.mark.parametrize("way", _WAYS)
@@ -155,6 +155,6 @@ def test_optimizers_keep_what_the_table_says(name: str) -> None:
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     tensors = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor)]
-    kept = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    state_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    assert kept / parameter.numel() == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.1)
+    assert state_bytes / parameter.numel() == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.1)

@@ -14,7 +14,7 @@ from nbdist.planner.advice import _RULES, advise
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
-from nbdist.planner.plan import NO, RISKY, SAFE, Plan, Row, plan, verdict
+from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, plan, verdict
 from nbdist.planner.step_time import bubble, flops_of, flows, samples, time_of
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
@@ -27,17 +27,17 @@ SEVEN, SEVENTY = model_of("7e9"), model_of("70e9")
 LLAMA = model_of("llama-3-8b")
 
 
-def planned(model: ModelShape, n: int, load: Workload | None = None, **given: object) -> Plan:
-    return plan(model, H100, n, load or Workload(), given=given)
+def planned(model: ModelShape, n: int, load: Workload | None = None, **options: object) -> Plan:
+    return plan(model, H100, n, load or Workload(), given=options)
 
 
-def row(found: Plan, typed: str) -> Row:
-    [one] = [row for row in found.rows if row.typed == typed]
-    return one
+def row(result: Plan, typed: str) -> PlanRow:
+    [match] = [row for row in result.rows if row.typed == typed]
+    return match
 
 
-def gigabytes(found: Plan, typed: str) -> Memory:
-    memory = row(found, typed).memory
+def gigabytes(result: Plan, typed: str) -> Memory:
+    memory = row(result, typed).memory
     assert memory is not None
     return memory
 
@@ -58,20 +58,20 @@ def test_parameters_in_fp32(model: str, size: float) -> None:
 )  # fmt: skip
 def test_states_of_each_recipe(model: str, recipe: str, size: float) -> None:
     """12 bytes leave the copy in fp32 out; 16 have it, or need none."""
-    found = planned(model_of(model), 1, Workload(recipe=recipe))
+    result = planned(model_of(model), 1, Workload(recipe=recipe))
 
-    assert gigabytes(found, "single").states == size * GB
+    assert gigabytes(result, "single").states == size * GB
 
 
 def test_zero_stages_of_7e9_on_8_ranks() -> None:
     """38.5, 26.25 and 14 GB of states; 2.91 x, 4.27 x and 8 x, not the limits 4 x and 8 x."""
-    found = planned(SEVEN, 8, Workload(recipe="mixed"))
-    states = [gigabytes(found, f"deepspeed --stage {stage}").states / GB for stage in (1, 2, 3)]
+    result = planned(SEVEN, 8, Workload(recipe="mixed"))
+    states = [gigabytes(result, f"deepspeed --stage {stage}").states / GB for stage in (1, 2, 3)]
 
     assert states == [38.5, 26.25, 14.0]
     assert [round(112 / size, 2) for size in states] == [2.91, 4.27, 8.0]
-    assert gigabytes(found, "zero1").states == 38.5 * GB
-    assert gigabytes(found, "fsdp").states == 14.0 * GB
+    assert gigabytes(result, "zero1").states == 38.5 * GB
+    assert gigabytes(result, "fsdp").states == 14.0 * GB
     assert gigabytes(planned(model_of("20e9"), 8), "fsdp").states == 40.0 * GB
 
 
@@ -86,8 +86,8 @@ def test_bubbles_of_four_stages(pieces: int, idle: float) -> None:
 
 def test_a_ring_sends_24_5_gb_of_7e9_gradients_in_bf16() -> None:
     """2 * 7/8 * 14 GB; ddp as much as ZeRO 1 and 2, and 1.5 times that where all is split."""
-    found = planned(SEVEN, 8, Workload(recipe="bf16"))
-    sent = {one.typed: one.sent_bytes / GB for one in found.rows}
+    result = planned(SEVEN, 8, Workload(recipe="bf16"))
+    sent = {plan_row.typed: plan_row.sent_bytes / GB for plan_row in result.rows}
 
     assert sent["ddp"] == pytest.approx(24.5)
     assert sent["deepspeed --stage 1"] == sent["deepspeed --stage 2"] == pytest.approx(24.5)
@@ -154,13 +154,13 @@ def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
     with pytest.raises(OptionError, match=r"2048 is 20\.48 x 100 .*Use 2000 or 2100"):
         plan(SEVEN, H100, 800, Workload(4, samples=2048), strategy="pp",
              given={"tp": 8, "pp": 4, "dp": 25})  # fmt: skip
-    with pytest.raises(OptionError, match="is 3 x 8, and --accumulate 2 another"):
+    with pytest.raises(OptionError, match="is 3 x 8, so it needs --accumulate 3, not 2"):
         plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp", given={"accumulate": 2})
 
-    found = plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp")
-    assert found.rows[0].samples == 24
-    assert found.rows[0].choice is not None
-    assert found.rows[0].choice.options.accumulate == 3
+    result = plan(SEVEN, H100, 8, Workload(1, samples=24), strategy="ddp")
+    assert result.rows[0].samples == 24
+    assert result.rows[0].choice is not None
+    assert result.rows[0].choice.options.accumulate == 3
 
 
 def test_a_case_study_that_does_not_add_up() -> None:
@@ -197,33 +197,35 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 def test_every_strategy_has_a_row(n: int) -> None:
     """With numbers, or with the reason why it does not go with so many ranks."""
-    found = planned(LLAMA, n)
+    result = planned(LLAMA, n)
 
-    assert {one.typed.split()[0] for one in found.rows} == ({"single"} if n == 1 else {*ROWS})
-    for one in found.rows:
-        assert (one.memory is None) == bool(one.problem) == (one.verdict == "")
-    assert any(one.memory is not None for one in found.rows)
+    assert {plan_row.typed.split()[0] for plan_row in result.rows} == (
+        {"single"} if n == 1 else {*ROWS}
+    )
+    for plan_row in result.rows:
+        assert (plan_row.memory is None) == bool(plan_row.problem) == (plan_row.verdict == "")
+    assert any(plan_row.memory is not None for plan_row in result.rows)
 
 
 def test_one_strategy_or_degrees_are_one_row() -> None:
-    one = plan(LLAMA, H100, 8, Workload(), strategy="fsdp", given={"tp": 2})
+    by_name = plan(LLAMA, H100, 8, Workload(), strategy="fsdp", given={"tp": 2})
     other = plan(LLAMA, H100, 8, Workload(), given={"dp": 4, "tp": 2})
 
-    assert one.rows == other.rows
-    assert [(r.typed, r.mesh) for r in one.rows] == [("fsdp x tp", "dp 4 x tp 2")]
+    assert by_name.rows == other.rows
+    assert [(r.typed, r.mesh) for r in by_name.rows] == [("fsdp x tp", "dp 4 x tp 2")]
 
 
 def test_another_engine_fills_the_same_rows() -> None:
     """Memory may come from elsewhere than formulas; the record says from where."""
     fixed = Memory(1, 1, 1, activations=77e9, buffers=0, engine="a run")
-    found = plan(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed)
+    result = plan(LLAMA, H100, 8, Workload(), engine=lambda model, choice, load: fixed)
 
-    assert {one.memory for one in found.rows if one.memory} == {fixed}
-    assert {one.verdict for one in found.rows if one.memory} == {RISKY}
+    assert {plan_row.memory for plan_row in result.rows if plan_row.memory} == {fixed}
+    assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {RISKY}
 
 
 @pytest.mark.parametrize(
-    ("given", "load", "told"),
+    ("options", "load", "expected"),
     [
         ({"tp": 3}, Workload(), "8 ranks cannot form tp=3"),
         ({"tp": 16}, Workload(), "8 ranks cannot form tp=16"),
@@ -237,10 +239,10 @@ def test_another_engine_fills_the_same_rows() -> None:
     ],
 )
 def test_wrong_words_are_refused_once(
-    given: Mapping[str, object], load: Workload, told: str
+    options: Mapping[str, object], load: Workload, expected: str
 ) -> None:
-    with pytest.raises(OptionError, match=told):
-        plan(LLAMA, H100, 8, load, given=given)
+    with pytest.raises(OptionError, match=expected):
+        plan(LLAMA, H100, 8, load, given=options)
 
 
 def test_bf16_on_a_device_without_it_is_refused() -> None:
@@ -255,51 +257,58 @@ def test_bf16_on_a_device_without_it_is_refused() -> None:
 
 def test_the_advice_is_safe_and_costs_least() -> None:
     """No other safe row costs less for a sample."""
-    found = planned(LLAMA, 8, bf16=True, checkpoint="full")
-    best = advise(found, {"bf16": True, "checkpoint": "full"}).row
-    safe = [one for one in found.rows if one.verdict == SAFE and one.typed != "single"]
+    result = planned(LLAMA, 8, bf16=True, checkpoint="full")
+    best = advise(result, {"bf16": True, "checkpoint": "full"}).row
+    safe = [
+        plan_row
+        for plan_row in result.rows
+        if plan_row.verdict == SAFE and plan_row.typed != "single"
+    ]
 
     assert best is not None
     assert best in safe
     assert len(safe) > 3
     assert all(
-        best.time and one.time and best.time.cost_s <= one.time.cost_s * 1.01 for one in safe
+        best.time and plan_row.time and best.time.cost_s <= plan_row.time.cost_s * 1.01
+        for plan_row in safe
     )
 
 
 def test_a_small_model_is_ddp() -> None:
-    """It fits on one device: copies send least, and more ranks are for speed alone."""
+    """It fits on one device: copies send least, and more ranks only add speed."""
     advice = advise(planned(model_of("gpt2"), 8))
 
     assert advice.row is not None
     assert advice.row.typed == "ddp"
-    assert "It fits on one device: more ranks are for speed alone." in advice.sentences
+    assert "It fits on one device: more ranks only add speed." in advice.sentences
     assert [rule for rule in advice.rules if "says ddp" in rule] == []
     assert any("says deepspeed --stage 2" in rule for rule in advice.rules)
 
 
 def test_rules_that_disagree_are_told_with_their_numbers() -> None:
-    found = planned(SEVEN, 8)
-    advice = advise(found)
-    second = row(found, "fsdp --shard grad-op")
+    result = planned(SEVEN, 8)
+    advice = advise(result)
+    second = row(result, "fsdp --shard grad-op")
 
     assert advice.row is not None
-    told = [rule for rule in advice.rules if "tight: grad-op" in rule]
-    assert len(told) == 1
-    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in told[0]
+    rules = [rule for rule in advice.rules if "tight: grad-op" in rule]
+    assert len(rules) == 1
+    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in rules[0]
     assert all(f"says {advice.row.typed}:" not in rule for rule in advice.rules)
 
 
 def test_what_would_help_does() -> None:
     """Nothing fits: what the advice names makes it safe when it is planned."""
     device = DEVICES["a100-40gb"]
-    found = plan(model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given={"bf16": True})
-    advice = advise(found, {"bf16": True})
+    result = plan(
+        model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given={"bf16": True}
+    )
+    advice = advise(result, {"bf16": True})
 
-    assert {one.verdict for one in found.rows if one.memory} == {NO}
+    assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {NO}
     assert advice.row is None
     assert advice.sentences[0].startswith("Nothing fits: the smallest,")
-    assert advice.sentences[1].startswith("With --checkpoint full fsdp --tp 8 is safe (")
+    assert advice.sentences[1].startswith("With --checkpoint full, fsdp --tp 8 is safe (")
     again = plan(
         model_of("llama-3-70b"), device, 64, Workload(sequence=4096),
         given={"bf16": True, "checkpoint": "full"},
@@ -308,8 +317,8 @@ def test_what_would_help_does() -> None:
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:
-    found = plan(SEVENTY, with_memory("24GB"), 2, Workload())
-    [_, helps] = advise(found).sentences
+    result = plan(SEVENTY, with_memory("24GB"), 2, Workload())
+    [_, helps] = advise(result).sentences
 
     assert helps.startswith("With ")
     assert "--bf16 --checkpoint full" in helps
@@ -318,30 +327,32 @@ def test_more_ranks_where_nothing_else_helps() -> None:
 
 def test_help_for_the_strategy_that_was_typed() -> None:
     """The same degrees first; another strategy where nothing makes that one safe."""
-    given = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
+    options = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
     load, device = Workload(sequence=4096), DEVICES["a100-40gb"]
-    found = plan(model_of("llama-3-70b"), device, 64, load, given=given)
+    result = plan(model_of("llama-3-70b"), device, 64, load, given=options)
     copies = plan(model_of("llama-3-70b"), device, 64, load, strategy="ddp", given={"bf16": True})
 
-    assert found.rows[0].verdict == NO
-    assert advise(found, given).sentences[1].startswith("With --checkpoint full pp x fsdp x tp is")
+    assert result.rows[0].verdict == NO
+    assert (
+        advise(result, options).sentences[1].startswith("With --checkpoint full, pp x fsdp x tp is")
+    )
     helps = advise(copies, {"bf16": True}).sentences[1]
-    assert helps.startswith("With --checkpoint full ")
+    assert helps.startswith("With --checkpoint full")
     assert "ddp" not in helps
 
 
 def test_not_even_many_ranks() -> None:
-    found = plan(SEVENTY, with_memory("0.5GB"), 2, Workload())
+    result = plan(SEVENTY, with_memory("0.5GB"), 2, Workload())
 
-    assert "Not even 4096 ranks" in advise(found).sentences[-1]
+    assert "Not even 4096 ranks" in advise(result).sentences[-1]
 
 
 def test_without_a_known_speed_bytes_decide() -> None:
     """And a pipeline, which sends least and waits, does not win by that."""
-    found = plan(SEVEN, with_memory("80GB"), 8, Workload())
-    best = advise(found).row
+    result = plan(SEVEN, with_memory("80GB"), 8, Workload())
+    best = advise(result).row
 
-    assert all(one.time is None for one in found.rows)
+    assert all(plan_row.time is None for plan_row in result.rows)
     assert best is not None
     assert best.choice is not None
     assert best.choice.degrees.pp == 1
@@ -420,8 +431,8 @@ def test_a_measurement_counts_before_the_data_sheet() -> None:
 def test_accumulation_sends_gradients_once_and_gathers_each_time() -> None:
     """ddp sends the same in a step; fsdp gathers anew, DeepSpeed below stage 3 does not."""
 
-    def sent(name: str, k: int, **given: object) -> float:
-        choice = choose(name, {"accumulate": k, **given}, 8)
+    def sent(name: str, k: int, **options: object) -> float:
+        choice = choose(name, {"accumulate": k, **options}, 8)
         return sum(flow.wire_bytes for flow in flows(LLAMA, choice, Workload()))
 
     assert sent("ddp", 4) == sent("ddp", 1)
@@ -480,7 +491,7 @@ def test_memory(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "0GB", "-3", "much", "24PB", ""])
 def test_what_is_no_memory(text: str) -> None:
-    with pytest.raises(OptionError, match="is no size of memory"):
+    with pytest.raises(OptionError, match="is not a valid memory size"):
         with_memory(text)
 
 
@@ -525,10 +536,10 @@ def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
 
 def test_it_tells_which_row_it_counts() -> None:
     """Each strategy once, in order, with how many there are."""
-    told: list[tuple[str, float, float, str]] = []
-    found = plan(SEVEN, H100, 8, Workload(), progress=lambda *one: told.append(one))
+    calls: list[tuple[str, float, float, str]] = []
+    result = plan(SEVEN, H100, 8, Workload(), progress=lambda *call: calls.append(call))
 
-    assert [one[0] for one in told] == [f"counting {row.typed}" for row in found.rows]
-    assert [one[1:] for one in told] == [
-        (number, len(found.rows), "strategies") for number in range(len(found.rows))
+    assert [call[0] for call in calls] == [f"counting {row.typed}" for row in result.rows]
+    assert [call[1:] for call in calls] == [
+        (number, len(result.rows), "strategies") for number in range(len(result.rows))
     ]

@@ -16,10 +16,10 @@ from nbdist.planner.workload import Workload
 
 
 def view(
-    model: str = "7e9", n: int = 8, device: Device = DEVICES["h100"], **given: object
+    model: str = "7e9", n: int = 8, device: Device = DEVICES["h100"], **options: object
 ) -> PlanView:
-    found = plan(model_of(model), device, n, Workload(), given=given, assumed=("--gpu h100",))
-    return shown_plan(found, advise(found, given))
+    result = plan(model_of(model), device, n, Workload(), given=options, assumed=("--gpu h100",))
+    return shown_plan(result, advise(result, options))
 
 
 class _Tags(HTMLParser):
@@ -39,10 +39,10 @@ class _Tags(HTMLParser):
 
 
 def tags(page: str) -> list[tuple[str, dict[str, str | None]]]:
-    found = _Tags()
-    found.feed(page)
-    assert found.open == []
-    return found.seen
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.open == []
+    return parser.seen
 
 
 def test_head_and_columns() -> None:
@@ -52,17 +52,17 @@ def test_head_and_columns() -> None:
     assert text.startswith(
         "7e9: 7,000,000,000 parameters (assumed: 33 blocks of width 4224), on 8 ranks with NVIDIA "
         "H100 SXM, 80.0 GB each\nbatch 1 x 2048 tokens on each data-parallel rank, adamw\n"
-        "undivided: parameters 28.0 GB in fp32, 14.0 GB in bf16; with gradients and Adam 112.0 GB "
+        "unsharded: parameters 28.0 GB in fp32, 14.0 GB in bf16; with gradients and Adam 112.0 GB "
         "(16 B: fp32, autocast, or bf16 with a copy in fp32) or 84.0 GB (12 B: all in bf16, no "
         "copy)\nrecipe 16 B per parameter: fp32: parameters 4 + gradients 4 + Adam 8\n"
-        "not typed: --gpu h100\n"
+        "Assumed: --gpu h100\n"
     )
     assert re.search(r"^ddp +dp 8 +28\.0 +28\.0 +56\.0 +", text, re.MULTILINE)
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 +", text, re.MULTILINE)
-    assert "\nchoose " in text
+    assert "\nRecommended: " in text
     assert '\nThe rule "' in text
     assert "Time: an estimate" in text
-    assert "40% of 989 TFLOPS (67 in fp32)" in text
+    assert "40 % of 989 TFLOPS (67 in fp32)" in text
 
 
 def test_recipes_that_differ_are_told_with_their_strategies() -> None:
@@ -74,12 +74,12 @@ def test_recipes_that_differ_are_told_with_their_strategies() -> None:
 
 def test_text_bars_are_as_long_as_the_peak() -> None:
     """40 characters are the device; what is over it stands behind the limit."""
-    found = view()
-    assert found.plan is not None
-    lines = re.findall(r"^(\S.*?) +([pgoabc]+ *\|[pgoabc]*>?)$", found.text, re.MULTILINE)
+    shown = view()
+    assert shown.plan is not None
+    lines = re.findall(r"^(\S.*?) +([pgoabc]+ *\|[pgoabc]*>?)$", shown.text, re.MULTILINE)
     bars = dict(lines)
 
-    for row in found.plan.rows:
+    for row in shown.plan.rows:
         assert row.memory is not None
         bar = bars[row.typed]
         before, after = bar.replace(">", "").split("|")
@@ -91,31 +91,31 @@ def test_text_bars_are_as_long_as_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [view(), view("gpt2", 1), view("llama-3-70b", 64, bf16=True), view(n=7)]
+    "shown", [view(), view("gpt2", 1), view("llama-3-70b", 64, bf16=True), view(n=7)]
 )
-def test_html_is_closed_and_needs_nothing(found: PlanView) -> None:
+def test_html_is_closed_and_needs_nothing(shown: PlanView) -> None:
     """No scripts, nothing loaded; the picture has a name and a bar for each row."""
-    seen = tags(found.html)
+    seen = tags(shown.html)
     names = [tag for tag, _ in seen]
-    [picture] = [given for tag, given in seen if tag == "svg"]
-    assert found.plan is not None
-    counted = [row for row in found.plan.rows if row.memory is not None]
+    [picture] = [attributes for tag, attributes in seen if tag == "svg"]
+    assert shown.plan is not None
+    counted = [row for row in shown.plan.rows if row.memory is not None]
 
     assert not {"script", "img", "link"} & {*names}
     assert "beside the device's limit" in (picture["aria-label"] or "")
     assert names.count("title") >= 4 * len(counted)
     for row in counted:
-        assert f">{100 * row.share:.1f} %</text>" in found.html
+        assert f">{100 * row.share:.1f} %</text>" in shown.html
 
 
 def test_what_a_user_types_is_escaped() -> None:
     """A name comes from a config."""
     shape = model_of({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2,
                       "vocab_size": 10, "_name_or_path": "<script>x</script>"})  # fmt: skip
-    found = plan(shape, DEVICES["h100"], 2, Workload())
-    seen = tags(shown_plan(found, advise(found)).html)
+    result = plan(shape, DEVICES["h100"], 2, Workload())
+    parsed = tags(shown_plan(result, advise(result)).html)
 
-    assert "script" not in [tag for tag, _ in seen]
+    assert "script" not in [tag for tag, _ in parsed]
 
 
 def test_a_device_of_which_only_memory_is_known() -> None:

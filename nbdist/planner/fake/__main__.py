@@ -20,23 +20,23 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
-    asked: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    requests: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     warnings.simplefilter("ignore")
     from nbdist.planner.fake import process_group, run
 
     process_group.stand_in()
     source: Any = None
     while True:
-        one = asked.get()
-        source = one.source or source
-        fake_protocol.write(answers, run.told(one, source))
+        request = requests.get()
+        source = request.source or source
+        fake_protocol.write(answers, run.answer(request, source))
 
 
-def _listen(asked: queue.Queue[Any]) -> None:
+def _listen(requests: queue.Queue[Any]) -> None:
     """Pass on what comes; without the notebook there is nobody to answer, even amid a run."""
-    while (one := fake_protocol.read(sys.stdin.buffer)) is not None:
-        asked.put(one)
+    while (request := fake_protocol.read(sys.stdin.buffer)) is not None:
+        requests.put(request)
     os._exit(0)
 
 

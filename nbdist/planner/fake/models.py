@@ -18,7 +18,7 @@ from nbdist.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MetaModel:
     """A model on meta, in training, and how it is called.
 
     Attributes:
@@ -34,7 +34,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class PickledModel:
     """What a rank sends of a live model, its tensors on meta.
 
     Attributes:
@@ -49,14 +49,14 @@ class Sent:
     optimizer: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None
 
 
-def made(source: Source, load: Workload) -> Made:
+def build_meta_model(source: Source, load: Workload) -> MetaModel:
     """The model of a source.
 
     Raises:
         CannotRun: It cannot be made here.
     """
     if source.pickled:
-        return _sent(source, load)
+        return _unpickled(source, load)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -70,23 +70,23 @@ def made(source: Source, load: Workload) -> Made:
             config, dtype=torch.bfloat16 if load.recipe == "bf16" else torch.float32
         )
     never_packed()
-    return Made(model.train(), lambda: _tokens(load, has_labels=True))
+    return MetaModel(model.train(), lambda: _tokens(load, has_labels=True))
 
 
-def _sent(source: Source, load: Workload) -> Made:
+def _unpickled(source: Source, load: Workload) -> MetaModel:
     os.chdir(source.folder or ".")
     sys.path[:] = list(source.sys_path) or sys.path
-    sent: Sent = pickle_by_value.loads(source.pickled)
+    sent: PickledModel = pickle_by_value.loads(source.pickled)
     never_packed()
     if load.recipe == "bf16":
         sent.model.to(torch.bfloat16)
     optimizer = sent.optimizer if source.has_optimizer else None
     if sent.args is not None:
         args, kwargs = sent.args, dict(sent.kwargs)
-        return Made(sent.model, lambda: pickle_by_value.as_real((args, kwargs)), optimizer)
+        return MetaModel(sent.model, lambda: pickle_by_value.as_real((args, kwargs)), optimizer)
     if is_language_model(sent.model):
-        return Made(sent.model, lambda: _tokens(load, has_labels=True), optimizer)
-    return Made(sent.model, None, optimizer)
+        return MetaModel(sent.model, lambda: _tokens(load, has_labels=True), optimizer)
+    return MetaModel(sent.model, None, optimizer)
 
 
 def is_language_model(model: torch.nn.Module) -> bool:

@@ -72,7 +72,7 @@ def _run(
     counter = StorageCounter()
     with FakeTensorMode(), counter:
         parameters = [torch.nn.Parameter(torch.empty(shape, dtype=kind)) for shape, kind in stepped]
-        optimizer = _made(parameters, live, load)
+        optimizer = _new_optimizer(parameters, live, load)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -80,15 +80,15 @@ def _run(
         counter.begin()
         optimizer.step()
         state = sum(
-            one.untyped_storage().nbytes()
-            for own in optimizer.state.values()
-            for one in own.values()
-            if isinstance(one, torch.Tensor) and one.dim() > 0
+            value.untyped_storage().nbytes()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
         )
         return state, counter.peak_bytes - before
 
 
-def _made(
+def _new_optimizer(
     parameters: list[torch.nn.Parameter],
     live: tuple[type[Optimizer], dict[str, Any]] | None,
     load: Workload,

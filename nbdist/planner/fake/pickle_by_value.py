@@ -42,13 +42,13 @@ def loads(data: bytes) -> Any:
 def as_real(value: Any) -> Any:
     """The same with tensors on the CPU in the place of those on meta: under a FakeTensorMode."""
 
-    def made(one: Any) -> Any:
-        if not isinstance(one, torch.Tensor) or not one.is_meta:
-            return one
-        fresh = torch.zeros(one.shape, dtype=one.dtype)
-        return fresh.requires_grad_(one.requires_grad)
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            return leaf
+        fresh = torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return fresh.requires_grad_(leaf.requires_grad)
 
-    return tree_map(made, value)
+    return tree_map(real, value)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -71,7 +71,7 @@ def _reduced_tensor(value: torch.Tensor) -> Any:
     return (
         _tensor,
         (shape, tuple(value.stride()), value.dtype, value.requires_grad, is_parameter),
-        {key: one for key, one in vars(value).items() if key in _KEPT} or None,
+        {key: attribute for key, attribute in vars(value).items() if key in _KEPT} or None,
     )
 
 

@@ -18,11 +18,11 @@ from nbdist.parallel.dp import fsdp, zero1
 from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.planner.fake import models
-from nbdist.planner.fake.models import Made
+from nbdist.planner.fake.models import MetaModel
 from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.process_group import CannotRun, fake_world
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
-from nbdist.planner.fake_protocol import NAME, Asked, Source, Told
+from nbdist.planner.fake_protocol import NAME, FakeAnswer, FakeRequest, Source
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets
 from nbdist.planner.workload import Workload
 from nbdist.strategy import footprint
@@ -41,34 +41,34 @@ _NOT_RUN = {
 }
 
 
-def told(asked: Asked, source: Source) -> Told:
+def answer(request: FakeRequest, source: Source) -> FakeAnswer:
     """Count one case; whatever happens is told, nothing is raised."""
     try:
-        with fake_world(asked.choice.world_size):
-            return _counted(asked.choice, asked.load, source)
+        with fake_world(request.choice.world_size):
+            return _counted(request.choice, request.load, source)
     except OptionError as error:
-        return Told(refused=str(error))
+        return FakeAnswer(refused=str(error))
     except CannotRun as error:
-        return Told(problem=str(error))
+        return FakeAnswer(problem=str(error))
     except Exception as error:  # noqa: BLE001  # any reason makes the formulas count instead
-        return Told(problem=_phrase(error))
+        return FakeAnswer(problem=_phrase(error))
 
 
-def _counted(choice: Strategy, load: Workload, source: Source) -> Told:
+def _counted(choice: Strategy, load: Workload, source: Source) -> FakeAnswer:
     _check(choice, load)
-    made = models.made(source, load)
-    job = ModelBuild(made.model, choice, build_mesh(choice, "cpu"), _CPU)
+    subject = models.build_meta_model(source, load)
+    job = ModelBuild(subject.model, choice, build_mesh(choice, "cpu"), _CPU)
     built = build.plan(job)
-    states = _states(built, made, load)
+    states = _states(built, subject, load)
     try:
-        return Told(_run(built, made, load, states))
+        return FakeAnswer(_run(built, subject, load, states))
     except CannotRun as error:
         problem = str(error)
     except Exception as error:  # noqa: BLE001  # a model that looks at values, for example
         problem = _phrase(error)
     buckets = states.gradients if has_buckets(choice) else 0.0
     part = replace(states, buffers=states.buffers + buckets, is_partial=True)
-    return Told(part, problem=problem)
+    return FakeAnswer(part, problem=problem)
 
 
 def _phrase(error: Exception) -> str:
@@ -79,7 +79,7 @@ def _phrase(error: Exception) -> str:
 
 def _check(choice: Strategy, load: Workload) -> None:
     if choice.options.offload:
-        raise CannotRun("offloaded states lie in the host's memory")
+        raise CannotRun("offloaded states are in the host's memory")
     stored = footprint.recipe_of(choice)
     if load.recipe not in {"", "bf16"} and footprint.RECIPES[load.recipe] != stored:
         raise CannotRun(f"nbdist does not store the recipe {load.recipe} under {choice.name}")
@@ -112,11 +112,11 @@ class _Share:
         return self.parameters + self.trained + 8 * self.stepped_numbers
 
 
-def _states(built: Built, made: Made, load: Workload) -> Memory:
+def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
     """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
     shares = [_share(built, rank) for rank in _candidates(built)]
     most = max(shares, key=lambda share: share.total)
-    state, step = stepped_bytes(most.stepped, made.optimizer, load, built.job.choice)
+    state, step = stepped_bytes(most.stepped, subject.optimizer, load, built.job.choice)
     return Memory(
         parameters=most.parameters,
         gradients=most.trained,
@@ -140,7 +140,7 @@ def _candidates(built: Built) -> list[int]:
 
 
 def _share(built: Built, rank: int) -> _Share:
-    degrees, found = built.job.grid.degrees, build.tensors_of(built.job.base)
+    degrees, tensors = built.job.grid.degrees, build.tensors_of(built.job.base)
     owner_of = (
         zero1.owners(
             {name: built.layouts[name] for name in built.parameter_names},
@@ -149,39 +149,43 @@ def _share(built: Built, rank: int) -> _Share:
         if "zero1" in steps_of(built.job.choice)
         else {}
     )
-    own: Shapes = {n: local_shape(layout, degrees, rank) for n, layout in built.layouts.items()}
+    shapes: Shapes = {n: local_shape(layout, degrees, rank) for n, layout in built.layouts.items()}
     if "fsdp1" in steps_of(built.job.choice):
-        own = _flat(built, own)
-    held = {name: shape for name, shape in own.items() if shape is not None}
-    trained = [name for name in built.parameter_names if name in held and found[name].requires_grad]
+        shapes = _flat(built, shapes)
+    sharded = {name: shape for name, shape in shapes.items() if shape is not None}
+    trained = [
+        name for name in built.parameter_names if name in sharded and tensors[name].requires_grad
+    ]
 
     def size(names: Iterable[str]) -> int:
-        return sum(math.prod(held[name]) * found[name].element_size() for name in names)
+        return sum(math.prod(sharded[name]) * tensors[name].element_size() for name in names)
 
     return _Share(
-        parameters=size(name for name in held if name in set(built.parameter_names)),
+        parameters=size(name for name in sharded if name in set(built.parameter_names)),
         trained=size(trained),
-        buffers=size(name for name in held if name not in set(built.parameter_names)),
+        buffers=size(name for name in sharded if name not in set(built.parameter_names)),
         stepped=tuple(
-            (held[name], found[name].dtype)
+            (sharded[name], tensors[name].dtype)
             for name in trained
-            if owner_of.get(name, rank) == rank and 0 not in held[name]
+            if owner_of.get(name, rank) == rank and 0 not in sharded[name]
         ),
     )
 
 
-def _flat(built: Built, own: Shapes) -> Shapes:
+def _flat(built: Built, shapes: Shapes) -> Shapes:
     """FSDP1 splits what a unit holds as one row: an equal part of each, the rest with the last."""
-    names = {id(t): n for n, t in build.tensors_of(built.job.base).items() if n in own}
+    names = {id(t): n for n, t in build.tensors_of(built.job.base).items() if n in shapes}
     n = built.job.grid.degrees.dp_shard
-    result = dict(own)
-    taken: set[str] = set()
+    result = dict(shapes)
+    flattened: set[str] = set()
     for unit in (*fsdp.units_of(built.job), built.job.base):
         inside = [
-            names[id(p)] for p in unit.parameters() if id(p) in names and names[id(p)] not in taken
+            names[id(p)]
+            for p in unit.parameters()
+            if id(p) in names and names[id(p)] not in flattened
         ]
-        taken |= set(inside)
-        sizes = [torch.Size(own[name] or (0,)).numel() for name in inside]
+        flattened |= set(inside)
+        sizes = [torch.Size(shapes[name] or (0,)).numel() for name in inside]
         part = -(-sum(sizes) // n)
         for name, size in zip(inside, sizes, strict=True):
             share = min(part, size)
@@ -189,50 +193,50 @@ def _flat(built: Built, own: Shapes) -> Shapes:
     return result
 
 
-def _run(built: Built, made: Made, load: Workload, states: Memory) -> Memory:
+def _run(built: Built, subject: MetaModel, load: Workload, states: Memory) -> Memory:
     """A step, after one that makes what stays; the optimizer's is counted apart."""
     choice = built.job.choice
-    _check_run(choice, made)
+    _check_run(choice, subject)
     counter = StorageCounter()
     with resizes_seen(counter), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         outer = _built(built, fake, counter)
         stack.enter_context(fake)
         stack.enter_context(counter)
-        assert made.inputs is not None
-        args, kwargs = made.inputs()
-        kept = 0
+        assert subject.inputs is not None
+        args, kwargs = subject.inputs()
+        activation_bytes = 0
         for _ in range(2):
             for parameter in built.job.base.parameters():
                 parameter.grad = None
             base = counter.live_bytes
             counter.begin()
-            kept = _step(outer, built, args, kwargs, counter) - base
+            activation_bytes = _step(outer, built, args, kwargs, counter) - base
         if not counter.peak_bytes:
             raise CannotRun("the model computes nothing")
         # DDP holds a copy of each gradient in its buckets; a fake group has no reducer.
         buckets = states.gradients if has_buckets(choice) else 0.0
         return replace(
             states,
-            activations=max(0, kept),
+            activations=max(0, activation_bytes),
             buffers=states.buffers + counter.gathered_peak_bytes + buckets,
             most=counter.peak_bytes + buckets,
         )
 
 
-def _check_run(choice: Strategy, made: Made) -> None:
+def _check_run(choice: Strategy, subject: MetaModel) -> None:
     for step in steps_of(choice):
         if step in _NOT_RUN:
             raise CannotRun(_NOT_RUN[step])
     if choice.options.is_compiled:
-        raise CannotRun("what torch.compile makes of a model is not known before")
-    if made.inputs is None:
-        raise CannotRun("nobody knows what it is called with: name a variable with --inputs")
+        raise CannotRun("what torch.compile does to a model is not known in advance")
+    if subject.inputs is None:
+        raise CannotRun("its inputs are not known: name a variable with --inputs")
 
 
 def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch.nn.Module:
     """The model under its strategy, of fake tensors; DDP's reducer is C++ and takes none."""
-    found = build.tensors_of(built.job.base)
+    tensors = build.tensors_of(built.job.base)
     degrees = built.job.grid.degrees
     built.steps = tuple(
         step
@@ -244,7 +248,7 @@ def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch
         for name, layout in built.layouts.items():
             shape = local_shape(layout, degrees, 0)
             if shape is not None:
-                local[name] = torch.empty(shape, dtype=found[name].dtype)
+                local[name] = torch.empty(shape, dtype=tensors[name].dtype)
     # A mesh cannot be made, or cut, inside of the mode; FSDP1 flattens and splits in `wrap`.
     is_flat = "fsdp1" in steps_of(built.job.choice)
     with contextlib.ExitStack() as stack:
@@ -262,23 +266,23 @@ def _step(
     Returns:
         Live bytes at the first forward's end, without what FSDP has gathered.
     """
-    kept = 0
+    activation_bytes = 0
     times = built.job.choice.options.accumulate
     for number in range(times):
-        held = _no_sync(outer, built) if number < times - 1 else contextlib.nullcontext()
-        with held:
+        sync_context = _no_sync(outer, built) if number < times - 1 else contextlib.nullcontext()
+        with sync_context:
             loss = loss_of(outer(*args, **kwargs))
-            kept = kept or counter.live_bytes - counter.gathered_bytes
+            activation_bytes = activation_bytes or counter.live_bytes - counter.gathered_bytes
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
-    return kept
+    return activation_bytes
 
 
 @contextlib.contextmanager
 def _no_sync(outer: torch.nn.Module, built: Built) -> Iterator[None]:
-    own = getattr(outer, "no_sync", None)
-    with own() if own is not None else fsdp.no_sync(built.job.root):
+    no_sync = getattr(outer, "no_sync", None)
+    with no_sync() if no_sync is not None else fsdp.no_sync(built.job.root):
         yield
 
 
@@ -291,8 +295,8 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    tensors = [one for one in torch.utils._pytree.tree_leaves(output)  # noqa: SLF001
-               if isinstance(one, torch.Tensor) and one.is_floating_point()]  # fmt: skip
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output)  # noqa: SLF001
+               if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]  # fmt: skip
     if not tensors:
-        raise CannotRun("its output has no tensor to begin backward with")
+        raise CannotRun("its output has no tensor to start backward from")
     return tensors[0] if not tensors[0].ndim else tensors[0].float().mean()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(slots=True)
 class _Storage:
-    """One that lives.
+    """A storage that is alive, and the bytes counted for it.
 
     Attributes:
         ref: Calls back when it is freed.
@@ -46,7 +46,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.gathered_bytes = self.gathered_peak_bytes = 0
-        self._known: dict[int, _Storage] = {}
+        self._storages: dict[int, _Storage] = {}
 
     def begin(self) -> None:
         """Peaks count from now on."""
@@ -54,45 +54,45 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and count what it returns."""
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
-        return found
+        return result
 
     def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Take over a storage's new size."""
-        one = self._known.get(id(storage))
-        if one is None:
+        counted = self._storages.get(id(storage))
+        if counted is None:
             return
-        if not one.is_gathered:
-            one.is_gathered = True
-            self.gathered_bytes += one.size_bytes
-        self._add(one, size_bytes - one.size_bytes)
+        if not counted.is_gathered:
+            counted.is_gathered = True
+            self.gathered_bytes += counted.size_bytes
+        self._add(counted, size_bytes - counted.size_bytes)
 
     def _see(self, tensor: torch.Tensor) -> None:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.is_meta:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_meta:
             return
-        storage = own.untyped_storage()
+        storage = local.untyped_storage()
         key = id(storage)  # torch keeps one Python object for a storage as long as it lives
-        if key not in self._known:
-            one = _Storage(weakref.ref(storage, self._gone(key)), 0)
-            self._known[key] = one
-            self._add(one, storage.nbytes())
+        if key not in self._storages:
+            counted = _Storage(weakref.ref(storage, self._gone(key)), 0)
+            self._storages[key] = counted
+            self._add(counted, storage.nbytes())
 
     def _gone(self, key: int) -> Callable[[object], None]:
         def forget(_ref: object) -> None:
-            one = self._known.pop(key)
-            self._add(one, -one.size_bytes)
+            counted = self._storages.pop(key)
+            self._add(counted, -counted.size_bytes)
 
         return forget
 
-    def _add(self, one: _Storage, more_bytes: int) -> None:
-        one.size_bytes += more_bytes
+    def _add(self, counted: _Storage, more_bytes: int) -> None:
+        counted.size_bytes += more_bytes
         self.live_bytes += more_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if one.is_gathered:
+        if counted.is_gathered:
             self.gathered_bytes += more_bytes
             self.gathered_peak_bytes = max(self.gathered_peak_bytes, self.gathered_bytes)
 

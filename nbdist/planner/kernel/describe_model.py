@@ -6,7 +6,7 @@ from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner import check
 from nbdist.planner import live_model as planner_live_model
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.live_model import LiveModel
 from nbdist.rpc.kernel import gather
 from nbdist.rpc.kernel.functions import RankFunction
@@ -18,7 +18,7 @@ STEP_S = 600.0
 describe_model: RankFunction[[str, str], LiveModel] = RankFunction(
     "nbdist.planner.rank.describe_model:describe_model"
 )
-check_step: RankFunction[[str, str, int, int], Measured] = RankFunction(
+check_step: RankFunction[[str, str, int, int], MeasuredMemory] = RankFunction(
     "nbdist.planner.rank.check_step:check_step"
 )
 
@@ -37,15 +37,15 @@ def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
     try:
-        told = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
+        descriptions = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
     except NbdistError as error:
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
-    return planner_live_model.alike(told)
+    return planner_live_model.alike(descriptions)
 
 
-def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> MeasuredMemory:
     """A real step's memory on the rank that needed most; everything is put back afterwards.
 
     Args:
@@ -62,7 +62,7 @@ def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int
     """
     ranks.recover_if_needed()
     try:
-        told = ranks.call_all(
+        measurements = ranks.call_all(
             check_step, name, inputs, batch, sequence,
             deadline_s=STEP_S, is_collective=True,
         )  # fmt: skip
@@ -70,4 +70,4 @@ def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
-    return check.largest(told)
+    return check.largest(measurements)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from nbdist.errors import OptionError
 from nbdist.planner import fake_protocol
-from nbdist.planner.fake_protocol import Asked, Source, Told
+from nbdist.planner.fake_protocol import FakeAnswer, FakeRequest, Source
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import Engine
@@ -59,7 +59,7 @@ class FakeEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Any = None
         self._listener: threading.Thread | None = None
-        self._answers: queue.Queue[Told | None] = queue.Queue()
+        self._answers: queue.Queue[FakeAnswer | None] = queue.Queue()
         self._ended = problem
 
     def __enter__(self) -> Self:
@@ -74,12 +74,12 @@ class FakeEngine:
         Raises:
             OptionError: The strategy does not go with the model.
         """
-        told = self._told(Asked(self._source, choice, load))
-        if told.refused:
-            raise OptionError(told.refused)
-        if told.memory is None or told.memory.is_partial:
-            return completed(self._otherwise(model, choice, load), told, model)
-        return of_count(model, choice, load, told.memory) if model.is_assumed else told.memory
+        answer = self._ask(FakeRequest(self._source, choice, load))
+        if answer.refused:
+            raise OptionError(answer.refused)
+        if answer.memory is None or answer.memory.is_partial:
+            return completed(self._otherwise(model, choice, load), answer, model)
+        return of_count(model, choice, load, answer.memory) if model.is_assumed else answer.memory
 
     def turn_to(self, source: Source) -> None:
         """Count another model from now on, in the same process."""
@@ -98,29 +98,29 @@ class FakeEngine:
                 pipe.close()  # type: ignore[union-attr]
         self._process = None
 
-    def _told(self, asked: Asked) -> Told:
+    def _ask(self, request: FakeRequest) -> FakeAnswer:
         if self._ended:
-            return Told(problem=self._ended)
-        self._progress(described(asked.choice))
+            return FakeAnswer(problem=self._ended)
+        self._progress(described(request.choice))
         try:
             process = self._process or self._start()
             assert process.stdin is not None
-            fake_protocol.write(process.stdin, asked)  # type: ignore[arg-type]
+            fake_protocol.write(process.stdin, request)  # type: ignore[arg-type]
             self._source = None
-            told = self._answers.get(timeout=self._limit_s)
+            answer = self._answers.get(timeout=self._limit_s)
         except queue.Empty:
-            self._ended = f"the process of the fake run gave no answer in {self._limit_s:.0f} s"
-            told = None
+            self._ended = f"the process of the fake run did not answer within {self._limit_s:.0f} s"
+            answer = None
         except OSError:  # it ended before it read
-            told = None
+            answer = None
         except BaseException:  # interrupted: what it answers later belongs to nothing
             self.close()
             raise
-        if told is None:
+        if answer is None:
             self._ended = self._ended or self._end()
             self.close()
-            return Told(problem=self._ended)
-        return told
+            return FakeAnswer(problem=self._ended)
+        return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
@@ -140,8 +140,8 @@ class FakeEngine:
 
     def _listen(self, pipe: Any) -> None:
         with contextlib.suppress(ValueError, OSError):  # closed
-            while (told := fake_protocol.read(pipe)) is not None:
-                self._answers.put(told)
+            while (answer := fake_protocol.read(pipe)) is not None:
+                self._answers.put(answer)
         self._answers.put(None)
 
     def _end(self) -> str:
@@ -153,18 +153,18 @@ class FakeEngine:
         return f"the process of the fake run ended (exit code {code}{f', {last}' if last else ''})"
 
 
-def completed(found: Memory, told: Told, model: ModelShape) -> Memory:
+def completed(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:
     """Formulas' activations and buffers, with the states of a run that could not make its step."""
-    known = told.memory
-    if known is not None and not model.is_assumed:
-        found = replace(
-            found,
-            parameters=known.parameters,
-            gradients=known.gradients,
-            optimizer=known.optimizer,
-            step=known.step,
+    counted = answer.memory
+    if counted is not None and not model.is_assumed:
+        estimate = replace(
+            estimate,
+            parameters=counted.parameters,
+            gradients=counted.gradients,
+            optimizer=counted.optimizer,
+            step=counted.step,
         )
-    return replace(found, note=told.problem)
+    return replace(estimate, note=answer.problem)
 
 
 def of_count(model: ModelShape, choice: Strategy, load: Workload, run: Memory) -> Memory:

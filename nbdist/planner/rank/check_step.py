@@ -22,14 +22,14 @@ from nbdist.parallel.training_state import (
     keep_values,
     put_back_after,
 )
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.models import is_language_model
 from nbdist.planner.rank import describe_model
-from nbdist.planner.rank.measure_step import Subject, measured
+from nbdist.planner.rank.measure_step import StepSubject, measure_step
 from nbdist.rpc.rank import namespace
 
 
-def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
+def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMemory:
     """Measure a step of a variable that is a model. On every rank at once.
 
     Values, gradients, the optimizer's state and settings, random generators and modes are put
@@ -46,16 +46,16 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> Measured:
         NbdistError: Another profiler runs.
     """
     model = namespace.model_of(name)
-    one = registry.prepared_of(model)
-    base = model if one is None else one.base
-    outer = model if one is None else one.outer
-    optimizer = describe_model.optimizer_of(base, one)
+    prepared = registry.prepared_of(model)
+    base = model if prepared is None else prepared.base
+    outer = model if prepared is None else prepared.outer
+    optimizer = describe_model.optimizer_of(base, prepared)
     args, kwargs = describe_model.inputs_of(inputs)
     if args is None:
         args, kwargs = _random(base, batch, sequence)
-    with _kept(base, one, optimizer):
+    with _values_put_back(base, prepared, optimizer):
         base.train()
-        return measured(Subject(outer, base, optimizer, args, dict(kwargs)))
+        return measure_step(StepSubject(outer, base, optimizer, args, dict(kwargs)))
 
 
 def _random(
@@ -63,25 +63,25 @@ def _random(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not is_language_model(base):
         raise OptionError(
-            f"Nobody knows what {type(base).__name__} is called with. Name a variable that holds "
-            "that with --inputs: a tensor, a tuple, or a dict of keyword arguments."
+            f"The inputs of {type(base).__name__} are not known. Name a variable that holds them "
+            "with --inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     words = base.config.vocab_size  # type: ignore[union-attr]
-    tokens = torch.randint(0, int(words), (batch, sequence), generator=made)  # type: ignore[arg-type]
+    tokens = torch.randint(0, int(words), (batch, sequence), generator=generator)  # type: ignore[arg-type]
     tokens = tokens.to(registry.device())
     return (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
 @contextmanager
-def _kept(
-    base: torch.nn.Module, one: Prepared | None, optimizer: Optimizer | None
+def _values_put_back(
+    base: torch.nn.Module, prepared: Prepared | None, optimizer: Optimizer | None
 ) -> Iterator[None]:
     """Everything that a step changes is put back. This rank alone."""
 
     def settle() -> None:
-        if one is not None:
-            fsdp.settle(one.built.job.root)
+        if prepared is not None:
+            fsdp.settle(prepared.built.job.root)
 
     settle()
     tensors = (*base.parameters(), *base.buffers())

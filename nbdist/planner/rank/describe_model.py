@@ -17,9 +17,9 @@ from nbdist.errors import OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.blocks import candidates, find_blocks
 from nbdist.planner.fake import pickle_by_value
-from nbdist.planner.fake.models import Sent, is_language_model
+from nbdist.planner.fake.models import PickledModel, is_language_model
 from nbdist.planner.fake_protocol import Source
-from nbdist.planner.live_model import Kind, LiveModel
+from nbdist.planner.live_model import LiveModel, ParameterKind
 from nbdist.planner.workload import OPTIMIZERS
 from nbdist.rpc.rank import namespace
 
@@ -50,26 +50,26 @@ def describe(
     wants_source: bool = True,
 ) -> LiveModel:
     """Describe a model, with what makes it in another process where that is wanted: its code."""
-    with _as_written(model) as (base, one):
-        found = build.names_of(base)
+    with _as_written(model) as (base, prepared):
+        names = build.names_of(base)
         tensors = build.tensors_of(base)
-        optimizer = optimizer_of(base, one)
+        optimizer = optimizer_of(base, prepared)
         kind = None if optimizer is None else _kind_of(optimizer)
         source, problem = Source(), ""
         if wants_source:
-            source, problem = _source(Sent(base, args, kwargs, kind))
-        own = [tensors[first] for first in found]
-        parameters = [p for p in own if isinstance(p, torch.nn.Parameter)]
-        buffers = [b for b in own if not isinstance(b, torch.nn.Parameter)]
-        given = [] if args is None else [*args, *kwargs.values()]
-        shown = [t for t in given if isinstance(t, torch.Tensor)]
+            source, problem = _source(PickledModel(base, args, kwargs, kind))
+        distinct = [tensors[first] for first in names]
+        parameters = [p for p in distinct if isinstance(p, torch.nn.Parameter)]
+        buffers = [b for b in distinct if not isinstance(b, torch.nn.Parameter)]
+        inputs = [] if args is None else [*args, *kwargs.values()]
+        shown = [t for t in inputs if isinstance(t, torch.Tensor)]
         return LiveModel(
             name=name,
             title=type(base).__name__,
             kinds=_kinds(parameters),
             buffers_bytes=sum(b.numel() * b.element_size() for b in buffers),
             n_buffers=len(buffers),
-            tied=tuple(names for names in found.values() if len(names) > 1),
+            tied=tuple(names for names in names.values() if len(names) > 1),
             blocks=_blocks(base),
             config=_config(base),
             optimizer="" if optimizer is None else _kind_of(optimizer)[0].__name__,
@@ -77,8 +77,8 @@ def describe(
             inputs=tuple(f"{tuple(t.shape)} {_word(t.dtype)}" for t in shown),
             inputs_shape=tuple(shown[0].shape) if shown else (),
             is_language_model=is_language_model(base),
-            is_prepared=one is not None,
-            digest=_digest(base, found, tensors),
+            is_prepared=prepared is not None,
+            digest=_digest(base, names, tensors),
             source=source,
             problem=problem,
         )
@@ -92,19 +92,19 @@ def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
     """
     if not name:
         return None, {}
-    known = namespace.everything()
-    if name not in known:
+    variables = namespace.everything()
+    if name not in variables:
         raise OptionError(
-            f"--inputs {name}: there is no such variable on the ranks. Name one that holds what "
-            "the model is called with: a tensor, a tuple, or a dict of keyword arguments."
+            f"--inputs {name}: there is no such variable on the ranks. Name one that holds "
+            "the model's inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
-    value = known[name]
+    value = variables[name]
     if isinstance(value, Mapping):
         return (), dict(value)
     args = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if not any(isinstance(one, torch.Tensor) for one in args):
+    if not any(isinstance(argument, torch.Tensor) for argument in args):
         raise OptionError(
-            f"--inputs {name} holds no tensor but a {type(value).__name__}. Name a tensor, a "
+            f"--inputs {name} holds a {type(value).__name__} without a tensor. Name a tensor, a "
             "tuple, or a dict of keyword arguments."
         )
     return args, {}
@@ -113,25 +113,28 @@ def inputs_of(name: str) -> tuple[tuple[Any, ...] | None, Mapping[str, Any]]:
 @contextmanager
 def _as_written(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
     """The user's module under no strategy, and what is known of it as a prepared one."""
-    one = registry.prepared_of(model)
-    if one is None:
+    prepared = registry.prepared_of(model)
+    if prepared is None:
         yield model, None
         return
-    with build.bare(one.built):
-        yield one.base, one
+    with build.bare(prepared.built):
+        yield prepared.base, prepared
 
 
-def optimizer_of(base: torch.nn.Module, one: Any) -> Optimizer | None:
+def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
     """The first optimizer in a variable that steps parameters of the model."""
-    own = {id(p) for p in base.parameters()}
+    parameter_ids = {id(p) for p in base.parameters()}
     for value in namespace.everything().values():
         inner = getattr(value, "optimizer", None)
-        found = inner if isinstance(inner, Optimizer) else value
-        if not isinstance(found, Optimizer):
+        candidate = inner if isinstance(inner, Optimizer) else value
+        if not isinstance(candidate, Optimizer):
             continue
-        held = [p for group in found.param_groups for p in group["params"]]
-        if any(id(p) in own or (one is not None and one.name_of(p) is not None) for p in held):
-            return found
+        parameters = [p for group in candidate.param_groups for p in group["params"]]
+        if any(
+            id(p) in parameter_ids or (prepared is not None and prepared.name_of(p) is not None)
+            for p in parameters
+        ):
+            return candidate
     return None
 
 
@@ -148,11 +151,11 @@ def _word_of(optimizer: Optimizer | None) -> str:
 def _kind_of(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
     kind = next(k for k in type(optimizer).__mro__ if "nbdist" not in k.__module__)
     # Subclasses, as AdamW is of Adam, set defaults that their constructor does not take.
-    taken = inspect.signature(kind).parameters
-    return kind, {key: value for key, value in optimizer.defaults.items() if key in taken}
+    accepted = inspect.signature(kind).parameters
+    return kind, {key: value for key, value in optimizer.defaults.items() if key in accepted}
 
 
-def _source(sent: Sent) -> tuple[Source, str]:
+def _source(sent: PickledModel) -> tuple[Source, str]:
     try:
         data = pickle_by_value.dumps(sent)
     except Exception as error:  # noqa: BLE001  # whatever a user's object raises when it is pickled
@@ -165,23 +168,25 @@ def _config(base: torch.nn.Module) -> dict[str, Any]:
     return dict(read()) if callable(read) else {}
 
 
-def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[Kind, ...]:
+def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:
     counts: dict[tuple[str, bool], list[int]] = {}
     for parameter in parameters:
-        one = counts.setdefault((_word(parameter.dtype), parameter.requires_grad), [0, 0])
-        one[0] += parameter.numel()
-        one[1] += parameter.numel() * parameter.element_size()
-    return tuple(Kind(word, trained, *both) for (word, trained), both in counts.items())
+        counts_of_kind = counts.setdefault(
+            (_word(parameter.dtype), parameter.requires_grad), [0, 0]
+        )
+        counts_of_kind[0] += parameter.numel()
+        counts_of_kind[1] += parameter.numel() * parameter.element_size()
+    return tuple(ParameterKind(word, trained, *both) for (word, trained), both in counts.items())
 
 
 def _blocks(base: torch.nn.Module) -> str:
     if not candidates(base):
         return ""
     try:
-        found = find_blocks(base)
+        blocks = find_blocks(base)
     except OptionError:  # several are the largest
         return ""
-    return f"{found.name} ({len(found.modules)} x {type(found.modules[0]).__name__})"
+    return f"{blocks.name} ({len(blocks.modules)} x {type(blocks.modules[0]).__name__})"
 
 
 def _digest(
@@ -189,8 +194,8 @@ def _digest(
 ) -> str:
     text = [type(base).__name__]
     for first in names:
-        one = tensors[first]
-        text.append(f"{first} {tuple(one.shape)} {one.dtype} {one.requires_grad}")
+        tensor = tensors[first]
+        text.append(f"{first} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

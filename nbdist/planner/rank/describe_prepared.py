@@ -13,7 +13,7 @@ from nbdist.parallel.registry import prepared
 from nbdist.planner.live_model import LiveModel
 from nbdist.planner.rank import describe_model
 
-_known: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
+_cache: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -24,18 +24,18 @@ def sketches() -> tuple[LiveModel, ...]:
     Meets no rank. Nothing of them is made to be sent elsewhere: `source` is empty.
     """
     names = [name for name, _, _ in model_sizes.sizes()]
-    return tuple(_sketch(name, one) for name, one in zip(names, prepared(), strict=True))
+    return tuple(_sketch(name, model) for name, model in zip(names, prepared(), strict=True))
 
 
-def _sketch(name: str, one: Prepared) -> LiveModel:
-    optimizer = describe_model.optimizer_of(one.base, one)
-    trained = tuple(p.requires_grad for p in one.parameters.values())
+def _sketch(name: str, model: Prepared) -> LiveModel:
+    optimizer = describe_model.optimizer_of(model.base, model)
+    trained = tuple(p.requires_grad for p in model.parameters.values())
     key = (name, type(optimizer), optimizer is not None and str(optimizer.defaults), hash(trained))
-    told, found = _known.get(one, (None, None))
-    if found is None or told != key:
-        found = describe_model.describe(name, one.outer, None, {}, wants_source=False)
-        _known[one] = (key, found)
+    cached_key, cached = _cache.get(model, (None, None))
+    if cached is None or cached_key != key:
+        cached = describe_model.describe(name, model.outer, None, {}, wants_source=False)
+        _cache[model] = (key, cached)
     shape, word = last_batch()
     if not shape:
-        return found
-    return replace(found, inputs=(f"{shape} {word}",), inputs_shape=shape)
+        return cached
+    return replace(cached, inputs=(f"{shape} {word}",), inputs_shape=shape)

@@ -15,14 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 from nbdist.errors import NbdistError
 from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.tensors import local_of
-from nbdist.planner.check import Measured
+from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.run import loss_of
 from nbdist.recording.rank.steps import QUIET, is_profiling
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is measured.
+class StepSubject:
+    """The model and the inputs whose training step is measured.
 
     Attributes:
         outer: What is called.
@@ -38,7 +38,7 @@ class Subject:
     kwargs: dict[str, Any]
 
 
-def measured(subject: Subject) -> Measured:
+def measure_step(subject: StepSubject) -> MeasuredMemory:
     """Run four steps, and say what the last one takes.
 
     Parameters, state and gradients change. On every rank at once, where the model is split.
@@ -47,45 +47,47 @@ def measured(subject: Subject) -> Measured:
         NbdistError: Another profiler runs, and torch has one at a time.
     """
     if is_profiling(unknown=False):
-        raise NbdistError("Another profiler runs on this rank, and torch has one at a time.")
+        raise NbdistError(
+            "Another profiler runs on this rank, and torch allows one at a time. Stop it first."
+        )
     is_device = next(iter(subject.base.parameters())).device.type == "cuda"
     meter = _of_cuda if is_device else _of_cpu
     for _ in range(2):  # DDP makes its buckets anew in the second forward
         _step(subject)
         _clear(subject.base)
-    kept, _, loss = meter(lambda: _forward(subject))
+    activations, _, loss = meter(lambda: _forward(subject))
     if loss.requires_grad:
         loss.backward()
     del loss
     if subject.optimizer is not None:
         subject.optimizer.step()
     _clear(subject.base)
-    held = _tensors(subject)
+    resident = _tensors(subject)
     # Between steps: states, buckets, inputs.
-    base = sum(held.values()) + _bytes(_inputs(subject))
+    base = sum(resident.values()) + _bytes(_inputs(subject))
     _, peak, _ = meter(lambda: _step(subject))
     gradients = _bytes(p.grad for p in subject.base.parameters() if p.grad is not None)
     needs = 0
     if subject.optimizer is not None:
         _, needs, _ = meter(subject.optimizer.step)
     _clear(subject.base)
-    return Measured(
-        parameters=held["parameters"],
+    return MeasuredMemory(
+        parameters=resident["parameters"],
         gradients=gradients,
-        optimizer=held["optimizer"],
-        activations=kept,
-        buffers=base - held["parameters"] - held["optimizer"],
+        optimizer=resident["optimizer"],
+        activations=activations,
+        buffers=base - resident["parameters"] - resident["optimizer"],
         peak=base + max(peak, gradients + needs),
         has_optimizer=subject.optimizer is not None,
         is_device=is_device,
     )
 
 
-def _forward(subject: Subject) -> torch.Tensor:
+def _forward(subject: StepSubject) -> torch.Tensor:
     return loss_of(subject.outer(*subject.args, **subject.kwargs))
 
 
-def _step(subject: Subject) -> None:
+def _step(subject: StepSubject) -> None:
     loss = _forward(subject)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +98,7 @@ def _clear(base: torch.nn.Module) -> None:
         parameter.grad = None
 
 
-def _tensors(subject: Subject) -> dict[str, int]:
+def _tensors(subject: StepSubject) -> dict[str, int]:
     state = () if subject.optimizer is None else subject.optimizer.state.values()
     buckets = 0
     for module in subject.outer.modules():
@@ -105,23 +107,23 @@ def _tensors(subject: Subject) -> dict[str, int]:
     return {
         "parameters": _bytes(subject.base.parameters()),
         "optimizer": _bytes(
-            one
-            for own in state
-            for one in own.values()
-            if isinstance(one, torch.Tensor) and one.ndim
+            value
+            for entry in state
+            for value in entry.values()
+            if isinstance(value, torch.Tensor) and value.ndim
         ),
         "buffers": _bytes(subject.base.buffers()) + buckets,
     }
 
 
-def _inputs(subject: Subject) -> list[torch.Tensor]:
-    given = [*subject.args, *subject.kwargs.values()]
-    return [one for one in given if isinstance(one, torch.Tensor)]
+def _inputs(subject: StepSubject) -> list[torch.Tensor]:
+    inputs = [*subject.args, *subject.kwargs.values()]
+    return [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _bytes(tensors: Any) -> int:
     """Of this rank's parts; a tensor that is there under several names once."""
-    parts = {id(one): local_of(one) for one in tensors}
+    parts = {id(tensor): local_of(tensor) for tensor in tensors}
     return sum(part.numel() * part.element_size() for part in parts.values() if not part.is_meta)
 
 
@@ -148,7 +150,7 @@ def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
     events = inner.kineto_results.events() if inner is not None else ()
     memory = [event for event in events if event.name() == "[memory]"]
     now = peak = 0
-    for event in sorted(memory, key=lambda one: one.start_ns()):
+    for event in sorted(memory, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return now, peak, result

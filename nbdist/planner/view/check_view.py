@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
-from nbdist.planner.check import Check, Measured
+from nbdist.planner.check import Check, MeasuredMemory
 from nbdist.planner.live_model import LiveModel, described
 from nbdist.planner.memory import Memory
 from nbdist.planner.workload import Workload
@@ -16,13 +16,13 @@ _HEAD = ["", "predicted (MB)", "measured (MB)", "error"]
 # Strategies that reduce in pieces.
 _COPIED = re.compile(r"\b(fsdp1?|tp)\b")
 GLOO = (
-    "Gloo, on the CPU, copies what it reduces, in threads of its own: as much as is under way at "
-    "that moment is in the measured peak, and in no prediction. NCCL makes no copy."
+    "Gloo, on the CPU, copies what it reduces in its own threads: the measured peak includes what "
+    "is in flight at that moment, the prediction does not. NCCL makes no copy."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class CheckView(View):
+class PlanCheckView(View):
     """A check with its numbers.
 
     Attributes:
@@ -33,7 +33,7 @@ class CheckView(View):
 
     checks: tuple[Check, ...] = ()
     memory: Memory | None = None
-    measured: Measured | None = None
+    measured: MeasuredMemory | None = None
 
 
 def shown_check(
@@ -42,19 +42,19 @@ def shown_check(
     load: Workload,
     memory: Memory,
     checks: tuple[Check, ...],
-    measured: Measured,
-) -> CheckView:
+    measured: MeasuredMemory,
+) -> PlanCheckView:
     """The table, with what was run above it."""
     tokens = f" x {load.sequence} tokens" if live.is_language_model else ""
     before = [
         *described(live),
-        f"a step under {strategy}, batch {load.batch}{tokens}; afterwards all was put back",
+        f"a step under {strategy}, batch {load.batch}{tokens}; everything was restored afterwards",
     ]
     after = [_source(memory, measured)]
     if not measured.is_device and _COPIED.search(strategy):
         after.append(GLOO)
     if not measured.has_optimizer:
-        after.append("No optimizer of the model is in a variable: none has stepped.")
+        after.append("No variable holds an optimizer of the model, so no optimizer step was run.")
     if memory.is_partial:
         after.append(f"Activations and peak are not predicted: {memory.note}.")
     elif memory.note:
@@ -62,13 +62,13 @@ def shown_check(
     rows = table(_HEAD, [_cells(check) for check in checks])
     text = "\n".join([*before, "", rows.text, "", *after])
     page = f"<div>{lines_html(before)}{rows.html}{lines_html(after)}</div>"
-    return CheckView(text, page, checks=checks, memory=memory, measured=measured)
+    return PlanCheckView(text, page, checks=checks, memory=memory, measured=measured)
 
 
-def _source(memory: Memory, measured: Measured) -> str:
+def _source(memory: Memory, measured: MeasuredMemory) -> str:
     by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
     return (
-        f"MB are 10^6 bytes, of the rank that needed most. Predicted by {memory.engine}, measured "
+        f"MB = 10^6 bytes, on the rank that needed most. Predicted by {memory.engine}, measured "
         f"by {by}."
     )
 

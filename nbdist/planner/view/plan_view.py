@@ -10,7 +10,7 @@ from nbdist.core.view import View, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.models import ModelShape
-from nbdist.planner.plan import Plan, Row
+from nbdist.planner.plan import Plan, PlanRow
 from nbdist.planner.step_time import UTILISATION
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
@@ -27,7 +27,7 @@ _PARTS = (
     ("p", "parameters", "#4477aa"),
     ("g", "gradients", "#66ccee"),
     ("o", "optimizer", "#228833"),
-    ("a", "activations, as far as they are more than gradients", "#ccbb44"),
+    ("a", "activations, where larger than gradients", "#ccbb44"),
     ("b", "buffers", "#ee6677"),
     ("c", "overhead", "#bbbbbb"),
 )
@@ -56,11 +56,11 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     unit = "MB" if plan.model.parameters < _SMALL else "GB"
     head = [word.format(unit) for word in _HEAD]
     rows = table(head, [_cells(row, _UNITS[unit]) for row in counted])
-    told = [*advice.sentences, *advice.rules]
+    sentences = [*advice.sentences, *advice.rules]
     bars = _text_bars(plan, counted)
-    text = "\n".join([*before, "", rows.text, "", *bars, "", *told, "", *after])
+    text = "\n".join([*before, "", rows.text, "", *bars, "", *sentences, "", *after])
     page = (
-        f"<div>{lines_html(before)}{rows.html}{_svg(plan, counted)}{lines_html(told)}"
+        f"<div>{lines_html(before)}{rows.html}{_svg(plan, counted)}{lines_html(sentences)}"
         f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
     return PlanView(text, page, plan=plan, advice=advice)
@@ -73,9 +73,9 @@ def _before(plan: Plan) -> list[str]:
         f"with {device.title}, {_gb(device.memory_bytes)} GB each"
     )
     tokens = f" x {load.sequence} tokens" if model.has_shape else ""
-    told = [
+    lines = [
         first,
-        *plan.told,
+        *plan.live,
         f"batch {load.batch}{tokens} on each data-parallel rank, {load.optimizer}",
         *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
     ]
@@ -85,10 +85,10 @@ def _before(plan: Plan) -> list[str]:
             name = f"{row.recipe.total} B per parameter: {row.recipe.name}"
             recipes.setdefault(name, []).append(row.typed)
     several = len(recipes) > 1
-    told += [
+    lines += [
         f"recipe {name}{f' ({_some(names)})' if several else ''}" for name, names in recipes.items()
     ]
-    return told + [f"not typed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
+    return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
 
 
 def _form(model: ModelShape) -> str:
@@ -110,33 +110,33 @@ def _counts(parameters: int) -> str:
     """What the number alone would hide: each recipe beside its sum."""
     short, full = RECIPES["bf16"], RECIPES["mixed"]
     return (
-        f"undivided: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
+        f"unsharded: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
         f"bf16; with gradients and Adam {_gb(full.total * parameters)} GB ({full.total} B: fp32, "
         f"autocast, or bf16 with a copy in fp32) or {_gb(short.total * parameters)} GB "
         f"({short.total} B: all in bf16, no copy)"
     )
 
 
-def _cells(row: Row, unit_bytes: float) -> list[str]:
+def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
     span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
 
-    def told(size_bytes: float) -> str:
-        return f"{size_bytes / unit_bytes:.1f}"
+    def size_cell(size_bytes: float) -> str:
+        return f"{size_bytes / unit_bytes:,.1f}"
 
-    activations = "?" if memory.is_partial else told(memory.activations)
+    activations = "?" if memory.is_partial else size_cell(memory.activations)
     return [
         row.typed,
         row.mesh.partition(" (")[0] or "-",
-        *map(told, (memory.parameters, memory.gradients, memory.optimizer)),
+        *map(size_cell, (memory.parameters, memory.gradients, memory.optimizer)),
         activations,
-        *map(told, (memory.buffers, memory.step, memory.overhead)),
-        f"{'> ' if memory.is_partial else ''}{told(memory.peak)}",
+        *map(size_cell, (memory.buffers, memory.step, memory.overhead)),
+        f"{'> ' if memory.is_partial else ''}{size_cell(memory.peak)}",
         f"{100 * row.share:.1f}",
         row.verdict,
         str(row.samples),
-        told(row.sent_bytes),
+        size_cell(row.sent_bytes),
         span,
     ]
 
@@ -146,28 +146,28 @@ def _seconds(value_s: float) -> str:
 
 
 def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f}"
+    return f"{size_bytes / 1e9:,.1f}"
 
 
 def _after(plan: Plan) -> list[str]:
-    told = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
-    told += _notes(plan)
+    lines = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
+    lines += _notes(plan)
     device = plan.device
-    told.append(
-        "GB are 10^9 bytes on the rank that needs most. Peak: the sum with activations, or with "
-        "gradients and the optimizer's step, whichever is more. Fits: safe below 80 % of the "
-        "device, risky to 100 %."
+    lines.append(
+        "GB = 10^9 bytes, on the rank that needs most. Peak: the sum with activations, or with "
+        "gradients and the optimizer's step, whichever is larger. Fits: safe below 80 % of the "
+        "device, risky up to 100 %."
     )
     hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
     if hosts:
         most = max(row.memory.host for row in hosts if row.memory is not None)
-        told.append(
-            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; its way there and back is "
-            "not in the time."
+        lines.append(
+            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; the time does not include "
+            "the transfers."
         )
     if not plan.model.has_shape:
-        told.append(
-            "Time, and what tp, pp and cp send of activations, are not estimated: the model's "
+        lines.append(
+            "Time, and the activations that tp, pp and cp send, are not estimated: the model's "
             "shape is not known."
         )
     elif device.bandwidth:
@@ -176,47 +176,45 @@ def _after(plan: Plan) -> list[str]:
         links = (
             "as measured here" if measured else f"over {device.link} in a host, {device.network}"
         )
-        told.append(
-            "Time: an estimate for a step of all samples, communication behind computation - in "
-            f"front of it; {UTILISATION:.0%} of {half:.0f} TFLOPS ({single:.0f} in fp32), messages "
-            f"{links}. {device.source}"
+        lines.append(
+            "Time: an estimate for a step of all samples, communication fully overlapped - "
+            f"not overlapped; {100 * UTILISATION:.0f} % of {half:.0f} TFLOPS ({single:.0f} in "
+            f"fp32), messages {links}. {device.source}"
         )
     else:
-        told.append(
-            "Time: not estimated, since of the device only the memory is known: type --gpu."
-        )
-    told.append("Formulas, sources and what is assumed: docs/plan.md.")
-    return told
+        lines.append("Time: not estimated, since only the device's memory is known: type --gpu.")
+    lines.append("Formulas, sources and what is assumed: docs/plan.md.")
+    return lines
 
 
 def _notes(plan: Plan) -> list[str]:
     """What a run has counted, and which rows it could not, by reason."""
     counted = [(row.typed, row.memory) for row in plan.rows if row.memory is not None]
-    told = []
+    lines = []
     if any(memory.engine != FORMULAS for _, memory in counted):
-        told.append(
-            "Memory: a step with fake tensors under each strategy, as nbdist prepares it, which "
-            "has the peak of backward as well."
+        lines.append(
+            "Memory: counted by a step with fake tensors under each strategy, as nbdist prepares "
+            "it; includes the peak of backward."
         )
     reasons: dict[str, list[str]] = {}
     for typed, memory in counted:
         if memory.note:
             what = "activations not counted" if memory.is_partial else "by formulas"
             reasons.setdefault(f"{what}: {memory.note}", []).append(typed)
-    return told + [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
+    return lines + [f"{', '.join(names)}: {reason}." for reason, names in reasons.items()]
 
 
 def _stacked(memory: Memory) -> list[float]:
     """Parts of the peak. Of a run gradients and activations are never all there together."""
-    held = memory.states + memory.buffers + memory.overhead
-    rest = max(0.0, memory.peak - held)
-    short = max(0.0, held - memory.peak)
+    resident = memory.states + memory.buffers + memory.overhead
+    rest = max(0.0, memory.peak - resident)
+    short = max(0.0, resident - memory.peak)
     buffers = max(0.0, memory.buffers - short)
     gradients = max(0.0, memory.gradients - (short - (memory.buffers - buffers)))
     return [memory.parameters, gradients, memory.optimizer, rest, buffers, memory.overhead]
 
 
-def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:
+def _text_bars(plan: Plan, rows: Sequence[PlanRow]) -> list[str]:
     """A line for each row; the device's limit is a bar across all."""
     limit = plan.device.memory_bytes
     width = max(len(row.typed) for row in rows) if rows else 0
@@ -235,31 +233,31 @@ def _text_bars(plan: Plan, rows: Sequence[Row]) -> list[str]:
     return [f"| {_gb(limit)} GB; {letters}", *lines]
 
 
-def _svg(plan: Plan, rows: Sequence[Row]) -> str:
+def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
     """The same as a picture: a bar for each row, a line at the limit, one at 80 % of it."""
     if not rows:
         return ""
-    left, width, height = 170, 640, 20
+    margin, width, height = 170, 640, 20
     limit = plan.device.memory_bytes
     most = max(row.memory.peak for row in rows if row.memory is not None)
     full = min(max(1.15 * limit, most), 2.5 * limit)  # what is cut is far from fitting
 
     def at(size: float) -> float:
-        return left + (width - left - 60) * min(size / full, 1)
+        return margin + (width - margin - 60) * min(size / full, 1)
 
     shapes = [_bar(row, index * height + 20, at) for index, row in enumerate(rows)]
     bottom = len(rows) * height + 24
     marks = ((0.8, "3,3", "80 %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
-    for share, dash, told, side in marks:
+    for share, dash, label, side in marks:
         x = at(share * limit)
         shapes.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{bottom}" stroke="currentColor" '
             f'stroke-dasharray="{dash}"></line><text x="{x:.1f}" y="12" font-size="10" '
-            f'fill="currentColor" text-anchor="{side}">{told}</text>'
+            f'fill="currentColor" text-anchor="{side}">{label}</text>'
         )
     for index, (_, title, colour) in enumerate(_PARTS):
         word = title.partition(",")[0]
-        x, y = left + 150 * (index % 3), bottom + 8 + 14 * (index // 3)
+        x, y = margin + 150 * (index % 3), bottom + 8 + 14 * (index // 3)
         shapes.append(
             f'<rect x="{x}" y="{y}" width="9" height="9" fill="{colour}"></rect>'
             f'<text x="{x + 13}" y="{y + 9}" font-size="10" fill="currentColor">{word}</text>'
@@ -274,7 +272,7 @@ def _svg(plan: Plan, rows: Sequence[Row]) -> str:
     )
 
 
-def _bar(row: Row, y: int, at: Callable[[float], float]) -> str:
+def _bar(row: PlanRow, y: int, at: Callable[[float], float]) -> str:
     assert row.memory is not None
     name = html.escape(row.typed)
     shapes = [_svg_text(at(0) - 6, y, name, 'fill="currentColor" text-anchor="end"')]
