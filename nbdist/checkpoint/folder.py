@@ -251,7 +251,7 @@ def _lock(path: Path, where: str, *, is_alone: bool) -> None:
         os.close(file)
 
 
-def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, Owner | None]:
+def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, RunOwner | None]:
     """The state of the process that saves there (None without one), and its owner record."""
     try:
         written = json.loads(lock.read_text(encoding="utf-8"))

@@ -93,7 +93,7 @@ def run(values: Namespace) -> None:
     sys.path.insert(0, str(path.parent))
     try:
         started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        view = ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        view = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{view.text}\n")  # stdout is the program's
         started.session.call_all(
             take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S

@@ -118,7 +118,7 @@ def join(
     rank: int,
     store: dist.Store,
     generation: int = 0,
-    user_groups: Sequence[MadeGroup] = (),
+    user_groups: Sequence[GroupSpec] = (),
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -170,7 +170,7 @@ def join(
     call_log.reset(generation)
 
 
-def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[MadeGroup]) -> None:
+def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[GroupSpec]) -> None:
     """Take the place of a rank of this host that has ended.
 
     On a new process, while every other rank is in `groups.recover` with the same generation, or

@@ -15,7 +15,7 @@ from tests.trace.test_kernel import Ranks, answered
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
     memory = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
-    return given(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
+    return answered(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
 
 
 def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:

@@ -35,7 +35,7 @@ def test_a_recv_waits_for_its_send() -> None:
 def test_a_send_waits_for_its_recv() -> None:
     """A large one blocks until the other rank receives."""
     send = call("send", "float32[9999999], dst=1", peer=1, state="waiting")
-    finding = found(view(0, "running", send), view(1, "raised", how="KeyError"))
+    finding = only_finding(view(0, "running", send), view(1, "raised", how="KeyError"))
 
     assert finding.text.endswith("rank 1 raised KeyError before a recv from rank 0")
     assert finding.is_certain
@@ -45,8 +45,8 @@ def test_a_recv_from_any_waits_for_all_who_could_send() -> None:
     """Certain when none can; nothing is found once one has sent."""
     recv = call("recv", "float32[3]", state="waiting")
     gone = view(1, "finished", world=3)
-    finding = found(view(0, "running", recv, world=3), gone, view(2, "finished", world=3))
-    late = found(view(0, "running", recv, world=3), gone, view(2, "running", world=3))
+    finding = only_finding(view(0, "running", recv, world=3), gone, view(2, "finished", world=3))
+    late = only_finding(view(0, "running", recv, world=3), gone, view(2, "running", world=3))
     sent = view(2, "running", call("send", peer=0), world=3)
 
     assert finding.text.endswith("; ranks 1-2 finished the cell without a send to rank 0")
@@ -58,7 +58,7 @@ def test_a_recv_from_any_waits_for_all_who_could_send() -> None:
 def test_ranks_that_receive_from_the_same_rank_are_one_finding() -> None:
     """One cause."""
     recv = call("recv", "float32[3], src=2", peer=2, state="waiting")
-    finding = found(
+    finding = only_finding(
         *(view(r, "running", recv, world=3) for r in (0, 1)), view(2, "finished", world=3)
     )
 

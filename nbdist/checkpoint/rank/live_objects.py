@@ -157,7 +157,7 @@ def find(what: str) -> LiveObjects:
     all_or_none(what, lambda: _check(common))
     for prepared in common:
         fsdp.settle(prepared.built.job.root)
-    steppers = steppers_of(what, common, is_quick=True)
+    steppers = common_optimizers(what, common, is_quick=True)
     counts = all_or_none(what, lambda: len(accelerators))
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)
@@ -268,7 +268,7 @@ def _model(prepared: Prepared, place: int, name: str) -> CheckpointModel:
 
 
 def _prepared_optimizer(
-    stepper: Stepper, models: list[CheckpointModel], name: str
+    stepper: OptimizerHandle, models: list[CheckpointModel], name: str
 ) -> PreparedOptimizer:
     model_of = {id(model.prepared): model for model in models}
     labels = {

@@ -264,7 +264,7 @@ def _refuse_missing(
         return
     key, state = place
     ranks = agreed.entries[place].ranks
-    lacking = missing(
+    lacking = missing_on_ranks(
         placement, Placement(replace(side.layout, ranks=None), side.degrees), world_size()
     )
     raise CheckpointError(

@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 22
 _WORD_BYTES = 8
 
 
-def reset(models: tuple[Model, ...] | None = None) -> dict[str, int]:
+def reset(models: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
     """Make models ready for a new step after a broken one: model -> gradients cleared.
 
     Gradients of a broken step are there on some ranks, on others half or not at all.
@@ -38,7 +38,7 @@ def reset(models: tuple[Model, ...] | None = None) -> dict[str, int]:
     return cleared
 
 
-def checksums(models: tuple[Model, ...] | None = None) -> dict[str, str]:
+def checksums(models: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
     """Model -> checksum of its parameters, HALVES, checksum of its buffers.
 
     Equal on two ranks when every bit is. SHARDED for a model of which each rank has a part.

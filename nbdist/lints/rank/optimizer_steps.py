@@ -290,7 +290,7 @@ def _is_added_up() -> bool:
 class _Lines(UserFrameFinder):
     """Finds a line of code that may not be running any more."""
 
-    def at(self, code: Any, line: int) -> Place:
+    def at(self, code: Any, line: int) -> SourceLine:
         """Where a line of a code object stands, and its source."""
         return self._describe(code.co_filename, line)
 

@@ -80,4 +80,6 @@ def _last_collective(box: CallLog | None, now_s: float) -> tuple[str, float | No
     if not ended:
         return "", None
     last = max(ended, key=lambda call: call.ended_s or 0.0)
-    return hang_text.name_told(hang_text.act_of(last)), max(0.0, now_s - (last.ended_s or now_s))
+    return hang_text.call_signature(hang_text.act_of(last)), max(
+        0.0, now_s - (last.ended_s or now_s)
+    )

@@ -109,7 +109,7 @@ def act(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> str:
 def _run(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
     if job.name == "start":  # with the options of the last start, whatever has set them
         started = NOTEBOOK.start(NOTEBOOK.options, shows.progress)
-        return ranks_view.started(started.session.topology, started.elapsed_s, started.notes)
+        return ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
     line = job.line
     if job.name == "checkpoint":
         line = line.replace(_TIME, time.strftime("%Y-%m-%d-%H%M%S"))

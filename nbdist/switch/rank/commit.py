@@ -157,7 +157,7 @@ class Commit:
     def _notes(self) -> tuple[str, ...]:
         notes = []
         for move, old in zip(self._moves, self._built, strict=True):
-            notes += move.next.job.kept.get("notes", [])
+            notes += move.next.job.step_data.get("notes", [])
             graded = sum(p.grad is not None for p in old.parameters.values())
             if graded:
                 notes.append(
