@@ -10,7 +10,6 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands import cluster
 from nbdist.errors import OptionError
 from nbdist.notebook import verb
-from tests.support.ranks import silent
 
 
 def typed(line: str) -> StartOptions:
@@ -42,15 +41,15 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @pytest.mark.parametrize("value", [-1, float("nan"), "5", None])
 def test_python_callers_are_refused_too(value: object) -> None:
     """Before anything is started."""
-    with pytest.raises(OptionError, match=r"Use 0 \(at once\) or more"):
-        start.start(StartOptions(2, grace_s=value), silent, print)
+    with pytest.raises(OptionError, match=r"Use 0 \(abort at once\) or more"):
+        start.start(StartOptions(2, grace_s=value), print)
 
 
 @pytest.mark.parametrize("value", ["DETAIL", "on", "", None, []])
 def test_other_levels_are_refused_with_the_choices(value: object) -> None:
     """The three levels are listed."""
     with pytest.raises(OptionError, match=r"Choose one of off, info, detail"):
-        start.start(StartOptions(2, debug=value), silent, print)
+        start.start(StartOptions(2, debug=value), print)
 
 
 def test_checks_are_for_ranks_that_are_started_here(
@@ -59,7 +58,7 @@ def test_checks_are_for_ranks_that_are_started_here(
     """Engines of another cluster have their environment already: the variable is named."""
     monkeypatch.setattr(start, "gives_ranks", lambda _config: False)
     with pytest.raises(OptionError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
-        start.start(StartOptions(2, debug="detail"), silent, print)
+        start.start(StartOptions(2, debug="detail"), print)
 
 
 def test_both_can_be_compared_with_running_ranks() -> None:

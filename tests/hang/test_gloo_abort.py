@@ -48,7 +48,7 @@ STRANGERS = """
         near.send(b"y")
         client.set("key", "value")
         writer.write(b"line\\n")
-        return [b.recv(1).decode(), two.recv().decode(), tcp.get("key").decode(),
+        return [b.recv(1).decode(), far.recv().decode(), tcp.get("key").decode(),
                 in_loop(reader.readline()).decode().strip()]
 
     # A group on a device of the user's own, made in two ways.

@@ -77,7 +77,7 @@ HANGS = """
             fds.append(counts()[0])
         curve.append(steps())
     done(curve=curve, errors=errors, right=right, spent=spent, fds=fds,
-         checksums=reset_models.checksums(), names=[model.name for model in models.find()])
+         checksums=reset_models.checksums(), names=[model.name for model in live_models.find()])
 """
 
 

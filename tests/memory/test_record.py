@@ -454,14 +454,14 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
     recording.start()
     tensor = torch.ones(500)
     recording.stop()
-    recorded = unpack.opened(memory_record.finish(()))["memory"]
-    now = unpack.opened(memory_record.now(()))["memory"]
+    recorded = unpack.unpack(memory_record.finish(()))["memory"]
+    now = unpack.unpack(memory_record.now(()))["memory"]
 
     assert tensor.data_ptr() in recorded.blocks.address
     assert recorded.duration_ns > 0
     assert (now.duration_ns, now.rank) == (0, 0)
     assert tensor.data_ptr() in now.blocks.address
-    assert unpack.opened(memory_record.finish(()))["memory"].duration_ns == recorded.duration_ns
+    assert unpack.unpack(memory_record.finish(()))["memory"].duration_ns == recorded.duration_ns
 
 
 RANKS = """
