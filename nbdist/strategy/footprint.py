@@ -104,7 +104,7 @@ def _share(choice: Strategy, axes: tuple[str, ...], letters: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveCall:
+class StepCollective:
     """A collective's cost on a ring of n ranks, for a message of which all ranks make up one.
 
     Attributes:
@@ -118,16 +118,16 @@ class CollectiveCall:
 
 # Source: https://arxiv.org/abs/1910.02054 section 7.1 for the ring, and
 # https://arxiv.org/abs/2309.14509 section 3.2 for all-to-all.
-CALLS: Mapping[str, CollectiveCall] = {
-    "all-reduce": CollectiveCall("2 (n - 1)/n", lambda n: 2 * (n - 1) / n),
-    "reduce-scatter": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
-    "all-gather": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
-    "broadcast": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
-    "ring": CollectiveCall("(n - 1)/n", lambda n: (n - 1) / n),
-    "all-to-all": CollectiveCall("(n - 1)/n^2", lambda n: (n - 1) / n**2),
+CALLS: Mapping[str, StepCollective] = {
+    "all-reduce": StepCollective("2 (n - 1)/n", lambda n: 2 * (n - 1) / n),
+    "reduce-scatter": StepCollective("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-gather": StepCollective("(n - 1)/n", lambda n: (n - 1) / n),
+    "broadcast": StepCollective("(n - 1)/n", lambda n: (n - 1) / n),
+    "ring": StepCollective("(n - 1)/n", lambda n: (n - 1) / n),
+    "all-to-all": StepCollective("(n - 1)/n^2", lambda n: (n - 1) / n**2),
     # A stage sends its output and gets the gradient of it back; the last one and the first one
     # have one neighbour, so this is what the stages between them send.
-    "send": CollectiveCall("1", lambda n: 1.0 if n > 1 else 0.0),
+    "send": StepCollective("1", lambda n: 1.0 if n > 1 else 0.0),
 }
 
 
