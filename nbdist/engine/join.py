@@ -123,14 +123,14 @@ def join(
     """Form the process group that the plan asks for.
 
     Collective: every rank. With a generation: this process takes a dead rank's place, and the
-    others are in `groups.recover` with the same one meanwhile.
+    others are in `process_groups.recover` with the same one meanwhile.
 
     Args:
         plan: Who is which rank.
         rank: This process's.
         store: All ranks' common store.
         generation: How often the groups have been recovered once this is done.
-        user_groups: The user's groups that the others have (hang.recovery.merge_made).
+        user_groups: The user's groups that the others have (hang.recovery.merge_groups).
 
     Raises:
         NbdistError: With a generation, when other ranks do not come.
@@ -173,8 +173,8 @@ def join(
 def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[GroupSpec]) -> None:
     """Take the place of a rank of this host that has ended.
 
-    On a new process, while every other rank is in `groups.recover` with the same generation, or
-    in this as well.
+    On a new process, while every other rank is in `process_groups.recover` with the same
+    generation, or in this as well.
 
     Args:
         plan: The assignment of the first start.

@@ -201,7 +201,7 @@ REPLACED = (
         keep = model
         early = [step(model, opt) for _ in range(3)]
         if os.environ["DIES"] == "1":
-            say("made", pickle.dumps((this_rank().topology, process_groups.groups_made())))
+            say("made", pickle.dumps((this_rank().topology, process_groups.created_groups())))
             wait_for("dead", [1])
             back = process_groups.recover(1)
             assert model is keep

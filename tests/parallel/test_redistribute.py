@@ -33,7 +33,8 @@ MOVES = (
         tp = draw.choice(dims)
         parts = [k for k in (1, 3) if tp is not None and shape[tp] % k == 0] or [1]
         stages = draw.choice([None, frozenset({0}), frozenset({0, degrees.pp - 1})])
-        return Side(TensorLayout(shape, stages, tp, draw.choice(parts), draw.choice(dims)), degrees)
+        layout = TensorLayout(shape, stages, tp, draw.choice(parts), draw.choice(dims))
+        return Placement(layout, degrees)
 
     def moves_and_values(count, seed):
         draw = random.Random(seed)
@@ -68,7 +69,7 @@ MOVES = (
         for m in moves:
             expected = part(values[m.name], m.new)
             got = new.get(m.name)
-            before, after = (runs(s.layout, s.degrees, rank) for s in (m.old, m.new))
+            before, after = (local_runs(s.layout, s.degrees, rank) for s in (m.old, m.new))
             if got is None or expected is None:
                 bad += [m.name] if got is not expected else []
                 continue
@@ -84,11 +85,11 @@ MOVES = (
     random_moves.append(wrong(1 << 20, 1, 3))
 
     # What lies the same on both sides meets nobody: here only rank 0 calls.
-    whole = Side(TensorLayout((8, 2)), Degrees(dp_replicate=n))
-    owned = Side(TensorLayout((8, 2), ranks=frozenset({1})), Degrees(dp_replicate=n))
+    whole = Placement(TensorLayout((8, 2)), Degrees(dp_replicate=n))
+    owned = Placement(TensorLayout((8, 2), ranks=frozenset({1})), Degrees(dp_replicate=n))
     tensor, alone = torch.ones(8, 2), None
     if rank == 0:
-        shard = Side(TensorLayout((8, 2), shard_dim=0), Degrees(dp_shard=n))
+        shard = Placement(TensorLayout((8, 2), shard_dim=0), Degrees(dp_shard=n))
         got = ex.redistribute([ex.Reshard("a", torch.float32, whole, whole),
                            ex.Reshard("b", torch.float32, whole, owned),
                            ex.Reshard("c", torch.float32, whole, shard)],
@@ -105,8 +106,8 @@ MOVES = (
                     Largest.bytes = max(Largest.bytes, one.untyped_storage().nbytes())
             return out
     big = TensorLayout((512, 512))
-    sides = [Side(replace(big, shard_dim=0), Degrees(dp_shard=n)),
-             Side(replace(big, tp_dim=1), Degrees(tp=n))]
+    sides = [Placement(replace(big, shard_dim=0), Degrees(dp_shard=n)),
+             Placement(replace(big, tp_dim=1), Degrees(tp=n))]
     value = torch.arange(512.0 * 512).reshape(512, 512)
     held = {"w": part(value, sides[0])}
     known = {held["w"].untyped_storage().data_ptr()}
@@ -119,7 +120,7 @@ MOVES = (
     # DTensor's own shards, of tp, of FSDP2, and of both, are what the layouts say.
     unlike = []
     def compare(local, whole, layout, degrees):
-        expected = part(whole, Side(layout, degrees))
+        expected = part(whole, Placement(layout, degrees))
         if not torch.equal(local, expected):
             unlike.append([str(layout), list(local.shape), list(expected.shape)])
     for shape in [(4, 4), (7, 3), (5, 1), (3, 6), (1, 9), (2, 0), (8,), (3,)]:
