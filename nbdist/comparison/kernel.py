@@ -120,7 +120,9 @@ class Comparing:
         finally:
             self._ranks.strategy_chosen = last
             self._discard()
-        return Comparison(tuple(self.rows), described(before), self._models)
+        comparison = Comparison(tuple(self.rows), described(before), self._models)
+        self._strategies.compared = comparison
+        return comparison
 
     def _row(self, text: str, spec: StrategySpec, before: Strategy) -> ComparedRow:
         try:

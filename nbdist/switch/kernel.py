@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from nbdist.cells.kernel import progress
 from nbdist.cluster.kernel.ranks import Ranks, current_strategy
@@ -40,6 +41,7 @@ class Strategies:
         """
         self._ranks = ranks
         self._after = after
+        self.compared: Any = None  # the last %dist_compare, which a user may ask for
 
     def current(self) -> Strategy:
         """The current strategy, with the options that the user's own Accelerator has added.
