@@ -89,7 +89,7 @@ def test_text() -> None:
     assert re.search(
         r"^NVLink 4 +450\.00  H100, H200: 18 links x 25 GB/s$", view.text, re.MULTILINE
     )
-    assert "most on the bus" not in view.text
+    assert "highest bus bandwidth" not in view.text
     assert view.is_bad
 
 

@@ -346,7 +346,7 @@ def test_an_interrupted_dist_init_says_so_and_can_be_repeated(tmp_path: Path) ->
 
     assert cell.error is not None
     assert cell.error.ename == "KeyboardInterrupt"
-    assert "nothing of it is left" in cell.error.evalue
+    assert "everything it began was ended" in cell.error.evalue
     assert remaining == []
     assert again.status == "ok", again.visible
 

@@ -69,7 +69,11 @@ def test_call_is_recorded_with_its_place(box: layout.CallLogWriter) -> None:
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.state, call.peer) == ("done", None)
     assert call.place is not None
-    assert (call.place.cell, call.place.file, call.place.line) == (None, "test_call_log_rank.py", line)
+    assert (call.place.cell, call.place.file, call.place.line) == (
+        None,
+        "test_call_log_rank.py",
+        line,
+    )
     assert call.place.source == "dist.all_reduce(torch.ones(3))"
     assert now().groups["0"].calls == 1
 
