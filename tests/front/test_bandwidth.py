@@ -19,8 +19,8 @@ _SHORT = "--sizes 1K:64K --seconds 100"
 _SUM = "%%distributed\nx = torch.ones(1) * (rank + 1)\ndist.all_reduce(x)\nx.item()"
 _MISTAKES = {
     "%dist_bench --ops allreduce": "There is no operation 'allreduce'. Use all_reduce, all_gather",
-    "%dist_bench --sizes 5X": "'5X' is no size",
-    "%dist_bench --sizes 0": "'0' is no size",
+    "%dist_bench --sizes 5X": "'5X' is not a valid size",
+    "%dist_bench --sizes 0": "'0' is not a valid size",
     "%dist_bench --sizes 1G:1K": "The sizes 1G:1K go down. Write 1K:1G.",
     "%dist_bench --sizes 4": "less than one float32 for each of 2 ranks",
     "%dist_bench --seconds 0": "0 is not above 0",

@@ -239,7 +239,7 @@ _MISTAKES = {
     "%dist_compare ddp 'fsdp --nope' -- 1": "unrecognized arguments: --nope",
     "%dist_compare ddp 'fsdp tp' -- 1": "quotation marks",
     "%dist_compare ddp '--bf16' -- 1": "unrecognized arguments: --bf16",
-    "%%dist_compare ddp -- 1\n2": "Leave out one",
+    "%%dist_compare ddp -- 1\n2": "Remove one of them",
     "x = 1\n%%dist_compare ddp\nrank": "has to be the first line of its cell",
 }
 
@@ -260,6 +260,6 @@ def test_it_works_from_python_and_has_help(ready: Kernel) -> None:
     typed = ready.complete("%%dist_compare ddp\nprep")
 
     assert "single" in cell.visible
-    assert "(of the cell, without steps)" in cell.visible
+    assert "(of the cell where it has no steps)" in cell.visible
     assert told.plain[0].startswith("usage: %dist_compare")
     assert "prepared" in typed["matches"]

@@ -311,7 +311,7 @@ def test_a_file_is_not_replaced_unasked(ranks: Kernel, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "content", "told"),
     [
-        ("a.ipynb", None, "is no name of a script"),
+        ("a.ipynb", None, "is not a script name"),
         ("missing/a.py", None, "There is no folder "),
         ("folder.py", None, "is a folder"),
         ("a.py", "{", "cannot be read as a notebook"),

@@ -152,7 +152,7 @@ def test_cells_without_memory_or_gradients_are_recorded(trained: Kernel) -> None
 def test_wrong_options_record_nothing(trained: Kernel) -> None:
     """They are refused before anything runs."""
     for line, told in (
-        ("--steps 0", "no number of steps"),
+        ("--steps 0", "not a valid number of steps"),
         ("--most-events 0", "not a valid number of events"),
         ("--ranks 7", "7"),
         ("--what", "unrecognized"),

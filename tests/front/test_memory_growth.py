@@ -99,10 +99,10 @@ def test_saved_folders(ranks: Kernel, shared_folder: Path) -> None:
     ("line", "why"),
     [
         ("--since grown_nothing", "Nothing is kept as 'grown_nothing'"),
-        ("--keep 1x", "'1x' is no name"),
-        ("--keep a --save b", "one of --keep and --save at a time"),
+        ("--keep 1x", "'1x' is not a valid name"),
+        ("--keep a --save b", "--keep and --save cannot be combined"),
         ("grown_none", "is not a folder"),
-        ("grown_none --now", "not what is --now"),
+        ("grown_none --now", "give a folder or --now, not both"),
     ],
 )
 def test_mistakes(ranks: Kernel, line: str, why: str) -> None:

@@ -55,7 +55,7 @@ def fetched(url: str, token: str) -> str:
 
 def served(text: str) -> tuple[str, int, Path]:
     """(address, port, file of the token) in what %dist_monitor --prometheus shows."""
-    url = re.search(r"(http://127\.0\.0\.1:(\d+)/metrics), for this host alone", text)
+    url = re.search(r"(http://127\.0\.0\.1:(\d+)/metrics), to this host only", text)
     token = re.search(r"the token is in (\S+);", text)
     assert url is not None, text
     assert token is not None, text

@@ -57,7 +57,7 @@ _MISTAKES = {
     "planned_net --inputs planned_number": "--inputs planned_number holds a int without a tensor",
     "planned_net --inputs nope": "--inputs nope: there is no such variable on the ranks",
     "planned_net --engine slow": "no --engine slow. Choose one of formulas, fake",
-    "planned_net --strategy tp --inputs planned_x": "its layers have none of the names",
+    "planned_net --strategy tp --inputs planned_x": "nbdist knows none of its layer names",
     "7e9 --inputs planned_x": "--inputs names the inputs of a model on the ranks",
 }
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_run_is_told(ranks: Kernel) -> None:
         for line in ("planned_net", "planned_looks --inputs planned_x")
     )
 
-    assert "activations not counted: nobody knows what it is called with" in text
+    assert "activations not counted: its inputs are not known" in text
     assert "activations not counted: the run failed with DataDependentOutputException" in text
     assert len(re.findall(r"^fsdp +dp 2 .*> \d.* \?  ", text, re.MULTILINE)) == 2
     assert "No strategy is recommended" in text
@@ -224,7 +224,7 @@ def test_a_model_that_never_stepped(ranks: Kernel) -> None:
 
 
 _NOT_CHECKED = {
-    "planned_net --check": "Nobody knows what Planned is called with",
+    "planned_net --check": "The inputs of Planned are not known",
     "7e9 --check": "7e9 is not a variable name",
     "planned_net --check --strategy fsdp": "leave --strategy out",
     "planned_net --check --bf16": "leave --bf16 out",

@@ -111,7 +111,7 @@ def test_without_torch_tensors_become_arrays_and_torch_stays_unloaded(kernel: Ke
         (
             "low from rank 0: array float32 (2,)\n"
             "numpy has no bfloat16: the values were converted to float32, exactly. After "
-            "`import torch` in the notebook tensors come as tensors"
+            "`import torch` in the notebook, tensors arrive as tensors"
         )
     ]
     assert again.plain == [
@@ -265,7 +265,7 @@ _WRONG_NAMES = {
     "%dist_push a.b": "'a.b' is not a variable name",
     "%dist_push known_nam": "no variable known_nam; nothing was pushed. Similar names: known_",
     "%dist_push known_name --ranks 7": "rank 7 does not exist",
-    "%dist_pull": "%dist_pull: no variable is named",
+    "%dist_pull": "%dist_pull: name one variable or more",
     "%dist_pull on_on": "exist on any of ranks 0-1; nothing was pulled. Similar names: on_one.",
     "%dist_pull on_one": "on_one exists on rank 1, not on rank 0; nothing was pulled. %dist",
     "%dist_pull on_one --whole --ranks 1": "on_one exists on rank 1, not on rank 0",

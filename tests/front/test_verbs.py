@@ -32,7 +32,7 @@ _OPTION_MISTAKES = {
     "%dist_restart --timeout 5 7": "rank 7 does not exist: 2 ranks run, 0-1",
     "%dist_export": "name one file, for example %dist_export train.py",
     "%dist_export a.py b.py": "name one file",
-    "%dist_export a.txt": "a.txt is no name of a script",
+    "%dist_export a.txt": "a.txt is not a script name",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --ranks 1-0\n1": "Write 0-1",

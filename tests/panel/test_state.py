@@ -224,7 +224,7 @@ def test_a_number_is_read_or_refused_with_the_options_words() -> None:
     assert isinstance(choice, Strategy)
     assert choice.options.bucket_mb == 12.5
     assert isinstance(refused, str)
-    assert "--bucket much is no number" in refused
+    assert "--bucket much is not a valid number" in refused
 
 
 def test_a_plan_is_bytes_of_the_models_that_are_there() -> None:
