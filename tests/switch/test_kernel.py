@@ -129,7 +129,9 @@ def test_another_failure_of_a_rank_stays_what_it_is() -> None:
 def test_an_interrupted_switch_says_how_to_see_what_counts() -> None:
     """It may have come too late to be taken back."""
     strategy, _ = strategies(Interrupted("ranks 0-1 had not answered"))
-    with pytest.raises(Interrupted, match="had not answered; %dist_strategy says which"):
+    with pytest.raises(
+        Interrupted, match="had not answered; %dist_strategy shows the current strategy"
+    ):
         strategy.switch("fsdp")
 
 
