@@ -179,7 +179,7 @@ def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
         told = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
 
     assert told.text == "zero1, dp 2\n"
-    assert "no model is prepared yet" in said(panel)
+    assert "No model is prepared yet" in said(panel)
 
 
 def test_apply_that_ranks_refuse_is_told_and_changes_nothing(panel: Kernel) -> None:
