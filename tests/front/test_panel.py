@@ -162,7 +162,7 @@ def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
     panel.run("%%distributed\nimport gc\ndel panel_lm, panel_opt, panel_tokens; gc.collect(); None")
 
     assert assumed.startswith("[True, True] "), assumed
-    assert "assumed: batch 1 x 2048 tokens" in assumed
+    assert "assumed: batch 1 x 2,048 tokens" in assumed
     assert "np-verdict" in assumed
     assert seen.startswith("True\n"), seen
     assert "batch 8 x 32 tokens, from the data loader" in seen
