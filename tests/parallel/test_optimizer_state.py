@@ -243,7 +243,7 @@ def test_ranks_that_differ_are_refused_on_all(ranks: list[dict[str, Any]]) -> No
     assert [result["refused"] for result in ranks] == [messages] * 4
     assert "AdamW's 'step' of w differs: 1.0 of torch.float32 on rank 0, 2.0" in messages["step"]
     assert "rank 0 has SGD of 1 parameters, rank 1 has AdamW" in messages["class"]
-    assert "AdamW has 'exp_avg' of w on rank 0-1 only" in messages["nowhere"]
+    assert "AdamW has 'exp_avg' of w only on rank 0-1" in messages["nowhere"]
     assert [result["given"] for result in ranks] == [2] * 4
 
 
