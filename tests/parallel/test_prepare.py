@@ -238,7 +238,7 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
         assert result["still"] == ["ddp", ["left", "right"]]
         assert says["fixed"].startswith("OptionError: Live models cannot be switched from fsdp")
         assert "accelerator.save_state(DIR)" in says["fixed"]
-        assert "extra.bias, extra.weight of Odd changed since prepare()" in says["changed"]
+        assert "extra.bias, extra.weight of Odd changed after prepare()" in says["changed"]
         assert "rank 1 differs from rank 0's: weight (2, 3)" in says["other"]
         assert "has no shape before the model's first forward" in says["lazy"]
         assert "meta device and has no values" in says["meta"]
