@@ -184,7 +184,7 @@ def test_a_half_known_model_is_refused_with_the_half():
     strange = nn.ModuleDict({"alpha": nn.Linear(32, 64), "beta": nn.Linear(64, 32)})
     model = nn.Sequential(*(tp_models.Block(Attention(), copy.deepcopy(strange)) for _ in range(2)))
     with pytest.raises(
-        OptionError, match=r"not known for \*\.mlp\.alpha, \*\.mlp\.beta"
+        OptionError, match=r"not know how to split \*\.mlp\.alpha, \*\.mlp\.beta"
     ) as refusal:
         planned(model)
 
