@@ -17,7 +17,6 @@ from nbdist.rpc import wire
 from nbdist.rpc.kernel.functions import RankFunction
 
 pytestmark = pytest.mark.engine
-KERNEL = ("client", "commands")  # the folders whose files declare rank functions
 # An annotation's source -> (the types of the parameters, the type of the result).
 Types = tuple[list[str], str]
 
@@ -25,7 +24,7 @@ Types = tuple[list[str], str]
 def declared() -> Iterator[tuple[str, RankFunction[..., Any], Types]]:
     """Every rank function of the kernel, as `module.name`, with its types as they are written."""
     root = Path(nbdist.__file__).parent
-    for path in sorted(path for folder in KERNEL for path in (root / folder).rglob("*.py")):
+    for path in sorted(root.rglob("*.py")):
         module = ".".join(path.relative_to(root.parent).with_suffix("").parts)
         for node in ast.parse(path.read_text()).body:
             match node:
