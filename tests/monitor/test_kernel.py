@@ -113,7 +113,7 @@ def test_a_rank_is_seen_running_and_another_waiting_for_it(
 
     assert both[0].doing.text.startswith("running cell [7], waiting in barrier()")
     assert both[1].doing.text == "running cell [7]"
-    assert later[0].told.endswith(f"line 4 of cell [7] for {waited_s(later[0]):.1f} s")
+    assert later[0].doing_text.endswith(f"line 4 of cell [7] for {waited_s(later[0]):.1f} s")
     assert both[0].doing.last_collective == ""
     assert [one.doing.last_collective for one in idle] == ["barrier()"] * 2
     assert all((one.doing.collective_age_s or 0) < SOON_S for one in idle)
