@@ -88,7 +88,7 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     texts(pair, "later = dist.new_group([0, 1])")
     again = restart(pair, 0)
 
-    assert "rank 0 lacks os" in again.notes[0]  # rank 1 has it from the cell above
+    assert "rank 0 is missing os" in again.notes[0]  # rank 1 has it from the cell above
     assert pair.cluster.pids()[1] == after[1]
     assert texts(pair, SUM) == ["3.0\n"] * 2
     assert texts(pair, PAIR_SUM) == ["tensor([3.])\n"] * 2
