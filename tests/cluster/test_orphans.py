@@ -290,28 +290,24 @@ def test_links_of_gpus_are_read() -> None:
     assert diagnostics_kernel.parse_links("") == ()
 
 
-def test_what_running_ranks_were_given_counts(base: Path) -> None:
+def test_options_of_the_running_ranks_are_among_the_launchers_variables(base: Path) -> None:
     """--debug and --gpus of the ranks that run are among what the launcher has set."""
-    plain, changed_environment = (
-        diagnostics_kernel.collect(2).given,
-        diagnostics_kernel.collect(2, "detail", "none").given,
-    )
-    changed = {
-        name: value for name, value in changed_environment.items() if plain.get(name) != value
-    }
+    launched = diagnostics_kernel.collect(2).launched
+    with_options = diagnostics_kernel.collect(2, "detail", "none").launched
+    changed = {name: value for name, value in with_options.items() if launched.get(name) != value}
 
     assert changed == {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}
-    assert diagnostics_kernel.collect(2, "off", "0,1").given["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert diagnostics_kernel.collect(2, "off", "0,1").launched["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_the_facts_are_this_machines(base: Path) -> None:
     """Versions, cores, limits and interfaces are found without loading torch."""
     program = (
-        "import sys; from nbdist.diagnostics import kernel as facts; "
-        "from nbdist.diagnostics import checks as doctor; "
-        "f = facts.collect(3); doctor.examine(f); "
+        "import sys; from nbdist.diagnostics import kernel; "
+        "from nbdist.diagnostics import checks; "
+        "f = kernel.collect(3); checks.examine(f); "
         "print(f.world_size, f.packages['torch'] is not None, 'lo' in f.interfaces, "
-        "f.given['GLOO_SOCKET_IFNAME'], 'torch' in sys.modules)"
+        "f.launched['GLOO_SOCKET_IFNAME'], 'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
