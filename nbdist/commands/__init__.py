@@ -5,6 +5,8 @@ The magics read this table, and so does the command line.
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 from nbdist.commands import (
     bandwidth,
     cells,
@@ -25,31 +27,41 @@ from nbdist.commands import (
     variables,
 )
 from nbdist.commands.cluster import start_and_show
+from nbdist.core.view import View
 from nbdist.notebook.notebook import show
 from nbdist.notebook.verb import NOTEBOOK, TERMINAL, Verb
 
 __all__ = ["REPLACED_MAGICS", "VERBS", "WORDS", "show", "start_and_show"]
 
-# In the order of the help; each file of this folder holds those of one subject.
-_ALL = (
-    *cluster.VERBS,
-    *strategy.VERBS,
-    *checkpoint.VERBS,
-    *variables.VERBS,
-    *cells.VERBS,
-    *trace.VERBS,
-    *memory.VERBS,
-    *compare.VERBS,
-    *export.VERBS,
-    *config.VERBS,
-    *doctor.VERBS,
-    *check.VERBS,
-    *bandwidth.VERBS,
-    *monitor.VERBS,
-    *plan.VERBS,
-    *panel.VERBS,
-    *terminal.VERBS,
-)
+
+def dist_help(_values: Namespace) -> View:
+    """All verbs of a notebook by subject, with a line each."""
+    shown = {
+        title: [verb for verb in verbs if verb.place != TERMINAL]
+        for title, verbs in SUBJECTS.items()
+    }
+    width = max(len(verb.typed) for verbs in shown.values() for verb in verbs)
+    listed = ["%NAME --help shows a verb's options with an example."]
+    for title, verbs in shown.items():
+        listed += ["", title, *(f"  {verb.typed:{width}}  {verb.help}" for verb in verbs)]
+    return View("\n".join(listed))
+
+
+# Subject -> its verbs, in the order of the help; each file of this folder has those of one subject.
+SUBJECTS: dict[str, tuple[Verb, ...]] = {
+    "Ranks": cluster.VERBS,
+    "Cells and variables": (*cells.VERBS, *variables.VERBS),
+    "Training in parallel": (*strategy.VERBS, *checkpoint.VERBS),
+    "Time and memory": (*trace.VERBS, *memory.VERBS, *monitor.VERBS, *bandwidth.VERBS),
+    "Which strategy": (*plan.VERBS, *compare.VERBS),
+    "Is all well": (*check.VERBS, *doctor.VERBS, *config.VERBS),
+    "Outside of this notebook": (*export.VERBS, *terminal.VERBS),
+    "Overviews": (
+        *panel.VERBS,
+        Verb("dist_help", "Show all verbs by subject.", "%dist_help", dist_help),
+    ),
+}
+_ALL = tuple(verb for verbs in SUBJECTS.values() for verb in verbs)
 # The magics, by their names.
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _ALL if verb.place != TERMINAL}
 panel.PANEL.verbs = VERBS

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from nbdist.commands import VERBS
 from tests.support.kernel import Kernel
 
 _OPTION_MISTAKES = {
@@ -73,6 +74,17 @@ _RANKS = {
 _NEEDS_RANKS = ["%%distributed\n1", "%%rank[0]\n1", "%dist_status", "%dist_mode all", "%sync",
                 "%dist_push x", "%dist_pull x", "%dist_bench", "%dist_monitor",
                 "%dist_check", "%dist_shutdown"]  # fmt: skip
+
+
+def test_the_help_has_every_verb_once(kernel: Kernel) -> None:
+    """By subject, with the line that its own help begins with."""
+    lines = kernel.run("%dist_help").visible.splitlines()
+
+    for verb in VERBS.values():
+        assert [line.split(None, 1)[1] for line in lines if line.split()[:1] == [verb.typed]] == [
+            verb.help
+        ]
+    assert "Ranks" in lines
 
 
 @pytest.mark.parametrize("code", _RANKS)

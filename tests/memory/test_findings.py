@@ -1,6 +1,7 @@
 """Each rule on memory that has what it looks for, and on memory that nearly has it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,9 +101,11 @@ _CASES = {
 
 
 def test_every_rule_has_its_case() -> None:
-    """And every rule says why and what to do."""
+    """Every rule says why and what to do, and stands in docs/memory.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text()
     assert sorted(_CASES) == sorted(rule.name for rule in RULES)
     for rule in RULES:
+        assert f"\n| {rule.name} |" in page
         assert rule.why
         assert rule.what
         assert rule.look.__doc__

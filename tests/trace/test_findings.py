@@ -108,9 +108,11 @@ _CASES = {
 
 
 def test_every_rule_has_its_case() -> None:
-    """And every rule says why and what to do."""
+    """Every rule says why and what to do, and stands in docs/traces.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
     assert sorted(_CASES) == sorted(rule.name for rule in RULES)
     for rule in RULES:
+        assert f"\n| {rule.name} |" in page
         assert rule.why
         assert rule.what
         assert rule.look.__doc__
