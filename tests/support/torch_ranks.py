@@ -93,10 +93,11 @@ def wait_asleep():
         last = now
         time.sleep(0.01)
 
-def broken_off(call):
+def broken_off(call, after=lambda: None):
     "Run a call that waits in vain, abort it from a thread, and return its error's class."
     count = []
     def watch():
+        after()
         wait_asleep()
         count.append(gloo_abort.abort())
     thread = threading.Thread(target=watch)

@@ -54,10 +54,11 @@ def checksums(models: tuple[NamedModel, ...] | None = None) -> dict[str, str]:
 
 
 def _reset_shards(root: torch.nn.Module) -> None:
-    """Bring FSDP2 back to its state between two steps. torch has nothing public for it.
+    """Bring FSDP2 back to its state between two steps: nothing gathered, noted or half reduced.
 
-    Otherwise a rank that is in the middle of backward and one in the middle of forward gather
-    different tensors in the next step, which kills a rank.
+    Otherwise ranks that broke off at different places gather different tensors in the next step,
+    or add gradients of the broken one to its own. torch's own `reset_iter_state` (2.13) keeps
+    such gradients, and waits for calls that were aborted.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -71,13 +72,39 @@ def _reset_shards(root: torch.nn.Module) -> None:
         state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
         if hasattr(state, "_modules_to_run_forward"):
             state._modules_to_run_forward.clear()  # noqa: SLF001
+        _clear(state._comm_ctx, _OF_COMMUNICATION)  # noqa: SLF001
         # torch 2.11 has one group in a module, later ones several.
         single = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [single]):
             if group is not None:
                 group._training_state = TrainingState.IDLE  # noqa: SLF001
-                group._all_gather_result = None  # noqa: SLF001
+                _clear(group, _OF_GROUP)
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None  # noqa: SLF001
         shard.reshard()
+
+
+# What FSDP2 notes during a step: all of torch 2.11 to 2.13, of which each has most.
+_OF_COMMUNICATION = (
+    "all_gather_state", "reduce_scatter_state", "reduce_scatter_states", "post_forward_order",
+    "_last_post_reduce_events",
+)  # fmt: skip
+_OF_GROUP = (
+    "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_partial_reduce_output",
+    "_reshard_after_forward_event", "_post_forward_indices",
+)  # fmt: skip
+
+
+def _clear(owner: Any, names: Iterable[str]) -> None:
+    """Empty the containers among an object's fields, and set the others to None."""
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, list | dict):
+            value.clear()
+        elif value is not None:
+            setattr(owner, name, None)
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
