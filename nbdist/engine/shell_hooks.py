@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import re
 import signal
 import socket
@@ -30,6 +31,7 @@ def install(shell: Any) -> None:
     refuse_input(shell.kernel)
     refuse_exit(shell)
     wake_on_signals(asyncio.get_running_loop())
+    release_signals_in_forks()
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
     raw_output.install(shell)
@@ -72,6 +74,34 @@ def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
         return
     _wakers.extend([waking, woken])
     loop.add_reader(woken, woken.recv, 4096)
+
+
+def release_signals_in_forks() -> None:
+    """Give forked children the signals of a fresh Python: they are no engines.
+
+    With the engine's own handlers SIGTERM would not end them, so that multiprocessing.Pool waits
+    for ever, and each of their signals would wake the engine's loop. A signal that comes before a
+    child has its handlers waits until it has.
+    """
+    forking = threading.local()
+    taken: dict[int, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+
+    def hold() -> None:
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+
+    def go_on() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def release() -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        go_on()
+
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=release)
 
 
 # Open as long as the process.
