@@ -157,20 +157,17 @@ class ReplicaCheck:
         not_finite = {(bad.model, bad.kind, name) for bad in self.not_finite for name in bad.names}
         chosen: list[Difference] = []
         for difference in self.differences:
-            same_kind = [
-                d for d in chosen if (d.model, d.kind) == (difference.model, difference.kind)
-            ]
-            is_finite = (difference.model, difference.kind, difference.name) not in not_finite
-            if len(same_kind) < MEASURED and difference.count and is_finite:
+            subject = difference.model, difference.kind
+            n_same = sum((other.model, other.kind) == subject for other in chosen)
+            is_finite = (*subject, difference.name) not in not_finite
+            if n_same < MEASURED and difference.count and is_finite:
                 chosen.append(difference)
         return tuple(chosen)
 
     def measured(self, sizes: Mapping[Difference, float | None]) -> ReplicaCheck:
         """The same with sizes of differences."""
-        differences = (
-            replace(difference, largest=sizes.get(difference)) for difference in self.differences
-        )
-        return replace(self, differences=tuple(differences))
+        sized = (replace(each, largest=sizes.get(each)) for each in self.differences)
+        return replace(self, differences=tuple(sized))
 
 
 def compare(models_of: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
@@ -256,11 +253,10 @@ def _not_finite(name: str, on_ranks: Mapping[int, ModelLook]) -> list[NotFinite]
         if not ranks:
             continue
         everything = [look for rank in ranks for look in bad_looks[rank]]
+        bad_names = {look.name for look in everything}
         order = [look.name for model in on_ranks.values() for look in model.looks]
-        names = dict.fromkeys(
-            tensor for tensor in order if any(look.name == tensor for look in everything)
-        )
+        names = tuple(dict.fromkeys(tensor for tensor in order if tensor in bad_names))
         n_nan = sum(look.n_nan for look in everything)
         n_inf = sum(look.n_inf for look in everything)
-        entries.append(NotFinite(name, kind, ranks, tuple(names), n_nan, n_inf))
+        entries.append(NotFinite(name, kind, ranks, names, n_nan, n_inf))
     return entries

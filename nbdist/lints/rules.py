@@ -1,4 +1,4 @@
-"""All lints, and what they make of what ranks saw in a cell."""
+"""What lints make of what ranks saw in a cell."""
 
 from __future__ import annotations
 
@@ -9,29 +9,10 @@ from typing import Any
 from nbdist.core.finding import RuleHit
 from nbdist.core.ranks import rank_label
 from nbdist.errors import OptionError
-from nbdist.lints import (
-    apart_since,
-    beside_wrapper,
-    bf16_scaler,
-    effective_batch,
-    initial_values,
-    loss_not_divided,
-    parameters_apart,
-    same_data,
-    set_epoch,
-    shard_seeds,
-    unused_parameters,
-    workers,
-)  # fmt: skip
+from nbdist.lints.table import LINTS
 
 # Names that are silenced from the start, with commas between them; `all` for all.
 VARIABLE = "NBDIST_SILENCE"
-
-_MODULES = (
-    same_data, set_epoch, loss_not_divided, effective_batch, unused_parameters, beside_wrapper,
-    initial_values, shard_seeds, parameters_apart, apart_since, bf16_scaler, workers,
-)  # fmt: skip
-LINTS = {module.LINT.name: module.LINT for module in _MODULES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +63,20 @@ def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) 
     """
     grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for rank, rank_observations in sorted(observations.items()):
-        for observation in rank_observations:
-            if observation.lint in LINTS:
-                grouped.setdefault((observation.lint, observation.subject), {})[rank] = (
-                    observation.facts
-                )
+        for seen in rank_observations:
+            if seen.lint in LINTS:
+                grouped.setdefault((seen.lint, seen.subject), {})[rank] = seen.facts
     diagnostics = []
     for row in LINTS.values():
         for (name, subject), facts in grouped.items():
             if name == row.name and (is_ok or not row.needs_success):
                 diagnostics += [Diagnostic(name, subject, hit) for hit in row.judge(subject, facts)]
-    with_step = {
-        diagnostic.subject for diagnostic in diagnostics if diagnostic.lint == "apart-since"
-    }  # which says more
+    # What has its step says more.
+    with_step = {each.subject for each in diagnostics if each.lint == "apart-since"}
     return [
-        diagnostic
-        for diagnostic in diagnostics
-        if diagnostic.lint != "parameters-apart" or diagnostic.subject not in with_step
+        each
+        for each in diagnostics
+        if each.lint != "parameters-apart" or each.subject not in with_step
     ]
 
 

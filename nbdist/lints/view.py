@@ -43,20 +43,14 @@ def _verdict(check: ReplicaCheck) -> str:
     ranks_text = f"{len(check.ranks)} rank{'s' if len(check.ranks) > 1 else ''}"
     if check.is_healthy:
         return f"healthy: on {ranks_text} everything is finite, and equal where it should be"
-    wrong = [
-        "something is not finite" if check.not_finite else "",
-        "ranks differ"
-        if any(not difference.is_expected for difference in check.differences)
-        else "",
-    ]
-    return f"NOT healthy on {ranks_text}: {' and '.join(filter(None, wrong))}"
+    wrong = ["something is not finite"] if check.not_finite else []
+    wrong += ["ranks differ"] if any(not d.is_expected for d in check.differences) else []
+    return f"NOT healthy on {ranks_text}: {' and '.join(wrong)}"
 
 
 def _cell(model: CheckedModel, kind: str) -> str:
-    count, compared = model.tensors[kind], model.compared[kind]
-    if not count:
-        return "-"
-    return f"{count}, {compared} compared"
+    count = model.tensors[kind]
+    return f"{count}, {model.compared[kind]} compared" if count else "-"
 
 
 def _lines(check: ReplicaCheck, model: CheckedModel) -> Iterator[str]:

@@ -269,6 +269,12 @@ def variables() -> dict[int, str]:
     return names
 
 
+def user_modules() -> dict[str, torch.nn.Module]:
+    """The modules that the user's variables hold themselves, by name."""
+    space = _namespace().items()
+    return {n: v for n, v in space if isinstance(v, torch.nn.Module) and n[:1] != "_"}
+
+
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a variable's value holds that can have a name of its own."""
     if isinstance(value, torch.nn.Module):

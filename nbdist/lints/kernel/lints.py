@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.core.units import is_stored
 from nbdist.errors import OptionError
 from nbdist.lints import rules
-from nbdist.lints.rules import LINTS, Diagnostic, Observation
+from nbdist.lints.rules import Diagnostic, Observation
+from nbdist.lints.table import LINTS
 from nbdist.rpc.kernel.channel import Message
 from nbdist.rpc.wire import CELL_RUN, SEEN
 from nbdist.switch.report import RankSwitchReport
@@ -52,8 +54,14 @@ class Lints(CellHook):
             is_ok: It ended well on every rank that ran it.
         """
         observations = self._observations.pop(run_id, {})
-        unknown = self._take_unknown() if observations else ()
-        return (*unknown, *self._new(rules.evaluate(observations, is_ok=is_ok)))
+        lines = self._new(rules.evaluate(observations, is_ok=is_ok))
+        if observations and self._unknown:
+            words, self._unknown = self._unknown, ()
+            try:
+                rules.resolve_names(words)
+            except OptionError as error:
+                return (f"{rules.VARIABLE}: {error}", *lines)
+        return lines
 
     def of_switch(self, report: RankSwitchReport) -> RankSwitchReport:
         """A switch, with what there is to say of the effective batch among its notes."""
@@ -82,23 +90,17 @@ class Lints(CellHook):
 
     def states(self) -> tuple[tuple[str, str, str], ...]:
         """(name; silenced, reported N times or on; when) of each lint, in order."""
-        counts = dict.fromkeys(LINTS, 0)
-        for name, _ in self._reported:
-            counts[name] += 1
-        return tuple((name, self._state(name, counts[name]), LINTS[name].when) for name in LINTS)
-
-    def _state(self, name: str, count: int) -> str:
-        if name in self._silenced:
-            return "silenced"
-        return f"reported {count} time{'s' * (count > 1)}" if count else "on"
+        counts = Counter(name for name, _ in self._reported)
+        states = {n: f"reported {count} time{'s' * (count > 1)}" for n, count in counts.items()}
+        states |= dict.fromkeys(self._silenced, "silenced")
+        return tuple((name, states.get(name, "on"), lint.when) for name, lint in LINTS.items())
 
     def _new(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
         lines: list[str] = []
         for diagnostic in diagnostics:
             cause = diagnostic.lint, diagnostic.subject
-            is_quiet = diagnostic.lint in self._silenced or (
-                LINTS[diagnostic.lint].is_of_machine and is_stored()
-            )
+            is_unfit = LINTS[diagnostic.lint].is_of_machine and is_stored()
+            is_quiet = is_unfit or diagnostic.lint in self._silenced
             if not is_quiet and cause not in self._reported:
                 lines += diagnostic.lines
         # Several hits of one cause, of different ranks, come together.
@@ -106,11 +108,3 @@ class Lints(CellHook):
             if diagnostic.lint not in self._silenced:
                 self._reported[diagnostic.lint, diagnostic.subject] = None
         return tuple(lines)
-
-    def _take_unknown(self) -> tuple[str, ...]:
-        words, self._unknown = self._unknown, ()
-        try:
-            rules.resolve_names(words)
-        except OptionError as error:
-            return (f"{rules.VARIABLE}: {error}",)
-        return ()

@@ -8,6 +8,7 @@ cell. No rank is met, and on a GPU nobody waits: numbers are read when the next 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -108,7 +109,9 @@ def end() -> None:
     for optimizer, watched in list(_state.watched.items()):
         _settle(optimizer, watched)
         for number, (peers, looks) in enumerate(watched.sums.items()):
-            subject = _subject(optimizer) + (f" ({number + 1})" if number else "")
+            first = next(iter(watch.parameters_by_id(optimizer)))
+            model = names().get(first, "an optimizer").partition(".")[0]
+            subject = model + (f" ({number + 1})" if number else "")
             steps, digests = [list(column) for column in zip(*looks, strict=True)]
             watch.note(
                 "apart-since", subject, ranks=list(peers), steps=steps, digests=digests,
@@ -127,7 +130,10 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if watched.count % _state.every == 0:
         _settle(optimizer, watched)
         _look(optimizer, watched)
-        if not _is_on_gpu(watched.pending):
+        pending = watched.pending
+        tensors = () if pending is None else (pending.norms, *pending.sums.values())
+        # On a GPU the numbers are read when the next look is due.
+        if all(tensor is None or tensor.device.type == "cpu" for tensor in tensors):
             _settle(optimizer, watched)
 
 
@@ -178,12 +184,8 @@ def _judge(optimizer: Optimizer, watched: _Watched, pending: _Pending, norms: to
         return
     if watched.is_reported:
         return
-    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    bad = [
-        parameters[key]
-        for key, is_odd in zip(pending.names, is_bad.tolist(), strict=True)
-        if is_odd
-    ]
+    parameters = watch.parameters_by_id(optimizer)
+    bad = [parameters[key] for key in itertools.compress(pending.names, is_bad.tolist())]
     # A norm of large numbers can be inf where none of them is. Later they may be gone.
     if all(p.grad is not None and bool(torch.isfinite(watch.local(p.grad)).all()) for p in bad):
         return
@@ -205,12 +207,10 @@ def names() -> dict[int, str]:
     from nbdist.parallel import live_models
 
     names_by_id: dict[int, str] = {}
-    space = live_models._namespace()  # noqa: SLF001  # the same package
-    for variable, value in space.items():
-        if isinstance(value, torch.nn.Module) and variable[:1] != "_":
-            inner = getattr(value, "module", value)
-            for name, parameter in inner.named_parameters():
-                names_by_id.setdefault(id(parameter), f"{variable}.{name}")
+    for variable, module in live_models.user_modules().items():
+        inner = getattr(module, "module", module)
+        for name, parameter in inner.named_parameters():
+            names_by_id.setdefault(id(parameter), f"{variable}.{name}")
     return names_by_id
 
 
@@ -224,9 +224,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         flat = flat.clone()
     whole_bytes = flat.numel() // _WORD_BYTES * _WORD_BYTES
     total = flat[:whole_bytes].view(torch.int64).sum()
-    return (
-        total if whole_bytes == flat.numel() else total + flat[whole_bytes:].sum(dtype=torch.int64)
-    )
+    rest = flat[whole_bytes:]
+    return total + rest.sum(dtype=torch.int64) if rest.numel() else total
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -249,13 +248,9 @@ def _peers(parameters: Sequence[torch.Tensor], watched: _Watched) -> list[Peers]
     registry: Any = sys.modules.get("nbdist.parallel.registry")
     choice = registry.current() if registry is not None and dist.is_initialized() else None
     version = (choice, ddp.count(), len(parameters))
-    if version != watched.version or any(id(p) not in watched.peers for p in parameters):
-        watched.version, watched.peers = version, _find_peers(parameters, registry)
-    return [watched.peers[id(p)] for p in parameters]
-
-
-def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, Peers]:
-    peers_of = {id(p): ddp.ranks_of(p) for p in parameters}
+    if version == watched.version and all(id(p) in watched.peers for p in parameters):
+        return [watched.peers[id(p)] for p in parameters]
+    peers_of = {id(p): ddp.ranks_of({id(p)}) for p in parameters}
     for prepared in registry.prepared() if registry is not None else ():
         if prepared.built.job.choice.name in ("single", "deepspeed", "fsdp1"):
             continue
@@ -268,16 +263,5 @@ def _find_peers(parameters: Sequence[torch.Tensor], registry: Any) -> dict[int, 
                 for other in range(degrees.product)
                 if local_runs(layout, degrees, other) == runs
             )
-    return peers_of
-
-
-def _subject(optimizer: Optimizer) -> str:
-    first = next(p for group in optimizer.param_groups for p in group["params"])
-    return names().get(id(first), "an optimizer").partition(".")[0]
-
-
-def _is_on_gpu(pending: _Pending | None) -> bool:
-    if pending is None:
-        return False
-    tensors = [*pending.sums.values(), *([] if pending.norms is None else [pending.norms])]
-    return any(tensor.device.type != "cpu" for tensor in tensors)
+    watched.version, watched.peers = version, peers_of
+    return [peers_of[id(p)] for p in parameters]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
+import itertools
 import platform
 import weakref
 from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, dataloader
 
+from nbdist.core.host import usable_cores
 from nbdist.lints.rank import optimizer_steps, watch
 
 # Batches of each loop that are looked at, and what of them.
@@ -94,7 +95,7 @@ def end() -> None:
     """Note what this cell's loops have shown."""
     if _state.workers:
         watch.note(
-            "workers", "DataLoader workers", workers=_state.workers, cores=_cores(),
+            "workers", "DataLoader workers", workers=_state.workers, cores=usable_cores(),
             host=platform.node(),
         )  # fmt: skip
     done: set[str] = set()
@@ -106,17 +107,13 @@ def end() -> None:
         name = _name(loop, drawn)
         if name not in done:
             done.add(name)
-            _note_same(name, loop)
+            peers = optimizer_steps.peers()
+            if len(peers) > 1 and loop.digests:
+                watch.note("same-data", name, digests=loop.digests, peers=list(peers))
         older = before.get(id(drawn))
         if older is not None and loop.epoch is not None and older.epoch == loop.epoch:
             watch.note("set-epoch", name, epoch=loop.epoch)
         before[id(drawn)] = loop
-
-
-def _note_same(name: str, loop: _Loop) -> None:
-    peers = optimizer_steps.peers()
-    if len(peers) > 1 and loop.digests:
-        watch.note("same-data", name, digests=loop.digests, peers=list(peers))
 
 
 def _watch_batches(original: Any) -> Any:
@@ -180,17 +177,10 @@ def _name(loop: _Loop, drawn: Any) -> str:
     return watch.variable(draws_same, watch.variable(has_same_data, f"a DataLoader of {kind}"))
 
 
-def _cores() -> int:
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
 def digest(batch: Any) -> str:
     """A text that differs where the first numbers of a batch do."""
     total = hashlib.blake2b(digest_size=8)
-    for number, leaf in enumerate(_leaves(batch, MOST_DEPTH)):
-        if number == MOST_TENSORS:
-            break
+    for leaf in itertools.islice(_leaves(batch, MOST_DEPTH), MOST_TENSORS):
         total.update(_bytes(leaf))
     return total.hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.lints.rank import watch
-from nbdist.lints.unused_parameters import SHOWN_NAMES
+from nbdist.lints.table import SHOWN_NAMES
 
 
 class Ddp:
@@ -77,7 +77,7 @@ def count() -> int:
 
 def find(optimizer: Optimizer) -> list[Ddp]:
     """Those whose parameters an optimizer has."""
-    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameter_ids = watch.parameters_by_id(optimizer).keys()
     return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 
 
@@ -91,20 +91,11 @@ def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
     return [module for module in modules if module is not None and not _is_retired(module)]
 
 
-def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The ranks of the DDP model that a parameter is in; empty if in none."""
+def ranks_of(parameter_ids: Container[int]) -> tuple[int, ...]:
+    """The ranks of the first DDP model that has any of these parameters; empty if none has."""
     for model in _live_ddps():
         module = model.module()
-        if module is not None and _has_any(model, {id(parameter)}):
-            return tuple(torch.distributed.get_process_group_ranks(module.process_group))
-    return ()
-
-
-def members(optimizer: Optimizer) -> tuple[int, ...]:
-    """The ranks of the first DDP model whose parameters an optimizer has; empty without one."""
-    for model in find(optimizer):
-        module = model.module()
-        if module is not None:
+        if module is not None and _has_any(model, parameter_ids):
             return tuple(torch.distributed.get_process_group_ranks(module.process_group))
     return ()
 
@@ -134,9 +125,9 @@ def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     ddp: Any = model.module()
     if ddp is None or ddp.find_unused_parameters or getattr(ddp, "static_graph", False):
         return
-    stepped_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = watch.parameters_by_id(optimizer)
     trained = {
-        n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped_ids
+        n: p for n, p in ddp.module.named_parameters() if p.requires_grad and id(p) in stepped
     }
     without_gradient = [name for name, p in trained.items() if p.grad is None]
     if without_gradient and len(without_gradient) < len(trained):
@@ -161,7 +152,7 @@ def _live_ddps() -> list[Ddp]:
     return [model for ref in _state.ddps if (model := ref()) is not None]
 
 
-def _has_any(model: Ddp, parameter_ids: set[int]) -> bool:
+def _has_any(model: Ddp, parameter_ids: Container[int]) -> bool:
     module = model.module()
     if module is None or _is_retired(module):
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -85,9 +86,7 @@ def _note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """A text that differs where the first elements of the first tensors do, bit by bit."""
     heads: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for number, tensor in enumerate(tensors):
-        if number == MOST_TENSORS:
-            break
+    for tensor in itertools.islice(tensors, MOST_TENSORS):
         head = watch.local(tensor)
         if head.is_meta or not head.numel():
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,16 +121,16 @@ def peers() -> tuple[int, ...]:
     stepped in this cell.
     """
     for optimizer in _state.stepped:
-        parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameter_ids = watch.parameters_by_id(optimizer).keys()
         mates = _peers_of_prepared(parameter_ids)
         if mates is not None:
             return mates
-        if ranks := ddp.members(optimizer):
+        if ranks := ddp.ranks_of(parameter_ids):
             return ranks
     return ()
 
 
-def _peers_of_prepared(parameter_ids: set[int]) -> tuple[int, ...] | None:
+def _peers_of_prepared(parameter_ids: Container[int]) -> tuple[int, ...] | None:
     registry = sys.modules.get("nbdist.parallel.registry")
     if registry is None:
         return None
@@ -213,10 +213,8 @@ def _note_backward(loss: Any, frame: Any) -> None:
     line = frame.f_code, frame.f_lineno
     before = _state.lines.get(line, 0)
     _state.lines[line] = before + 1
-    if before == 1:
-        probe = _probe_tensor()
-        if probe is None or probe.grad is None:
-            _state.cleared.add(line)
+    if before == 1 and getattr(_probe_tensor(), "grad", None) is None:
+        _state.cleared.add(line)
 
 
 @watch.guarded
@@ -241,20 +239,13 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     state.autocast = None
     stepper.at, stepper.backwards = state.count, state.backwards
     state.stepped.add(optimizer)
-    if state.probe is None or state.probe() is None:
-        state.probe = _probe(optimizer)
+    if _probe_tensor() is None:
+        graded = (p for p in watch.parameters_by_id(optimizer).values() if p.grad is not None)
+        state.probe = next(map(weakref.ref, graded), None)
 
 
 def _probe_tensor() -> torch.Tensor | None:
     return None if _state.probe is None else _state.probe()
-
-
-def _probe(optimizer: Optimizer) -> weakref.ref[torch.Tensor] | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                return weakref.ref(parameter)
-    return None
 
 
 def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
@@ -271,20 +262,16 @@ def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
 
 
 def _look_at_lines(stepper: _Stepper) -> None:
+    gradient = getattr(_probe_tensor(), "grad", None)
     for line, times in _state.lines.items():
-        is_again = stepper.lines.get(line) == times
-        if times > 1 and is_again and line not in _state.cleared and _is_added_up():
+        is_again = stepper.lines.get(line) == times and line not in _state.cleared
+        # Whether gradients are added up is only asked where all else is so: a GPU is waited for.
+        if times > 1 and is_again and gradient is not None and gradient.count_nonzero() > 0:
             code, number = line
             place = _places().at(code, number)
             # A cell that is run again has another number.
             subject = f"line {place.line}: {place.source}"
             watch.note("loss-not-divided", subject, place=place_text(place), count=times)
-
-
-def _is_added_up() -> bool:
-    """Whether the probe has a gradient that is not all zero. Only asked where all else is so."""
-    probe = _probe_tensor()
-    return probe is not None and probe.grad is not None and bool(probe.grad.count_nonzero() > 0)
 
 
 class _Lines(UserFrameFinder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.hang.rank import reset_models
+from nbdist.lints.rank import watch
 from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
@@ -101,14 +102,17 @@ def local_models() -> list[LocalModel]:
     result = [_from_prepared(titles[id(model.outer)], model) for model in prepared]
     result += [_from_wrapper(model) for model in others]
     if not result:
-        result = [_from_module(name, module) for name, module in _variables(covered)]
+        note = "neither wrapped nor prepared: nothing is compared"
+        result = [
+            LocalModel(name, "by itself", tuple(_tensors_in(module, "")), (note,))
+            for name, module in _variables(covered)
+        ]
     return result
 
 
 def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     """The models that variables hold themselves, and that are in no other."""
-    space = live_models._namespace()  # noqa: SLF001  # the same package
-    models = {n: v for n, v in space.items() if isinstance(v, torch.nn.Module) and n[:1] != "_"}
+    models = live_models.user_modules()
     inner = {id(m) for v in models.values() for m in v.modules() if m is not v}
     skipped_ids = covered | inner
     for name, module in models.items():
@@ -132,33 +136,27 @@ def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
 
 
 def _values(prepared: Prepared) -> Iterator[LocalTensor]:
-    state = build.tensors_of(prepared.base)
+    values = {**build.tensors_of(prepared.base), **prepared.parameters}
     for name in prepared.layouts:
-        is_parameter = name in prepared.parameters
-        value: torch.Tensor | None = state.get(name)
-        if is_parameter:
-            value = prepared.parameters[name]
+        value = values.get(name)
         if value is not None and not value.is_meta:
-            kind = PARAMETER if is_parameter else BUFFER
-            yield LocalTensor(kind, name, _local(value), _part(prepared, name))
+            kind = PARAMETER if name in prepared.parameters else BUFFER
+            yield LocalTensor(kind, name, watch.local(value), _part(prepared, name))
 
 
 def _gradients(prepared: Prepared) -> Iterator[LocalTensor]:
     is_halfway = _is_halfway()
     for name, value in prepared.parameters.items():
         if value.grad is not None:
-            is_other = is_halfway or _lies_otherwise(value)
-            yield LocalTensor(
-                GRADIENT, name, _local(value.grad), "" if is_other else _part(prepared, name)
-            )
+            part = "" if is_halfway or _lies_otherwise(value) else _part(prepared, name)
+            yield LocalTensor(GRADIENT, name, watch.local(value.grad), part)
 
 
 def _part(prepared: Prepared, name: str) -> str:
     job = prepared.built.job
-    is_alone = job.choice.name == "single"
-    return (
-        "" if is_alone else str(local_runs(prepared.layouts[name], prepared.degrees, job.grid.rank))
-    )
+    if job.choice.name == "single":
+        return ""
+    return str(local_runs(prepared.layouts[name], prepared.degrees, job.grid.rank))
 
 
 def _from_wrapper(model: live_models.NamedModel) -> LocalModel:
@@ -166,41 +164,36 @@ def _from_wrapper(model: live_models.NamedModel) -> LocalModel:
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
         return LocalModel(model.name, "DDP", tuple(_tensors_in(module.module, f"ddp {ranks}")))
-    return LocalModel(
-        model.name, "FSDP2" if isinstance(module, FSDPModule) else "", tuple(_dtensors(module))
-    )
-
-
-def _from_module(name: str, module: torch.nn.Module) -> LocalModel:
-    note = "neither wrapped nor prepared: nothing is compared"
-    return LocalModel(name, "by itself", tuple(_tensors_in(module, "")), (note,))
+    strategy = "FSDP2" if isinstance(module, FSDPModule) else ""
+    return LocalModel(model.name, strategy, tuple(_dtensors(module)))
 
 
 def _tensors_in(module: torch.nn.Module, part: str) -> Iterator[LocalTensor]:
     """Everything in a module, each with the same part."""
     for name, tensor in module.named_parameters():
         if not tensor.is_meta:
-            yield LocalTensor(PARAMETER, name, _local(tensor), part)
+            yield LocalTensor(PARAMETER, name, watch.local(tensor), part)
     for name, buffer in module.named_buffers():
         if not buffer.is_meta:
-            yield LocalTensor(BUFFER, name, _local(buffer), part)
+            yield LocalTensor(BUFFER, name, watch.local(buffer), part)
+    gradient_part = "" if _is_halfway() else part
     for name, tensor in module.named_parameters():
         if tensor.grad is not None:
-            yield LocalTensor(GRADIENT, name, _local(tensor.grad), "" if _is_halfway() else part)
+            yield LocalTensor(GRADIENT, name, watch.local(tensor.grad), gradient_part)
 
 
 def _dtensors(module: torch.nn.Module) -> Iterator[LocalTensor]:
     """Of a model of DTensors that nbdist has not prepared."""
     for local in _tensors_in(module, ""):
-        parameter: torch.Tensor | None = (
-            None if local.kind == BUFFER else module.get_parameter(local.name)
-        )
-        is_other = parameter is None or (local.kind == GRADIENT and _lies_otherwise(parameter))
-        part = "" if is_other else _part_of(parameter)
-        yield LocalTensor(local.kind, local.name, local.tensor, part)
+        part = ""
+        if local.kind != BUFFER:
+            parameter = module.get_parameter(local.name)
+            if local.kind == PARAMETER or not _lies_otherwise(parameter):
+                part = _part_of(parameter)
+        yield replace(local, part=part)
 
 
-def _part_of(tensor: torch.Tensor | None) -> str:
+def _part_of(tensor: torch.Tensor) -> str:
     """Where this rank is along the axes that split a DTensor; empty for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ""
@@ -227,11 +220,6 @@ def _is_halfway() -> bool:
     from accelerate.state import GradientState
 
     return not GradientState().sync_gradients
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return plain.detach()
 
 
 def _look(local: LocalTensor) -> Look:

@@ -76,13 +76,12 @@ def _after(module: torch.nn.Module, inputs: object, output: object) -> None:
 def _name(module: torch.nn.Module) -> str:
     from nbdist.parallel import live_models
 
-    for variable, value in live_models._namespace().items():  # noqa: SLF001  # the same package
-        if isinstance(value, torch.nn.Module) and variable[:1] != "_":
-            inner = getattr(value, "module", value)
-            for name, child in inner.named_modules():
-                if child is module:
-                    where = f"{variable}.{name}" if name else variable
-                    return f"{where} ({type(module).__name__})"
+    for variable, outer in live_models.user_modules().items():
+        inner = getattr(outer, "module", outer)
+        for name, child in inner.named_modules():
+            if child is module:
+                where = f"{variable}.{name}" if name else variable
+                return f"{where} ({type(module).__name__})"
     return f"a {type(module).__name__}"
 
 

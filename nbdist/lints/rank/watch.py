@@ -2,7 +2,7 @@
 
 Nothing here meets another rank: each rank notes what it sees by itself, in the user's own calls,
 and sends it with its cell's output. What needs several ranks is compared in the notebook
-(core/lints). What was seen in a cell is forgotten with it.
+(lints/rules). What was seen in a cell is forgotten with it.
 """
 
 from __future__ import annotations
@@ -124,10 +124,7 @@ def around_cell(cell: CellContext) -> Iterator[None]:
 def _send(kernel: Any) -> None:
     try:
         if observations := collect():
-            content = [
-                [observation.lint, observation.subject, dict(observation.facts)]
-                for observation in observations
-            ]
+            content = [[seen.lint, seen.subject, dict(seen.facts)] for seen in observations]
             kernel.shell.display_pub.publish({SEEN: content})
     except KeyboardInterrupt:
         return  # one press more: the cell has ended already
@@ -162,6 +159,11 @@ def local(tensor: Any) -> Any:
     """This rank's part of a DTensor, or the tensor; without loading DTensors for it."""
     part = getattr(tensor, "to_local", None)
     return (tensor if part is None else part()).detach()
+
+
+def parameters_by_id(optimizer: Any) -> dict[int, Any]:
+    """The parameters that an optimizer steps, by their id."""
+    return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
 def is_split(tensor: Any) -> bool:
