@@ -32,9 +32,8 @@ def matches(document: Document) -> bool:
 def check(notes: Report, around: CheckContext) -> None:
     """Everything that a configuration of Accelerate can say wrong."""
     if notes.document.value("compute_environment") == "AMAZON_SAGEMAKER":
-        notes.good(
-            "compute_environment", "AMAZON_SAGEMAKER: only the keys of this machine are checked"
-        )
+        found = "AMAZON_SAGEMAKER: only the keys of this machine are checked"
+        notes.good("compute_environment", found)
         return
     for rule in _RULES:
         rule(notes, around)
@@ -42,15 +41,12 @@ def check(notes: Report, around: CheckContext) -> None:
 
 def _top(notes: Report, _around: CheckContext) -> None:
     table = {**keys.ACCELERATE, **keys.ACCELERATE_OLD}
-    check_keys(
-        notes, (), table, lambda _key: (BAD, "Accelerate refuses a key that it does not know")
-    )
+    check_keys(notes, (), table, BAD, "Accelerate refuses a key that it does not know")
     document = notes.document
     if not document.has("distributed_type"):
-        meant = next((kind for kind, part in _PART_OF.items() if document.has(part)), None)
         processes = document.value("num_processes")
-        several = is_count(processes) and processes > 1
-        meant = meant or ("MULTI_GPU" if several else "NO")
+        alone = "MULTI_GPU" if is_count(processes) and processes > 1 else "NO"
+        meant = next((kind for kind, part in _PART_OF.items() if document.has(part)), alone)
         notes.bad(
             ("distributed_type",),
             "Accelerate refuses a configuration without it",
@@ -59,9 +55,12 @@ def _top(notes: Report, _around: CheckContext) -> None:
         )
     if document.value("fp16") is True and document.value("mixed_precision") == "bf16":
         why = "fp16: true is the old mixed_precision: fp16, and mixed_precision says bf16"
-        notes.bad(
-            ("fp16",), why, "take fp16 out, or write mixed_precision: fp16", Fix(REMOVE, ("fp16",))
-        )
+        what = "take fp16 out, or write mixed_precision: fp16"
+        notes.bad(("fp16",), why, what, Fix(REMOVE, ("fp16",)))
+    backend = document.entry("dynamo_backend")
+    if backend is not None:
+        choices = "=NO|EAGER|INDUCTOR|AOT_EAGER|CUDAGRAPHS|no"
+        check_type(notes, ("dynamo_backend",), backend, choices)
 
 
 def _parts(notes: Report, _around: CheckContext) -> None:
@@ -97,8 +96,7 @@ def _part(notes: Report, part: str, key_table: keys.Keys) -> None:
                 f"change the key to {strict}{entry.key}",
                 Fix(RENAME, (part, entry.key), strict + entry.key),
             )
-    why = "Accelerate has no such key, and silently ignores it"
-    check_keys(notes, (part,), table, lambda _key: (WARN, why))
+    check_keys(notes, (part,), table, WARN, "Accelerate has no such key, and silently ignores it")
 
 
 def _processes(notes: Report, around: CheckContext) -> None:
@@ -107,16 +105,13 @@ def _processes(notes: Report, around: CheckContext) -> None:
     if not document.has("num_processes") and document.value("distributed_type") not in ("NO", None):
         fixes = () if around.ranks is None else (Fix(ADD, ("num_processes",), around.ranks),)
         why = "without it, type it: accelerate launch --num_processes N"
-        notes.warn(
-            ("num_processes",), why, f"write {around.ranks or 'the number of ranks'}", *fixes
-        )
+        what = f"write {around.ranks or 'the number of ranks'}"
+        notes.warn(("num_processes",), why, what, *fixes)
     if is_count(processes) and around.ranks not in (None, processes):
         fixes = (Fix(SET, ("num_processes",), around.ranks),) if around.is_typed else ()
         why = f"there are {around.ranks} ranks ({around.source})"
-        notes.say(
-            BAD if fixes else WARN, ("num_processes",), why,
-            f"change it to {around.ranks} if it is for these", *fixes,
-        )  # fmt: skip
+        what = f"change it to {around.ranks} if it is for these"
+        notes.say(BAD if fixes else WARN, ("num_processes",), why, what, *fixes)
     if not (is_count(processes) and is_count(machines)):
         return
     if processes % machines:
@@ -132,6 +127,9 @@ def _processes(notes: Report, around: CheckContext) -> None:
 
 def _machines(notes: Report, machines: int) -> None:
     document = notes.document
+    has_launcher = document.value(_DEEPSPEED, "deepspeed_multinode_launcher") not in (
+        None, "standard"
+    )  # fmt: skip
     rank = document.value("machine_rank") or 0
     if isinstance(rank, int) and rank >= machines:
         notes.bad(
@@ -141,15 +139,11 @@ def _machines(notes: Report, machines: int) -> None:
             Fix(SET, ("machine_rank",), 0),
         )
     for key in ("main_process_ip", "main_process_port"):
-        if machines > 1 and document.value(key) is None and not _has_launcher(document):
+        if machines > 1 and document.value(key) is None and not has_launcher:
             what = "write the address of the first host" if key.endswith("ip") else "write 29500"
             fixes = () if key.endswith("ip") else (Fix(SET, (key,), 29500),)
             why = f"{machines} hosts must find each other"
             notes.warn((key,), why, f"{what}, or type --{key}", *fixes)
-
-
-def _has_launcher(document: Document) -> bool:
-    return document.value(_DEEPSPEED, "deepspeed_multinode_launcher") not in (None, "standard")
 
 
 def _devices(notes: Report, _around: CheckContext) -> None:
@@ -168,12 +162,6 @@ def _devices(notes: Report, _around: CheckContext) -> None:
     if is_true(document.value("use_cpu")) and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         why = f"{kind} of Accelerate wants GPUs: on the CPU it trains as ddp, or stops"
         notes.warn(("use_cpu",), why, "change it to false")
-    _one_process(notes, kind, processes)
-
-
-def _one_process(notes: Report, kind: object, processes: object) -> None:
-    """Several processes that this distributed_type does not start."""
-    document = notes.document
     if not is_count(processes) or processes == 1:
         return
     fix = Fix(SET, ("distributed_type",), "MULTI_GPU")
@@ -195,12 +183,18 @@ def _deepspeed(notes: Report, around: CheckContext) -> None:
     if document.value("distributed_type") != "DEEPSPEED":
         return
     if document.has(_DEEPSPEED, "deepspeed_config_file"):
-        for key in keys.IN_DEEPSPEED_FILE:
-            if document.has(_DEEPSPEED, key):
-                _refused_beside(notes, (_DEEPSPEED, key))
+        paths: list[tuple[str, ...]] = [
+            (_DEEPSPEED, key) for key in keys.IN_DEEPSPEED_FILE if document.has(_DEEPSPEED, key)
+        ]
         if document.value("mixed_precision") is not None:
-            _refused_beside(notes, ("mixed_precision",))
-        _named_file(notes, around)
+            paths.append(("mixed_precision",))
+        for path in paths:
+            why = "Accelerate refuses it beside deepspeed_config_file, which says it"
+            notes.bad(path, why, "take it out here", Fix(REMOVE, path))
+        named = (_DEEPSPEED, "deepspeed_config_file")
+        if not any(deepspeed.matches(other) for other in around.others):
+            why = "there is no such file next to this one or here, so it was not checked"
+            notes.warn(named, why, f"make sure that {document.value(*named)} is where you start")
         return
     stage = document.value(_DEEPSPEED, "zero_stage")
     if stage is None:
@@ -235,35 +229,13 @@ def _inline(notes: Report, stage: object) -> None:
         notes.warn((_DEEPSPEED, "gradient_clipping"), why, "write it into a deepspeed_config_file")
 
 
-def _refused_beside(notes: Report, path: tuple[str, ...]) -> None:
-    why = "Accelerate refuses it beside deepspeed_config_file, which says it"
-    notes.bad(path, why, "take it out here", Fix(REMOVE, path))
-
-
-def _named_file(notes: Report, around: CheckContext) -> None:
-    path = (_DEEPSPEED, "deepspeed_config_file")
-    named = str(notes.document.value(*path))
-    if not any(deepspeed.matches(other) for other in around.others):
-        why = "there is no such file next to this one or here, so it was not checked"
-        notes.warn(path, why, f"make sure that {named} is where you start")
-
-
 def _ranks(notes: Report, around: CheckContext) -> None:
-    if not notes.document.entries("parallelism_config") and not notes.document.entries(
-        "megatron_lm_config"
-    ):
+    meshes = ("parallelism_config", "megatron_lm_config")
+    if not any(notes.document.entries(part) for part in meshes):
         check_ranks(notes, around)
 
 
-def _old_dynamo(notes: Report, _around: CheckContext) -> None:
-    backend = notes.document.entry("dynamo_backend")
-    if backend is not None:
-        check_type(
-            notes, ("dynamo_backend",), backend, "=NO|EAGER|INDUCTOR|AOT_EAGER|CUDAGRAPHS|no"
-        )
-
-
 _RULES: tuple[Callable[[Report, CheckContext], None], ...] = (
-    _top, _parts, _processes, _devices, _ranks, _deepspeed, _old_dynamo, fsdp.check_fsdp,
-    fsdp.check_mesh, fsdp.check_megatron,
+    _top, _parts, _processes, _devices, _ranks, _deepspeed, fsdp.check_fsdp, fsdp.check_mesh,
+    fsdp.check_megatron,
 )  # fmt: skip

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from nbdist.config.report import CheckContext, Report, is_count
 from nbdist.config.tree import SET, Fix
-from nbdist.core.finding import BAD
 
 Path = tuple[str, ...]
 
@@ -38,29 +37,22 @@ def check_ranks(notes: Report, around: CheckContext) -> int | None:
             return around.dp
         notes.good("ranks", "not known: what depends on them was not checked (--ranks N)")
         return None
-    ranks = around.ranks
-    if ranks % split:
-        fitting = [n for n in (ranks // split * split, -(-ranks // split) * split) if n]
-        notes.bad(
-            ("ranks",),
-            f"{ranks} ranks ({around.source}) cannot form {axes_text}: {ranks} / {split} = "
-            f"{ranks / split:g}",
-            f"use {' or '.join(map(str, fitting))} ranks, or other degrees",
-            value=f"{ranks}, {around.source}",
-        )
-        return None
+    ranks, source = around.ranks, around.source
     dp = ranks // split
+    if ranks % split:
+        why = f"{ranks} ranks ({source}) cannot form {axes_text}: {ranks} / {split} = "
+        fitting = " or ".join(str(n) for n in (dp * split, -(-ranks // split) * split) if n)
+        what = f"use {fitting} ranks, or other degrees"
+        notes.bad(("ranks",), f"{why}{ranks / split:g}", what, value=f"{ranks}, {source}")
+        return None
     if around.dp is not None and around.dp != dp:
-        notes.bad(
-            ("ranks",),
-            f"{axes_text or 'tp 1'} x dp {around.dp} are {split * around.dp} ranks, and there are "
-            f"{ranks} ({around.source})",
-            f"use dp {dp}, or {split * around.dp} ranks",
-            value=f"{ranks}, {around.source}",
-        )
+        asked = split * around.dp
+        why = f"{axes_text or 'tp 1'} x dp {around.dp} are {asked} ranks, and there are {ranks}"
+        what = f"use dp {dp}, or {asked} ranks"
+        notes.bad(("ranks",), f"{why} ({source})", what, value=f"{ranks}, {source}")
         return None
     alike = f": {dp} see different data ({axes_text} the same)" if split > 1 else ""
-    notes.good("ranks", f"{ranks}, {around.source}{alike}")
+    notes.good("ranks", f"{ranks}, {source}{alike}")
     return dp
 
 
@@ -88,20 +80,13 @@ def check_batch(notes: Report, names: Batch, dp: int | None) -> None:
     step = (micro or 1) * (accumulation or 1) * dp
     is_open = micro is None or accumulation is None
     if whole == step or (is_open and whole % step == 0):
-        quotient = whole // step
-        micro, accumulation = _filled(micro, accumulation, quotient)
-        notes.good(
-            "batch", _equation(whole, micro, accumulation, dp), notes.document.line(*names.whole)
-        )
+        # What DeepSpeed takes for what is not there.
+        if micro is None:
+            micro, accumulation = whole // step, accumulation or 1
+        equation = _equation(whole, micro, accumulation or whole // step, dp)
+        notes.good("batch", equation, notes.document.line(*names.whole))
         return
     _mismatch(notes, names, (whole, micro, accumulation), dp)
-
-
-def _filled(micro: int | None, accumulation: int | None, quotient: int) -> tuple[int, int]:
-    """What DeepSpeed takes for what is not there."""
-    if micro is None:
-        return quotient, accumulation or 1
-    return micro, accumulation or quotient
 
 
 def _equation(whole: int, micro: int, accumulation: int, dp: int) -> str:
@@ -114,25 +99,21 @@ def _mismatch(
     """The samples of a step stay as they are where a whole accumulation can be found."""
     whole, micro, accumulation = read
     step = (micro or 1) * (accumulation or 1) * dp
-    parts = [
-        f"micro-batch {micro}" if micro else "micro-batch",
-        f"accumulation {accumulation}" if accumulation else "accumulation",
-        f"{dp} data-parallel ranks",
-    ]
-    equation = " x ".join(parts)
+    factors = {"micro-batch": micro, "accumulation": accumulation}
+    parts = [f"{word} {count}" if count else word for word, count in factors.items()]
+    equation = " x ".join([*parts, f"{dp} data-parallel ranks"])
     whole_name = names.whole[-1]
     if micro and accumulation:
         why = f"{whole} is not {equation} = {step}"
+        what, fix = f"change {whole_name} to {step}", Fix(SET, names.whole, step)
         if whole % (micro * dp) == 0:
             other = whole // (micro * dp)
-            notes.bad(
-                names.whole, why,
+            what = (
                 f"change {names.accumulation[-1]} from {accumulation} to {other} (then the step "
-                f"stays {whole} samples), or {whole_name} to {step}",
-                Fix(SET, names.accumulation, other),
-            )  # fmt: skip
-            return
-        notes.bad(names.whole, why, f"change {whole_name} to {step}", Fix(SET, names.whole, step))
+                f"stays {whole} samples), or {whole_name} to {step}"
+            )
+            fix = Fix(SET, names.accumulation, other)
+        notes.bad(names.whole, why, what, fix)
         return
     why = f"{whole} = {equation} has no whole solution: {whole} / {step} = {whole / step:.6g}"
     near = [n for n in (whole // step * step, -(-whole // step) * step) if n]
@@ -150,13 +131,14 @@ def _without_ranks(
         return
     step = (micro or 1) * (accumulation or 1)
     if whole % step:
-        notes.say(
-            BAD, names.whole,
+        near = max(whole // step, 1) * step
+        notes.bad(
+            names.whole,
             f"{whole} is not a multiple of {step}, the samples of one rank in a step: no number of "
             "ranks fits",
-            f"change {names.whole[-1]} to {max(whole // step, 1) * step}",
-            Fix(SET, names.whole, max(whole // step, 1) * step),
-        )  # fmt: skip
+            f"change {names.whole[-1]} to {near}",
+            Fix(SET, names.whole, near),
+        )
         return
     most = whole // step
     if micro and accumulation:

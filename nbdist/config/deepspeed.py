@@ -6,13 +6,13 @@ of Accelerate, which reads such files too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from nbdist.config import keys
 from nbdist.config.batch import Batch, check_batch, check_ranks
 from nbdist.config.report import CheckContext, Report, check_keys, check_type, is_count
-from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, walk
+from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, dotted, walk
 from nbdist.core.finding import BAD, WARN
 
 _BATCH = Batch()
@@ -45,33 +45,29 @@ def stage_of(document: Document) -> Any:
 
 
 def _keys(notes: Report, _around: CheckContext) -> None:
-    check_keys(notes, (), keys.DEEPSPEED, lambda _key: (
-        WARN, "DeepSpeed has no such key, and silently ignores it"))  # fmt: skip
+    why = "DeepSpeed has no such key, and silently ignores it"
+    check_keys(notes, (), keys.DEEPSPEED, WARN, why)
     for path, key_table in keys.DEEPSPEED_PARTS.items():
-        name = ".".join(path)
-        why = f"DeepSpeed refuses a key of {name} that it does not know"
-        check_keys(notes, path, key_table, lambda _key, why=why: (BAD, why))  # type: ignore[misc]
+        why = f"DeepSpeed refuses a key of {dotted(path)} that it does not know"
+        check_keys(notes, path, key_table, BAD, why)
     for path, key_table in keys.DEEPSPEED_LOOSE.items():
-        why = "DeepSpeed does not read this key there"
-        check_keys(notes, path, key_table, lambda _key, why=why: (WARN, why))  # type: ignore[misc]
-    for part in keys.DEEPSPEED_LOOSE:
-        for entry in notes.document.entries(*part, "params"):
+        check_keys(notes, path, key_table, WARN, "DeepSpeed does not read this key there")
+        for entry in notes.document.entries(*path, "params"):
             if entry.key in keys.DEEPSPEED_NUMBERS:
-                check_type(notes, (*part, "params", entry.key), entry, keys.NUMBER)
+                check_type(notes, (*path, "params", entry.key), entry, keys.NUMBER)
 
 
 def _autos(notes: Report, _around: CheckContext) -> None:
     paths = [path for path, entry in walk(notes.document.root) if entry.node.value == "auto"]
     if not paths:
         return
-    names = ", ".join(".".join(path) for path in paths)
-    lines = notes.document.line(*paths[0])
-    summary = f"{len(paths)} values are filled in as training starts: {names}"
+    names = ", ".join(map(dotted, paths))
     needs = [path for path in paths if path[0] in _FILLED]
     if needs:
         why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'
         notes.warn(needs[0], why, "start it through them, or write the number")
-    notes.good("auto", summary, lines)
+    found = f"{len(paths)} values are filled in as training starts: {names}"
+    notes.good("auto", found, notes.document.line(*paths[0]))
 
 
 def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
@@ -97,7 +93,14 @@ def _ranks_and_batch(notes: Report, around: CheckContext) -> None:
 def _precision(notes: Report, around: CheckContext) -> None:
     document = notes.document
     on = precision_of(document)
-    wanted = next(iter(_precisions_of_others(around.others)), None)
+    # What other files say of the precision: (where, fp16, bf16 or no).
+    said = (
+        (f"{other.name}, line {other.line(*path)},", other.value(*path))
+        for other in around.others
+        for path in (("mixed_precision",), ("train", "mixed_precision"))
+        if other.value(*path) in {*_PRECISIONS, "no"}
+    )
+    wanted = next(said, None)
     if len(on) == 2:
         keep = wanted[1] if wanted and wanted[1] in on else "bf16"
         drop = "fp16" if keep == "bf16" else "bf16"
@@ -112,40 +115,24 @@ def _precision(notes: Report, around: CheckContext) -> None:
     if wanted is None or wanted[1] == "no" or not on or on == (wanted[1],):
         return
     where, precision = wanted
-    turned = Fix(SET if document.has(precision) else ADD, (precision, "enabled"), True)
     notes.bad(
         (on[0], "enabled"),
         f"{on[0]} is on here, and {where} says mixed_precision {precision}",
         f"change {on[0]}.enabled to false and {precision}.enabled to true, or mixed_precision "
         f"there to {on[0]}",
         Fix(SET, (on[0], "enabled"), False),
-        turned,
+        Fix(SET if document.has(precision) else ADD, (precision, "enabled"), True),
     )
-
-
-def _precisions_of_others(others: tuple[Document, ...]) -> Iterator[tuple[str, str]]:
-    """What other files say of the precision: (where, fp16, bf16 or no)."""
-    for other in others:
-        for path in (("mixed_precision",), ("train", "mixed_precision")):
-            value = other.value(*path)
-            if value in {*_PRECISIONS, "no"}:
-                yield f"{other.name}, line {other.line(*path)},", value
 
 
 def _stage(notes: Report, _around: CheckContext) -> None:
     document = notes.document
-    stage = document.value(_ZERO, "stage")
-    if (
-        document.has(_ZERO)
-        and isinstance(document.value(_ZERO), dict)
-        and not document.has(_ZERO, "stage")
-    ):
-        notes.warn(
-            (_ZERO, "stage"), "without it the stage is 0: nothing is split", "write 1, 2 or 3"
-        )
-    if stage not in (0, 1, 2, None):
+    if isinstance(document.value(_ZERO), dict) and not document.has(_ZERO, "stage"):
+        why = "without it the stage is 0: nothing is split"
+        notes.warn((_ZERO, "stage"), why, "write 1, 2 or 3")
+    if document.value(_ZERO, "stage") not in (0, 1, 2, None):
         return
-    stage_text = f"stage {stage or 0}"
+    stage_text = f"stage {stage_of(document)}"
     for entry in document.entries(_ZERO):
         if entry.key.startswith("stage3_"):
             notes.warn(
@@ -154,8 +141,7 @@ def _stage(notes: Report, _around: CheckContext) -> None:
                 "take it out, or change stage to 3",
                 Fix(REMOVE, (_ZERO, entry.key)),
             )
-    device = document.value(_ZERO, "offload_param", "device")
-    if device in ("cpu", "nvme"):
+    if document.value(_ZERO, "offload_param", "device") in ("cpu", "nvme"):
         notes.bad(
             (_ZERO, "offload_param"),
             f"parameters are only offloaded in stage 3, and this is {stage_text}",
@@ -170,11 +156,8 @@ def _offload(notes: Report, _around: CheckContext) -> None:
     for part in ("offload_optimizer", "offload_param"):
         device = document.value(_ZERO, part, "device")
         if device == "nvme" and not document.value(_ZERO, part, "nvme_path"):
-            notes.bad(
-                (_ZERO, part, "nvme_path"),
-                "nvme needs a folder on such a disk",
-                'write its path, or change device to "cpu"',
-            )
+            what = 'write its path, or change device to "cpu"'
+            notes.bad((_ZERO, part, "nvme_path"), "nvme needs a folder on such a disk", what)
         if device == "nvme" and part == "offload_optimizer" and stage != 3:
             notes.bad(
                 (_ZERO, part, "device"),
@@ -191,22 +174,15 @@ def _offload(notes: Report, _around: CheckContext) -> None:
         )
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if document.has(_ZERO, old):
-            notes.warn(
-                (_ZERO, old),
-                f"it is the old way to say {new}",
-                f'write "{new}": {{"device": "cpu"}}',
-            )
+            what = f'write "{new}": {{"device": "cpu"}}'
+            notes.warn((_ZERO, old), f"it is the old way to say {new}", what)
 
 
 def _optimizer(notes: Report, _around: CheckContext) -> None:
-    document = notes.document
-    if document.has("optimizer", "params", "max_grad_norm"):
-        notes.warn(
-            ("optimizer", "params", "max_grad_norm"),
-            "DeepSpeed clips by gradient_clipping, and not by the optimizer's parameters",
-            "take it out, and write gradient_clipping",
-            Fix(REMOVE, ("optimizer", "params", "max_grad_norm")),
-        )
+    document, norm = notes.document, ("optimizer", "params", "max_grad_norm")
+    if document.has(*norm):
+        why = "DeepSpeed clips by gradient_clipping, and not by the optimizer's parameters"
+        notes.warn(norm, why, "take it out, and write gradient_clipping", Fix(REMOVE, norm))
     kind = document.value("scheduler", "type")
     if isinstance(kind, str) and kind not in keys.SCHEDULERS:
         why = f"DeepSpeed has {', '.join(keys.SCHEDULERS)}; others are not known here"
@@ -215,27 +191,18 @@ def _optimizer(notes: Report, _around: CheckContext) -> None:
     warmup = document.value("scheduler", "params", "warmup_num_steps")
     if kind in ("WarmupDecayLR", "WarmupCosineLR"):
         if total is None:
-            notes.bad(
-                ("scheduler", "params", "total_num_steps"),
-                f"{kind} needs the number of all steps",
-                "write how many steps of the optimizer there will be",
-            )
+            why = f"{kind} needs the number of all steps"
+            what = "write how many steps of the optimizer there will be"
+            notes.bad(("scheduler", "params", "total_num_steps"), why, what)
         elif is_count(total) and isinstance(warmup, int | float) and warmup >= total:
             why = f"the warm-up of {warmup} steps does not end within {total}"
             notes.bad(("scheduler", "params", "warmup_num_steps"), why, f"use less than {total}")
-
-
-def _clipping(notes: Report, _around: CheckContext) -> None:
-    document = notes.document
     has_batch = any(document.has(key) for key in _FILLED)
     if has_batch and not document.has("gradient_clipping"):
-        notes.warn(
-            ("gradient_clipping",),
-            "without it versions of DeepSpeed differ: 0.19 clips to 1.0, older ones not at all",
-            "write 1.0, or 0.0 for none",
-        )
+        why = "without it versions of DeepSpeed differ: 0.19 clips to 1.0, older ones not at all"
+        notes.warn(("gradient_clipping",), why, "write 1.0, or 0.0 for none")
 
 
 _RULES: tuple[Callable[[Report, CheckContext], None], ...] = (
-    _keys, _autos, _ranks_and_batch, _precision, _stage, _offload, _optimizer, _clipping,
+    _keys, _autos, _ranks_and_batch, _precision, _stage, _offload, _optimizer,
 )  # fmt: skip

@@ -82,10 +82,12 @@ def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:
         return refusal
     choice, options = setting.choice, setting.choice.options
     is_alone = choice.name == "single" or choice.world_size == 1
+    kind = "FSDP" if choice.degrees.dp_shard > 1 else "MULTI_GPU"
+    kind = "NO" if is_alone else "DEEPSPEED" if choice.name == "deepspeed" else kind
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": "NO" if is_alone else _distributed_type(choice),
+        "distributed_type": kind,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
@@ -102,15 +104,13 @@ def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:
         config["main_process_port"] = PORT
     if options.is_compiled:
         config["dynamo_config"] = dict(_DYNAMO)
-    if config["distributed_type"] == "FSDP":
+    if kind == "FSDP":
         config["fsdp_config"] = _fsdp(setting)
-    if config["distributed_type"] == "DEEPSPEED":
+    if kind == "DEEPSPEED":
         # Beside a file of DeepSpeed's Accelerate refuses to be told the precision.
         del config["mixed_precision"]
-        config["deepspeed_config"] = {
-            "deepspeed_config_file": DEEPSPEED_FILE,
-            "zero3_init_flag": False,
-        }
+        files = {"deepspeed_config_file": DEEPSPEED_FILE, "zero3_init_flag": False}
+        config["deepspeed_config"] = files
     if mesh := _mesh(choice):
         config["parallelism_config"] = mesh
     return config
@@ -192,12 +192,16 @@ def notes(setting: Setting) -> tuple[str, ...]:
             "environment: the YAML has no key for it"
         )
     lines += _about_cpu(setting)
-    lines += _about_tp(choice)
-    lines += script_notes(options, choice)
+    if choice.degrees.tp > 1 and _refusal(choice) is None:
+        loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
+        newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
+        what = f"{loaded} of transformers ({newer}); Accelerate splits no other models"
+        lines.append(_ONLY_SCRIPT + what)
+    lines += _about_script(options, choice)
     return tuple(lines)
 
 
-def script_notes(options: Options, choice: Strategy) -> list[str]:
+def _about_script(options: Options, choice: Strategy) -> list[str]:
     """Options of the strategy that only the script can have."""
     handlers = [
         (options.bucket_mb is not None, f"bucket_cap_mb={options.bucket_mb or 0:g}"),
@@ -211,7 +215,8 @@ def script_notes(options: Options, choice: Strategy) -> list[str]:
         lines.append(
             f"{_ONLY_SCRIPT}Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({arguments})])"
         )
-    if options.checkpoint and not _can_checkpoint(choice):
+    in_yaml = choice.degrees.dp_shard > 1 and options.checkpoint == "full"
+    if options.checkpoint and not in_yaml:
         lines.append(
             f"{_ONLY_SCRIPT}--checkpoint {options.checkpoint} "
             "(model.gradient_checkpointing_enable() of transformers, or torch.utils.checkpoint)"
@@ -233,8 +238,6 @@ _DYNAMO = {
     "dynamo_use_regional_compilation": True,
 }
 _SHARDING = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
-
-
 _NO_SEQUENCES = (
     "Accelerate splits sequences only with FSDP2 or DeepSpeed, and only where the script passes "
     "each batch to it"
@@ -260,10 +263,8 @@ def _refusal(choice: Strategy) -> Refusal | None:
             "Accelerate cannot combine replicas with tensor parallelism",
         ),
     )
-    why = next((reason for is_so, reason in reasons if is_so), None)
-    return (
-        None if why is None else Refusal(f"{why}; run it with nbdist instead: {run_line(choice)}")
-    )
+    why = next((reason for is_so, reason in reasons if is_so), "")
+    return Refusal(f"{why}; run it with nbdist instead: {run_line(choice)}") if why else None
 
 
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
@@ -278,14 +279,6 @@ def run_line(choice: Strategy, script: str = SCRIPT) -> str:
     typed = options_phrase(replace(choice, options=replace(choice.options, context="")))
     start = f"nbdist run {script} -n {choice.world_size} --strategy {choice.name}"
     return " ".join(filter(None, [start, *meshed, typed]))
-
-
-def _distributed_type(choice: Strategy) -> str:
-    if choice.name == "deepspeed":
-        return "DEEPSPEED"
-    if choice.degrees.dp_shard > 1:
-        return "FSDP"
-    return "MULTI_GPU"
 
 
 def _fsdp(setting: Setting) -> dict[str, Any]:
@@ -323,10 +316,6 @@ def _mesh(choice: Strategy) -> dict[str, int]:
     return {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
 
 
-def _can_checkpoint(choice: Strategy) -> bool:
-    return choice.degrees.dp_shard > 1 and choice.options.checkpoint == "full"
-
-
 def _about_cpu(setting: Setting) -> list[str]:
     choice = setting.choice
     if setting.device != "cpu" or choice.world_size == 1 or choice.name in ("single", "deepspeed"):
@@ -344,11 +333,3 @@ def _about_cpu(setting: Setting) -> list[str]:
     if choice.options.precision == "fp16":
         lines.append("Accelerate silently ignores fp16 on the CPU")
     return lines
-
-
-def _about_tp(choice: Strategy) -> list[str]:
-    if choice.degrees.tp == 1 or _refusal(choice) is not None:
-        return []
-    loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
-    newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
-    return [f"{_ONLY_SCRIPT}{loaded} of transformers ({newer}); Accelerate splits no other models"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from nbdist.config.batch import check_ranks
@@ -74,20 +75,15 @@ def _version_2(notes: Report) -> None:
 def _wrapping(notes: Report) -> None:
     document = notes.document
     policy = _of(document, "fsdp_auto_wrap_policy")
-    if policy == "TRANSFORMER_BASED_WRAP" and not _of(
-        document, "fsdp_transformer_layer_cls_to_wrap"
-    ):
-        notes.warn(
-            (_FSDP, "fsdp_transformer_layer_cls_to_wrap"),
-            "without it only a model of transformers says which of its classes is a block",
-            "write the class of your model's blocks, such as LlamaDecoderLayer",
-        )
+    blocks = "fsdp_transformer_layer_cls_to_wrap"
+    if policy == "TRANSFORMER_BASED_WRAP" and not _of(document, blocks):
+        why = "without it only a model of transformers says which of its classes is a block"
+        what = "write the class of your model's blocks, such as LlamaDecoderLayer"
+        notes.warn((_FSDP, blocks), why, what)
     if policy in (None, "NO_WRAP"):
-        notes.warn(
-            (_FSDP, "fsdp_auto_wrap_policy"),
-            "without blocks of its own the whole model is gathered at once",
-            "write TRANSFORMER_BASED_WRAP with fsdp_transformer_layer_cls_to_wrap",
-        )
+        why = "without blocks of its own the whole model is gathered at once"
+        what = f"write TRANSFORMER_BASED_WRAP with {blocks}"
+        notes.warn((_FSDP, "fsdp_auto_wrap_policy"), why, what)
     path = _path(document, "fsdp_min_num_params")
     if document.has(*path) and policy != "SIZE_BASED_WRAP":
         why = "it only counts with SIZE_BASED_WRAP"
@@ -113,18 +109,14 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
     sizes = {key: document.value(_MESH, f"{_MESH}_{key}") or 1 for key in _SIZES}
     if not all(is_count(size) for size in sizes.values()):
         return
-    product = math.prod(sizes.values())
-    axes_text = " x ".join(
-        f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1
-    )
-    _product(notes, around, product, axes_text or "1")
+    _check_product(notes, around, sizes)
     replicate, shard, tp, cp, sp = sizes.values()
     kind = document.value("distributed_type")
     is_2 = kind == "FSDP" and str(_of(document, "fsdp_version") or 1) == "2"
     if kind == "FSDP" and not is_2:
+        why = "Accelerate has meshes only with FSDP2, and this is FSDP1"
         fix = Fix(SET, (_FSDP, "fsdp_version"), 2)
-        notes.bad((_MESH,), "Accelerate has meshes only with FSDP2, and this is FSDP1",
-                  "write fsdp_version: 2", fix)  # fmt: skip
+        notes.bad((_MESH,), why, "write fsdp_version: 2", fix)
     if (tp > 1 or cp > 1) and replicate > 1 and shard == 1:
         notes.bad(
             (_MESH, f"{_MESH}_dp_replicate_size"),
@@ -136,27 +128,23 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
         )
     elif is_2 and shard == 1 and cp == 1:
         why = "FSDP has nothing to split over: dp_shard and cp are 1"
-        notes.bad(
-            (_MESH,), why, "change dp_shard_size to 2 or more, or distributed_type to MULTI_GPU"
-        )
+        what = "change dp_shard_size to 2 or more, or distributed_type to MULTI_GPU"
+        notes.bad((_MESH,), why, what)
     if cp > 1 and sp > 1:
         notes.bad((_MESH,), "cp and sp exclude each other", "change one of them to 1")
 
 
-def _product(notes: Report, around: CheckContext, product: int, axes_text: str) -> None:
-    ranks = around.ranks
-    if ranks is None:
-        notes.good(
-            "ranks",
-            f"not known; the mesh wants {product} ({axes_text})",
-            notes.document.line(_MESH),
-        )
+def _check_product(notes: Report, around: CheckContext, sizes: Mapping[str, int]) -> None:
+    ranks, product = around.ranks, math.prod(sizes.values())
+    words = [f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1]
+    axes_text = " x ".join(words) or "1"
+    if ranks in (None, product):
+        found = f"{ranks}, {around.source}: {axes_text}"
+        unknown = f"not known; the mesh wants {product} ({axes_text})"
+        notes.good("ranks", found if ranks else unknown, notes.document.line(_MESH))
         return
-    if ranks == product:
-        notes.good("ranks", f"{ranks}, {around.source}: {axes_text}", notes.document.line(_MESH))
-        return
-    shard = notes.document.value(_MESH, f"{_MESH}_dp_shard_size") or 1
-    others = product // shard
+    assert ranks is not None
+    others = product // sizes["dp_shard_size"]
     why = f"{axes_text} are {product} ranks, and there are {ranks} ({around.source})"
     if ranks % others == 0:
         new = ranks // others
@@ -172,14 +160,9 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
     document = notes.document
     if document.value("distributed_type") != "MEGATRON_LM":
         return
-
-    def degree(name: str) -> Any:
-        return document.value(_MEGATRON, f"megatron_lm_{name}") or 1
-
+    names = {"tp": "tp_degree", "pp": "pp_degree", "cp": "context_parallel_size"}
     degrees = {
-        "tp": degree("tp_degree"),
-        "pp": degree("pp_degree"),
-        "cp": degree("context_parallel_size"),
+        axis: document.value(_MEGATRON, f"megatron_lm_{name}") or 1 for axis, name in names.items()
     }
     if not all(is_count(degree) for degree in degrees.values()):
         return
@@ -194,21 +177,16 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
         fixes = (Fix(SET, ("num_processes",), near),) if is_own else ()
         notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", *fixes)
     else:
-        dp = around.ranks // product
-        notes.good(
-            "ranks",
-            f"{around.ranks}, {around.source}: {axes_text} x dp {dp}",
-            document.line(_MEGATRON),
-        )
+        found = f"{around.ranks}, {around.source}: {axes_text} x dp {around.ranks // product}"
+        notes.good("ranks", found, document.line(_MEGATRON))
     if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
         micro = (_MEGATRON, "megatron_lm_num_micro_batches")
         why = f"a pipeline of {degrees['pp']} stages idles without micro-batches that fill it"
         notes.warn(micro, why, f"write {2 * degrees['pp']}", Fix(SET, micro, 2 * degrees["pp"]))
     path = (_MEGATRON, "megatron_lm_sequence_parallelism")
     if is_true(document.value(*path)) and degrees["tp"] == 1:
-        notes.bad(
-            path, "it splits across tp, and tp is 1", "change it to false", Fix(SET, path, False)
-        )
+        why = "it splits across tp, and tp is 1"
+        notes.bad(path, why, "change it to false", Fix(SET, path, False))
 
 
 def _path(document: Document, key: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ Its other keys differ between versions and are not checked: that is said in the 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from nbdist.config import deepspeed
 from nbdist.config.batch import Batch, check_batch, check_ranks
@@ -18,6 +18,12 @@ _BATCH = Batch(
     ("train", "batch_size"),
     ("train", "gradient_accumulation_steps"),
 )
+# A key here -> the same in DeepSpeed's file.
+_SAID_TWICE: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("train", "deepspeed", "zero_stage"): ("zero_optimization", "stage"),
+    _BATCH.accumulation: ("gradient_accumulation_steps",),
+    _BATCH.whole: ("train_batch_size",),
+}
 _TELLING = {"effective_batch_size", "num_gpus", "deepspeed", "mixed_precision", "batch_size"}
 
 
@@ -28,18 +34,17 @@ def matches(document: Document) -> bool:
 
 def check(notes: Report, around: CheckContext) -> None:
     """The batch against the ranks, and what it says twice: here and in DeepSpeed's file."""
-    notes.good(
-        "keys", "of train: those of batch, ranks, precision and stage were checked, no others"
-    )
-    for path in (*_paths(), ("train", "num_gpus")):
+    found = "of train: those of batch, ranks, precision and stage were checked, no others"
+    notes.good("keys", found)
+    for path in (_BATCH.whole, _BATCH.micro, _BATCH.accumulation, ("train", "num_gpus")):
         entry = notes.document.entry(*path)
         if entry is not None:
             check_type(notes, path, entry, COUNT)
     gpus = notes.document.value("train", "num_gpus")
     if is_count(gpus) and around.ranks not in (None, gpus):
-        fixes = (
-            (Fix(SET, ("train", "num_gpus"), around.ranks),) if _is_one_host(gpus, around) else ()
-        )
+        # Ranks that are no multiple of those of a host cannot be on several.
+        is_one_host = around.ranks % gpus != 0
+        fixes = (Fix(SET, ("train", "num_gpus"), around.ranks),) if is_one_host else ()
         why = f"there are {around.ranks} ranks ({around.source})"
         notes.warn(("train", "num_gpus"), why, "it counts those of one host", *fixes)
     check_batch(notes, _BATCH, check_ranks(notes, around))
@@ -48,36 +53,19 @@ def check(notes: Report, around: CheckContext) -> None:
             _beside(notes, other)
 
 
-def _paths() -> tuple[tuple[str, ...], ...]:
-    return _BATCH.whole, _BATCH.micro, _BATCH.accumulation
-
-
-def _is_one_host(gpus: int, around: CheckContext) -> bool:
-    """Whether the ranks are no multiple of those of a host, so that there cannot be several."""
-    return around.ranks is not None and around.ranks % gpus != 0
-
-
 def _beside(notes: Report, other: Document) -> None:
     """What DeepSpeed's file says otherwise."""
     on = deepspeed.precision_of(other)
     precision = notes.document.value("train", "mixed_precision")
     if len(on) == 1 and precision in ("fp16", "bf16") and precision != on[0]:
         line = other.line(on[0], "enabled")
-        path: tuple[str, ...] = ("train", "mixed_precision")
         why = f"{other.name} turns {on[0]} on (line {line})"
         what = f"change it to {on[0]}, or {on[0]}.enabled there to false and {precision}'s to true"
-        notes.bad(path, why, what, Fix(SET, path, on[0]))
-    said: tuple[tuple[tuple[str, ...], Any, int], ...] = (
-        (("train", "deepspeed", "zero_stage"), deepspeed.stage_of(other),
-         other.line("zero_optimization", "stage")),
-        (_BATCH.accumulation, other.value("gradient_accumulation_steps"),
-         other.line("gradient_accumulation_steps")),
-        (_BATCH.whole, other.value("train_batch_size"), other.line("train_batch_size")),
-    )  # fmt: skip
-    for path, theirs, line in said:
-        current = notes.document.value(*path)
+        place = ("train", "mixed_precision")
+        notes.bad(place, why, what, Fix(SET, place, on[0]))
+    for path, same in _SAID_TWICE.items():
+        current, theirs = notes.document.value(*path), other.value(*same)
         if current is not None and is_count(theirs) and current != theirs:
-            why = f"{other.name} says {theirs} (line {line})"
-            notes.bad(
-                path, why, f"change it to {theirs}, or that to {current}", Fix(SET, path, theirs)
-            )
+            why = f"{other.name} says {theirs} (line {other.line(*same)})"
+            what = f"change it to {theirs}, or that to {current}"
+            notes.bad(path, why, what, Fix(SET, path, theirs))

@@ -34,135 +34,85 @@ DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
     "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM",
 )  # fmt: skip
-_SHARDING = "FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HYBRID_SHARD_ZERO2"
 
-ACCELERATE: Keys = {
-    "compute_environment": "=LOCAL_MACHINE|AMAZON_SAGEMAKER",
-    "distributed_type": "=" + "|".join(DISTRIBUTED_TYPES),
-    "mixed_precision": "=no|fp16|bf16|fp8",
-    "use_cpu": BOOL,
-    "debug": BOOL,
-    "num_processes": COUNT,
-    "machine_rank": INT,
-    "num_machines": COUNT,
-    "gpu_ids": LABEL,
-    "main_process_ip": TEXT,
-    "main_process_port": INT,
-    "rdzv_backend": TEXT,
-    "same_network": BOOL,
-    "main_training_function": TEXT,
-    "enable_cpu_affinity": BOOL,
-    "fp8_config": MAP,
-    "deepspeed_config": MAP,
-    "fsdp_config": MAP,
-    "parallelism_config": MAP,
-    "megatron_lm_config": MAP,
-    "mpirun_config": MAP,
-    "downcast_bf16": WORDY,
-    "tpu_name": TEXT,
-    "tpu_zone": TEXT,
-    "tpu_use_cluster": BOOL,
-    "tpu_use_sudo": BOOL,
-    "command_file": TEXT,
-    "commands": LIST,
-    "tpu_vm": LIST,
-    "tpu_env": LIST,
-    "dynamo_config": MAP,
-}
+
+def _keys(names: Mapping[str, str], prefix: str = "") -> Keys:
+    """Key -> type, of a table that has each type once, before the keys that have it."""
+    return {prefix + key: kind for kind, keys in names.items() for key in keys.split()}
+
+
+ACCELERATE = _keys({
+    "=LOCAL_MACHINE|AMAZON_SAGEMAKER": "compute_environment",
+    "=" + "|".join(DISTRIBUTED_TYPES): "distributed_type",
+    "=no|fp16|bf16|fp8": "mixed_precision",
+    BOOL: "use_cpu debug same_network enable_cpu_affinity tpu_use_cluster tpu_use_sudo",
+    COUNT: "num_processes num_machines",
+    INT: "machine_rank main_process_port",
+    LABEL: "gpu_ids",
+    TEXT: "main_process_ip rdzv_backend main_training_function tpu_name tpu_zone command_file",
+    MAP: "fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config "
+         "mpirun_config dynamo_config",
+    WORDY: "downcast_bf16",
+    LIST: "commands tpu_vm tpu_env",
+})  # fmt: skip
 # Older keys that Accelerate turns into newer ones as it reads.
 ACCELERATE_OLD: Keys = {"fp16": BOOL, "dynamo_backend": TEXT}
 
-FSDP: Keys = {
-    "fsdp_version": "=1|2",
-    "fsdp_offload_params": WORDY,
-    "fsdp_min_num_params": INT,
-    "fsdp_sharding_strategy": "=" + _SHARDING + "|1|2|3|4|5",
-    "fsdp_reshard_after_forward": ANY,
-    "fsdp_auto_wrap_policy": "=TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": TEXT,
-    "fsdp_backward_prefetch": "=BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH",
-    "fsdp_state_dict_type": "=FULL_STATE_DICT|LOCAL_STATE_DICT|SHARDED_STATE_DICT",
-    "fsdp_forward_prefetch": WORDY,
-    "fsdp_use_orig_params": WORDY,
-    "fsdp_cpu_ram_efficient_loading": WORDY,
-    "fsdp_sync_module_states": WORDY,
-    "fsdp_activation_checkpointing": WORDY,
-    "fsdp_activation_checkpointing_offload": WORDY,
-    "fsdp_ignored_modules": TEXT,
-}
-PARALLELISM: Keys = {
-    "parallelism_config_dp_replicate_size": COUNT,
-    "parallelism_config_dp_shard_size": COUNT,
-    "parallelism_config_tp_size": COUNT,
-    "parallelism_config_cp_size": COUNT,
-    "parallelism_config_cp_backend": "=torch",
-    "parallelism_config_cp_comm_strategy": "=allgather|alltoall",
-    "parallelism_config_sp_size": COUNT,
-    "parallelism_config_sp_backend": "=deepspeed",
-    "parallelism_config_sp_seq_length": COUNT,
-    "parallelism_config_sp_seq_length_is_variable": WORDY,
-    "parallelism_config_sp_attn_implementation": TEXT,
-}
+FSDP = _keys({
+    "=1|2": "version",
+    INT: "min_num_params",
+    "=FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HYBRID_SHARD_ZERO2|1|2|3|4|5":
+        "sharding_strategy",
+    ANY: "reshard_after_forward",
+    "=TRANSFORMER_BASED_WRAP|SIZE_BASED_WRAP|NO_WRAP": "auto_wrap_policy",
+    TEXT: "transformer_layer_cls_to_wrap ignored_modules",
+    "=BACKWARD_PRE|BACKWARD_POST|NO_PREFETCH": "backward_prefetch",
+    "=FULL_STATE_DICT|LOCAL_STATE_DICT|SHARDED_STATE_DICT": "state_dict_type",
+    WORDY: "offload_params forward_prefetch use_orig_params cpu_ram_efficient_loading "
+           "sync_module_states activation_checkpointing activation_checkpointing_offload",
+}, "fsdp_")  # fmt: skip
+PARALLELISM = _keys({
+    COUNT: "dp_replicate_size dp_shard_size tp_size cp_size sp_size sp_seq_length",
+    "=torch": "cp_backend",
+    "=allgather|alltoall": "cp_comm_strategy",
+    "=deepspeed": "sp_backend",
+    WORDY: "sp_seq_length_is_variable",
+    TEXT: "sp_attn_implementation",
+}, "parallelism_config_")  # fmt: skip
 # Inside the YAML of Accelerate.
-DEEPSPEED_INLINE: Keys = {
-    "deepspeed_config_file": TEXT,
-    "zero_stage": "=0|1|2|3",
-    "offload_optimizer_device": "=none|cpu|nvme",
-    "offload_param_device": "=none|cpu|nvme",
-    "offload_optimizer_nvme_path": TEXT,
-    "offload_param_nvme_path": TEXT,
-    "gradient_accumulation_steps": COUNT,
-    "gradient_clipping": NUMBER,
-    "zero3_init_flag": WORDY,
-    "zero3_save_16bit_model": WORDY,
-    "deepspeed_hostfile": TEXT,
-    "deepspeed_exclusion_filter": TEXT,
-    "deepspeed_inclusion_filter": TEXT,
-    "deepspeed_multinode_launcher": "=pdsh|standard|openmpi|mvapich|mpich|nossh|slurm",
-    "deepspeed_moe_layer_cls_names": TEXT,
-}
+DEEPSPEED_INLINE = _keys({
+    "=0|1|2|3": "zero_stage",
+    "=none|cpu|nvme": "offload_optimizer_device offload_param_device",
+    "=pdsh|standard|openmpi|mvapich|mpich|nossh|slurm": "deepspeed_multinode_launcher",
+    COUNT: "gradient_accumulation_steps",
+    NUMBER: "gradient_clipping",
+    WORDY: "zero3_init_flag zero3_save_16bit_model",
+    TEXT: "deepspeed_config_file offload_optimizer_nvme_path offload_param_nvme_path "
+          "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
+          "deepspeed_moe_layer_cls_names",
+})  # fmt: skip
 # What Accelerate refuses beside deepspeed_config_file, because that file says it.
 IN_DEEPSPEED_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 )  # fmt: skip
-MEGATRON: Keys = {
-    "megatron_lm_tp_degree": COUNT,
-    "megatron_lm_pp_degree": COUNT,
-    "megatron_lm_num_micro_batches": COUNT,
-    "megatron_lm_sequence_parallelism": WORDY,
-    "megatron_lm_recompute_activations": WORDY,
-    "megatron_lm_recompute_granularity": TEXT,
-    "megatron_lm_recompute_method": TEXT,
-    "megatron_lm_recompute_num_layers": INT,
-    "megatron_lm_use_distributed_optimizer": WORDY,
-    "megatron_lm_use_custom_fsdp": WORDY,
-    "megatron_lm_gradient_clipping": NUMBER,
-    "megatron_lm_no_load_optim": WORDY,
-    "megatron_lm_no_save_optim": WORDY,
-    "megatron_lm_eod_mask_loss": WORDY,
-    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": WORDY,
-    "megatron_lm_optimizer_cpu_offload": WORDY,
-    "megatron_lm_use_precision_aware_optimizer": WORDY,
-    "megatron_lm_decoder_last_pipeline_num_layers": INT,
-    "megatron_lm_attention_backend": TEXT,
-    "megatron_lm_expert_model_parallel_size": COUNT,
-    "megatron_lm_expert_tensor_parallel_size": COUNT,
-    "megatron_lm_context_parallel_size": COUNT,
-    "megatron_lm_attention_dropout": NUMBER,
-    "megatron_lm_hidden_dropout": NUMBER,
-    "megatron_lm_attention_softmax_in_fp32": WORDY,
-    "megatron_lm_calculate_per_token_loss": WORDY,
-    "megatron_lm_use_rotary_position_embeddings": WORDY,
-}
-DYNAMO: Keys = {
-    "dynamo_backend": TEXT,
-    "dynamo_mode": "=default|reduce-overhead|max-autotune",
-    "dynamo_use_fullgraph": WORDY,
-    "dynamo_use_dynamic": WORDY,
-    "dynamo_use_regional_compilation": WORDY,
-}
+MEGATRON = _keys({
+    COUNT: "tp_degree pp_degree num_micro_batches expert_model_parallel_size "
+           "expert_tensor_parallel_size context_parallel_size",
+    INT: "recompute_num_layers decoder_last_pipeline_num_layers",
+    NUMBER: "gradient_clipping attention_dropout hidden_dropout",
+    TEXT: "recompute_granularity recompute_method attention_backend",
+    WORDY: "sequence_parallelism recompute_activations use_distributed_optimizer use_custom_fsdp "
+           "no_load_optim no_save_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d "
+           "optimizer_cpu_offload use_precision_aware_optimizer attention_softmax_in_fp32 "
+           "calculate_per_token_loss use_rotary_position_embeddings",
+}, "megatron_lm_")  # fmt: skip
+DYNAMO = _keys({
+    TEXT: "backend",
+    "=default|reduce-overhead|max-autotune": "mode",
+    WORDY: "use_fullgraph use_dynamic use_regional_compilation",
+}, "dynamo_")  # fmt: skip
 # Of each mapping in an Accelerate YAML; fp8 and mpirun are left to Accelerate.
 ACCELERATE_PARTS: Mapping[str, Keys] = {
     "deepspeed_config": DEEPSPEED_INLINE,
@@ -179,141 +129,69 @@ STRICT_PREFIXES: Mapping[str, str] = {
     "megatron_lm_config": "megatron_lm_",
 }
 
-DEEPSPEED: Keys = {
-    "train_batch_size": COUNT,
-    "train_micro_batch_size_per_gpu": COUNT,
-    "gradient_accumulation_steps": COUNT,
-    "gradient_clipping": NUMBER,
-    "steps_per_print": NUMBER,
-    "zero_optimization": MAP,
-    "fp16": MAP,
-    "bf16": MAP,
-    "bfloat16": MAP,
-    "amp": MAP,
-    "torch_autocast": MAP,
-    "optimizer": MAP,
-    "scheduler": MAP,
-    "activation_checkpointing": MAP,
-    "aio": MAP,
-    "zero_allow_untested_optimizer": BOOL,
-    "zero_force_ds_cpu_optimizer": BOOL,
-    "prescale_gradients": BOOL,
-    "gradient_predivide_factor": NUMBER,
-    "gradient_allreduce_op": TEXT,
-    "sparse_gradients": BOOL,
-    "communication_data_type": "=fp16|bf16|fp32",
-    "seq_parallel_comm_data_type": "=fp16|bf16|fp32",
-    "sequence_parallel_size": COUNT,
-    "data_types": MAP,
-    "wall_clock_breakdown": BOOL,
-    "memory_breakdown": BOOL,
-    "dump_state": BOOL,
-    "disable_allgather": BOOL,
-    "dataloader_drop_last": BOOL,
-    "graph_harvesting": BOOL,
-    "vocabulary_size": COUNT,
-    "log_level": TEXT,
-    "use_data_before_expert_parallelism": BOOL,
-    "managed_gradient_accumulation": BOOL,
-    **dict.fromkeys(
-        (
-            "flops_profiler", "autotuning", "elasticity", "comms_logger", "tensorboard", "wandb",
-            "csv_monitor", "comet", "data_efficiency", "curriculum_learning",
-            "compression_training", "sparse_attention", "pipeline", "checkpoint",
-            "tensor_parallel", "expert_parallel", "hybrid_engine", "eigenvalue",
-            "progressive_layer_drop", "quantize_training", "nebula", "datastates_ckpt",
-            "weight_quantization", "compile", "timers", "monitor_config", "zero_quantized_comms",
-        ),
-        ANY,
-    ),
-}  # fmt: skip
-OFFLOAD_OPTIMIZER: Keys = {
-    "device": "=none|cpu|nvme",
-    "nvme_path": TEXT,
-    "buffer_count": INT,
-    "pin_memory": BOOL,
-    "pipeline_read": BOOL,
-    "pipeline_write": BOOL,
-    "pipeline": BOOL,
-    "fast_init": BOOL,
-    "ratio": NUMBER,
-    "super_offload": BOOL,
-    "convert_grad_on_cpu": BOOL,
-    "cpuadam_cores_perc": NUMBER,
-}
-OFFLOAD_PARAM: Keys = {
-    "device": "=none|cpu|nvme",
-    "nvme_path": TEXT,
-    "buffer_count": INT,
-    "buffer_size": INT,
-    "max_in_cpu": INT,
-    "pin_memory": BOOL,
-}
-ZERO: Keys = {
-    "stage": "=0|1|2|3",
-    "contiguous_gradients": BOOL,
-    "reduce_scatter": BOOL,
-    "reduce_bucket_size": INT,
-    "use_multi_rank_bucket_allreduce": BOOL,
-    "allgather_partitions": BOOL,
-    "allgather_bucket_size": INT,
-    "overlap_comm": BOOL,
-    "load_from_fp32_weights": BOOL,
-    "elastic_checkpoint": BOOL,
-    "offload_param": MAP,
-    "offload_optimizer": MAP,
-    "zenflow": MAP,
-    "sub_group_size": INT,
-    "cpu_offload": BOOL,
-    "cpu_offload_param": BOOL,
-    "cpu_offload_use_pin_memory": BOOL,
-    "stage3_max_live_parameters": INT,
-    "stage3_max_reuse_distance": INT,
-    "stage3_prefetch_bucket_size": INT,
-    "stage3_param_persistence_threshold": INT,
-    "stage3_model_persistence_threshold": INT,
-    "stage3_gather_16bit_weights_on_model_save": BOOL,
-    "stage3_gather_fp16_weights_on_model_save": BOOL,
-    "stage3_module_granularity_threshold": INT,
-    "stage3_use_all_reduce_for_fetch_params": BOOL,
-    "stage3_allgather_sequential": BOOL,
-    "stage3_partition_stream_chunk_size": INT,
-    "ignore_unused_parameters": BOOL,
-    "legacy_stage1": BOOL,
-    "round_robin_gradients": BOOL,
-    "zero_hpz_partition_size": INT,
-    "zero_quantized_weights": BOOL,
-    "zero_quantized_nontrainable_weights": BOOL,
-    "zero_quantized_gradients": BOOL,
-    "zeropp_loco_param": MAP,
-    "mics_shard_size": NUMBER,
-    "mics_hierarchical_params_gather": BOOL,
-    "memory_efficient_linear": BOOL,
-    "pipeline_loading_checkpoint": BOOL,
-    "override_module_apply": BOOL,
-    "log_trace_cache_warnings": BOOL,
-    "enable_sanity_checks": BOOL,
-    "save_muon_momentum_buffer_in_memory": BOOL,
-    "leaf_module": MAP,
-}
-FP16: Keys = {
-    "enabled": BOOL,
-    "auto_cast": BOOL,
-    "loss_scale": NUMBER,
-    "initial_scale_power": INT,
-    "loss_scale_window": INT,
-    "hysteresis": INT,
-    "consecutive_hysteresis": BOOL,
-    "min_loss_scale": NUMBER,
-    "fp16_master_weights_and_grads": BOOL,
-}
-BF16: Keys = {
-    "enabled": BOOL,
-    "immediate_grad_update": BOOL,
-    "check_grad_overflow": BOOL,
-    "bf16_master_weights_and_grads": BOOL,
-    "bf16_optimizer_states": BOOL,
-}
+DEEPSPEED = _keys({
+    COUNT: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+           "sequence_parallel_size vocabulary_size",
+    NUMBER: "gradient_clipping steps_per_print gradient_predivide_factor",
+    MAP: "zero_optimization fp16 bf16 bfloat16 amp torch_autocast optimizer scheduler "
+         "activation_checkpointing aio data_types",
+    BOOL: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients "
+          "sparse_gradients wall_clock_breakdown memory_breakdown dump_state disable_allgather "
+          "dataloader_drop_last graph_harvesting use_data_before_expert_parallelism "
+          "managed_gradient_accumulation",
+    TEXT: "gradient_allreduce_op log_level",
+    "=fp16|bf16|fp32": "communication_data_type seq_parallel_comm_data_type",
+    ANY: "flops_profiler autotuning elasticity comms_logger tensorboard wandb csv_monitor comet "
+         "data_efficiency curriculum_learning compression_training sparse_attention pipeline "
+         "checkpoint tensor_parallel expert_parallel hybrid_engine eigenvalue "
+         "progressive_layer_drop quantize_training nebula datastates_ckpt weight_quantization "
+         "compile timers monitor_config zero_quantized_comms",
+})  # fmt: skip
+OFFLOAD_OPTIMIZER = _keys({
+    "=none|cpu|nvme": "device",
+    TEXT: "nvme_path",
+    INT: "buffer_count",
+    BOOL: "pin_memory pipeline_read pipeline_write pipeline fast_init super_offload "
+          "convert_grad_on_cpu",
+    NUMBER: "ratio cpuadam_cores_perc",
+})  # fmt: skip
+OFFLOAD_PARAM = _keys(
+    {
+        "=none|cpu|nvme": "device",
+        TEXT: "nvme_path",
+        INT: "buffer_count buffer_size max_in_cpu",
+        BOOL: "pin_memory",
+    }
+)
+ZERO = _keys({
+    "=0|1|2|3": "stage",
+    NUMBER: "mics_shard_size",
+    MAP: "offload_param offload_optimizer zenflow zeropp_loco_param leaf_module",
+    INT: "reduce_bucket_size allgather_bucket_size sub_group_size stage3_max_live_parameters "
+         "stage3_max_reuse_distance stage3_prefetch_bucket_size "
+         "stage3_param_persistence_threshold stage3_model_persistence_threshold "
+         "stage3_module_granularity_threshold stage3_partition_stream_chunk_size "
+         "zero_hpz_partition_size",
+    BOOL: "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce "
+          "allgather_partitions overlap_comm load_from_fp32_weights elastic_checkpoint "
+          "cpu_offload cpu_offload_param cpu_offload_use_pin_memory "
+          "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+          "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+          "ignore_unused_parameters legacy_stage1 round_robin_gradients zero_quantized_weights "
+          "zero_quantized_nontrainable_weights zero_quantized_gradients "
+          "mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint "
+          "override_module_apply log_trace_cache_warnings enable_sanity_checks "
+          "save_muon_momentum_buffer_in_memory",
+})  # fmt: skip
+FP16 = _keys({
+    BOOL: "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
+    NUMBER: "loss_scale min_loss_scale",
+    INT: "initial_scale_power loss_scale_window hysteresis",
+})  # fmt: skip
+BF16 = _keys({
+    BOOL: "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads "
+          "bf16_optimizer_states",
+})  # fmt: skip
 OPTIMIZER: Keys = {"type": TEXT, "params": MAP, "legacy_fusion": BOOL}
 SCHEDULER: Keys = {"type": TEXT, "params": MAP}
 # Of each mapping whose keys DeepSpeed checks itself, and refuses others.

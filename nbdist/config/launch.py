@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nbdist.config.emit import (
     ACCELERATE,
@@ -32,7 +31,7 @@ class Configured:
 
     Attributes:
         setting: What was asked for.
-        texts: Form (of config_emit.FORMS) -> the file's text.
+        texts: Form (of emit.FORMS) -> the file's text.
         refused: Form -> why the strategy has none.
         notes: What they do not say, or do otherwise; a line each.
     """
@@ -72,21 +71,12 @@ def environment(setting: Setting) -> dict[str, str] | Refusal:
     if isinstance(config, Refusal):
         return config
     if deepspeed := config.get("deepspeed_config"):
-        return _deepspeed(deepspeed)
-    variables = _plain(setting)
-    for key, value in config.get("dynamo_config", {}).items():
-        variables[f"ACCELERATE_{key.upper()}"] = str(value)
-    if fsdp := config.get("fsdp_config"):
-        variables["ACCELERATE_USE_FSDP"] = "true"
-        variables |= {_NAMED.get(key, key.upper()): _word(value) for key, value in fsdp.items()}
-    if mesh := config.get("parallelism_config"):
-        variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        variables |= {key.upper(): _word(value) for key, value in mesh.items()}
-    return variables
-
-
-def _plain(setting: Setting) -> dict[str, str]:
-    """Device, precision and accumulation."""
+        return {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_CONFIG_DS_FIELDS": ",".join(deepspeed),
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed["deepspeed_config_file"]),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": _word(deepspeed["zero3_init_flag"]),
+        }
     options = setting.choice.options
     variables = {
         "ACCELERATE_USE_CPU": "true" if setting.device == "cpu" else "",
@@ -95,16 +85,15 @@ def _plain(setting: Setting) -> dict[str, str]:
             str(options.accumulate) if options.accumulate > 1 else ""
         ),
     }
+    for key, value in config.get("dynamo_config", {}).items():
+        variables[f"ACCELERATE_{key.upper()}"] = str(value)
+    if fsdp := config.get("fsdp_config"):
+        variables["ACCELERATE_USE_FSDP"] = "true"
+        variables |= {_NAMED.get(key, key.upper()): _word(value) for key, value in fsdp.items()}
+    if mesh := config.get("parallelism_config"):
+        variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        variables |= {key.upper(): _word(value) for key, value in mesh.items()}
     return {name: value for name, value in variables.items() if value}
-
-
-def _deepspeed(config: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_CONFIG_DS_FIELDS": ",".join(config),
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config["deepspeed_config_file"]),
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": _word(config["zero3_init_flag"]),
-    }
 
 
 def _word(value: object) -> str:
@@ -117,18 +106,14 @@ def torchrun_text(setting: Setting) -> str | Refusal:
     variables = environment(setting)
     if isinstance(variables, Refusal):
         return variables
-    assignments = " ".join(
-        f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())
-    )
-    if setting.hosts == 1:
-        count = setting.ranks_of_host
-        command = f"torchrun --standalone --nproc-per-node {count} {shlex.quote(setting.script)}"
-    else:
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    count = f"--nproc-per-node {setting.ranks_of_host}"
+    where = f"--standalone {count}"
+    if setting.hosts > 1:
         endpoint = f"{setting.first_host or FIRST_HOST}:{PORT}"
-        command = f"torchrun {_of_hosts(setting)} --rdzv-endpoint {endpoint} --rdzv-id nbdist " + (
-            shlex.quote(setting.script)
-        )
-    return f"{assignments} {command}\n" if assignments else f"{command}\n"
+        where = f"--nnodes {setting.hosts} {count} --rdzv-backend c10d --rdzv-endpoint {endpoint}"
+        where += " --rdzv-id nbdist"
+    return " ".join([*assignments, "torchrun", where, shlex.quote(setting.script)]) + "\n"
 
 
 def _of_one(setting: Setting) -> Setting:
@@ -138,17 +123,12 @@ def _of_one(setting: Setting) -> Setting:
     return replace(setting, hosts=1, choice=replace(setting.choice, world_size=1))
 
 
-def _of_hosts(setting: Setting) -> str:
-    return f"--nnodes {setting.hosts} --nproc-per-node {setting.ranks_of_host} --rdzv-backend c10d"
-
-
 def sbatch_text(setting: Setting) -> str | Refusal:
     """A batch script for Slurm: one task a host, which starts the ranks there."""
     setting = _of_one(setting)
     variables = environment(setting)
     if isinstance(variables, Refusal) and setting.hosts > 1:
         return Refusal(f"{variables.why} (on one host, or with --profile on a cluster of yours)")
-    gpus = setting.ranks_of_host if setting.device != "cpu" else 0
     head = [
         "#!/bin/bash",
         f"# {described(setting.choice)}, written by nbdist",
@@ -156,22 +136,15 @@ def sbatch_text(setting: Setting) -> str | Refusal:
         "#SBATCH --job-name=train",
         f"#SBATCH --nodes={setting.hosts}",
         "#SBATCH --ntasks-per-node=1",
-        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        *([f"#SBATCH --gpus-per-node={setting.ranks_of_host}"] if setting.device != "cpu" else []),
         "#SBATCH --output=%x-%j.out",
         "",
         "set -euo pipefail",
     ]
-    body = _run(setting) if isinstance(variables, Refusal) else _torchrun(setting, variables)
-    return "\n".join([*head, *body]) + "\n"
-
-
-def _run(setting: Setting) -> list[str]:
-    line = run_line(setting.choice, shlex.quote(setting.script))
-    return [f'srun --kill-on-bad-exit=1 {line} -- "$@"']
-
-
-def _torchrun(setting: Setting, variables: Mapping[str, str]) -> list[str]:
-    return [
+    if isinstance(variables, Refusal):
+        line = run_line(setting.choice, shlex.quote(setting.script))
+        return "\n".join([*head, f'srun --kill-on-bad-exit=1 {line} -- "$@"', ""])
+    body = [
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())),
         "",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -180,7 +153,9 @@ def _torchrun(setting: Setting, variables: Mapping[str, str]) -> list[str]:
         f'  --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {setting.ranks_of_host} \\',
         '  --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \\',
         f'  {shlex.quote(setting.script)} "$@"',
+        "",
     ]
+    return "\n".join([*head, *body])
 
 
 _WRITERS = {

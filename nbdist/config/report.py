@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,9 +122,8 @@ class Report:
         if not value:
             value = "not there" if entry is None else shown(plain(entry.node))
         line = self.document.line(*path)
-        self.said.append(
-            ConfigFinding(dotted(path), value, verdict, why, what, line=line, fixes=fixes)
-        )
+        name = dotted(path)
+        self.said.append(ConfigFinding(name, value, verdict, why, what, line=line, fixes=fixes))
 
     def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = "") -> None:
         """Note what cannot run, or would not do what it says."""
@@ -137,10 +136,8 @@ class Report:
     def flaws(self) -> None:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
-            value = shown(flaw.found)
-            self.said.append(
-                ConfigFinding(flaw.name, value, BAD, flaw.why, flaw.what, line=flaw.line)
-            )
+            fields = flaw.name, shown(flaw.found), BAD, flaw.why, flaw.what
+            self.said.append(ConfigFinding(*fields, line=flaw.line))
 
     def done(self, kind: str) -> Checked:
         """All of it, in the order of the lines."""
@@ -167,16 +164,15 @@ def is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "on", "y", "t")
 
 
-def check_keys(
-    notes: Report, path: tuple[str, ...], keys: Keys, unknown: Callable[[str], tuple[str, str]]
-) -> None:
+def check_keys(notes: Report, path: tuple[str, ...], keys: Keys, verdict: str, why: str) -> None:
     """Compare a mapping's keys and values with a table.
 
     Args:
         notes: Of the document.
         path: Of the mapping.
         keys: What it may have, of which type.
-        unknown: The verdict on a key that is not there, and a clause with the reason.
+        verdict: On a key that is not in the table.
+        why: The reason, a clause.
     """
     entries = notes.document.entries(*path)
     present = {entry.key for entry in entries}
@@ -185,12 +181,10 @@ def check_keys(
         if entry.key in keys:
             check_type(notes, here, entry, keys[entry.key])
             continue
-        verdict, why = unknown(entry.key)
         near = difflib.get_close_matches(entry.key, set(keys) - present, 1, cutoff=0.8)
         if near:
-            notes.say(
-                verdict, here, why, f"change the key to {near[0]}", Fix(RENAME, here, near[0])
-            )
+            fix = Fix(RENAME, here, near[0])
+            notes.say(verdict, here, why, f"change the key to {near[0]}", fix)
         else:
             notes.say(verdict, here, why, "take it out", Fix(REMOVE, here))
 
@@ -203,7 +197,7 @@ def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: s
     if value == "auto" and (notes.document.syntax != YAML or path[0] == "deepspeed_config"):
         return  # told by the checks of that kind, as who fills it in depends on it
     if kind.startswith("="):
-        _check_choice(notes, path, entry, kind[1:].split("|"))
+        _check_choice(notes, path, entry, kind)
         return
     why = f"it must be {KINDS[kind]}, and {_as_typed(notes.document, entry)} is {_type(value)}"
     meant = _meant(value, kind)
@@ -214,10 +208,8 @@ def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: s
         notes.bad(path, why, what, Fix(SET, path, meant))
 
 
-def _check_choice(
-    notes: Report, path: tuple[str, ...], entry: ConfigEntry, choices: list[str]
-) -> None:
-    value = plain(entry.node)
+def _check_choice(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: str) -> None:
+    value, choices = plain(entry.node), kind[1:].split("|")
     if str(value) in choices and not isinstance(value, bool):
         return
     typed = _as_typed(notes.document, entry)
@@ -243,9 +235,8 @@ def _as_typed(document: Document, entry: ConfigEntry) -> str:
 
 def _fits(value: Any, kind: str) -> bool:
     if kind.startswith("="):
-        return not isinstance(value, bool | float | dict | list) and str(value) in kind[1:].split(
-            "|"
-        )
+        choices = kind[1:].split("|")
+        return str(value) in choices and not isinstance(value, bool | float | dict | list)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_whole = is_number and math.isfinite(value) and value == int(value)
     fits = {
@@ -270,19 +261,14 @@ def _meant(value: Any, kind: str) -> Any:
     if kind in ("bool", WORDY) and str(value).lower() in ("true", "false", "1", "0"):
         return str(value).lower() in ("true", "1")
     if kind in ("count", "int", "number") and isinstance(value, str):
-        number = _number(value)
-        whole = int(number) if number is not None and number == number // 1 else number
-        meant = whole if kind != "number" or whole == 0 else number
-        return meant if _fits(meant, kind) else None
+        try:
+            number = float(value.replace("_", ""))
+        except ValueError:
+            return None
+        is_whole = number.is_integer() and (kind != "number" or number == 0)
+        meant = int(number) if is_whole else number
+        return meant if math.isfinite(number) and _fits(meant, kind) else None
     return None
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text.replace("_", ""))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _type(value: Any) -> str:
