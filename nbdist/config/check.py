@@ -68,12 +68,10 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
     notes.good("kind", f"{kind}, in {document.syntax}")
     _KINDS[kind][1](notes, _with_ranks(document, kind, around))
     checked = notes.done(kind)
-    return _with_typed_ranks(checked, around) if around.is_typed else checked
-
-
-def _with_typed_ranks(checked: Checked, around: CheckContext) -> Checked:
-    """Without changes that would make other ranks than those that were typed."""
-    path = _RANKS.get(checked.kind)
+    if not around.is_typed:
+        return checked
+    # Without changes that would make other ranks than those that were typed.
+    path = _RANKS.get(kind)
     findings = [
         finding
         if all(fix.path != path or fix.value == around.ranks for fix in finding.fixes)
@@ -116,8 +114,9 @@ def corrected(
             document = read(without(document, flaw))
             changes.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
         else:
-            fixes = _next(checked, done)
-            if not fixes:
+            wanted = [finding.fixes for finding in checked.findings if finding.fixes]
+            fixes = next((those for those in wanted if not all(f in done for f in those)), None)
+            if fixes is None:
                 break
             for fix in fixes:
                 document, line = _changed(document, fix, read)
@@ -127,29 +126,15 @@ def corrected(
     return checked, tuple(changes)
 
 
-def _next(checked: Checked, done: list[Fix]) -> tuple[Fix, ...]:
-    """The changes of the first finding that has some which were not made before."""
-    wanted = [finding.fixes for finding in checked.findings if finding.fixes]
-    return next((those for those in wanted if not all(fix in done for fix in those)), ())
-
-
 def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> tuple[Document, str]:
     """The document with a change, and a line about it; as it was where it would not be read."""
-    line = f"line {document.line(*fix.path)}: {_change_line(document, fix)}"
+    before = document.entry(*fix.path)
+    now = {RENAME: f"is now called {fix.value}", REMOVE: "taken out"}
+    change = now.get(fix.action, f"is now {shown(fix.value)}")
+    if before is not None and fix.action not in now:
+        change += f", was {shown(document.text[before.node.start : before.node.end])}"
+    line = f"line {document.line(*fix.path)}: {dotted(fix.path)} {change}"
     try:
         return read(fixed(document, fix)), line
     except OptionError:  # an anchor stood there, to which other lines refer
         return document, f"{line}: not changed, since other lines refer to it; change it by hand"
-
-
-def _change_line(document: Document, fix: Fix) -> str:
-    name = dotted(fix.path)
-    if fix.action == RENAME:
-        return f"{name} is now called {fix.value}"
-    before = document.entry(*fix.path)
-    if fix.action == REMOVE:
-        return f"{name} taken out"
-    if before is None:
-        return f"{name} is now {shown(fix.value)}"
-    was = " ".join(document.text[before.node.start : before.node.end].split())
-    return f"{name} is now {shown(fix.value)}, was {shown(was)}"

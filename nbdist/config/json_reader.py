@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 from nbdist.config.tree import JSON, ConfigEntry, Document, Flaw, Node
 from nbdist.errors import OptionError
@@ -13,9 +12,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _WORD = re.compile(r"[^\s,:{}\[\]\"#]+")
-_WORDS = {"true": True, "false": False, "null": None}
 _DEPTH = 50
 
+_NO_COMMA = "JSON allows no comma after the last entry: every reader but DeepSpeed's refuses it"
 _READERS = (
     "JSON has no comments: Accelerate, transformers and Python's json refuse the file ("
     "DeepSpeed itself reads it, as Hjson)"
@@ -70,12 +69,10 @@ class _Reader:
             match = _COMMENT.match(self.text, at)
             if match is None:
                 return at
-            before = len(self.text[:at].rstrip(" \t"))
-            self.flaws.append(
-                Flaw("comment", self.line(at), match[0], _READERS, "take it out", before,
-                     match.end())
-            )  # fmt: skip
-            at = match.end()
+            before, end = len(self.text[:at].rstrip(" \t")), match.end()
+            flaw = Flaw("comment", self.line(at), match[0], _READERS, "take it out", before, end)
+            self.flaws.append(flaw)
+            at = end
 
     def value(self, at: int, depth: int) -> tuple[Node, int]:
         if depth > _DEPTH:
@@ -94,15 +91,12 @@ class _Reader:
         return Node(at, match.end(), self.line(at), self.word(match)), match.end()
 
     def word(self, match: re.Match[str]) -> object:
-        if match[0] in _WORDS:
-            return _WORDS[match[0]]
         try:
-            value = json.loads(match[0])
+            return json.loads(match[0])
         except ValueError:
             near = {"True": "true", "False": "false", "None": "null"}.get(match[0])
             hint = f": write {near}" if near else "; strings need double quotation marks"
             raise self.error(match.start(), f"{match[0]} is not a JSON value{hint}") from None
-        return value
 
     def string(self, at: int) -> tuple[str, int]:
         match = _STRING.match(self.text, at)
@@ -118,14 +112,17 @@ class _Reader:
         place = self.skip(at + 1)
         while self.text[place : place + 1] != "}":
             if self.text[place : place + 1] != '"':
-                what = "a key in double quotation marks, or }, is missing"
-                raise self.error(place, what)
+                raise self.error(place, "a key in double quotation marks, or }, is missing")
             key, end = self.string(place)
             colon = self.skip(end)
             if self.text[colon : colon + 1] != ":":
                 raise self.error(colon, f'a colon after "{key}" is missing')
             node, after = self.value(self.skip(colon + 1), depth + 1)
-            self.note_twice(entries, key, place)
+            first = next((entry for entry in entries if entry.key == key), None)
+            if first is not None:
+                why = f"it is on line {first.line}, too: DeepSpeed refuses that, others take the "
+                flaw = Flaw(key, self.line(place), "twice", f"{why}last", "keep one of them")
+                self.flaws.append(flaw)
             entries.append(ConfigEntry(key, place, end, self.line(place), node))
             place = self.comma(after, "}")
         mapping = Node(at, place + 1, self.line(at), entries=tuple(entries), is_flow=True)
@@ -151,15 +148,8 @@ class _Reader:
             raise self.error(place, f"a comma or {closing} is missing")
         following = self.skip(place + 1)
         if self.text[following : following + 1] == closing:
-            why = (
-                "JSON allows no comma after the last entry: every reader but DeepSpeed's refuses it"
-            )
-            flaw = Flaw("trailing comma", self.line(place), ",", why, "take it out")
-            self.flaws.append(replace(flaw, start=place, end=place + 1))
+            self.flaws.append(
+                Flaw("trailing comma", self.line(place), ",", _NO_COMMA, "take it out", place,
+                     place + 1)
+            )  # fmt: skip
         return following
-
-    def note_twice(self, entries: list[ConfigEntry], key: str, at: int) -> None:
-        first = next((entry for entry in entries if entry.key == key), None)
-        if first is not None:
-            why = f"it is on line {first.line}, too: DeepSpeed refuses that, others take the last"
-            self.flaws.append(Flaw(key, self.line(at), "twice", why, "keep one of them"))

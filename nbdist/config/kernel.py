@@ -28,14 +28,8 @@ def setting(
         RankGone, RankBusy, NotRunning: As for a cell.
     """
     [blocks] = ranks.call_all(block_classes, deadline_s=ASK_S, ranks=[0])
-    first = ranks.topology.ranks[0]
-    several = ranks.topology.n_hosts if hosts is None else hosts
-    return Setting(
-        choice,
-        several,
-        first.device.split(":")[0],
-        tuple(blocks),
-        clip,
-        script,
-        first.host if ranks.topology.n_hosts > 1 else "",
-    )
+    topology, first = ranks.topology, ranks.topology.ranks[0]
+    several = topology.n_hosts if hosts is None else hosts
+    first_host = first.host if topology.n_hosts > 1 else ""
+    device = first.device.split(":")[0]
+    return Setting(choice, several, device, tuple(blocks), clip, script, first_host)

@@ -1,6 +1,6 @@
 """A configuration file as a tree that knows its places, so that it can be changed in them.
 
-`config.json_reader` and `client.config_yaml` read text into a Document. A Fix says what to change
+`config.json_reader` and `config.yaml_reader` read text into a Document. A Fix says what to change
 by a path of keys; `fixed` makes it in the text and leaves everything else as it was typed.
 """
 
@@ -112,12 +112,10 @@ class Document:
 
     def entry(self, *path: str) -> ConfigEntry | None:
         """What stands under a path of keys; None where nothing does. The last of two counts."""
-        node, entry = self.root, None
+        entries, entry = self.root.entries, None
         for key in path:
-            entry = next((e for e in reversed(node.entries or ()) if e.key == key), None)
-            if entry is None:
-                return None
-            node = entry.node
+            entry = next((e for e in reversed(entries or ()) if e.key == key), None)
+            entries = entry.node.entries if entry else None
         return entry
 
     def value(self, *path: str) -> Any:
@@ -131,9 +129,13 @@ class Document:
 
     def entries(self, *path: str) -> tuple[ConfigEntry, ...]:
         """The keys of the mapping under a path; none where there is no mapping."""
-        entry = self.entry(*path) if path else None
-        node = self.root if not path else (entry.node if entry else None)
+        node = self.node(*path)
         return () if node is None else node.entries or ()
+
+    def node(self, *path: str) -> Node | None:
+        """What is under a path; the whole without one, None where nothing stands there."""
+        entry = self.entry(*path)
+        return self.root if not path else entry.node if entry else None
 
     def line(self, *path: str) -> int:
         """The line of a key, or of the nearest key above it; 0 where there is none."""
@@ -218,60 +220,45 @@ def _remove(document: Document, fix: Fix) -> tuple[int, int, str]:
     entry = document.entry(*fix.path)
     assert entry is not None, fix
     place = siblings.index(entry)
-    parent = document.entry(*fix.path[:-1]) if len(fix.path) > 1 else None
-    node = document.root if parent is None else parent.node
+    node = document.node(*fix.path[:-1])
+    assert node is not None, fix
     if not node.is_flow:
-        return _remove_lines(document, entry, parent, is_alone=len(siblings) == 1)
+        text = document.text
+        start = text.rfind("\n", 0, entry.start) + 1
+        newline = text.find("\n", max(entry.node.end, entry.end))
+        end = len(text) if newline < 0 else newline + 1
+        parent = document.entry(*fix.path[:-1])
+        if parent is not None and len(siblings) == 1:  # it would be left empty
+            return parent.end + 1, end, " {}\n"
+        return start, end, ""
     if place + 1 < len(siblings):
         return entry.start, siblings[place + 1].start, ""
     before = siblings[place - 1].node.end if place else node.start + 1
     return before, entry.node.end, ""
 
 
-def _remove_lines(
-    document: Document, entry: ConfigEntry, parent: ConfigEntry | None, *, is_alone: bool
-) -> tuple[int, int, str]:
-    """All lines of an entry; a mapping that would be left empty becomes {}."""
-    text = document.text
-    start = text.rfind("\n", 0, entry.start) + 1
-    newline = text.find("\n", max(entry.node.end, entry.end))
-    end = len(text) if newline < 0 else newline + 1
-    if is_alone and parent is not None:
-        return parent.end + 1, end, " {}\n"
-    return start, end, ""
-
-
 def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
     *above, key = fix.path
-    parent = document.entry(*above) if above else None
-    if above and (parent is None or parent.node.entries is None):
-        whole = Fix(ADD if parent is None else SET, tuple(above), {key: fix.value})
-        return (_add if parent is None else _set)(document, whole)
-    node = document.root if parent is None else parent.node
-    siblings = node.entries or ()
-    new = f"{_key(key, document.syntax)}: {written(fix.value, document.syntax)}"
-    if not siblings:
+    node, text = document.node(*above), document.text
+    if node is None or node.entries is None:
+        whole = Fix(ADD if node is None else SET, tuple(above), {key: fix.value})
+        return (_add if node is None else _set)(document, whole)
+    name = json.dumps(key) if document.syntax == JSON else key
+    new = f"{name}: {written(fix.value, document.syntax)}"
+    if not node.entries:
         return node.start, node.end, f"{{{new}}}"
-    last = siblings[-1]
-    indent = _indent(document.text, last)
+    last = node.entries[-1]
+    indent = text[text.rfind("\n", 0, last.start) + 1 : last.start]
+    indent = indent if indent.isspace() else ""
     if not node.is_flow:
-        newline = document.text.find("\n", max(last.node.end, last.end))
-        at = len(document.text) if newline < 0 else newline
+        newline = text.find("\n", max(last.node.end, last.end))
+        at = len(text) if newline < 0 else newline
         return at, at, f"\n{indent}{new}"
-    is_in_lines = document.text.count("\n", node.start, last.start) > 0
+    is_in_lines = text.count("\n", node.start, last.start) > 0
     return last.node.end, last.node.end, f",\n{indent}{new}" if is_in_lines else f", {new}"
 
 
 _CHANGES = {SET: _set, RENAME: _rename, REMOVE: _remove, ADD: _add}
-
-
-def _indent(text: str, entry: ConfigEntry) -> str:
-    line = text[text.rfind("\n", 0, entry.start) + 1 : entry.start]
-    return line if line.isspace() else ""
-
-
-def _key(key: str, syntax: str) -> str:
-    return json.dumps(key) if syntax == JSON else key
 
 
 def written(value: Any, syntax: str) -> str:
@@ -283,23 +270,12 @@ def written(value: Any, syntax: str) -> str:
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(written(item, syntax) for item in value)}]"
-    return _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    """A scalar of YAML 1.1."""
-    if isinstance(value, str):
-        return value if _is_plain(value) else "'" + value.replace("'", "''") + "'"
     literal = json.dumps(value)
+    if isinstance(value, str):
+        # Whether a text means itself in YAML 1.1 without quotation marks.
+        is_odd = _NO_TEXT.fullmatch(value) is not None and value != "none"
+        is_plain = not is_odd and _PLAIN.fullmatch(value) is not None
+        return value if is_plain else "'" + value.replace("'", "''") + "'"
     # Without the point 1e-05 is a text.
-    return (
-        literal.replace("e", ".0e")
-        if "e" in literal and "." not in literal and isinstance(value, float)
-        else literal
-    )
-
-
-def _is_plain(text: str) -> bool:
-    """Whether a text means itself in YAML without quotation marks."""
-    is_odd = _NO_TEXT.fullmatch(text) is not None and text != "none"
-    return not is_odd and _PLAIN.fullmatch(text) is not None
+    is_short = isinstance(value, float) and "e" in literal and "." not in literal
+    return literal.replace("e", ".0e") if is_short else literal

@@ -56,8 +56,8 @@ def configured(config: Configured) -> View:
     """Every form that the strategy has, under a heading; why it has no others."""
     setting = config.setting
     hosts = f" on {setting.hosts} hosts" if setting.hosts > 1 else ""
-    parts = [f"{described(setting.choice)}: {setting.choice.world_size} ranks{hosts}"]
-    parts += list(config.notes)
+    head = f"{described(setting.choice)}: {setting.choice.world_size} ranks{hosts}"
+    parts = [head, *config.notes]
     for form in FORMS:
         if form in config.texts:
             parts += ["", f"--- {form}", config.texts[form].rstrip()]
@@ -75,12 +75,5 @@ def written(config: Configured, form: str, path: str) -> View:
         "torchrun": f"sh {name}",
         SBATCH: f"sbatch {name}",
     }
-    return View(
-        "\n".join(
-            [
-                f"{path}: {described(config.setting.choice)}",
-                *config.notes,
-                f"use it with: {uses[form]}",
-            ]
-        )
-    )
+    head = f"{path}: {described(config.setting.choice)}"
+    return View("\n".join([head, *config.notes, f"use it with: {uses[form]}"]))

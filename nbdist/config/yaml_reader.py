@@ -32,10 +32,9 @@ def load(path: str | Path) -> Document:
             f"{formats}."
         )
     try:
-        if file.stat().st_size > LARGEST:
-            raise OptionError(
-                f"{path} has {file.stat().st_size:,} bytes, more than any configuration."
-            )
+        size = file.stat().st_size
+        if size > LARGEST:
+            raise OptionError(f"{path} has {size:,} bytes, more than any configuration.")
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise OptionError(f"There is no file {path}.") from error
@@ -56,15 +55,11 @@ def read(name: str, text: str, syntax: str = "") -> Document:
         OptionError: If it cannot be understood; with the line.
     """
     if not syntax:
-        suffix = Path(name).suffix.lower()
-        syntax_of_suffix = {".json": JSON, ".yaml": YAML, ".yml": YAML}.get(suffix)
-        syntax = syntax_of_suffix or (
-            JSON if text.lstrip("\ufeff \t\r\n").startswith("{") else YAML
-        )
-    return json_reader.read(name, text) if syntax == JSON else _read_yaml(name, text)
-
-
-def _read_yaml(name: str, text: str) -> Document:
+        is_json = text.lstrip("\ufeff \t\r\n").startswith("{")
+        by_suffix = {".json": JSON, ".yaml": YAML, ".yml": YAML}
+        syntax = by_suffix.get(Path(name).suffix.lower(), JSON if is_json else YAML)
+    if syntax == JSON:
+        return json_reader.read(name, text)
     try:
         # compose makes no Python objects of it: tags cannot run anything.
         root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
