@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nbdist.strategy import options as strategy_strategy_options
-from nbdist.strategy.options import OPTIONS
+from nbdist.strategy.options import OPTIONS, typed
 from nbdist.strategy.table import ROWS, STEPS, StrategyRow
 
 # The axes of a device mesh, outermost first: neighbours along the last one are on one host.
@@ -125,12 +124,10 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
 
     By its degrees: a mesh of pp, dp_shard and tp is pp, fsdp and tp, whichever name was typed.
     """
-    degrees, name = choice.degrees, choice.name
-    if name not in MESHED:
-        return (ROWS[name],)
+    degrees = choice.degrees
     counts = {"pp": degrees.pp, "fsdp": degrees.dp, "tp": degrees.tp}
-    used = [row_name for row_name, degree in counts.items() if degree > 1]
-    return tuple(ROWS[row_name] for row_name in used or [name])
+    used = [name for name, degree in counts.items() if degree > 1 and choice.name in MESHED]
+    return tuple(ROWS[name] for name in used or [choice.name])
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
@@ -166,12 +163,8 @@ def mesh_phrase(choice: Strategy) -> str:
 def options_phrase(choice: Strategy) -> str:
     """The options that are not at their defaults, as they are typed; "" where all are."""
     default = Options()
-    typed = []
-    for row in OPTIONS.values():
-        value = getattr(choice.options, row.name)
-        if value != getattr(default, row.name):
-            typed.append(strategy_strategy_options.typed(row, value))
-    return " ".join(typed)
+    values = ((row, getattr(choice.options, row.name)) for row in OPTIONS.values())
+    return " ".join(typed(row, v) for row, v in values if v != getattr(default, row.name))
 
 
 def described(choice: Strategy) -> str:

@@ -9,16 +9,10 @@ from typing import Self
 
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
-from nbdist.strategy import (
-    degrees as strategy_strategy_degrees,
-)
-from nbdist.strategy import (
-    options as strategy_strategy_options,
-)
-from nbdist.strategy import (
-    validate,
-)
+from nbdist.strategy import options as typed_options
+from nbdist.strategy import validate
 from nbdist.strategy.choice import MESHED, Degrees, Options, Strategy
+from nbdist.strategy.degrees import name_for, replicas, resolve
 from nbdist.strategy.table import OTHER_NAMES, ROWS, StrategyRow
 
 
@@ -37,17 +31,14 @@ class StrategySpec:
     @classmethod
     def parse(cls, name: str | None, settings: Mapping[str, object]) -> Self | None:
         """What was typed, or None for nothing."""
-        typed = {
-            word: value
-            for word, value in settings.items()
-            if value is not None and value is not False
-        }
-        return None if name is None and not typed else cls(name, tuple(sorted(typed.items())))
+        typed = [(word, v) for word, v in settings.items() if v is not None and v is not False]
+        return None if name is None and not typed else cls(name, tuple(sorted(typed)))
 
     def choose(self, world_size: int, *, device_type: str = "", backend: str = "") -> Strategy:
         """The choice for so many ranks; see `choose`."""
-        settings = dict(self.settings)
-        return choose(self.name, settings, world_size, device_type=device_type, backend=backend)
+        return choose(
+            self.name, dict(self.settings), world_size, device_type=device_type, backend=backend
+        )
 
     def on(self, topology: Topology) -> Strategy:
         """The choice for these ranks; see `choose`."""
@@ -69,7 +60,7 @@ def choose(
 
     Args:
         name: Of a row; None where the degrees say it.
-        settings: Degrees and options by name (see strategy_options.read); None and False stand for
+        settings: Degrees and options by name (see options.read); None and False stand for
             what was not typed.
         world_size: Ranks.
         device_type: "cpu" or "cuda", to refuse what cannot work there; empty leaves that open.
@@ -79,11 +70,11 @@ def choose(
         OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
             have no effect; the message lists what does.
     """
-    read = strategy_strategy_options.read(settings)
+    read = typed_options.read(settings)
     degrees = dict(read.degrees)
     copies = degrees.pop("replicas", None)
     row = _row(name, degrees)
-    counts = strategy_strategy_degrees.resolve(row, degrees, world_size)
+    counts = resolve(row, degrees, world_size)
     mesh = _mesh(row, counts, copies, read.options.get("shard", "full") == "hybrid")
     options = Options(**row.sets, **read.options)  # type: ignore[arg-type]  # read has the types
     settled = row.name
@@ -102,18 +93,13 @@ def default_choice(world_size: int) -> Strategy:
 def _row(name: str | None, degrees: Mapping[str, int]) -> StrategyRow:
     if name is None and not degrees:
         raise OptionError(f"No strategy was given. Choose one of {', '.join(ROWS)}.")
-    wanted = strategy_strategy_degrees.name_for(degrees) if name is None else name
-    row = ROWS.get(wanted)
-    if row is None:
-        raise OptionError(_unknown_row(wanted))
-    return row
-
-
-def _unknown_row(name: str) -> str:
-    equivalent = OTHER_NAMES.get(name.lower())
-    near = difflib.get_close_matches(name.lower(), ROWS, 1)
+    wanted = name_for(degrees) if name is None else name
+    if wanted in ROWS:
+        return ROWS[wanted]
+    equivalent = OTHER_NAMES.get(wanted.lower())
+    near = difflib.get_close_matches(wanted.lower(), ROWS, 1)
     hint = f" Use {equivalent}." if equivalent else f" Did you mean {near[0]}?" if near else ""
-    return f"There is no strategy {name!r}.{hint} Choose one of {', '.join(ROWS)}."
+    raise OptionError(f"There is no strategy {wanted!r}.{hint} Choose one of {', '.join(ROWS)}.")
 
 
 def _mesh(
@@ -127,8 +113,8 @@ def _mesh(
         axis = row.axis if row.axis.startswith("dp_") else "dp_replicate"
         return Degrees(**split, **{axis: dp})
     if is_hybrid:
-        replicas = strategy_strategy_degrees.replicas(copies, dp)
-        return Degrees(**split, dp_replicate=replicas, dp_shard=dp // replicas)
+        copies = replicas(copies, dp)
+        return Degrees(**split, dp_replicate=copies, dp_shard=dp // copies)
     if copies is not None:
         raise OptionError(
             "--replicas says how many copies --shard hybrid keeps; with --shard full there is one. "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from nbdist.errors import OptionError
 from nbdist.strategy.options import listed
@@ -30,10 +31,7 @@ _NEAREST = {
 
 def name_for(typed: Mapping[str, int]) -> str:
     """The row of a mesh that was typed without a name."""
-    for word in ("pp", "tp", "cp"):
-        if typed.get(word, 1) > 1:
-            return word
-    return "ddp"
+    return next((word for word in ("pp", "tp", "cp") if typed.get(word, 1) > 1), "ddp")
 
 
 def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -54,7 +52,7 @@ def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict
     words = [word for word in (own_word, *row.takes) if word]
     for word, count in typed.items():
         if word not in words and count > 1:
-            raise OptionError(_not_taken(row, word, count))
+            _refuse_degree(row, words, word, count)
     typed = {word: count for word, count in typed.items() if word in words}
     if not words:
         return {}
@@ -62,7 +60,7 @@ def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict
     degrees = dict(typed)
     product = math.prod(typed.values())
     if world_size % product or (free is None and product != world_size):
-        raise OptionError(_unfit_degrees(typed, world_size, has_rest=free is not None))
+        _refuse_product(typed, world_size, has_rest=free is not None)
     if free is not None:
         degrees[free] = world_size // product
     _check_own(row, own_word, degrees, world_size)
@@ -80,8 +78,9 @@ def _check_own(
             f"{row.name} needs 2 ranks or more, and there is 1. %dist_reset -n 2 starts more; one "
             f"rank can do {listed((name for name in ROWS if name in _ONE_RANK), 'or')}."
         )
-    others = " x ".join(f"{word}={n}" for word, n in degrees.items() if word != own_word and n > 1)
-    names = " ".join(_row_of(word) for word, n in degrees.items() if word != own_word and n > 1)
+    rest = {word: n for word, n in degrees.items() if word != own_word and n > 1}
+    others = " x ".join(f"{word}={n}" for word, n in rest.items())
+    names = " ".join(map(_row_of, rest))
     raise OptionError(
         f"{others} leaves 1 of {world_size} ranks for {row.name}, which would have no effect. "
         f"Use {names}, or a smaller degree."
@@ -92,20 +91,17 @@ def _row_of(word: str) -> str:
     return "fsdp" if word == "dp" else word
 
 
-def _not_taken(row: StrategyRow, word: str, count: int) -> str:
-    nearest = _NEAREST.get((row.name, word))
-    if nearest is None:
-        nearest = "fsdp --tp {n}" if word == "tp" else f"{_row_of(word)} --{word} {{n}}"
-    own_word = WORDS[row.axis]
-    takes = [f"--{degree}" for degree in (own_word, *row.takes) if degree]
-    return (
-        f"{row.name} and --{word} {count} cannot be combined: {row.name} takes "
-        f"{listed(takes) if takes else 'no degrees'}. The nearest that works is "
-        f"{nearest.format(n=count)}."
+def _refuse_degree(row: StrategyRow, words: Sequence[str], word: str, count: int) -> NoReturn:
+    default = "fsdp --tp {n}" if word == "tp" else f"{_row_of(word)} --{word} {{n}}"
+    nearest = _NEAREST.get((row.name, word), default).format(n=count)
+    takes = listed(f"--{degree}" for degree in words) if words else "no degrees"
+    raise OptionError(
+        f"{row.name} and --{word} {count} cannot be combined: {row.name} takes {takes}. The "
+        f"nearest that works is {nearest}."
     )
 
 
-def _unfit_degrees(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> str:
+def _refuse_product(typed: Mapping[str, int], world_size: int, *, has_rest: bool) -> NoReturn:
     product = math.prod(typed.values())
     asked = " x ".join(f"{word}={count}" for word, count in typed.items())
     ways = []
@@ -116,10 +112,10 @@ def _unfit_degrees(typed: Mapping[str, int], world_size: int, *, has_rest: bool)
             fitting = divisors(rest) if has_rest else [rest]
             ways.append(f"{listed(fitting, 'or')}{f' for {word}' if len(typed) > 1 else ''}")
     use = f"Use {', or '.join(ways)}." if ways else f"Their product has to be {world_size}."
-    why = f"that is {product} rank{'s' if product > 1 else ''}"
+    why = f"that is {ranks(product)}"
     if len(typed) == 1 and has_rest:
         why = f"{world_size} is not a multiple of {product}"
-    return f"{ranks(world_size)} cannot form {asked}: {why}. {use}"
+    raise OptionError(f"{ranks(world_size)} cannot form {asked}: {why}. {use}")
 
 
 def replicas(asked: int | None, dp: int) -> int:
@@ -135,7 +131,7 @@ def replicas(asked: int | None, dp: int) -> int:
             f"data-parallel rank{'s' if dp > 1 else ''} cannot form them. Use --shard full, or 4 "
             "ranks or more."
         )
-    count = (2 if 2 in fitting else fitting[0]) if asked is None else asked
+    count = fitting[0] if asked is None else asked
     if count not in fitting:
         raise OptionError(
             f"{dp} data-parallel ranks cannot form {count} copies of 2 ranks or more. Use "

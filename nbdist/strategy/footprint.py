@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.strategy.choice import Strategy, rows_of
-from nbdist.strategy.table import HELD, SentBytes, StrategyRow
+from nbdist.strategy.table import HELD, SentBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,14 @@ def recipe_of(choice: Strategy) -> Recipe:
 
 def split_axes(choice: Strategy, what: str) -> tuple[str, ...]:
     """The axes, of those with ranks, over which a word of HELD, batch or sequence is split."""
-    axes = []
-    for row in rows_of(choice):
-        for axis, things in row.splits.items():
-            is_held = row.name != "deepspeed" or what not in HELD
-            if what in things and (is_held or what in _BY_STAGE[choice.options.stage]):
-                axes.append(axis)
-    return tuple(axis for axis in axes if getattr(choice.degrees, axis) > 1)
+    if choice.name == "deepspeed" and what in HELD and what not in _BY_STAGE[choice.options.stage]:
+        return ()
+    return tuple(
+        axis
+        for row in rows_of(choice)
+        for axis, things in row.splits.items()
+        if what in things and getattr(choice.degrees, axis) > 1
+    )
 
 
 def held_bytes(choice: Strategy, n_parameters: float, recipe: Recipe) -> float:
@@ -88,19 +89,17 @@ def held_parts(choice: Strategy, n_parameters: float, recipe: Recipe) -> dict[st
 
 def held_formula(choice: Strategy) -> str:
     """The same in letters: p, g and o are a parameter's bytes, the others are degrees."""
-    shares: dict[tuple[str, ...], list[str]] = {}
+    letters: dict[tuple[str, ...], list[str]] = {}
     for what in HELD:
-        shares.setdefault(split_axes(choice, what), []).append(what[0])
-    return " + ".join(_share(choice, axes, letters) for axes, letters in shares.items())
-
-
-def _share(choice: Strategy, axes: tuple[str, ...], letters: list[str]) -> str:
-    text = " + ".join(letters)
-    if not axes:
-        return text
-    over = " * ".join(_word(choice, axis) for axis in axes)
-    over = f"({over})" if len(axes) > 1 else over
-    return f"({text})/{over}" if len(letters) > 1 else f"{text}/{over}"
+        letters.setdefault(split_axes(choice, what), []).append(what[0])
+    shares = []
+    for axes, summands in letters.items():
+        text = " + ".join(summands)
+        over = " * ".join(_word(choice, axis) for axis in axes)
+        over = f"({over})" if len(axes) > 1 else over
+        text = f"({text})" if axes and len(summands) > 1 else text
+        shares.append(f"{text}/{over}" if axes else text)
+    return " + ".join(shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +132,21 @@ CALLS: Mapping[str, StepCollective] = {
 
 def sent_of(choice: Strategy) -> tuple[SentBytes, ...]:
     """What a rank sends in a step of the optimizer, along the axes that have ranks."""
-    sends = [sent for row in rows_of(choice) for sent in _sends(row, choice)]
+    options = choice.options
+    sends: list[SentBytes] = []
+    for row in rows_of(choice):
+        gathers_once = options.shard == "grad-op" if row.name != "deepspeed" else options.stage < 3
+        is_once = row.name in {"fsdp", "fsdp1", "deepspeed"} and gathers_once
+        sends += [
+            replace(sent, times=1) if is_once and sent.call == "all-gather" else sent
+            for sent in row.sends
+        ]
     return tuple(sent for sent in sends if axes_size(choice, sent.axes) > 1)
 
 
 def axes_size(choice: Strategy, axes: tuple[str, ...]) -> int:
     """How many ranks lie along axes together."""
     return math.prod(getattr(choice.degrees, axis) for axis in axes)
-
-
-def _sends(row: StrategyRow, choice: Strategy) -> tuple[SentBytes, ...]:
-    """A row's, with what its options change."""
-    options = choice.options
-    gathers_once = options.shard == "grad-op" if row.name != "deepspeed" else options.stage < 3
-    if row.name in {"fsdp", "fsdp1", "deepspeed"} and gathers_once:
-        return tuple(
-            replace(sent, times=1) if sent.call == "all-gather" else sent for sent in row.sends
-        )
-    return row.sends
 
 
 def sent_bytes(
@@ -190,20 +186,18 @@ def wire_bytes(choice: Strategy, sent: SentBytes, message_bytes: float) -> float
 
 def sent_phrases(choice: Strategy) -> tuple[str, ...]:
     """What a rank sends, a phrase each: `all-gather parameters 2 x over dp`."""
+    per = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}
     phrases = []
     for sent in sent_of(choice):
         times = f" {sent.times} x" if sent.times > 1 else ""
         axes = (axis for axis in sent.axes if getattr(choice.degrees, axis) > 1)
         over = " x ".join(_word(choice, axis) for axis in axes)
-        phrases.append(f"{sent.call} {sent.what}{times} over {over}{_PER.get(sent.what, '')}")
+        phrases.append(f"{sent.call} {sent.what}{times} over {over}{per.get(sent.what, '')}")
     return tuple(phrases)
-
-
-_PER = {"activations": ", per block", "keys-values": ", per block", "boundary": ", per stage"}
 
 
 def _word(choice: Strategy, axis: str) -> str:
     """An axis as its degree is typed; of hybrid sharding, copies and the ranks of each."""
-    if choice.degrees.dp_shard > 1 and choice.degrees.dp_replicate > 1:
-        return {"dp_shard": "shard", "dp_replicate": "replicas"}.get(axis, axis)
-    return {"dp_shard": "dp", "dp_replicate": "dp"}.get(axis, axis)
+    is_hybrid = choice.degrees.dp_shard > 1 and choice.degrees.dp_replicate > 1
+    shard, replicate = ("shard", "replicas") if is_hybrid else ("dp", "dp")
+    return {"dp_shard": shard, "dp_replicate": replicate}.get(axis, axis)

@@ -172,22 +172,18 @@ def read(settings: Mapping[str, object]) -> TypedOptions:
             degrees[word] = _count(f"--{word}", value, DEGREES[word])
             continue
         name, meant = SHORTHANDS.get(word, (word, value))
-        row = _option(name)
+        row = _BY_WORD.get(name)
+        if row is None:
+            words = [*DEGREES, *SHORTHANDS, *(option.word for option in _OPTIONS)]
+            near = difflib.get_close_matches(name, words, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise OptionError(
+                f"There is no option {name!r} of a strategy.{hint} Choose from: {', '.join(words)}."
+            )
         parsed = _READ[row.kind](row, meant)
         if options.setdefault(row.name, parsed) != parsed:
             raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {parsed}.")
     return TypedOptions({word: degrees[word] for word in DEGREES if word in degrees}, options)
-
-
-def _option(word: str) -> OptionRow:
-    row = _BY_WORD.get(word)
-    if row is None:
-        words = [*DEGREES, *SHORTHANDS, *(option.word for option in _OPTIONS)]
-        near = difflib.get_close_matches(word, words, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise OptionError(f"There is no option {word!r} of a strategy.{hint} Choose from: "
-                          f"{', '.join(words)}.")  # fmt: skip
-    return row
 
 
 def _text(row: OptionRow, value: object) -> str:
@@ -245,12 +241,11 @@ _READ: Mapping[str, Callable[[OptionRow, object], object]] = {
 
 def takers(row: OptionRow) -> list[str]:
     """The names of the strategies that take an option."""
-    steps = set(row.steps)
     return [
         strategy.name
         for strategy in ROWS.values()
         if strategy.name not in row.never
-        and (not steps or steps & {*strategy.steps, *strategy.common})
+        and (not row.steps or {*strategy.steps, *strategy.common}.intersection(row.steps))
     ]
 
 

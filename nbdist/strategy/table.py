@@ -62,31 +62,33 @@ class StrategyRow:
     name: str
     title: str
     axis: str
-    takes: tuple[str, ...]
-    splits: Mapping[str, tuple[str, ...]]
-    steps: tuple[str, ...]
-    sends: tuple[SentBytes, ...]
-    gathered: str
     needs: str
     when: str
     source: str
+    takes: tuple[str, ...] = ()
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
+    sends: tuple[SentBytes, ...] = ()
+    gathered: str = ""
     common: tuple[str, ...] = ("options", "precision")
     fixed: str = ""
     sets: Mapping[str, str] = field(default_factory=dict)
 
 
-_ALL_HELD = {"parameters", "gradients", "optimizer"}
+_BLOCKS = "a list of blocks (found automatically, or --blocks)"
+# With --shard grad-op parameters are gathered once; strategy.footprint knows it.
+_SHARDED = (
+    SentBytes(("dp_shard",), "all-gather", "parameters", 2),
+    SentBytes(("dp_shard",), "reduce-scatter", "gradients"),
+    SentBytes(("dp_replicate",), "all-reduce", "gradients"),
+)
+_OVER_CP = SentBytes(("dp_replicate", "cp"), "all-reduce", "gradients")
 
 _ROWS = (
     StrategyRow(
         name="single",
         title="no parallelism: every rank trains the same by itself",
         axis="",
-        takes=(),
-        splits={},
-        steps=(),
-        sends=(),
-        gathered="",
         needs="nothing",
         when="the model fits and one device is fast enough; the reference for all others",
         source="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
@@ -95,11 +97,9 @@ _ROWS = (
         name="ddp",
         title="distributed data parallel: a copy of the model on every rank",
         axis="dp_replicate",
-        takes=(),
         splits={"dp_replicate": ("batch",)},
         steps=("ddp",),
         sends=(SentBytes(("dp_replicate",), "all-reduce", "gradients"),),
-        gathered="",
         needs="a batch that can be divided by the ranks",
         when="the model with its optimizer fits on one device",
         source="https://arxiv.org/abs/2006.15704",
@@ -111,15 +111,10 @@ _ROWS = (
         takes=("tp", "pp"),
         splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
         steps=("fsdp",),
-        # With --shard grad-op parameters are gathered once; strategy.footprint knows it.
-        sends=(
-            SentBytes(("dp_shard",), "all-gather", "parameters", 2),
-            SentBytes(("dp_shard",), "reduce-scatter", "gradients"),
-            SentBytes(("dp_replicate",), "all-reduce", "gradients"),
-        ),
+        sends=_SHARDED,
         gathered="the parameters of one block; with --shard grad-op all parameters, from the "
         "forward to the end of the backward",
-        needs="a list of blocks (found automatically, or --blocks)",
+        needs=_BLOCKS,
         when="the model with its optimizer does not fit on one device; the first thing to try",
         source="https://arxiv.org/abs/2304.11277",
     ),
@@ -127,16 +122,11 @@ _ROWS = (
         name="fsdp1",
         title="the older FSDP, with flat parameters",
         axis="dp_shard",
-        takes=(),
         splits={"dp_shard": (*HELD, "batch"), "dp_replicate": ("batch",)},
         steps=("fsdp1",),
-        sends=(
-            SentBytes(("dp_shard",), "all-gather", "parameters", 2),
-            SentBytes(("dp_shard",), "reduce-scatter", "gradients"),
-            SentBytes(("dp_replicate",), "all-reduce", "gradients"),
-        ),
+        sends=_SHARDED,
         gathered="the parameters of one block; with --shard grad-op all parameters",
-        needs="a list of blocks (found automatically, or --blocks)",
+        needs=_BLOCKS,
         when="to see what older code does; fsdp replaces it",
         source="https://docs.pytorch.org/docs/stable/fsdp.html",
         fixed="FSDP1 copies all parameters of a block into one flat one and keeps none of them",
@@ -145,7 +135,6 @@ _ROWS = (
         name="zero1",
         title="ZeRO stage 1: ddp, with the optimizer's state split",
         axis="dp_replicate",
-        takes=(),
         splits={"dp_replicate": ("optimizer", "batch")},
         steps=("ddp", "zero1"),
         # DDP's all-reduce stays, so this is more than the 2 (n - 1) / n of the paper.
@@ -153,7 +142,6 @@ _ROWS = (
             SentBytes(("dp_replicate",), "all-reduce", "gradients"),
             SentBytes(("dp_replicate",), "broadcast", "parameters"),
         ),
-        gathered="",
         needs="an optimizer that treats each parameter by itself (AdamW, SGD)",
         when="the model fits, the optimizer's state does not",
         source="https://arxiv.org/abs/1910.02054",
@@ -162,7 +150,6 @@ _ROWS = (
         name="deepspeed",
         title="DeepSpeed's ZeRO: stage 1, 2 or 3, with offload to CPU or NVMe",
         axis="dp_replicate",
-        takes=(),
         # By the stage; see strategy.footprint.
         splits={"dp_replicate": (*HELD, "batch")},
         steps=("deepspeed",),
@@ -185,7 +172,6 @@ _ROWS = (
         splits={"tp": HELD},
         steps=("tp",),
         sends=(SentBytes(("tp",), "all-reduce", "activations", 4),),
-        gathered="",
         needs="heads that can be divided by the degree; a plan for a model that nbdist does not "
         "know",
         when="one layer is too large or too slow for a device, and the link is fast (one host)",
@@ -199,7 +185,6 @@ _ROWS = (
         splits={"pp": HELD},
         steps=("pp", "pipeline"),
         sends=(SentBytes(("pp",), "send", "boundary", 2),),
-        gathered="",
         needs="a list of blocks, as many as stages or more; a batch that can be divided by the "
         "micro-batches; a forward that returns the loss",
         when="the model is deep and the link is slow (between hosts)",
@@ -212,11 +197,7 @@ _ROWS = (
         takes=("dp",),
         splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
         steps=("ddp", "cp"),
-        sends=(
-            SentBytes(("cp",), "ring", "keys-values", 3),
-            SentBytes(("dp_replicate", "cp"), "all-reduce", "gradients"),
-        ),
-        gathered="",
+        sends=(SentBytes(("cp",), "ring", "keys-values", 3), _OVER_CP),
         needs="attention by scaled_dot_product_attention, without masks and dropout",
         when="activations of one long sequence do not fit",
         source="https://arxiv.org/abs/2310.01889",
@@ -229,11 +210,7 @@ _ROWS = (
         takes=("dp",),
         splits={"cp": ("sequence",), "dp_replicate": ("batch",)},
         steps=("ddp", "cp"),
-        sends=(
-            SentBytes(("cp",), "all-to-all", "activations", 8),
-            SentBytes(("dp_replicate", "cp"), "all-reduce", "gradients"),
-        ),
-        gathered="",
+        sends=(SentBytes(("cp",), "all-to-all", "activations", 8), _OVER_CP),
         needs="attention by scaled_dot_product_attention; heads that can be divided by the degree",
         when="as cp, with enough heads and a fast link",
         source="https://arxiv.org/abs/2309.14509",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -131,11 +132,13 @@ def is_same(old: Placement, new: Placement, world_size: int) -> bool:
 @functools.lru_cache(maxsize=4096)
 def missing_on_ranks(old: Placement, new: Placement, world_size: int) -> tuple[int, ...]:
     """Ranks that need elements on the new side which no rank has on the old one."""
-    covered: dict[int, int] = {}
+    covered: Counter[int] = Counter()
     for transfer in transfers(old, new, world_size):
-        covered[transfer.target] = covered.get(transfer.target, 0) + math.prod(transfer.shape)
+        covered[transfer.target] += math.prod(transfer.shape)
     return tuple(
-        rank for rank in _changing(old, new, world_size) if covered.get(rank, 0) != _size(new, rank)
+        rank
+        for rank in _changing(old, new, world_size)
+        if covered[rank] != math.prod(local_shape(new.layout, new.degrees, rank) or (0,))
     )
 
 
@@ -189,12 +192,12 @@ def split(transfer: Transfer, limit: int) -> Iterator[Transfer]:
 
 def _changing(old: Placement, new: Placement, world_size: int) -> list[int]:
     """The ranks that hold something on the new side that is not what they have."""
-    ranks = []
-    for rank in range(world_size):
-        wanted = local_runs(new.layout, new.degrees, rank)
-        if wanted is not None and wanted != local_runs(old.layout, old.degrees, rank):
-            ranks.append(rank)
-    return ranks
+    return [
+        rank
+        for rank in range(world_size)
+        if (wanted := local_runs(new.layout, new.degrees, rank)) is not None
+        and wanted != local_runs(old.layout, old.degrees, rank)
+    ]
 
 
 def _chunk(size: int, degree: int, index: int) -> tuple[int, int]:
@@ -240,12 +243,8 @@ def _common(old: Runs, new: Runs) -> Cuts:
             first = max(old_start, new_start)
             last = min(old_start + old_length, new_start + new_length)
             if first < last:
-                place = (
-                    old_offset + first - old_start,
-                    new_offset + first - new_start,
-                    last - first,
-                )
-                cuts.append(place)
+                starts = old_offset + first - old_start, new_offset + first - new_start
+                cuts.append((*starts, last - first))
             new_offset += new_length
         old_offset += old_length
     return tuple(cuts)
@@ -259,7 +258,3 @@ def _is_stretch(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 def _length(dim: Runs) -> int:
     return sum(length for _, length in dim)
-
-
-def _size(side: Placement, rank: int) -> int:
-    return math.prod(local_shape(side.layout, side.degrees, rank) or (0,))

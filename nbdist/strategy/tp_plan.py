@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.errors import OptionError
+from nbdist.strategy.degrees import divisors
+from nbdist.strategy.options import listed
 from nbdist.strategy.tp_names import EMBEDDINGS, FAMILIES, HEAD_NORMS, HEADS, Family
 
 
@@ -117,9 +119,12 @@ def find_plan(layers: Layers, degree: int) -> FoundPlan:
             if pair and family.is_attention and not _has_heads(layers[owner]):
                 headless.append(owner)
             plan.update(pair)
-    if plan:
-        plan.update(_vocabulary(layers, plan, degree))
-    return FoundPlan(plan, _uncovered(plan, layers), tuple(headless))
+    if not plan:
+        return FoundPlan({})
+    plan.update(_vocabulary(layers, plan, degree))
+    owners = [attention.owner for attention in attentions(plan, layers)]
+    uncovered = (n for n in layers if n not in plan and _is_uncovered(n, owners, plan, layers))
+    return FoundPlan(plan, tuple(uncovered), tuple(headless))
 
 
 def attentions(plan: Plan, layers: Layers) -> tuple[Attention, ...]:
@@ -156,18 +161,11 @@ def check_counts(needed: Iterable[Count], degree: int, world_size: int) -> None:
     # Heads first: they are what a user knows of a model, and they decide mostly.
     for count in sorted(needed, key=lambda count: "heads" not in count.what):
         if count.number % degree:
-            fit = degrees_that_work((count.number for count in needed), world_size)
-            shown = ", ".join(map(str, fit[:-1])) + (" or " if fit[1:] else "") + str(fit[-1])
+            fit = divisors(math.gcd(world_size, *(count.number for count in needed)))
             raise OptionError(
                 f"tp={degree} does not divide the {count.number} {count.what}. "
-                f"This model can be split with tp={shown} on {world_size} ranks."
+                f"This model can be split with tp={listed(fit, 'or')} on {world_size} ranks."
             )
-
-
-def degrees_that_work(numbers: Iterable[int], world_size: int) -> tuple[int, ...]:
-    """The degrees that divide every number and the number of ranks, ascending; 1 at least."""
-    common = math.gcd(world_size, *numbers)
-    return tuple(degree for degree in range(1, common + 1) if common % degree == 0)
 
 
 def _pair(name: str, family: Family, layers: Layers, plan: Plan) -> Plan:
@@ -182,27 +180,21 @@ def _pair(name: str, family: Family, layers: Layers, plan: Plan) -> Plan:
         return {}
     pair = {column: Style("colwise", family.parts) for column in columns}
     pair[rows[0]] = Style("rowwise")
-    if family.is_attention:
-        pair.update(_head_norms(_parent(columns[0]), layers))
+    owner = _parent(columns[0])
+    for norm in (_join(owner, norm) for norm in HEAD_NORMS if family.is_attention):
+        is_norm = norm in layers and layers[norm].kind == "norm"
+        if is_norm and layers[norm].n_out == layers[owner].head_size:
+            pair[norm] = Style("shared")
     return pair
-
-
-def _head_norms(owner: str, layers: Layers) -> Plan:
-    size = layers[owner].head_size
-    names = [_join(owner, norm) for norm in HEAD_NORMS]
-    return {
-        name: Style("shared")
-        for name in names
-        if name in layers and layers[name].kind == "norm" and layers[name].n_out == size
-    }
 
 
 def _in_sequence(name: str, layers: Layers) -> Plan:
     """Pairs of linear layers in a Sequential with nothing but activations between them."""
-    children = [child for child in layers if child and _parent(child) == name and child != name]
     pairs: Plan = {}
     last: str | None = None
-    for child in children:
+    for child in layers:
+        if not child or child == name or _parent(child) != name:
+            continue
         kind = layers[child].kind
         if kind == "linear" and last is not None and layers[last].n_out == layers[child].n_in:
             pairs |= {last: Style("colwise"), child: Style("rowwise")}
@@ -216,24 +208,21 @@ def _in_sequence(name: str, layers: Layers) -> Plan:
 
 def _vocabulary(layers: Layers, plan: Plan, degree: int) -> Plan:
     """Embeddings of words, and the layers that make logits of the same vocabulary."""
-    tables = {
-        name: layer
+    tables = [
+        name
         for name, layer in layers.items()
         if layer.kind == "embedding"
         and name.rpartition(".")[2] in EMBEDDINGS
         and -(-layer.n_in // degree) * (degree - 1) < layer.n_in
-    }
-    weights = {layer.weight for layer in tables.values()}
-    sizes = {layer.n_in for layer in tables.values()}
-    heads = {
-        name: layer
-        for name, layer in layers.items()
-        if layer.kind == "linear"
-        and name not in plan
-        and not layer.is_in_block
-        and (layer.weight in weights or (layer.n_out in sizes and name.rpartition(".")[2] in HEADS))
-    }
-    styles = {name: Style("embedding") for name in tables} | {name: Style("head") for name in heads}
+    ]
+    styles = dict.fromkeys(tables, Style("embedding"))
+    weights = {layers[name].weight for name in tables}
+    sizes = {layers[name].n_in for name in tables}
+    for name, layer in layers.items():
+        is_outside = layer.kind == "linear" and name not in plan and not layer.is_in_block
+        is_head = layer.n_out in sizes and name.rpartition(".")[2] in HEADS
+        if is_outside and (is_head or layer.weight in weights):
+            styles[name] = Style("head")
     # Tied to something that stays whole, it stays whole.
     whole = {layer.weight for name, layer in layers.items() if name not in styles}
     return {name: style for name, style in styles.items() if layers[name].weight not in whole}
@@ -258,15 +247,6 @@ def _has_heads(owner: Layer) -> bool:
     return owner.heads is not None or owner.head_size is not None
 
 
-def _uncovered(plan: Plan, layers: Layers) -> tuple[str, ...]:
-    if not plan:
-        return ()
-    owners = [attention.owner for attention in attentions(plan, layers)]
-    return tuple(
-        name for name in layers if name not in plan and _is_uncovered(name, owners, plan, layers)
-    )
-
-
 def _is_uncovered(name: str, owners: Sequence[str], plan: Plan, layers: Layers) -> bool:
     """Linear layers of blocks, what has parameters in attention, and norms of what is split."""
     layer = layers[name]
@@ -281,13 +261,12 @@ def _is_uncovered(name: str, owners: Sequence[str], plan: Plan, layers: Layers) 
 
 def _is_between(name: str, plan: Plan, layers: Layers) -> bool:
     """Whether a norm is as wide as what is split beside it, and not as what is whole."""
-    beside = [
-        neighbour
-        for neighbour in plan
-        if _parent(neighbour) == _parent(name) and plan[neighbour].kind == "colwise"
-    ]
     width = layers[name].n_out
-    return any(layers[neighbour].n_out == width != layers[neighbour].n_in for neighbour in beside)
+    return any(
+        layers[neighbour].n_out == width != layers[neighbour].n_in
+        for neighbour, style in plan.items()
+        if style.kind == "colwise" and _parent(neighbour) == _parent(name)
+    )
 
 
 def _is_linear(name: str, layers: Layers) -> bool:

@@ -54,14 +54,21 @@ def read_plan(patterns: Mapping[str, object], layers: Layers) -> Plan:
     """
     plan = {}
     for pattern, text in patterns.items():
-        style = read_style(text, pattern)
-        names = [name for name in layers if _matches(name, pattern)]
+        style, wanted = read_style(text, pattern), pattern.split(".")
+        names = [
+            name
+            for name in layers
+            if len(parts := name.split(".")) == len(wanted)
+            and all(map(fnmatch.fnmatchcase, parts, wanted))
+        ]
         if not names:
             raise OptionError(
                 f"tp_plan: {pattern} matches no module. Modules are, for example: "
                 f"{_join_patterns([name for name in layers if name], 12)}"
             )
-        plan.update({name: _check_style(name, style, layers[name]) for name in names})
+        for name in names:
+            _check_style(name, style, layers[name])
+            plan[name] = style
     kinds = {style.kind for style in plan.values()}
     if not kinds & {"colwise", "attention", "embedding", "head"}:
         raise OptionError(f"tp_plan splits nothing: no module in it is colwise. As in: {_EXAMPLE}")
@@ -103,17 +110,10 @@ def headless(name: str) -> str:
     )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _check_style(name: str, style: Style, layer: Layer) -> Style:
-    wanted = {
-        "colwise": "linear", "rowwise": "linear", "head": "linear", "embedding": "embedding",
-        "attention": "attention",
-    }.get(style.kind)  # fmt: skip
-    if wanted is not None and layer.kind != wanted:
+def _check_style(name: str, style: Style, layer: Layer) -> None:
+    wanted = {"colwise": "linear", "rowwise": "linear", "head": "linear"}.get(style.kind)
+    wanted = wanted or style.kind
+    if wanted in _KINDS and layer.kind != wanted:
         raise OptionError(
             f"tp_plan: {name} is {style.kind}, which only goes with {_KINDS[wanted]}."
         )
@@ -121,7 +121,6 @@ def _check_style(name: str, style: Style, layer: Layer) -> Style:
         raise OptionError(
             f"tp_plan: {name} has {layer.n_out} outputs, which are not {style.parts} equal parts."
         )
-    return style
 
 
 _KINDS = {
