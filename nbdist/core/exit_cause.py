@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nbdist.core import units
-from nbdist.core.stacks import Frame, ThreadStack, frame_text, parse_dump, place_name, user_part
+from nbdist.core.stacks import ThreadStack, frame_text, parse_dump, place_name, user_part
 
 # The files of a rank in the run folder.
 CRASH_FILE = "crash.{rank}"
@@ -20,6 +20,7 @@ DUMP_SIGNAL: int = int(signal.SIGRTMIN) + 9 if hasattr(signal, "SIGRTMIN") else 
 
 # Sent by the process's own code: faulthandler writes where it was.
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+_SOMEBODY = "sent by somebody else"
 _HINTS = {"SIGBUS": "; usually shared memory (/dev/shm) was full"}
 
 
@@ -69,9 +70,12 @@ def cause(code: int | None, remains: Remains) -> str:
     if code >= 0:
         return f"exit code {code}: the process ended itself, by os._exit or in a library"
     name = signal_name(-code)
-    if name in CRASHES and not remains.is_ours:
+    if remains.is_ours:
+        return f"signal {name}: sent by nbdist"
+    if name in CRASHES:
         return f"signal {name}{_place_of_crash(remains)}{_HINTS.get(name, '')}"
-    return f"signal {name}: {_sender(name, remains)}"
+    killer = _killer(remains.before, remains.after) if name == "SIGKILL" else _SOMEBODY
+    return f"signal {name}: {killer}"
 
 
 def signal_name(number: int) -> str:
@@ -82,32 +86,20 @@ def signal_name(number: int) -> str:
         return str(number)
 
 
-def _sender(name: str, remains: Remains) -> str:
-    if remains.is_ours:
-        return "sent by nbdist"
-    if name != "SIGKILL":
-        return "sent by somebody else"
-    return _killer(remains.before, remains.after)
-
-
 def _killer(before: OomCounts, after: OomCounts) -> str:
     if _rose(before.cgroup, after.cgroup):
-        limit = (
-            "" if after.limit_bytes is None else f"cgroup limit {units.size(after.limit_bytes)}; "
-        )
-        return (
-            f"the system killed it for memory ({limit}oom_kill rose from {before.cgroup} to "
-            f"{after.cgroup})"
-        )
+        limit_bytes = after.limit_bytes
+        limit = "" if limit_bytes is None else f"cgroup limit {units.size(limit_bytes)}; "
+        counts = f"oom_kill rose from {before.cgroup} to {after.cgroup}"
+        return f"the system killed it for memory ({limit}{counts})"
     if _rose(before.machine, after.machine):
         # Another process of the machine may have been the one.
         return (
             "the system probably killed it for memory (oom_kill of the machine rose from "
             f"{before.machine} to {after.machine})"
         )
-    if after.cgroup is None and after.machine is None:
-        return "sent by somebody else, or by the system for memory"
-    return "sent by somebody else"
+    is_uncounted = after.cgroup is None and after.machine is None
+    return _SOMEBODY + (", or by the system for memory" if is_uncounted else "")
 
 
 def _rose(before: int | None, after: int | None) -> bool:
@@ -133,14 +125,8 @@ def _where(thread: ThreadStack, cells: Mapping[str, int]) -> str:
     called = next((frame for frame in reversed(frames) if frame.file in cells), None)
     if called is None:
         return f" in {frame_text(innermost, cells)}"
+    line = f"at line {called.line} of {place_name(called.file, cells)}"
     if called is innermost:
-        return f" at {_line_of(called, cells)}"
-    return f" in {_function_of(innermost, cells)}, called at {_line_of(called, cells)}"
-
-
-def _line_of(frame: Frame, cells: Mapping[str, int]) -> str:
-    return f"line {frame.line} of {place_name(frame.file, cells)}"
-
-
-def _function_of(frame: Frame, cells: Mapping[str, int]) -> str:
-    return f"{frame.function} ({place_name(frame.file, cells)}, line {frame.line})"
+        return f" {line}"
+    place = f"{place_name(innermost.file, cells)}, line {innermost.line}"
+    return f" in {innermost.function} ({place}), called {line}"

@@ -78,17 +78,13 @@ def grouped(failures: Iterable[RankFailure]) -> tuple[tuple[RankFailure, tuple[i
     Two failures are the same when their tracebacks are, memory addresses and
     colours aside. Followers may also name different ports of their peers.
     """
-    groups: dict[tuple[str, str, str], list[RankFailure]] = {}
+    groups: dict[tuple[str, ...], list[RankFailure]] = {}
     for failure in root_cause_first(failures):
-        groups.setdefault(_sameness(failure), []).append(failure)
+        texts = [plain(failure.message), plain("\n".join(failure.traceback))]
+        if failure.is_follower:
+            texts = [_PORT.sub("", text) for text in texts]
+        groups.setdefault((failure.name, *texts), []).append(failure)
     return tuple((same[0], tuple(sorted(f.rank for f in same))) for same in groups.values())
-
-
-def _sameness(failure: RankFailure) -> tuple[str, str, str]:
-    texts = plain(failure.message), plain("\n".join(failure.traceback))
-    if failure.is_follower:
-        texts = _PORT.sub("", texts[0]), _PORT.sub("", texts[1])
-    return (failure.name, *texts)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -123,11 +119,10 @@ def summary(failures: Iterable[RankFailure]) -> str:
     (first, ranks), *others = grouped(failures)
     line = f"{ranks_phrase(ranks)} {_failure_text(first, _one_line(first.message))}"
     for failure, its_ranks in others[:FULL_TRACEBACKS]:
-        pattern_match = _FOLLOWER.search(plain(failure.message))
         # Of a follower's message, which says where in Gloo's source it is, only what happened.
-        message, verb = (
-            (pattern_match[0], "then failed with") if pattern_match else (failure.message, "raised")
-        )
+        happened = _FOLLOWER.search(plain(failure.message))
+        message = happened[0] if happened else failure.message
+        verb = "then failed with" if happened else "raised"
         line += f"; {ranks_phrase(its_ranks)} {_failure_text(failure, _one_line(message), verb)}"
     rest = sorted(rank for _, its in others[FULL_TRACEBACKS:] for rank in its)
     if rest:
@@ -151,7 +146,11 @@ def traceback_text(failures: Sequence[RankFailure]) -> str:
         elif failure.traceback:
             head = _bold(f"{who} {_failure_text(failure, '')}")
             is_short = has_cause and failure.is_follower
-            frames = [f for f in failure.traceback if not (is_short and _is_library(f))]
+            frames = [
+                frame
+                for frame in failure.traceback
+                if not (is_short and _LIBRARY_FRAME.match(plain(frame)))
+            ]
             parts.append(f"{head}:\n" + "\n".join(frames))
         else:
             parts.append(f"{_bold(who)} {_failure_text(failure, failure.message)}")
@@ -166,10 +165,6 @@ def advice(failures: Iterable[RankFailure]) -> str:
     first, *others = advised
     also = sorted(failure.rank for failure in others)
     return first.advice + (f"\n{ranks_phrase(also)} ran out of memory too" if also else "")
-
-
-def _is_library(frame: str) -> bool:
-    return bool(_LIBRARY_FRAME.match(plain(frame)))
 
 
 def _bold(text: str) -> str:

@@ -33,8 +33,8 @@ def usable_cores() -> int:
 
 def this_machine() -> Machine:
     """What tells this machine, this boot of it and this container from others."""
-    spaces = procfs.link(procfs.PROC / "self/ns/pid")
-    return Machine(socket.gethostname(), procfs.boot_id(), spaces)
+    pid_space = procfs.link(procfs.PROC / "self/ns/pid")
+    return Machine(socket.gethostname(), procfs.boot_id(), pid_space)
 
 
 def started(pid: int) -> str | None:

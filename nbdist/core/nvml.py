@@ -103,7 +103,11 @@ class Nvml:
         problems: list[str] = []
         for index in range(int(self._nvml.nvmlDeviceGetCount())):
             try:
-                readings += self._read_gpu(index)
+                if index not in self._devices:
+                    self._devices[index] = tuple(self._parts(index))
+                whole = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                parts = self._devices[index]
+                readings += [self._reading(whole, part, fixed) for part, fixed in parts]
             except Exception as error:  # noqa: BLE001  # NVML's errors have no public base class
                 self._devices.pop(index, None)
                 problems.append(f"GPU {index} cannot be read: {error}")
@@ -112,12 +116,6 @@ class Nvml:
     def close(self) -> None:
         """Let go of the driver."""
         self._nvml.nvmlShutdown()
-
-    def _read_gpu(self, index: int) -> Iterator[GpuReading]:
-        if index not in self._devices:
-            self._devices[index] = tuple(self._parts(index))
-        whole = self._nvml.nvmlDeviceGetHandleByIndex(index)
-        return iter([self._reading(whole, part, fixed) for part, fixed in self._devices[index]])
 
     def _parts(self, index: int) -> Iterator[tuple[Any, GpuReading]]:
         """The GPU itself, or its MIG instances, with what never changes of them."""

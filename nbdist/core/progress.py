@@ -88,8 +88,10 @@ def together(by_rank: Mapping[int, Progress | None]) -> Progress | None:
     reported = {rank: progress for rank, progress in by_rank.items() if progress is not None}
     if not reported:
         return None
-    last = min(reported.values(), key=_position)
-    ahead = {r: progress for r, progress in reported.items() if _is_ahead(progress, last)}
+    positions = {rank: (p.phase, p.share or 0.0) for rank, p in reported.items()}
+    last = reported[min(positions, key=lambda rank: positions[rank])]
+    mark = last.phase, (last.share or 0.0) + _AHEAD
+    ahead = {rank: p for rank, p in reported.items() if positions[rank] > mark}
     if not ahead:
         return last
     behind = rank_label([rank for rank in reported if rank not in ahead])
@@ -106,13 +108,3 @@ def _span(shares: list[float]) -> str:
         return ""
     least, most = (f"{share:.0%}" for share in (min(shares), max(shares)))
     return least if least == most else f"{least[:-1]}-{most}"
-
-
-def _position(progress: Progress) -> tuple[int, float]:
-    return progress.phase, progress.share or 0.0
-
-
-def _is_ahead(progress: Progress, last: Progress) -> bool:
-    if progress.phase != last.phase:
-        return progress.phase > last.phase
-    return (progress.share or 0.0) > (last.share or 0.0) + _AHEAD

@@ -66,16 +66,14 @@ def user_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
     nbdist's own frames around torch's functions are left out.
     """
-    start = next(
-        (
-            number
-            for number, frame in enumerate(frames)
-            if frame.function == _SHELL_FUNCTION and _SHELL.search(frame.file)
-        ),
-        None,
+    shells = (
+        number
+        for number, frame in enumerate(frames)
+        if frame.function == _SHELL_FUNCTION and _SHELL.search(frame.file)
     )
+    users = (n for n, frame in enumerate(frames) if not _ENGINE.search(frame.file))
+    start = next(shells, None)
     if start is None:
-        users = (n for n, frame in enumerate(frames) if not _ENGINE.search(frame.file))
         start = next(users, len(frames)) - 1
     return tuple(frame for frame in frames[start + 1 :] if not is_ours(frame.file))
 
@@ -135,13 +133,10 @@ def parse_dump(text: str) -> tuple[ThreadStack, ...]:
             number = int(frame[2]) if frame[2].isdigit() else 0
             threads[-1][1].append(Frame(frame[1], number, frame[3]))
     # Python lists the newest thread first.
+    names = [*(f"thread {number}" for number in range(1, len(threads))), "MainThread"]
     return tuple(
-        ThreadStack(
-            "MainThread" if number == len(threads) else f"thread {number}",
-            is_current,
-            tuple(reversed(frames)),
-        )
-        for number, (is_current, frames) in enumerate(threads, 1)
+        ThreadStack(name, is_current, tuple(reversed(frames)))
+        for name, (is_current, frames) in zip(names, threads, strict=False)
     )
 
 

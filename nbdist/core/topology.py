@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from nbdist.core.ranks import is_all, parse_numbers, rank_label
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.errors import OptionError, StartError
 
 BACKENDS = ("auto", "nccl", "gloo")
@@ -127,18 +128,16 @@ def plan(
     if threads is not None and threads < 1:
         raise OptionError(f"A rank cannot run on {threads} threads. Use 1 or more.")
     is_launcher_order = _hints_are_usable(reports)
-    ordered = sorted(reports, key=_hinted_order if is_launcher_order else _sorted_order)
+    ordered = sorted(
+        reports, key=lambda r: (r.rank_hint,) if is_launcher_order else _sorted_order(r)
+    )
     obstacle = _gpu_obstacle(ordered)
     places = _place(ordered, threads, uses_gpus=not obstacle)
     gpu_uuids = [] if obstacle else [place.device_uuid for place in places]
     choice = choose_backend(backend, gpu_uuids, obstacle)
+    n_hosts = places[-1].node_rank + 1
     return Topology(
-        ranks=places,
-        backend=choice.backend,
-        why=choice.why,
-        is_scaling=choice.is_scaling,
-        n_hosts=places[-1].node_rank + 1,
-        is_launcher_order=is_launcher_order,
+        places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order
     )
 
 
@@ -186,7 +185,14 @@ def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") ->
         "sharing": f"{len(gpu_uuids)} ranks share {gpus}",
         "n_gpus": n_gpus,
     }
-    situation = _SITUATIONS[_device_use(gpu_uuids)]
+    use = "own GPUs"
+    if not gpu_uuids:
+        use = "CPUs"
+    elif n_gpus < len(gpu_uuids):
+        use = "shared GPUs"
+    elif any(uuid.startswith("MIG-") for uuid in gpu_uuids):
+        use = "MIG slices"
+    situation = _SITUATIONS[use]
     if wanted == "nccl" and situation.nccl_error:
         raise OptionError(situation.nccl_error.format_map(facts))
     if wanted == "gloo" and situation.choice.backend == "nccl":
@@ -212,16 +218,13 @@ def local_reports(
     """
     if n < 1:
         raise OptionError(f"-n {n} starts no rank. Use 1 or more.")
-    report = EngineReport(
-        engine_id=0,
-        hostname=hostname,
-        gpus=gpus,
-        cores=cores,
-        size_hint=n,
-        has_cuda=has_cuda,
-        torch_version=torch_version,
-    )
-    return tuple(replace(report, engine_id=i, rank_hint=i, local_hint=i) for i in range(n))
+    return tuple(
+        EngineReport(
+            i, hostname, gpus=gpus, cores=cores, rank_hint=i, size_hint=n, local_hint=i,
+            has_cuda=has_cuda, torch_version=torch_version,
+        )
+        for i in range(n)
+    )  # fmt: skip
 
 
 def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]:
@@ -274,21 +277,15 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
     others = [ip for name, ip in zero.addresses if not _INNER_INTERFACE.match(name)]
-    reachable = [ip for ip in (zero.toward_controller, *others) if _leaves_the_host(ip)]
+    addresses = {ip: ipaddress.ip_address(ip) for ip in (zero.toward_controller, *others) if ip}
+    reachable = [ip for ip, a in addresses.items() if not (a.is_loopback or a.is_link_local)]
     if not reachable:
-        addresses = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
+        listed = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
         raise StartError(
             f"Rank 0 on {zero.hostname} has no address that the other hosts could reach; "
-            f"its addresses: {addresses}. Bring up its network, or start all ranks on one host."
+            f"its addresses: {listed}. Bring up its network, or start all ranks on one host."
         )
-    return tuple(dict.fromkeys(reachable))
-
-
-def _leaves_the_host(ip: str) -> bool:
-    if not ip:
-        return False
-    address = ipaddress.ip_address(ip)
-    return not (address.is_loopback or address.is_link_local)
+    return tuple(reachable)
 
 
 def _host_key(report: EngineReport) -> tuple[str, str, str]:
@@ -305,10 +302,6 @@ def _hints_are_usable(reports: Sequence[EngineReport]) -> bool:
     hosts = [_host_key(by_hint[rank]) for rank in range(n)]
     n_blocks = sum(1 for _ in groupby(hosts))
     return n_blocks == len(set(hosts))  # more blocks: the ranks of a host are not contiguous
-
-
-def _hinted_order(report: EngineReport) -> tuple[object, ...]:
-    return (report.rank_hint,)
 
 
 def _sorted_order(report: EngineReport) -> tuple[object, ...]:
@@ -341,7 +334,7 @@ def _gpu_obstacle(ordered: Sequence[EngineReport]) -> str:
 
 def _which(ranks: Sequence[int], ordered: Sequence[EngineReport]) -> str:
     hosts = ", ".join(dict.fromkeys(ordered[rank].hostname for rank in ranks))
-    return f"rank{'s' if len(ranks) > 1 else ''} {rank_label(ranks)} ({hosts})"
+    return f"{ranks_phrase(ranks)} ({hosts})"
 
 
 def _place(
@@ -372,12 +365,3 @@ def _place(
             )
         )
     return tuple(places)
-
-
-def _device_use(gpu_uuids: Sequence[str]) -> str:
-    if not gpu_uuids:
-        return "CPUs"
-    if len(set(gpu_uuids)) < len(gpu_uuids):
-        return "shared GPUs"
-    has_slices = any(uuid.startswith("MIG-") for uuid in gpu_uuids)
-    return "MIG slices" if has_slices else "own GPUs"

@@ -33,7 +33,7 @@ def seconds(value_s: float) -> str:
 
 def size(value_bytes: float) -> str:
     """`1.2 GB`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
-    return _in_units(value_bytes, BYTE_UNITS, "B")
+    return PLACEHOLDER if is_stored() else exact_size(value_bytes)
 
 
 def exact_size(value_bytes: float) -> str:
@@ -43,7 +43,7 @@ def exact_size(value_bytes: float) -> str:
 
 def duration(value_ns: float) -> str:
     """`1.2 ms`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
-    return _in_units(value_ns, DURATION_UNITS, "ns")
+    return PLACEHOLDER if is_stored() else _text(value_ns, DURATION_UNITS, "ns")
 
 
 def one_line(text: str, most: int = 60) -> str:
@@ -53,10 +53,6 @@ def one_line(text: str, most: int = 60) -> str:
         return line
     end = (most - 3) // 2
     return f"{line[: most - 3 - end]}...{line[-end:]}"
-
-
-def _in_units(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:
-    return PLACEHOLDER if is_stored() else _text(value, units, smallest)
 
 
 def _text(value: float, units: tuple[tuple[float, str], ...], smallest: str) -> str:

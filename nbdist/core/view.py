@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.finding import BAD, OK, Finding, advice, summary
 from nbdist.core.units import shown
+
+_NUMBER = re.compile(r"[0-9.,#]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def table(
     """A table with lines of text around it. Columns of numbers are set to the right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    is_number = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+    is_number = [all(map(_NUMBER.fullmatch, column[1:])) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
         fitted = (
@@ -61,8 +64,17 @@ def table(
         )
         return "  ".join(fitted).rstrip()
 
-    text = "\n".join([*before, line(head), *(line(row) for row in rows), *after])
-    return View(text, _table_html(head, rows, is_number, before, after))
+    def row_html(tag: str, cells: Sequence[str]) -> str:
+        inner = "".join(
+            f'<{tag} style="text-align:{"right" if right else "left"}">{html.escape(cell)}</{tag}>'
+            for cell, right in zip(cells, is_number, strict=True)
+        )
+        return f"<tr>{inner}</tr>"
+
+    text = "\n".join([*before, line(head), *map(line, rows), *after])
+    body = "".join(row_html("td", cells) for cells in rows)
+    page = f"<table><thead>{row_html('th', head)}</thead><tbody>{body}</tbody></table>"
+    return View(text, f"<div>{lines_html(before)}{page}{lines_html(after)}</div>")
 
 
 def verdicts(
@@ -81,10 +93,8 @@ def verdicts(
         title: Stands before the counts.
         none: What to say where all is well.
     """
-    head, rows = ["", "what", "found"], []
-    for finding in findings:
-        text = shown(finding.found) if finding.line is None else finding.found
-        rows.append([finding.verdict, finding.name, text])
+    head = ["", "what", "found"]
+    rows = [[f.verdict, f.name, shown(f.found) if f.line is None else f.found] for f in findings]
     if any(finding.line is not None for finding in findings):
         head = ["line", *head]
         rows = [[str(f.line or "-"), *row] for f, row in zip(findings, rows, strict=True)]
@@ -106,28 +116,3 @@ def lines(texts: Iterable[str]) -> View:
         f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in listed
     )
     return View("\n".join(listed), f'<div style="margin:0.5em 0">{body}</div>')
-
-
-def _is_number(cell: str) -> bool:
-    return bool(cell) and all(character in "0123456789.,#" for character in cell)
-
-
-def _table_html(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    is_number: Sequence[bool],
-    before: Sequence[str],
-    after: Sequence[str],
-) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        inner = "".join(
-            f'<{tag} style="text-align:{"right" if right else "left"}">{html.escape(cell)}</{tag}>'
-            for cell, right in zip(cells, is_number, strict=True)
-        )
-        return f"<tr>{inner}</tr>"
-
-    body = "".join(row("td", cells) for cells in rows)
-    return (
-        f"<div>{lines_html(before)}<table><thead>{row('th', head)}</thead>"
-        f"<tbody>{body}</tbody></table>{lines_html(after)}</div>"
-    )

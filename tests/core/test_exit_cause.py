@@ -43,26 +43,17 @@ def test_an_end_that_left_nothing(code: int | None, expected: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (
-            OomCounts(3, 10, 2_000_000_000),
-            OomCounts(4, 11, 2_000_000_000),
-            "the system killed it for memory (cgroup limit 2.0 GB; oom_kill rose from 3 to 4)",
-        ),
-        (
-            OomCounts(0, 10),
-            OomCounts(2, 12),
-            "the system killed it for memory (oom_kill rose from 0 to 2)",
-        ),
-        (
-            OomCounts(3, 10),
-            OomCounts(3, 11),
-            "the system probably killed it for memory (oom_kill of the machine rose from 10 to 11)",
-        ),
+        (OomCounts(3, 10, 2_000_000_000), OomCounts(4, 11, 2_000_000_000),
+         "the system killed it for memory (cgroup limit 2.0 GB; oom_kill rose from 3 to 4)"),
+        (OomCounts(0, 10), OomCounts(2, 12),
+         "the system killed it for memory (oom_kill rose from 0 to 2)"),
+        (OomCounts(3, 10), OomCounts(3, 11),
+         "the system probably killed it for memory (oom_kill of the machine rose from 10 to 11)"),
         (OomCounts(3, 10), OomCounts(3, 10), "sent by somebody else"),
         (OomCounts(), OomCounts(), "sent by somebody else, or by the system for memory"),
         (OomCounts(3, None), OomCounts(None, None), "sent by somebody else, or by the system"),
     ],
-)
+)  # fmt: skip
 def test_a_kill_for_memory_is_told_by_the_systems_counts(
     before: OomCounts, after: OomCounts, expected: str
 ) -> None:
@@ -80,64 +71,37 @@ def test_our_own_kill_is_no_riddle() -> None:
     assert exit_cause.cause(-signal.SIGABRT, risen) == "signal SIGABRT: sent by nbdist"
 
 
-def test_a_crash_is_told_with_function_and_line() -> None:
-    """The innermost function, and the cell's line that called it."""
-    remains = crash(
-        ("Thread", ('  File "/usr/lib/python3.11/threading.py", line 331 in wait',)),
-        (
-            "Current thread",
-            (
-                '  File "/e/lib/python3.11/site-packages/torch/_ops.py", line 50 in op',
-                f'  File "{CELL}", line 3 in <module>',
-                SHELL,
-            ),
-        ),
-    )
-
-    assert exit_cause.cause(-signal.SIGSEGV, remains) == (
-        "signal SIGSEGV in op (torch/_ops.py, line 50), called at line 3 of cell [12]"
-    )
+SITE = "/e/lib/python3.11/site-packages"
+WAITING = ("Thread", ('  File "/usr/lib/python3.11/threading.py", line 331 in wait',))
+IN_CELL = (("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)),)
 
 
-def test_a_crash_in_the_cell_itself() -> None:
-    """A C function called from the cell has no Python frame of its own."""
-    remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
-
-    assert exit_cause.cause(-signal.SIGSEGV, remains) == "signal SIGSEGV at line 3 of cell [12]"
-
-
-def test_a_crash_outside_of_any_cell() -> None:
-    """Then the innermost line is all that can be told."""
-    remains = crash(("Current thread", ('  File "/work/lib.py", line 8 in load',)))
-
-    assert exit_cause.cause(-signal.SIGFPE, remains) == "signal SIGFPE in lib.py, line 8, in load"
-
-
-def test_a_crash_of_a_thread_without_python_tells_what_the_cell_did() -> None:
-    """Gloo ends the process from its own thread: no current thread in the text."""
-    torch = "/e/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-    remains = crash(
-        ("Thread", ('  File "/usr/lib/python3.11/threading.py", line 331 in wait',)),
-        (
-            "Thread",
-            (
-                f'  File "{torch}", line 3252 in all_reduce',
-                f'  File "{CELL}", line 2 in <module>',
-                SHELL,
-            ),
-        ),
-    )
-
-    assert exit_cause.cause(-signal.SIGABRT, remains) == (
-        "signal SIGABRT in a thread of C code, while the cell was in all_reduce "
-        "(torch/distributed/distributed_c10d.py, line 3252), called at line 2 of cell [12]"
-    )
-
-
-def test_a_bus_error_names_shared_memory() -> None:
-    """A full /dev/shm ends processes that way, and nobody guesses it."""
-    remains = crash(("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)))
-
-    assert exit_cause.cause(-signal.SIGBUS, remains) == (
-        "signal SIGBUS at line 3 of cell [12]; usually shared memory (/dev/shm) was full"
-    )
+@pytest.mark.parametrize(
+    ("number", "threads", "expected"),
+    [
+        # The innermost function, and the cell's line that called it.
+        (signal.SIGSEGV,
+         (WAITING, ("Current thread", (f'  File "{SITE}/torch/_ops.py", line 50 in op',
+                                       f'  File "{CELL}", line 3 in <module>', SHELL))),
+         "SIGSEGV in op (torch/_ops.py, line 50), called at line 3 of cell [12]"),
+        # A C function called from the cell has no Python frame of its own.
+        (signal.SIGSEGV, IN_CELL, "SIGSEGV at line 3 of cell [12]"),
+        # Outside of any cell the innermost line is all that can be told.
+        (signal.SIGFPE, (("Current thread", ('  File "/work/lib.py", line 8 in load',)),),
+         "SIGFPE in lib.py, line 8, in load"),
+        # Gloo ends the process from its own thread: no current thread in the text.
+        (signal.SIGABRT,
+         (WAITING, ("Thread", (f'  File "{SITE}/torch/distributed/c10d.py", line 52 in all_reduce',
+                               f'  File "{CELL}", line 2 in <module>', SHELL))),
+         ("SIGABRT in a thread of C code, while the cell was in all_reduce "
+         "(torch/distributed/c10d.py, line 52), called at line 2 of cell [12]")),
+        # A full /dev/shm ends processes that way, and nobody guesses it.
+        (signal.SIGBUS, IN_CELL,
+         "SIGBUS at line 3 of cell [12]; usually shared memory (/dev/shm) was full"),
+    ],
+)  # fmt: skip
+def test_a_crash_is_told_with_its_place(
+    number: signal.Signals, threads: tuple[tuple[str, tuple[str, ...]], ...], expected: str
+) -> None:
+    """As far as faulthandler has written it."""
+    assert exit_cause.cause(-number, crash(*threads)) == f"signal {expected}"

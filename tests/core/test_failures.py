@@ -42,25 +42,20 @@ def follower(rank: int, at_s: float = 0.0, port: int = 5000) -> RankFailure:
     return RankFailure(rank, "RuntimeError", message, (f"RuntimeError: {message}",), at_s)
 
 
-def test_followers_come_last() -> None:
-    """A connection closed by a peer is no root cause, even when it was noticed earlier."""
-    failures = [follower(0, at_s=1.0), boom(1, at_s=2.0), follower(2, at_s=0.5)]
-
-    assert [f.rank for f in root_cause_first(failures)] == [1, 2, 0]
-
-
-def test_causes_are_in_time_order() -> None:
-    """Of several own errors the earliest is the root cause; at one time the lowest rank's."""
-    failures = [boom(0, at_s=3.0), boom(3, at_s=1.0), boom(1, at_s=2.0), boom(2, at_s=1.0)]
-
-    assert [f.rank for f in root_cause_first(failures)] == [2, 3, 1, 0]
-
-
-def test_followers_alone_are_in_time_order() -> None:
-    """Without a cause the follower that came first leads."""
-    failures = [follower(0, at_s=2.0), follower(1, at_s=1.0)]
-
-    assert [f.rank for f in root_cause_first(failures)] == [1, 0]
+@pytest.mark.parametrize(
+    ("failures", "order"),
+    [
+        # A connection closed by a peer is no root cause, even when it was noticed earlier.
+        ([follower(0, 1.0), boom(1, 2.0), follower(2, 0.5)], [1, 2, 0]),
+        # Of several own errors the earliest leads; at one time the lowest rank's.
+        ([boom(0, 3.0), boom(3, 1.0), boom(1, 2.0), boom(2, 1.0)], [2, 3, 1, 0]),
+        # Without a cause the follower that came first leads.
+        ([follower(0, 2.0), follower(1, 1.0)], [1, 0]),
+    ],
+)
+def test_the_root_cause_comes_first(failures: list[RankFailure], order: list[int]) -> None:
+    """Then other causes by time, then followers by time."""
+    assert [f.rank for f in root_cause_first(failures)] == order
 
 
 NCCL_TIMEOUT = (
@@ -102,43 +97,33 @@ def test_own_errors_are_no_followers(message: str) -> None:
     assert not RankFailure(0, "RuntimeError", message).is_follower
 
 
-def test_equal_tracebacks_are_one_group() -> None:
-    """Failures with the same traceback are told once, with their ranks in order."""
-    groups = grouped([boom(3, at_s=1.0), boom(1, at_s=2.0), boom(0, at_s=3.0, message="other")])
-
-    assert [(first.rank, ranks) for first, ranks in groups] == [(3, (1, 3)), (0, (0,))]
+def failed(rank: int, message: str, *traceback: str) -> RankFailure:
+    return RankFailure(rank, "E", message, traceback)
 
 
-def test_addresses_and_colours_make_no_difference() -> None:
-    """The same error of two processes is the same whatever its addresses and its colours."""
-    first = RankFailure(0, "E", "<f at 0x7f01>", ("\x1b[31mE\x1b[0m: <f at 0x7f01>",))
-    two = RankFailure(1, "E", "<f at 0xAB12>", ("E: <f at 0xAB12>",))
+@pytest.mark.parametrize(
+    ("failures", "groups"),
+    [
+        ([boom(3, 1.0), boom(1, 2.0), boom(0, 3.0, "other")], [(1, 3), (0,)]),
+        # Addresses and colours make no difference.
+        ([failed(0, "<f at 0x7f01>", "\x1b[31mE\x1b[0m: <f at 0x7f01>"),
+          failed(1, "<f at 0xAB12>", "E: <f at 0xAB12>")], [(0, 1)]),
+        # Nor do the ports of seven connections that seven ranks have lost.
+        ([follower(rank, rank, 40000 + rank) for rank in range(7)], [tuple(range(7))]),
+        # Numbers in the user's own errors are not touched.
+        ([boom(0, message="host:4000 failed"), boom(1, message="host:4001 failed")], [(0,), (1,)]),
+        # The same error raised in two places is told twice.
+        ([failed(0, "m", "line 1", "E: m"), failed(1, "m", "line 2", "E: m")], [(0,), (1,)]),
+    ],
+)  # fmt: skip
+def test_equal_failures_are_one_group(
+    failures: list[RankFailure], groups: list[tuple[int, ...]]
+) -> None:
+    """Told once, by the root cause first, with the ranks in order."""
+    found = grouped(failures)
 
-    assert [ranks for _, ranks in grouped([first, two])] == [(0, 1)]
-
-
-def test_ports_make_no_difference_to_followers() -> None:
-    """Seven ranks that lost seven connections are one group, with the port of the first."""
-    failures = [follower(rank, at_s=rank, port=40000 + rank) for rank in range(7)]
-    ((first, ranks),) = grouped(failures)
-
-    assert ranks == tuple(range(7))
-    assert first == failures[0]
-
-
-def test_ports_make_a_difference_to_causes() -> None:
-    """Numbers in the user's own errors are not touched."""
-    groups = grouped([boom(0, message="host:4000 failed"), boom(1, message="host:4001 failed")])
-
-    assert len(groups) == 2
-
-
-def test_equal_messages_from_different_lines_are_two_groups() -> None:
-    """The same error raised in two places is told twice."""
-    first = RankFailure(0, "E", "m", ("line 1", "E: m"))
-    two = RankFailure(1, "E", "m", ("line 2", "E: m"))
-
-    assert len(grouped([first, two])) == 2
+    assert [ranks for _, ranks in found] == groups
+    assert found[0][0] == failures[0]
 
 
 def test_plain() -> None:
@@ -152,64 +137,35 @@ def test_phrases() -> None:
     assert [ranks_are([1]), ranks_are([0, 1])] == ["rank 1 is", "ranks 0-1 are"]
 
 
-def test_summary_of_one() -> None:
-    """One failure is told with its rank, class and message."""
-    assert summary([boom(1)]) == "rank 1 raised ValueError: boom"
+LINES = boom(0, message="\n  first\nsecond\n")
+DIED = RankFailure(2, "RankDied", "ended (killed by SIGKILL) while running this cell")
 
 
-def test_summary_of_cause_and_followers() -> None:
-    """The cause comes first; those that failed because of it come after it."""
-    text = summary([follower(0, 1.0, 40001), boom(1, 2.0), follower(2, 1.5, 40002)])
-
-    assert text == (
-        "rank 1 raised ValueError: boom; ranks 0,2 then failed with RuntimeError: "
-        "Connection closed by peer"
-    )
-
-
-def test_summary_of_two_causes() -> None:
-    """Two own errors are both told as raised."""
-    assert summary([boom(0, 1.0), boom(1, 2.0, "bang")]) == (
-        "rank 0 raised ValueError: boom; rank 1 raised ValueError: bang"
-    )
-
-
-def test_summary_of_many() -> None:
-    """After the root cause and three more the ranks of all others are named."""
-    failures = [boom(rank, at_s=rank, message=f"m{rank}") for rank in range(8)]
-
-    assert summary(failures) == (
-        "rank 0 raised ValueError: m0; rank 1 raised ValueError: m1; rank 2 raised ValueError: m2; "
-        "rank 3 raised ValueError: m3; ranks 4-7 failed too"
-    )
-
-
-def test_summary_of_a_death() -> None:
-    """A death is told in its own words."""
-    died = RankFailure(2, "RankDied", "ended (killed by SIGKILL) while running this cell")
-
-    assert summary([follower(0, 1.0), died]).startswith(
-        "rank 2 ended (killed by SIGKILL) while running this cell; rank 0 then failed with "
-    )
-
-
-def test_summary_without_a_message() -> None:
-    """An error without a message is its class alone, without a colon."""
-    assert summary([RankFailure(0, "AssertionError", "")]) == "rank 0 raised AssertionError"
-
-
-def test_summary_takes_the_first_line() -> None:
-    """Of a message of several lines the first that has text is told; the traceback has all."""
-    failure = boom(0, message="\n  first\nsecond\n")
-
-    assert summary([failure]) == "rank 0 raised ValueError: first"
-    assert "second" in traceback_text([failure])
-
-
-@pytest.mark.parametrize(("length", "shown"), [(600, "x" * 600), (601, "x" * 597 + "...")])
-def test_summary_cuts_long_messages(length: int, shown: str) -> None:
-    """A message of more than 600 characters is cut to 600, with dots."""
-    assert summary([boom(0, message="x" * length)]) == f"rank 0 raised ValueError: {shown}"
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([boom(1)], "rank 1 raised ValueError: boom"),
+        ([follower(0, 1.0, 40001), boom(1, 2.0), follower(2, 1.5, 40002)],
+         ("rank 1 raised ValueError: boom; ranks 0,2 then failed with RuntimeError: Connection "
+         "closed by peer")),
+        ([boom(0, 1.0), boom(1, 2.0, "bang")],
+         "rank 0 raised ValueError: boom; rank 1 raised ValueError: bang"),
+        ([boom(rank, at_s=rank, message=f"m{rank}") for rank in range(8)],
+         ("rank 0 raised ValueError: m0; rank 1 raised ValueError: m1; rank 2 raised ValueError: "
+         "m2; rank 3 raised ValueError: m3; ranks 4-7 failed too")),
+        # A death is told in its own words.
+        ([follower(0, 1.0), DIED], ("rank 2 ended (killed by SIGKILL) while running this cell; "
+         "rank 0 then failed with RuntimeError: Connection closed by peer")),
+        ([RankFailure(0, "AssertionError", "")], "rank 0 raised AssertionError"),
+        # Of several lines the first that has text; the traceback has all.
+        ([LINES], "rank 0 raised ValueError: first"),
+        ([boom(0, message="x" * 600)], f"rank 0 raised ValueError: {'x' * 600}"),
+        ([boom(0, message="x" * 601)], f"rank 0 raised ValueError: {'x' * 597}..."),
+    ],
+)  # fmt: skip
+def test_summary(failures: list[RankFailure], expected: str) -> None:
+    """One line: the cause first, then three more and who else; long messages are cut."""
+    assert summary(failures) == expected
 
 
 def test_traceback_text() -> None:
@@ -264,22 +220,27 @@ def test_tracebacks_keep_their_colours() -> None:
     failure = RankFailure(0, "E", "m", ("\x1b[31mat 0x7f\x1b[0m",))
 
     assert traceback_text([failure]).endswith(":\n\x1b[31mat 0x7f\x1b[0m")
+    assert "second" in traceback_text([LINES])
 
 
 def test_the_error_survives_pickling_and_copying() -> None:
-    """A DistributedError that crosses a process boundary keeps its message, ranks and text."""
-    error = DistributedError("rank 1 raised E", ranks=(1,), traceback_text="trace")
+    """Across a process boundary it keeps its message, ranks, text and advice."""
+    error = DistributedError("failed", ranks=(1,), traceback_text="trace", advice="do this")
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(twin) is DistributedError
-        assert (str(twin), twin.ranks, twin.traceback_text) == ("rank 1 raised E", (1,), "trace")
+        facts = (str(twin), twin.ranks, twin.traceback_text, twin.advice)
+        assert facts == ("failed", (1,), "trace", "do this")
 
 
 def test_the_error_draws_the_ranks_tracebacks() -> None:
-    """IPython shows the ranks' tracebacks and the summary, none of our own frames."""
-    error = DistributedError("rank 1 raised E", ranks=(1,), traceback_text="trace")
+    """Tracebacks, summary and advice, also in plain Python; none of our own frames."""
+    error = DistributedError("failed", ranks=(1,), traceback_text="frames", advice="do this")
     bare = DistributedError("rank 1 died")
 
-    assert error._render_traceback_() == ["trace", "", "DistributedError: rank 1 raised E"]
+    assert error._render_traceback_() == [
+        "frames", "", "DistributedError: failed", "", "do this",
+    ]  # fmt: skip
+    assert traceback.format_exception_only(error)[-2:] == ["frames\n", "do this\n"]
     assert bare._render_traceback_() == ["DistributedError: rank 1 died"]
 
 
@@ -305,16 +266,3 @@ def test_rank_without_memory_stands_before_those_that_waited_for_it() -> None:
         "rank 1 raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; "
         "ranks 0,2 then failed with DistBackendError: Watchdog caught collective operation timeout"
     )
-
-
-def test_error_keeps_its_advice() -> None:
-    """Below the error in a notebook and in plain Python, and on its way elsewhere."""
-    error = DistributedError("failed", ranks=(1,), traceback_text="frames", advice="do this")
-    same = pickle.loads(pickle.dumps(error))
-
-    assert (same.advice, same.ranks, same.traceback_text) == ("do this", (1,), "frames")
-    assert error._render_traceback_() == [
-        "frames", "", "DistributedError: failed", "", "do this",
-    ]  # fmt: skip
-    assert DistributedError("failed")._render_traceback_() == ["DistributedError: failed"]
-    assert traceback.format_exception_only(error)[-2:] == ["frames\n", "do this\n"]

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,11 @@ def hinted(layout: Sequence[tuple[int, str]]) -> list[EngineReport]:
     ]
 
 
+def local(n: int, devices: tuple[Gpu, ...], cores: int = 8, **facts: Any) -> list[EngineReport]:
+    """Return the reports of n ranks on one machine."""
+    return list(local_reports(n, hostname="box", gpus=devices, cores=cores, **facts))
+
+
 def hosts_of(topology: Topology) -> list[str]:
     """Return each rank's host."""
     return [place.host for place in topology.ranks]
@@ -66,17 +72,8 @@ def test_one_host_without_hints_is_ordered_by_engine_id() -> None:
     assert [p.rank for p in topology.ranks] == [0, 1, 2, 3]
     assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 3]
     assert {p.local_world_size for p in topology.ranks} == {4}
-    assert topology.n_hosts == 1
-    assert topology.world_size == 4
-    assert not topology.is_launcher_order
-
-
-def test_engine_and_rank_lead_to_each_other() -> None:
-    """The map between engines and ranks goes both ways and refuses strangers."""
-    topology = plan([engine(e) for e in (7, 2, 9, 4)])
-
-    assert topology.rank_of_engine(9) == 3
-    assert topology.engine_of_rank(3) == 9
+    assert (topology.n_hosts, topology.world_size, topology.is_launcher_order) == (1, 4, False)
+    assert (topology.rank_of_engine(9), topology.engine_of_rank(3)) == (3, 9)
     with pytest.raises(KeyError):
         topology.rank_of_engine(3)
     with pytest.raises(KeyError):
@@ -113,7 +110,7 @@ def test_cyclic_hints_are_sorted_by_host() -> None:
         {"rank_hint": 0},
         {"rank_hint": 9},
         {"size_hint": 8},
-        {"job_id": "78"},
+        {"job_id": "78"},  # hints of two jobs that together look whole are chance
     ],
 )
 def test_hints_that_disagree_are_not_used(change: dict[str, object]) -> None:
@@ -127,18 +124,12 @@ def test_hints_that_disagree_are_not_used(change: dict[str, object]) -> None:
     assert not topology.is_launcher_order
 
 
-def test_every_size_hint_must_agree() -> None:
-    """Engines of a larger job of which only some came up are sorted, not taken for all of it."""
-    reports = [replace(r, size_hint=6) for r in hinted([(r, "node1") for r in range(4)])]
+@pytest.mark.parametrize(("size", "is_believed"), [(6, False), (None, True)])
+def test_size_hints(size: int | None, *, is_believed: bool) -> None:
+    """A part of a larger job is sorted; a launcher that gives ranks without a size is believed."""
+    reports = [replace(r, size_hint=size) for r in hinted([(r, "node1") for r in range(4)])]
 
-    assert not plan(reports).is_launcher_order
-
-
-def test_hints_need_no_size() -> None:
-    """A launcher that gives a rank but no size is believed."""
-    reports = [replace(r, size_hint=None) for r in hinted([(r, "node1") for r in range(4)])]
-
-    assert plan(reports).is_launcher_order
+    assert plan(reports).is_launcher_order is is_believed
 
 
 def test_overlapping_ranks_of_two_jobs() -> None:
@@ -151,16 +142,6 @@ def test_overlapping_ranks_of_two_jobs() -> None:
     assert hosts_of(topology) == ["node1", "node1", "node2", "node2"]
 
 
-def test_two_jobs_whose_hints_together_look_whole() -> None:
-    """Hints 0 and 1 from different jobs are chance, not an order."""
-    reports = [
-        engine(0, rank_hint=1, size_hint=2, job_id="1"),
-        engine(1, rank_hint=0, size_hint=2, job_id="2"),
-    ]
-
-    assert engines_of(plan(reports)) == [0, 1]
-
-
 def test_hosts_sort_naturally() -> None:
     """Host node2 comes before node10."""
     topology = plan([engine(e, host) for e, host in enumerate(["node10", "node9", "a3", "node2"])])
@@ -170,18 +151,15 @@ def test_hosts_sort_naturally() -> None:
 
 def test_within_a_host_local_hints_come_before_devices_before_ids() -> None:
     """Engines of one host are sorted by local hint, then by first visible device, then by id."""
-    by_hint = plan(
-        [
-            engine(0, local_hint=1, cuda_visible_devices="0"),
-            engine(1, local_hint=0, cuda_visible_devices="1"),
-        ]
-    )
-    by_device = plan(
-        [engine(0, cuda_visible_devices="10"), engine(1, cuda_visible_devices="2,3"), engine(2)]
-    )
+    hints = [(1, "0"), (0, "1")]
+    by_hint = [
+        engine(e, local_hint=hint, cuda_visible_devices=device)
+        for e, (hint, device) in enumerate(hints)
+    ]
+    by_device = [engine(e, cuda_visible_devices=d) for e, d in enumerate(["10", "2,3", None])]
 
-    assert engines_of(by_hint) == [1, 0]
-    assert engines_of(by_device) == [2, 1, 0]
+    assert engines_of(plan(by_hint)) == [1, 0]
+    assert engines_of(plan(by_device)) == [2, 1, 0]
 
 
 def test_containers_with_one_hostname_are_two_hosts() -> None:
@@ -250,181 +228,96 @@ def random_reports(generator: random.Random) -> list[EngineReport]:
 
 
 def test_eight_gpus() -> None:
-    """Eight local ranks on eight GPUs take one each and join by NCCL."""
-    topology = plan(
-        local_reports(8, hostname="box", gpus=gpus("box", 8), cores=96, torch_version="2.13.0")
-    )
+    """Eight local ranks on eight GPUs take one each, and a share of the cores."""
+    topology = plan(local(8, gpus("box", 8), cores=96))
 
-    assert devices_of(topology) == [f"cuda:{i}" for i in range(8)]
     assert [p.device_uuid for p in topology.ranks] == [f"GPU-box-{i}" for i in range(8)]
     assert {p.device_name for p in topology.ranks} == {"NVIDIA H200"}
     assert {p.threads for p in topology.ranks} == {12}
     assert engines_of(topology) == list(range(8))
-    assert topology.backend == "nccl"
-    assert topology.why == "NCCL: each rank has its own GPU."
-    assert topology.is_scaling
     assert topology.is_launcher_order
 
 
-def test_engines_that_see_one_gpu_each_use_cuda_0() -> None:
-    """Where the launcher hides the other GPUs each rank's own is cuda:0, told apart by uuid."""
-    reports = [
-        engine(e, gpus=(Gpu(0, f"GPU-{e}", "NVIDIA A100"),), cuda_visible_devices="0")
-        for e in range(4)
-    ]
+CPU = {"has_cuda": False, "torch_version": "2.13.0+cpu"}
+
+
+@pytest.mark.parametrize(
+    ("reports", "devices", "why"),
+    [
+        (local(8, gpus("a", 8)), [f"cuda:{i}" for i in range(8)],
+         "NCCL: each rank has its own GPU."),
+        (local(2, gpus("a", 1)), ["cuda:0"] * 2,
+         "Gloo: 2 ranks share 1 GPU, and NCCL takes one rank per GPU."),
+        (local(4, gpus("a", 3)), ["cuda:0", "cuda:1", "cuda:2", "cuda:0"],  # they go round
+         "Gloo: 4 ranks share 3 GPUs, and NCCL takes one rank per GPU."),
+        (local(2, gpus("a", 2, "MIG")), ["cuda:0", "cuda:1"],
+         "Gloo: ranks run on MIG slices, which NCCL may not join."),
+        (local(2, (), has_cuda=False), ["cpu"] * 2, "Gloo on the CPU: no rank sees a GPU."),
+        # The build's fault, not missing GPUs.
+        (local(2, gpus("a", 2), **CPU), ["cpu"] * 2,
+         "Gloo on the CPU: PyTorch 2.13.0+cpu cannot use CUDA."),
+        # One engine moves every rank to the CPU.
+        ([engine(e, f"n{e}", gpus=gpus(f"n{e}", 1), **(CPU if e == 2 else {})) for e in range(3)],
+         ["cpu"] * 3,
+         "Gloo on the CPU: PyTorch 2.13.0+cpu of rank 2 (n2) cannot use CUDA."),
+        ([engine(e, f"n{e // 2}", gpus=gpus("n0", 2) if e < 2 else ()) for e in range(4)],
+         ["cpu"] * 4,
+         "Gloo on the CPU: no GPU is visible to ranks 2-3 (n1), and ranks use GPUs all or none."),
+        # Launchers that hide the other GPUs: told apart by uuid, also on two hosts.
+        ([engine(e, gpus=(Gpu(0, f"GPU-{e}", "A100"),)) for e in range(4)], ["cuda:0"] * 4,
+         "NCCL: each rank has its own GPU."),
+        ([engine(e, f"n{e}", gpus=gpus(f"n{e}", 1)) for e in range(2)], ["cuda:0"] * 2,
+         "NCCL: each rank has its own GPU."),
+        # The lone rank of a second host takes that host's first GPU.
+        ([engine(e, "b" if e == 3 else "a", gpus=gpus(f"{e // 3}", 4)) for e in range(4)],
+         ["cuda:0", "cuda:1", "cuda:2", "cuda:0"], "NCCL: each rank has its own GPU."),
+        # Two containers that see the same GPU share it, though they are two hosts.
+        ([engine(e, gpus=gpus("a", 1), network_namespace=f"net:{e}") for e in range(2)],
+         ["cuda:0"] * 2, "Gloo: 2 ranks share 1 GPU, and NCCL takes one rank per GPU."),
+    ],
+)  # fmt: skip
+def test_devices_and_backend(reports: list[EngineReport], devices: list[str], why: str) -> None:
+    """Own GPUs join by NCCL; all else by Gloo, with the reason, and without scaling numbers."""
     topology = plan(reports)
 
-    assert devices_of(topology) == ["cuda:0"] * 4
-    assert topology.backend == "nccl"
+    assert devices_of(topology) == devices
+    assert topology.why == why
+    assert topology.backend == why.partition(":")[0].split()[0].lower()
+    assert topology.is_scaling is (topology.backend == "nccl")
+    assert all(bool(p.device_name and p.device_uuid) == (p.device != "cpu") for p in topology.ranks)
 
 
 def test_the_device_counts_as_the_process_does() -> None:
     """With GPUs 6 and 7 chosen the ranks' devices are cuda:0 and cuda:1."""
-    chosen = select_gpus(gpus("box", 8), "7,6")
-    topology = plan(local_reports(2, hostname="box", gpus=chosen, cores=8))
+    topology = plan(local(2, select_gpus(gpus("box", 8), "7,6")))
 
     assert devices_of(topology) == ["cuda:0", "cuda:1"]
     assert [p.device_uuid for p in topology.ranks] == ["GPU-box-7", "GPU-box-6"]
 
 
-def test_equal_device_strings_on_two_hosts_are_two_gpus() -> None:
-    """Two hosts with a cuda:0 each are no shared GPU."""
-    topology = plan([engine(e, f"node{e}", gpus=gpus(f"node{e}", 1)) for e in range(2)])
-
-    assert topology.backend == "nccl"
-
-
-def test_the_device_follows_the_local_rank() -> None:
-    """The lone rank of a second host takes that host's first GPU, whatever its rank is."""
-    reports = [engine(e, "b" if e == 3 else "a", gpus=gpus(f"{e // 3}", 4)) for e in range(4)]
-    topology = plan(reports)
-
-    assert devices_of(topology) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
-    assert topology.backend == "nccl"
-
-
-def test_containers_on_one_gpu_share_it() -> None:
-    """Two containers that see the same uuid share a GPU, though they are two hosts."""
-    reports = [engine(e, gpus=gpus("box", 1), network_namespace=f"net:{e}") for e in range(2)]
-    topology = plan(reports)
-
-    assert topology.n_hosts == 2
-    assert topology.backend == "gloo"
-    assert not topology.is_scaling
-
-
-def test_shared_gpu() -> None:
-    """Two ranks on one GPU join by Gloo on that GPU, and their timings are no scaling numbers."""
-    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 1), cores=16))
-
-    assert devices_of(topology) == ["cuda:0", "cuda:0"]
-    assert topology.backend == "gloo"
-    assert topology.why == "Gloo: 2 ranks share 1 GPU, and NCCL takes one rank per GPU."
-    assert not topology.is_scaling
-
-
-def test_more_ranks_than_gpus_go_round() -> None:
-    """Four ranks on three GPUs: the last one starts again at the first."""
-    topology = plan(local_reports(4, hostname="box", gpus=gpus("box", 3), cores=16))
-
-    assert devices_of(topology) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
-    assert topology.why == "Gloo: 4 ranks share 3 GPUs, and NCCL takes one rank per GPU."
-
-
-def test_mig_slices() -> None:
-    """Ranks on MIG slices of their own join by Gloo, and the reason is said."""
-    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 2, "MIG"), cores=16))
-
-    assert devices_of(topology) == ["cuda:0", "cuda:1"]
-    assert topology.backend == "gloo"
-    assert topology.why == "Gloo: ranks run on MIG slices, which NCCL may not join."
-    assert not topology.is_scaling
-
-
-def test_cpu_only() -> None:
-    """Without a GPU all ranks run on the CPU with Gloo, their timings no scaling numbers."""
-    topology = plan(local_reports(2, hostname="box", gpus=(), cores=2, has_cuda=False))
-
-    assert devices_of(topology) == ["cpu", "cpu"]
-    assert {p.device_name + p.device_uuid for p in topology.ranks} == {""}
-    assert topology.backend == "gloo"
-    assert topology.why == "Gloo on the CPU: no rank sees a GPU."
-    assert not topology.is_scaling
-
-
-def test_one_engine_without_cuda_puts_all_on_the_cpu() -> None:
-    """A torch without CUDA on one engine is named and moves every rank to the CPU."""
-    reports = [engine(e, f"node{e}", gpus=gpus(f"node{e}", 1)) for e in range(3)]
-    reports[2] = replace(reports[2], has_cuda=False, torch_version="2.13.0+cpu")
-    topology = plan(reports)
-
-    assert devices_of(topology) == ["cpu"] * 3
-    assert topology.why == "Gloo on the CPU: PyTorch 2.13.0+cpu of rank 2 (node2) cannot use CUDA."
-
-
-def test_no_engine_has_cuda() -> None:
-    """GPUs beside a CPU build of torch are told as the build's fault, not as missing."""
-    reports = local_reports(
-        2,
-        hostname="box",
-        gpus=gpus("box", 2),
-        cores=8,
-        has_cuda=False,
-        torch_version="2.13.0+cpu",
-    )
-
-    assert plan(reports).why == "Gloo on the CPU: PyTorch 2.13.0+cpu cannot use CUDA."
-
-
-def test_one_engine_without_gpu_puts_all_on_the_cpu() -> None:
-    """Engines that see no GPU are named by rank and host and move every rank to the CPU."""
-    reports = [engine(e, f"node{e // 2}", gpus=gpus("node0", 2)) for e in range(4)]
-    reports[2:] = [replace(report, gpus=()) for report in reports[2:]]
-    topology = plan(reports)
-
-    assert devices_of(topology) == ["cpu"] * 4
-    assert topology.why == (
-        "Gloo on the CPU: no GPU is visible to ranks 2-3 (node1), and ranks use GPUs all or none."
-    )
-
-
-def test_nccl_with_too_few_gpus() -> None:
-    """NCCL on fewer GPUs than ranks is refused with both numbers and both ways out."""
+@pytest.mark.parametrize(
+    ("uuids", "why", "use"),
+    [
+        (
+            ["GPU-a", "GPU-b"] * 2,
+            "takes one rank per GPU, and 4 ranks share 2 GPUs",
+            "gloo, or -n 2",
+        ),
+        ([], "needs a GPU for each rank, and no rank sees a GPU", "gloo or --backend auto"),
+        (["MIG-a"], "may not join MIG slices, and ranks run on them", "gloo, or whole GPUs"),
+    ],
+)
+def test_nccl_that_cannot_run_is_refused(uuids: list[str], why: str, use: str) -> None:
+    """With the numbers, the reason and the ways out."""
     with pytest.raises(OptionError) as caught:
-        plan(local_reports(4, hostname="box", gpus=gpus("box", 2), cores=8), backend="nccl")
+        choose_backend("nccl", uuids)
 
-    assert str(caught.value) == (
-        "NCCL takes one rank per GPU, and 4 ranks share 2 GPUs. Use --backend gloo, or -n 2."
-    )
-
-
-def test_nccl_without_a_gpu() -> None:
-    """NCCL without a GPU is refused with the reason and the choices."""
-    with pytest.raises(OptionError) as caught:
-        plan(local_reports(2, hostname="box", gpus=(), cores=8), backend="nccl")
-
-    assert str(caught.value) == (
-        "NCCL needs a GPU for each rank, and no rank sees a GPU. "
-        "Use --backend gloo or --backend auto."
-    )
-
-
-def test_nccl_on_mig_slices() -> None:
-    """NCCL on MIG slices is refused with the choices."""
-    with pytest.raises(OptionError, match=r"MIG slices.* Use --backend gloo, or whole GPUs\.$"):
-        choose_backend("nccl", ["MIG-a", "GPU-b"])
-
-
-def test_nccl_on_own_gpus() -> None:
-    """Asking for what auto would choose changes nothing."""
-    uuids = ["GPU-a", "GPU-b"]
-
-    assert choose_backend("nccl", uuids) == choose_backend("auto", uuids)
+    assert str(caught.value) == f"NCCL {why}. Use --backend {use}."
 
 
 def test_gloo_on_own_gpus() -> None:
     """Gloo on own GPUs is allowed, and the sentence says that it was asked for."""
-    topology = plan(local_reports(2, hostname="box", gpus=gpus("box", 2), cores=8), backend="gloo")
+    topology = plan(local(2, gpus("box", 2)), backend="gloo")
 
     assert topology.backend == "gloo"
     assert devices_of(topology) == ["cuda:0", "cuda:1"]
@@ -432,10 +325,13 @@ def test_gloo_on_own_gpus() -> None:
     assert topology.is_scaling
 
 
-@pytest.mark.parametrize("uuids", [[], ["GPU-a", "GPU-a"], ["MIG-a"]])
-def test_gloo_where_auto_takes_it(uuids: list[str]) -> None:
-    """Asking for Gloo where auto takes it anyway changes nothing."""
-    assert choose_backend("gloo", uuids) == choose_backend("auto", uuids)
+@pytest.mark.parametrize(
+    ("backend", "uuids"),
+    [("gloo", []), ("gloo", ["GPU-a"] * 2), ("gloo", ["MIG-a"]), ("nccl", ["GPU-a", "GPU-b"])],
+)
+def test_what_auto_takes_can_be_asked_for(backend: str, uuids: list[str]) -> None:
+    """It changes nothing."""
+    assert choose_backend(backend, uuids) == choose_backend("auto", uuids)
 
 
 @pytest.mark.parametrize("name", ["mpi", "", "NCCL"])
@@ -453,7 +349,7 @@ def test_unknown_backend(name: str) -> None:
 )
 def test_threads(n: int, cores: int, asked: int | None, expected: int) -> None:
     """A rank gets cores // ranks threads, at least 1, or what was asked for."""
-    topology = plan(local_reports(n, hostname="box", gpus=(), cores=cores), threads=asked)
+    topology = plan(local(n, (), cores=cores), threads=asked)
 
     assert {p.threads for p in topology.ranks} == {expected}
 
@@ -466,22 +362,13 @@ def test_no_threads() -> None:
 
 def test_local_plan_is_the_plan_of_the_started_engines() -> None:
     """What the engines report after the start gives the places that were planned before it."""
-    before = plan(local_reports(4, hostname="box", gpus=gpus("box", 4), cores=8))
-    after = plan(
-        [
-            engine(
-                e,
-                "box",
-                gpus=gpus("box", 4),
-                cores=8,
-                rank_hint=e,
-                size_hint=4,
-                pid=100 + e,
-                network_namespace="net:1",
-            )
-            for e in (2, 0, 3, 1)
-        ]
-    )
+    box = gpus("box", 4)
+    before = plan(local(4, box))
+    after = plan([
+        engine(e, "box", gpus=box, cores=8, rank_hint=e, size_hint=4, pid=100 + e,
+               network_namespace="net:1")
+        for e in (2, 0, 3, 1)
+    ])  # fmt: skip
 
     assert [replace(p, pid=0) for p in after.ranks] == list(before.ranks)
     assert [p.pid for p in after.ranks] == [100, 101, 102, 103]
@@ -492,7 +379,7 @@ def test_local_plan_is_the_plan_of_the_started_engines() -> None:
 def test_no_ranks(n: int) -> None:
     """Fewer than one rank is refused."""
     with pytest.raises(OptionError, match=rf"^-n {n} starts no rank\. Use 1 or more\.$"):
-        local_reports(n, hostname="box", gpus=(), cores=8)
+        local(n, ())
 
 
 @pytest.mark.parametrize(
@@ -512,35 +399,30 @@ def test_select_gpus(spec: str | None, expected: list[int]) -> None:
     assert expected == [gpu.index for gpu in select_gpus(gpus("box", 4), spec)]
 
 
-def test_missing_gpu_id() -> None:
-    """An id that does not exist is named beside the ones that do, even within a range."""
-    available = (Gpu(0, "GPU-a", "NVIDIA H200"), Gpu(2, "GPU-c", "NVIDIA T4"))
-    for spec in ("1", "0-2"):
-        with pytest.raises(OptionError) as caught:
-            select_gpus(available, spec)
-
-        assert str(caught.value) == (
-            "GPU 1 does not exist. These do: 0 (NVIDIA H200), 2 (NVIDIA T4). "
-            "Use --gpus none for ranks on the CPU."
-        )
+_MISSING = "GPU 1 does not exist. These do: 0 (NVIDIA H200), 2 (NVIDIA T4). Use --gpus none for "
 
 
-def test_gpu_id_without_gpus() -> None:
-    """An id on a machine without GPUs is answered with what to use instead."""
-    with pytest.raises(OptionError, match=r"This machine has no GPU\. Use --gpus none"):
-        select_gpus((), "0")
+@pytest.mark.parametrize(
+    ("spec", "available", "message"),
+    [
+        ("1", (0, 2), _MISSING + "ranks on the CPU."),
+        ("0-2", (0, 2), _MISSING + "ranks on the CPU."),  # even within a range
+        ("0", (), "GPU 0 does not exist. This machine has no GPU. Use --gpus none"),
+        (
+            "2,0,2",
+            (0, 2),
+            "GPU 2 occurs 2 times in --gpus 2,0,2. Name each GPU once; with a larger",
+        ),
+        ("cuda:0", (0, 2), "'cuda:0' does not name GPUs"),
+    ],
+)
+def test_gpus_that_cannot_be_chosen(spec: str, available: tuple[int, ...], message: str) -> None:
+    """What does not exist, stands twice or has another form is told with what works."""
+    names = {0: "NVIDIA H200", 2: "NVIDIA T4"}
+    with pytest.raises(OptionError) as caught:
+        select_gpus(tuple(Gpu(i, f"GPU-{i}", names[i]) for i in available), spec)
 
-
-def test_gpu_id_twice() -> None:
-    """An id that stands twice is refused, and sharing is told to be done with -n."""
-    with pytest.raises(OptionError, match=r"^GPU 1 occurs 2 times in --gpus 1,0,1\. .*-n"):
-        select_gpus(gpus("box", 2), "1,0,1")
-
-
-def test_malformed_gpus() -> None:
-    """A spec of another form is quoted."""
-    with pytest.raises(OptionError, match=r"^'cuda:0' does not name GPUs"):
-        select_gpus(gpus("box", 2), "cuda:0")
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(("n_gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
@@ -556,33 +438,27 @@ def lan(engine_id: int, hostname: str, ip: str, toward: str = "") -> EngineRepor
     return engine(engine_id, hostname, addresses=addresses, toward_controller=toward)
 
 
-def test_one_host_meets_on_loopback() -> None:
-    """The ranks of one host meet on loopback, whatever other networks it has."""
-    reports = [lan(e, "node1", "10.0.0.1", "10.0.0.1") for e in range(2)]
-
-    assert store_addresses(plan(reports), reports) == ("127.0.0.1",)
+V6 = (("eth0", "fe80::1%eth0"), ("eth0", "2001:db8::1"), ("lo", "::1"))
 
 
-def test_the_address_toward_the_controller_comes_first() -> None:
-    """Rank 0's address toward the controller leads, then its others, inner networks left out."""
-    reports = [lan(1, "node1", "10.0.0.1", "10.9.0.1"), lan(0, "node2", "10.0.0.2")]
-
-    assert store_addresses(plan(reports), reports) == ("10.9.0.1", "10.0.0.1")
-
-
-def test_a_controller_on_rank_0_s_host_is_no_address() -> None:
-    """A loopback address toward the controller is of no use to other hosts."""
-    reports = [lan(0, "node1", "10.0.0.1", "127.0.0.1"), lan(1, "node2", "10.0.0.2")]
-
-    assert store_addresses(plan(reports), reports) == ("10.0.0.1", "10.9.0.1")
-
-
-def test_link_local_addresses_are_left_out() -> None:
-    """Addresses that need an interface name to be reached are no candidates."""
-    addresses = (("eth0", "fe80::1%eth0"), ("eth0", "2001:db8::1"), ("lo", "::1"))
-    reports = [engine(0, "node1", addresses=addresses), engine(1, "node2")]
-
-    assert store_addresses(plan(reports), reports) == ("2001:db8::1",)
+@pytest.mark.parametrize(
+    ("reports", "addresses"),
+    [
+        # The ranks of one host meet on loopback, whatever other networks it has.
+        ([lan(e, "node1", "10.0.0.1", "10.0.0.1") for e in range(2)], ("127.0.0.1",)),
+        # Rank 0's address toward the controller leads; inner networks are left out.
+        ([lan(1, "node1", "10.0.0.1", "10.9.0.1"), lan(0, "node2", "10.0.0.2")],
+         ("10.9.0.1", "10.0.0.1")),
+        # A loopback address toward the controller is of no use to other hosts.
+        ([lan(0, "node1", "10.0.0.1", "127.0.0.1"), lan(1, "node2", "10.0.0.2")],
+         ("10.0.0.1", "10.9.0.1")),
+        # Addresses that need an interface name to be reached are no candidates.
+        ([engine(0, "node1", addresses=V6), engine(1, "node2")], ("2001:db8::1",)),
+    ],
+)  # fmt: skip
+def test_where_ranks_meet(reports: list[EngineReport], addresses: tuple[str, ...]) -> None:
+    """At rank 0's addresses that other hosts can reach, the likeliest first."""
+    assert store_addresses(plan(reports), reports) == addresses
 
 
 def test_rank_0_without_an_address() -> None:

@@ -73,18 +73,10 @@ def box(
     memberships = {
         n: GroupRecord(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks
     }
-    since_s = NOW_S - 20
     return CallLog(
-        rank,
-        1000 + rank,
-        generation,
-        run,
-        state,
-        since_s,
-        memberships,
-        dict(transfers),
+        rank, 1000 + rank, generation, run, state, NOW_S - 20, memberships, dict(transfers),
         tuple(numbered),
-    )
+    )  # fmt: skip
 
 
 def view(

@@ -36,7 +36,6 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.view import report as memory_report
 
 MB = 10**6
-MS = 10**6
 _CELL = "cell 3"
 _TORCH = "/usr/lib/python3.11/site-packages/torch"
 EXACT = frozenset({PARAMETER, GRADIENT, OPTIMIZER, BUFFER})
@@ -64,17 +63,9 @@ def blocks(pieces: Iterable[Piece]) -> Blocks:
     def column(name: str, kind: type[np.generic]) -> np.ndarray:
         return np.array([getattr(piece, name) for piece in ordered], kind)
 
-    return Blocks(
-        column("address", np.int64),
-        column("size_bytes", np.int64),
-        column("start_ns", np.int64),
-        column("end_ns", np.int64),
-        column("category", np.int8),
-        column("is_exact", np.bool_),
-        column("stack", np.int32),
-        column("name", np.int32),
-        column("operator", np.int32),
-    )
+    times = (column(name, np.int64) for name in ("address", "size_bytes", "start_ns", "end_ns"))
+    places = (column(name, np.int32) for name in ("stack", "name", "operator"))
+    return Blocks(*times, column("category", np.int8), column("is_exact", np.bool_), *places)
 
 
 def rank_memory(rank: int, pieces: Iterable[Piece], duration_ns: int = 100, **more) -> RankMemory:
@@ -147,19 +138,11 @@ class _Training:
         stack = self.stack(
             via, AllocationFrame(_CELL, line, "forward"), AllocationFrame(_CELL, 40, "<module>")
         )
-        self.pieces.append(
-            Piece(
-                size_bytes,
-                self.tick(),
-                STAYS,
-                category,
-                category in EXACT,
-                stack,
-                operator=self.name(operator),
-                address=len(self.pieces) << 20,
-                **more,
-            )
-        )
+        piece = Piece(
+            size_bytes, self.tick(), STAYS, category, category in EXACT, stack,
+            operator=self.name(operator), address=len(self.pieces) << 20, **more,
+        )  # fmt: skip
+        self.pieces.append(piece)
         return len(self.pieces) - 1
 
     def free(self, place: int) -> None:
@@ -191,19 +174,14 @@ def _rank(
 ) -> RankMemory:
     builder = _Training(random)
     weights = [f"h.{layer}.{what}" for layer in range(layers) for what in ("attn.w", "mlp.w")]
-    for at, weight in enumerate(weights):
-        builder.pieces.append(
-            Piece(
-                width * (1 + at % 2),
-                category=PARAMETER,
-                name=builder.name(weight),
-                address=at << 30,
-            )
-        )
-    builder.pieces.append(
-        Piece(width // 8, category=BUFFER, name=builder.name("mask"), address=1 << 40)
-    )
-    builder.pieces.append(Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41))
+    builder.pieces += [
+        Piece(width * (1 + at % 2), name=builder.name(weight), address=at << 30)
+        for at, weight in enumerate(weights)
+    ]
+    builder.pieces += [
+        Piece(width // 8, category=BUFFER, name=builder.name("mask"), address=1 << 40),
+        Piece(3 * width, category=COMMUNICATION, is_exact=False, address=1 << 41),
+    ]
     gradients: list[int] = []
     for step in range(steps):
         for gradient in gradients:
@@ -212,18 +190,11 @@ def _rank(
         if leak:
             builder.piece(leak, UNKNOWN, "aten::stack", 27)
         builder.step_ends_ns.append(builder.tick())
-    return RankMemory(
-        rank,
-        "a",
-        "cpu",
-        blocks(builder.pieces),
-        duration_ns=builder.tick(),
-        stacks=tuple(builder.stacks),
-        names=tuple(builder.names),
-        phases=tuple(builder.phases),
-        step_ends_ns=tuple(builder.step_ends_ns),
-        version="2.13.0",
-    )
+    return rank_memory(
+        rank, builder.pieces, builder.tick(), stacks=tuple(builder.stacks),
+        names=tuple(builder.names), phases=tuple(builder.phases),
+        step_ends_ns=tuple(builder.step_ends_ns), version="2.13.0",
+    )  # fmt: skip
 
 
 def _step(
@@ -306,31 +277,21 @@ def _many(count: int, rank: int, seed: int) -> RankMemory:
         random.integers(-1, len(names), count).astype(np.int32),
     )
     ends = tuple(range(10**8, 10**10, 10**8))
+    phases = tuple(Phase(BACKWARD, end - 5 * 10**7, end - 10**7) for end in ends)
     return RankMemory(
-        rank,
-        "a",
-        "cpu",
-        blocks,
-        duration_ns=10**10,
-        stacks=stacks,
-        names=names,
-        phases=tuple(Phase(BACKWARD, end - 5 * 10**7, end - 10**7) for end in ends),
+        rank, "a", "cpu", blocks, duration_ns=10**10, stacks=stacks, names=names, phases=phases,
         step_ends_ns=ends,
-    )
+    )  # fmt: skip
 
 
 @cache
 def _texts() -> tuple[tuple[tuple[AllocationFrame, ...], ...], tuple[str, ...]]:
     """Stacks and names that cannot be compressed."""
     random = np.random.default_rng(0)
+    files = {f"/srv/{n:x}/model_{n}.py": int(n % 900) for n in random.integers(0, 2**48, 3000)}
     stacks = tuple(
-        tuple(
-            AllocationFrame(
-                f"/srv/{number:x}/model_{number}.py", int(number % 900) + depth, "forward"
-            )
-            for depth in range(12)
-        )
-        for number in random.integers(0, 2**48, 3000)
+        tuple(AllocationFrame(file, line + depth, "forward") for depth in range(12))
+        for file, line in files.items()
     )
     return stacks, tuple(f"blocks.{number:x}.weight" for number in random.integers(0, 2**60, 9000))
 

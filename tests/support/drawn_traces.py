@@ -114,15 +114,9 @@ def training(
 
 
 _NAMES = (
-    *OPERATORS,
-    "DataLoader.__next__",
-    "forward",
-    "backward",
-    "optimizer.step",
-    "all_reduce",
-    "wait",
-    "aten::to",
-)
+    *OPERATORS, "DataLoader.__next__", "forward", "backward", "optimizer.step", "all_reduce",
+    "wait", "aten::to",
+)  # fmt: skip
 _DATA, _FORWARD, _BACKWARD, _UPDATE, _ALL_REDUCE, _WAIT, _TO = range(len(OPERATORS), len(_NAMES))
 _MAIN, _AUTOGRAD, _GLOO = range(3)
 

@@ -24,7 +24,6 @@ from typing import IO, Any
 
 POLL_S = 0.005
 START_S = 120.0
-_SIGNALS = (signal.SIGINT, signal.SIGCHLD)
 
 
 class Forked:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import nbformat
+from nbformat.v4 import new_code_cell, new_notebook
+
 from tests.support.kernel import notebook_env
 
 if TYPE_CHECKING:  # playwright is an optional extra
@@ -217,10 +220,6 @@ class LabNotebook:
         """The cell's outputs as a reader sees them now."""
         return self.output(index).inner_text()
 
-    def output_html(self, index: int) -> str:
-        """The cell's outputs as they stand in the page."""
-        return self.output(index).inner_html()
-
     def prompt(self, index: int) -> str:
         """`[ ]:` not run, `[*]:` queued or running, `[3]:` done."""
         return self.cell(index).locator(".jp-InputPrompt").first.inner_text().strip()
@@ -230,23 +229,6 @@ class LabNotebook:
         self.page.evaluate(_RUN_CELL, index)
         if wait:
             self.wait_done(index, timeout_s)
-
-    def run_all(self, timeout_s: float = 120.0, *, wait: bool = True) -> None:
-        """Run every cell as the menu's Run All Cells does."""
-        self.page.evaluate(_RUN_ALL)
-        if wait:
-            self.wait_all(timeout_s)
-
-    def wait_all(self, timeout_s: float = 120.0) -> None:
-        """Wait until `run_all` has ended, at its last cell or at one that failed."""
-        self._wait(_IS_ALL_DONE, None, timeout_s, "the end of Run All")
-        self.page.evaluate(_DRAWN)
-
-    def answer(self, index: int, text: str, timeout_s: float = 30.0) -> None:
-        """Answer what a cell asks by `input()`, once it asks."""
-        field = self.cell(index).locator(".jp-Stdin-input")
-        field.fill(text, timeout=timeout_s * 1000)
-        field.press("Enter")
 
     def wait_done(self, index: int, timeout_s: float = 60.0) -> None:
         """Wait until a cell sent by `run_cell` has ended, well or not, and its output is drawn."""
@@ -271,12 +253,6 @@ class LabNotebook:
         self.page.locator(".jp-Dialog .jp-mod-accept").click(timeout=timeout_s * 1000)
         self._wait("() => window.nbdistRestarted === true", None, timeout_s, "the kernel's restart")
         self.wait_idle(timeout_s)
-
-    def type_into(self, index: int, text: str) -> None:
-        """Type at the end of a cell, key by key, as a user does."""
-        self.cell(index).locator(".cm-content").click()
-        self.page.keyboard.press("Control+End")
-        self.page.keyboard.type(text)
 
     def command(self, name: str) -> None:
         """Give one of JupyterLab's commands, such as `docmanager:save`, and wait for its end."""
@@ -304,17 +280,10 @@ class LabNotebook:
 
 def write_notebook(path: Path, *sources: str) -> None:
     """Write a notebook of code cells without outputs."""
-    blank: dict[str, object] = {
-        "cell_type": "code",
-        "execution_count": None,
-        "metadata": {},
-        "outputs": [],
-    }
-    cells = [{**blank, "id": f"cell-{i}", "source": source} for i, source in enumerate(sources)]
     # Without a kernel of its own JupyterLab would ask which one to take.
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    content = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
-    path.write_text(json.dumps(content))
+    cells = [new_code_cell(source) for source in sources]
+    nbformat.write(new_notebook(cells=cells, metadata=metadata), path)
 
 
 def _write_settings(folder: Path) -> None:
@@ -336,14 +305,8 @@ _RUN_CELL = """index => {
     const done = () => { window.nbdistRuns[index] = true; };
     window.jupyterapp.commands.execute('notebook:run-cell').then(done, done);
 }"""
-_RUN_ALL = """() => {
-    window.nbdistAll = false;
-    const done = () => { window.nbdistAll = true; };
-    window.jupyterapp.commands.execute('notebook:run-all-cells').then(done, done);
-}"""
 _DRAWN = "() => new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r())))"
 _IS_CELL_DONE = "index => (window.nbdistRuns || {})[index] === true"
-_IS_ALL_DONE = "() => window.nbdistAll === true"
 _HAS_TEXT = """([index, text]) => {
     const cell = document.querySelectorAll('.jp-Notebook .jp-Cell')[index];
     return cell.querySelector('.jp-Cell-outputArea').innerText.includes(text);

@@ -11,6 +11,7 @@ found, whether it was whole, and what is left beside it after the next save.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -100,24 +101,17 @@ def _try(folder: Path, old_step: int, number: int) -> dict[str, Any]:
     step, is_whole = read_step(path)
     save(path, 3)
     last, _ = read_step(path)
-    left = sorted(one.name for one in folder.iterdir() if one != path)
+    left = sorted(beside.name for beside in folder.iterdir() if beside != path)
     return {
-        "number": number,
-        "operation": operation,
-        "step": step,
-        "is_whole": is_whole,
-        "last": last,
-        "left": left,
-        "code": os.waitstatus_to_exitcode(status),
-    }
+        "number": number, "operation": operation, "step": step, "is_whole": is_whole,
+        "last": last, "left": left, "code": os.waitstatus_to_exitcode(status),
+    }  # fmt: skip
 
 
 def main() -> None:
     """Stop before each operation in turn."""
     folder, old_step = Path(sys.argv[1]), int(sys.argv[2])
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         told = _try(folder, old_step, number)
         sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()

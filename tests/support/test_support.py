@@ -53,54 +53,6 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     child.communicate()
 
 
-def test_output_is_kept_by_stream_and_joined(kernel: Kernel) -> None:
-    """Prints of one stream are one output; another stream between them splits it."""
-    cell = kernel.run(
-        "import sys\n"
-        "for i in range(3): print(i, flush=True)\n"
-        "print('oops', file=sys.stderr, flush=True)\n"
-        "print('end')"
-    )
-
-    assert cell.status == "ok"
-    assert cell.text == "0\n1\n2\nend\n"
-    assert cell.stderr == "oops\n"
-    assert [o["text"] for o in cell.outputs] == ["0\n1\n2\n", "oops\n", "end\n"]
-    assert cell.error is None
-
-
-def test_results_and_displays_are_plain_text(kernel: Kernel) -> None:
-    """Displays come before the result, each with its data."""
-    cell = kernel.run("from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))\n1 + 1")
-
-    assert cell.plain == ["<IPython.core.display.HTML object>", "2"]
-    assert cell.data("text/html") == ["<b>x</b>"]
-    assert cell.outputs[-1]["execution_count"] == cell.execution_count
-
-
-def test_an_error_has_a_name_and_a_traceback_without_colours(kernel: Kernel) -> None:
-    """A failed cell tells what was raised, and keeps what it printed before."""
-    cell = kernel.run("print('before')\n1 / 0")
-
-    assert cell.status == "error"
-    assert cell.text == "before\n"
-    assert cell.error is not None
-    assert (cell.error.ename, cell.error.evalue) == ("ZeroDivisionError", "division by zero")
-    assert "----> 2 1 / 0" in cell.error.traceback
-    assert "\x1b" not in cell.error.traceback
-
-
-def test_a_usage_error_shows_no_error_output(kernel: Kernel) -> None:
-    """IPython's UsageError fails the cell but leaves only text, so `error` is None."""
-    cell = kernel.run(
-        "from IPython.core.error import UsageError\nraise UsageError('no such option')"
-    )
-
-    assert cell.status == "error"
-    assert cell.error is None
-    assert "no such option" in cell.stderr
-
-
 def test_output_arrives_while_the_cell_runs(kernel: Kernel) -> None:
     """The first line is there long before the cell ends."""
     cell = kernel.run("import time\nprint('first', flush=True)\ntime.sleep(1.5)\nprint('last')")
@@ -139,37 +91,6 @@ def test_clear_output_clears_at_once_or_with_the_next_output(kernel: Kernel) -> 
     assert kernel.run(code + "clear_output(wait=True); print('new')").text == "new\n"
 
 
-def test_history_is_stored_on_request(kernel: Kernel) -> None:
-    """A cell that is not stored leaves the execution count as it is."""
-    before = kernel.run("1").execution_count
-    kernel.run("2", silent=True)
-    kernel.run("3", store_history=False)
-
-    assert before is not None
-    assert kernel.run("4").execution_count == before + 1
-
-
-def test_an_error_aborts_the_cells_queued_behind_it(kernel: Kernel) -> None:
-    """Run All stops at the first error, and the next run starts afresh."""
-    cells = kernel.run_all(["print('a')", "import time; time.sleep(0.3); 1/0", "print('c')", "4"])
-
-    assert [c.status for c in cells] == ["ok", "error", "aborted", "aborted"]
-    assert [c.text for c in cells] == ["a\n", "", "", ""]
-    assert kernel.run("print('again')").text == "again\n"
-
-
-def test_interrupt_ends_a_sleep(kernel: Kernel) -> None:
-    """An interrupted cell ends at once with KeyboardInterrupt."""
-    handle = kernel.start("import time\nprint('sleeping', flush=True)\ntime.sleep(60)")
-    running = kernel.wait_output(handle, "sleeping")
-    kernel.interrupt()
-    cell = kernel.finish(handle, timeout_s=20)
-
-    assert running.status == "running"
-    assert cell.error is not None
-    assert cell.error.ename == "KeyboardInterrupt"
-
-
 def test_a_cell_that_does_not_end_tells_its_output(kernel: Kernel) -> None:
     """Past the deadline the error has the outputs so far; the cell can still be collected."""
     handle = kernel.start("import time\nprint('stuck here', flush=True)\ntime.sleep(60)")
@@ -183,15 +104,6 @@ def test_a_cell_that_does_not_end_tells_its_output(kernel: Kernel) -> None:
     assert kernel.finish(handle, timeout_s=20).status == "error"
 
 
-def test_a_kernel_has_its_folder_and_environment(own_kernel: Kernel, tmp_path: Path) -> None:
-    """The kernel runs where and with what it was told, on one thread."""
-    cell = own_kernel.run(
-        "import os\nprint(os.getcwd(), os.environ['GREETING'], os.environ['OMP_NUM_THREADS'])"
-    )
-
-    assert cell.text == f"{tmp_path} hello 1\n"
-
-
 def test_endless_output_does_not_outlast_the_deadline(own_kernel: Kernel) -> None:
     """A cell that never stops printing is given up in time."""
     handle = own_kernel.start("while True: print('x' * 60, flush=True)")
@@ -200,20 +112,6 @@ def test_endless_output_does_not_outlast_the_deadline(own_kernel: Kernel) -> Non
         own_kernel.finish(handle, timeout_s=1)
 
     assert time.monotonic() - start_s < 10
-
-
-def test_a_display_is_updated_from_outside_a_cell(kernel: Kernel) -> None:
-    """An update sent by a thread after its cell has ended is not lost."""
-    kernel.run("import threading\nevent = threading.Event()")
-    shown = kernel.start(
-        "handle = display('old', display_id=True)\n"
-        "def late(): event.wait(); handle.update('new')\n"
-        "threading.Thread(target=late).start()"
-    )
-    kernel.finish(shown)
-    kernel.run("event.set()")
-
-    assert kernel.wait_output(shown, "new").plain == ["'new'"]
 
 
 @pytest.mark.parametrize("now", [False, True])
