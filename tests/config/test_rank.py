@@ -176,12 +176,17 @@ def test_what_accelerate_writes_itself_is_good(tmp_path: Path) -> None:
     )  # fmt: skip
     asked.to_yaml_file(str(tmp_path / "asked.yaml"))
 
+    checked = check(load(tmp_path / "asked.yaml"), CheckContext())
+
     assert not check(load(tmp_path / "basic.yaml"), CheckContext()).is_bad
-    assert {f.verdict for f in check(load(tmp_path / "asked.yaml"), CheckContext()).findings} == {
-        "ok"
-    }
+    assert {finding.verdict for finding in checked.findings} == {"ok"}
 
 
+_FSDP2 = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
+_DS = (
+    "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n"
+    f"  deepspeed_config_file: {_DATA}/zero1_part.json\n"
+)
 _REFUSED = {
     "num_processes: 4": "distributed_type",
     "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precison: bf16": "unknown keys",
@@ -189,19 +194,14 @@ _REFUSED = {
     "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: no": "lower",
     "distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: '0'": "Less than two GPU ids",
     "distributed_type: MULTI_GPU\nnum_processes: 1\ngpu_ids: 0": "split",
-    "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
-    "  fsdp_reshard_after_forward: FULL_SHARD": "truth value",
-    "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
-    "  fsdp_activation_checkpointing_offload: true": "requires",
-    "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
-    "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_sync_module_states: false": "sync_module",
-    "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
-    "parallelism_config:\n  parallelism_config_tp_size: 2\n"
+    _FSDP2 + "  fsdp_reshard_after_forward: FULL_SHARD": "truth value",
+    _FSDP2 + "  fsdp_activation_checkpointing_offload: true": "requires",
+    _FSDP2
+    + "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_sync_module_states: false": "sync_module",
+    _FSDP2 + "parallelism_config:\n  parallelism_config_tp_size: 2\n"
     "  parallelism_config_dp_replicate_size: 2": "pure data parallelism",
-    "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n"
-    f"  deepspeed_config_file: {_DATA}/zero1_part.json\n  zero_stage: 2": "will be ignored",
-    "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n"
-    f"  deepspeed_config_file: {_DATA}/zero1_part.json": "will be ignored",
+    _DS + "  zero_stage: 2": "will be ignored",
+    "mixed_precision: bf16\n" + _DS: "will be ignored",
 }
 
 
@@ -233,11 +233,9 @@ def test_the_guides_configurations(tmp_path: Path, plugins: Any, file: str) -> N
     if file.endswith(".yaml"):
         plugins(prepared(str(_DATA / file)))
         return
-    around = (
-        CheckContext(800, "--ranks", tp=8, pp=4)
-        if file == "three_axes.json"
-        else CheckContext(8, "--ranks")
-    )
+    is_large = file == "three_axes.json"
+    degrees = {"ranks": 800, "tp": 8, "pp": 4} if is_large else {"ranks": 8}
+    around = CheckContext(source="--ranks", **degrees)
     checked = check(load(_DATA / file), around)
     after, _ = corrected(checked, around, lambda text: read(file, text))
     right = written(tmp_path, after.document.text, "right.json")
@@ -245,11 +243,8 @@ def test_the_guides_configurations(tmp_path: Path, plugins: Any, file: str) -> N
         with pytest.raises(json.JSONDecodeError):
             DeepSpeedPlugin(hf_ds_config=str(_DATA / file))
 
-    assert DeepSpeedPlugin(hf_ds_config=right).deepspeed_config["zero_optimization"]["stage"] in {
-        1,
-        2,
-        3,
-    }
+    stage = DeepSpeedPlugin(hf_ds_config=right).deepspeed_config["zero_optimization"]["stage"]
+    assert stage in {1, 2, 3}
     assert not after.is_bad
 
 
@@ -266,8 +261,6 @@ def test_each_strategy_has_a_form_or_a_reason() -> None:
         config = configured(Setting(choose(name, dict(options), 8)))
 
         assert set(config.texts) | set(config.refused) == set(FORMS)
-        assert f"nbdist run train.py -n 8 --strategy {name}" in config.refused["accelerate"]
-        assert (
-            f"srun --kill-on-bad-exit=1 nbdist run train.py -n 8 --strategy {name}"
-            in config.texts["sbatch"]
-        )
+        line = f"nbdist run train.py -n 8 --strategy {name}"
+        assert line in config.refused["accelerate"]
+        assert f"srun --kill-on-bad-exit=1 {line}" in config.texts["sbatch"]

@@ -1,4 +1,4 @@
-"""What rules find on ranks, and findings as lines of text."""
+"""What rules find on ranks, and findings as lines of text and as a table."""
 
 import pytest
 
@@ -15,6 +15,7 @@ from nbdist.core.finding import (
     report,
     summary,
 )
+from nbdist.core.view import verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +104,31 @@ def test_advice_is_one_line(finding: Finding, expected: str) -> None:
 def test_a_summary_counts_verdicts() -> None:
     """The worst first."""
     assert summary([Finding("a", "b"), Finding("c", "d", BAD)]) == "1 bad, 0 warn, 1 ok"
+
+
+def test_findings_of_a_file_have_their_lines() -> None:
+    """And are the same on every machine, so they are stored too."""
+    findings = [Finding("a", "1", WARN, "c", "d", line=3), Finding("whole", "2", BAD, "e", line=0)]
+
+    view = verdicts(findings, before=["read"], title="x.json: ")
+
+    assert view.text == (
+        "read\n"
+        "x.json: 1 bad, 1 warn, 0 ok\n"
+        "line        what   found\n"
+        "3     warn  a          1\n"
+        "-     bad   whole      2\n"
+        "line 3 warn a: c; d\n"
+        "bad whole: e"
+    )
+    assert view.is_bad
+
+
+def test_findings_of_a_machine_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine has others."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+
+    view = verdicts([Finding("a", "7,000")], none="all is well")
+
+    assert view.text == "0 bad, 0 warn, 1 ok\n    what  found\nok  a         #\nall is well"
+    assert not view.is_bad

@@ -30,21 +30,14 @@ class _Cells(HTMLParser):
 
 
 def test_a_view_is_its_text() -> None:
-    """Text alone is a complete view; HTML comes beside it."""
+    """Text alone is a complete view; HTML, and a picture as notebooks store it, come beside it."""
+    html = View("a", "<b>a</b>")._repr_mimebundle_(include=None, exclude=None)
+    picture = View("a", png=b"\x89PNG")._repr_mimebundle_()
+
     assert str(View("a")) == "a"
     assert View("a")._repr_mimebundle_() == {"text/plain": "a"}
-    assert View("a", "<b>a</b>")._repr_mimebundle_(include=None, exclude=None) == {
-        "text/plain": "a",
-        "text/html": "<b>a</b>",
-    }
-
-
-def test_a_picture_comes_beside_the_rest() -> None:
-    """As base64, which is how notebooks store it."""
-    assert View("a", png=b"\x89PNG")._repr_mimebundle_() == {
-        "text/plain": "a",
-        "image/png": "iVBORw==",
-    }
+    assert html == {"text/plain": "a", "text/html": "<b>a</b>"}
+    assert picture == {"text/plain": "a", "image/png": "iVBORw=="}
 
 
 def test_ipython_shows_a_view() -> None:
@@ -56,11 +49,20 @@ def test_ipython_shows_a_view() -> None:
     assert PlainTextFormatter()(view) == "two\nlines"
 
 
-def test_columns_are_aligned() -> None:
-    """Columns are as wide as their widest cell; numbers stand right, words left."""
-    view = table(["rank", "host"], [["0", "a"], ["10", "long-name"]])
-
-    assert view.text == "rank  host\n   0  a\n  10  long-name"
+@pytest.mark.parametrize(
+    ("head", "rows", "text"),
+    [
+        (["rank", "host"], [["0", "a"], ["10", "long-name"]],
+         "rank  host\n   0  a\n  10  long-name"),
+        (["threads", "x"], [["#", "a"]], "threads  x\n      #  a"),  # alike for any machine
+        # One cell that is no number makes a column of words.
+        (["n", "x"], [["1", "a"], ["-", "b"], ["100", "c"]],
+         "n    x\n1    a\n-    b\n100  c"),
+    ],
+)  # fmt: skip
+def test_columns_are_aligned(head: list[str], rows: list[list[str]], text: str) -> None:
+    """Columns are as wide as their widest cell; numbers and placeholders right, words left."""
+    assert table(head, rows).text == text
 
 
 def test_lines_around_a_table() -> None:
@@ -70,21 +72,6 @@ def test_lines_around_a_table() -> None:
 
     assert view.text == "first\nsecond\nx\n1\nlast"
     assert positions == sorted(positions)
-
-
-def test_placeholders_are_aligned_as_numbers() -> None:
-    """A column of placeholders looks alike for any machine."""
-    assert table(["threads", "x"], [["#", "a"]]).text == "threads  x\n      #  a"
-
-
-def test_a_column_with_a_gap_is_text() -> None:
-    """One cell that is no number makes a column of words."""
-    assert table(["n", "x"], [["1", "a"], ["-", "b"], ["100", "c"]]).text.splitlines() == [
-        "n    x",
-        "1    a",
-        "-    b",
-        "100  c",
-    ]
 
 
 def test_html_has_the_same_cells() -> None:

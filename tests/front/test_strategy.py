@@ -9,10 +9,6 @@ from tests.support.kernel import Kernel
 
 _REFUSED = {
     "%dist_strategy fdsp": "There is no strategy 'fdsp'. Did you mean fsdp?",
-    "%dist_strategy tp --tp 3": "2 ranks cannot form tp=3: 2 is not a multiple of 3. Use 1 or 2.",
-    "%dist_strategy ddp --tp 2": "The nearest that works is fsdp --tp 2",
-    "%dist_strategy fsdp --bucket 5": "fsdp has no --bucket: only DDP has buckets",
-    "%dist_strategy --bf16": "No strategy was given",
     "%dist_strategy fsdp ddp": "choose one of fsdp, ddp",
     "%dist_strategy ddp --sdpa cudnn": "There is no --sdpa cudnn on the CPU",
     "%dist_strategy ddp --nope": "unrecognized arguments: --nope",

@@ -77,22 +77,14 @@ class Kernel:
         """Whether the kernel's process runs."""
         return bool(self._manager.is_alive())
 
-    def run(
-        self,
-        code: str,
-        timeout_s: float = 60.0,
-        *,
-        silent: bool = False,
-        store_history: bool = True,
-    ) -> Cell:
-        """Run one cell to its end, whatever that end is.
+    def run(self, code: str, timeout_s: float = 60.0, **history: bool) -> Cell:
+        """Run one cell to its end, whatever that end is; `history` as of `start`.
 
         Raises:
             TimeoutError: If it has not ended after `timeout_s`; it still runs then.
             KernelDiedError: If the kernel died under it.
         """
-        handle = self.start(code, silent=silent, store_history=store_history)
-        return self.finish(handle, timeout_s)
+        return self.finish(self.start(code, **history), timeout_s)
 
     def run_all(self, codes: Iterable[str], timeout_s: float = 60.0) -> list[Cell]:
         """Send all cells at once, as Run All does, and collect each; `timeout_s` is for all.
@@ -135,19 +127,15 @@ class Kernel:
         self, code: str, cursor: int | None = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
         """The kernel's reply to Tab at a place of a cell, its end without one. While it is idle."""
-        client = self._connected()
-        reply = client.complete(code, cursor, reply=True, timeout=timeout_s)
-        content: dict[str, Any] = reply["content"]
-        return content
+        reply = self._connected().complete(code, cursor, reply=True, timeout=timeout_s)
+        return dict(reply["content"])
 
     def inspect(
         self, code: str, cursor: int | None = None, timeout_s: float = 30.0
     ) -> dict[str, Any]:
         """Its reply to Shift-Tab. While it is idle."""
-        client = self._connected()
-        reply = client.inspect(code, cursor, reply=True, timeout=timeout_s)
-        content: dict[str, Any] = reply["content"]
-        return content
+        reply = self._connected().inspect(code, cursor, reply=True, timeout=timeout_s)
+        return dict(reply["content"])
 
     def interrupt(self) -> None:
         """Interrupt as the stop button does: SIGINT to the kernel's process group."""

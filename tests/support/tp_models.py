@@ -10,6 +10,10 @@ from torch.nn import functional
 
 WORDS = 257  # split unevenly over 2 and over 4 ranks
 WIDTH, HEADS, LAYERS, LENGTH, BATCH = 32, 4, 2, 8, 4
+SIZES = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}  # fmt: skip
 L = nn.Linear
 
 
@@ -183,20 +187,15 @@ def llama(**more: Any) -> nn.Module:
     """Llama with two heads of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
-    settings = {**sizes, **heads, **more}
-    return HuggingFace(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **settings)))
+    return HuggingFace(LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **more})))
 
 
 def qwen3(**more: Any) -> nn.Module:
     """Qwen 3: norms of each head's query and key; tied."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": 8}
-    settings = {**sizes, **heads, "tie_word_embeddings": True, **more}
-    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(vocab_size=WORDS, **settings)))
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    return HuggingFace(Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **heads, **more})))
 
 
 def gpt2(dropout: float = 0.0, **more: Any) -> nn.Module:
@@ -212,13 +211,8 @@ def bert() -> nn.Module:
     """BERT: query, key and value apart from the layer behind them."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
-    more = {
-        "num_attention_heads": HEADS,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return HuggingFace(BertForMaskedLM(BertConfig(vocab_size=WORDS, **sizes, **more)))
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return HuggingFace(BertForMaskedLM(BertConfig(**SIZES, **drops)))
 
 
 MODELS = {
