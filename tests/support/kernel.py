@@ -60,7 +60,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        """The kernel's own process; another one after a restart."""
+        """The kernel's own process."""
         pid = getattr(self._manager.provisioner, "pid", None)
         assert isinstance(pid, int), "the kernel has not been started"
         return pid
@@ -140,12 +140,6 @@ class Kernel:
     def interrupt(self) -> None:
         """Interrupt as the stop button does: SIGINT to the kernel's process group."""
         self._manager.interrupt_kernel()
-
-    def restart(self, *, now: bool = False) -> None:
-        """Restart and wait until the new process answers; `now` kills the old one unasked."""
-        self._disconnect()
-        self._manager.restart_kernel(now=now)
-        self._connect()
 
     def shutdown(self, *, now: bool = False) -> None:
         """Stop the kernel, harmless when it has ended; `now` kills its process group unasked."""

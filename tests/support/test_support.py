@@ -71,17 +71,6 @@ def test_output_of_child_processes_is_captured(kernel: Kernel) -> None:
     assert "PYTEST_" not in cell.plain[0]
 
 
-def test_update_display_replaces_the_display(kernel: Kernel) -> None:
-    """An update changes the display in the cell that made it, not the cell that updates."""
-    first = kernel.start("handle = display('old', display_id=True)")
-    assert kernel.finish(first).plain == ["'old'"]
-    second = kernel.run("handle.update('new')")
-
-    assert second.outputs == []
-    assert [a.msg_type for a in second.arrivals] == ["update_display_data"]
-    assert kernel.so_far(first).plain == ["'new'"]
-
-
 def test_clear_output_clears_at_once_or_with_the_next_output(kernel: Kernel) -> None:
     """`wait=True` keeps the old output until there is a new one."""
     code = "from IPython.display import clear_output\nprint('old')\n"
@@ -112,22 +101,6 @@ def test_endless_output_does_not_outlast_the_deadline(own_kernel: Kernel) -> Non
         own_kernel.finish(handle, timeout_s=1)
 
     assert time.monotonic() - start_s < 10
-
-
-@pytest.mark.parametrize("now", [False, True])
-def test_restart_gives_a_fresh_kernel(own_kernel: Kernel, *, now: bool) -> None:
-    """Variables are gone, the process is another, and output arrives as before."""
-    own_kernel.run("x = 1")
-    before = psutil.Process(own_kernel.pid)
-    own_kernel.restart(now=now)
-
-    assert own_kernel.pid != before.pid
-    assert wait_gone([before]) == []
-    cell = own_kernel.run("print('hello')\nx")
-    assert cell.text == "hello\n"
-    assert cell.error is not None
-    assert cell.error.ename == "NameError"
-    assert cell.execution_count == 1
 
 
 def test_a_killed_kernel_is_reported_with_the_output_so_far(own_kernel: Kernel) -> None:
