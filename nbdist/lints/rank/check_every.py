@@ -84,18 +84,10 @@ def set_every(every: int) -> None:
     _state.watched.clear()
     if every and _state.handle is None:
         _state.handle = register_optimizer_step_pre_hook(_before_step)
+        watch.undo.append(lambda: set_every(0))
     elif not every and _state.handle is not None:
         _state.handle.remove()
         _state.handle = None
-
-
-def install() -> None:
-    """Do nothing: `set_every` installs the hook."""
-
-
-def uninstall() -> None:
-    """Remove the hook, and forget all optimizers."""
-    set_every(0)
 
 
 def begin() -> None:

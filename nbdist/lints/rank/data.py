@@ -7,7 +7,6 @@ A torch without the names that are read here is left alone, and these lints are 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import platform
@@ -63,7 +62,6 @@ class _State:
         default_factory=weakref.WeakKeyDictionary
     )
     workers: int = 0
-    original: Any = None
 
 
 _state = _State()
@@ -72,16 +70,8 @@ _state = _State()
 def install() -> None:
     """Look at batches from now on."""
     kind = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if kind is not None and _state.original is None:
-        _state.original = kind.__next__
-        kind.__next__ = _watch_batches(kind.__next__)
-
-
-def uninstall() -> None:
-    """Look at no more."""
-    if _state.original is not None:
-        dataloader._BaseDataLoaderIter.__next__ = _state.original  # type: ignore[method-assign]  # noqa: SLF001
-        _state.original = None
+    if kind is not None:
+        watch.wrap(kind, "__next__", _watch_batches)
 
 
 def begin() -> None:
@@ -117,7 +107,6 @@ def end() -> None:
 
 
 def _watch_batches(original: Any) -> Any:
-    @functools.wraps(original)
     def __next__(self: Any) -> Any:  # noqa: N807
         if self._num_yielded >= LOOKED:
             return original(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,21 +43,14 @@ class _State:
 
     ddps: list[weakref.ref[Ddp]] = field(default_factory=list)
     count: int = 0
-    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 _state = _State()
 
 
 def install() -> None:
-    """Give each DDP model that is made from now on a forward hook."""
-    watch.wrap(_state.undo, DistributedDataParallel, "__init__", _noting_ddp)
-
-
-def uninstall() -> None:
-    """Leave DDP as it was; models keep their hooks."""
-    while _state.undo:
-        _state.undo.pop()()
+    """Give each DDP model that is made from now on a forward hook, which it keeps."""
+    watch.wrap(DistributedDataParallel, "__init__", _noting_ddp)
 
 
 def begin() -> None:

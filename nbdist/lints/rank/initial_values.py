@@ -6,7 +6,6 @@ tell it. `%dist_check` compares all of them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import sys
@@ -31,7 +30,7 @@ class _State:
     """What was given to fully_shard in this cell: class, digest, and the ranks of its mesh."""
 
     sharded: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
-    original: Any = None
+    is_watching: bool = False
 
 
 _state = _State()
@@ -40,23 +39,17 @@ _state = _State()
 def install() -> None:
     """Watch what is prepared from now on. FSDP is not loaded for it."""
     events.on_prepare.append(_note_initial)
-
-
-def uninstall() -> None:
-    """Leave FSDP as it was."""
-    events.on_prepare.remove(_note_initial)
-    if _state.original is not None:
-        sys.modules[_FSDP].fully_shard = _state.original  # type: ignore[attr-defined]
-        _state.original = None
+    watch.undo.append(lambda: events.on_prepare.remove(_note_initial))
+    _state.is_watching = False
 
 
 def begin() -> None:
     """A cell begins: watch fully_shard once FSDP is loaded."""
     _state.sharded.clear()
-    module: Any = sys.modules.get(_FSDP)
-    if _state.original is None and hasattr(module, "fully_shard"):
-        _state.original = module.fully_shard
-        module.fully_shard = _watch_sharding(module.fully_shard)
+    module = sys.modules.get(_FSDP)
+    if not _state.is_watching and hasattr(module, "fully_shard"):
+        _state.is_watching = True
+        watch.wrap(module, "fully_shard", _watch_sharding)
 
 
 def end() -> None:
@@ -101,7 +94,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _watch_sharding(original: Any) -> Any:
-    @functools.wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         _note(module, kwargs.get("mesh"))
         return original(module, *args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,6 @@ class _State:
     autocast: torch.dtype | None = None
     is_inside: bool = False
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 _state = _State()
@@ -90,19 +89,12 @@ def count() -> int:
 
 def install() -> None:
     """Watch from now on."""
-    handle = register_optimizer_step_pre_hook(_before_step)
-    _state.undo.append(handle.remove)
-    watch.wrap(_state.undo, torch.Tensor, "backward", _noting_backward)
-    watch.wrap(_state.undo, torch.amp.GradScaler, "scale", _noting_scale)
-    watch.wrap(_state.undo, torch.amp.autocast, "__enter__", _noting_autocast)
+    watch.undo.append(register_optimizer_step_pre_hook(_before_step).remove)
+    watch.wrap(torch.Tensor, "backward", _noting_backward)
+    watch.wrap(torch.amp.GradScaler, "scale", _noting_scale)
+    watch.wrap(torch.amp.autocast, "__enter__", _noting_autocast)
     events.on_backward.append(_Declared)
-    _state.undo.append(lambda: events.on_backward.remove(_Declared))
-
-
-def uninstall() -> None:
-    """Leave torch as it was."""
-    while _state.undo:
-        _state.undo.pop()()
+    watch.undo.append(lambda: events.on_backward.remove(_Declared))
 
 
 def begin() -> None:

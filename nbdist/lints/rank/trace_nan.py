@@ -28,15 +28,11 @@ _state = _State()
 def trace_nan() -> None:
     """Look at what every module of the next cell gives, until one gives NaN or inf."""
     watch.add(__name__)
+    watch.undo.append(_disarm)
     _state.is_armed = True
 
 
-def install() -> None:
-    """Nothing: a cell that is to be traced does."""
-
-
-def uninstall() -> None:
-    """Look at no more outputs, also not in the next cell."""
+def _disarm() -> None:
     _state.is_armed = False
     end()
 

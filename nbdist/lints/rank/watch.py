@@ -23,8 +23,9 @@ from nbdist.rpc.wire import CELL_RUN, SEEN
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Each has install, uninstall, begin (a cell begins) and end (it has ended: note what it showed).
-# Imported when a rank has its names, not before its group is formed.
+# Each has install, begin (a cell begins) and end (it has ended: note what it showed). Actions in
+# `undo` put back what it replaced. Imported when a rank has its names, not before its group is
+# formed.
 PARTS = (
     "nbdist.lints.rank.data",
     "nbdist.lints.rank.ddp",
@@ -35,38 +36,41 @@ PARTS = (
 
 @dataclass(slots=True)
 class _State:
-    """What this cell has noted so far, by lint and subject; parts beside PARTS."""
+    """What this cell has noted so far, by lint and subject; modules that have begin and end."""
 
     noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
-    added: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)
     is_installed: bool = False
     is_broken: bool = False
 
 
 _state = _State()
+# What leaves torch as it was, once `uninstall` is called.
+undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
     """Watch torch's calls from now on. Twice is harmless."""
     if not _state.is_installed:
         _state.is_installed, _state.is_broken = True, False
-        for part in _parts():
-            part.install()
+        for name in PARTS:
+            add(name)
+            sys.modules[name].install()
 
 
 def uninstall() -> None:
     """Leave torch as it was before `install`."""
     if _state.is_installed:
         _state.is_installed = False
-        for part in _parts():
-            part.uninstall()
+        while undo:
+            undo.pop()()
 
 
 def add(name: str) -> None:
-    """One part more, of which rank and start have known nothing so far. Twice is harmless."""
+    """Let a module's begin and end be called at those of cells. Twice is harmless."""
     module = importlib.import_module(name)
-    if module not in _state.added:
-        _state.added.append(module)
+    if module not in _state.parts:
+        _state.parts.append(module)
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
@@ -97,13 +101,13 @@ def note(lint: str, subject: str, **facts: Any) -> None:
 def begin() -> None:
     """Forget what the cell before has noted."""
     _state.noted.clear()
-    for part in _parts():
+    for part in _state.parts:
         part.begin()
 
 
 def collect() -> list[Observation]:
     """What was seen since `begin`; JSON can carry it. This rank alone."""
-    for part in _parts():
+    for part in _state.parts:
         part.end()
     return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
@@ -141,8 +145,8 @@ def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:
     return otherwise
 
 
-def wrap(undo: list[Callable[[], None]], owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute by what `make` makes of it; what takes that back comes into `undo`."""
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute by what `make` makes of it; `uninstall` takes that back."""
     original = getattr(owner, name)
     replaced = functools.wraps(original)(make(original))
     setattr(owner, name, replaced)
@@ -176,8 +180,3 @@ def shell() -> Any:
     from IPython.core.getipython import get_ipython
 
     return get_ipython()
-
-
-def _parts() -> list[Any]:
-    parts = [sys.modules.get(name) or importlib.import_module(name) for name in PARTS]
-    return [*parts, *_state.added]
