@@ -151,23 +151,12 @@ def launched(
     folder: Path, *command: str, env: Mapping[str, str] | None = None
 ) -> dict[str, object]:
     """What rank 0 of a started script says."""
+    # torchrun's folder of logs would stay in the temporary one.
+    alone = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=notebook_env(
-            # torchrun's folder of logs would stay in the temporary one.
-            {
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": str(folder),
-                **(env or {}),
-            }
-        ),
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+        command, cwd=folder, env=notebook_env({**alone, **(env or {})}), capture_output=True,
+        text=True, timeout=_TIMEOUT_S, check=False,
+    )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if "TOLD " in line]
 
     # torch 2.13 aborts now and then at the very end, after everything was printed.
@@ -176,7 +165,7 @@ def launched(
     return told
 
 
-def slurm(folder: Path, hosts: int = 1) -> dict[str, str]:
+def slurm(folder: Path, hosts: int) -> dict[str, str]:
     """The environment of a job, in which Slurm's programs are played: tasks of all hosts here."""
     fakes = {
         "srun": (
@@ -227,25 +216,17 @@ def test_accelerate_launch_gives_the_same_losses(ranks: Kernel, tmp_path: Path) 
     assert close(done["losses"], wanted)
 
 
-def test_the_batch_script_starts_the_tasks(ranks: Kernel, tmp_path: Path) -> None:
-    """The Slurm script is good bash, and its one task a host starts torchrun there."""
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.parity)])
+def test_the_batch_script_starts_the_tasks(ranks: Kernel, tmp_path: Path, hosts: int) -> None:
+    """The Slurm script is good bash; its task on each host starts torchrun there."""
     wanted = trained(ranks, "ddp")
-    good(ranks, f"%dist_config --write {tmp_path}/job.sbatch")
+    good(ranks, f"%dist_config --write {tmp_path}/job.sbatch --nodes {hosts}")
     script(tmp_path)
     subprocess.run([_BASH, "-n", "job.sbatch"], cwd=tmp_path, check=True, timeout=10)
+    done = launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path, hosts))
 
-    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path))["losses"], wanted)
-
-
-@pytest.mark.parity
-def test_the_batch_script_of_two_hosts(ranks: Kernel, tmp_path: Path) -> None:
-    """One task on each of two hosts: torchrun finds the other one, and the losses are the same."""
-    wanted = trained(ranks, "ddp")
-    good(ranks, f"%dist_config --write {tmp_path}/job.sbatch --nodes 2")
-    script(tmp_path)
-
-    assert "#SBATCH --nodes=2" in (tmp_path / "job.sbatch").read_text()
-    assert close(launched(tmp_path, _BASH, "job.sbatch", env=slurm(tmp_path, 2))["losses"], wanted)
+    assert f"#SBATCH --nodes={hosts}" in (tmp_path / "job.sbatch").read_text()
+    assert close(done["losses"], wanted)
 
 
 @pytest.mark.parity
@@ -297,16 +278,11 @@ def test_other_strategies_give_the_same_losses(
     """FSDP2 of Accelerate on Gloo, with blocks wrapped by the class that the ranks named."""
     wanted = trained(ranks, strategy)
     good(ranks, f"%dist_config --write {tmp_path}/a.yaml")
-    if strategy == "single":
-        begin = _PLAIN
-    else:
-        begin = _AS_ON_GPUS
-        assert (
-            "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
-        )
-    script(tmp_path, begin)
+    wraps = "fsdp_transformer_layer_cls_to_wrap: ConfigBlock" in (tmp_path / "a.yaml").read_text()
+    script(tmp_path, _AS_ON_GPUS if wraps else _PLAIN)
     done = accelerate(tmp_path, tmp_path / "a.yaml", {"ACCELERATE_USE_CPU": "true"})
 
+    assert wraps is (strategy != "single")
     assert isinstance(done["kinds"], list)
     assert kinds <= set(done["kinds"])
     assert close(done["losses"], wanted)

@@ -41,33 +41,25 @@ def hits(
         r: observed if isinstance(observed, list) else [observed]
         for r, observed in enumerate(observations)
     }
-    return [
-        (diagnostic.lint, diagnostic.hit.ranks)
-        for diagnostic in rules.evaluate(by_rank, is_ok=is_ok)
-    ]
+    return [(found.lint, found.hit.ranks) for found in rules.evaluate(by_rank, is_ok=is_ok)]
 
 
 @pytest.mark.parametrize(
     ("observations", "ranks"),
     [
-        ([same(A, B), same(A, B)], (0, 1)),
-        ([same(A, B, C), same(A, B)], (0, 1)),  # a rank that has looked at fewer
-        ([same(A, B), same(A, C)], None),
-        ([same(A), same(A)], None),  # one batch can be equal by chance
-        ([same(A, A), same(A, A)], None),  # a constant dataset
-        ([same(A, B, peers=[0]), same(A, B, peers=[1])], None),  # tp: they must see the same
+        ([same(A, B), same(A, B)], [(0, 1)]),
+        ([same(A, B, C), same(A, B)], [(0, 1)]),  # a rank that has looked at fewer
+        ([same(A, B), same(A, C)], []),
+        ([same(A), same(A)], []),  # one batch can be equal by chance
+        ([same(A, A), same(A, A)], []),  # a constant dataset
+        ([same(A, B, peers=[0]), same(A, B, peers=[1])], []),  # tp: they must see the same
+        # dp 2 x tp 2 whose loaders are all alike: each pair of dp is one.
+        ([same(A, B, peers=peers) for peers in ([0, 2], [1, 3]) * 2], [(0, 2), (1, 3)]),
     ],
 )
-def test_the_same_data(observations: list[Observation], ranks: tuple[int, ...] | None) -> None:
+def test_the_same_data(observations: list[Observation], ranks: list[tuple[int, ...]]) -> None:
     """Only for ranks along the data-parallel axes, from two different batches on."""
-    assert hits(*observations) == ([("same-data", ranks)] if ranks else [])
-
-
-def test_two_pairs_of_ranks_are_two_hits() -> None:
-    """Four ranks of dp 2 x tp 2 whose loaders are all alike: each pair of dp is one."""
-    observations = [same(A, B, peers=peers) for peers in ([0, 2], [1, 3], [0, 2], [1, 3])]
-
-    assert hits(*observations) == [("same-data", (0, 2)), ("same-data", (1, 3))]
+    assert hits(*observations) == [("same-data", members) for members in ranks]
 
 
 def test_parameters_that_are_apart() -> None:
@@ -91,9 +83,7 @@ def test_the_first_look_that_differs_is_named() -> None:
     (diagnostic,) = rules.evaluate(observations, is_ok=True)
 
     assert diagnostic.lint == "apart-since"
-    assert (
-        "before step 20 of its optimizer, the parameters of model differed" in diagnostic.hit.found
-    )
+    assert "before step 20 of its optimizer, the parameters of model" in diagnostic.hit.found
     assert hits(since(A, B), since(A, B)) == []
 
 

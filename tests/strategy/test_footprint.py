@@ -1,6 +1,5 @@
 """Bytes held and sent are the published formulas', exact for the number of ranks."""
 
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -31,6 +30,9 @@ PARAMETERS = 7e9
         ("deepspeed", {"stage": 1}, 8, "mixed", 38.5),
         ("deepspeed", {"stage": 2}, 8, "mixed", 26.25),
         ("deepspeed", {"stage": 3}, 8, "mixed", 14.0),
+        ("deepspeed", {"stage": 1}, 64, "mixed", 29.3125),  # 3.82 times less, and not yet 4
+        ("deepspeed", {"stage": 2}, 64, "mixed", 15.53125),  # 7.21, and not yet 8
+        ("deepspeed", {"stage": 3}, 64, "mixed", 1.75),
         ("fsdp", {}, 8, "fp32", 14.0),
         ("fsdp", {"shard": "grad-op"}, 8, "fp32", 14.0),
         ("fsdp", {"shard": "hybrid"}, 8, "fp32", 28.0),
@@ -51,20 +53,6 @@ def test_held_bytes_are_those_of_the_formula(
     choice = choose(name, settings, world_size)
 
     assert held_bytes(choice, PARAMETERS, RECIPES[recipe]) / GB == pytest.approx(gigabytes)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "savings"), [(8, (2.91, 4.27, 8.0)), (64, (3.82, 7.21, 64.0))]
-)
-def test_savings_of_the_zero_stages_are_below_their_limits(
-    world_size: int, savings: tuple[float, ...]
-) -> None:
-    """4 x and 8 x are limits for many ranks; with 8 it is 2.91 and 4.27."""
-    total_bytes = RECIPES["mixed"].total * PARAMETERS
-    stages = [choose("deepspeed", {"stage": stage}, world_size) for stage in (1, 2, 3)]
-    bytes_by_stage = [held_bytes(stage, PARAMETERS, RECIPES["mixed"]) for stage in stages]
-
-    assert tuple(round(total_bytes / bytes_, 2) for bytes_ in bytes_by_stage) == savings
 
 
 @pytest.mark.parametrize(
@@ -154,11 +142,3 @@ def test_phrases_name_collective_axis_and_times() -> None:
         "all-reduce activations 4 x over tp, per block",
     )
     assert sent_phrases(choose("cp", {"dp": 2}, 4))[1] == "all-reduce gradients over dp x cp"
-
-
-def test_a_ring_sends_less_than_twice_the_message() -> None:
-    """The all-reduce's share goes to 2 as ranks are added."""
-    shares = [CALLS["all-reduce"].share(n) for n in (1, 2, 8, 1000)]
-
-    assert shares == sorted(shares)
-    assert math.isclose(shares[-1], 2, rel_tol=2e-3)

@@ -194,19 +194,17 @@ class TorchRanks:
 
     def results(self, *ranks: int) -> list[dict[str, Any]]:
         """What the ranks ended with; of all ranks if none is named."""
-        chosen = ranks or range(self.size)
-        return [json.loads(self.wait_for_end(rank)) for rank in chosen]
-
-    def wait_for_end(self, rank: int) -> str:
-        """A rank's result, as text."""
-        try:
-            self._processes[rank].wait(self.limit_s + MORE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"rank {rank} did not end\n{self.report()}") from None
-        path = self.folder / f"result.{rank}"
-        if not path.exists():
-            raise AssertionError(f"rank {rank} ended without a result\n{self.report()}")
-        return path.read_text()
+        results = []
+        for rank in ranks or range(self.size):
+            try:
+                self._processes[rank].wait(self.limit_s + MORE_S)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} did not end\n{self.report()}") from None
+            path = self.folder / f"result.{rank}"
+            if not path.exists():
+                raise AssertionError(f"rank {rank} ended without a result\n{self.report()}")
+            results.append(json.loads(path.read_text()))
+        return results
 
     def report(self) -> str:
         """What all ranks have printed, and how they ended."""
@@ -217,18 +215,9 @@ class TorchRanks:
         )
 
     def _start(self, rank: int, **env: str) -> None:
-        environment = notebook_env(
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
-                "TEST_RUN_DIR": str(self.folder),
-                "TEST_LIMIT_S": str(self.limit_s),
-                **ENV,
-                **self._env,
-                **env,
-            }
-        )
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)}
+        run = {"TEST_RUN_DIR": str(self.folder), "TEST_LIMIT_S": str(self.limit_s)}
+        environment = notebook_env({**place, **run, **ENV, **self._env, **env})
         path = self.folder / f"log.{rank}"
         if not self._is_new:
             self._processes[rank] = _server(rank).fork(self._text, environment, path)
