@@ -16,9 +16,9 @@ from nbdist.config.report import (
     Report,
     findings_of,
     is_count,
-    shown,
+    show_value,
 )
-from nbdist.config.tree import REMOVE, RENAME, Document, Fix, dotted, fixed, without
+from nbdist.config.tree import REMOVE, RENAME, Document, Fix, apply_fix, join_path, remove_flaw
 from nbdist.errors import OptionError
 
 _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Report, CheckContext], None]]] = {
@@ -60,7 +60,7 @@ def _check_alone(document: Document, around: CheckContext) -> Checked:
     notes.flaws()
     kind = kind_of(document)
     if not kind:
-        keys = ", ".join(shown(entry.key) for entry in document.entries()[:6]) or "none"
+        keys = ", ".join(show_value(entry.key) for entry in document.entries()[:6]) or "none"
         formats = "; ".join(f"{name}: {what}" for name, what in KNOWN.items())
         what = f"only the syntax was checked. Known formats: {formats}"
         notes.bad(("kind",), f"its keys ({keys}) match no known format", what, value="unknown")
@@ -86,7 +86,7 @@ def _with_ranks(document: Document, kind: str, around: CheckContext) -> CheckCon
     said = None if path is None else document.value(*path)
     if around.ranks is None and is_count(said):
         assert path is not None
-        return replace(around, ranks=said, source=f"as {dotted(path)} says")
+        return replace(around, ranks=said, source=f"as {join_path(path)} says")
     return around
 
 
@@ -111,8 +111,8 @@ def corrected(
         document = checked.document
         flaw = next((candidate for candidate in document.flaws if candidate.end), None)
         if flaw is not None:
-            document = read(without(document, flaw))
-            changes.append(f"line {flaw.line}: {flaw.name} {shown(flaw.found)} taken out")
+            document = read(remove_flaw(document, flaw))
+            changes.append(f"line {flaw.line}: {flaw.name} {show_value(flaw.found)} taken out")
         else:
             wanted = [finding.fixes for finding in checked.findings if finding.fixes]
             fixes = next((those for those in wanted if not all(f in done for f in those)), None)
@@ -130,11 +130,11 @@ def _changed(document: Document, fix: Fix, read: Callable[[str], Document]) -> t
     """The document with a change, and a line about it; as it was where it would not be read."""
     before = document.entry(*fix.path)
     now = {RENAME: f"is now called {fix.value}", REMOVE: "taken out"}
-    change = now.get(fix.action, f"is now {shown(fix.value)}")
+    change = now.get(fix.action, f"is now {show_value(fix.value)}")
     if before is not None and fix.action not in now:
-        change += f", was {shown(document.text[before.node.start : before.node.end])}"
-    line = f"line {document.line(*fix.path)}: {dotted(fix.path)} {change}"
+        change += f", was {show_value(document.text[before.node.start : before.node.end])}"
+    line = f"line {document.line(*fix.path)}: {join_path(fix.path)} {change}"
     try:
-        return read(fixed(document, fix)), line
+        return read(apply_fix(document, fix)), line
     except OptionError:  # an anchor stood there, to which other lines refer
         return document, f"{line}: not changed, since other lines refer to it; change it by hand"

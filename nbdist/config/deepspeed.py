@@ -12,7 +12,7 @@ from typing import Any
 from nbdist.config import keys
 from nbdist.config.batch import Batch, check_batch, check_ranks
 from nbdist.config.report import CheckContext, Report, check_keys, check_type, is_count
-from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, dotted, walk
+from nbdist.config.tree import ADD, REMOVE, SET, Document, Fix, join_path, walk
 from nbdist.core.finding import BAD, WARN
 
 _BATCH = Batch()
@@ -48,7 +48,7 @@ def _keys(notes: Report, _around: CheckContext) -> None:
     why = "DeepSpeed has no such key, and silently ignores it"
     check_keys(notes, (), keys.DEEPSPEED, WARN, why)
     for path, key_table in keys.DEEPSPEED_PARTS.items():
-        why = f"DeepSpeed refuses a key of {dotted(path)} that it does not know"
+        why = f"DeepSpeed refuses a key of {join_path(path)} that it does not know"
         check_keys(notes, path, key_table, BAD, why)
     for path, key_table in keys.DEEPSPEED_LOOSE.items():
         check_keys(notes, path, key_table, WARN, "DeepSpeed does not read this key there")
@@ -61,7 +61,7 @@ def _autos(notes: Report, _around: CheckContext) -> None:
     paths = [path for path, entry in walk(notes.document.root) if entry.node.value == "auto"]
     if not paths:
         return
-    names = ", ".join(map(dotted, paths))
+    names = ", ".join(map(join_path, paths))
     needs = [path for path in paths if path[0] in _FILLED]
     if needs:
         why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'

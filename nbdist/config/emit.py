@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.config.tree import YAML, written
+from nbdist.config.tree import YAML, write_value
 from nbdist.errors import OptionError
 from nbdist.strategy.choice import AXES, Options, Strategy, described, options_phrase
 
@@ -156,9 +156,12 @@ def accelerate_text(setting: Setting) -> str | Refusal:
     lines += [f"# {note}" for note in notes(setting)]
     for key, value in sorted(config.items()):
         if isinstance(value, Mapping):
-            lines += [f"{key}:", *(f"  {k}: {written(v, YAML)}" for k, v in sorted(value.items()))]
+            lines += [
+                f"{key}:",
+                *(f"  {k}: {write_value(v, YAML)}" for k, v in sorted(value.items())),
+            ]
         else:
-            lines.append(f"{key}: {written(value, YAML)}")
+            lines.append(f"{key}: {write_value(value, YAML)}")
     return "\n".join(lines) + "\n"
 
 

@@ -17,9 +17,9 @@ from nbdist.config.tree import (
     ConfigEntry,
     Document,
     Fix,
-    dotted,
+    join_path,
     plain,
-    written,
+    write_value,
 )
 from nbdist.core.finding import BAD, OK, WARN, Finding
 
@@ -120,9 +120,9 @@ class Report:
         """Note something about a key: its value is shown (or what is found), and its line."""
         entry = self.document.entry(*path)
         if not value:
-            value = "not there" if entry is None else shown(plain(entry.node))
+            value = "not there" if entry is None else show_value(plain(entry.node))
         line = self.document.line(*path)
-        name = dotted(path)
+        name = join_path(path)
         self.said.append(ConfigFinding(name, value, verdict, why, what, line=line, fixes=fixes))
 
     def bad(self, path: tuple[str, ...], why: str, what: str, *fixes: Fix, value: str = "") -> None:
@@ -136,7 +136,7 @@ class Report:
     def flaws(self) -> None:
         """Note what is not in the file's format."""
         for flaw in self.document.flaws:
-            fields = flaw.name, shown(flaw.found), BAD, flaw.why, flaw.what
+            fields = flaw.name, show_value(flaw.found), BAD, flaw.why, flaw.what
             self.said.append(ConfigFinding(*fields, line=flaw.line))
 
     def done(self, kind: str) -> Checked:
@@ -145,7 +145,7 @@ class Report:
         return Checked(self.document, kind, tuple(ordered))
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value as it is told, on one line."""
     if isinstance(value, dict):
         return "{...}" if value else "{}"
@@ -204,7 +204,7 @@ def check_type(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind: s
     if meant is None:
         notes.bad(path, why, f"write {KINDS[kind]}")
     else:
-        what = f"write {written(meant, notes.document.syntax)}"
+        what = f"write {write_value(meant, notes.document.syntax)}"
         notes.bad(path, why, what, Fix(SET, path, meant))
 
 
@@ -215,7 +215,7 @@ def _check_choice(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind
     typed = _as_typed(notes.document, entry)
     word = next((choice for choice in choices if choice.lower() == typed.lower()), None)
     if isinstance(value, bool) and word is not None:
-        why = f"YAML reads {typed} without quotation marks as {shown(value)}"
+        why = f"YAML reads {typed} without quotation marks as {show_value(value)}"
         # Accelerate starts one process for a distributed_type that it compares with nothing.
         verdict = WARN if path == ("distributed_type",) else BAD
         notes.say(verdict, path, why, f"write '{word}'", Fix(SET, path, word))
@@ -230,7 +230,7 @@ def _check_choice(notes: Report, path: tuple[str, ...], entry: ConfigEntry, kind
 
 def _as_typed(document: Document, entry: ConfigEntry) -> str:
     text = document.text[entry.node.start : entry.node.end]
-    return shown(text.strip("'\"") if not entry.node.is_quoted else text)
+    return show_value(text.strip("'\"") if not entry.node.is_quoted else text)
 
 
 def _fits(value: Any, kind: str) -> bool:

@@ -1,7 +1,7 @@
 """A configuration file as a tree that knows its places, so that it can be changed in them.
 
 `config.json_reader` and `config.yaml_reader` read text into a Document. A Fix says what to change
-by a path of keys; `fixed` makes it in the text and leaves everything else as it was typed.
+by a path of keys; `apply_fix` makes it in the text and leaves everything else as it was typed.
 """
 
 from __future__ import annotations
@@ -179,17 +179,17 @@ def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         yield from walk(item, path)
 
 
-def dotted(path: tuple[str, ...]) -> str:
+def join_path(path: tuple[str, ...]) -> str:
     """A path as it is told: zero_optimization.stage."""
     return ".".join(path)
 
 
-def without(document: Document, flaw: Flaw) -> str:
+def remove_flaw(document: Document, flaw: Flaw) -> str:
     """The text without a flaw."""
     return document.text[: flaw.start] + document.text[flaw.end :]
 
 
-def fixed(document: Document, fix: Fix) -> str:
+def apply_fix(document: Document, fix: Fix) -> str:
     """The document's text with one change made in its place."""
     start, end, new = _CHANGES[fix.action](document, fix)
     return document.text[:start] + new + document.text[end:]
@@ -200,7 +200,7 @@ def _set(document: Document, fix: Fix) -> tuple[int, int, str]:
     if entry is None:
         return _add(document, fix)
     node = entry.node
-    new = written(fix.value, document.syntax)
+    new = write_value(fix.value, document.syntax)
     is_in_lines = not node.is_flow and (node.entries is not None or node.items is not None)
     if is_in_lines or node.start == node.end:  # on the lines below the key, or nowhere
         colon = document.text.index(":", entry.end) + 1
@@ -244,7 +244,7 @@ def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
         whole = Fix(ADD if node is None else SET, tuple(above), {key: fix.value})
         return (_add if node is None else _set)(document, whole)
     name = json.dumps(key) if document.syntax == JSON else key
-    new = f"{name}: {written(fix.value, document.syntax)}"
+    new = f"{name}: {write_value(fix.value, document.syntax)}"
     if not node.entries:
         return node.start, node.end, f"{{{new}}}"
     last = node.entries[-1]
@@ -261,15 +261,15 @@ def _add(document: Document, fix: Fix) -> tuple[int, int, str]:
 _CHANGES = {SET: _set, RENAME: _rename, REMOVE: _remove, ADD: _add}
 
 
-def written(value: Any, syntax: str) -> str:
+def write_value(value: Any, syntax: str) -> str:
     """A value as it is typed in a file, on one line."""
     if syntax == JSON:
         return json.dumps(value)
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key}: {written(item, syntax)}" for key, item in value.items())
+        inner = ", ".join(f"{key}: {write_value(item, syntax)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(written(item, syntax) for item in value)}]"
+        return f"[{', '.join(write_value(item, syntax) for item in value)}]"
     literal = json.dumps(value)
     if isinstance(value, str):
         # Whether a text means itself in YAML 1.1 without quotation marks.

@@ -96,7 +96,7 @@ def resolve_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
-def silenced_by(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
+def parse_silenced(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """(the lints that a value of NBDIST_SILENCE names, its words that name none)."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     valid = [word for word in words if word == "all" or word in LINTS]

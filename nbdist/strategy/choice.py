@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nbdist.strategy.options import OPTIONS, typed
+from nbdist.strategy.options import OPTIONS, spell
 from nbdist.strategy.table import ROWS, STEPS, StrategyRow
 
 # The axes of a device mesh, outermost first: neighbours along the last one are on one host.
@@ -164,7 +164,7 @@ def options_phrase(choice: Strategy) -> str:
     """The options that are not at their defaults, as they are typed; "" where all are."""
     default = Options()
     values = ((row, getattr(choice.options, row.name)) for row in OPTIONS.values())
-    return " ".join(typed(row, v) for row, v in values if v != getattr(default, row.name))
+    return " ".join(spell(row, v) for row, v in values if v != getattr(default, row.name))
 
 
 def described(choice: Strategy) -> str:

@@ -249,7 +249,7 @@ def takers(row: OptionRow) -> list[str]:
     ]
 
 
-def typed(row: OptionRow, value: object) -> str:
+def spell(row: OptionRow, value: object) -> str:
     """An option with a value, as it is typed: `--checkpoint full`, `--bf16`."""
     for word, meant in SHORTHANDS.items():
         if meant == (row.name, value):

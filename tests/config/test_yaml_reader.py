@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nbdist.config.tree import ADD, JSON, REMOVE, RENAME, SET, Fix, fixed, plain, without
+from nbdist.config.tree import ADD, JSON, REMOVE, RENAME, SET, Fix, apply_fix, plain, remove_flaw
 from nbdist.config.yaml_reader import LARGEST, load, read
 from nbdist.errors import OptionError
 
@@ -73,7 +73,7 @@ def test_json_with_comments_and_commas_is_read_and_told() -> None:
     document = read("ds.json", _JSON)
     flaws = [(flaw.name, flaw.line) for flaw in document.flaws]
     while document.flaws:
-        document = read("ds.json", without(document, document.flaws[0]))
+        document = read("ds.json", remove_flaw(document, document.flaws[0]))
 
     assert flaws == [("comment", 4), ("trailing comma", 5), ("comment", 7)]
     assert json.loads(document.text) == plain(read("ds.json", _JSON).root)
@@ -83,7 +83,7 @@ def test_json_with_comments_and_commas_is_read_and_told() -> None:
 @pytest.mark.parametrize(("fix", "wanted"), _FIXES)
 def test_json_is_changed_in_its_place(fix: Fix, wanted: tuple[object, ...]) -> None:
     """One value changes; the result is JSON, and all else is as it was typed."""
-    text = fixed(read("ds.json", _PLAIN_JSON), fix)
+    text = apply_fix(read("ds.json", _PLAIN_JSON), fix)
     json.loads(text)
     *path, value = wanted
 
@@ -95,7 +95,7 @@ def test_json_is_changed_in_its_place(fix: Fix, wanted: tuple[object, ...]) -> N
 @pytest.mark.parametrize(("fix", "wanted"), _YAML_FIXES)
 def test_yaml_is_changed_in_its_place(fix: Fix, wanted: tuple[object, ...]) -> None:
     """One value changes; PyYAML reads the result so, and comments stay."""
-    text = fixed(read("a.yaml", _YAML), fix)
+    text = apply_fix(read("a.yaml", _YAML), fix)
     *path, value = wanted
 
     assert read("a.yaml", text).value(*map(str, path)) == value

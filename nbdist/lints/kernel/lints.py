@@ -24,7 +24,7 @@ class Lints(CellHook):
 
     def __init__(self) -> None:
         """Silent about what NBDIST_SILENCE names."""
-        names, self._unknown = rules.silenced_by(os.environ.get(rules.VARIABLE, ""))
+        names, self._unknown = rules.parse_silenced(os.environ.get(rules.VARIABLE, ""))
         self._silenced = set(names)
         self._reported: dict[tuple[str, str], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.

@@ -74,7 +74,7 @@ def find(optimizer: Optimizer) -> list[Ddp]:
     return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 
 
-def used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
+def find_used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
     """The models that were called in this cell, or that these optimizers step."""
     called = [model for model in _live_ddps() if model.is_called]
     stepped = [model for optimizer in optimizers for model in find(optimizer)]

@@ -142,7 +142,7 @@ def _peers_of_prepared(parameter_ids: Container[int]) -> tuple[int, ...] | None:
     return None
 
 
-def stepped() -> list[Optimizer]:
+def list_stepped() -> list[Optimizer]:
     """The optimizers that have stepped in this cell."""
     return list(_state.stepped)
 
