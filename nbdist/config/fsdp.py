@@ -138,12 +138,13 @@ def _check_product(notes: Report, around: CheckContext, sizes: Mapping[str, int]
     ranks, product = around.ranks, math.prod(sizes.values())
     words = [f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1]
     axes_text = " x ".join(words) or "1"
-    if ranks in (None, product):
-        found = f"{ranks}, {around.source}: {axes_text}"
-        unknown = f"not known; the mesh wants {product} ({axes_text})"
-        notes.good("ranks", found if ranks else unknown, notes.document.line(_MESH))
+    line = notes.document.line(_MESH)
+    if ranks is None:
+        notes.good("ranks", f"not known; the mesh wants {product} ({axes_text})", line)
         return
-    assert ranks is not None
+    if ranks == product:
+        notes.good("ranks", f"{ranks}, {around.source}: {axes_text}", line)
+        return
     others = product // sizes["dp_shard_size"]
     why = f"{axes_text} are {product} ranks, and there are {ranks} ({around.source})"
     if ranks % others == 0:
