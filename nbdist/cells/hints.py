@@ -3,56 +3,41 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nbdist.core.failures import RankFailure
 from nbdist.hang import torch_messages
 
 
-@dataclass(frozen=True, slots=True)
-class HintContext:
-    """What a hint may need to know of the notebook.
+def explain(failure: RankFailure, has_name: Callable[[str], bool]) -> RankFailure:
+    """The failure in plain words, with what to do added to its message where that is known.
 
-    Attributes:
-        python: The Python that the ranks run.
-        has_name: Whether the notebook itself has a variable of this name.
+    Args:
+        failure: As the rank showed it.
+        has_name: Whether the notebook itself has a variable of a name.
     """
-
-    python: str
-    has_name: Callable[[str], bool]
-
-
-def explain(failure: RankFailure, around: HintContext) -> RankFailure:
-    """The failure in plain words, with what to do added to its message where that is known."""
-    failure = _readable(failure)
-    find = _HINTS.get(failure.name)
-    hint = find(failure.message, around) if find else ""
-    return replace(failure, message=f"{failure.message}. {hint}") if hint else failure
-
-
-def _readable(failure: RankFailure) -> RankFailure:
-    """The failure with torch's message in one sentence, which reads the same on all ranks."""
+    # torch's message in one sentence, which reads the same on all ranks.
     message = torch_messages.readable(failure.message)
     traceback = tuple(line.replace(failure.message, message) for line in failure.traceback)
-    return (
-        failure
-        if message == failure.message
-        else replace(failure, message=message, traceback=traceback)
-    )
+    find = _HINTS.get(failure.name)
+    hint = find(message, has_name) if find else ""
+    return replace(failure, message=f"{message}. {hint}" if hint else message, traceback=traceback)
 
 
-def _missing_module(_message: str, around: HintContext) -> str:
+def _missing_module(_message: str, _has_name: Callable[[str], bool]) -> str:
+    python = sys.executable  # which the ranks run as well
     return (
-        f"The ranks run {around.python}: install it there ({around.python} -m pip install NAME). "
+        f"The ranks run {python}: install it there ({python} -m pip install NAME). "
         "If the notebook can import it, its sys.path has changed since %dist_init: %dist_reset "
         "takes it over, or append to sys.path in a distributed cell"
     )
 
 
-def _name_of_the_notebook(message: str, around: HintContext) -> str:
+def _name_of_the_notebook(message: str, has_name: Callable[[str], bool]) -> str:
     match = re.search(r"name '(\w+)' is not defined", message)
-    if match is None or not around.has_name(match.group(1)):
+    if match is None or not has_name(match.group(1)):
         return ""
     name = match.group(1)
     return (
@@ -61,7 +46,7 @@ def _name_of_the_notebook(message: str, around: HintContext) -> str:
     )
 
 
-def _second_accelerator(message: str, _around: HintContext) -> str:
+def _second_accelerator(message: str, _has_name: Callable[[str], bool]) -> str:
     if "AcceleratorState has already been initialized" not in message:
         return ""
     return (
@@ -70,7 +55,7 @@ def _second_accelerator(message: str, _around: HintContext) -> str:
     )
 
 
-_HINTS: dict[str, Callable[[str, HintContext], str]] = {
+_HINTS: dict[str, Callable[[str, Callable[[str], bool]], str]] = {
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
     "ValueError": _second_accelerator,

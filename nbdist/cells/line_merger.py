@@ -59,29 +59,21 @@ class Attachment:
     payload: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    text: str
-    is_bar: bool
-    arrived_s: float
-
-
 @dataclass(slots=True)
 class _Run:
-    """Plain lines that came at once; ranks that print much are merged run by run."""
+    """Lines that came at once; ranks that print much are merged run by run.
+
+    A bar, and a block of several lines that is compared as one, is a run of its own.
+    """
 
     lines: list[str]
     arrived_s: float
+    is_bar: bool = False
     n_taken: int = 0
 
     @property
     def n_left(self) -> int:
         return len(self.lines) - self.n_taken
-
-    def take(self, count: int) -> list[str]:
-        """The next lines, so many of them."""
-        begin, self.n_taken = self.n_taken, self.n_taken + count
-        return self.lines[begin : self.n_taken]
 
 
 @dataclass(slots=True)
@@ -89,7 +81,7 @@ class _RankLines:
     """What one rank has written to one stream and what of it is still to be shown."""
 
     rank: int
-    items: deque[_Item | _Run | Attachment] = field(default_factory=deque)
+    items: deque[_Run | Attachment] = field(default_factory=deque)
     partial: str = ""
     partial_since_s: float = 0.0
     next_index: int = 0
@@ -101,7 +93,7 @@ class _RankLines:
     def visible(self) -> str:
         """What can be seen of the unfinished line, read once for each that was written."""
         if self._read_of is not self.partial:
-            self._read_of, self._visible = self.partial, _read(self.partial).text
+            self._read_of, self._visible = self.partial, _read(self.partial)[0]
         return self._visible
 
 
@@ -117,26 +109,20 @@ def overwritten(text: str) -> str:
     return visible
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    text: str
-    is_bar: bool
-
-
-def _read(raw: str) -> _Read:
+def _read(raw: str) -> tuple[str, bool]:
     r"""A line as it is in the end, and whether it is a progress bar.
 
     What is written over spaces (tqdm blanks a bar out with `leave=False`) is a plain line.
     """
     head, redrawn, last = raw.rstrip("\r").rpartition("\r")
     if not redrawn:
-        return _Read(overwritten(last), is_bar=False)
+        return overwritten(last), False
     text, before = overwritten(raw), overwritten(head)
     if not text.strip():
-        return _Read("", is_bar=False)
+        return "", False
     if before and not before.strip():
-        return _Read(overwritten(last), is_bar=False)
-    return _Read(text, is_bar=True)
+        return overwritten(last), False
+    return text, True
 
 
 def _compact(raw: str) -> str:
@@ -187,8 +173,8 @@ class LineMerger:
             lines.items.append(_Run(whole, now_s))
         else:
             for raw in whole:
-                read = _read(raw)
-                lines.items.append(_Item(read.text, read.is_bar, now_s))
+                line, is_bar = _read(raw)
+                lines.items.append(_Run([line], now_s, is_bar))
         if whole or not lines.partial:
             lines.partial_since_s = now_s
         lines.partial = _compact(partial)
@@ -196,8 +182,7 @@ class LineMerger:
     def block(self, rank: int, text: str, now_s: float) -> None:
         """Take several lines that are compared with the other ranks' as one."""
         self._end_partial(self._ranks[rank], now_s)
-        item = _Item(text.removesuffix("\n"), is_bar=False, arrived_s=now_s)
-        self._ranks[rank].items.append(item)
+        self._ranks[rank].items.append(_Run([text.removesuffix("\n")], now_s))
 
     def attach(self, rank: int, payload: Any, now_s: float, *, ends_line: bool = True) -> None:
         """Place a payload after what the rank has written so far.
@@ -239,7 +224,7 @@ class LineMerger:
         heads = [
             item.arrived_s + BEHIND_S
             for lines in self._ranks.values()
-            if lines.items and isinstance(item := lines.items[0], _Item | _Run)
+            if lines.items and isinstance(item := lines.items[0], _Run)
         ]
         partials = [
             lines.partial_since_s + BEHIND_S
@@ -250,9 +235,9 @@ class LineMerger:
 
     def _end_partial(self, lines: _RankLines, now_s: float) -> None:
         if lines.partial:
-            read = _read(lines.partial)
-            if read.text or "\r" not in lines.partial:  # a bar that was blanked out is no line
-                lines.items.append(_Item(read.text, read.is_bar, now_s))
+            line, is_bar = _read(lines.partial)
+            if line or "\r" not in lines.partial:  # a bar that was blanked out is no line
+                lines.items.append(_Run([line], now_s, is_bar))
             lines.partial = ""
 
     def _attachments(self) -> Iterator[Attachment]:
@@ -276,7 +261,7 @@ class LineMerger:
             and not lines.is_behind
         ]
         if missing:
-            oldest_s = min(_arrived(lines.items[0]) for lines in group)
+            oldest_s = min(_first(lines).arrived_s for lines in group)
             if self._is_patient or now_s < oldest_s + BEHIND_S:
                 return []
             for lines in missing:
@@ -287,11 +272,11 @@ class LineMerger:
         ranks_by_text: dict[str, list[int]] = {}
         texts_of_lines = set()
         for lines in group:
-            item = _take(lines)
-            ranks_by_text.setdefault(item.text, []).append(lines.rank)
-            if not item.is_bar:
-                texts_of_lines.add(item.text)
-            lines.next_index += 1
+            is_bar = _first(lines).is_bar
+            [text] = _take(lines, 1)
+            ranks_by_text.setdefault(text, []).append(lines.rank)
+            if not is_bar:
+                texts_of_lines.add(text)
         self._note_caught_up(group)
         # Bars differ in their rates alone: one is enough to read.
         bars = [text for text in ranks_by_text if text not in texts_of_lines]
@@ -301,23 +286,16 @@ class LineMerger:
             yield Line(self.stream, labelled(ranks, text) + "\n")
 
     def _show_runs(self, group: list[_RankLines]) -> list[Line]:
-        """As `_show`, for as many plain lines as all of the group have; empty for all else."""
-        runs = [lines.items[0] for lines in group]
+        """As `_show`, for as many lines as all of the group have at once; empty for single ones."""
         index = group[0].next_index
         # Where a rank that is ahead stands, it has to be looked at again.
         ahead = [
             lines.next_index - index for lines in self._ranks.values() if lines.next_index > index
         ]
-        count = min([run.n_left if isinstance(run, _Run) else 0 for run in runs] + ahead)
+        count = min([_first(lines).n_left for lines in group] + ahead)
         if count < 2:
             return []
-        texts = []
-        for lines, run in zip(group, runs, strict=True):
-            assert isinstance(run, _Run)
-            texts.append(run.take(count))
-            if not run.n_left:
-                lines.items.popleft()
-            lines.next_index += count
+        texts = [_take(lines, count) for lines in group]
         self._note_caught_up(group)
         return [Line(self.stream, _merged([lines.rank for lines in group], texts))]
 
@@ -349,21 +327,24 @@ def _is_prompt(lines: _RankLines) -> bool:
     return bool(lines.partial) and "\r" not in lines.partial and not lines.items
 
 
-def _take(lines: _RankLines) -> _Item:
-    """Remove and return the rank's next line."""
-    item = lines.items[0]
-    if isinstance(item, _Run):
-        line = _Item(item.take(1)[0], is_bar=False, arrived_s=item.arrived_s)
-        if item.n_left:
-            return line
-        item = line
-    assert isinstance(item, _Item)
-    lines.items.popleft()
-    return item
+def _first(lines: _RankLines) -> _Run:
+    run = lines.items[0]
+    assert isinstance(run, _Run)  # attachments have been shown by now
+    return run
+
+
+def _take(lines: _RankLines, count: int) -> list[str]:
+    """Remove and return so many of the rank's next lines, which came at once."""
+    run = _first(lines)
+    begin, run.n_taken = run.n_taken, run.n_taken + count
+    if not run.n_left:
+        lines.items.popleft()
+    lines.next_index += count
+    return run.lines[begin : run.n_taken]
 
 
 def _merged(ranks: list[int], texts: list[list[str]]) -> str:
-    """Equally many plain lines of each rank, line by line with their labels."""
+    """Equally many lines of each rank, line by line with their labels."""
     if all(other == texts[0] for other in texts):
         label = f"[{rank_label(ranks)}] "
         return label + f"\n{label}".join(texts[0]) + "\n"
@@ -379,8 +360,3 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
                 labels[key] = f"[{rank_label(same)}] "
             lines.append(f"{labels[key]}{text}\n")
     return "".join(lines)
-
-
-def _arrived(item: _Item | _Run | Attachment) -> float:
-    assert isinstance(item, _Item | _Run)
-    return item.arrived_s

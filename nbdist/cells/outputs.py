@@ -226,9 +226,14 @@ class OutputReducer:
         """What was not shown, in a sentence; empty when everything was."""
         by_count: dict[int, list[int]] = defaultdict(list)
         for rank, feed in self._feeds.items():
-            by_count[sum(_is_display(payload) for payload in feed.unshown)].append(rank)
+            displays = [out for out in feed.unshown if isinstance(out, DisplayOutput)]
+            by_count[sum(not display.is_update for display in displays)].append(rank)
         by_count.pop(0, None)
-        phrases = [_displays_phrase(count, ranks) for count, ranks in sorted(by_count.items())]
+        phrases = [
+            f"{count} display{'' if count == 1 else 's'}{' each' if len(ranks) > 1 else ''} "
+            f"of {ranks_phrase(ranks)}"
+            for count, ranks in sorted(by_count.items())
+        ]
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
             phrases.append(f"progress bars of {ranks_phrase(sorted(bars))}")
@@ -354,16 +359,6 @@ class OutputReducer:
         "clear_output": _clear,
         "error": _error,
     }
-
-
-def _is_display(payload: DisplayOutput | ClearOutput) -> bool:
-    return isinstance(payload, DisplayOutput) and not payload.is_update
-
-
-def _displays_phrase(count: int, ranks: list[int]) -> str:
-    noun = "display" if count == 1 else "displays"
-    each = " each" if len(ranks) > 1 else ""
-    return f"{count} {noun}{each} of {ranks_phrase(ranks)}"
 
 
 def elapsed_line(elapsed_s: Mapping[int, float]) -> str:

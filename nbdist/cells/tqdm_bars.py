@@ -12,6 +12,7 @@ from nbdist.core.ranks import rank_label
 _PERCENT = re.compile(r"(\d{1,3})(?:\.\d+)?\s*%")
 # Percent that make a rank the last one: bars are redrawn at different moments.
 _BEHIND = 5
+_ranks_phrase = functools.lru_cache(maxsize=64)(ranks_phrase)
 
 
 @functools.lru_cache(maxsize=1024)  # of many ranks one bar has changed, and all are read
@@ -40,7 +41,7 @@ def together(bars: Mapping[int, str]) -> str:
 
 
 def _others(bars: Mapping[int, str], first: int | None) -> str:
-    named = _named(tuple(bars))
+    named = _ranks_phrase(tuple(bars))
     percents = {rank: far for rank, bar in bars.items() if (far := percent(bar)) is not None}
     if len(percents) < len(bars):  # each counts in its own way
         count = len(bars)
@@ -51,8 +52,3 @@ def _others(bars: Mapping[int, str], first: int | None) -> str:
         return f"{named}: {span}"
     last = [rank for rank, far in percents.items() if far == least]
     return f"{named}: {span}, rank {rank_label(last)} last"
-
-
-@functools.lru_cache(maxsize=64)
-def _named(ranks: tuple[int, ...]) -> str:
-    return ranks_phrase(ranks)

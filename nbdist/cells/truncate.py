@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 from nbdist.cells.line_merger import Line
 
 SHOWN_LINES = 500
 
 
-class LineFile(Protocol):
-    """A file that takes every line of a long output."""
-
-    def write(self, text: str) -> object:
-        """Append text that ends with a line."""
-
-    def writelines(self, texts: Iterable[str]) -> object:
-        """Append lines, each with its end."""
-
-
 class Clip:
     """Decides which lines are shown at once, and keeps the last ones for the end.
 
     The first `shown` lines are shown as they come. From the next one on, all lines
-    (the first ones too) are written to the file that `write_to` names, and the last
-    `shown` are kept.
+    (the first ones too) are handed to what `write_to` takes, and the last `shown` are kept.
     """
 
     def __init__(self, n_shown: int = SHOWN_LINES):
         self._n_shown = n_shown
         self._head: list[str] = []
         self._tail: deque[Line] = deque(maxlen=n_shown)
-        self._file: LineFile | None = None
+        self._write: Callable[[str], object] | None = None
         self.count = 0
 
     @property
     def needs_file(self) -> bool:
         """Whether a file has to be given before the next line."""
-        return self._file is None and self.count >= self._n_shown
+        return self._write is None and self.count >= self._n_shown
 
-    def write_to(self, file: LineFile) -> None:
-        """Write all lines to this file, those already shown included."""
-        self._file = file
-        file.writelines(self._head)
+    def write_to(self, write: Callable[[str], object]) -> None:
+        """Write all lines to a file by its `write`, those already shown included."""
+        self._write = write
+        write("".join(self._head))
         self._head.clear()
 
     def first(self, text: str) -> tuple[str, str]:
@@ -58,8 +46,8 @@ class Clip:
     def keep(self, stream: str, text: str) -> None:
         """Count lines that are not shown at once, and keep the last of them."""
         self.count += text.count("\n")
-        if self._file is not None:
-            self._file.write(text)
+        if self._write is not None:
+            self._write(text)
         last = text[: -len("\n")].rsplit("\n", self._n_shown)[-self._n_shown :]
         self._tail.extend(Line(stream, f"{line}\n") for line in last)
 

@@ -15,7 +15,7 @@ from nbdist.bandwidth.kernel import BENCH_S, Bandwidth
 from nbdist.bandwidth.results import Bench
 from nbdist.cells.kernel import status as cells_status
 from nbdist.cells.kernel import wait
-from nbdist.cells.kernel.cell_ranks import GRACE_S, CellRanks
+from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
@@ -26,7 +26,7 @@ from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster, Progress
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
-from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
 from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
@@ -68,7 +68,7 @@ class Session(CellRanks):
         topology: Topology,
         sink: Callable[[CellRequest], Sink],
         *,
-        grace_s: float = GRACE_S,
+        grace_s: float = DEFAULT_GRACE_S,
         seed: int | None = None,
     ):
         """Take over a started cluster.

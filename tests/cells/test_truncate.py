@@ -26,7 +26,7 @@ def add(clip: Clip, lines: Line, at_once: list[str], file: io.StringIO) -> None:
     at_once += first.splitlines(keepends=True)
     if rest:
         if clip.needs_file:
-            clip.write_to(file)
+            clip.write_to(file.write)
         clip.keep(lines.stream, rest)
 
 

@@ -63,7 +63,21 @@ class BusyRanks:
             RankBusy: If one still runs an earlier cell, after a moment to come back in.
         """
         self._ranks.check_alive(ranks)
-        self._check_idle(ranks)
+        self.free_silent()
+        self._release_given_back()
+        end_s = time.monotonic() + BUSY_GRACE_S
+        # A rank may end its cell at any moment, in the client's thread.
+        cells = self._ranks.cells
+        while busy := {r: running for r in ranks if (running := cells.get(r)) is not None}:
+            if time.monotonic() > end_s:
+                first, since_s = next(iter(busy.values()))
+                cell = "an earlier cell" if first.number is None else f"cell [{first.number}]"
+                raise RankBusy(
+                    f"{ranks_are(tuple(busy))} still running {cell}, for "
+                    f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
+                    "with %%rank, or start afresh with %dist_reset."
+                )
+            time.sleep(POLL_S)
 
     def free_silent(self) -> set[int]:
         """Count ranks as idle whose cell has ended without a reply; which ones.
@@ -86,21 +100,3 @@ class BusyRanks:
             if cell.is_over and box is not None and box.run == cell.run_id and box.waiting:
                 self._health.abort()
                 return
-
-    def _check_idle(self, ranks: Sequence[int]) -> None:
-        """Give ranks that were interrupted a moment to come back before refusing."""
-        self.free_silent()
-        self._release_given_back()
-        end_s = time.monotonic() + BUSY_GRACE_S
-        # A rank may end its cell at any moment, in the client's thread.
-        cells = self._ranks.cells
-        while busy := {r: running for r in ranks if (running := cells.get(r)) is not None}:
-            if time.monotonic() > end_s:
-                first, since_s = next(iter(busy.values()))
-                cell = "an earlier cell" if first.number is None else f"cell [{first.number}]"
-                raise RankBusy(
-                    f"{ranks_are(tuple(busy))} still running {cell}, for "
-                    f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
-                    "with %%rank, or start afresh with %dist_reset."
-                )
-            time.sleep(POLL_S)

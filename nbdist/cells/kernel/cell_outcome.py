@@ -138,10 +138,18 @@ class CellOutcome:
             and not (self.aborted and is_follower(r.failure.message))
         ]
         after = self._after(result)
-        if failures:
-            _raise_failures(failures, self._note_on_failures(after))
         if self.is_deadlock:
-            raise Deadlock(f"{self.aborted}; {after}")
+            after = f"{self.aborted}; {after}"
+        if failures:
+            message = failing.summary(failures)
+            raise DistributedError(
+                f"{message}; {after}" if self.aborted or self.outcome.problem else message,
+                ranks=tuple(failure.rank for failure in failures),
+                traceback_text=failing.traceback_text(failures),
+                advice=failing.advice(failures),
+            )
+        if self.is_deadlock:
+            raise Deadlock(after)
         if not self.is_interrupted:
             return
         if self.timeout_s is not None:
@@ -150,11 +158,6 @@ class CellOutcome:
                 f"{after}."
             )
         raise Interrupted(after)
-
-    def _note_on_failures(self, after: str) -> str:
-        if self.is_deadlock:
-            return f"{self.aborted}; {after}"
-        return after if self.aborted or self.outcome.problem else ""
 
     def _after(self, result: CellResult) -> str:
         """`aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered`."""
@@ -174,9 +177,16 @@ class CellOutcome:
                 "cell"
             )
         if halted := [rank for rank in unfinished if rank in self.stopped]:
-            parts.append(_still_stopped(halted))
+            parts.append(
+                f"{ranks_are(halted)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(halted)} go "
+                f"on, and cells there are refused until then. {_replacing(halted)}"
+            )
         if running := [rank for rank in unfinished if rank not in self.stopped]:
-            parts.append(_still_running(running))
+            parts.append(
+                f"{ranks_are(running)} not back yet: C code takes no interrupt. Until it returns, "
+                "cells there are refused and what it prints is not shown. %dist_status --stacks "
+                f"shows where; {_replacing(running)}"
+            )
         if self.outcome.problem:
             parts.append(self.outcome.problem)
         summary = "; ".join(parts)
@@ -185,29 +195,7 @@ class CellOutcome:
         return f"{summary}; {self.aborted}" if self.aborted else summary
 
 
-def _raise_failures(failures: list[RankFailure], after: str) -> None:
-    message = failing.summary(failures)
-    if after:
-        message += f"; {after}"
-    raise DistributedError(
-        message,
-        ranks=tuple(failure.rank for failure in failures),
-        traceback_text=failing.traceback_text(failures),
-        advice=failing.advice(failures),
-    )
-
-
-def _still_stopped(ranks: Sequence[int]) -> str:
+def _replacing(ranks: Sequence[int]) -> str:
     return (
-        f"{ranks_are(ranks)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(ranks)} go on, and "
-        f"cells there are refused until then. %dist_restart {rank_label(ranks)} replaces "
-        f"{ranks_phrase(ranks)}, without the variables"
-    )
-
-
-def _still_running(ranks: Sequence[int]) -> str:
-    return (
-        f"{ranks_are(ranks)} not back yet: C code takes no interrupt. Until it returns, cells "
-        "there are refused and what it prints is not shown. %dist_status --stacks shows where; "
         f"%dist_restart {rank_label(ranks)} replaces {ranks_phrase(ranks)}, without the variables"
     )

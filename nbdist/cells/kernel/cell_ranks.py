@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,14 +12,13 @@ from nbdist.cells.kernel.busy_ranks import BusyRanks
 from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.cluster.kernel.start import DEFAULT_GRACE_S
 from nbdist.core.failures import RankFailure
 from nbdist.core.topology import Topology
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import Maintenance
 from nbdist.hang.kernel.watchdog import Watchdog
 from nbdist.rpc.kernel import gather
-
-GRACE_S = 5.0
 
 
 class CellRanks(Ranks):
@@ -37,7 +35,7 @@ class CellRanks(Ranks):
         cluster: Cluster,
         topology: Topology,
         *,
-        grace_s: float = GRACE_S,
+        grace_s: float = DEFAULT_GRACE_S,
         seed: int | None = None,
     ):
         super().__init__(cluster, topology, seed=seed)
@@ -67,7 +65,7 @@ class CellRanks(Ranks):
 
     def explained(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where that is known: names, modules, memory."""
-        hinted = hints.explain(failure, hints.HintContext(sys.executable, self.has_name))
+        hinted = hints.explain(failure, self.has_name)
         advice = "\n".join(filter(None, (hook.advice(failure) for hook in self.hooks)))
         return replace(hinted, advice=advice)
 

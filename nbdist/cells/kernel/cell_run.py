@@ -66,6 +66,8 @@ class CellRun:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic()
+        timeout_s = request.timeout_s
+        self._timeout_at_s = NEVER_S if timeout_s is None else self._began_s + timeout_s
         self._ladder = InterruptEscalation()
         self._watchdog = ranks.watchdog(self._began_s, is_quiet=request.is_patient)
         self._aftermath: GroupRecovery | None = None
@@ -115,7 +117,11 @@ class CellRun:
             why: A sentence without its full stop.
             what_now: What the user can do; a whole sentence.
         """
-        self._put(lambda: self._note_lost(f"{why} while this cell ran. {what_now}"))
+
+        def note() -> None:
+            self._lost = self._lost or f"{why} while this cell ran. {what_now}"
+
+        self._put(note)
 
     def press(self) -> None:
         """The user has pressed interrupt."""
@@ -142,7 +148,12 @@ class CellRun:
             the cell has ended and the ranks' groups are in step.
         """
         self._now_s = now_s
-        self._take_in()
+        while self._received:
+            self._received.popleft()()
+        # What is there now and no more: ranks that never stop writing must not keep this
+        # from drawing, or from the deadlines.
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get_nowait()()
         self._apply_deadlines(now_s)
         self._draw(self._feed.due(now_s))
         if self.missing:
@@ -224,14 +235,6 @@ class CellRun:
         mismatches = () if self._lost else self._ranks.health.mismatches(self.run_id)
         return (*mismatches, *noted)
 
-    def _take_in(self) -> None:
-        while self._received:
-            self._received.popleft()()
-        # What is there now and no more: ranks that never stop writing must not keep this
-        # from drawing, or from the deadlines.
-        for _ in range(self._inbox.qsize()):
-            self._inbox.get_nowait()()
-
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
             self._sink.draw(events)
@@ -272,9 +275,6 @@ class CellRun:
             state.is_told = True
             self.tell([f"rank {rank} {self._ranks.death(rank)}"])
 
-    def _note_lost(self, why: str) -> None:
-        self._lost = self._lost or why
-
     def _sigint_s(self, rank: int) -> float:
         """When to interrupt a rank."""
         state = self._states[rank]
@@ -283,8 +283,7 @@ class CellRun:
         return self._ladder.sigint_s(state.begun_s, state.interrupted_s)
 
     def _apply_deadlines(self, now_s: float) -> None:
-        self._end_silent(now_s)
-        self._interrupt_after(self.request.timeout_s, now_s)
+        self._interrupt_late(now_s)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
             if seen_s is not None and now_s >= seen_s + LAST_WORDS_S:
@@ -298,22 +297,19 @@ class CellRun:
             for rank in self.missing:
                 self._give_up(rank, "unfinished", now_s)
 
-    def _end_silent(self, now_s: float) -> None:
+    def _interrupt_late(self, now_s: float) -> None:
+        """Begin an interrupt at the timeout; then, end ranks whose reply an interrupt has cost."""
         if self._ladder.has_begun:
             for rank in self._ranks.readiness.free_silent() & {*self.missing}:
                 self._give_up(rank, "interrupted", now_s)
+        elif now_s >= self._timeout_at_s:
+            self._has_timed_out = True
+            self._ladder.time_out(now_s)
 
     def _replace(self) -> None:
         if self.missing and not self._replaced and self._ranks.upkeep.can_replace:
             self._replaced = self.missing
             self._ranks.upkeep.give_up(self._replaced)
-
-    def _interrupt_after(self, timeout_s: float | None, now_s: float) -> None:
-        if self._ladder.has_begun or timeout_s is None:
-            return
-        if now_s >= self._began_s + timeout_s:
-            self._has_timed_out = True
-            self._ladder.time_out(now_s)
 
     def _give_up(self, rank: int, status: str, now_s: float) -> None:
         self._states[rank].status = status
@@ -321,13 +317,16 @@ class CellRun:
         self._feed.end(rank, now_s)
 
     def _deadlines_s(self, now_s: float) -> list[float]:
-        times = [now_s + LONGEST_PAUSE_S, self._watchdog.next_s, self._ladder.give_back_s]
+        times = [
+            now_s + LONGEST_PAUSE_S,
+            self._watchdog.next_s,
+            self._ladder.give_back_s,
+            self._aborted_s + ABORTED_S,
+            NEVER_S if self._ladder.has_begun else self._timeout_at_s,
+        ]
         due_s = self._feed.next_due_s()
         if due_s is not None:
             times.append(due_s)
-        if not self._ladder.has_begun and self.request.timeout_s is not None:
-            times.append(self._began_s + self.request.timeout_s)
-        times.append(self._aborted_s + ABORTED_S)
         times.extend(self._tell_s(rank) for rank in self._states)
         for rank in self.missing:
             seen_s = self._states[rank].exit_seen_s
@@ -348,8 +347,7 @@ class CellRun:
         stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
-            upkeep = self._ranks.upkeep
-            can_replace = upkeep.can_replace
+            can_replace = self._ranks.upkeep.can_replace
             self.tell(
                 [unresponsive_message(stuck, dog.places, dog.stopped, can_replace=can_replace)]
             )

@@ -46,7 +46,7 @@ class _Work:
         self._newest = Progress(name, "", phase=1)
         self._ask = ask
         self._period_s = period_s
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         # What is displayed elsewhere than in the main thread belongs to its cell all the same.
         self._context = contextvars.copy_context()
 
@@ -54,22 +54,13 @@ class _Work:
         """How far the notebook's own part is."""
         self._newest = Progress(self._newest.name, what, done, total, unit).after(self._newest)
 
-    def begin(self) -> None:
-        threading.Thread(target=self._run, name="nbdist-progress", daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Tell how far it is again and again, until it has ended."""
         pause_s = SHOW_S
-        while not self._ended.wait(pause_s):
+        while not self.ended.wait(pause_s):
             newest = self._ask() or self._newest
             with _lock:
-                if not self._ended.is_set() and _works and _works[-1] is self:
+                if not self.ended.is_set() and _works and _works[-1] is self:
                     self._context.run(_tell, newest)
             pause_s = self._period_s
 
@@ -98,14 +89,14 @@ def during(
     work = _Work(name, ask, period_s)
     with _lock:
         # An interrupt can come in the moment of an end, and leave one that has ended.
-        _works[:] = [*(running for running in _works if not running.has_ended), work]
-    work.begin()
+        _works[:] = [*(running for running in _works if not running.ended.is_set()), work]
+    threading.Thread(target=work.run, name="nbdist-progress", daemon=True).start()
     try:
         yield work.tell
     finally:
         with _lock:
-            work.end()
-            _works[:] = [running for running in _works if not running.has_ended]
+            work.ended.set()
+            _works[:] = [running for running in _works if not running.ended.is_set()]
             if not _works:
                 _tell(None)
 

@@ -37,32 +37,19 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     end_s = time.monotonic() + DEADLINE_S
     statuses = []
     for rank in ranks.ranks:
-        rank_status = _rank_status(
-            ranks, health, rank, views.get(rank), memory_futures.get(rank), end_s
-        )
+        state, text = situation(ranks, health, rank, views.get(rank))
+        cell = ranks.running_cell(rank)
+        if state == "idle":
+            rank_status = _idle_status(rank, memory_futures.get(rank), end_s)
+        elif state in {"dead", "stopped"} or cell is None:
+            rank_status = RankStatus(rank, text, {})
+        else:
+            rank_status = RankStatus(rank, text, {}, time.monotonic() - cell[1])
         if wants_stacks and views:
             rank_status = replace(rank_status, stack=health.stack(rank, stacks.get(rank), end_s))
         statuses.append(rank_status)
     findings = diagnose.diagnose(list(views.values()), time.monotonic(), 0.0)
-    waits = [finding.text for finding in findings]
-    return Status(tuple(statuses), tuple(waits))
-
-
-def _rank_status(
-    ranks: Ranks,
-    health: Health,
-    rank: int,
-    view: RankView | None,
-    memory_future: Future[dict[str, int]] | None,
-    end_s: float,
-) -> RankStatus:
-    state, text = situation(ranks, health, rank, view)
-    cell = ranks.running_cell(rank)
-    if state == "idle":
-        return _idle_status(rank, memory_future, end_s)
-    if state in {"dead", "stopped"} or cell is None:
-        return RankStatus(rank, text, {})
-    return RankStatus(rank, text, {}, time.monotonic() - cell[1])
+    return Status(tuple(statuses), tuple(finding.text for finding in findings))
 
 
 def situation(ranks: Ranks, health: Health, rank: int, view: RankView | None) -> tuple[str, str]:

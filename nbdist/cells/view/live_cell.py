@@ -64,30 +64,33 @@ class LiveCell:
 
     def draw(self, events: Sequence[Event]) -> None:
         """Show these, in order; runs of lines are written at once."""
-        with self._lock:
-            self._draw_all(events)
-
-    def _draw_all(self, events: Sequence[Event]) -> None:
         pending: list[Line] = []
-        for event in events:
-            if isinstance(event, Line):
-                pending += self._clipped(event)
-            else:
-                self._write(pending)
-                pending = []
-                self._draw_other(event)
-        self._write(pending)
-        self._draw_bar()
-        if self._file is not None:
-            self._file.flush()  # its path has been told: it can be read while the cell runs
+        with self._lock:
+            for event in events:
+                if isinstance(event, Line):
+                    pending += self._clipped(event)
+                else:
+                    self._write(pending)
+                    pending = []
+                    self._draw_other(event)
+            self._write(pending)
+            self._draw_bar()
+            if self._file is not None:
+                self._file.flush()  # its path has been told: it can be read while the cell runs
 
     def _clipped(self, lines: Line) -> list[Line]:
         """What of these lines is to be shown at once."""
         first, rest = self._clip.first(lines.text)
         visible = [Line(lines.stream, first)] if first else []
+        if rest and self._clip.needs_file:
+            self._file = OutputFile(self._output_file())
+            self._clip.write_to(self._file.write)
+            note = (
+                f"... more than {SHOWN_LINES} lines: all go to {shown(self._file.path)}, the last "
+                f"{SHOWN_LINES} are shown when the cell ends\n"
+            )
+            visible.append(Line("stdout", note))
         if rest:
-            if self._clip.needs_file:
-                visible.append(self._begin_file())
             self._clip.keep(lines.stream, rest)
         return visible
 
@@ -109,15 +112,6 @@ class LiveCell:
         self._end_file(is_needed=bool(skipped))
         if self._has_tabs:
             publish(tabs(result)._repr_mimebundle_())
-
-    def _begin_file(self) -> Line:
-        self._file = OutputFile(self._output_file())
-        self._clip.write_to(self._file)
-        note = (
-            f"... more than {SHOWN_LINES} lines: all go to {shown(self._file.path)}, the last "
-            f"{SHOWN_LINES} are shown when the cell ends\n"
-        )
-        return Line("stdout", note)
 
     def _end_file(self, *, is_needed: bool) -> None:
         if self._file is not None:

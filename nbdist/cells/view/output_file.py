@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -22,13 +22,9 @@ class OutputFile:
 
     def write(self, text: str) -> None:
         """Append whole lines; a full disk is noted in `problem` and raises nothing."""
-        self.writelines([text])
-
-    def writelines(self, texts: Iterable[str]) -> None:
-        """As `write`, for several texts at once."""
         file = self._file
         if file is not None:
-            self._try(lambda: file.writelines(texts))
+            self._try(lambda: file.write(text))
 
     def flush(self) -> None:
         """Let others read what there is."""
@@ -50,11 +46,7 @@ class OutputFile:
             action()
         except OSError as error:
             self.problem = self.problem or error.strerror or str(error)
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Let go of the file; what it still holds cannot be written either."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):
-                file.close()
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):  # what it still holds cannot be written either
+                if file is not None:
+                    file.close()

@@ -37,7 +37,11 @@ def tabs(result: CellResult) -> View:
     checked = ", ".join(
         f".{name} > #{name}-{r.rank}:checked ~ #{name}-{r.rank}-out" for r in result.ranks
     )
-    controls = "".join(_control(name, r, is_first=not i) for i, r in enumerate(result.ranks))
+    controls = "".join(
+        f'<input type="radio" name="{name}" id="{name}-{r.rank}"{"" if i else " checked"}>'
+        f'<label for="{name}-{r.rank}">rank {r.rank}{_state(r.status)}</label>'
+        for i, r in enumerate(result.ranks)
+    )
     sections = "".join(
         f'<section id="{name}-{r.rank}-out">{_outputs_html(r)}</section>' for r in result.ranks
     )
@@ -47,14 +51,8 @@ def tabs(result: CellResult) -> View:
     return View(text.rstrip("\n"), page)
 
 
-def _control(name: str, result: RankResult, *, is_first: bool) -> str:
-    rank = result.rank
-    checked = " checked" if is_first else ""
-    state = "" if result.status == "ok" else f" ({html.escape(result.status)})"
-    return (
-        f'<input type="radio" name="{name}" id="{name}-{rank}"{checked}>'
-        f'<label for="{name}-{rank}">rank {rank}{state}</label>'
-    )
+def _state(status: str) -> str:
+    return "" if status == "ok" else f" ({html.escape(status)})"
 
 
 def _outputs_text(result: RankResult) -> str:
