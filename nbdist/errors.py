@@ -1,25 +1,5 @@
 """Every error that a user of nbdist can meet.
 
-    NbdistError
-        OptionError          a wrong option, rank or value; the message lists the choices
-        StartError           a cluster could not start
-        NotRunning           a verb needs ranks and none are running
-        AlreadyRunning       other ranks are running than the ones asked for
-        RankBusy             a chosen rank still runs an earlier cell
-        RankGone             a chosen rank, or the controller, has ended
-        CellTimeout          a cell ran past its --timeout
-        TransferError        a variable could not be pushed or pulled; nothing was bound
-        TraceError           a trace cannot be recorded, read or saved
-        SnapshotError        a memory snapshot cannot be taken, read or saved
-        CheckpointError      a checkpoint cannot be saved, read or loaded; the earlier one is whole
-        DistributedError     the user's code failed on one or more ranks
-            Deadlock         ranks waited for calls that could not come, and were aborted
-        NoKeyboard           on a rank: a cell asked for typed input
-        RankStays            on a rank: a cell asked its rank to end
-        ScriptEnded          on a rank: a program ended itself with another exit code than 0
-    KeyboardInterrupt
-        Interrupted          the user interrupted a distributed cell, or a start
-
 None of them derives from IPython's UsageError: nbval, nbclient and Run All
 pass over that one, so a failure would be reported as success.
 """

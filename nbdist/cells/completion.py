@@ -46,10 +46,7 @@ def path_around(code: str, cursor: int) -> tuple[str, ...]:
 def reply_of(names: Mapping[str, str], code: str, cursor: int) -> Reply:
     """A complete_reply with those of the names that begin like the part before the cursor.
 
-    Args:
-        names: Name -> its type, as frontends show it: instance, function, module, class.
-        code: The cell.
-        cursor: Position in it.
+    `names` has a type for each, as frontends show it: instance, function, module, class.
     """
     last = path_before(code, cursor)[-1]
     fitting = sorted(name for name in names if name.startswith(last))

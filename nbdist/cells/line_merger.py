@@ -150,13 +150,10 @@ class LineMerger:
     """One stream (stdout or stderr) of all chosen ranks, merged line by line."""
 
     def __init__(self, stream: str, ranks: Iterable[int], *, is_patient: bool = False):
-        """Merge the lines of `ranks`.
+        """Merge the lines of the chosen ranks; `stream` is named in what is returned.
 
-        Args:
-            stream: "stdout" or "stderr", named in what is returned.
-            ranks: The chosen ranks.
-            is_patient: Wait for ranks that are behind until they end, and show no
-                bars: the result then depends on what was written alone, not on when.
+        If patient, wait for ranks that are behind until they end, and show no bars: the result
+        then depends on what was written alone, not on when.
         """
         self.stream = stream
         self.hidden_bar_ranks: set[int] = set()
@@ -185,14 +182,9 @@ class LineMerger:
         self._ranks[rank].items.append(_Run([text.removesuffix("\n")], now_s))
 
     def attach(self, rank: int, payload: Any, now_s: float, *, ends_line: bool = True) -> None:
-        """Place a payload after what the rank has written so far.
+        """Place a payload, which comes back in an Attachment, after what the rank has written.
 
-        Args:
-            rank: The rank.
-            payload: Comes back in an Attachment.
-            now_s: The time.
-            ends_line: Finish a line of which a part has been written; without it the
-                payload comes before that line.
+        Without `ends_line` it comes before a line of which a part has been written.
         """
         if ends_line:
             self._end_partial(self._ranks[rank], now_s)
@@ -208,7 +200,10 @@ class LineMerger:
         """What can be shown now, in order."""
         events: list[Line | Bar | Attachment] = []
         while True:
-            events.extend(self._attachments())
+            for lines in self._ranks.values():
+                while lines.items and isinstance(item := lines.items[0], Attachment):
+                    events.append(item)
+                    lines.items.popleft()
             group = self._next_group(now_s)
             if not group:
                 break
@@ -239,11 +234,6 @@ class LineMerger:
             if line or "\r" not in lines.partial:  # a bar that was blanked out is no line
                 lines.items.append(_Run([line], now_s, is_bar))
             lines.partial = ""
-
-    def _attachments(self) -> Iterator[Attachment]:
-        for lines in self._ranks.values():
-            while lines.items and isinstance(lines.items[0], Attachment):
-                yield lines.items.popleft()  # type: ignore[misc]
 
     def _next_group(self, now_s: float) -> list[_RankLines]:
         """The ranks whose line k can be shown, k being the lowest not shown."""

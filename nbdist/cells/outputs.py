@@ -31,9 +31,7 @@ class DisplayOutput:
     """A figure, table or other display of one rank.
 
     Attributes:
-        rank: Where it comes from.
         data: MIME bundle.
-        metadata: Its metadata.
         transient: {"display_id": ...} where the display can be updated.
         is_update: Replaces an earlier display of the same display_id.
     """
@@ -61,7 +59,6 @@ class RankResult:
     """What one rank did with a cell.
 
     Attributes:
-        rank: The rank.
         status: "ok", "error", "died", "interrupted" or "unfinished" (given up on after
             an interrupt: the rank is still in C code).
         elapsed_s: From sending the cell to the rank's last word.

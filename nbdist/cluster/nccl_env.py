@@ -92,11 +92,7 @@ ENVIRONMENT = (
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank is to be given; what the user has set is left alone.
-
-    Args:
-        environ: The environment that the rank would have.
-    """
+    """The variables that a rank is to be given; what the user has set is left alone."""
     return {
         row.name: row.value
         for row in ENVIRONMENT
@@ -105,11 +101,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """One sentence for each variable that takes protection away, with what to do about it.
-
-    Args:
-        environ: The environment that the ranks have, those of `environment` included or not.
-    """
+    """One sentence for each variable that takes protection away, with what to do about it."""
     sentences = []
     for row in ENVIRONMENT:
         setting = row.user_setting(environ)

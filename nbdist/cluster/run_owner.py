@@ -35,12 +35,7 @@ class RunOwner:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of a run.
-
-    Attributes:
-        pid: Its process id.
-        start: When it started, in clock ticks.
-    """
+    """A process of a run, by its id and when it started, in clock ticks."""
 
     pid: int
     start: str

@@ -20,12 +20,9 @@ REMEDY = (
 
 
 def folder_prefix(uid: int, run: str) -> str:
-    """What the names of a run's folders in /dev/shm begin with.
+    """What the names of a run's folders in /dev/shm begin with; `run` is that of its run folder.
 
-    Args:
-        uid: Its owner.
-        run: The name of its run folder. cluster/kernel/guardian.py, which imports nothing, has the
-            same.
+    cluster/kernel/guardian.py, which imports nothing, has the same.
     """
     return f"nbdist-{uid}-{run}-"
 

@@ -12,8 +12,6 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
 
-SHARED_HARDWARE = "The ranks share {shared}: timings here say nothing about scaling."
-
 
 def _ranks_and_hosts(topology: Topology) -> str:
     n, hosts = topology.world_size, topology.n_hosts
@@ -24,9 +22,8 @@ def _why(topology: Topology) -> list[str]:
     lines = [topology.why]
     if not topology.is_scaling:
         on_cpu = topology.ranks[0].device == "cpu"
-        lines.append(
-            SHARED_HARDWARE.format(shared="this machine's CPU cores" if on_cpu else "a GPU")
-        )
+        shared = "this machine's CPU cores" if on_cpu else "a GPU"
+        lines.append(f"The ranks share {shared}: timings here say nothing about scaling.")
     return lines
 
 
@@ -81,10 +78,6 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
         before=[head],
         after=[*states.waits, f"plain cells run {mode}"],
     )
-    return _with_stacks(view, states)
-
-
-def _with_stacks(view: View, states: Status) -> View:
     stacks = [(f"rank {state.rank}", state.stack.rstrip()) for state in states.ranks if state.stack]
     if not stacks:
         return view

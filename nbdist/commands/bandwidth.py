@@ -12,8 +12,7 @@ from nbdist.bandwidth.kernel import BENCH_S, check_target, load, save
 from nbdist.bandwidth.results import OPS, Bench, parse_ops
 from nbdist.bandwidth.sizes import parse_sizes
 from nbdist.cluster import view as ranks_view
-from nbdist.cluster.kernel.start import StartOptions
-from nbdist.commands.cluster import START_OPTIONS
+from nbdist.commands.cluster import START_OPTIONS, start_options
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -70,7 +69,7 @@ def bench(values: Namespace) -> View:
         return bandwidth_view.bench(load(values.file), has_picture=False)
     _check(values)
     try:
-        started = NOTEBOOK.start(_start_options(values), lambda _text: None)
+        started = NOTEBOOK.start(start_options(values), lambda _text: None)
         shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
         sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
         result = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
@@ -90,16 +89,6 @@ def _check(values: Namespace) -> None:
         check_target(values.path)
     if values.world_size == 1:
         raise OptionError("nbdist bench: 1 rank sends nothing. Use -n 2 or more.")
-
-
-def _start_options(values: Namespace) -> StartOptions:
-    return StartOptions(
-        world_size=values.world_size,
-        profile=values.profile,
-        gpus=values.gpus,
-        backend=values.backend,
-        deadline_s=values.timeout_s,
-    )
 
 
 def _tell(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 
 from nbdist.core.view import View
@@ -10,7 +9,7 @@ from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints import view as checkup_view
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.verb import Option, Verb, whole_number
 
 
 def dist_check(values: Namespace) -> View:
@@ -58,15 +57,6 @@ def _lints(values: Namespace) -> View:
     return View(f"{done}: {', '.join(rules.resolve_names(names))}")
 
 
-def step_count(text: str) -> int:
-    """A number of steps; 0 for never."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid number of steps (1 or more; 0: never)"
-        )
-    return int(text)
-
-
 VERBS = (
     Verb(
         "dist_check",
@@ -77,7 +67,7 @@ VERBS = (
             Option(
                 ("--every",),
                 "check before every Nth step of an optimizer from now on (0: never)",
-                step_count,
+                whole_number("a valid number of steps (1 or more; 0: never)", 0),
                 metavar="N",
             ),
             Option(

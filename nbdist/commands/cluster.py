@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
@@ -37,18 +37,11 @@ def start_and_show(options: StartOptions, title: str = "starting") -> StartedSes
 
 
 def start_options(values: Namespace) -> StartOptions:
-    """What was typed of START_OPTIONS."""
-    return StartOptions(
-        world_size=values.world_size,
-        profile=values.profile,
-        gpus=values.gpus,
-        backend=values.backend,
-        seed=values.seed,
-        deadline_s=values.timeout_s,
-        grace_s=values.grace_s,
-        debug=values.debug,
-        strategy=StrategySpec.parse(values.strategy, strategy_given(values)),
-    )
+    """What was typed of START_OPTIONS, or of those of them that the verb has."""
+    names = [field.name for field in fields(StartOptions)]
+    typed = {name: getattr(values, name) for name in names if hasattr(values, name)}
+    spec = StrategySpec.parse(typed.pop("strategy", None), strategy_given(values))
+    return StartOptions(**typed, strategy=spec)
 
 
 def dist_init(values: Namespace) -> View | None:
@@ -128,11 +121,6 @@ def dist_shutdown(_values: Namespace) -> View:
     return View("\n".join([*lines, f"{ranks_phrase(session.ranks)} stopped"]))
 
 
-def dist_status(values: Namespace) -> View:
-    """What runs where, what every rank does, and who waits for whom."""
-    return status_view(wants_stacks=values.wants_stacks)
-
-
 def status_view(*, wants_stacks: bool = False) -> View:
     """The ranks of this notebook as %dist_status shows them."""
     session = NOTEBOOK.session
@@ -202,7 +190,7 @@ START_OPTIONS = (
         positive_number,
         default=DEFAULT_DEADLINE_S,
         metavar="S",
-        name="timeout_s",
+        name="deadline_s",
     ),
     Option(
         ("--grace",),
@@ -253,7 +241,7 @@ VERBS = (
         "dist_status",
         "Show what runs where, and who waits for whom.",
         "%dist_status --stacks",
-        dist_status,
+        lambda values: status_view(wants_stacks=values.wants_stacks),
         (Option(("--stacks",), "also show every rank's Python stacks", None, name="wants_stacks"),),
     ),
     Verb(

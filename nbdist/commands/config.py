@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.notebook.verb import strategy_options as typed_options
-from nbdist.strategy.choose import choose
+from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options
 
 # How a file's name says which form it has.
@@ -38,83 +37,39 @@ _NAMES_OTHERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigRequest:
-    """What is to be configured, as typed; None where not.
-
-    Attributes:
-        strategy: A name; the strategy of the ranks that run without it.
-        ranks: How many.
-        hosts: On how many hosts.
-        options: Degrees and options of the strategy.
-        script: What is started.
-        clip: The norm that gradients are clipped to; 0 for none.
-    """
-
-    strategy: str | None = None
-    ranks: int | None = None
-    hosts: int | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-    script: str = SCRIPT
-    clip: float = 0.0
-
-
-def build_config(request: ConfigRequest) -> Configured:
-    """The strategy that was typed, or the one that counts on the ranks, as configurations.
-
-    Raises:
-        OptionError: It does not exist, cannot be had with so many ranks, or none runs.
-    """
-    options = {word: value for word, value in request.options.items() if value not in (None, False)}
-    if request.strategy is None and not options:
-        if request.ranks is not None:
+def _configured(values: Namespace) -> Configured:
+    """The strategy that was typed, or the one that counts on the ranks, as configurations."""
+    spec = StrategySpec.parse(values.strategy, strategy_given(values))
+    ranks = values.ranks
+    if spec is None:
+        if ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
         if not NOTEBOOK.is_running:
             raise OptionError(
                 "No ranks run here, so there is no strategy to show. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        return NOTEBOOK.session.config(request.hosts, script=request.script, clip=request.clip)
-    ranks = request.ranks
+        return NOTEBOOK.session.config(values.nodes, script=values.script, clip=values.clip)
     if ranks is None:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
-    choice = choose(request.strategy, options, ranks)
     device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
-    setting = Setting(
-        choice,
-        request.hosts or 1,
-        device.split(":")[0],
-        clip=request.clip,
-        script=request.script,
-    )
-    return configured(setting)
+    hosts, device_type = values.nodes or 1, device.split(":")[0]
+    choice = spec.choose(ranks)
+    return configured(Setting(choice, hosts, device_type, clip=values.clip, script=values.script))
 
 
-def shown(
-    request: ConfigRequest, write: str | Path | None, form: str | None, *, is_forced: bool
-) -> View:
-    """Show configurations, or write one.
-
-    Args:
-        request: Of what.
-        write: The file; None to show all forms.
-        form: One of FORMS; None for what the file's name says.
-        is_forced: Replace the file if it exists.
-
-    Raises:
-        OptionError: See `build_config`; the strategy has no such form; or the file cannot be
-            written.
-    """
-    config = build_config(request)
-    if write is None:
+def _shown(values: Namespace) -> View:
+    """All forms of a strategy, or what was written of one."""
+    config = _configured(values)
+    if values.write is None:
         return config_view.configured(config)
-    wanted = _form(form, Path(write))
+    wanted = _form(values.form, Path(values.write))
     if wanted not in config.texts:
         raise OptionError(f"There is no {wanted} form of this strategy: {config.refused[wanted]}")
-    _write(Path(write).expanduser(), config.texts[wanted], is_forced=is_forced)
-    return config_view.written(config, wanted, str(write))
+    _write(Path(values.write).expanduser(), config.texts[wanted], is_forced=values.is_forced)
+    return config_view.written(config, wanted, values.write)
 
 
 def _form(form: str | None, path: Path) -> str:
@@ -192,13 +147,18 @@ def _named_by(document: Document, path: str | Path) -> list[Document]:
     return documents
 
 
-def _write(path: Path, text: str, *, is_forced: bool) -> None:
+def check_target(path: Path, *, is_forced: bool) -> None:
+    """Refuse a file that cannot be written, or that would be replaced without `is_forced`."""
     if not path.parent.is_dir():
         raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
     if path.is_dir():
         raise OptionError(f"{path} is a folder. Name a file in it.")
     if path.exists() and not is_forced:
         raise OptionError(f"{path} exists. --force replaces it; or name another file.")
+
+
+def _write(path: Path, text: str, *, is_forced: bool) -> None:
+    check_target(path, is_forced=is_forced)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -227,14 +187,10 @@ def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
 
 def dist_config(values: Namespace) -> View:
     """Show or write the strategy as configurations; with a file, check that."""
-    given = strategy_given(values)
     if not values.file:
         if values.beside is not None:
             raise OptionError("%dist_config: --with needs a file to check. Name it.")
-        request = ConfigRequest(
-            values.strategy, values.ranks, values.nodes, given, values.script, values.clip
-        )
-        return shown(request, values.write, values.form, is_forced=values.is_forced)
+        return _shown(values)
     if len(values.file) > 1:
         raise OptionError(
             "%dist_config: name one file to check; --with names another that goes with it."
@@ -246,7 +202,7 @@ def dist_config(values: Namespace) -> View:
                 f"%dist_config: --{flag} cannot be used with a file: it is about the ranks."
             )
     beside = [] if values.beside is None else [values.beside]
-    around = around_of(values.ranks, given)
+    around = around_of(values.ranks, strategy_given(values))
     return checked(values.file[0], around, beside, values.write, is_forced=values.is_forced)
 
 

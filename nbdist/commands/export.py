@@ -13,7 +13,7 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.commands import cells, check, cluster, compare, memory, strategy, trace
+from nbdist.commands import cells, check, cluster, compare, config, memory, strategy, trace
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter import export
@@ -30,13 +30,7 @@ HISTORY = "history"
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where cells were read.
-
-    Attributes:
-        cells: All of them.
-        name: For the script's first line and the note.
-        notes: What to say of the choice.
-    """
+    """Where cells were read; its name is for the script's first line and the note."""
 
     cells: list[NotebookCell]
     name: str
@@ -49,10 +43,15 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
     Raises:
         OptionError: If a file cannot be read or written, or no cell can be taken.
     """
-    path = _writable(Path(script).expanduser(), is_forced=is_forced)
+    path = Path(script).expanduser()
+    if path.suffix != ".py":
+        raise OptionError(f"{path} is not a script name. Use one that ends with .py.")
+    config.check_target(path, is_forced=is_forced)
     origin = _origin(source)
     try:
-        exported = export.export(origin.cells, origin.name, Reader(_transform, meaning))
+        # A transformer of its own for each cell: the shell's sends cells to the ranks.
+        reader = Reader(lambda cell: TransformerManager().transform_cell(cell), meaning)
+        exported = export.export(origin.cells, origin.name, reader)
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -63,23 +62,6 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
         partial.unlink(missing_ok=True)
         raise OptionError(f"{path} cannot be written: {error}") from error
     return export_view.written(path, origin.name, origin.notes, exported)
-
-
-def _writable(path: Path, *, is_forced: bool) -> Path:
-    if path.suffix != ".py":
-        raise OptionError(f"{path} is not a script name. Use one that ends with .py.")
-    if not path.parent.is_dir():
-        raise OptionError(f"There is no folder {path.parent.absolute()} for {path.name}. Make it.")
-    if path.is_dir():
-        raise OptionError(f"{path} is a folder. Name a file in it.")
-    if path.exists() and not is_forced:
-        raise OptionError(f"{path} exists. --force replaces it; or name another file.")
-    return path
-
-
-def _transform(cell: str) -> str:
-    # One of its own: the shell's sends cells to the ranks.
-    return TransformerManager().transform_cell(cell)
 
 
 def _origin(source: str | Path | None) -> _Origin:
@@ -176,11 +158,9 @@ def _of_start(values: Namespace) -> Magic:
 
 
 def _of_reset(values: Namespace) -> Magic:
-    return Magic(
-        mode="all" if values.auto else None,
-        choice=_of_start(values).choice,
-        note="%dist_reset restarts the ranks; the script keeps its variables",
-    )
+    start = _of_start(values)
+    note = "%dist_reset restarts the ranks; the script keeps its variables"
+    return Magic(mode=start.mode, choice=start.choice, note=note)
 
 
 def _of_strategy(values: Namespace) -> Magic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from pathlib import Path
 
@@ -16,19 +15,14 @@ from nbdist.memory.diff import diff
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.memory.view.diff import growth_view
 from nbdist.memory.view.report import memory_report
-from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record
+from nbdist.notebook.verb import Option, Verb, whole_number
 
 
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = MemoryOptions(values.steps, not values.has_no_stacks, values.most_events)
-    record = Record(
-        options,
-        values.recorded,
-        lambda snapshot: show(snapshot_view(snapshot)),
-        lambda session: session.memories,
-    )
+    record = Record(options, values.recorded, snapshot_view, lambda session: session.memories)
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
@@ -67,7 +61,10 @@ def _snapshot(folder: Path | None, *, is_now: bool) -> Snapshot:
 
 
 def _growth(since: str, snapshot: Snapshot) -> View:
-    before = read_saved(since) if not NOTEBOOK.is_running else NOTEBOOK.session.memories.find(since)
+    if NOTEBOOK.is_running:
+        before = NOTEBOOK.session.memories.find(since)
+    else:
+        before = memory_file.read_folder(Path(since).expanduser())
     if before is snapshot:
         return View(
             f"{since} is the last recording itself. Record another one with %%dist_memory, "
@@ -76,16 +73,7 @@ def _growth(since: str, snapshot: Snapshot) -> View:
     return growth_view(diff(before, snapshot), since)
 
 
-def read_saved(folder: str) -> Snapshot:
-    """The snapshots that were saved into a folder; see memory.file.read_folder."""
-    return memory_file.read_folder(Path(folder).expanduser())
-
-
-def _event_count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of events (1 or more)")
-    return int(text)
-
+_event_count = whole_number("a valid number of events (1 or more)")
 
 AS_LINE = Verb(
     "dist_memory",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from argparse import Namespace
 
@@ -15,9 +14,8 @@ from nbdist.monitor import view as monitor_view
 from nbdist.monitor.kernel.monitor import Monitor
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.progress_line import ProgressLine
-from nbdist.notebook.verb import Option, Verb, positive_number
+from nbdist.notebook.verb import Option, Verb, positive_number, whole_number
 
-LARGEST_PORT = 65535
 # The first sample takes tens of milliseconds; two make a rate.
 FIRST_S = 10.0
 
@@ -25,21 +23,23 @@ FIRST_S = 10.0
 def dist_monitor(values: Namespace) -> View | None:
     """Show what was recorded of all ranks; record from now on."""
     monitor = NOTEBOOK.session.monitor
-    chosen = [
-        flag
-        for flag, is_given in (
-            ("--seconds", values.seconds is not None),
-            ("--prometheus", values.port is not None),
-            ("--off", values.is_off),
-        )
-        if is_given
-    ]
+    flags = {
+        "--seconds": values.seconds is not None,
+        "--prometheus": values.port is not None,
+        "--off": values.is_off,
+    }
+    chosen = [flag for flag, is_given in flags.items() if is_given]
     if len(chosen) > 1:
         raise OptionError(f"%dist_monitor: choose one of {', '.join(chosen)}.")
     if values.is_off:
-        return _off(monitor)
+        state = "recording stopped" if monitor.is_running else "nothing is being recorded"
+        monitor.stop()
+        return View(f"{state}; what was recorded is kept; %dist_monitor resumes")
     if values.port is not None:
-        return _serve(monitor, values.port)
+        served = monitor.serve(values.port)
+        token_path, port = shown(served.token_path), shown(served.port)
+        url = served.url.replace(str(served.port), port)
+        return monitor_view.serving(url, token_path, prometheus.scrape_config(port, token_path))
     if values.seconds is not None:
         _record(monitor, values.seconds)
         return None
@@ -56,22 +56,6 @@ def _view(monitor: Monitor, note: str = "") -> View:
     return monitor_view.monitor(
         monitor.latest(), monitor.history, monitor.findings(is_past=True), notes
     )
-
-
-def _off(monitor: Monitor) -> View:
-    was_running = monitor.is_running
-    monitor.stop()
-    note = "what was recorded is kept; %dist_monitor resumes"
-    return View(
-        f"recording stopped; {note}" if was_running else f"nothing is being recorded; {note}"
-    )
-
-
-def _serve(monitor: Monitor, port: int) -> View:
-    served = monitor.serve(port)
-    config = prometheus.scrape_config(shown(served.port), shown(served.token_path))
-    url = served.url.replace(str(served.port), shown(served.port))
-    return monitor_view.serving(url, shown(served.token_path), config)
 
 
 def _record(monitor: Monitor, seconds: float) -> None:
@@ -95,15 +79,6 @@ def _record(monitor: Monitor, seconds: float) -> None:
     progress.finish(_view(monitor, note))
 
 
-def port_number(text: str) -> int:
-    """A TCP port; 0 for any that is free."""
-    if not text.isdigit() or int(text) > LARGEST_PORT:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid port (0 to {LARGEST_PORT}; 0 picks a free one)"
-        )
-    return int(text)
-
-
 VERBS = (
     Verb(
         "dist_monitor",
@@ -120,7 +95,7 @@ VERBS = (
             Option(
                 ("--prometheus",),
                 "serve the numbers to Prometheus on this port of 127.0.0.1 (0 picks a free one)",
-                port_number,
+                whole_number("a valid port (0 to 65535; 0 picks a free one)", 0, 65535),
                 metavar="PORT",
                 name="port",
             ),

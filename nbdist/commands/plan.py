@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -22,8 +21,15 @@ from nbdist.commands.plan_check import checked
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import ANYWHERE, Option, Verb, rank_count, strategy_given
-from nbdist.notebook.verb import strategy_options as typed_options
+from nbdist.notebook.verb import (
+    ANYWHERE,
+    Option,
+    Verb,
+    rank_count,
+    strategy_given,
+    strategy_options,
+    whole_number,
+)
 from nbdist.planner import devices
 from nbdist.planner.advice import advise
 from nbdist.planner.devices import ASSUMED, DEVICES, Device, device_of_ranks
@@ -39,11 +45,8 @@ from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import options
 from nbdist.strategy.footprint import RECIPES
 
-# What memory is counted by -> how.
-ENGINES = {
-    "formulas": "closed formulas, at once",
-    "fake": "a step with fake tensors in a process of its own",
-}
+# What memory is counted by: closed formulas, or a step with fake tensors in a process of its own.
+ENGINES = ("formulas", "fake")
 _RANKS = 8
 OPTIMIZER = "adamw"
 _LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
@@ -90,7 +93,10 @@ def planned(
         OptionError: If a word does not exist, or degrees do not fit.
         NbdistError: A model on the ranks is not the same on all.
     """
-    _check_engine(request)
+    if request.engine is not None and request.engine not in ENGINES:
+        raise OptionError(
+            f"There is no --engine {request.engine}. Choose one of {', '.join(ENGINES)}."
+        )
     live = _live(model, request)
     if live is None and request.inputs:
         raise OptionError(
@@ -112,13 +118,6 @@ def planned(
     if live is not None:
         result = replace(result, live=described(live))
     return shown_plan(result, advise(result, given, measured))
-
-
-def _check_engine(request: PlanRequest) -> None:
-    if request.engine is not None and request.engine not in ENGINES:
-        raise OptionError(
-            f"There is no --engine {request.engine}. Choose one of {', '.join(ENGINES)}."
-        )
 
 
 def _live(model: Any, request: PlanRequest) -> LiveModel | None:
@@ -271,10 +270,7 @@ def _named(text: str) -> Any:
     return value if has_config else text
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10^9")
-    return int(text)
+_count = whole_number("a whole number from 1 to 10^9", most=10**9)
 
 
 VERBS = (
@@ -334,7 +330,7 @@ VERBS = (
             ),
             Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
             Option(("--ac",), "same as --checkpoint full", None, name="checkpoints_all"),
-            *typed_options(),
+            *strategy_options(),
         ),
         place=ANYWHERE,
     ),

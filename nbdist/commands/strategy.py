@@ -7,7 +7,14 @@ from argparse import Namespace
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
-from nbdist.notebook.verb import Option, Verb, parse, rank_number, strategy_given, strategy_options
+from nbdist.notebook.verb import (
+    Option,
+    Verb,
+    parse,
+    strategy_given,
+    strategy_options,
+    whole_number,
+)
 from nbdist.strategy.choose import StrategySpec, choose
 from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
@@ -51,6 +58,8 @@ def dist_strategy(values: Namespace) -> View:
     return strategy_view.switch_result(strategies.switch(name, **settings))
 
 
+_RANK = whole_number("a valid rank (0 or more)", 0)
+
 VERBS = (
     Verb(
         "dist_strategy",
@@ -67,15 +76,6 @@ VERBS = (
         "Make models and optimizers of all ranks equal to those of one.",
         "%dist_sync_model --from 0",
         dist_sync_model,
-        (
-            Option(
-                ("--from",),
-                "the rank that is copied (default: 0)",
-                rank_number,
-                0,
-                "R",
-                name="source",
-            ),
-        ),
+        (Option(("--from",), "the rank that is copied (default: 0)", _RANK, 0, "R", "source"),),
     ),
 )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from pathlib import Path
 
 from nbdist.commands import cells
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record, show
-from nbdist.notebook.verb import Option, Verb
+from nbdist.notebook.notebook import NOTEBOOK, CellOptions, Record
+from nbdist.notebook.verb import Option, Verb, whole_number
 from nbdist.trace import breakdown, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import Trace, TraceOptions
@@ -20,9 +19,7 @@ from nbdist.trace.view.report import trace_report
 def cell_options(values: Namespace) -> CellOptions:
     """The options of a recorded cell: it runs on all ranks, and some or all of them record."""
     options = TraceOptions(values.steps, values.has_memory, values.has_stacks)
-    record = Record(
-        options, values.recorded, lambda trace: show(report(trace)), lambda session: session.traces
-    )
+    record = Record(options, values.recorded, report, lambda session: session.traces)
     return CellOptions(None, values.has_tabs, values.timeout_s, record)
 
 
@@ -33,7 +30,7 @@ def dist_trace(values: Namespace) -> View:
         raise OptionError(
             "%dist_trace: --save writes the last recorded cell, not a folder's traces."
         )
-    trace = NOTEBOOK.session.trace() if folder is None else read(folder)
+    trace = NOTEBOOK.session.trace() if folder is None else read_folder(folder.expanduser())
     if values.has_page:
         url = NOTEBOOK.session.traces.page(trace)
         return View(f"{url} shows it in Perfetto, on this host, until %dist_shutdown.")
@@ -49,16 +46,7 @@ def report(trace: Trace) -> View:
     return trace_report(trace, shares, findings.findings(trace, shares))
 
 
-def read(folder: Path) -> Trace:
-    """The saved traces of a folder; see trace.kernel.recordings.read_folder."""
-    return read_folder(folder.expanduser())
-
-
-def step_count(text: str) -> int:
-    """A number of steps as typed; argparse's own error otherwise."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of steps (1 or more)")
-    return int(text)
+step_count = whole_number("a valid number of steps (1 or more)")
 
 
 VERBS = (

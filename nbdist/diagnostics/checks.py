@@ -13,7 +13,7 @@ from nbdist.cluster import host_memory, run_owner, shm
 from nbdist.cluster.run_owner import Run
 from nbdist.core import units, versions
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.diagnostics.environment import settings
+from nbdist.diagnostics.environment import HostContext, settings
 from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts
 from nbdist.errors import StartError
 
@@ -54,24 +54,24 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 def system(facts: Facts) -> Iterator[Finding]:
     """Whether nbdist runs on this operating system, and with which limits."""
+    yield _as_at_start("system", facts.platform, lambda: versions.check_system(facts.platform))
+
+
+def _as_at_start(name: str, value: str, check: Callable[[], str | None]) -> Finding:
+    """What a start would say of it: refused, with a note, or nothing."""
     try:
-        note = versions.check_system(facts.platform)
+        note = check()
     except StartError as error:
-        yield Finding("system", facts.platform, BAD, str(error))
-    else:
-        yield Finding("system", facts.platform, WARN if note else OK, note)
+        return Finding(name, value, BAD, str(error))
+    return Finding(name, value, WARN if note else OK, note or "")
 
 
 def python(facts: Facts) -> Iterator[Finding]:
     """The interpreter, which the ranks use as well."""
     if _older(facts.python, OLDEST_PYTHON):
-        yield Finding(
-            "Python",
-            facts.python,
-            BAD,
-            f"nbdist needs {OLDEST_PYTHON} or newer",
-            f"make an environment with a newer one: python{OLDEST_PYTHON} -m venv .venv",
-        )
+        why = f"nbdist needs {OLDEST_PYTHON} or newer"
+        what = f"make an environment with a newer one: python{OLDEST_PYTHON} -m venv .venv"
+        yield Finding("Python", facts.python, BAD, why, what)
     else:
         yield Finding("Python", facts.python)
 
@@ -86,13 +86,9 @@ def packages(facts: Facts) -> Iterator[Finding]:
         elif _older(version, oldest):
             yield Finding(name, version, BAD, f"nbdist needs {oldest} or newer", install)
         elif name == "torch" and "+cpu" in version and facts.gpus:
-            yield Finding(
-                name,
-                version,
-                BAD,
-                f"this torch is built for the CPU only, and {_gpus(len(facts.gpus))} there",
-                "install a build with CUDA: https://pytorch.org/get-started",
-            )
+            why = f"this torch is built for the CPU only, and {_gpus(len(facts.gpus))} there"
+            what = "install a build with CUDA: https://pytorch.org/get-started"
+            yield Finding(name, version, BAD, why, what)
         else:
             yield Finding(name, version)
 
@@ -123,23 +119,16 @@ def _gpu(facts: GpuFacts) -> Finding:
         f"{facts.gpu.name}, {facts.used_bytes / 1e9:.1f} of {facts.total_bytes / 1e9:.1f} GB used"
     )
     if facts.compute_mode not in {"Default", "[N/A]", ""}:
-        return Finding(
-            name,
-            f"{state}, compute mode {facts.compute_mode}",
-            BAD if facts.compute_mode == "Prohibited" else WARN,
-            "no process may use it"
-            if facts.compute_mode == "Prohibited"
-            else "only one process may use it: two ranks cannot share it",
-            f"sudo nvidia-smi -i {facts.gpu.index} -c DEFAULT, or another GPU with --gpus",
-        )
+        state += f", compute mode {facts.compute_mode}"
+        what = f"sudo nvidia-smi -i {facts.gpu.index} -c DEFAULT, or another GPU with --gpus"
+        if facts.compute_mode == "Prohibited":
+            return Finding(name, state, BAD, "no process may use it", what)
+        why = "only one process may use it: two ranks cannot share it"
+        return Finding(name, state, WARN, why, what)
     if facts.total_bytes and facts.used_bytes > BUSY_GPU * facts.total_bytes:
-        return Finding(
-            name,
-            state,
-            WARN,
-            "processes use memory there; they may be your own ranks",
-            "nvidia-smi lists them; choose other GPUs with --gpus",
-        )
+        why = "processes use memory there; they may be your own ranks"
+        what = "nvidia-smi lists them; choose other GPUs with --gpus"
+        return Finding(name, state, WARN, why, what)
     return Finding(name, state)
 
 
@@ -182,37 +171,24 @@ def machine(facts: Facts) -> Iterator[Finding]:
     """Cores and memory for the ranks."""
     n, cores = facts.world_size, facts.cores
     if n > cores:
-        yield Finding(
-            "cores",
-            f"{cores} for {_ranks(n)}",
-            WARN,
-            "ranks take turns on a core, so every collective waits for the slowest",
-            f"start {cores} or fewer (-n {cores})",
-        )
+        why = "ranks take turns on a core, so every collective waits for the slowest"
+        what = f"start {cores} or fewer (-n {cores})"
+        yield Finding("cores", f"{cores} for {_ranks(n)}", WARN, why, what)
     else:
         yield Finding("cores", f"{cores} for {_ranks(n)}")
     available = f"{facts.available_bytes / 1e9:.1f} GB available"
-    try:
-        host_memory.check(facts.available_bytes, n)
-    except StartError as error:
-        yield Finding("memory", available, BAD, str(error))
-    else:
-        yield Finding("memory", available)
+    yield _as_at_start("memory", available, lambda: host_memory.check(facts.available_bytes, n))
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
     """Whether /dev/shm has enough room for tensors that processes share."""
     if facts.shm is None:
-        yield Finding("/dev/shm", "none", OK, "this system has none; torch uses other means")  # noqa: S108
+        yield Finding(shm.SHM, "none", OK, "this system has none; torch uses other means")
         return
     free, total = facts.shm.free_bytes, facts.shm.total_bytes
     free_text = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
-    try:
-        note = shm.check(free, total, facts.world_size, uses_nccl=bool(facts.gpus))
-    except StartError as error:
-        yield Finding("/dev/shm", free_text, BAD, str(error))  # noqa: S108
-    else:
-        yield Finding("/dev/shm", free_text, WARN if note else OK, note)  # noqa: S108
+    n, uses_nccl = facts.world_size, bool(facts.gpus)
+    yield _as_at_start(shm.SHM, free_text, lambda: shm.check(free, total, n, uses_nccl=uses_nccl))
 
 
 def disk(facts: Facts) -> Iterator[Finding]:
@@ -221,13 +197,9 @@ def disk(facts: Facts) -> Iterator[Finding]:
         return
     free_text = f"{units.size(facts.disk.free_bytes)} free in {facts.disk.path}"
     if facts.disk.free_bytes < LITTLE_DISK_BYTES:
-        yield Finding(
-            "temporary files",
-            free_text,
-            WARN,
-            "a start fails where nothing can be written, and long outputs are cut",
-            "free some space there, or point TMPDIR elsewhere and restart the kernel",
-        )
+        why = "a start fails where nothing can be written, and long outputs are cut"
+        what = "free some space there, or point TMPDIR elsewhere and restart the kernel"
+        yield Finding("temporary files", free_text, WARN, why, what)
     else:
         yield Finding("temporary files", free_text)
 
@@ -237,21 +209,11 @@ def limits(facts: Facts) -> Iterator[Finding]:
     files, processes = facts.limits.get("files"), facts.limits.get("processes")
     locked = facts.limits.get("locked memory")
     if files is not None:
-        yield _limit(
-            "open files",
-            files,
-            ENOUGH_FILES,
-            "DataLoader workers hand tensors over as open files: 'Too many open files'",
-            "ulimit -n",
-        )
+        why = "DataLoader workers hand tensors over as open files: 'Too many open files'"
+        yield _limit("open files", files, ENOUGH_FILES, why, "ulimit -n")
     if processes is not None:
-        yield _limit(
-            "processes",
-            processes,
-            ENOUGH_PROCESSES,
-            "threads count too, and each rank has dozens: 'Resource temporarily unavailable'",
-            "ulimit -u",
-        )
+        why = "threads count too, and each rank has dozens: 'Resource temporarily unavailable'"
+        yield _limit("processes", processes, ENOUGH_PROCESSES, why, "ulimit -u")
     if locked is not None:
         yield _locked(locked[0], has_gpus=bool(facts.gpus))
 
@@ -288,13 +250,9 @@ def variables(facts: Facts) -> Iterator[Finding]:
     """Environment variables that change what ranks do."""
     visible = tuple(str(gpu.gpu.index) for gpu in facts.gpus)
     uuids = tuple(gpu.gpu.uuid for gpu in facts.gpus)
-    yield from settings(
-        facts.environ,
-        facts.launched,
-        interfaces=facts.interfaces,
-        gpus=(*visible, *uuids),
-        threads_per_rank=max(1, facts.cores // max(1, facts.world_size)),
-    )
+    threads_per_rank = max(1, facts.cores // max(1, facts.world_size))
+    around = HostContext(facts.interfaces, (*visible, *uuids), threads_per_rank)
+    yield from settings(facts.environ, facts.launched, around)
 
 
 def leftovers(facts: Facts) -> Iterator[Finding]:
@@ -331,11 +289,7 @@ def _run(run: Run) -> Finding:
             "it belongs to another host or container, so it is not known whether it is alive",
             f"if it does not, remove {run.folder} by hand",
         ),
-        run_owner.UNKNOWN: (
-            WARN,
-            "no owner is recorded, so it is left alone",
-            _by_hand(run),
-        ),
+        run_owner.UNKNOWN: (WARN, "no owner is recorded, so it is left alone", _by_hand(run)),
     }
     return Finding(name, state, *rows[run.state])
 

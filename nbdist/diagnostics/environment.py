@@ -16,6 +16,7 @@ NOTEBOOK = "the notebook's environment"
 LAUNCHER = "nbdist's launcher"
 UNSET = "unset"
 EMPTY = "empty"
+_LESS = "NCCL_DEBUG=WARN reports only errors"
 _REMOVE = "remove it from the environment and restart the kernel"
 
 
@@ -41,30 +42,18 @@ FINE: Judged = (OK, "", "")
 
 
 def settings(
-    environ: Mapping[str, str],
-    launched: Mapping[str, str],
-    *,
-    interfaces: Sequence[str],
-    gpus: Sequence[str],
-    threads_per_rank: int,
+    environ: Mapping[str, str], launched: Mapping[str, str], around: HostContext
 ) -> Iterator[Finding]:
     """A finding for each variable that is set, and for those of SHOWN_UNSET.
 
     Args:
         environ: The notebook's.
         launched: What nbdist's launcher gives local ranks beside or instead of that.
-        interfaces: See CheckContext.
-        gpus: See CheckContext.
-        threads_per_rank: See CheckContext.
+        around: What values are judged against.
     """
-    around = HostContext(interfaces, gpus, threads_per_rank)
-    names = {name for name in (*environ, *launched) if _is_listed(name)} | SHOWN_UNSET
-    for name in sorted(names):
+    listed = {n for n in (*environ, *launched) if n in RULES or n.startswith(PREFIXES)}
+    for name in sorted(listed | SHOWN_UNSET):
         yield _finding(name, environ.get(name), launched.get(name), around)
-
-
-def _is_listed(name: str) -> bool:
-    return name in RULES or name.startswith(PREFIXES)
 
 
 def _finding(name: str, typed: str | None, launched: str | None, around: HostContext) -> Finding:
@@ -75,19 +64,14 @@ def _finding(name: str, typed: str | None, launched: str | None, around: HostCon
         value_text = (
             f"{value_text[:-1]}; ranks of the profile local get {launched or EMPTY} by {LAUNCHER})"
         )
-    judge = RULES.get(name)
-    judged = _conflict(name, typed) if judge is None else judge(typed, around)
-    return Finding(name, value_text, *judged)
-
-
-def _conflict(name: str, value: str) -> Judged:
-    """What cluster.nccl_env says of it."""
-    conflicts = nccl_env.conflicts({name: value})
+    if name in RULES:
+        return Finding(name, value_text, *RULES[name](typed, around))
+    conflicts = nccl_env.conflicts({name: typed})
     if not conflicts:
-        return FINE
+        return Finding(name, value_text)
     # `NAME=1 was kept. With it ... . Set it to 0, or remove it.`
     why, _, what = conflicts[0].partition(" was kept. ")[2].rpartition(". ")
-    return WARN, why, what.rstrip(".")
+    return Finding(name, value_text, WARN, why, what.rstrip("."))
 
 
 def _is_on(value: str) -> bool:
@@ -115,19 +99,17 @@ def always(why: str, what: str = _REMOVE) -> Judge:
 def nccl_debug(value: str, _around: HostContext) -> Judged:
     """How much NCCL writes into every cell's output."""
     if value.strip().upper() == "TRACE":
-        return WARN, "NCCL writes a line for each call, which is slow and fills outputs", _less()
+        return WARN, "NCCL writes a line for each call, which is slow and fills outputs", _LESS
     if value.strip().upper() in {"INFO", "ABORT"}:
-        return WARN, "NCCL writes hundreds of lines into the output of cells", _less()
+        return WARN, "NCCL writes hundreds of lines into the output of cells", _LESS
     return FINE
-
-
-def _less() -> str:
-    return "NCCL_DEBUG=WARN reports only errors"
 
 
 def gloo_interfaces(value: str, around: HostContext) -> Judged:
     """Whether the interfaces exist that Gloo is told to use: exact names, separated by commas."""
-    return _missing("Gloo", [name.strip() for name in value.split(",")], around.interfaces)
+    names = [name.strip() for name in value.split(",")]
+    missing = [name for name in names if name not in around.interfaces]
+    return _no_interface("Gloo", ", ".join(missing), around.interfaces) if missing else FINE
 
 
 def nccl_interfaces(value: str, around: HostContext) -> Judged:
@@ -143,17 +125,9 @@ def nccl_interfaces(value: str, around: HostContext) -> Judged:
     return FINE if usable else _no_interface("NCCL", value, around.interfaces)
 
 
-def _missing(who: str, names: Sequence[str], interfaces: Sequence[str]) -> Judged:
-    missing = [name for name in names if name not in interfaces]
-    return _no_interface(who, ", ".join(missing), interfaces) if missing else FINE
-
-
 def _no_interface(who: str, value: str, interfaces: Sequence[str]) -> Judged:
-    return (
-        WARN,
-        f"there is no interface {value} here: where {who} is given it, no group can be formed",
-        f"choose one of {', '.join(sorted(interfaces))}, or remove it",
-    )
+    why = f"there is no interface {value} here: where {who} is given it, no group can be formed"
+    return WARN, why, f"choose one of {', '.join(sorted(interfaces))}, or remove it"
 
 
 def threads(value: str, around: HostContext) -> Judged:
@@ -166,11 +140,10 @@ def threads(value: str, around: HostContext) -> Judged:
             f"each rank starts {text} threads and has {around.threads_per_rank} cores: ranks take "
             "turns, and every collective waits for the slowest"
         )
-        return (
-            WARN,
-            why,
-            f"set it to {around.threads_per_rank}, or remove it: nbdist then shares the cores out",
+        what = (
+            f"set it to {around.threads_per_rank}, or remove it: nbdist then shares the cores out"
         )
+        return WARN, why, what
     return FINE
 
 
@@ -195,17 +168,11 @@ def debug_level(value: str, _around: HostContext) -> Judged:
     """How often torch checks collectives itself."""
     level = value.strip().upper()
     if level not in {"OFF", "INFO", "DETAIL"}:
-        return (
-            BAD,
-            "torch refuses to start with this value",
-            "use OFF, INFO or DETAIL, or remove it",
-        )
+        why = "torch refuses to start with this value"
+        return BAD, why, "use OFF, INFO or DETAIL, or remove it"
     if level == "DETAIL":
-        return (
-            WARN,
-            "it is slow, and DDP crashes the process with it (torch 2.11, 2.13)",
-            "remove it; %dist_init --debug detail does the checks another way",
-        )
+        why = "it is slow, and DDP crashes the process with it (torch 2.11, 2.13)"
+        return WARN, why, "remove it; %dist_init --debug detail does the checks another way"
     return FINE
 
 

@@ -16,10 +16,7 @@ class GpuFacts:
     """One GPU as nvidia-smi tells.
 
     Attributes:
-        gpu: Number, UUID and name.
-        driver: The driver's version.
-        total_bytes: Its memory.
-        used_bytes: Of it, by whomever.
+        used_bytes: Of its memory, by whomever.
         compute_mode: `Default`, `Exclusive_Process` or `Prohibited`.
     """
 
@@ -45,8 +42,6 @@ class Facts:
 
     Attributes:
         platform: sys.platform.
-        python: Its version.
-        executable: The Python that runs.
         packages: Name -> version of what nbdist needs; None where it is not installed.
         gpus: All of this machine, whatever CUDA_VISIBLE_DEVICES leaves out.
         links: (GPU, GPU, how they are connected as `nvidia-smi topo -m` calls it).
@@ -58,7 +53,6 @@ class Facts:
         disk: Where runs have their folders.
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
-        environ: The notebook's environment.
         launched: Variables that the launcher of the profile local sets for ranks.
         interfaces: Names of the network interfaces.
         runs: Of this user, as far as this machine knows.

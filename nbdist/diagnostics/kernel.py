@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from nbdist.cluster.kernel import gpus, launcher, run_dir, runs
+from nbdist.cluster.kernel.ipp_cluster import installed_version
 from nbdist.core import topology
 from nbdist.core.host import usable_cores
 from nbdist.core.nvml import MIB
@@ -49,9 +49,9 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         platform=sys.platform,
         python=platform.python_version(),
         executable=sys.executable,
-        packages={name: _version(name) for name in checks.OLDEST},
+        packages={name: installed_version(name) for name in checks.OLDEST},
         gpus=gpu_facts,
-        links=_links() if len(gpu_facts) > 1 else (),
+        links=parse_links(gpus.smi("topo", "-m")[0]) if len(gpu_facts) > 1 else (),
         smi_problem=problem,
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
@@ -88,17 +88,6 @@ def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
         GpuFacts(Gpu(int(index), uuid, name), driver, _bytes(total), _bytes(used), mode)
         for index, uuid, driver, total, used, mode, name in rows
     ), problem
-
-
-def _links() -> tuple[tuple[int, int, str], ...]:
-    return parse_links(gpus.smi("topo", "-m")[0])
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _space(path: Path) -> Space | None:

@@ -68,7 +68,10 @@ def _run_verb(verb: Verb, words: list[str]) -> int:
         _say(str(error))
         return WRONG_USE
     except NbdistError as error:
-        _say(_error_text(error))
+        text = str(error)
+        if isinstance(error, DistributedError) and error.traceback_text:
+            text = f"{error.traceback_text}\n\n{text}"
+        _say(text if sys.stderr.isatty() else _COLOURS.sub("", text))
         return FAILED
     except KeyboardInterrupt as error:
         _say(f"interrupted: {error}" if str(error) else "interrupted")
@@ -122,13 +125,6 @@ def only_in_a_notebook(verb: Verb) -> str:
         f"{verb.typed} works only in a notebook: it acts on the ranks that the notebook "
         f"started. There: %load_ext nbdist, %dist_init -n 2, then for example {verb.example}"
     )
-
-
-def _error_text(error: NbdistError) -> str:
-    text = str(error)
-    if isinstance(error, DistributedError) and error.traceback_text:
-        text = f"{error.traceback_text}\n\n{text}"
-    return text if sys.stderr.isatty() else _COLOURS.sub("", text)
 
 
 def _say(text: str) -> None:

@@ -58,7 +58,9 @@ async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | N
     if behind is not None:
         verb, typed = behind
         if typed.startswith("-"):
-            return _options_of(verb, typed, cursor)
+            flags = [flag for option in verb.options for flag in option.flags]
+            fitting = [f for f in flags if f.startswith("--") and f.startswith(typed)]
+            return reply_with(sorted(fitting), cursor - len(typed), cursor)
         if verb.name in _OF_RANKS and NOTEBOOK.is_running:
             reply = await completion.complete(NOTEBOOK.session, 0, typed, len(typed))
             return shifted(reply, cursor - len(typed))
@@ -127,11 +129,6 @@ def _own_names() -> list[str]:
     shell: Any = get_ipython()
     hidden = shell.user_ns_hidden
     return [n for n, value in shell.user_ns.items() if n not in hidden or hidden[n] is not value]
-
-
-def _options_of(verb: Verb, typed: str, cursor: int) -> Reply:
-    flags = [flag for option in verb.options for flag in option.flags if flag.startswith("--")]
-    return reply_with(sorted(f for f in flags if f.startswith(typed)), cursor - len(typed), cursor)
 
 
 async def _awaited(reply: Any) -> Reply:

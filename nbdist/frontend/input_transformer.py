@@ -46,16 +46,14 @@ def route(lines: list[str]) -> list[str]:
     first = _first_code_line(lines)
     if first is None:
         return lines
-    magic = _MAGIC.match(lines[first])
-    name = magic.group(2) if magic else ""
-    if magic and magic.group(1) == "%%" and name in WITH_BODY:
-        return _routed_cell(shell, lines, first, name, magic.group(3).strip())
+    percents, name, rest = _magic(lines[first])
+    if percents == "%%" and name in WITH_BODY:
+        return _routed_cell(shell, lines, first, name, rest.strip())
     if not lines[first].startswith("%%"):
         _check_misplaced(lines, first)
-    is_exit = "".join(lines).strip() in EXITS
-    if NOTEBOOK.mode == LOCAL or is_exit or name in OWN_NAMES or _LOADING.match(lines[first]):
-        return lines
     code = "".join(lines)
+    if code.strip() in EXITS or _stays(name, lines[first]):
+        return lines
     return [_call(shell, "distributed", f"--ranks {NOTEBOOK.mode}", code)]
 
 
@@ -80,15 +78,22 @@ def destination(code: str) -> Destination | None:
     first = _first_code_line(lines)
     if first is None:
         return None if NOTEBOOK.mode == LOCAL else Destination(None, 0, "")
-    magic = _MAGIC.match(_GLUED_RANKS.sub("%%rank [", lines[first]))
-    name = magic.group(2) if magic else ""
-    if magic and magic.group(1) == "%%" and name in (*CELL_VERBS, *CODE_VERBS):
+    percents, name, rest = _magic(_GLUED_RANKS.sub("%%rank [", lines[first]))
+    if percents == "%%" and name in (*CELL_VERBS, *CODE_VERBS):
         start = sum(map(len, lines[: first + 1]))
-        return Destination(VERBS[name], start, magic.group(3).strip())
-    is_ours = magic is not None and name in OWN_NAMES
-    if NOTEBOOK.mode == LOCAL or is_ours or _LOADING.match(lines[first]):
-        return None
-    return Destination(None, 0, "")
+        return Destination(VERBS[name], start, rest.strip())
+    return None if _stays(name, lines[first]) else Destination(None, 0, "")
+
+
+def _magic(line: str) -> tuple[str, str, str]:
+    """The percent signs, the name and the rest of a line with a magic; empty for another line."""
+    magic = _MAGIC.match(line)
+    return (magic[1], magic[2], magic[3]) if magic else ("", "", "")
+
+
+def _stays(name: str, line: str) -> bool:
+    """Whether a cell that begins with this magic, or none, runs in the notebook."""
+    return NOTEBOOK.mode == LOCAL or name in OWN_NAMES or _LOADING.match(line) is not None
 
 
 def _routed_cell(
@@ -141,13 +146,13 @@ def _check_misplaced(lines: list[str], first: int) -> None:
     IPython would print that there is no such line magic, and count the cell as passed.
     """
     for line in lines[first + 1 :]:
-        match = _MAGIC.match(line)
-        if match and match.group(1) == "%%" and match.group(2) in WITH_BODY:
+        percents, name, _ = _magic(line)
+        if percents == "%%" and name in WITH_BODY:
             try:
                 ast.parse("".join(lines))
             except SyntaxError:
                 raise OptionError(
-                    f"%%{match.group(2)} has to be the first line of its cell, and the whole cell "
+                    f"%%{name} has to be the first line of its cell, and the whole cell "
                     "runs on the ranks. Put the lines above it into a cell of their own."
                 ) from None
 

@@ -16,45 +16,29 @@ from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
 
-def run_line(verb: Verb, line: str) -> None:
-    """Run a line magic and show the view that its verb returns."""
-    parsed = parse(verb, line)
-    if _is_answered(verb, parsed):
-        return
-    SHOWN.begin()
-    view = verb.run(parsed.values)
-    if view is not None:
-        commands.show(view)
+def run_magic(verb: Verb, line: str, cell: str | None = None) -> None:
+    """Run a magic and show the view that it returns.
 
-
-def run_cell(verb: Verb, line: str, cell: str) -> None:
-    """Run a cell magic and block: the way inside other magics and nested cells."""
-    parsed = parse(verb, line)
-    if not _is_answered(verb, parsed) and cell.strip():
-        code = input_transformer.sent_code(f"{verb.typed} {line}\n", cell)
-        NOTEBOOK.run(code, verb.run(parsed.values))
-
-
-def run_either(verb: Verb, line: str, cell: str | None = None) -> None:
-    """Run a magic of which the line and the cell are two verbs."""
-    if cell is not None:
-        run_cell(verb, line, cell)
-    elif verb.as_line is not None:
-        run_line(verb.as_line, line)
-
-
-def run_both(verb: Verb, line: str, cell: str | None = None) -> None:
-    """Run a magic that takes Python: behind two dashes, or as a cell magic in the lines below."""
+    A distributed cell blocks here: the way inside other magics and nested cells. What takes Python
+    has it behind two dashes, or as a cell magic in the lines below.
+    """
+    if cell is None and verb.as_line is not None:
+        verb = verb.as_line
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return
     if cell is not None:
+        code = input_transformer.sent_code(f"%%{verb.name} {line}\n", cell) if cell.strip() else ""
+        if verb.is_cell:
+            if code:
+                NOTEBOOK.run(code, verb.run(parsed.values))
+            return
         if parsed.values.rest.strip():
             raise OptionError(
                 f"%%{verb.name}: there is code after -- and in the lines below. Remove one of them."
             )
-        above = f"%%{verb.name} {line}\n"
-        parsed.values.rest = input_transformer.sent_code(above, cell) if cell.strip() else ""
+        parsed.values.rest = code
+    SHOWN.begin()
     view = verb.run(parsed.values)
     if view is not None:
         commands.show(view)
@@ -110,15 +94,10 @@ def register(shell: InteractiveShell) -> None:
     # Typed for methods in IPython: a plain function is taken for one that lacks its self.
     add: Any = shell.register_magic_function
     for verb in commands.VERBS.values():
-        run: Any
-        run, kind = run_line, "line"
-        if verb.takes_code:
-            run, kind = run_both, "line_cell"
-        elif verb.as_line is not None:
-            run, kind = run_either, "line_cell"
-        elif verb.is_cell:
-            run, kind = run_cell, "cell"
-        function: Any = functools.partial(run, verb)
+        kind = "cell" if verb.is_cell else "line"
+        if verb.takes_code or verb.as_line is not None:
+            kind = "line_cell"
+        function: Any = functools.partial(run_magic, verb)
         function.__doc__ = help_view(verb).text
         if verb.takes_code:  # its braces are Python's, and IPython would fill them in
             function = no_var_expand(function)
@@ -133,13 +112,8 @@ def register(shell: InteractiveShell) -> None:
 
 def unregister(shell: InteractiveShell) -> None:
     """Take the routing and the completion away again; the ranks go on."""
-    transformers = [
-        transformer for transformer in shell.input_transformers_cleanup if not _is_ours(transformer)
-    ]
-    shell.input_transformers_cleanup[:] = transformers
-    completer.uninstall(shell)
-
-
-def _is_ours(transformer: Any) -> bool:
+    transformers = shell.input_transformers_cleanup
     # By name: after %reload_ext the function is another object.
-    return getattr(transformer, "__module__", "") == input_transformer.__name__
+    ours = input_transformer.__name__
+    transformers[:] = [t for t in transformers if getattr(t, "__module__", "") != ours]
+    completer.uninstall(shell)

@@ -39,13 +39,13 @@ class Record:
     Attributes:
         options: What of it.
         ranks: Those that record, as typed; None for all.
-        show: Shows what came of it, below the cell's output.
+        view: What to show of it, below the cell's output.
         where: The session's recordings of this kind.
     """
 
     options: Any
     ranks: str | None
-    show: Callable[[Any], None]
+    view: Callable[[Any], View]
     where: Callable[[Session], Recordings[Any, Any]]
 
 
@@ -63,9 +63,10 @@ class Notebook:
     """One notebook's ranks and settings. There is one of these in a kernel."""
 
     def __init__(self) -> None:
-        self._session: Session | None = None
-        self._options = StartOptions()
-        self._mode = LOCAL
+        # The ranks, those too that were ended from outside; None for none. From any thread.
+        self.current: Session | None = None
+        self.options = StartOptions()  # of the last start
+        self.mode = LOCAL  # where plain cells run: "local", or ranks; see set_mode
         self._why_none = ""  # why there are no ranks, where somebody else has ended them
         self.cell_number: int | None = None
         # Called with every cell on ranks before it is sent: its options may become others.
@@ -86,38 +87,25 @@ class Notebook:
         if not self.is_running:
             why = self._why_none or "No ranks are running in this notebook"
             raise NotRunning(f"{why}. Start some with %dist_init, for example: %dist_init -n 2")
-        assert self._session is not None
-        return self._session
+        assert self.current is not None
+        return self.current
 
     @property
     def is_running(self) -> bool:
         """Whether there are ranks; those that were ended from outside are let go of."""
-        why_ended = (
-            ""
-            if self._session is None
-            else run_dir.ended_from_outside(self._session.cluster.run_dir)
-        )
-        if why_ended:
+        if self.current is None:
+            return False
+        if why_ended := run_dir.ended_from_outside(self.current.cluster.run_dir):
             self._why_none = why_ended
             self._end()
-        return self._session is not None
-
-    @property
-    def current(self) -> Session | None:
-        """The ranks, those too that were ended from outside; None for none. From any thread."""
-        return self._session
-
-    @property
-    def mode(self) -> str:
-        """Where plain cells run: "local", or ranks."""
-        return self._mode
+        return self.current is not None
 
     @property
     def mode_phrase(self) -> str:
         """The mode as the end of a sentence: `in the notebook`, `on ranks 0-1`."""
-        if self._mode == LOCAL:
+        if self.mode == LOCAL:
             return "in the notebook"
-        return f"on {ranks_phrase(self.session.chosen(self._mode))}"
+        return f"on {ranks_phrase(self.session.chosen(self.mode))}"
 
     def set_mode(self, mode: str) -> None:
         """Run plain cells from now on in the notebook ("local") or on ranks ("all", "0,1").
@@ -128,7 +116,7 @@ class Notebook:
         """
         if mode != LOCAL:
             mode = rank_label(self.session.chosen(mode))
-        self._mode = mode
+        self.mode = mode
 
     def start(self, options: StartOptions, progress: Callable[[str], None]) -> StartedSession:
         """Bring ranks up, and remember with which options.
@@ -150,16 +138,11 @@ class Notebook:
                 "the start was interrupted, and everything it began was ended"
             ) from error
         started.session.cell_number = lambda: self.cell_number
-        started.session.has_name = _notebook_has
+        started.session.has_name = lambda name: name in getattr(get_ipython(), "user_ns", {})
         started.session.panel = lambda: self.panel
-        self._session, self._options, self._why_none = started.session, options, ""
+        self.current, self.options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
         return started
-
-    @property
-    def options(self) -> StartOptions:
-        """The options of the last start."""
-        return self._options
 
     def stop(self) -> Session:
         """End the ranks; plain cells run in the notebook again.
@@ -172,7 +155,7 @@ class Notebook:
         return session
 
     def _end(self) -> None:
-        session, self._session, self._mode = self._session, None, LOCAL
+        session, self.current, self.mode = self.current, None, LOCAL
         assert session is not None
         session.stop()
         atexit.unregister(self._stop_at_exit)
@@ -221,7 +204,7 @@ class Notebook:
                     SHOWN.note = None
         finally:
             if recordings.count > before:
-                record.show(recordings.last)
+                show(record.view(recordings.last))
 
     def _note(self, text: str) -> None:
         if self._live is not None:
@@ -232,7 +215,7 @@ class Notebook:
 
         An option that was left at its default asks for nothing.
         """
-        running = replace(self._options, world_size=self.session.topology.world_size)
+        running = replace(self.options, world_size=self.session.topology.world_size)
         default = StartOptions()
         return [
             field.name
@@ -255,11 +238,6 @@ class Notebook:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
         session.cluster.stop(grace_s=EXIT_GRACE_S)
-
-
-def _notebook_has(name: str) -> bool:
-    shell = get_ipython()
-    return shell is not None and name in shell.user_ns
 
 
 NOTEBOOK = Notebook()

@@ -24,8 +24,9 @@ from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
-from nbdist.cluster.kernel.cluster import Cluster, Progress
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
+from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
 from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
@@ -71,14 +72,9 @@ class Session(CellRanks):
         grace_s: float = DEFAULT_GRACE_S,
         seed: int | None = None,
     ):
-        """Take over a started cluster.
+        """Take over a started cluster, whose groups are formed; see CellRanks.
 
-        Args:
-            cluster: Started, its groups formed.
-            topology: Which engine has which rank.
-            sink: Makes the place where a cell's output goes.
-            grace_s: A certain deadlock is aborted this long after it was told.
-            seed: Set on every rank, also on one that replaces another.
+        `sink` makes the place where a cell's output goes.
         """
         super().__init__(cluster, topology, grace_s=grace_s, seed=seed)
         self.started_s = time.time()

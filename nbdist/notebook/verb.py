@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -30,9 +31,7 @@ class Option:
     Attributes:
         flags: As typed (`-n`, `--num-processes`); the long one names it. An argument has one
             name without dashes.
-        help: One line.
         kind: Turns the text into a value; None for a switch.
-        default: The value when it is not typed.
         metavar: Stands for the value in the help.
         name: Its name in the parsed result.
     """
@@ -51,8 +50,6 @@ class Verb:
 
     Attributes:
         name: As typed after % or %%.
-        help: What it does, one line.
-        example: A line to try.
         run: Does it and returns what to show. Of a cell's verb it does nothing: it returns the
             notebook.CellOptions with which the cell is sent.
         options: In the order of the help.
@@ -101,7 +98,6 @@ class Parsed:
     """A line that was understood.
 
     Attributes:
-        values: By option name.
         answers: What to say about options of nbdistributed that were typed.
         wants_help: `--help` was typed; nothing else counts then.
     """
@@ -136,12 +132,16 @@ def parse(verb: Verb, line: str) -> Parsed:
 
 @functools.lru_cache(maxsize=32)  # the same cell is run again and again
 def _parse(verb: Verb, line: str) -> Parsed:
-    line, code = _with_code(line) if verb.takes_code else (line, "")
+    code, rest = "", list[str]()
+    if verb.takes_code:  # quotation marks behind the first `--` are Python's
+        line, _, code = re.sub(r"(^|\s)--(\s|$)", "\0", line, count=1).partition("\0")
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise OptionError(f"{verb.typed}: {error} in {line!r}. Close the quotation.") from error
-    words, rest = _split_rest(words) if verb.takes_rest else (words, [])
+    if verb.takes_rest and "--" in words:
+        at = words.index("--")
+        words, rest = words[:at], words[at + 1 :]
     if "--help" in words or "-h" in words:
         return Parsed(argparse.Namespace(), (), wants_help=True)
     own_words, answers = _without_replaced(verb, words)
@@ -150,20 +150,6 @@ def _parse(verb: Verb, line: str) -> Parsed:
     if verb.takes_rest or verb.takes_code:
         values.rest = code if verb.takes_code else rest
     return Parsed(values, tuple(answers))
-
-
-def _with_code(line: str) -> tuple[str, str]:
-    """What stands before the first `--`, and after it; quotation marks there are Python's."""
-    before, _, code = re.sub(r"(^|\s)--(\s|$)", "\0", line, count=1).partition("\0")
-    return before, code
-
-
-def _split_rest(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first `--`, and those after it."""
-    if "--" not in words:
-        return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
 
 
 def help_view(verb: Verb) -> View:
@@ -208,13 +194,11 @@ def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str
     takes_value = False
     for word in words:
         flag, has_value, _ = word.partition("=")
+        is_value = takes_value and not word.startswith("-")
+        takes_value = flag in verb.replaced and not has_value
         if flag in verb.replaced:
             answers.append(f"{flag}: {verb.replaced[flag]}")
-            takes_value = not has_value
-        elif takes_value and not word.startswith("-"):
-            takes_value = False
-        else:
-            takes_value = False
+        elif not is_value:
             own_words.append(word)
     return own_words, answers
 
@@ -232,18 +216,18 @@ def positive_number(text: str) -> float:
     return value
 
 
-def rank_count(text: str) -> int:
-    """A number of ranks, 1 or more."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of ranks (1 or more)")
-    return int(text)
+def whole_number(what: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
+    """What reads a number from least to most; of any other text it says that it is not `what`."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return int(text)
+
+    return read
 
 
-def rank_number(text: str) -> int:
-    """The number of one rank, from 0."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid rank (0 or more)")
-    return int(text)
+rank_count = whole_number("a valid number of ranks (1 or more)")
 
 
 def strategy_options() -> tuple[Option, ...]:

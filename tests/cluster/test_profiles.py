@@ -13,7 +13,9 @@ import psutil
 import pytest
 from traitlets.utils.importstring import import_item
 
-from nbdist.cluster.kernel import cluster, profiles, start
+from nbdist.cluster.kernel import ipp_cluster, profiles, start
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
@@ -56,7 +58,7 @@ def test_the_shipped_profile_is_found_without_an_own_one(ipython_dir: Path) -> N
     config = profiles.load("local")
 
     assert profiles.user_profiles() == {}
-    assert cluster.gives_ranks(config)
+    assert ipp_cluster.gives_ranks(config)
 
 
 def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
@@ -65,7 +67,7 @@ def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
     config = profiles.load("local")
 
     assert config.Cluster.engine_launcher_class == "mpi"
-    assert not cluster.gives_ranks(config)
+    assert not ipp_cluster.gives_ranks(config)
 
 
 def test_an_unknown_profile_names_both_kinds(ipython_dir: Path) -> None:
@@ -97,7 +99,7 @@ def test_other_launchers_are_not_judged_by_this_machine(launcher: str, ipython_d
     """Only the shipped launcher gives ranks; all others are asked what they have."""
     put(ipython_dir, "far", f"c = get_config()\nc.Cluster.engine_launcher_class = '{launcher}'\n")
 
-    assert not cluster.gives_ranks(profiles.load("far"))
+    assert not ipp_cluster.gives_ranks(profiles.load("far"))
 
 
 @pytest.fixture(scope="module")
@@ -176,17 +178,17 @@ def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None
 
 def test_a_launchers_number_is_translated_to_the_engine() -> None:
     """Engines may register in another order than they were started in."""
-    unstarted = cluster.Cluster.__new__(cluster.Cluster)
+    unstarted = Cluster.__new__(Cluster)
     unstarted._engine_of, unstarted.exits, unstarted._is_stopping = {}, {}, False
     unstarted._started = {0: psutil.Process(1), 1: psutil.Process()}
-    exits: list[cluster.Exit] = []
+    exits: list[Exit] = []
     unstarted.on_exit = exits.append
     unstarted._note_end(1, {"exit_code": -9})
     unstarted.identify({0: psutil.Process().pid, 1: 1})
     unstarted._note_end(0, {"exit_code": 3})
 
-    assert unstarted.exits == {0: cluster.Exit(0, -9), 1: cluster.Exit(1, 3)}
-    assert exits[-1] == cluster.Exit(1, 3)
+    assert unstarted.exits == {0: Exit(0, -9), 1: Exit(1, 3)}
+    assert exits[-1] == Exit(1, 3)
 
 
 @pytest.mark.cluster

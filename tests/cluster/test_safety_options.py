@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import commands
-from nbdist.cluster.kernel import launcher, start
+from nbdist.cluster.kernel import ipp_cluster, launcher, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.commands import cluster
 from nbdist.errors import OptionError
@@ -56,7 +56,7 @@ def test_checks_are_for_ranks_that_are_started_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines of another cluster have their environment already: the variable is named."""
-    monkeypatch.setattr(start, "gives_ranks", lambda _config: False)
+    monkeypatch.setattr(ipp_cluster, "gives_ranks", lambda _config: False)
     with pytest.raises(OptionError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
         start.start(StartOptions(2, debug="detail"), print)
 

@@ -4,19 +4,17 @@ import pytest
 
 from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
-from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, settings
+from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, HostContext, settings
+
+GPUS = ("0", "1", "GPU-aabb", "GPU-ccdd")
 
 
-def judged(environ: dict[str, str], launched: dict[str, str] | None = None) -> dict[str, Finding]:
+def judged(
+    environ: dict[str, str], launched: dict[str, str] | None = None, gpus: tuple[str, ...] = GPUS
+) -> dict[str, Finding]:
     """The findings on a machine with two GPUs, lo and eth0, and four cores for each rank."""
-    findings = settings(
-        environ,
-        launched or {},
-        interfaces=("eth0", "lo"),
-        gpus=("0", "1", "GPU-aabb", "GPU-ccdd"),
-        threads_per_rank=4,
-    )
-    return {finding.name: finding for finding in findings}
+    around = HostContext(("eth0", "lo"), gpus, 4)
+    return {finding.name: finding for finding in settings(environ, launched or {}, around)}
 
 
 @pytest.mark.parametrize(
@@ -112,15 +110,9 @@ def test_what_the_launcher_gives_is_wise() -> None:
 
 def test_without_gpus_hiding_them_is_no_warning() -> None:
     """An empty CUDA_VISIBLE_DEVICES says nothing on a machine without GPUs."""
-    [finding] = [
-        finding
-        for finding in settings(
-            {"CUDA_VISIBLE_DEVICES": ""}, {}, interfaces=(), gpus=(), threads_per_rank=1
-        )
-        if finding.name == "CUDA_VISIBLE_DEVICES"
-    ]
+    name = "CUDA_VISIBLE_DEVICES"
 
-    assert finding.verdict == OK
+    assert judged({name: ""}, gpus=())[name].verdict == OK
 
 
 def test_every_rule_is_tested_here() -> None:

@@ -17,12 +17,7 @@ INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
 
 
 def is_by_interrupt(failure: tuple[str, str, tuple[str, ...]], *, was_aborted: bool) -> bool:
-    """Whether a rank ended because it was interrupted, or released from a collective for it.
-
-    Args:
-        failure: (name, message, traceback lines).
-        was_aborted: The cell's collectives were aborted.
-    """
+    """Whether a rank ended because it was interrupted, or released from a collective for it."""
     name, message, _ = failure
     return name in INTERRUPT_NAMES or (was_aborted and is_follower(message))
 

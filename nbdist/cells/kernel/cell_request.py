@@ -26,7 +26,6 @@ class CellRequest:
     """Source that runs as one cell on the chosen ranks.
 
     Attributes:
-        code: Source, as IPython takes it.
         ranks: Where, in rank order.
         number: The notebook's cell number, for tracebacks; None where there is none.
         timeout_s: Interrupt the ranks after this long; None for never.
@@ -46,13 +45,9 @@ class CellHook:
     """What a feature does with each cell that ranks run; by itself, nothing."""
 
     def before(self, metadata: dict[str, Any]) -> Iterable[str]:
-        """A cell is about to be sent.
+        """Lines to be told above the output of a cell that is about to be sent.
 
-        Args:
-            metadata: Goes along with it, and may be added to.
-
-        Returns:
-            Lines to be told above its output.
+        The metadata goes along with it, and may be added to.
         """
         return ()
 
@@ -105,14 +100,7 @@ def failure_in(rank: int, state: RankState, feed: OutputReducer) -> RankFailure:
 def result_of(
     rank: int, state: RankState, feed: OutputReducer, death: Callable[[int], str]
 ) -> RankResult:
-    """What one rank did with its cell, once that has ended.
-
-    Args:
-        rank: The rank.
-        state: How it ended.
-        feed: What it wrote.
-        death: How a rank's process ended, as a sentence.
-    """
+    """What one rank did with its cell, once that has ended; `death` says how a process ended."""
     failure = None
     if state.status == "died":
         failure = RankFailure(rank, "RankDied", death(rank))

@@ -113,9 +113,7 @@ class CellRun:
     def cut_off(self, why: str, what_now: str) -> None:
         """Nothing more can be heard from any rank.
 
-        Args:
-            why: A sentence without its full stop.
-            what_now: What the user can do; a whole sentence.
+        `why` is a sentence without its full stop, `what_now` a whole one.
         """
 
         def note() -> None:

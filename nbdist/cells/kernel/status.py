@@ -24,10 +24,7 @@ python_stacks: RankFunction[[], str] = RankFunction("stacks")
 def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Status:
     """What every rank does now, within DEADLINE_S. A busy rank's cell is not disturbed.
 
-    Args:
-        ranks: Their controller runs.
-        health: Theirs.
-        wants_stacks: With every rank's Python stacks, also of ranks blocked in C++.
+    If wanted with every rank's Python stacks, also of ranks blocked in C++.
     """
     views = {} if ranks.is_stopped else health.views_now()
     gone = {"ended", "stopped", "running", "busy"}
@@ -55,11 +52,7 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
 def situation(ranks: Ranks, health: Health, rank: int, view: RankView | None) -> tuple[str, str]:
     """(of monitor.samples.STATES, the same in words) without asking the rank. From any thread.
 
-    Args:
-        ranks: Among them the rank.
-        health: Theirs.
-        rank: Which.
-        view: Its box and its newest answer; None once the ranks were stopped.
+    The view has its box and its newest answer; None once the ranks were stopped.
     """
     end = health.end_of(rank)
     if end:

@@ -18,18 +18,22 @@ import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
-from nbdist.cluster.kernel.event_loop import cluster_loop
+from nbdist.cluster.kernel import (
+    controller,
+    event_loop,
+    guardian,
+    ipp_cluster,
+    launcher,
+    processes,
+    run_dir,
+)
 from nbdist.cluster.kernel.guard import Guard
-from nbdist.cluster.kernel.ipp_cluster import gives_ranks, installed_torch
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import Channel
-
-__all__ = ["Cluster", "Exit", "Progress", "cluster_loop", "gives_ranks", "installed_torch"]
 
 STOP_GRACE_S = 2.0
 # What an engine has printed is with the controller, and on its way here, by then.
@@ -44,11 +48,7 @@ class Cluster:
     _replaced: frozenset[int] = frozenset()  # engines that end on purpose
 
     def __init__(self, config: Config):
-        """Make the run folder and the guardian; `start` brings the processes up.
-
-        Args:
-            config: The profile's settings, with the launcher's own added.
-        """
+        """Make the run folder and the guardian; `start` brings the processes up."""
         self.run_dir: Path = run_dir.create()
         run_dir.reserve(self.run_dir)
         self.exits: dict[int | None, Exit] = {}
@@ -88,16 +88,11 @@ class Cluster:
     def controller_pid(self) -> int | None:
         """The controller's process id, where this kernel has started it itself and it lives."""
         controller = self._cluster.controller
-        return (
-            int(controller.pid) if processes.is_own(controller) and None not in self.exits else None
-        )
+        lives_here = processes.is_own(controller) and None not in self.exits
+        return int(controller.pid) if lives_here else None
 
     def identify(self, pids: dict[int, int]) -> None:
-        """Take in which engine has which process, where the launcher did not decide it.
-
-        Args:
-            pids: ipyparallel's engine id -> process id, as the engines report it.
-        """
+        """Take in which engine has which process, where the launcher did not decide it."""
         engines = {pid: engine for engine, pid in pids.items()}
         self._engine_of = {
             n: engines[engine.pid] for n, engine in self._started.items() if engine.pid in engines
@@ -105,9 +100,8 @@ class Cluster:
         exits = list(self.exits.values())
         self.exits.clear()
         for exit_ in exits:
-            engine = (
-                None if exit_.engine is None else self._engine_of.get(exit_.engine, exit_.engine)
-            )
+            number = exit_.engine
+            engine = None if number is None else self._engine_of.get(number, number)
             self.exits[engine] = replace(exit_, engine=engine)
 
     def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
@@ -153,7 +147,9 @@ class Cluster:
                 await asyncio.sleep(0)
             await self._cluster.start_engines(world_size)
             # In the same step of the loop, so that no end of an engine is missed.
-            self._watch_processes()
+            self._watch_controller()
+            for number, engine in self._local_launchers().items():
+                self._watch_engine(number, engine)
             await starting
         finally:
             starting.cancel()
@@ -169,7 +165,7 @@ class Cluster:
         self, coroutine: Any, end_s: float, what: str, engines: Collection[int] | None = None
     ) -> Any:
         try:
-            return cluster_loop().run(coroutine, max(0.1, end_s - time.monotonic()))
+            return event_loop.run(coroutine, max(0.1, end_s - time.monotonic()))
         except TimeoutError as error:
             raise StartError(
                 f"{what} was not ready before the start's deadline (--timeout)."
@@ -177,11 +173,6 @@ class Cluster:
         except (RuntimeError, OSError, ipyparallel.error.IPythonError) as error:
             self._arrivals(engines).raise_for_exits()
             raise StartError(f"The cluster could not start: {error}") from error
-
-    def _watch_processes(self) -> None:
-        self._watch_controller()
-        for number, engine in self._local_launchers().items():
-            self._watch_engine(number, engine)
 
     def _watch_controller(self) -> None:
         controller = self._cluster.controller
@@ -192,7 +183,7 @@ class Cluster:
     def _watch_engine(self, number: int, engine: LocalProcessLauncher) -> None:
         engine.on_stop(functools.partial(self._note_end, number))
         if self.can_restart:  # an engine without a nanny, which would tell the controller
-            engine.on_stop(functools.partial(self._forget_soon, number))
+            engine.on_stop(functools.partial(self._forget, number))
         self._started[number] = engine
         self.guard(engine.pid)
 
@@ -209,12 +200,14 @@ class Cluster:
         if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
 
-    def _forget(self, engine: int) -> None:
-        if self.channel is not None and not self._is_stopping:
-            self.channel.forget(engine)
+    def _forget(self, engine: int, _stop_data: dict[str, Any]) -> None:
+        """Tell the controller, in a moment, of an engine that has ended."""
 
-    def _forget_soon(self, engine: int, _stop_data: dict[str, Any]) -> None:
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._forget, engine)
+        def forget() -> None:
+            if self.channel is not None and not self._is_stopping:
+                self.channel.forget(engine)
+
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, forget)
 
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> EngineRegistration:
         """What to wait for: some engines, or at the start any `world_size` of them."""
@@ -259,7 +252,7 @@ class Cluster:
 
         Args:
             engines: Of the local profile, where the engine's id is its rank.
-            environment: Variables for the new processes.
+            environment: For the new processes, beside that of the first ones.
             deadline_s: Until all of them are registered.
             progress: Told what is waited for.
             check: Called often; may raise to break off.
@@ -272,7 +265,7 @@ class Cluster:
         try:
             self._unregister(engines, end_s, check)
             progress("starting new processes")
-            cluster_loop().run(self._start_again(engines, environment), deadline_s)
+            event_loop.run(self._start_again(engines, environment), deadline_s)
             self._arrivals(engines).wait(end_s, deadline_s, progress, check)
         except BaseException:
             self.end_engines(engines)
@@ -374,7 +367,18 @@ class Cluster:
         self._is_stopping = True
         ipp_cluster.silence(self._cluster)
         try:
-            self._stop_processes(grace_s)
+            # The loop may be in the middle of a start that was broken off: wait for its step.
+            event_loop.run(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
+            if self.channel is not None:
+                self.channel.close()
+            pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
+            if self._cluster.engine_set is not None and not self._started:
+                # A batch system's, or on other hosts: only their launcher can end them.
+                self._stop_other(self._cluster.stop_engines(), "engines")
+            controller = self._cluster.controller
+            if controller is not None and not processes.is_own(controller):
+                self._stop_other(self._cluster.stop_controller(), "controller")
+            processes.terminate(pids, grace_s)
         finally:
             # Also when an interrupt comes in between: the guardian ends whatever is left. A
             # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
@@ -383,23 +387,10 @@ class Cluster:
         if not is_clean:
             sys.stderr.write(f"nbdist: some processes of {self.run_dir} could not be ended\n")
 
-    def _stop_processes(self, grace_s: float) -> None:
-        # The loop may be in the middle of a start that was broken off: wait for its step.
-        cluster_loop().run(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
-        if self.channel is not None:
-            self.channel.close()
-        engines, controller = self.pids(), self.controller_pid()
-        if self._cluster.engine_set is not None and not self._started:
-            # A batch system's, or on other hosts: only their launcher can end them.
-            self._stop_other(self._cluster.stop_engines(), "engines")
-        if self._cluster.controller is not None and not processes.is_own(self._cluster.controller):
-            self._stop_other(self._cluster.stop_controller(), "controller")
-        processes.terminate([*engines.values(), *([controller] if controller else [])], grace_s)
-
     def _stop_other(self, coroutine: Any, what: str) -> None:
         """Let the launcher of another cluster end its own, or say that it did not."""
         try:
-            cluster_loop().run(coroutine, OTHER_STOP_DEADLINE_S)
+            event_loop.run(coroutine, OTHER_STOP_DEADLINE_S)
         except TimeoutError:
             sys.stderr.write(
                 f"nbdist: the profile's launcher did not end the {what} in "

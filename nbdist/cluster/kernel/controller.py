@@ -36,12 +36,7 @@ class Connection:
 
     @classmethod
     def of(cls, profile: Path, cluster_id: str) -> Connection:
-        """The connection of a running controller.
-
-        Args:
-            profile: Its profile folder.
-            cluster_id: ipyparallel's name of the cluster.
-        """
+        """The connection of a running controller, by its profile folder."""
         paths = (profile / "security").glob(f"ipcontroller-{cluster_id}-*.json")
         return cls(
             {path: path.read_text() for path in paths},
@@ -54,13 +49,10 @@ class Connection:
         return any(json.loads(text).get("curve_serverkey") for text in self.files.values())
 
     def restore(self, gone: Collection[int]) -> None:
-        """Write the files that a new controller reads.
+        """Write the files that a new controller reads, without the engines that are gone.
 
         The list of engines is ipyparallel's own (9.2: `{"engines": {id: uuid}, "next_id": n}`);
         tests/cluster/test_controller.py holds its form.
-
-        Args:
-            gone: Engines that have ended; the controller could not hear of it.
 
         Raises:
             StartError: If the list of engines cannot be read.

@@ -16,33 +16,28 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class LoopThread:
-    """A running asyncio loop that other threads can use."""
-
-    def __init__(self, name: str):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-
-    def run(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """The coroutine's result.
-
-        Raises:
-            TimeoutError: After the deadline; the coroutine is cancelled.
-        """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(deadline_s)
-        except BaseException:
-            future.cancel()
-            raise
-
-
 @functools.cache
-def cluster_loop() -> LoopThread:
-    """The one loop of this process that all clusters use."""
-    return LoopThread("nbdist-cluster")
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one loop of this process that all clusters use, running."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+    threading.Thread(target=run, name="nbdist-cluster", daemon=True).start()
+    return loop
+
+
+def run(coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """The coroutine's result.
+
+    Raises:
+        TimeoutError: After the deadline; the coroutine is cancelled.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return future.result(deadline_s)
+    except BaseException:
+        future.cancel()
+        raise

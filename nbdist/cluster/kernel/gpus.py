@@ -26,7 +26,13 @@ def visible() -> tuple[Gpu, ...]:
 
     Numbered as nvidia-smi numbers them. Without nvidia-smi the device files are counted.
     """
-    return filter_visible(_list_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if shutil.which("nvidia-smi") is not None:
+        # A broken driver: the engines find out by themselves and say so in the table.
+        gpus = [Gpu(int(index), uuid, name) for index, uuid, name in table(*LISTED)[0]]
+    else:
+        files = enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))
+        gpus = [Gpu(index, str(path), "NVIDIA GPU") for index, path in files]
+    return filter_visible(tuple(gpus), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def filter_visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
@@ -104,14 +110,4 @@ def _reading(row: list[str]) -> GpuReading:
     busy, memory_busy, temperature, power, limit = map(number, row[4:-1])
     return GpuReading(
         int(row[0]), row[1], row[-1], used, total, busy, memory_busy, temperature, power, limit
-    )
-
-
-def _list_gpus() -> tuple[Gpu, ...]:
-    if shutil.which("nvidia-smi") is not None:
-        # A broken driver: the engines find out by themselves and say so in the table.
-        return tuple(Gpu(int(index), uuid, name) for index, uuid, name in table(*LISTED)[0])
-    files = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    return tuple(
-        Gpu(index=number, uuid=str(path), name="NVIDIA GPU") for number, path in enumerate(files)
     )

@@ -76,10 +76,10 @@ def gives_ranks(config: Config) -> bool:
     return issubclass(unstarted.engine_launcher_class, launcher.RankEngineSetLauncher)
 
 
-def installed_torch() -> str | None:
-    """The version of the torch that local engines will import, without importing it."""
+def installed_version(package: str) -> str | None:
+    """The version of a package that local engines will import, without importing it."""
     try:
-        return importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -50,10 +50,8 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
         """What the engine has written past its cells, as text whatever its bytes are.
 
         ipyparallel's own raises for bytes that are no UTF-8. It is called when the process has
-        ended, before those who wait for that: they would never be told.
-
-        Args:
-            remove: Remove the file; the text is kept.
+        ended, before those who wait for that: they would never be told. Of a file that is removed
+        the text is kept.
         """
         path = Path(self.output_file)
         with contextlib.suppress(FileNotFoundError):
@@ -84,13 +82,9 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         self.again_environment: Mapping[str, str] = {}
 
     def start_one(self, rank: int, environment: Mapping[str, str]) -> RankEngineLauncher:
-        """Start the engine of one rank again, whose process has ended.
+        """Start the engine of one rank again, whose process has ended, with more variables.
 
         Only in the loop in which the others were started: the end of a process is noticed there.
-
-        Args:
-            rank: The rank, which is the engine's id.
-            environment: Variables beside those of the first time.
         """
         identifier = str(rank)
         self.stop_data.get("engines", {}).pop(identifier, None)
@@ -130,16 +124,10 @@ DEBUG_LEVELS = {"off": "", "info": "INFO", "detail": "DETAIL"}
 def local_environment(
     run_dir: Path, world_size: int, threads: int, debug: str = "off"
 ) -> dict[str, str]:
-    """What all ranks of one machine share.
+    """What all ranks of one machine share, each with so many threads; debug: of DEBUG_LEVELS.
 
     OMP_NUM_THREADS and NCCL's variables of the notebook win. Gloo's sockets stay on the loopback
     interface: they have no authentication.
-
-    Args:
-        run_dir: Of this run.
-        world_size: Ranks.
-        threads: Per rank.
-        debug: One of DEBUG_LEVELS.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     env = {
@@ -155,8 +143,3 @@ def local_environment(
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(threads)
     return env
-
-
-def rank_environment(rank: int) -> dict[str, str]:
-    """What torchrun would set for one rank of this machine."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}

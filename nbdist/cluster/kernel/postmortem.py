@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nbdist.core import exit_cause, procfs, stacks
@@ -82,13 +82,7 @@ def dump_stack(run_dir: Path, rank: int, pid: int, deadline_s: float) -> str:
 
 
 def dump_stacks(run_dir: Path, pids: dict[int, int], deadline_s: float) -> dict[int, str]:
-    """The same of several ranks at once: rank -> text.
-
-    Args:
-        run_dir: The run's folder.
-        pids: Rank -> its process, on this host.
-        deadline_s: For all together.
-    """
+    """The same of several ranks at once, of all by the deadline: rank -> text."""
     files = {rank: run_dir / exit_cause.STACKS_FILE.format(rank=rank) for rank in pids}
     before = {rank: _size(path) for rank, path in files.items()}
     asked = [rank for rank, pid in pids.items() if _send_dump(pid, files[rank])]
@@ -112,19 +106,15 @@ def _send_dump(pid: int, path: Path) -> bool:
     return True
 
 
-def _wait_quiet(
-    files: Sequence[Path],
-    before: Sequence[int],
-    deadline_s: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    end_s = clock() + deadline_s
-    sizes, since_s = list(before), clock()
-    while files and clock() < end_s:
+def _wait_quiet(files: Sequence[Path], before: Sequence[int], deadline_s: float) -> None:
+    """Return once all files have grown and grow no more, or at the deadline."""
+    since_s = time.monotonic()
+    end_s, sizes = since_s + deadline_s, list(before)
+    while files and (now_s := time.monotonic()) < end_s:
         now = [_size(path) for path in files]
         if now != sizes:
-            sizes, since_s = now, clock()
-        elif clock() > since_s + QUIET_S and all(a > b for a, b in zip(now, before, strict=True)):
+            sizes, since_s = now, now_s
+        elif now_s > since_s + QUIET_S and all(a > b for a, b in zip(now, before, strict=True)):
             return
         time.sleep(POLL_S)
 

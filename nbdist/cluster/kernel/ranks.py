@@ -47,19 +47,15 @@ class RunningCell(Protocol):
     @property
     def number(self) -> int | None:
         """The notebook's cell number; None where there is none."""
-        ...
 
     def press(self) -> None:
         """The user has pressed interrupt."""
-        ...
 
     def exited(self, rank: int) -> None:
         """The process of a rank has ended."""
-        ...
 
     def cut_off(self, why: str, what_now: str) -> None:
         """Nothing more can be heard from any rank."""
-        ...
 
 
 class Ranks:
@@ -69,6 +65,7 @@ class Ranks:
     see to" do nothing here.
 
     Attributes:
+        cluster: The cluster under the ranks.
         topology: Which engine has which rank.
         seed: Set on every rank, also on one that replaces another.
         cells: Rank -> the cell that it runs, since when; of idle ranks nothing.
@@ -77,17 +74,12 @@ class Ranks:
     """
 
     def __init__(self, cluster: Cluster, topology: Topology, *, seed: int | None = None):
+        self.cluster = cluster
         self.topology = topology
         self.seed = seed
         self.cells: dict[int, tuple[RunningCell, float]] = {}
         self.strategy_chosen: Strategy | None = None
-        self._cluster = cluster
         self._was_stopped = False
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster under the ranks."""
-        return self._cluster
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -108,7 +100,7 @@ class Ranks:
     @property
     def is_stopped(self) -> bool:
         """Whether the ranks were ended, by `stop` or from outside the notebook."""
-        return self._was_stopped or bool(run_dir.ended_from_outside(self._cluster.run_dir))
+        return self._was_stopped or bool(run_dir.ended_from_outside(self.cluster.run_dir))
 
     def is_busy(self, rank: int) -> bool:
         """Whether a rank runs a cell, or did when it ended."""
@@ -130,29 +122,29 @@ class Ranks:
 
     def exit_of(self, rank: int) -> Exit | None:
         """The end of a rank's process; None while it lives."""
-        return self._cluster.exits.get(self.topology.engine_of_rank(rank))
+        return self.cluster.exits.get(self.topology.engine_of_rank(rank))
 
     def is_connected(self, rank: int) -> bool:
         """Whether the rank lives and is registered; which of both ends first differs.
 
         Of ranks on other hosts no exit may be known.
         """
-        channel = self._cluster.channel
+        channel = self.cluster.channel
         engine = self.topology.engine_of_rank(rank)
         return (
             channel is not None
             and engine in channel.engine_ids
-            and engine not in self._cluster.exits
+            and engine not in self.cluster.exits
         )
 
     def interrupt(self, rank: int) -> None:
         """Send SIGINT to a rank; its variables stay."""
-        self._cluster.interrupt(self.topology.engine_of_rank(rank))
+        self.cluster.interrupt(self.topology.engine_of_rank(rank))
 
     def call(self, rank: int, name: str, *args: Any) -> Future[Any]:
         """Call `module:function` in a rank's main thread; see rpc.kernel.functions."""
-        assert self._cluster.channel is not None
-        return self._cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
+        assert self.cluster.channel is not None
+        return self.cluster.channel.call(self.topology.engine_of_rank(rank), name, *args)
 
     def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
         """An answer from the rank's control thread; None where it cannot be reached.
@@ -161,7 +153,7 @@ class Ranks:
             question: A control function; see rpc.kernel.functions.
             rank: Who is asked.
         """
-        channel = self._cluster.channel
+        channel = self.cluster.channel
         if channel is None or not self.is_connected(rank):
             return None
         engine = self.topology.engine_of_rank(rank)
@@ -217,7 +209,7 @@ class Ranks:
 
     def _controller_end(self, ranks: Sequence[int]) -> str:
         """How the controller ended; raises where a rank has, for which the others would wait."""
-        end = self._cluster.exits.get(None)
+        end = self.cluster.exits.get(None)
         if end is None:
             self.check_alive(ranks)
         return "" if end is None else end.how
@@ -230,7 +222,7 @@ class Ranks:
             RankGone: If one has ended.
         """
         if self.is_stopped:
-            why = run_dir.ended_from_outside(self._cluster.run_dir) or "These ranks were stopped"
+            why = run_dir.ended_from_outside(self.cluster.run_dir) or "These ranks were stopped"
             raise NotRunning(f"{why}. {run_dir.WHAT_NOW}")
         gone = {rank: self.end_of(rank) for rank in ranks if not self.is_connected(rank)}
         if gone:

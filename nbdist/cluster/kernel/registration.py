@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
+from nbdist.cluster.kernel.processes import Exit
 from nbdist.core.failures import ranks_phrase
 from nbdist.errors import StartError
 
@@ -20,15 +20,6 @@ LOG_LINES = 15
 
 def no_progress(_text: str) -> None:
     """Progress of which nobody is told."""
-
-
-class ProcessExit(Protocol):
-    """The end of a process, as `processes.Exit` has it."""
-
-    @property
-    def how(self) -> str:
-        """`exit code 1`, `signal SIGKILL`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +36,7 @@ class EngineRegistration:
 
     run_dir: Path
     expected: tuple[int, ...]
-    exits: Callable[[], Mapping[int | None, ProcessExit]]
+    exits: Callable[[], Mapping[int | None, Exit]]
     registered: Callable[[], Collection[int]]
     output: Callable[[int | None], str]
 
@@ -120,6 +111,4 @@ class EngineRegistration:
 
     def _log_tail(self, engine: int | None) -> str:
         lines = self.output(engine).strip().splitlines()[-LOG_LINES:]
-        return (
-            "Its last lines:\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else ""
-        )
+        return "\n    ".join(["Its last lines:", *lines]) + "\n" if lines else ""

@@ -221,8 +221,7 @@ def leave_note(run_dir: Path) -> None:
 def ended_from_outside(run_dir: Path) -> str:
     """That the ranks were ended from outside, as a sentence without its full stop; or "".
 
-    Args:
-        run_dir: Of the run; gone is as good as no note.
+    A folder that is gone is as good as no note.
     """
     try:
         note = json.loads((run_dir / STOPPED).read_text())

@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -30,10 +30,7 @@ class UserProcess:
     """A living process of this user.
 
     Attributes:
-        pid: Its process id.
         start: When it started, in clock ticks.
-        parent: Its parent.
-        session: Its session.
         mark: The run that it carries the mark of; empty without.
         guards: The run that it is the guardian of; empty if it is none.
     """
@@ -50,14 +47,11 @@ def find_runs() -> tuple[Run, ...]:
     """All runs of this user, in order of their folders."""
     processes = _processes()
     guarded = {process.guards for process in processes.values() if process.guards}
-    folders = {
-        *_folders(),
-        *(process.mark for process in processes.values() if process.mark),
-        *guarded,
-    }
+    marks = {process.mark for process in processes.values() if process.mark}
     here = host.this_machine()
     all_runs = [
-        _run(Path(folder), here, is_guarded=folder in guarded) for folder in sorted(folders)
+        _run(Path(folder), here, is_guarded=folder in guarded)
+        for folder in sorted({*_folders(), *marks, *guarded})
     ]
     spared = _spared_pids(all_runs, processes)
     return tuple(_with_processes(run, processes, spared) for run in all_runs)
@@ -84,9 +78,8 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     owner = run_dir.owner(folder)
     state = run_owner.state(owner, here, None if owner is None else host.started(owner.pid))
     if state == run_owner.UNKNOWN and is_guarded:
-        state = (
-            run_owner.RUNNING
-        )  # its folder was damaged, but a guardian does not outlive its kernel
+        # Its folder was damaged, but a guardian does not outlive its kernel.
+        state = run_owner.RUNNING
     if state == run_owner.RUNNING and run_dir.ended_from_outside(folder):
         state = run_owner.STOPPED
     return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
@@ -107,9 +100,7 @@ def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: fro
         )
     )
     files = _shm_files(processes, noted, all_processes) if run.state == run_owner.DEAD else ()
-    return Run(
-        run.folder, run.state, run.owner, run.hosts, processes, files, has_folder=run.has_folder
-    )
+    return replace(run, processes=processes, shm_files=files)
 
 
 def _spared_pids(all_runs: Iterable[Run], processes: dict[int, UserProcess]) -> frozenset[int]:

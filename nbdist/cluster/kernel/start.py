@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,9 @@ from traitlets.config import Config
 
 from nbdist.cluster import host_memory, nccl_env, shm
 from nbdist.cluster.kernel import gpus, ipp_cluster, launcher, profiles, run_dir
-from nbdist.cluster.kernel.cluster import Cluster, Progress, gives_ranks, installed_torch
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
+from nbdist.cluster.kernel.registration import Progress
 from nbdist.core import topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
@@ -80,7 +81,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     notes = [versions.check_system(sys.platform)]
     _check_values(options)
     config = profiles.load(options.profile)
-    is_local = gives_ranks(config)
+    is_local = ipp_cluster.gives_ranks(config)
     available = gpus.visible()
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
@@ -100,19 +101,44 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         if is_local:
             _configure_local(config, cluster, expected, chosen, options)
         cluster.start(world_size, options.deadline_s, progress)
-        plan = (_local_plan if is_local else _reported_plan)(
-            cluster, world_size, options, end_s, progress
-        )
-        notes += [
-            *_box_problems(cluster, plan, end_s),
-            ipp_cluster.open_traffic(plan),
-            *_begin_strategy(cluster, plan, options, end_s),
-        ]
+        plan, told = _prepare(cluster, world_size, options, end_s, progress, is_local=is_local)
+        notes += told
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
     return cluster, plan, tuple(note for note in notes if note)
+
+
+def _prepare(
+    cluster: Cluster,
+    world_size: int,
+    options: StartOptions,
+    end_s: float,
+    progress: Progress,
+    *,
+    is_local: bool,
+) -> tuple[Topology, list[str]]:
+    """Give cells on ranks their names, and ranks their strategy; what there is to say of it."""
+    assert cluster.channel is not None
+    call, engines = cluster.channel.call, cluster.channel.engine_ids[:world_size]
+    if is_local:  # the groups are formed already
+        progress(f"{world_size} of {world_size} ranks ready, preparing")
+        _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
+    else:
+        _form_group(cluster, call, engines, options, end_s, progress)
+    plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
+    plan: Topology = plans[engines[0]]
+    boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
+    # Of ranks whose hangs could not be explained, each reason once.
+    notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
+    notes.append(ipp_cluster.open_traffic(plan))
+    if options.strategy is not None:
+        choice = options.strategy.on(plan)
+        answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
+        _all(answers, end_s, "set the strategy")
+        notes.append(f"strategy: {described(choice)}")
+    return plan, notes
 
 
 def _check_values(options: Any) -> None:
@@ -157,21 +183,16 @@ def _expected_plan(
     return expected
 
 
-def _check_shm(world_size: int, *, uses_nccl: bool) -> str:
-    if not os.path.isdir("/dev/shm"):  # noqa: PTH112, S108  # looked at, not written to
-        return ""
-    usage = shutil.disk_usage("/dev/shm")  # noqa: S108
-    return shm.check(usage.free, usage.total, world_size, uses_nccl=uses_nccl)
-
-
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     """What is to be said of this machine, and of the environment that its ranks will have."""
-    versions.check_torch(installed_torch(), sys.executable)
+    versions.check_torch(ipp_cluster.installed_version("torch"), sys.executable)
     host_memory.check(psutil.virtual_memory().available, expected.world_size)
     uses_nccl = expected.backend == "nccl"
-    notes = [_check_shm(expected.world_size, uses_nccl=uses_nccl)]
-    if uses_nccl:
-        notes += nccl_env.conflicts(os.environ)
+    notes = [*nccl_env.conflicts(os.environ)] if uses_nccl else []
+    if os.path.isdir(shm.SHM):  # noqa: PTH112
+        usage = shutil.disk_usage(shm.SHM)
+        free, total = usage.free, usage.total
+        notes.insert(0, shm.check(free, total, expected.world_size, uses_nccl=uses_nccl))
     return notes
 
 
@@ -191,7 +212,9 @@ def _configure_local(
         common["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in chosen)
     config.RankEngineSetLauncher.common_environment = common
     config.RankEngineSetLauncher.rank_environment = {
-        str(place.rank): launcher.rank_environment(place.rank) for place in expected.ranks
+        # What torchrun would set for one rank of this machine.
+        str(place.rank): {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank)}
+        for place in expected.ranks
     }
     start = {
         "world_size": expected.world_size,
@@ -202,26 +225,15 @@ def _configure_local(
     run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
-def _local_plan(
-    cluster: Cluster, world_size: int, options: StartOptions, end_s: float, progress: Progress
-) -> Topology:
-    """The groups are formed already; give cells their names."""
-    progress(f"{world_size} of {world_size} ranks ready, preparing")
-    call = _caller(cluster)
-    engines = range(world_size)
-    _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
-    plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
-    plan: Topology = plans[0]
-    return plan
-
-
-def _reported_plan(
-    cluster: Cluster, world_size: int, options: StartOptions, end_s: float, progress: Progress
-) -> Topology:
+def _form_group(
+    cluster: Cluster,
+    call: Caller,
+    engines: Sequence[int],
+    options: StartOptions,
+    end_s: float,
+    progress: Progress,
+) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
-    assert cluster.channel is not None
-    engines = cluster.channel.engine_ids[:world_size]
-    call = _caller(cluster)
     progress("asking the engines where they are")
     own_address = _own_address()
     reports = _all(
@@ -244,29 +256,6 @@ def _reported_plan(
         end_s,
         "join the group",
     )
-    plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
-    prepared: Topology = plans[engines[0]]
-    return prepared
-
-
-def _box_problems(cluster: Cluster, plan: Topology, end_s: float) -> list[str]:
-    """What is to be said of ranks whose hangs could not be explained, each reason once."""
-    call = _caller(cluster)
-    asked = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
-    return list(dict.fromkeys(_all(asked, end_s, "report on their black boxes").values()))
-
-
-def _begin_strategy(
-    cluster: Cluster, plan: Topology, options: StartOptions, end_s: float
-) -> list[str]:
-    """Let all ranks prepare models under what was asked for; what there is to say of it."""
-    if options.strategy is None:
-        return []
-    choice = options.strategy.on(plan)
-    call = _caller(cluster)
-    answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
-    _all(answers, end_s, "set the strategy")
-    return [f"strategy: {described(choice)}"]
 
 
 def _adopt_notebook(call: Caller, engines: Iterable[int], end_s: float) -> None:
@@ -322,14 +311,6 @@ def _own_address() -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
-
-
-def _caller(cluster: Cluster) -> Caller:
-    def call(target: int, name: str, *args: Any) -> Future[Any]:
-        assert cluster.channel is not None
-        return cluster.channel.call(target, name, *args)
-
-    return call
 
 
 def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.cluster.kernel.cluster import Progress
 from nbdist.cluster.kernel.ranks import (
     Ranks,
     adopt_notebook,
@@ -19,6 +18,7 @@ from nbdist.cluster.kernel.ranks import (
     prepare,
     set_strategy,
 )
+from nbdist.cluster.kernel.registration import Progress
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import Topology
