@@ -108,9 +108,9 @@ def bench(
         OptionError: If an operation or size does not exist, or the file must not be written.
     """
     from nbdist.bandwidth.view import bench as shown_bench
-    from nbdist.commands.bandwidth import measured
+    from nbdist.commands.bandwidth import measure
 
-    return shown_bench(measured(ops, sizes, limit_s, save, lambda _text: None))
+    return shown_bench(measure(ops, sizes, limit_s, save, lambda _text: None))
 
 
 def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
@@ -154,12 +154,12 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import OPTIMIZER, PlanRequest, planned
+    from nbdist.commands.plan import OPTIMIZER, PlanRequest, make_plan
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
     asked = PlanRequest(ranks, gpu, memory, engine, inputs, optimizer)
-    return planned(model, asked, load, strategy, strategy_options)
+    return make_plan(model, asked, load, strategy, strategy_options)
 
 
 def doctor(*, clean: bool = False) -> View:
@@ -168,9 +168,9 @@ def doctor(*, clean: bool = False) -> View:
     Args:
         clean: First end and remove what dead runs of this user have left.
     """
-    from nbdist.commands.doctor import examined
+    from nbdist.commands.doctor import examine_machine
 
-    return examined(is_cleaning=clean)
+    return examine_machine(is_cleaning=clean)
 
 
 def compare(strategies: Sequence[str], code: str) -> View:
@@ -187,9 +187,9 @@ def compare(strategies: Sequence[str], code: str) -> View:
         OptionError: If a strategy does not exist, or there is no code.
         DistributedError: If the code fails; the strategy and state of before are back.
     """
-    from nbdist.commands.compare import compared
+    from nbdist.commands.compare import compare_strategies
 
-    return compared(strategies, code)
+    return compare_strategies(strategies, code)
 
 
 def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:
@@ -238,10 +238,10 @@ def check_config(  # the options of %dist_config, by name
     Raises:
         OptionError: If a file cannot be read or written, or is neither YAML nor JSON.
     """
-    from nbdist.commands.config import around_of, checked
+    from nbdist.commands.config import around_of, check_file
 
     others = [] if beside is None else [beside]
-    return checked(file, around_of(ranks, degrees), others, write, is_forced=is_forced)
+    return check_file(file, around_of(ranks, degrees), others, write, is_forced=is_forced)
 
 
 def step() -> None:

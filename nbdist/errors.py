@@ -6,6 +6,7 @@ pass over that one, so a failure would be reported as success.
 
 from __future__ import annotations
 
+import functools
 import re
 
 
@@ -89,23 +90,13 @@ class DistributedError(NbdistError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions with keyword-only arguments do not survive pickling otherwise.
-        fields = self.ranks, self.traceback_text, self.advice
-        return (_rebuild, (type(self), str(self), *fields))
+        named = {name: getattr(self, name) for name in ("ranks", "traceback_text", "advice")}
+        return functools.partial(type(self), str(self), **named), ()
 
     def _render_traceback_(self) -> list[str]:
         summary = f"{type(self).__name__}: {self}"
         lines = [self.traceback_text, "", summary] if self.traceback_text else [summary]
         return [*lines, "", self.advice] if self.advice else lines
-
-
-def _rebuild(
-    kind: type[DistributedError],
-    message: str,
-    ranks: tuple[int, ...],
-    traceback_text: str,
-    advice: str,
-) -> DistributedError:
-    return kind(message, ranks=ranks, traceback_text=traceback_text, advice=advice)
 
 
 class Deadlock(DistributedError):

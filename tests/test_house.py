@@ -89,7 +89,6 @@ PACKAGE_OF = {
     "doctor": "diagnostics",
     "export": "exporter",
     "plan": "planner",
-    "plan_check": "planner",
     "terminal": "cluster",
 }
 # The package -> its page in docs/, where that is another word.

@@ -74,7 +74,7 @@ def reply_with(
     }
 
 
-def shifted(reply: Reply, by: int) -> Reply:
+def shift_reply(reply: Reply, by: int) -> Reply:
     """A complete_reply for a cell in which the code stands so many characters further on."""
     metadata = dict(reply.get("metadata", {}))
     if _TYPES in metadata:

@@ -97,7 +97,7 @@ class _RankLines:
         return self._visible
 
 
-def overwritten(text: str) -> str:
+def overwrite(text: str) -> str:
     r"""What is left of a line after its carriage returns, as a terminal shows it.
 
     A trailing `\r` (Windows line ends, or a bar about to be redrawn) erases nothing.
@@ -116,12 +116,12 @@ def _read(raw: str) -> tuple[str, bool]:
     """
     head, redrawn, last = raw.rstrip("\r").rpartition("\r")
     if not redrawn:
-        return overwritten(last), False
-    text, before = overwritten(raw), overwritten(head)
+        return overwrite(last), False
+    text, before = overwrite(raw), overwrite(head)
     if not text.strip():
         return "", False
     if before and not before.strip():
-        return overwritten(last), False
+        return overwrite(last), False
     return text, True
 
 
@@ -136,11 +136,11 @@ def _compact(raw: str) -> str:
     body = raw.rstrip("\r")
     head, redrawn, last = body.rpartition("\r")
     if "\r" in head:
-        body = f"\r{overwritten(head)}{redrawn}{last}"
+        body = f"\r{overwrite(head)}{redrawn}{last}"
     return body + "\r" if raw.endswith("\r") else body
 
 
-def labelled(ranks: Iterable[int], text: str) -> str:
+def label_lines(ranks: Iterable[int], text: str) -> str:
     """`[0-3] text`, further lines indented to the text's column."""
     label = f"[{rank_label(ranks)}] "
     return label + text.replace("\n", "\n" + " " * len(label))
@@ -273,7 +273,7 @@ class LineMerger:
         for text in bars[1:]:
             self.hidden_bar_ranks.update(ranks_by_text.pop(text))
         for text, ranks in ranks_by_text.items():
-            yield Line(self.stream, labelled(ranks, text) + "\n")
+            yield Line(self.stream, label_lines(ranks, text) + "\n")
 
     def _show_runs(self, group: list[_RankLines]) -> list[Line]:
         """As `_show`, for as many lines as all of the group have at once; empty for single ones."""
@@ -304,7 +304,7 @@ class LineMerger:
             if not is_prompt:
                 bars[lines.rank] = part
             elif not bars:  # of prompts, which stand and do not count, the lowest rank's
-                text = labelled([lines.rank], part)
+                text = label_lines([lines.rank], part)
                 break
         text = tqdm_bars.together(bars) or text
         if text != self._bar:

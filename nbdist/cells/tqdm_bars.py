@@ -26,10 +26,7 @@ def together(bars: Mapping[int, str]) -> str:
     """The bar of the lowest rank, with its label, and where the other ranks' bars are.
 
     `[0]  50%|#####     | 2/4 (ranks 1-3: 40-62%, rank 2 is last)`. Equal bars are one, of all
-    their ranks.
-
-    Args:
-        bars: By rank, in rank order; without empty ones.
+    their ranks. They are given in rank order, without empty ones.
     """
     if not bars:
         return ""

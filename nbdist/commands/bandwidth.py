@@ -20,7 +20,7 @@ from nbdist.notebook.progress_line import ProgressLine
 from nbdist.notebook.verb import TERMINAL, Option, Verb, positive_number
 
 
-def measured(
+def measure(
     ops: str | Sequence[str] | None,
     sizes: str | Sequence[int] | None,
     limit_s: float,
@@ -49,7 +49,7 @@ def dist_bench(values: Namespace) -> View | None:
         load_file = NOTEBOOK.session.bandwidth.load if NOTEBOOK.is_running else load
         return bandwidth_view.bench(load_file(values.file))
     progress = ProgressLine("measuring")
-    result = measured(values.ops, values.sizes, values.limit_s, values.path, progress)
+    result = measure(values.ops, values.sizes, values.limit_s, values.path, progress)
     progress.finish(bandwidth_view.bench(result))
     return None
 
@@ -67,21 +67,7 @@ def bench(values: Namespace) -> View:
     if values.file is not None:
         _check_alone(values)
         return bandwidth_view.bench(load(values.file), has_picture=False)
-    _check(values)
-    try:
-        started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
-        sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
-        result = measured(values.ops, values.sizes, values.limit_s, values.path, _tell)
-        return bandwidth_view.bench(result, has_picture=False)
-    finally:
-        _tell("")
-        if NOTEBOOK.is_running:
-            NOTEBOOK.stop()
-
-
-def _check(values: Namespace) -> None:
-    """Refuse what is wrong with any number of ranks, before they are started."""
+    # What is wrong with any number of ranks is refused before they are started.
     parse_ops(values.ops)
     if values.sizes is not None:
         parse_sizes(values.sizes, values.world_size or 1)
@@ -89,6 +75,16 @@ def _check(values: Namespace) -> None:
         check_target(values.path)
     if values.world_size == 1:
         raise OptionError("nbdist bench: 1 rank sends nothing. Use -n 2 or more.")
+    try:
+        started = NOTEBOOK.start(start_options(values), lambda _text: None)
+        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
+        result = measure(values.ops, values.sizes, values.limit_s, values.path, _tell)
+        return bandwidth_view.bench(result, has_picture=False)
+    finally:
+        _tell("")
+        if NOTEBOOK.is_running:
+            NOTEBOOK.stop()
 
 
 def _tell(text: str) -> None:

@@ -20,7 +20,7 @@ def cell_options(values: Namespace) -> CellOptions:
     return CellOptions(named or values.ranks, values.has_tabs, values.timeout_s)
 
 
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
+RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
 CELL_OPTIONS = (
     Option(("--tabs",), "at the end, show each rank's output in a tab", None, name="has_tabs"),
     Option(
@@ -36,7 +36,7 @@ VERBS = (
         "Run the cell on all ranks, or on some.",
         "%%distributed --ranks 0,2-3",
         cell_options,
-        (_RANKS, *CELL_OPTIONS),
+        (RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),
     Verb(
@@ -44,7 +44,7 @@ VERBS = (
         "Run the cell on the ranks named.",
         "%%rank [0,2-3]",
         cell_options,
-        (_WHERE, _RANKS, *CELL_OPTIONS),
+        (_WHERE, RANKS, *CELL_OPTIONS),
         is_cell=True,
     ),
 )

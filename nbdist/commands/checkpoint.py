@@ -5,35 +5,27 @@ from __future__ import annotations
 from argparse import Namespace
 
 from nbdist.checkpoint import view as checkpoint_view
-from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK, show
 from nbdist.notebook.verb import Option, Verb
 from nbdist.strategy.options import listed
 
 
-def save(path: str, *, is_async: bool) -> View:
-    """Save, and say what is there now, or what goes on.
-
-    Raises:
-        CheckpointError, NbdistError, Interrupted: See checkpoint.kernel.
-    """
-    checkpoints = NOTEBOOK.session.checkpoints
-    done = checkpoints.save(path, asynchronous=is_async)
-    return checkpoint_view.saved_view(done, checkpoints.earlier_messages())
-
-
 def dist_save(values: Namespace) -> None:
-    """Save a checkpoint; its line of progress becomes the result."""
+    """Save a checkpoint, or a model's weights alone; its line of progress becomes the result."""
     path = _path("%dist_save", values.path)
     if values.is_export:
-        show(export(path, values.model, is_async=values.is_async))
+        if values.is_async:
+            raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
+        show(checkpoint_view.exported_view(NOTEBOOK.session.export_weights(path, values.model)))
         return
     if values.model:
         raise OptionError(
             "%dist_save: --model is for --export; a checkpoint always has all models. Leave it out."
         )
-    show(save(path, is_async=values.is_async))
+    checkpoints = NOTEBOOK.session.checkpoints
+    done = checkpoints.save(path, asynchronous=values.is_async)
+    show(checkpoint_view.saved_view(done, checkpoints.earlier_messages()))
 
 
 def dist_load(values: Namespace) -> None:
@@ -44,24 +36,8 @@ def dist_load(values: Namespace) -> None:
     show(checkpoint_view.loaded_view(loaded, checkpoints.earlier_messages()))
 
 
-def export(path: str, model: str, *, is_async: bool) -> View:
-    """Write a model's weights alone, and say how to load them.
-
-    Raises:
-        OptionError: Which model is not clear, or `--async` was typed as well.
-        CheckpointError, NbdistError, Interrupted: See checkpoint.kernel.
-    """
-    if is_async:
-        raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-    return checkpoint_view.exported_view(NOTEBOOK.session.export_weights(path, model))
-
-
 def _path(typed: str, words: list[str]) -> str:
-    """The one path that was typed.
-
-    Raises:
-        OptionError: There is none, or there are several.
-    """
+    """The one path that was typed."""
     if not words:
         raise OptionError(f"{typed}: which folder? {typed} checkpoints/step100")
     if len(words) > 1:

@@ -167,6 +167,11 @@ def _grace(text: str) -> float:
     return 0.0 if text.strip("0.") == "" and "0" in text else positive_number(text)
 
 
+def _timeout(what: str, default_s: float, name: str = "timeout_s") -> Option:
+    help_text = f"{what}, in seconds (default: {default_s:.0f})"
+    return Option(("--timeout",), help_text, positive_number, default_s, "S", name)
+
+
 START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
@@ -184,14 +189,7 @@ START_OPTIONS = (
     ),
     Option(("--backend",), "auto, nccl or gloo (default: auto)", default="auto", metavar="NAME"),
     Option(("--seed",), "seed all ranks' random generators alike", int, metavar="S"),
-    Option(
-        ("--timeout",),
-        f"longest time the start may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
-        positive_number,
-        default=DEFAULT_DEADLINE_S,
-        metavar="S",
-        name="deadline_s",
-    ),
+    _timeout("longest time the start may take", DEFAULT_DEADLINE_S, "deadline_s"),
     Option(
         ("--grace",),
         "seconds from reporting a certain deadlock to aborting it "
@@ -253,14 +251,7 @@ VERBS = (
             Option(
                 ("where",), "ranks such as 0,2-3 (default: those that have ended)", metavar="RANKS"
             ),
-            Option(
-                ("--timeout",),
-                f"longest time it may take, in seconds (default: {DEFAULT_DEADLINE_S:.0f})",
-                positive_number,
-                default=DEFAULT_DEADLINE_S,
-                metavar="S",
-                name="timeout_s",
-            ),
+            _timeout("longest time it may take", DEFAULT_DEADLINE_S),
         ),
     ),
     Verb(
@@ -279,15 +270,6 @@ VERBS = (
         "Wait until all ranks have come to this point.",
         "%sync",
         sync,
-        (
-            Option(
-                ("--timeout",),
-                "longest wait, in seconds (default: 30)",
-                positive_number,
-                default=30.0,
-                metavar="S",
-                name="timeout_s",
-            ),
-        ),
+        (_timeout("longest wait", 30.0),),
     ),
 )

@@ -15,7 +15,7 @@ from nbdist.strategy.options import listed
 from nbdist.strategy.table import ROWS
 
 
-def compared(
+def compare_strategies(
     strategies: Sequence[str], code: str, tell: Callable[[View], None] = lambda _view: None
 ) -> View:
     """Compare the strategies, and return the table and picture.
@@ -49,7 +49,7 @@ def compared(
 def dist_compare(values: Namespace) -> View:
     """Run the cell under each strategy, and show them side by side."""
     with SHOWN.silenced():  # each strategy has a heading, and its output below
-        return compared(values.strategies, values.rest, show)
+        return compare_strategies(values.strategies, values.rest, show)
 
 
 VERBS = (

@@ -37,7 +37,7 @@ _NAMES_OTHERS = (
 )
 
 
-def _configured(values: Namespace) -> Configured:
+def _configure(values: Namespace) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations."""
     spec = StrategySpec.parse(values.strategy, strategy_given(values))
     ranks = values.ranks
@@ -60,9 +60,9 @@ def _configured(values: Namespace) -> Configured:
     return configured(Setting(choice, hosts, device_type, clip=values.clip, script=values.script))
 
 
-def _shown(values: Namespace) -> View:
+def _show(values: Namespace) -> View:
     """All forms of a strategy, or what was written of one."""
-    config = _configured(values)
+    config = _configure(values)
     if values.write is None:
         return config_view.configured(config)
     wanted = _form(values.form, Path(values.write))
@@ -85,7 +85,7 @@ def _form(form: str | None, path: Path) -> str:
     )
 
 
-def checked(
+def check_file(
     path: str | Path,
     around: CheckContext,
     beside: Sequence[str | Path] = (),
@@ -107,7 +107,7 @@ def checked(
     """
     document = yaml_reader.load(path)
     others = [yaml_reader.load(other) for other in beside]
-    around = _completed(around, (*others, *_named_by(document, path)))
+    around = _complete(around, (*others, *_read_others(document, path)))
     before = check.check(document, around)
     if write is None:
         return config_view.checked(before)
@@ -120,7 +120,7 @@ def checked(
     return config_view.corrected(before, after, changes, str(write))
 
 
-def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckContext:
+def _complete(around: CheckContext, others: tuple[Document, ...]) -> CheckContext:
     """With the ranks that run here, and their degrees, where none are typed."""
     ranks, source = around.ranks, TYPED
     degrees = {"tp": around.tp, "pp": around.pp, "cp": around.cp, "dp": around.dp}
@@ -132,7 +132,7 @@ def _completed(around: CheckContext, others: tuple[Document, ...]) -> CheckConte
     return CheckContext(ranks, source if ranks is not None else "", others=others, **degrees)
 
 
-def _named_by(document: Document, path: str | Path) -> list[Document]:
+def _read_others(document: Document, path: str | Path) -> list[Document]:
     """Configurations that a file names, where they are: beside it, or where this runs."""
     documents = []
     for place in _NAMES_OTHERS:
@@ -190,7 +190,7 @@ def dist_config(values: Namespace) -> View:
     if not values.file:
         if values.beside is not None:
             raise OptionError("%dist_config: --with needs a file to check. Name it.")
-        return _shown(values)
+        return _show(values)
     if len(values.file) > 1:
         raise OptionError(
             "%dist_config: name one file to check; --with names another that goes with it."
@@ -203,7 +203,7 @@ def dist_config(values: Namespace) -> View:
             )
     beside = [] if values.beside is None else [values.beside]
     around = around_of(values.ranks, strategy_given(values))
-    return checked(values.file[0], around, beside, values.write, is_forced=values.is_forced)
+    return check_file(values.file[0], around, beside, values.write, is_forced=values.is_forced)
 
 
 VERBS = (

@@ -12,7 +12,7 @@ from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb
 
 
-def examined(*, is_cleaning: bool) -> View:
+def examine_machine(*, is_cleaning: bool) -> View:
     """The findings, and below them the ranks that run in this notebook."""
     done: tuple[str, ...] = ()
     if is_cleaning:
@@ -30,7 +30,7 @@ VERBS = (
         "dist_doctor",
         "Say whether ranks can work here: versions, devices, settings, leftovers, and what to do.",
         "%dist_doctor --clean",
-        lambda values: examined(is_cleaning=values.is_cleaning),
+        lambda values: examine_machine(is_cleaning=values.is_cleaning),
         (
             Option(
                 ("--clean",),

@@ -226,17 +226,6 @@ VERBS = (
         place=ANYWHERE,
     ),
 )
-_TABLE = {
-    verb.name: verb
-    for verbs in (
-        cluster.VERBS,
-        strategy.VERBS,
-        cells.VERBS,
-        trace.VERBS,
-        memory.VERBS,
-        compare.VERBS,
-        check.VERBS,
-        VERBS,
-    )
-    for verb in verbs
-}
+_SUBJECTS = (cluster, strategy, cells, trace, memory, compare, check)
+_TABLE = {verb.name: verb for subject in _SUBJECTS for verb in subject.VERBS}
+_TABLE |= {verb.name: verb for verb in VERBS}

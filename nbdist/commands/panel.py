@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import Verb
 from nbdist.panel.kernel.panel import Panel
@@ -12,16 +10,11 @@ PANEL = Panel()
 NOTEBOOK.panel = PANEL
 
 
-def dist_panel(_values: Namespace) -> None:
-    """Show the panel below the running cell."""
-    PANEL.show()
-
-
 VERBS = (
     Verb(
         "dist_panel",
         "Show the ranks, their strategy and what to do in trouble as a panel with buttons.",
         "%dist_panel",
-        dist_panel,
+        lambda _values: PANEL.show(),
     ),
 )

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from IPython import get_ipython
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
-from nbdist.commands.plan_check import checked
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -32,17 +31,21 @@ from nbdist.notebook.verb import (
 )
 from nbdist.planner import devices
 from nbdist.planner.advice import advise
+from nbdist.planner.check import checks
 from nbdist.planner.devices import ASSUMED, DEVICES, Device, device_of_ranks
 from nbdist.planner.fake_protocol import Source
-from nbdist.planner.kernel.describe_model import live_model
+from nbdist.planner.kernel.describe_model import checked_step, live_model
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.live_model import LiveModel, by_kinds, described, load_of, shape_of
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, ModelShape, model_of, of_config
-from nbdist.planner.plan import Engine, plan
+from nbdist.planner.plan import Engine, accumulating, plan
+from nbdist.planner.view.check_view import shown_check
 from nbdist.planner.view.plan_view import PlanView, shown_plan
 from nbdist.planner.workload import OPTIMIZERS, Workload
+from nbdist.strategy import choice as strategies
 from nbdist.strategy import options
+from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import RECIPES
 
 # What memory is counted by: closed formulas, or a step with fake tensors in a process of its own.
@@ -71,7 +74,7 @@ class PlanRequest:
     optimizer: str | None = None
 
 
-def planned(
+def make_plan(
     model: Any,
     request: PlanRequest,
     load: Workload,
@@ -244,10 +247,54 @@ def dist_plan(values: Namespace) -> View:
         values.optimizer,
     )  # fmt: skip
     if not values.is_check:
-        return planned(_named(values.model[0]), request, load, values.strategy, given)
+        return make_plan(_named(values.model[0]), request, load, values.strategy, given)
     _check_alone(values)
     with progress.during("plan") as tell:
-        return checked(values.model[0], values.inputs or "", load, tell)
+        return check_step(values.model[0], values.inputs or "", load, tell)
+
+
+def check_step(
+    name: str, inputs: str, load: Workload, tell: Callable[[str], None] = lambda _text: None
+) -> View:
+    """Predict a step's memory under the strategy that counts, and measure it on the ranks.
+
+    Four steps are run with the user's model and optimizer, and all is put back bit by bit.
+
+    Args:
+        name: A variable on the ranks that is a model.
+        inputs: A variable that it is called with; empty for random tokens of a language model.
+        load: Batch and sequence of these tokens.
+        tell: Told what is done now.
+
+    Raises:
+        OptionError: There is no such model, or nobody knows what it is called with.
+        NotRunning, RankBusy, RankGone, Interrupted, NbdistError: As for a cell.
+    """
+    session = NOTEBOOK.session
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise OptionError(
+            f"--check measures a model on the ranks, and {name} is not a variable name."
+        )
+    live = live_model(session, name, inputs)
+    choice = session.strategy.current()
+    # One backward for each step, as it is measured.
+    choice = replace(choice, options=replace(choice.options, accumulate=1))
+    if not live.is_prepared:  # every rank has it by itself
+        choice = choose("single", {}, session.topology.world_size)
+    has_gpu = session.topology.ranks[0].device != "cpu"
+    # Without an optimizer of its own no step of one is measured: SGD keeps nothing.
+    load = replace(load_of(live, load, None if live.optimizer else "sgd"), has_gpu=has_gpu)
+    tell("a step on the ranks")
+    measured = checked_step(session, name, inputs, load.batch, load.sequence)
+    otherwise = functools.partial(by_kinds, live)
+    shape = shape_of(live)
+    fake = FakeEngine(live.source, otherwise=otherwise, problem=live.problem, progress=tell)
+    with fake as engine:
+        memory = engine(shape, accumulating(choice, load), load)
+    # What CUDA's context and libraries take is not in the allocator's count.
+    memory = replace(memory, overhead=0.0)
+    results = checks(memory, measured, has_forward=choice.degrees.pp == 1)
+    return shown_check(live, strategies.described(choice), load, memory, results, measured)
 
 
 def _check_alone(values: Namespace) -> None:

@@ -32,16 +32,6 @@ take_script: RankFunction[[str, str, tuple[str, ...]], None] = RankFunction(
 RUN_SCRIPT = "__import__('nbdist.engine.script', fromlist=['run']).run(globals())"
 
 
-def version(_values: Namespace) -> View:
-    """`nbdist 0.1.0`, the installed version."""
-    return View(f"nbdist {VERSION}")
-
-
-def status(_values: Namespace) -> View:
-    """The clusters whose notebook lives, of this user on this machine."""
-    return runs_view.running(_living())
-
-
 def stop(values: Namespace) -> View:
     """End the ranks of one cluster, or of all; their notebooks go on."""
     lines = []
@@ -58,6 +48,7 @@ def stop(values: Namespace) -> View:
 
 
 def _living() -> list[Run]:
+    """The clusters whose notebook lives, of this user on this machine."""
     return [run for run in runs.find_runs() if run.state in {RUNNING, STOPPED}]
 
 
@@ -154,7 +145,7 @@ VERBS = (
         "status",
         "List the clusters of your notebooks on this machine.",
         "nbdist status",
-        status,
+        lambda _values: runs_view.running(_living()),
         place=TERMINAL,
     ),
     Verb(
@@ -172,5 +163,11 @@ VERBS = (
         ),
         place=TERMINAL,
     ),
-    Verb("version", "Show nbdist's version.", "nbdist version", version, place=TERMINAL),
+    Verb(
+        "version",
+        "Show nbdist's version.",
+        "nbdist version",
+        lambda _values: View(f"nbdist {VERSION}"),
+        place=TERMINAL,
+    ),
 )

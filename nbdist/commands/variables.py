@@ -3,62 +3,51 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
 from IPython import get_ipython
 
+from nbdist.commands.cells import RANKS
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import Option, Verb
-from nbdist.variables.kernel import VariableTransfer
 from nbdist.variables.names import check_known, check_names, describe, describe_list
 
 
 def dist_push(values: Namespace) -> View:
     """Give ranks copies of the notebook's variables."""
-    session = NOTEBOOK.session
-    variables = _notebook().user_ns
+    session, shell = NOTEBOOK.session, get_ipython()
+    assert shell is not None
+    variables = shell.user_ns
     check_names(values.names, "%dist_push")
     check_known(values.names, variables)
     moved = session.push({name: variables[name] for name in values.names}, values.ranks)
-    phrase = ranks_phrase(moved.ranks)
-    return _view(
-        [f"{name} to {phrase}: {describe(value)}" for name, value in moved.values.items()], moved
-    )
+    phrase = f"to {ranks_phrase(moved.ranks)}"
+    lines = [f"{name} {phrase}: {describe(value)}" for name, value in moved.values.items()]
+    return View("\n".join([*lines, *moved.remarks]))
 
 
 def dist_pull(values: Namespace) -> View:
     """Bind variables of ranks in the notebook: a list in rank order where there are several."""
-    session = NOTEBOOK.session
+    session, shell = NOTEBOOK.session, get_ipython()
+    assert shell is not None
     check_names(values.names, "%dist_pull")
     moved = session.variables.pull(values.names, values.ranks, is_whole=values.is_whole)
-    _notebook().push(dict(moved.values))
-    phrase = ranks_phrase(moved.ranks)
+    shell.push(dict(moved.values))
+    phrase = f"from {ranks_phrase(moved.ranks)}"
     tell = describe if len(moved.ranks) == 1 else describe_list
-    return _view(
-        [f"{name} from {phrase}: {tell(value)}" for name, value in moved.values.items()], moved
-    )
-
-
-def _view(lines: list[str], moved: VariableTransfer) -> View:
+    lines = [f"{name} {phrase}: {tell(value)}" for name, value in moved.values.items()]
     return View("\n".join([*lines, *moved.remarks]))
 
 
-def _notebook() -> Any:
-    return get_ipython()
-
-
 _NAMES = Option(("names",), "variables", metavar="NAME")
-_RANKS = Option(("--ranks",), "ranks such as 0,2-3 (default: all)", metavar="RANKS")
-
 VERBS = (
     Verb(
         "dist_push",
         "Give ranks copies of the notebook's variables.",
         "%dist_push a b --ranks 0,2",
         dist_push,
-        (_NAMES, _RANKS),
+        (_NAMES, RANKS),
     ),
     Verb(
         "dist_pull",
@@ -67,7 +56,7 @@ VERBS = (
         dist_pull,
         (
             _NAMES,
-            _RANKS,
+            RANKS,
             Option(("--whole",), "gather DTensors (uses all ranks)", None, name="is_whole"),
         ),
     ),

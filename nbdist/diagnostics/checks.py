@@ -44,7 +44,6 @@ ENOUGH_PROCESSES = 4096
 LITTLE_DISK_BYTES = 100_000_000
 # A GPU of which others hold so much leaves too little for most models.
 BUSY_GPU = 0.1
-MIB = 2**20
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
@@ -86,7 +85,8 @@ def packages(facts: Facts) -> Iterator[Finding]:
         elif _older(version, oldest):
             yield Finding(name, version, BAD, f"nbdist needs {oldest} or newer", install)
         elif name == "torch" and "+cpu" in version and facts.gpus:
-            why = f"this torch is built for the CPU only, and {_gpus(len(facts.gpus))} there"
+            gpus = "1 GPU is" if len(facts.gpus) == 1 else f"{len(facts.gpus)} GPUs are"
+            why = f"this torch is built for the CPU only, and {gpus} there"
             what = "install a build with CUDA: https://pytorch.org/get-started"
             yield Finding(name, version, BAD, why, what)
         else:
@@ -96,14 +96,11 @@ def packages(facts: Facts) -> Iterator[Finding]:
 def devices(facts: Facts) -> Iterator[Finding]:
     """The GPUs, and whether processes may share them."""
     if facts.smi_problem:
-        yield Finding(
-            "nvidia-smi",
-            facts.smi_problem,
-            BAD,
-            "the driver does not answer, so ranks will find no GPU",
-            "run nvidia-smi in a terminal; after an update of the driver the machine has to "
-            "restart",
+        why = "the driver does not answer, so ranks will find no GPU"
+        what = (
+            "run nvidia-smi in a terminal; after an update of the driver the machine has to restart"
         )
+        yield Finding("nvidia-smi", facts.smi_problem, BAD, why, what)
     elif not facts.gpus:
         yield Finding("GPUs", "none", OK, "ranks run on the CPU, with Gloo")
     for gpu in facts.gpus:
@@ -153,14 +150,12 @@ def topology(facts: Facts) -> Iterator[Finding]:
     if _kind(kind) != "SYS":
         yield Finding("GPU links", slowest)
         return
-    yield Finding(
-        "GPU links",
-        slowest,
-        WARN,
-        "a collective of all GPUs is as slow as the link between the CPUs",
+    why = "a collective of all GPUs is as slow as the link between the CPUs"
+    what = (
         "choose GPUs of one CPU with --gpus (nvidia-smi topo -m shows which), or keep tensor "
-        "parallelism within them",
+        "parallelism within them"
     )
+    yield Finding("GPU links", slowest, WARN, why, what)
 
 
 def _kind(link: str) -> str:
@@ -186,7 +181,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(shm.SHM, "none", OK, "this system has none; torch uses other means")
         return
     free, total = facts.shm.free_bytes, facts.shm.total_bytes
-    free_text = f"{free / MIB:.0f} of {total / MIB:.0f} MiB free"
+    free_text = f"{free / shm.MIB:.0f} of {total / shm.MIB:.0f} MiB free"
     n, uses_nccl = facts.world_size, bool(facts.gpus)
     yield _as_at_start(shm.SHM, free_text, lambda: shm.check(free, total, n, uses_nccl=uses_nccl))
 
@@ -327,10 +322,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _number(limit: int) -> str:
     return "unlimited" if limit == UNLIMITED else f"{limit:,}"
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU is" if count == 1 else f"{count} GPUs are"
 
 
 def _ranks(count: int) -> str:

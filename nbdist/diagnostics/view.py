@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from nbdist.cluster.run_owner import Run
 from nbdist.core.view import View, table
 
+_CLOCK = "%Y-%m-%d %H:%M:%S"
+
 
 def below(first: View, second: View) -> View:
     """Two views, one below the other."""
@@ -26,7 +28,9 @@ def running(those: Sequence[Run]) -> View:
             str(run.owner.pid if run.owner else "-"),
             str(len(run.hosts) or "-"),
             ", ".join(dict.fromkeys(run.hosts)) or "-",
-            _clock(run),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.owner.since_s))
+            if run.owner
+            else "-",
             run.state,
             run.owner.where if run.owner else "-",
         ]
@@ -36,9 +40,3 @@ def running(those: Sequence[Run]) -> View:
         return View("you have no clusters running on this machine")
     head = ["run", "kernel", "ranks", "hosts", "since", "state", "notebook"]
     return table(head, rows)
-
-
-def _clock(run: Run) -> str:
-    if run.owner is None:
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.owner.since_s))

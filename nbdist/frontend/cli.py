@@ -48,12 +48,17 @@ def _run(words: list[str]) -> int:
     if word in {*_HELP, "help"}:
         print(overview())
         return 0
-    verb = named("version" if word == "--version" else word)
+    verb = find_verb("version" if word == "--version" else word)
     if verb is None:
-        _say(unknown(word))
+        close = difflib.get_close_matches(word.lstrip("%").removeprefix("dist_"), WORDS)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        _say(f"nbdist: there is no verb {word!r}.{hint} nbdist --help lists all.")
         return WRONG_USE
     if verb.place == NOTEBOOK and _HELP.isdisjoint(rest):
-        _say(only_in_a_notebook(verb))
+        _say(
+            f"{verb.typed} works only in a notebook: it acts on the ranks that the notebook "
+            f"started. There: %load_ext nbdist, %dist_init -n 2, then for example {verb.example}"
+        )
         return WRONG_USE
     return _run_verb(verb, rest)
 
@@ -82,7 +87,7 @@ def _run_verb(verb: Verb, words: list[str]) -> int:
     return FAILED if view.is_bad else 0
 
 
-def named(word: str) -> Verb | None:
+def find_verb(word: str) -> Verb | None:
     """The verb that is meant, by its word or as its magic is typed; None if there is none."""
     name = word.lstrip("%")
     if name in WORDS:
@@ -109,21 +114,6 @@ def overview() -> str:
             "only in a notebook, after %load_ext nbdist:",
             *lines(in_notebook),
         ]
-    )
-
-
-def unknown(word: str) -> str:
-    """That there is no such verb, with those that are close."""
-    close = difflib.get_close_matches(word.lstrip("%").removeprefix("dist_"), WORDS)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"nbdist: there is no verb {word!r}.{hint} nbdist --help lists all."
-
-
-def only_in_a_notebook(verb: Verb) -> str:
-    """Why a verb cannot run here, and how it can."""
-    return (
-        f"{verb.typed} works only in a notebook: it acts on the ranks that the notebook "
-        f"started. There: %load_ext nbdist, %dist_init -n 2, then for example {verb.example}"
     )
 
 

@@ -12,7 +12,7 @@ from IPython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import commands
-from nbdist.cells.completion import Reply, reply_of, reply_with, shifted
+from nbdist.cells.completion import Reply, reply_of, reply_with, shift_reply
 from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
 from nbdist.frontend.input_transformer import Destination, destination
@@ -63,7 +63,7 @@ async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | N
             return reply_with(sorted(fitting), cursor - len(typed), cursor)
         if verb.name in _OF_RANKS and NOTEBOOK.is_running:
             reply = await completion.complete(NOTEBOOK.session, 0, typed, len(typed))
-            return shifted(reply, cursor - len(typed))
+            return shift_reply(reply, cursor - len(typed))
         if verb.name in _OF_NOTEBOOK:
             return reply_of(dict.fromkeys(_own_names(), "instance"), code, cursor)
     place = _place(code, cursor)
@@ -71,7 +71,9 @@ async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | N
         return await _awaited(original(code, cursor_pos))
     where, rank = place
     session, start = NOTEBOOK.session, where.start
-    return shifted(await completion.complete(session, rank, code[start:], cursor - start), start)
+    return shift_reply(
+        await completion.complete(session, rank, code[start:], cursor - start), start
+    )
 
 
 async def _inspect(

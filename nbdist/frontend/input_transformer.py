@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,10 +135,8 @@ def _call(shell: InteractiveShell, name: str, line: str, code: str) -> str:
 
 
 def _first_code_line(lines: list[str]) -> int | None:
-    for number, line in enumerate(lines):
-        if line.strip() and not line.lstrip().startswith("#"):
-            return number
-    return None
+    texts = map(str.strip, lines)
+    return next((n for n, text in enumerate(texts) if text and not text.startswith("#")), None)
 
 
 def _check_misplaced(lines: list[str], first: int) -> None:
@@ -162,8 +161,6 @@ def _is_nested() -> bool:
 
     The same while a console asks whether what has been typed so far is a whole cell.
     """
-    import sys
-
     running = {InteractiveShell.run_code.__code__, TransformerManager.check_complete.__code__}
     frame: Any = sys._getframe()  # noqa: SLF001
     while frame is not None:
@@ -176,6 +173,5 @@ def _is_nested() -> bool:
 def _is_silent(shell: InteractiveShell) -> bool:
     """Whether a frontend asks for itself (a variable inspector, say): never for the ranks."""
     kernel = getattr(shell, "kernel", None)
-    if kernel is None:
-        return False
-    return bool(kernel.get_parent("shell").get("content", {}).get("silent"))
+    parent = {} if kernel is None else kernel.get_parent("shell")
+    return bool(parent.get("content", {}).get("silent"))

@@ -37,7 +37,6 @@ class Record:
     """How a cell is recorded.
 
     Attributes:
-        options: What of it.
         ranks: Those that record, as typed; None for all.
         view: What to show of it, below the cell's output.
         where: The session's recordings of this kind.
@@ -79,7 +78,7 @@ class Notebook:
 
     @property
     def session(self) -> Session:
-        """The running ranks; an error where there are none.
+        """The running ranks.
 
         Raises:
             NotRunning: If there are none.
@@ -176,17 +175,17 @@ class Notebook:
     def run(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and block until it ends."""
         options = self.before_cell(code, options)
-        with self._recorded(options.record):
+        with self._record_cell(options.record):
             return wait.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
         options = self.before_cell(code, options)
-        with self._recorded(options.record):
+        with self._record_cell(options.record):
             return await wait.wait_async(self.request(code, options))
 
     @contextlib.contextmanager
-    def _recorded(self, record: Record | None) -> Iterator[None]:
+    def _record_cell(self, record: Record | None) -> Iterator[None]:
         """Record the cell that runs inside; what there is is shown, however the cell ends."""
         if record is None:
             yield
@@ -197,7 +196,7 @@ class Notebook:
             with contextlib.ExitStack() as stack:
                 with SHOWN.silenced():  # a line of its own would stand above the cell's output
                     stack.enter_context(recordings.recording(record.options, record.ranks))
-                SHOWN.note = self._note
+                SHOWN.note = lambda text: self._live.note(text) if self._live else None
                 try:
                     yield
                 finally:
@@ -205,10 +204,6 @@ class Notebook:
         finally:
             if recordings.count > before:
                 show(record.view(recordings.last))
-
-    def _note(self, text: str) -> None:
-        if self._live is not None:
-            self._live.note(text)
 
     def differs(self, options: StartOptions) -> list[str]:
         """The options in which running ranks differ from what is asked for now.

@@ -18,12 +18,7 @@ from nbdist.core.view import View
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Where verbs show, while no cell waits for them.
-
-    Attributes:
-        result: Takes what there is to see.
-        step: Takes what is waited for.
-    """
+    """Takes what there is to see, and what verbs wait for, while no cell waits for them."""
 
     result: Callable[[View], object]
     step: Callable[[str], object]

@@ -167,24 +167,17 @@ def _parser(verb: Verb) -> _Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, width=88),
     )
     for option in verb.options:
-        _add(parser, option)
+        named: dict[str, Any] = {"help": option.help}
+        if option.kind is None:
+            named |= {"action": "store_true", "dest": option.name}
+        elif option.flags[0].startswith("-"):
+            named |= {"type": option.kind, "default": option.default, "dest": option.name}
+        else:
+            named["nargs"] = "*"
+        if option.kind is not None:
+            named["metavar"] = option.metavar
+        parser.add_argument(*option.flags, **named)
     return parser
-
-
-def _add(parser: argparse.ArgumentParser, option: Option) -> None:
-    if not option.flags[0].startswith("-"):
-        parser.add_argument(option.flags[0], nargs="*", help=option.help, metavar=option.metavar)
-    elif option.kind is None:
-        parser.add_argument(*option.flags, action="store_true", help=option.help, dest=option.name)
-    else:
-        parser.add_argument(
-            *option.flags,
-            type=option.kind,
-            default=option.default,
-            help=option.help,
-            metavar=option.metavar,
-            dest=option.name,
-        )
 
 
 def _without_replaced(verb: Verb, words: list[str]) -> tuple[list[str], list[str]]:

@@ -21,20 +21,16 @@ RELEASED = RankFailure(0, "RuntimeError", "[..] Connection closed by peer [127.0
 RECOVERED = RecoveryOutcome(is_recovered=True)
 
 
-def ended(*ranks: RankResult) -> CellResult:
-    return CellResult(ranks)
-
-
-def raised(ending: CellOutcome, result: CellResult) -> BaseException:
+def raised(ending: CellOutcome, *ranks: RankResult) -> BaseException:
     with pytest.raises(BaseException) as caught:  # noqa: PT011  # which one is looked at
-        ending.raise_for(result, lambda failure: failure)
+        ending.raise_for(CellResult(ranks), lambda failure: failure)
     return caught.value
 
 
 def test_a_deadlock_fails_with_its_line_and_says_what_is_back() -> None:
     """What the released rank raised is noise, and not shown."""
     ending = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=5.0, outcome=RECOVERED)
-    error = raised(ending, ended(RankResult(0, "error", 6.0, "", RELEASED), RankResult(1, "ok", 0)))
+    error = raised(ending, RankResult(0, "error", 6.0, "", RELEASED), RankResult(1, "ok", 0))
 
     assert isinstance(error, Deadlock)
     assert str(error) == (
@@ -48,7 +44,7 @@ def test_an_aborted_cell_fails_although_the_code_caught_the_abort() -> None:
     """All ranks replied ok, and yet the collective was never made."""
     ending = CellOutcome("", False, None, LINE, is_deadlock=True, outcome=RECOVERED)
 
-    assert isinstance(raised(ending, ended(RankResult(0, "ok", 6.0))), Deadlock)
+    assert isinstance(raised(ending, RankResult(0, "ok", 6.0)), Deadlock)
 
 
 def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
@@ -57,7 +53,8 @@ def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
     ending = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=1.0, outcome=RECOVERED)
     error = raised(
         ending,
-        ended(RankResult(0, "error", 2.0, "", RELEASED), RankResult(1, "error", 0.1, "", own)),
+        RankResult(0, "error", 2.0, "", RELEASED),
+        RankResult(1, "error", 0.1, "", own),
     )
 
     assert type(error) is DistributedError
@@ -71,9 +68,7 @@ def test_an_interrupted_collective_is_an_interrupt() -> None:
     """Released by the abort that an interrupt asked for: KeyboardInterrupt, not a failure."""
     told = waiting_message({0: "waiting in barrier at line 1 of cell [4]"})
     ending = CellOutcome("", True, None, told, outcome=RECOVERED)
-    error = raised(
-        ending, ended(RankResult(0, "interrupted", 1.0, "", RELEASED), RankResult(1, "ok", 0))
-    )
+    error = raised(ending, RankResult(0, "interrupted", 1.0, "", RELEASED), RankResult(1, "ok", 0))
 
     assert isinstance(error, Interrupted)
     assert str(error) == (
@@ -86,9 +81,7 @@ def test_a_rank_in_c_code_is_named_with_the_way_to_replace_it() -> None:
     """After the notebook was given back."""
     problem = RecoveryOutcome(problem="the groups are made anew once rank 1 is back")
     ending = CellOutcome("", True, None, outcome=problem)
-    error = raised(
-        ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 4.5))
-    )
+    error = raised(ending, RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 4.5))
 
     assert "rank 0 is back, variables kept; rank 1 is not back yet" in str(error)
     assert "%dist_restart 1 replaces" in str(error)
@@ -99,7 +92,7 @@ def test_a_stopped_rank_is_named_with_the_way_to_wake_it() -> None:
     """No C code is to blame; the one beside it is told as ever."""
     ending = CellOutcome("", True, None, stopped=frozenset({1}))
     ranks = [RankResult(rank, "unfinished", 4.5) for rank in (0, 1)]
-    error = raised(ending, ended(*ranks))
+    error = raised(ending, *ranks)
 
     assert str(error).startswith("rank 1 is stopped (SIGSTOP): kill -CONT lets rank 1 go on")
     assert "; rank 0 is not back yet: C code" in str(error)
@@ -108,9 +101,7 @@ def test_a_stopped_rank_is_named_with_the_way_to_wake_it() -> None:
 def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
     """They were ended by the press."""
     ending = CellOutcome("", True, None, replaced=(1,))
-    error = raised(
-        ending, ended(RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 2.0))
-    )
+    error = raised(ending, RankResult(0, "interrupted", 1.0), RankResult(1, "unfinished", 2.0))
 
     assert "not back yet" not in str(error)
     assert "rank 1 was ended" in str(error)
@@ -119,7 +110,7 @@ def test_ranks_that_the_user_gave_up_on_are_not_said_to_run() -> None:
 def test_a_timeout_that_aborts_says_who_waited() -> None:
     """It is a CellTimeout with the wait in it."""
     ending = CellOutcome("", True, 3.0, LINE, outcome=RECOVERED)
-    error = raised(ending, ended(RankResult(0, "interrupted", 4.0, "", RELEASED)))
+    error = raised(ending, RankResult(0, "interrupted", 4.0, "", RELEASED))
 
     assert isinstance(error, CellTimeout)
     assert "--timeout 3" in str(error)

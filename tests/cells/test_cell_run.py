@@ -3,47 +3,17 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 
-from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
-from nbdist.core.failures import RankFailure
 from nbdist.errors import DistributedError, RankGone
 from nbdist.lints.kernel.lints import Lints
-
-
-class FakeWatchdog:
-    """Sees nothing."""
-
-    next_s = abort_s = float("inf")
-    deadlock = None
-    stopped: frozenset[int] = frozenset()
-    waiting: ClassVar[dict[int, str]] = {}
-    places: ClassVar[dict[int, str]] = {}
-
-    def look(self, *_: object, **__: object) -> list[str]:
-        """Nothing to tell."""
-        return []
-
-
-class FakeHealth:
-    """Ranks whose calls always fit together."""
-
-    needs_recovery = False
-
-    def boxes(self) -> dict[int, Any]:
-        """There are none."""
-        return {}
-
-    def mismatches(self, _run: int) -> tuple[str, ...]:
-        """None."""
-        return ()
 
 
 class FakeUpkeep:
@@ -58,47 +28,30 @@ class FakeUpkeep:
         self.given_up += ranks
 
 
-class FakeSession:
-    """Ranks that exist in name alone."""
-
-    grace_s = 5.0
-    busy_ranks = ()
-
-    def __init__(self) -> None:
-        self.interrupted: list[int] = []
-        self.silent: set[int] = set()
-        self.health: FakeHealth = FakeHealth()
-        self.hooks = (Lints(),)
-        self.readiness = SimpleNamespace(free_silent=lambda: self.silent)
-        self.upkeep = FakeUpkeep()
-
-    def ask_all(self, _question: object) -> dict[int, Any]:
-        """Nobody can be reached."""
-        return {}
-
-    def is_connected(self, _rank: int) -> bool:
-        """Everybody."""
-        return True
-
-    def watchdog(self, *_: object, **__: object) -> FakeWatchdog:
-        """One that is blind."""
-        return FakeWatchdog()
-
-    def death(self, _rank: int) -> str:
-        """Nobody dies here."""
-        return "ended"
-
-    def rank_states(self) -> dict[int, tuple[str, str]]:
-        """Nobody is known."""
-        return {}
-
-    def interrupt(self, rank: int) -> None:
-        """Note it."""
-        self.interrupted.append(rank)
-
-    def explained(self, failure: RankFailure) -> RankFailure:
-        """The failure as it is."""
-        return failure
+def fake_session(**health: Any) -> Any:
+    """Ranks that exist in name alone, whose calls always fit together."""
+    never_s = float("inf")
+    blind = SimpleNamespace(next_s=never_s, abort_s=never_s, deadlock=None, stopped=frozenset())
+    blind.waiting, blind.places, blind.look = {}, {}, lambda *_, **__: []
+    session = SimpleNamespace(
+        grace_s=5.0,
+        busy_ranks=(),
+        silent=set[int](),
+        health=SimpleNamespace(
+            **{"needs_recovery": False, "boxes": dict, "mismatches": lambda _run: ()} | health
+        ),
+        hooks=(Lints(),),
+        upkeep=FakeUpkeep(),
+        watchdog=lambda *_, **__: blind,
+        death=lambda _rank: "ended",
+        interrupt=lambda _rank: None,
+        is_connected=lambda _rank: True,
+        ask_all=lambda _question: {},
+        rank_states=dict,
+        explain=lambda failure: failure,
+    )
+    session.readiness = SimpleNamespace(free_silent=lambda: session.silent)
+    return session
 
 
 class Kept:
@@ -134,7 +87,7 @@ class Failed(Exception):
 
 
 def cell(sink: Kept, ranks: tuple[int, ...] = (0,)) -> CellRun:
-    return CellRun(cast("CellRanks", FakeSession()), CellRequest("code", ranks), sink)
+    return CellRun(fake_session(), CellRequest("code", ranks), sink)
 
 
 def text(words: str) -> dict[str, Any]:
@@ -246,9 +199,9 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     *, can_replace: bool, given_up: list[int]
 ) -> None:
     """The cell ends at once in both cases."""
-    session, sink = FakeSession(), Kept()
+    session, sink = fake_session(), Kept()
     session.upkeep.can_replace = can_replace
-    run = CellRun(cast("CellRanks", session), CellRequest("code", (0, 1)), sink)
+    run = CellRun(session, CellRequest("code", (0, 1)), sink)
     run.done(0, Failed())
     began_s = run._began_s
     run.press()
@@ -267,17 +220,6 @@ def test_a_press_after_the_warning_ends_ranks_only_where_others_can_take_their_p
     assert after_s is None or after_s < 2.0
 
 
-class SlowHealth(FakeHealth):
-    """A recovery that nobody answers."""
-
-    n_begun = 0
-
-    def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Ask a rank that says nothing."""
-        self.n_begun += 1
-        return {0: Future()}
-
-
 class Cut(Exception):
     """A rank's reply when another one has shut their connection."""
 
@@ -286,20 +228,19 @@ class Cut(Exception):
 
 def test_a_connection_that_is_gone_is_made_anew_though_no_call_is_missing() -> None:
     """Otherwise every later cell would fail by it."""
-    session = FakeSession()
-    session.health = health = SlowHealth()
-    run = CellRun(cast("CellRanks", session), CellRequest("code", (0,)), Kept())
+    begun: list[dict[int, Future[Any]]] = []
+    session = fake_session(begin_recovery=lambda: begun.append({0: Future()}) or begun[-1])
+    run = CellRun(session, CellRequest("code", (0,)), Kept())
     run.done(0, Cut())
     run.step(run._began_s)
 
-    assert health.n_begun == 1
+    assert len(begun) == 1
 
 
 def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -> None:
     """It is back within five seconds of the press, and the next cell recovers."""
-    session = FakeSession()
-    session.health = SlowHealth()
-    run = CellRun(cast("CellRanks", session), CellRequest("code", (0,)), Kept())
+    session = fake_session(begin_recovery=lambda: {0: Future()})
+    run = CellRun(session, CellRequest("code", (0,)), Kept())
     run.press()
     run.step(run._began_s)
     run.done(0, Cut())
@@ -313,8 +254,8 @@ def test_a_recovery_that_lasts_does_not_keep_the_notebook_after_an_interrupt() -
 
 def test_a_rank_whose_reply_was_lost_is_not_waited_for_after_an_interrupt() -> None:
     """Its black box says that its cell has ended; the interrupt came in that moment."""
-    session = FakeSession()
-    run = CellRun(cast("CellRanks", session), CellRequest("code", (0, 1)), Kept())
+    session = fake_session()
+    run = CellRun(session, CellRequest("code", (0, 1)), Kept())
     run.done(0, Failed())
     began_s = run._began_s
     session.silent = {1}

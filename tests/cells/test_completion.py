@@ -8,7 +8,7 @@ from nbdist.cells.completion import (
     path_before,
     reply_of,
     reply_with,
-    shifted,
+    shift_reply,
 )
 
 
@@ -63,12 +63,12 @@ def test_a_reply_has_the_names_that_begin_so() -> None:
 
 def test_a_reply_for_the_text_below_a_magic_moves_with_it() -> None:
     """Every place in it; a reply without types as well."""
-    reply = shifted(reply_with(["abc"], 1, 3), 20)
+    reply = shift_reply(reply_with(["abc"], 1, 3), 20)
     typed = reply["metadata"]["_jupyter_types_experimental"][0]
 
     assert (reply["cursor_start"], reply["cursor_end"]) == (21, 23)
     assert (typed["start"], typed["end"]) == (21, 23)
-    assert shifted({"cursor_start": 1, "cursor_end": 2}, 1)["cursor_start"] == 2
+    assert shift_reply({"cursor_start": 1, "cursor_end": 2}, 1)["cursor_start"] == 2
 
 
 def test_nothing_found_is_said_as_jupyter_does() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 
 import pytest
 
@@ -14,8 +13,8 @@ from nbdist.cells.line_merger import (
     Bar,
     Line,
     LineMerger,
-    labelled,
-    overwritten,
+    label_lines,
+    overwrite,
 )
 
 ERASE_LINE = "\x1b[2K"
@@ -33,7 +32,7 @@ def texts(events: list[Line | Bar | Attachment]) -> list[str]:
     found = []
     for event in events:
         if isinstance(event, Attachment):
-            found.append(f"<{event.rank}:{event.payload}>")
+            found.append(f"<{event.rank}>")
         elif isinstance(event, Bar):
             found.append(f"bar {event.text}")
         else:
@@ -56,51 +55,61 @@ def ended(merger: LineMerger, ranks: range, now_s: float = 0.0) -> str:
 # Grouping
 
 
-def test_equal_lines_are_shown_once_with_all_ranks() -> None:
-    """A line that every rank prints alike is one line under all ranks."""
-    merger = LineMerger("stdout", range(4))
-    for rank in range(4):
-        merger.feed(rank, "loss 2.31\n", 0)
-
-    assert merger.due(0) == [Line("stdout", "[0-3] loss 2.31\n")]
+_WIDE = "naïve 🏖️ \u2028 \x0b \x85 \x1c 漢字"
+_BLANKED = "\r 50%|#####     |\r100%|##########|\r{spaces}\rrank {rank} done\n"
 
 
-def test_different_lines_are_shown_in_rank_order() -> None:
-    """Whatever the order of arrival, line k of rank 0 stands before line k of rank 1."""
-    merger = LineMerger("stdout", range(3))
-    for rank in (2, 1, 0):
-        merger.feed(rank, f"rank {rank}\n", 0)
+@pytest.mark.parametrize(
+    ("pieces", "expected", "hidden"),
+    [
+        # Equal lines once; others by rank, at the place of the lowest that has the text.
+        ([(rank, "loss 2.31\n") for rank in range(4)], "[0-3] loss 2.31\n", set()),
+        ([(rank, f"{rank}\n") for rank in (2, 1, 0)], "[0] 0\n[1] 1\n[2] 2\n", set()),
+        ([(rank, f"{'abab'[rank]}\n") for rank in range(4)], "[0,2] a\n[1,3] b\n", set()),
+        ([(3, "x\n"), (1, "x\n")], "[1,3] x\n", set()),
+        # What a line is: in pieces, with Windows' ends, empty, with spaces, wide and in colours.
+        ([(0, "lo"), (0, "ss"), (0, " 2\n")], "[0] loss 2\n", set()),
+        (
+            [(0, "a\r\nb\r\n"), (1, "a\r"), (1, "\nc\r\n")],
+            "[0-1] a\n[0] b\n[1] c\n",
+            set(),
+        ),
+        ([(rank, f"\n\n{rank}\n") for rank in range(2)], "[0-1] \n[0-1] \n[0] 0\n[1] 1\n", set()),
+        ([(0, "    x  \n\ty\n")], "[0]     x  \n[0] \ty\n", set()),
+        ([(0, f"{_WIDE}\n"), (1, f"{_WIDE}\n")], f"[0-1] {_WIDE}\n", set()),
+        ([(0, "\x1b[31mred\x1b[0m\n"), (1, "red\n")], "[0] \x1b[31mred\x1b[0m\n[1] red\n", set()),
+        # Bars that have ended: one of several is shown, and no plain line is hidden by one.
+        ([(rank, "\r10%\r100%\n") for rank in range(2)], "[0-1] 100%\n", set()),
+        (
+            [(rank, f"\r 50% {rank}.5it/s\r100% {rank}.5it/s\n") for rank in range(3)],
+            "[0] 100% 0.5it/s\n",
+            {1, 2},
+        ),
+        (
+            [(0, "\r10%\r100%\n"), (1, "WARNING: loss is nan\n"), (2, "\r11%\r 99%\n")],
+            "[0] 100%\n[1] WARNING: loss is nan\n",
+            {2},
+        ),
+        # After tqdm's `leave=False` the next line is plain, without the bar's spaces.
+        (
+            [(rank, _BLANKED.format(spaces=" " * (16 + rank), rank=rank)) for rank in range(2)],
+            "[0] rank 0 done\n[1] rank 1 done\n",
+            set(),
+        ),
+    ],
+)
+def test_lines_that_all_have_written_are_shown_at_once(
+    pieces: list[tuple[int, str]], expected: str, hidden: set[int]
+) -> None:
+    """Equal lines come once with their ranks, others in rank order, whatever arrives when."""
+    merger = LineMerger("stderr", {rank for rank, _ in pieces})
+    for rank, text in pieces:
+        merger.feed(rank, text, 0)
+    events = merger.due(0)
 
-    assert shown(merger, 0) == "[0] rank 0\n[1] rank 1\n[2] rank 2\n"
-
-
-def test_partly_equal_lines_are_grouped_at_their_lowest_rank() -> None:
-    """Ranks with the same text share a line, which stands where the lowest of them stands."""
-    merger = LineMerger("stdout", range(4))
-    for rank, text in enumerate("abab"):
-        merger.feed(rank, f"{text}\n", 0)
-
-    assert shown(merger, 0) == "[0,2] a\n[1,3] b\n"
-
-
-def test_lines_wait_for_the_others() -> None:
-    """Line k is not shown before every rank has written it, within the first second."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\nb\n", 0)
-    before = shown(merger, 0.5)
-    merger.feed(1, "a\n", 0.9)
-
-    assert before == ""
-    assert shown(merger, 0.9) == "[0-1] a\n"
-
-
-def test_only_chosen_ranks_are_waited_for() -> None:
-    """With ranks 1 and 3 chosen, labels and waiting know of no other rank."""
-    merger = LineMerger("stdout", (3, 1))
-    merger.feed(3, "x\n", 0)
-    merger.feed(1, "x\n", 0)
-
-    assert shown(merger, 0) == "[1,3] x\n"
+    assert "".join(event.text for event in events if isinstance(event, Line)) == expected
+    assert {event.stream for event in events} == {"stderr"}
+    assert merger.hidden_bar_ranks == hidden
 
 
 def test_one_rank_is_never_delayed() -> None:
@@ -131,15 +140,106 @@ def test_different_numbers_of_lines() -> None:
     assert ended(merger, range(3)) == "[0-2] x\n[1-2] x\n[2] x\n"
 
 
-def test_streams_are_named() -> None:
-    """A merger of stderr says so in what it returns."""
-    merger = LineMerger("stderr", [0])
-    merger.feed(0, "w\n", 0)
-
-    assert merger.due(0) == [Line("stderr", "[0] w\n")]
-
-
 # Time
+
+
+_FIGURES = ["[0-1] a\n", "<0>", "<1>", "[0-1] b\n"]
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "steps"),
+    [
+        # Line k waits for every rank, within the first second.
+        (2, [(0.5, {0: "a\nb\n"}, []), (0.9, {1: "a\n"}, ["[0-1] a\n"])]),
+        # A queue that grew while a rank was waited for is shown as a whole after the second.
+        (2, [(0.0, {0: "a\n"}, []), (0.9, {0: "b\n"}, []), (1.0, {}, ["[0] a\n", "[0] b\n"])]),
+        # Late lines of a rank behind come under its own label as they arrive.
+        (
+            2,
+            [
+                (0.0, {0: "a\nb\nc\n"}, []),
+                (1.0, {}, ["[0] a\n", "[0] b\n", "[0] c\n"]),
+                (5.0, {1: "a\n"}, ["[1] a\n"]),
+                (6.0, {0: "d\n"}, ["[0] d\n"]),  # rank 1 is still behind
+            ],
+        ),
+        # Once it has written as much as the others it is waited for again.
+        (
+            2,
+            [
+                (0.0, {0: "a\nb\n"}, []),
+                (1.0, {}, ["[0] a\n", "[0] b\n"]),
+                (5.0, {1: "a\nb\n"}, ["[1] a\n", "[1] b\n"]),
+                (6.0, {0: "c\n"}, []),
+                (6.6, {1: "c\n"}, ["[0-1] c\n"]),
+            ],
+        ),
+        # One that catches up and goes on in one message shares the new line.
+        (
+            2,
+            [
+                (0.0, {0: "a\n"}, []),
+                (1.0, {}, ["[0] a\n"]),
+                (2.1, {1: "a\nb\n", 0: "b\n"}, ["[1] a\n", "[0-1] b\n"]),
+            ],
+        ),
+        # Each rank behind goes its own way; the leaders still wait for each other.
+        (
+            3,
+            [
+                (0.0, {0: "a\nb\n", 2: "a\n"}, []),
+                (1.0, {}, ["[0,2] a\n", "[0] b\n"]),
+                (2.0, {1: "a\n"}, ["[1] a\n"]),
+                (3.0, {2: "b\n"}, ["[2] b\n"]),
+                (4.0, {0: "c\n"}, []),  # rank 2 has caught up and is waited for, rank 1 is not
+                (5.0, {}, ["[0] c\n"]),
+            ],
+        ),
+        # A bar is shown at once, that of the lowest rank, with where the others are.
+        (
+            2,
+            [
+                (0.0, {1: "\r10%"}, ["bar [1] 10%"]),
+                (0.0, {0: "\r20%"}, ["bar [0] 20% (rank 1: 10%)"]),
+                (0.0, {1: "\r30%"}, ["bar [0] 20% (rank 1: 30%)"]),
+                (0.0, {}, []),
+            ],
+        ),
+        # When its line ends there is no bar any more, and it is said.
+        (
+            1,
+            [
+                (0.0, {0: "\r 50%"}, ["bar [0]  50%"]),
+                (0.0, {0: "\r100%\n"}, ["[0] 100%\n", "bar "]),
+            ],
+        ),
+        # Dots that are printed one by one are shown as they come after the first second.
+        (1, [(0.0, {0: "."}, []), (1.0, {}, ["bar [0] ."]), (2.0, {0: "."}, ["bar [0] .."])]),
+        # A figure has its place among the lines, for which it waits; without any it does not.
+        (
+            2,
+            [(0.0, {0: "a\n<fig>b\n", 1: "a\n<fig>b\n"}, ["[0-1] a\n", "<0>", "<1>", "[0-1] b\n"])],
+        ),
+        (2, [(0.5, {0: "a\n<fig>"}, []), (1.5, {}, ["[0] a\n", "<0>"])]),
+        (2, [(0.0, {0: "<fig>"}, ["<0>"])]),
+        # It ends a line that was not finished.
+        (1, [(0.0, {0: "here: <fig>and there\n"}, ["[0] here: \n", "<0>", "[0] and there\n"])]),
+    ],
+)
+def test_what_is_due_in_time(
+    n_ranks: int, steps: list[tuple[float, dict[int, str], list[str]]]
+) -> None:
+    """At each step ranks write, with `<fig>` for a figure; then what is due is taken."""
+    merger = LineMerger("stdout", range(n_ranks))
+    for now_s, texts_of_ranks, due in steps:
+        for rank, text in texts_of_ranks.items():
+            before, figure, after = text.partition("<fig>")
+            merger.feed(rank, before, now_s)
+            if figure:
+                merger.attach(rank, "fig", now_s)
+                merger.feed(rank, after, now_s)
+
+        assert texts(merger.due(now_s)) == due
 
 
 def test_only_rank_0_prints() -> None:
@@ -166,83 +266,6 @@ def test_the_oldest_line_counts() -> None:
 
     assert merger.next_due_s() == 1.0
     assert shown(merger, 1.0) == "[1-2] x\n"
-
-
-def test_a_rank_behind_is_shown_live_while_it_catches_up() -> None:
-    """Late lines of a rank behind come under its own label as they arrive."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\nb\nc\n", 0)
-    first = shown(merger, 1)
-    merger.feed(1, "a\n", 5)
-    late = shown(merger, 5)
-
-    assert first == "[0] a\n[0] b\n[0] c\n"
-    assert late == "[1] a\n"
-
-
-def test_a_rank_that_caught_up_is_waited_for_again() -> None:
-    """Once a late rank has written as much as the others, lines are grouped again."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\nb\n", 0)
-    merger.due(1)
-    merger.feed(1, "a\nb\n", 5)
-    late = shown(merger, 5)
-    merger.feed(0, "c\n", 6)
-    waiting = shown(merger, 6.5)
-    merger.feed(1, "c\n", 6.6)
-
-    assert late == "[1] a\n[1] b\n"
-    assert waiting == ""
-    assert shown(merger, 6.6) == "[0-1] c\n"
-
-
-def test_a_rank_that_almost_caught_up_is_not_waited_for() -> None:
-    """One line short of the others is still behind."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\nb\n", 0)
-    merger.due(1)
-    merger.feed(1, "a\n", 5)
-    merger.due(5)
-    merger.feed(0, "c\n", 6)
-
-    assert shown(merger, 6) == "[0] c\n"
-
-
-def test_a_late_line_and_a_new_one_in_one_message() -> None:
-    """A rank behind that catches up and goes on in one message shares the new line."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\n", 0)
-    merger.due(1)
-    merger.feed(1, "a\nb\n", 2)
-    merger.feed(0, "b\n", 2.1)
-
-    assert shown(merger, 2.1) == "[1] a\n[0-1] b\n"
-
-
-def test_two_ranks_behind_by_different_amounts() -> None:
-    """Each rank behind goes its own way; the leaders still wait for each other."""
-    merger = LineMerger("stdout", range(3))
-    merger.feed(0, "a\nb\n", 0)
-    merger.feed(2, "a\n", 0)
-    first = shown(merger, 1)
-    merger.feed(1, "a\n", 2)
-    second = shown(merger, 2)
-    merger.feed(2, "b\n", 3)
-    third = shown(merger, 3)
-    merger.feed(0, "c\n", 4)
-
-    assert (first, second, third) == ("[0,2] a\n[0] b\n", "[1] a\n", "[2] b\n")
-    assert shown(merger, 4) == ""  # rank 2 has caught up and is waited for, rank 1 is not
-    assert shown(merger, 5) == "[0] c\n"
-
-
-def test_a_late_group_needs_no_second_wait() -> None:
-    """A queue that grew while a rank was waited for is shown as a whole after the second."""
-    merger = LineMerger("stdout", range(2))
-    for number in range(10):
-        merger.feed(0, f"{number}\n", number / 10)
-
-    assert shown(merger, 1.0) == "".join(f"[0] {number}\n" for number in range(10))
 
 
 def test_next_due_is_never_in_the_past() -> None:
@@ -417,15 +440,6 @@ def test_no_line_is_lost_or_made_up(seed: int, *, is_patient: bool) -> None:
 # What a line is
 
 
-def test_a_line_in_pieces() -> None:
-    """A line that comes in three messages is one line."""
-    merger = LineMerger("stdout", [0])
-    for piece in ("lo", "ss", " 2\n"):
-        merger.feed(0, piece, 0)
-
-    assert shown(merger, 0) == "[0] loss 2\n"
-
-
 def test_an_unfinished_line_at_the_end_is_a_line() -> None:
     """What a rank wrote last without a newline is shown as a line when the rank ends."""
     merger = LineMerger("stdout", range(2))
@@ -433,53 +447,6 @@ def test_an_unfinished_line_at_the_end_is_a_line() -> None:
     merger.feed(1, "done\n", 0)
 
     assert ended(merger, range(2)) == "[0-1] done\n"
-
-
-def test_windows_line_ends() -> None:
-    r"""`\r\n` ends a line as `\n` does, even when it is cut in two, and makes no bar of it."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "a\r\nb\r\n", 0)
-    merger.feed(1, "a\r", 0)
-    merger.feed(1, "\nc\r\n", 0)
-
-    assert shown(merger, 0) == "[0-1] a\n[0] b\n[1] c\n"
-    assert merger.hidden_bar_ranks == set()
-
-
-def test_empty_lines_count() -> None:
-    """Empty lines are lines: they are shown, and those after them stay aligned."""
-    merger = LineMerger("stdout", range(2))
-    for rank in range(2):
-        merger.feed(rank, f"\n\n{rank}\n", 0)
-
-    assert shown(merger, 0) == "[0-1] \n[0-1] \n[0] 0\n[1] 1\n"
-
-
-def test_indentation_and_trailing_spaces_are_kept() -> None:
-    """White space around a line's text is the user's."""
-    merger = LineMerger("stdout", [0])
-    merger.feed(0, "    x  \n\ty\n", 0)
-
-    assert shown(merger, 0) == "[0]     x  \n[0] \ty\n"
-
-
-def test_unicode_line_separators_do_not_cut_lines() -> None:
-    r"""Only `\n` ends a line; other separators and wide characters stay in it."""
-    text = "naïve 🏖️ \u2028 \x0b \x85 \x1c 漢字"
-    merger = LineMerger("stdout", range(2))
-    for rank in range(2):
-        merger.feed(rank, text + "\n", 0)
-
-    assert shown(merger, 0) == f"[0-1] {text}\n"
-
-
-def test_colours_are_kept() -> None:
-    """ANSI colours pass through, and tell lines apart."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "\x1b[31mred\x1b[0m\n", 0)
-    merger.feed(1, "red\n", 0)
-
-    assert shown(merger, 0) == "[0] \x1b[31mred\x1b[0m\n[1] red\n"
 
 
 def test_blocks_are_compared_as_one() -> None:
@@ -517,75 +484,15 @@ def test_a_block_ends_an_unfinished_line() -> None:
 )
 def test_overwritten(text: str, expected: str) -> None:
     """Carriage returns overwrite as in a terminal, and erase codes erase."""
-    assert overwritten(text) == expected
+    assert overwrite(text) == expected
 
 
 def test_labelled_indents_further_lines() -> None:
     """All lines of a text begin in the same column."""
-    assert labelled((0, 1, 3), "a\nb") == "[0-1,3] a\n        b"
+    assert label_lines((0, 1, 3), "a\nb") == "[0-1,3] a\n        b"
 
 
 # Bars
-
-
-def test_a_bar_is_shown_at_once_from_the_lowest_rank() -> None:
-    """The bar of the lowest rank that has one is shown, with where the others are."""
-    merger = LineMerger("stderr", range(2))
-    merger.feed(1, "\r10%", 0)
-    alone = merger.due(0)
-    merger.feed(0, "\r20%", 0)
-    lowest = merger.due(0)
-    merger.feed(1, "\r30%", 0)
-
-    assert alone == [Bar("stderr", "[1] 10%")]
-    assert lowest == [Bar("stderr", "[0] 20% (rank 1: 10%)")]
-    assert merger.due(0) == [Bar("stderr", "[0] 20% (rank 1: 30%)")]
-    assert merger.due(0) == []
-
-
-def test_the_final_bars_are_one_line() -> None:
-    """Of bars that end with different rates the lowest rank's is shown; the others are counted."""
-    merger = LineMerger("stderr", range(3))
-    for rank in range(3):
-        for percent in range(0, 101, 50):
-            merger.feed(rank, f"\r{percent:3}% {rank}.5it/s", 0)
-        merger.feed(rank, "\n", 0)
-
-    assert texts(merger.due(0)) == ["[0] 100% 0.5it/s\n"]
-    assert merger.hidden_bar_ranks == {1, 2}
-
-
-def test_equal_bars_are_not_hidden() -> None:
-    """Ranks whose bars end alike share the line, and nothing is counted as hidden."""
-    merger = LineMerger("stderr", range(2))
-    for rank in range(2):
-        merger.feed(rank, "\r10%\r100%\n", 0)
-
-    assert shown(merger, 0) == "[0-1] 100%\n"
-    assert merger.hidden_bar_ranks == set()
-
-
-def test_a_bar_hides_no_plain_line() -> None:
-    """Where rank 0 has a bar and rank 1 a warning as line k, both are shown."""
-    merger = LineMerger("stderr", range(3))
-    merger.feed(0, "\r10%\r100%\n", 0)
-    merger.feed(1, "WARNING: loss is nan\n", 0)
-    merger.feed(2, "\r11%\r 99%\n", 0)
-
-    assert shown(merger, 0) == "[0] 100%\n[1] WARNING: loss is nan\n"
-    assert merger.hidden_bar_ranks == {2}
-
-
-def test_lines_after_a_bar_that_was_blanked_out_are_plain() -> None:
-    r"""After tqdm's `leave=False` each rank's own lines are shown, without the bar's spaces."""
-    merger = LineMerger("stderr", range(2))
-    for rank in range(2):
-        merger.feed(rank, "\r 50%|#####     |\r100%|##########|", 0)
-        merger.feed(rank, "\r" + " " * (16 + rank) + "\r", 0)
-        merger.feed(rank, f"rank {rank} done\n", 0)
-
-    assert texts(merger.due(0)) == ["[0] rank 0 done\n", "[1] rank 1 done\n"]
-    assert merger.hidden_bar_ranks == set()
 
 
 @pytest.mark.parametrize("blank", ["\r        \r", "\r" + ERASE_LINE, "\r" + ERASE_LINE + "\r"])
@@ -623,16 +530,6 @@ def test_a_million_redraws_take_no_memory() -> None:
     assert merger.due(0) == [Bar("stderr", "[0]  19999 of 20000")]
 
 
-def test_a_bar_is_withdrawn_when_its_line_ends() -> None:
-    """After the last redraw became a line there is no bar any more, and it is said."""
-    merger = LineMerger("stderr", [0])
-    merger.feed(0, "\r 50%", 0)
-    merger.due(0)
-    merger.feed(0, "\r100%\n", 0)
-
-    assert merger.due(0) == [Line("stderr", "[0] 100%\n"), Bar("stderr", "")]
-
-
 def test_a_prompt_is_shown_after_a_second() -> None:
     """Text without a newline is shown as it is once it has stood for a second."""
     merger = LineMerger("stdout", range(2))
@@ -644,16 +541,6 @@ def test_a_prompt_is_shown_after_a_second() -> None:
     assert due_s == 4.0
     assert merger.due(4.0) == [Bar("stdout", "[1] computing ...")]
     assert merger.next_due_s() is None
-
-
-def test_a_prompt_that_grows_is_followed() -> None:
-    """Dots that are printed one by one are shown as they come after the first second."""
-    merger = LineMerger("stdout", [0])
-    merger.feed(0, ".", 0)
-    merger.due(1)
-    merger.feed(0, ".", 2)
-
-    assert merger.due(2) == [Bar("stdout", "[0] ..")]
 
 
 def test_a_new_prompt_begins_its_own_second() -> None:
@@ -669,45 +556,6 @@ def test_a_new_prompt_begins_its_own_second() -> None:
 # Attachments
 
 
-def test_a_figure_keeps_its_place_among_lines() -> None:
-    """A figure comes after the lines before it and before the lines after it."""
-    merger = LineMerger("stdout", range(2))
-    for rank in range(2):
-        merger.feed(rank, "before\n", 0)
-        merger.attach(rank, "fig", 0)
-        merger.feed(rank, "after\n", 0)
-
-    assert texts(merger.due(0)) == ["[0-1] before\n", "<0:fig>", "<1:fig>", "[0-1] after\n"]
-
-
-def test_a_figure_waits_for_its_lines() -> None:
-    """A figure is not shown before the lines above it, which wait for other ranks."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(0, "before\n", 0)
-    merger.attach(0, "fig", 0)
-
-    assert merger.due(0.5) == []
-    assert texts(merger.due(1)) == ["[0] before\n", "<0:fig>"]
-
-
-def test_a_figure_before_any_line_is_shown_at_once() -> None:
-    """A figure that has no lines above it waits for nobody."""
-    merger = LineMerger("stdout", range(2))
-    merger.attach(0, "fig", 0)
-
-    assert texts(merger.due(0)) == ["<0:fig>"]
-
-
-def test_a_figure_ends_an_unfinished_line() -> None:
-    """Text without a newline before a figure stands before it, not after."""
-    merger = LineMerger("stdout", [0])
-    merger.feed(0, "here: ", 0)
-    merger.attach(0, "fig", 0)
-    merger.feed(0, "and there\n", 0)
-
-    assert texts(merger.due(0)) == ["[0] here: \n", "<0:fig>", "[0] and there\n"]
-
-
 def test_an_update_leaves_an_unfinished_line_alone() -> None:
     """What changes a display elsewhere does not cut the line that is being written."""
     merger = LineMerger("stdout", [0])
@@ -715,31 +563,10 @@ def test_an_update_leaves_an_unfinished_line_alone() -> None:
     merger.attach(0, "update", 0, ends_line=False)
     merger.feed(0, "2\n", 0)
 
-    assert texts(merger.due(0)) == ["<0:update>", "[0] 1 2\n"]
+    assert texts(merger.due(0)) == ["<0>", "[0] 1 2\n"]
 
 
 # Size
-
-
-@pytest.mark.parametrize("is_patient", [True, False])
-def test_many_lines(*, is_patient: bool) -> None:
-    """100,000 lines of each of two ranks, half of them alike, pass in seconds, none lost."""
-    merger = LineMerger("stdout", range(2), is_patient=is_patient)
-    began_s = time.monotonic()
-    lines = []
-    for start in range(0, 100_000, 1000):
-        for rank in range(2):
-            text = "".join(
-                f"line {k} of {rank if k % 2 else 'all'}\n" for k in range(start, start + 1000)
-            )
-            merger.feed(rank, text, 0)
-        lines += texts(merger.due(0))
-    elapsed_s = time.monotonic() - began_s
-
-    assert len(lines) == 150_000
-    assert lines[:3] == ["[0-1] line 0 of all\n", "[0] line 1 of 0\n", "[1] line 1 of 1\n"]
-    assert lines[-1] == "[1] line 99999 of 1\n"
-    assert elapsed_s < 10
 
 
 def test_many_lines_of_a_rank_that_waits() -> None:

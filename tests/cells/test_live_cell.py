@@ -151,14 +151,16 @@ def test_a_short_cell_leaves_nothing_else(notebook: Notebook) -> None:
 # Long outputs
 
 
-@pytest.mark.parametrize("step", [1, 7, 100_000])
-def test_both_ends_of_a_long_output(notebook: Notebook, step: int) -> None:
-    """100,000 lines: 500 at once, one note, the last 500 at the end, all in the file."""
-    count = 100_000 if step > 1 else 3_000
+@pytest.mark.parametrize(
+    ("count", "step"), [(1001, 1001), (3_000, 1), (100_000, 7), (100_000, 100_000)]
+)
+def test_both_ends_of_a_long_output(notebook: Notebook, count: int, step: int) -> None:
+    """Up to 100,000 lines: 500 at once, one note, the last 500 at the end, all in the file."""
     cell = notebook.cell()
     for start in range(0, count, step):
         cell.draw([out(number) for number in range(start, min(start + step, count))])
     before = notebook.text().splitlines()
+    in_file = notebook.path.read_text()  # whose path has been told while the cell runs
     cell.close(RESULT)
     after = notebook.text().splitlines()
 
@@ -176,7 +178,7 @@ def test_both_ends_of_a_long_output(notebook: Notebook, step: int) -> None:
         ),
         *(f"[0] {number}" for number in range(count - 500, count)),
     ]
-    assert notebook.path.read_text().splitlines() == [f"[0] {n}" for n in range(count)]
+    assert in_file == notebook.path.read_text() == "".join(f"[0] {n}\n" for n in range(count))
     assert notebook.files == 1
 
 
@@ -197,30 +199,6 @@ def test_a_file_that_is_not_needed_is_removed(notebook: Notebook, count: int) ->
     ]
 
 
-def test_1001_lines(notebook: Notebook) -> None:
-    """One line too many is one line that is not shown and a file that has it."""
-    cell = notebook.cell()
-    cell.draw([out(number) for number in range(1001)])
-    cell.close(RESULT)
-
-    assert (
-        f"... 1 lines not shown; all of them, until the ranks end, in {notebook.path}\n"
-        in notebook.text()
-    )
-    assert "[0] 500\n" not in notebook.text()
-    assert "[0] 500\n" in notebook.path.read_text()
-
-
-def test_the_file_can_be_read_while_the_cell_runs(notebook: Notebook) -> None:
-    """The path is told, so what was drawn is in the file at once."""
-    cell = notebook.cell()
-    cell.draw([out(number) for number in range(2000)])
-    count = len(notebook.path.read_text().splitlines())
-    cell.close(RESULT)
-
-    assert count == 2000
-
-
 def test_stored_outputs_have_no_path(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -233,17 +211,6 @@ def test_stored_outputs_have_no_path(
     assert "all go to #, the last" in notebook.text()
     assert "... 500 lines not shown; all of them, until the ranks end, in #\n" in notebook.text()
     assert str(notebook.path) not in notebook.text()
-
-
-def test_the_last_lines_keep_their_streams(notebook: Notebook) -> None:
-    """Warnings among the last lines still come on stderr."""
-    cell = notebook.cell()
-    cell.draw([out(number) for number in range(500)])
-    cell.draw([Line("stderr", "[0] w\n"), Line("stdout", "[0] x\n")])
-    cell.close(RESULT)
-
-    assert notebook.text("stderr") == "[0] w\n"
-    assert notebook.text("stdout").endswith("[0] x\n")
 
 
 def test_blocks_are_counted_by_their_lines(notebook: Notebook) -> None:
@@ -354,25 +321,47 @@ def test_lines_do_not_make_bars_redraw_more_often(notebook: Notebook) -> None:
     assert len(drawn) == 10
 
 
-def test_a_redraw_that_came_too_early_is_made_up_for(notebook: Notebook) -> None:
-    """The state of a bar that was not drawn is drawn when something else comes."""
+_FIGURE = DisplayOutput(0, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_closed", "screen"),
+    [
+        # A redraw that came too early is made up for when something else comes.
+        ([(0.0, [Bar("stderr", "1%")]), (0.1, [Bar("stderr", "99%")]), (0.0, [])], False, ["99%"]),
+        # A bar that shrinks is padded over what it was.
+        ([(1.0, [Bar("stderr", text)]) for text in ("a long bar", "short", "xyz")], False, ["xyz"]),
+        # The last redraw as a line takes the place of the bar.
+        (
+            [(1.0, [Bar("stderr", " 50%")]), (0.0, [Line("stderr", "100%\n"), Bar("stderr", "")])],
+            True,
+            ["100%", ""],
+        ),
+        # The end of the cell erases what is unfinished, and a figure the bar above it.
+        ([(0.0, [Bar("stdout", "...")])], True, [""]),
+        (
+            [
+                (0.0, [Bar("stderr", "50%"), _FIGURE]),
+                (0.0, [Bar("stderr", "60%")]),
+                (0.0, [_FIGURE]),
+            ],
+            True,
+            [""],
+        ),
+    ],
+)
+def test_a_bar_leaves_nothing_of_itself(
+    notebook: Notebook, steps: list[tuple[float, list[Event]]], is_closed: bool, screen: list[str]
+) -> None:
+    """Each step draws events, and then so many seconds pass."""
     cell = notebook.cell()
-    cell.draw([Bar("stderr", "[0] 1%")])
-    cell.draw([Bar("stderr", "[0] 99%")])
-    notebook.now_s += 0.1
-    cell.draw([])
+    for pause_s, events in steps:
+        cell.draw(events)
+        notebook.now_s += pause_s
+    if is_closed:
+        cell.close(RESULT)
 
-    assert notebook.screen() == ["[0] 99%"]
-
-
-def test_a_shorter_bar_leaves_nothing_of_the_longer(notebook: Notebook) -> None:
-    """A bar that shrinks is padded over what it was."""
-    cell = notebook.cell()
-    for text in ("[0] a long bar", "[0] short", "[0] xyz"):
-        cell.draw([Bar("stderr", text)])
-        notebook.now_s += 1
-
-    assert notebook.screen() == ["[0] xyz"]
+    assert notebook.screen() == screen
 
 
 def test_a_withdrawn_bar_is_erased(notebook: Notebook) -> None:
@@ -408,17 +397,6 @@ def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:
     assert told[-2:] == ["[0] 50%", ""]
 
 
-def test_a_finished_bar_stands_once(notebook: Notebook) -> None:
-    """The last redraw as a line takes the place of the bar."""
-    cell = notebook.cell()
-    cell.draw([Bar("stderr", "[0]  50%")])
-    notebook.now_s += 1
-    cell.draw([Line("stderr", "[0] 100%\n"), Bar("stderr", "")])
-    cell.close(RESULT)
-
-    assert notebook.screen() == ["[0] 100%", ""]
-
-
 def test_the_bars_of_two_streams(notebook: Notebook) -> None:
     """With one unfinished line on each stream the newer is shown; then the other again."""
     cell = notebook.cell()
@@ -429,26 +407,6 @@ def test_the_bars_of_two_streams(notebook: Notebook) -> None:
         screens.append(notebook.screen())
 
     assert screens == [["[0] 50%"], ["[0] wait"], ["[0] 50%"]]
-
-
-def test_a_bar_is_gone_when_the_cell_ends(notebook: Notebook) -> None:
-    """Closing erases what is unfinished."""
-    cell = notebook.cell()
-    cell.draw([Bar("stdout", "[0] ...")])
-    cell.close(RESULT)
-
-    assert notebook.screen() == [""]
-
-
-def test_a_bar_is_erased_before_a_figure(notebook: Notebook) -> None:
-    """A figure does not come below the remains of a bar."""
-    cell = notebook.cell()
-    cell.draw([Bar("stderr", "[0] 50%"), DisplayOutput(0, {}, {}, {})])
-    cell.draw([Bar("stderr", "[0] 60%")])
-    cell.draw([DisplayOutput(0, {}, {}, {})])
-    cell.close(RESULT)
-
-    assert notebook.screen() == [""]
 
 
 def test_after_clear_output_a_bar_needs_no_erasing(notebook: Notebook) -> None:

@@ -96,11 +96,94 @@ def told(events: list[Event]) -> list[str]:
 # Text
 
 
-def test_print() -> None:
-    """Printed lines are merged over the ranks."""
-    feed = OutputReducer(range(2))
+_TENSOR = "tensor([1,\n        2])"
+_X, _Y = {"text/plain": "'x'"}, {"text/plain": "'y'"}
 
-    assert fed(feed, (1, stream("x\n")), (0, stream("x\n"))) == [Line("stdout", "[0-1] x\n")]
+
+@pytest.mark.parametrize(
+    ("messages", "events", "hidden"),
+    [
+        # Text and results are merged over the ranks, a result as one block.
+        ([(1, stream("x\n")), (0, stream("x\n"))], ["[0-1] x"], ""),
+        (
+            [(rank, one) for rank in range(2) for one in (stream("a\n"), result(_TENSOR))],
+            ["[0-1] a", "[0-1] tensor([1,\n              2])"],
+            "",
+        ),
+        ([(rank, result(f"{rank}")) for rank in (2, 0, 1)], ["[0] 0", "[1] 1", "[2] 2"], ""),
+        # A display of text is a line like a result; one of nothing, and other messages, are none.
+        ([(0, display(_X))], ["[0] 'x'"], ""),
+        ([(0, display({}))], [], ""),
+        ([(0, message("status", execution_state="busy"))], [], ""),
+        ([(0, message("execute_input", code="x"))], [], ""),
+        ([(0, message("comm_open", comm_id="x"))], [], ""),
+        # The lowest rank shows its figure in its place, the others' are counted.
+        (
+            [(r, one) for r in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))],
+            ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"],
+            "1 display of rank 1",
+        ),
+        ([(3, display()), (2, display())], ["2 shows iVBORw0K"], "1 display of rank 3"),
+        (
+            [(0, display()), (1, display()), (3, display()), (2, display()), (2, display())],
+            ["0 shows iVBORw0K"],
+            "1 display each of ranks 1,3, 2 displays of rank 2",
+        ),
+        # Text that may be updated is a display, since a line could not change any more; an
+        # empty one is a place that updates fill, and leaves a line at hand whole.
+        (
+            [
+                (0, display(_X, "a")),
+                (1, display(_X, "b")),
+                (0, update(_Y, "a")),
+                (1, update(_Y, "b")),
+            ],
+            ["0 shows", "0 updates"],
+            "1 display of rank 1",
+        ),
+        (
+            [(0, display({}, "a")), (0, update(PNG, "a"))],
+            ["0 shows", "0 updates iVBORw0K"],
+            "",
+        ),
+        (
+            [
+                (0, display(display_id="a")),
+                (0, stream("1 ")),
+                (0, update(png("new"), "a")),
+                (0, stream("2\n")),
+            ],
+            ["0 shows iVBORw0K", "0 updates new", "[0] 1 2"],
+            "",
+        ),
+        # All that clear do it once, at rank 0's place; what is cleared is not counted.
+        (
+            [(r, one) for r in (1, 0) for one in (stream("a\n"), clear(wait=True), stream("b\n"))],
+            ["[0-1] a", "clear 0 wait", "[0-1] b"],
+            "",
+        ),
+        (
+            [
+                (rank, one)
+                for step in "12"
+                for rank in range(2)
+                for one in (clear(wait=True), display(png(step)))
+            ],
+            ["clear 0 wait", "0 shows 1", "clear 0 wait", "0 shows 2"],
+            "1 display of rank 1",
+        ),
+    ],
+)
+def test_what_is_shown_and_what_is_counted(
+    messages: list[tuple[int, dict[str, Any]]], events: list[str], hidden: str
+) -> None:
+    """Of messages that all have come, in the order in which they came."""
+    feed = OutputReducer({rank for rank, _ in messages})
+
+    assert told(fed(feed, *messages)) == events
+    assert feed.hidden() == (
+        f"not shown: {hidden} (%%distributed --tabs shows all)" if hidden else ""
+    )
 
 
 def test_streams_are_separate() -> None:
@@ -141,55 +224,6 @@ def test_next_due_is_the_earlier_of_both_streams() -> None:
     assert feed.next_due_s() == 5.0
 
 
-def test_results_are_lines() -> None:
-    """A last expression's text is merged as a block among the printed lines."""
-    feed = OutputReducer(range(2))
-    events = fed(
-        feed,
-        (0, stream("a\n")),
-        (0, result("tensor([1,\n        2])")),
-        (1, stream("a\n")),
-        (1, result("tensor([1,\n        2])")),
-    )
-
-    assert told(events) == ["[0-1] a", "[0-1] tensor([1,\n              2])"]
-
-
-def test_results_that_differ() -> None:
-    """Results that differ are shown per rank, in rank order."""
-    feed = OutputReducer(range(3))
-
-    assert told(fed(feed, (2, result("2")), (0, result("0")), (1, result("1")))) == [
-        "[0] 0",
-        "[1] 1",
-        "[2] 2",
-    ]
-
-
-def test_a_text_display_is_a_line() -> None:
-    """display() of an object without any rich form is text, like its result would be."""
-    feed = OutputReducer([0])
-
-    assert told(fed(feed, (0, display({"text/plain": "'x'"})))) == ["[0] 'x'"]
-
-
-def test_an_empty_display_is_nothing() -> None:
-    """A display without data and without an id shows nothing, not an empty line."""
-    feed = OutputReducer([0])
-
-    assert fed(feed, (0, display({}))) == []
-    assert ended(feed) == []
-
-
-def test_other_messages_are_passed_over() -> None:
-    """Status and input messages show nothing."""
-    feed = OutputReducer([0])
-
-    assert fed(feed, (0, message("status", execution_state="busy"))) == []
-    assert fed(feed, (0, message("execute_input", code="x"))) == []
-    assert fed(feed, (0, message("comm_open", comm_id="x"))) == []
-
-
 def test_text_of_a_rank() -> None:
     """A rank's text is what it printed on stdout and its results, as it wrote them."""
     feed = OutputReducer(range(2))
@@ -219,22 +253,6 @@ def test_the_end_of_a_long_text_is_kept() -> None:
 
 
 # Displays
-
-
-def test_rank_0_shows_its_figure_in_place() -> None:
-    """Rank 0's figure stands between the lines around it; the other's is counted."""
-    feed = OutputReducer(range(2))
-    messages = [(rank, one) for rank in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))]
-
-    assert told(fed(feed, *messages)) == ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
-
-
-def test_the_lowest_chosen_rank_shows() -> None:
-    """With ranks 2 and 3 chosen it is rank 2 whose figures are shown."""
-    feed = OutputReducer((3, 2))
-
-    assert told(fed(feed, (3, display()), (2, display()))) == ["2 shows iVBORw0K"]
 
 
 def test_everything_of_a_display_is_passed_on() -> None:
@@ -290,37 +308,58 @@ def test_a_figure_that_still_waits_counts() -> None:
     assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
-def test_rank_0_after_rank_1() -> None:
-    """Rank 0's figure is the one shown, even when rank 1's came long before."""
-    feed = OutputReducer(range(2))
-    fed(feed, (1, display(png("1"))))
-    events = fed(feed, (0, display(png("0"))))
-
-    assert told(events) == ["0 shows 0"]
-    assert ended(feed) == []
-    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
-
-
-def test_only_one_rank_of_many_is_shown() -> None:
-    """When rank 0 shows nothing, rank 1's figures are shown and those of 2 and 3 are counted."""
-    feed = OutputReducer(range(4))
-    for rank in (3, 2, 1):
-        fed(feed, (rank, display(png(f"{rank}a"))), (rank, display(png(f"{rank}b"))))
-
-    assert told(ended(feed)) == ["1 shows 1a", "1 shows 1b"]
-    assert (
-        feed.hidden() == "not shown: 2 displays each of ranks 2-3 (%%distributed --tabs shows all)"
-    )
+_CLEARED = [
+    (0, stream("a\n")),
+    (1, stream("a\n")),
+    (1, display(png("1"))),
+    (1, clear(wait=True)),
+    (1, display(png("2"))),
+    (1, clear()),
+    (1, display(png("3"))),
+]
 
 
-def test_hidden_counts_are_told_by_count() -> None:
-    """Ranks with the same number of hidden displays are told together."""
-    feed = OutputReducer(range(4))
-    fed(feed, (0, display()), (1, display()), (3, display()), (2, display()), (2, display()))
+@pytest.mark.parametrize(
+    ("n_ranks", "messages", "events", "at_end", "hidden"),
+    [
+        # Rank 0's figure is the one shown, even when rank 1's came long before.
+        (
+            2,
+            [(1, display(png("1"))), (0, display(png("0")))],
+            ["0 shows 0"],
+            [],
+            "1 display of rank 1",
+        ),
+        # Of ranks 1 to 3, the first that has any.
+        (
+            4,
+            [(r, display(png(f"{r}{name}"))) for r in (3, 2, 1) for name in "ab"],
+            [],
+            ["1 shows 1a", "1 shows 1b"],
+            "2 displays each of ranks 2-3",
+        ),
+        # Rank 0 that clears but shows nothing does not keep rank 1's figure from being shown.
+        (2, [(0, clear()), (1, display())], ["clear 0"], ["1 shows iVBORw0K"], ""),
+        # Of figures that rank 1 cleared before they could be shown, only the last one comes.
+        (2, _CLEARED, ["[0-1] a"], ["1 shows 3"], ""),
+        # clear_output(wait=True) waits for the next output; without one the figure stays.
+        (2, [(1, display(png("1"))), (1, clear(wait=True))], [], ["1 shows 1"], ""),
+    ],
+)
+def test_what_is_shown_at_once_and_at_the_end(
+    n_ranks: int,
+    messages: list[tuple[int, dict[str, Any]]],
+    events: list[str],
+    at_end: list[str],
+    hidden: str,
+) -> None:
+    """Messages come one by one, and then all ranks end."""
+    feed = OutputReducer(range(n_ranks))
 
+    assert told([event for one in messages for event in fed(feed, one)]) == events
+    assert told(ended(feed)) == at_end
     assert feed.hidden() == (
-        "not shown: 1 display each of ranks 1,3, 2 displays of rank 2 "
-        "(%%distributed --tabs shows all)"
+        f"not shown: {hidden} (%%distributed --tabs shows all)" if hidden else ""
     )
 
 
@@ -336,14 +375,6 @@ def test_hidden_bars_are_told() -> None:
     assert feed.hidden() == "not shown: progress bars of ranks 1-2 (%%distributed --tabs shows all)"
 
 
-def test_nothing_hidden_is_no_sentence() -> None:
-    """When all was shown there is nothing to tell."""
-    feed = OutputReducer(range(2))
-    fed(feed, (0, stream("x\n")), (1, stream("x\n")), (0, display()))
-
-    assert feed.hidden() == ""
-
-
 def test_hidden_figures_are_not_kept_in_memory() -> None:
     """Figures that are known not to be shown are counted without their data."""
     feed = OutputReducer(range(2))
@@ -353,108 +384,6 @@ def test_hidden_figures_are_not_kept_in_memory() -> None:
 
     assert [payload.data for payload in feed._feeds[1].unshown] == [{}, {}, {}]
     assert feed.hidden() == "not shown: 3 displays of rank 1 (%%distributed --tabs shows all)"
-
-
-def test_a_text_display_with_an_id_can_be_updated() -> None:
-    """Text that may be updated is a display: a line could not change any more."""
-    feed = OutputReducer(range(2))
-    events = fed(
-        feed,
-        (0, display({"text/plain": "'x'"}, "a")),
-        (1, display({"text/plain": "'x'"}, "b")),
-        (0, update({"text/plain": "'y'"}, "a")),
-        (1, update({"text/plain": "'y'"}, "b")),
-    )
-
-    assert told(events) == ["0 shows", "0 updates"]
-    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
-
-
-def test_an_empty_display_with_an_id_is_passed_on() -> None:
-    """display(display_id=True) makes an empty place that updates fill."""
-    feed = OutputReducer([0])
-
-    assert told(fed(feed, (0, display({}, "a")), (0, update(PNG, "a")))) == [
-        "0 shows",
-        "0 updates iVBORw0K",
-    ]
-
-
-def test_updates_of_hidden_displays_are_not_shown() -> None:
-    """Rank 1's updates go the way of its display; they are not counted as further ones."""
-    feed = OutputReducer(range(2))
-    fed(feed, (0, display(display_id="a")), (1, display(display_id="b")))
-
-    assert fed(feed, (1, update(PNG, "b")), (1, update(PNG, "b"))) == []
-    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
-
-
-def test_updates_keep_the_line_at_hand() -> None:
-    """A display updated in the midst of a printed line leaves the line whole."""
-    feed = OutputReducer([0])
-    events = fed(
-        feed,
-        (0, display(display_id="a")),
-        (0, stream("1 ")),
-        (0, update(png("new"), "a")),
-        (0, stream("2\n")),
-    )
-
-    assert told(events) == ["0 shows iVBORw0K", "0 updates new", "[0] 1 2"]
-
-
-def test_clear_output_is_done_once() -> None:
-    """When every rank clears, the notebook's output is cleared once, at rank 0's place."""
-    feed = OutputReducer(range(2))
-    messages = [
-        (rank, one) for rank in (1, 0) for one in (stream("a\n"), clear(wait=True), stream("b\n"))
-    ]
-
-    assert told(fed(feed, *messages)) == ["[0-1] a", "clear 0 wait", "[0-1] b"]
-
-
-def test_clear_output_takes_no_display_from_others() -> None:
-    """Rank 0 that clears but shows nothing does not keep rank 1's figure from being shown."""
-    feed = OutputReducer(range(2))
-
-    assert told(fed(feed, (0, clear()), (1, display()))) == ["clear 0"]
-    assert told(ended(feed)) == ["1 shows iVBORw0K"]
-
-
-def test_a_late_display_clears_nothing_of_the_others() -> None:
-    """Of figures that rank 1 cleared before they could be shown, only the last one comes."""
-    feed = OutputReducer(range(2))
-    events = fed(
-        feed,
-        (0, stream("a\n")),
-        (1, stream("a\n")),
-        (1, display(png("1"))),
-        (1, clear(wait=True)),
-        (1, display(png("2"))),
-        (1, clear()),
-        (1, display(png("3"))),
-    )
-
-    assert told(events) == ["[0-1] a"]
-    assert told(ended(feed)) == ["1 shows 3"]
-
-
-def test_clear_with_wait_at_the_end_clears_nothing() -> None:
-    """clear_output(wait=True) waits for the next output; without one the figure stays."""
-    feed = OutputReducer(range(2))
-    fed(feed, (1, display(png("1"))), (1, clear(wait=True)))
-
-    assert told(ended(feed)) == ["1 shows 1"]
-
-
-def test_cleared_displays_of_hidden_ranks_are_not_counted() -> None:
-    """A loop that shows one figure at a time hides one figure, not as many as it has steps."""
-    feed = OutputReducer(range(2))
-    for step in range(10):
-        for rank in range(2):
-            fed(feed, (rank, clear(wait=True)), (rank, display(png(f"{step}"))))
-
-    assert feed.hidden() == "not shown: 1 display of rank 1 (%%distributed --tabs shows all)"
 
 
 def test_widgets_are_shown_live_from_the_lowest_rank() -> None:
@@ -630,39 +559,24 @@ def test_a_long_output_says_what_it_lacks() -> None:
 # Failures
 
 
-def test_an_error_becomes_a_failure() -> None:
-    """An error message is not shown at once; it is kept with its traceback and its date."""
+@pytest.mark.parametrize(
+    ("header", "at_s"),
+    [
+        ({"date": datetime(2026, 1, 1, tzinfo=UTC)}, 1767225600.0),
+        ({"date": "2026-01-01T00:00:00Z"}, 1767225600.0),
+        ({"date": "2026-01-01T01:00:00.5+01:00"}, 1767225600.5),
+        ({}, 0.0),
+    ],
+)
+def test_an_error_becomes_a_failure(header: dict[str, Any], at_s: float) -> None:
+    """An error is not shown at once, but kept with its traceback and its date, if it has one."""
     feed = OutputReducer(range(2))
     error = message("error", ename="ValueError", evalue="boom", traceback=["a", "b"])
-    error["header"]["date"] = datetime(2026, 1, 1, tzinfo=UTC)
+    error["header"] |= header
 
     assert fed(feed, (1, error)) == []
     assert feed.failure(0) is None
-    assert feed.failure(1) == RankFailure(1, "ValueError", "boom", ("a", "b"), 1767225600.0)
-
-
-@pytest.mark.parametrize(
-    ("date", "at_s"),
-    [("2026-01-01T00:00:00Z", 1767225600.0), ("2026-01-01T01:00:00.5+01:00", 1767225600.5)],
-)
-def test_dates_as_text(date: str, at_s: float) -> None:
-    """A date that has not been parsed is read with its time zone."""
-    feed = OutputReducer([0])
-    error = message("error", ename="E", evalue="", traceback=[])
-    error["header"]["date"] = date
-    fed(feed, (0, error))
-    failure = feed.failure(0)
-
-    assert failure is not None
-    assert failure.at_s == at_s
-
-
-def test_an_error_without_a_date() -> None:
-    """A failure whose time is unknown is kept as well."""
-    feed = OutputReducer([0])
-    fed(feed, (0, message("error", ename="E", evalue="m", traceback=[])))
-
-    assert feed.failure(0) == RankFailure(0, "E", "m")
+    assert feed.failure(1) == RankFailure(1, "ValueError", "boom", ("a", "b"), at_s)
 
 
 def test_results_by_rank() -> None:

@@ -137,34 +137,24 @@ def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
         assert orphans.clean() != ()
 
 
-def test_a_folder_of_an_unknown_owner_is_left_alone(base: Path) -> None:
-    """Where nobody is written down, nothing is ended or removed."""
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_what_nobody_is_known_to_own_is_shown_and_left_alone(
+    base: Path, *, has_folder: bool
+) -> None:
+    """Where no owner is written down; a folder that is gone may be a living notebook's."""
     folder = base / "run-unknown"
-    folder.mkdir(parents=True, mode=0o700)
+    if has_folder:
+        folder.mkdir(parents=True, mode=0o700)
     with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
         run = run_in(folder)
         done = orphans.clean()
         code = process.poll()
         process.kill()
 
-    assert run.state == states.UNKNOWN
+    assert (run.state, run.has_folder) == (states.UNKNOWN, has_folder)
     assert [process.pid for process in run.processes] == [process.pid]
-    assert done == ()
-    assert code is None
-    assert folder.is_dir()
-
-
-def test_processes_without_their_folder_are_shown_and_left_alone(base: Path) -> None:
-    """A folder that was removed by hand may be a living notebook's: its processes stay."""
-    folder = base / "run-removed"
-    with subprocess.Popen(["sleep", "300"], env={"NBDIST_RUN": str(folder)}) as process:
-        run = run_in(folder)
-        done = orphans.clean()
-        code = process.poll()
-        process.kill()
-
-    assert (run.state, run.has_folder) == (states.UNKNOWN, False)
     assert (done, code) == ((), None)
+    assert folder.is_dir() == has_folder
 
 
 def test_a_run_whose_guardian_lives_is_running(base: Path) -> None:

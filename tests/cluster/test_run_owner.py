@@ -12,38 +12,34 @@ HERE = Machine("box", "boot-1", "pid:[1]")
 OWNER = RunOwner(100, "777", HERE, 0.0, "/notebooks")
 
 
+def on(**changes: str) -> RunOwner:
+    """The same owner on another machine."""
+    return replace(OWNER, machine=replace(HERE, **changes))
+
+
 @pytest.mark.parametrize(
-    ("machine", "start_now", "expected"),
+    ("owner", "start_now", "expected"),
     [
-        (HERE, "777", run_owner.RUNNING),
-        (HERE, "778", run_owner.DEAD),  # another process got the pid
-        (HERE, None, run_owner.DEAD),
-        (replace(HERE, boot="boot-0"), "777", run_owner.DEAD),  # the machine was started again
-        (replace(HERE, host="other"), "777", run_owner.ELSEWHERE),
-        (replace(HERE, host="other"), None, run_owner.ELSEWHERE),
-        (replace(HERE, host="other", boot="boot-0"), None, run_owner.ELSEWHERE),
-        (replace(HERE, pid_space="pid:[2]"), None, run_owner.ELSEWHERE),  # another container
-        (replace(HERE, boot=""), None, run_owner.ELSEWHERE),
+        (OWNER, "777", run_owner.RUNNING),
+        (OWNER, "778", run_owner.DEAD),  # another process got the pid
+        (OWNER, None, run_owner.DEAD),
+        (on(boot="boot-0"), "777", run_owner.DEAD),  # the machine was started again
+        (on(host="other"), "777", run_owner.ELSEWHERE),
+        (on(host="other"), None, run_owner.ELSEWHERE),
+        (on(host="other", boot="boot-0"), None, run_owner.ELSEWHERE),
+        (on(pid_space="pid:[2]"), None, run_owner.ELSEWHERE),  # another container
+        (on(boot=""), None, run_owner.ELSEWHERE),
+        # On macOS, where no ticks are told, a pid that is there counts as the kernel.
+        (replace(OWNER, start=""), "", run_owner.RUNNING),
+        (replace(OWNER, start=""), None, run_owner.DEAD),
+        (None, "777", run_owner.UNKNOWN),  # nobody is written down
     ],
 )
 def test_only_a_kernel_that_has_certainly_ended_is_dead(
-    machine: Machine, start_now: str | None, expected: str
+    owner: RunOwner | None, start_now: str | None, expected: str
 ) -> None:
     """Dead is what has another start time or none on the same machine, or is of an earlier boot."""
-    assert state(replace(OWNER, machine=machine), HERE, start_now) == expected
-
-
-def test_a_system_without_start_times_goes_by_the_pid() -> None:
-    """On macOS, where no ticks are told, a pid that is there counts as the kernel."""
-    owner = replace(OWNER, start="")
-
-    assert state(owner, HERE, "") == run_owner.RUNNING
-    assert state(owner, HERE, None) == run_owner.DEAD
-
-
-def test_nobody_written_down_is_unknown() -> None:
-    """Without an owner nothing is known."""
-    assert state(None, HERE, "777") == run_owner.UNKNOWN
+    assert state(owner, HERE, start_now) == expected
 
 
 def test_a_runs_name_is_its_folders() -> None:

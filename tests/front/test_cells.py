@@ -137,12 +137,24 @@ def test_time_runs_on_the_ranks(kernel: Kernel, code: str) -> None:
     assert cell.text.endswith("[0-1] 3\n")
 
 
-def test_the_distributed_line_may_stand_below_comments(kernel: Kernel) -> None:
-    """Comments and blank lines above it count for line numbers."""
-    cell = kernel.run("# why\n\n# more\n%%distributed\nx = 1\nraise ValueError('here')")
+@pytest.mark.parametrize(
+    ("before", "code", "line"),
+    [
+        # Comments and blank lines above the magic count.
+        ("", "# why\n\n# more\n%%distributed\nx = 1\nraise ValueError('here')", 6),
+        ("", "%%time\n%%distributed\nnope", 2),
+        ("%dist_mode all", "x = 1\n\nnope", 3),
+        ("'so that the engines count behind'", "import nbdist\nnbdist.session().run('1 / 0')", 1),
+    ],
+)
+def test_a_traceback_has_the_cells_number_and_line(
+    kernel: Kernel, before: str, code: str, line: int
+) -> None:
+    """As the notebook shows them, below comments, other magics, in automatic mode and by Python."""
+    kernel.run(before)
+    cell = kernel.run(code)
 
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 6" in cell.error.traceback
+    assert f"Cell In[{cell.execution_count}], line {line}" in cell.failure.traceback
 
 
 def test_tracebacks_name_the_notebooks_cells_and_lines(kernel: Kernel) -> None:
@@ -151,45 +163,17 @@ def test_tracebacks_name_the_notebooks_cells_and_lines(kernel: Kernel) -> None:
     kernel.run("1")
     cell = kernel.run("%%rank[0,1]\n# one\nfails()")
 
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 3" in cell.error.traceback
-    assert f"Cell In[{defined.execution_count}], line 4, in fails()" in cell.error.traceback
-
-
-def test_tracebacks_in_automatic_mode_have_right_lines(kernel: Kernel) -> None:
-    """A plain cell that runs on ranks keeps its line numbers, too."""
-    kernel.run("%dist_mode all")
-    cell = kernel.run("x = 1\n\nnope")
-
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 3" in cell.error.traceback
-
-
-def test_tracebacks_inside_another_magic_have_right_numbers(kernel: Kernel) -> None:
-    """Below %%time the cell's number is still the notebook's."""
-    cell = kernel.run("%%time\n%%distributed\nnope")
-
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 2" in cell.error.traceback
-
-
-def test_tracebacks_of_session_run_name_the_notebooks_cell(kernel: Kernel) -> None:
-    """nbdist.session().run() numbers its cell like the notebook cell that calls it."""
-    kernel.run("'so that the engines count behind'")
-    cell = kernel.run("import nbdist\nnbdist.session().run('1 / 0')")
-
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 1" in cell.error.traceback
+    assert f"Cell In[{cell.execution_count}], line 3" in cell.failure.traceback
+    assert f"Cell In[{defined.execution_count}], line 4, in fails()" in cell.failure.traceback
 
 
 def test_a_syntax_error_names_the_line(kernel: Kernel) -> None:
     """The reader sees line and caret, once for all ranks."""
     cell = kernel.run("%%distributed\nx = 1\ndef (")
 
-    assert cell.error is not None
-    assert f"Cell In[{cell.execution_count}], line 3" in cell.error.traceback
-    assert cell.error.traceback.count("def (") == 1
-    assert "ranks 0-1 raised SyntaxError" in cell.error.evalue
+    assert f"Cell In[{cell.execution_count}], line 3" in cell.failure.traceback
+    assert cell.failure.traceback.count("def (") == 1
+    assert "ranks 0-1 raised SyntaxError" in cell.failure.evalue
 
 
 def test_printed_tracebacks_are_equal_on_all_ranks(kernel: Kernel) -> None:
@@ -226,9 +210,8 @@ def test_keyboard_input_is_refused_with_a_sentence(kernel: Kernel, name: str) ->
     cell = kernel.run(f"%%distributed\n{_KEYBOARD[name]}", 20)
     after = kernel.run("%%distributed\nprint(sys.gettrace())")
 
-    assert cell.error is not None
-    assert "A rank has no keyboard" in cell.error.evalue
-    assert "ranks 0-1" in cell.error.evalue
+    assert "A rank has no keyboard" in cell.failure.evalue
+    assert "ranks 0-1" in cell.failure.evalue
     assert after.text == _BOTH.format(None)
 
 
@@ -250,8 +233,7 @@ def test_exit_leaves_the_ranks_running(kernel: Kernel, code: str) -> None:
     # IPython stops the engine's loop 0.1 s after the cell.
     after = kernel.run("%%distributed\nawait asyncio.sleep(0.3)\nkept")
 
-    assert cell.error is not None
-    assert "%dist_shutdown" in cell.error.evalue
+    assert "%dist_shutdown" in cell.failure.evalue
     assert after.text == _BOTH.format(1)
 
 

@@ -138,38 +138,23 @@ def test_an_unknown_verb_names_close_ones(
     assert told in said
 
 
-def test_every_verb_of_a_notebook_says_that_it_is() -> None:
-    """None of them runs here; each says where it works, with its own example."""
-    for verb in VERBS.values():
-        if verb.place == NOTEBOOK:
-            for typed in (verb.name, verb.typed):
-                found = cli.named(typed)
-                assert found is verb
-                assert cli.only_in_a_notebook(found).startswith(f"{verb.typed} works only in a")
-                assert verb.example in cli.only_in_a_notebook(found)
-
-
 @pytest.mark.parametrize("word", sorted(v.name for v in VERBS.values() if v.place == NOTEBOOK))
 def test_a_verb_of_a_notebook_is_wrong_use_here(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 and one sentence on stderr; its help is shown all the same."""
-    code = cli.main([word])
+    """Exit code 2 and a sentence on stderr with its own example; its help is shown all the same."""
+    verb = VERBS[word]
+    codes = [cli.main([typed]) for typed in (verb.name, verb.typed)]
     said = capsys.readouterr()
     helped = cli.main([word, "--help"])
 
-    assert (code, said.out, said.err.count("\n")) == (2, "", 1)
-    assert "works only in a notebook" in said.err
+    assert (codes, said.out) == ([2, 2], "")
+    for line in said.err.splitlines():
+        assert line.startswith(f"{verb.typed} works only in a notebook: ")
+        assert line.endswith(f"for example {verb.example}")
+    assert said.err.count("\n") == 2
     assert helped == 0
-    assert capsys.readouterr().out.startswith(f"usage: {VERBS[word].typed}")
-
-
-def test_a_verb_of_a_notebook_in_a_process() -> None:
-    """The same by a real command."""
-    done = nbdist("sync")
-
-    assert done.returncode == 2
-    assert done.stderr.startswith("%sync works only in a notebook")
+    assert capsys.readouterr().out.startswith(f"usage: {verb.typed}")
 
 
 @pytest.mark.parametrize(
@@ -396,14 +381,12 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"run-\w+: ranks 0-1 stopped\n", done.stdout)
     assert processes.wait_gone(pids) == []
-    assert cell.error is not None
-    assert cell.error.ename == "RankGone"
-    assert cell.error.evalue.startswith(_GONE)
+    assert cell.failure.ename == "RankGone"
+    assert cell.failure.evalue.startswith(_GONE)
     for one in after:
-        assert one.error is not None
-        assert one.error.ename == "NotRunning"
-        assert one.error.evalue.startswith(_GONE)
-        assert "%dist_init -n 2" in one.error.evalue
+        assert one.failure.ename == "NotRunning"
+        assert one.failure.evalue.startswith(_GONE)
+        assert "%dist_init -n 2" in one.failure.evalue
     assert local.plain == ["False"]
     assert listed.stdout == "you have no clusters running on this machine\n"
 
@@ -417,8 +400,7 @@ def test_new_ranks_can_be_started_and_all_be_stopped(cluster: Kernel, folder: Pa
 
     assert again.status == "ok", again.visible
     assert re.fullmatch(r"run-\w+: rank 0 stopped\n", done.stdout)
-    assert ended.error is not None
-    assert ended.error.evalue.startswith(_GONE)
+    assert ended.failure.evalue.startswith(_GONE)
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr == "No cluster of yours runs on this machine.\n"
 

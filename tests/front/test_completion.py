@@ -34,29 +34,38 @@ def _made(kernel: Kernel) -> None:
         ("rank_", {"rank_local"}, {"rank_model"}),
         ("%%local\nrank_", {"rank_local"}, {"rank_model"}),
         ("%%distributed\nrank_model.ite", {"rank_model.items", "items", ".items"}, set()),
+        ("%dist_push rank_", {"rank_local"}, {"rank_model"}),
+        ("%dist_pull ranks_own rank_", {"rank_model"}, {"rank_local"}),
     ],
 )
 def test_names_are_of_where_the_cell_runs(
     kernel: Kernel, code: str, offered: set[str], not_offered: set[str]
 ) -> None:
-    """The ranks' in distributed cells, the notebook's elsewhere."""
+    """The ranks' in distributed cells, the notebook's elsewhere; of a push or pull its source's."""
     matches = set(kernel.complete(code)["matches"])
 
     assert offered & matches
     assert not not_offered & matches
 
 
-def test_what_is_typed_is_replaced_where_it_stands(kernel: Kernel) -> None:
+@pytest.mark.parametrize(
+    ("code", "behind", "offered", "typed"),
+    [
+        ("%%distributed --ranks 0\n# a comment\nprint(ranks_o)", 1, "ranks_own", "ranks_o"),
+        ("%dist_pull ranks_own rank_", 0, "rank_model", "rank_"),
+    ],
+)
+def test_what_is_typed_is_replaced_where_it_stands(
+    kernel: Kernel, code: str, behind: int, offered: str, typed: str
+) -> None:
     """Positions are those of the whole cell, magic and comments included."""
-    code = "%%distributed --ranks 0\n# a comment\nprint(ranks_o)"
-    cursor = len(code) - 1
+    cursor = len(code) - behind
     reply = kernel.complete(code, cursor)
+    entry = reply["metadata"]["_jupyter_types_experimental"][0]
 
-    assert reply["matches"] == ["ranks_own"]
-    assert code[reply["cursor_start"] : reply["cursor_end"]] == "ranks_o"
-    typed = reply["metadata"]["_jupyter_types_experimental"][0]
-
-    assert (typed["start"], typed["end"]) == (reply["cursor_start"], cursor)
+    assert offered in reply["matches"]
+    assert code[reply["cursor_start"] : reply["cursor_end"]] == typed
+    assert (entry["start"], entry["end"]) == (reply["cursor_start"], cursor)
 
 
 def test_automatic_mode_asks_the_ranks(kernel: Kernel) -> None:
@@ -80,23 +89,6 @@ def test_automatic_mode_asks_the_ranks(kernel: Kernel) -> None:
 def test_options_behind_a_magic(kernel: Kernel, code: str, flags: list[str]) -> None:
     """The table of verbs has them."""
     assert kernel.complete(code)["matches"] == flags
-
-
-def test_what_is_pushed_is_the_notebooks(kernel: Kernel) -> None:
-    """And not the ranks'."""
-    reply = kernel.complete("%dist_push rank_")
-
-    assert "rank_local" in reply["matches"]
-    assert "rank_model" not in reply["matches"]
-
-
-def test_what_is_pulled_is_the_ranks(kernel: Kernel) -> None:
-    """A second name too."""
-    reply = kernel.complete("%dist_pull ranks_own rank_")
-
-    assert "rank_model" in reply["matches"]
-    assert "rank_local" not in reply["matches"]
-    assert (reply["cursor_start"], reply["cursor_end"]) == (21, 26)
 
 
 def test_shift_tab_shows_what_the_rank_has(kernel: Kernel) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 import nbdist
-from nbdist.commands.plan_check import checked
+from nbdist.commands.plan import check_step
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.planner.view.check_view import PlanCheckView
 from nbdist.planner.workload import Workload
@@ -26,7 +26,7 @@ def test_states_are_exact_and_the_peak_is_close(strategy: str) -> None:
     session = nbdist.start(2, gpus="0", strategy=strategy)
     try:
         session.run(_MODEL)
-        view = checked("lm", "", Workload(batch=2, sequence=256))
+        view = check_step("lm", "", Workload(batch=2, sequence=256))
     finally:
         NOTEBOOK.stop()
 

@@ -43,24 +43,45 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def run() -> None:
-    """Two lines and a result."""
+_NOTEBOOK = SimpleNamespace(kernel=object())
+
+
+@pytest.mark.parametrize(
+    ("shell", "is_stored", "expected"),
+    [
+        # In a notebook one display is updated and becomes the result.
+        (
+            _NOTEBOOK,
+            "",
+            ["display starting: controller", "update starting: 2 of 2 ranks", "update table"],
+        ),
+        # IPython's terminal cannot update: every step is a line of its own.
+        (
+            SimpleNamespace(),
+            "",
+            ["publish starting: controller", "publish starting: 2 of 2 ranks", "publish table"],
+        ),
+        # In a script, and where outputs are stored, there is the result alone.
+        (None, "", ["publish table"]),
+        (_NOTEBOOK, "1", ["publish table"]),
+    ],
+)
+def test_two_lines_and_a_result(
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shell: object,
+    is_stored: str,
+    expected: list[str],
+) -> None:
+    """As the place where the verb runs can show them."""
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: shell)
+    monkeypatch.setenv("NBDIST_TEST", is_stored)
     line = ProgressLine("starting")
     line("controller")
     line("2 of 2 ranks")
     line.finish(View("table"))
 
-
-def test_in_a_notebook(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook one display is updated and becomes the result."""
-    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=object()))
-    run()
-
-    assert shown == [
-        "display starting: controller",
-        "update starting: 2 of 2 ranks",
-        "update table",
-    ]
+    assert shown == expected
 
 
 def test_a_result_without_progress(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,37 +90,6 @@ def test_a_result_without_progress(shown: list[str], monkeypatch: pytest.MonkeyP
     ProgressLine("starting").finish(View("table"))
 
     assert shown == ["display table"]
-
-
-def test_in_a_terminal(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In IPython's terminal, which cannot update, every step is a line of its own."""
-    monkeypatch.setattr(progress_line, "get_ipython", SimpleNamespace)
-    run()
-
-    assert shown == [
-        "publish starting: controller",
-        "publish starting: 2 of 2 ranks",
-        "publish table",
-    ]
-
-
-def test_in_a_script(shown: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside IPython only the result is printed."""
-    monkeypatch.setattr(progress_line, "get_ipython", lambda: None)
-    run()
-
-    assert shown == ["publish table"]
-
-
-def test_stored_outputs_have_the_result_alone(
-    shown: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Under NBDIST_TEST=1 there is no line and no update, which timing would decide."""
-    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=object()))
-    monkeypatch.setenv("NBDIST_TEST", "1")
-    run()
-
-    assert shown == ["publish table"]
 
 
 # What takes long.

@@ -77,6 +77,18 @@ class Cell:
         return CellError(last["ename"], _ANSI.sub("", last["evalue"]), traceback)
 
     @property
+    def failure(self) -> CellError:
+        """The same; a cell that shows no error fails the test."""
+        assert self.error is not None, self.visible
+        return self.error
+
+    def check_failure(self, ename: str, *patterns: str) -> None:
+        """The error has this name, and its text has these patterns."""
+        assert self.failure.ename == ename, self.visible
+        for pattern in patterns:
+            assert re.search(pattern, self.failure.evalue), (pattern, self.failure.evalue)
+
+    @property
     def visible(self) -> str:
         """All outputs as text, without colours."""
         return _visible(self.outputs)

@@ -64,12 +64,9 @@ def unresponsive_message(
 def still_aborting_message(
     ranks: Sequence[int], waiting: Collection[int], *, is_named: bool
 ) -> tuple[str, ...]:
-    """Who has not come back although all collectives were aborted, as lines.
+    """Which ranks have not come back although all collectives were aborted, as lines.
 
-    Args:
-        ranks: Those that have not.
-        waiting: Who is still inside a collective; the others compute, and never were in it.
-        is_named: The others have been named already.
+    Who does not wait inside a collective computes, never was in it, and may be named already.
     """
     in_collective = [rank for rank in ranks if rank in waiting]
     if in_collective:
@@ -111,9 +108,7 @@ class CellOutcome:
     replaced: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
 
-    def raise_for(
-        self, result: CellResult, explained: Callable[[RankFailure], RankFailure]
-    ) -> None:
+    def raise_for(self, result: CellResult, explain: Callable[[RankFailure], RankFailure]) -> None:
         """Raise what the cell has to fail with; return where it has not failed.
 
         Raises:
@@ -126,7 +121,7 @@ class CellOutcome:
         if self.lost:
             raise RankGone(self.lost)
         failures = [
-            explained(r.failure)
+            explain(r.failure)
             for r in result.ranks
             if r.failure is not None
             and r.status != "interrupted"

@@ -63,7 +63,7 @@ class CellRanks(Ranks):
         last = f"; {doing}" if doing else ""
         return f"ended{how} while running this cell{last}; variables there are lost"
 
-    def explained(self, failure: RankFailure) -> RankFailure:
+    def explain(self, failure: RankFailure) -> RankFailure:
         """The failure, with what to do where that is known: names, modules, memory."""
         hinted = hints.explain(failure, self.has_name)
         advice = "\n".join(filter(None, (hook.advice(failure) for hook in self.hooks)))

@@ -207,22 +207,19 @@ class CellRun:
             self.tell(self._afterwards())
             self._sink.close(result)
         finally:
-            self._ending().raise_for(result, self._ranks.explained)
+            outcome = self._aftermath.outcome if self._aftermath is not None else None
+            CellOutcome(
+                lost=self._lost,
+                is_interrupted=self._ladder.has_begun,
+                timeout_s=self.request.timeout_s if self._has_timed_out else None,
+                aborted=self._abort,
+                is_deadlock=self._is_deadlock,
+                grace_s=self._ranks.grace_s,
+                outcome=outcome or RecoveryOutcome(),
+                replaced=self._replaced,
+                stopped=self._watchdog.stopped,
+            ).raise_for(result, self._ranks.explain)
         return result
-
-    def _ending(self) -> CellOutcome:
-        outcome = self._aftermath.outcome if self._aftermath is not None else None
-        return CellOutcome(
-            lost=self._lost,
-            is_interrupted=self._ladder.has_begun,
-            timeout_s=self.request.timeout_s if self._has_timed_out else None,
-            aborted=self._abort,
-            is_deadlock=self._is_deadlock,
-            grace_s=self._ranks.grace_s,
-            outcome=outcome or RecoveryOutcome(),
-            replaced=self._replaced,
-            stopped=self._watchdog.stopped,
-        )
 
     def _afterwards(self) -> tuple[str, ...]:
         """What the ranks' calls and groups came to, and what features have noted."""

@@ -62,8 +62,7 @@ class InterruptEscalation:
 
     def time_out(self, now_s: float) -> None:
         """Begin as a first press would, for the cell's timeout."""
-        if self.began_s is None:
-            self.began_s = now_s
+        self.began_s = now_s
 
     def aborted(self, now_s: float) -> None:
         """The ranks' collectives were broken off: their cells are about to end."""
@@ -81,9 +80,7 @@ class InterruptEscalation:
     def sigint_s(self, begun_s: float | None, sent_s: float | None = None) -> float:
         """When a rank gets SIGINT, for each press one: its code may have caught the one before.
 
-        Args:
-            begun_s: When its cell began, before which an engine ignores it; None if it has not.
-            sent_s: When it got the last one.
+        Not before its cell has begun, when an engine ignores it; `sent_s` is that of the last one.
         """
         if self.began_s is None:
             return NEVER_S

@@ -79,12 +79,9 @@ def during(
     ask: Callable[[], Progress | None] = lambda: None,
     period_s: float = PERIOD_S,
 ) -> Iterator[Tell]:
-    """Tell of what is done inside, if it takes longer than SHOW_S.
+    """Tell of what is done inside, such as a "plan", if it takes longer than SHOW_S.
 
-    Args:
-        name: What it is: "plan".
-        ask: How far it is, asked in another thread; None for what was told last.
-        period_s: Between two questions.
+    How far it is is asked in another thread; None stands for what was told last.
     """
     work = _Work(name, ask, period_s)
     with _lock:

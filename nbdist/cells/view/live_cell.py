@@ -36,11 +36,8 @@ class LiveCell:
     ):
         """Draw into the running cell.
 
-        Args:
-            output_file: A path for everything, asked for once there are too many lines.
-            has_tabs: Show every rank's own output at the end.
-            on_bar: Told of the progress bar that is drawn, and of its end by "".
-            clock_s: For the pause between redraws of a bar.
+        The path for everything is asked for once there are too many lines. `on_bar` is told of the
+        progress bar that is drawn, and of its end by "".
         """
         self._output_file = output_file
         self._has_tabs = has_tabs

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 from uuid import uuid4
 
-from nbdist.cells.line_merger import overwritten
+from nbdist.cells.line_merger import overwrite
 from nbdist.cells.outputs import CellResult, RankResult
 from nbdist.cells.truncate import SHOWN_LINES
 from nbdist.core.units import is_stored
@@ -69,7 +69,7 @@ def _outputs_text(result: RankResult) -> str:
 
 def _stream_text(text: str) -> str:
     """The first and the last lines, as in the cell itself; ends with a newline."""
-    lines = [overwritten(line) for line in text.removesuffix("\n").split("\n")]
+    lines = [overwrite(line) for line in text.removesuffix("\n").split("\n")]
     if len(lines) > 2 * SHOWN_LINES:
         skipped = len(lines) - 2 * SHOWN_LINES
         lines = [*lines[:SHOWN_LINES], f"... {skipped:,} lines", *lines[-SHOWN_LINES:]]

@@ -8,25 +8,18 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.cluster.kernel import (
-    controller,
-    event_loop,
-    guardian,
-    ipp_cluster,
-    launcher,
-    processes,
-    run_dir,
-)
+from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
@@ -40,6 +33,40 @@ STOP_GRACE_S = 2.0
 LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
 END_SESSION_S = 5.0
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one loop of this process that all clusters use, in a thread of its own.
+
+    ipyparallel notices the end of a process in the loop that started it. In a loop that is closed
+    after each call that notice is lost (seconds instead of 0.03 s), so it lives as long as the
+    kernel.
+    """
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+    threading.Thread(target=run, name="nbdist-cluster", daemon=True).start()
+    return loop
+
+
+def run_in_loop(coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """The coroutine's result.
+
+    Raises:
+        TimeoutError: After the deadline; the coroutine is cancelled.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return future.result(deadline_s)
+    except BaseException:
+        future.cancel()
+        raise
 
 
 class Cluster:
@@ -165,7 +192,7 @@ class Cluster:
         self, coroutine: Any, end_s: float, what: str, engines: Collection[int] | None = None
     ) -> Any:
         try:
-            return event_loop.run(coroutine, max(0.1, end_s - time.monotonic()))
+            return run_in_loop(coroutine, max(0.1, end_s - time.monotonic()))
         except TimeoutError as error:
             raise StartError(
                 f"{what} was not ready before the start's deadline (--timeout)."
@@ -248,14 +275,8 @@ class Cluster:
         """Put new processes in the place of engines, under the same engine ids.
 
         A living one is killed, with all processes of its session. Whatever goes wrong, none is
-        left half started: `exits` tells of those that are not there.
-
-        Args:
-            engines: Of the local profile, where the engine's id is its rank.
-            environment: For the new processes, beside that of the first ones.
-            deadline_s: Until all of them are registered.
-            progress: Told what is waited for.
-            check: Called often; may raise to break off.
+        left half started: `exits` tells of those that are not there. Of the local profile alone,
+        where the engine's id is its rank. `check` is called often, and may raise to break off.
 
         Raises:
             StartError: If one does not come, with its exit code and last lines.
@@ -265,7 +286,7 @@ class Cluster:
         try:
             self._unregister(engines, end_s, check)
             progress("starting new processes")
-            event_loop.run(self._start_again(engines, environment), deadline_s)
+            run_in_loop(self._start_again(engines, environment), deadline_s)
             self._arrivals(engines).wait(end_s, deadline_s, progress, check)
         except BaseException:
             self.end_engines(engines)
@@ -368,7 +389,7 @@ class Cluster:
         ipp_cluster.silence(self._cluster)
         try:
             # The loop may be in the middle of a start that was broken off: wait for its step.
-            event_loop.run(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
+            run_in_loop(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
             if self.channel is not None:
                 self.channel.close()
             pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
@@ -390,7 +411,7 @@ class Cluster:
     def _stop_other(self, coroutine: Any, what: str) -> None:
         """Let the launcher of another cluster end its own, or say that it did not."""
         try:
-            event_loop.run(coroutine, OTHER_STOP_DEADLINE_S)
+            run_in_loop(coroutine, OTHER_STOP_DEADLINE_S)
         except TimeoutError:
             sys.stderr.write(
                 f"nbdist: the profile's launcher did not end the {what} in "

@@ -13,7 +13,6 @@ from nbdist.core.nvml import MIB, GpuReading, GpuReadings, Nvml
 from nbdist.core.topology import Gpu
 
 # The name is last: it may have commas.
-LISTED = ("index", "uuid", "name")
 READ = (
     "index", "uuid", "memory.used", "memory.total", "utilization.gpu", "utilization.memory",
     "temperature.gpu", "power.draw", "power.limit", "name",
@@ -28,7 +27,8 @@ def visible() -> tuple[Gpu, ...]:
     """
     if shutil.which("nvidia-smi") is not None:
         # A broken driver: the engines find out by themselves and say so in the table.
-        gpus = [Gpu(int(index), uuid, name) for index, uuid, name in table(*LISTED)[0]]
+        rows, _ = table("index", "uuid", "name")
+        gpus = [Gpu(int(index), uuid, name) for index, uuid, name in rows]
     else:
         files = enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))
         gpus = [Gpu(index, str(path), "NVIDIA GPU") for index, path in files]

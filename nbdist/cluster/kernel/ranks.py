@@ -149,9 +149,7 @@ class Ranks:
     def ask(self, question: Callable[..., Future[T]], rank: int) -> Future[T] | None:
         """An answer from the rank's control thread; None where it cannot be reached.
 
-        Args:
-            question: A control function; see rpc.kernel.functions.
-            rank: Who is asked.
+        The question is a control function; see rpc.kernel.functions.
         """
         channel = self.cluster.channel
         if channel is None or not self.is_connected(rank):

@@ -47,13 +47,9 @@ class EngineRegistration:
         progress: Progress,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return once all are there.
+        """Return once all are there; `check` is called often, and may raise to break off.
 
-        Args:
-            end_s: When to give up; monotonic clock.
-            deadline_s: The whole time that was given, for the message.
-            progress: Told how many are there.
-            check: Called often; may raise to break off.
+        It gives up at `end_s` of the monotonic clock; the message tells the whole `deadline_s`.
 
         Raises:
             StartError: When a process ends, or at the end, naming who is missing.
