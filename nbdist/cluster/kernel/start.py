@@ -101,13 +101,14 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         if is_local:
             _configure_local(config, cluster, expected, chosen, options)
         cluster.start(world_size, options.deadline_s, progress)
-        plan, told = _prepare(cluster, world_size, options, end_s, progress, is_local=is_local)
-        notes += told
+        plan, rank_notes = _prepare(
+            cluster, world_size, options, end_s, progress, is_local=is_local
+        )
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return cluster, plan, tuple(note for note in notes if note)
+    return cluster, plan, tuple(note for note in (*notes, *rank_notes) if note)
 
 
 def _prepare(
@@ -121,11 +122,12 @@ def _prepare(
 ) -> tuple[Topology, list[str]]:
     """Give cells on ranks their names, and ranks their strategy; what there is to say of it."""
     assert cluster.channel is not None
-    call, engines = cluster.channel.call, cluster.channel.engine_ids[:world_size]
+    call, engines = cluster.channel.call, tuple(range(world_size))
     if is_local:  # the groups are formed already
         progress(f"{world_size} of {world_size} ranks ready, preparing")
         _adopt_notebook(call, engines, end_s)  # again: IPython has added to sys.path
     else:
+        engines = cluster.channel.engine_ids[:world_size]
         _form_group(cluster, call, engines, options, end_s, progress)
     plans = _all({e: prepare(call, e, options.seed) for e in engines}, end_s, "prepare")
     plan: Topology = plans[engines[0]]
