@@ -1,4 +1,4 @@
-"""What lints make of what ranks saw in a cell."""
+"""All lints, and what they make of what ranks saw in a cell."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from typing import Any
 from nbdist.core.finding import RuleHit
 from nbdist.core.ranks import rank_label
 from nbdist.errors import OptionError
-from nbdist.lints.table import LINTS
+from nbdist.lints import (
+    apart_since,
+    beside_wrapper,
+    bf16_scaler,
+    effective_batch,
+    initial_values,
+    loss_not_divided,
+    parameters_apart,
+    same_data,
+    set_epoch,
+    shard_seeds,
+    unused_parameters,
+    workers,
+)  # fmt: skip
 
 # Names that are silenced from the start, with commas between them; `all` for all.
 VARIABLE = "NBDIST_SILENCE"
+
+_MODULES = (
+    same_data, set_epoch, loss_not_divided, effective_batch, unused_parameters, beside_wrapper,
+    initial_values, shard_seeds, parameters_apart, apart_since, bf16_scaler, workers,
+)  # fmt: skip
+LINTS = {module.LINT.name: module.LINT for module in _MODULES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import pytest
 from nbdist.errors import OptionError
 from nbdist.lints import rules
 from nbdist.lints.kernel.lints import Lints
-from nbdist.lints.rules import Observation
-from nbdist.lints.table import LINTS
+from nbdist.lints.rules import LINTS, Observation
 from nbdist.rpc.wire import CELL_RUN, SEEN
 from tests.support import lint_page
 

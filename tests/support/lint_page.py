@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nbdist.lints.table import LINTS
+from nbdist.lints.rules import LINTS
 from tests.support import tables
 
 PAGE = Path(__file__).parents[2] / "docs/lints.md"

@@ -12,8 +12,7 @@ from nbdist.cells.kernel.cell_request import CellHook
 from nbdist.core.units import is_stored
 from nbdist.errors import OptionError
 from nbdist.lints import rules
-from nbdist.lints.rules import Diagnostic, Observation
-from nbdist.lints.table import LINTS
+from nbdist.lints.rules import LINTS, Diagnostic, Observation
 from nbdist.rpc.kernel.channel import Message
 from nbdist.rpc.wire import CELL_RUN, SEEN
 from nbdist.switch.report import RankSwitchReport

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.lints.rank import watch
-from nbdist.lints.table import SHOWN_NAMES
+from nbdist.lints.unused_parameters import SHOWN_NAMES
 
 
 class Ddp:
