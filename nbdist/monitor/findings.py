@@ -10,7 +10,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding, Rule, RuleHit
-from nbdist.monitor.samples import STATES, Reals, Sample, SampleHistory
+from nbdist.monitor.samples import STATES, Reals, Sample, SampleHistory, read_of
 
 # A mean over less says nothing of a step, a longer one nothing of now.
 WINDOW_S = 30.0
@@ -22,8 +22,7 @@ NO_PROGRESS_S = 10.0
 SPINNING_PERCENT = 95.0
 LEAST_UTILISATION = 80.0
 MOST_APART = 20.0
-DEVICE_FULL = 0.95
-HOST_FULL = 0.95
+FULL = 0.95  # of memory, a GPU's or the host's
 HOT_C = 85.0
 # A power limit is where a GPU that works all the time is meant to be.
 SLOWED = frozenset(
@@ -43,9 +42,7 @@ class MonitorContext:
     @property
     def at_work(self) -> tuple[Sample, ...]:
         """The ranks that run a cell."""
-        return tuple(
-            sample for sample in self.samples if sample.doing.state in {"running", "waiting"}
-        )
+        return tuple(s for s in self.samples if s.doing.state in {"running", "waiting"})
 
     def utilisation(self) -> Mapping[int, float]:
         """Rank -> mean utilisation in its cell over the last WINDOW_S; only where that is known."""
@@ -72,11 +69,11 @@ def no_progress(context: MonitorContext) -> RuleHit | None:
     """GPUs that are busy all the time, and no rank has come out of a collective for long."""
     samples = context.at_work
     ages = [sample.doing.collective_age_s for sample in samples]
+    # A cell without collectives has none to end.
     in_cell_s = [
         age
         for sample, age in zip(samples, ages, strict=True)
-        if age is not None
-        and age < sample.doing.cell_s  # a cell without collectives has none to end
+        if age is not None and age < sample.doing.cell_s
     ]
     if not in_cell_s or min(age for age in ages if age is not None) <= NO_PROGRESS_S:
         return None
@@ -88,54 +85,44 @@ def no_progress(context: MonitorContext) -> RuleHit | None:
     spinning = tuple(rank for rank, least in busy.items() if least >= SPINNING_PERCENT)
     if not spinning:
         return None
-    readings = [
-        sample.gpu.memory_busy_percent
-        for sample in samples
-        if sample.gpu and sample.rank in spinning
-    ]
+    readings = [read_of("gpu.memory_busy_percent")(s) for s in samples if s.rank in spinning]
     percents = [value for value in readings if value is not None]
     idle = f"; their memory is busy {max(percents):.0f} % of the time" if percents else ""
+    gpus, are = ("GPUs", "are") if len(spinning) > 1 else ("GPU", "is")
     return RuleHit(
-        f"{_gpus_of(spinning)} busy {min(busy[rank] for rank in spinning):.0f} % of the time, and "
-        f"no collective has ended on any rank for {min(in_cell_s):.0f} s{idle}",
+        f"the {gpus} of {ranks_phrase(spinning)} {are} busy "
+        f"{min(busy[rank] for rank in spinning):.0f} % of the time, and no collective has ended on "
+        f"any rank for {min(in_cell_s):.0f} s{idle}",
         spinning,
     )
 
 
 def device_memory(context: MonitorContext) -> RuleHit | None:
     """A GPU's memory is nearly full."""
-    parts = {
-        sample.rank: part for sample in context.samples if (part := sample.device_part) is not None
-    }
-    full = tuple(rank for rank, part in parts.items() if part > DEVICE_FULL)
-    if not full:
+    full = [sample for sample in context.samples if (sample.device_part or 0.0) > FULL]
+    worst = max(full, key=lambda sample: sample.device_part or 0.0, default=None)
+    if worst is None or worst.gpu is None:
         return None
-    worst = max(full, key=lambda rank: parts[rank])
-    gpu = next(sample.gpu for sample in context.samples if sample.rank == worst)
-    assert gpu is not None
+    used, total = worst.gpu.used_bytes or 0, worst.gpu.total_bytes or 0
     return RuleHit(
-        f"{parts[worst]:.0%} of the GPU's memory is in use on rank {worst} "
-        f"({units.size(gpu.used_bytes or 0)} of {units.size(gpu.total_bytes or 0)})",
-        full,
+        f"{worst.device_part:.0%} of the GPU's memory is in use on rank {worst.rank} "
+        f"({units.size(used)} of {units.size(total)})",
+        tuple(sample.rank for sample in full),
     )
 
 
 def host_memory(context: MonitorContext) -> RuleHit | None:
     """The host's memory, or the control group's, is nearly full."""
-    parts = {
-        sample.rank: part for sample in context.samples if (part := sample.host_part) is not None
-    }
-    full = tuple(rank for rank, part in parts.items() if part > HOST_FULL)
-    if not full:
+    full = [sample for sample in context.samples if (sample.host_part or 0.0) > FULL]
+    worst = max(full, key=lambda sample: sample.host_part or 0.0, default=None)
+    if worst is None or worst.usage is None:
         return None
-    worst = max(full, key=lambda rank: parts[rank])
-    usage = next(sample.usage for sample in context.samples if sample.rank == worst)
-    assert usage is not None
+    usage = worst.usage
     whose = "control group's limit" if usage.is_group else "machine's memory"
     return RuleHit(
-        f"{parts[worst]:.0%} of the {whose} is in use on the host of rank {worst} "
+        f"{worst.host_part:.0%} of the {whose} is in use on the host of rank {worst.rank} "
         f"({units.size(usage.host_used_bytes)} of {units.size(usage.host_limit_bytes)})",
-        full,
+        tuple(sample.rank for sample in full),
     )
 
 
@@ -149,11 +136,8 @@ def heat(context: MonitorContext) -> RuleHit | None:
         slowed = sorted(SLOWED.intersection(gpu.throttled or ()))
         is_hot = gpu.throttled is None and (gpu.temperature_c or 0.0) > HOT_C
         if slowed or is_hot:
-            why = (
-                f"clocks are lowered: {', '.join(slowed)}"
-                if slowed
-                else "the driver gives no reason"
-            )
+            lowered = f"clocks are lowered: {', '.join(slowed)}"
+            why = lowered if slowed else "the driver gives no reason"
             heat_c = "" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C, "
             hot[sample.rank] = f"rank {sample.rank}: {heat_c}{why}"
     return RuleHit("; ".join(hot.values()), tuple(hot)) if hot else None
@@ -166,10 +150,10 @@ def low_utilisation(context: MonitorContext) -> RuleHit | None:
     if not low:
         return None
     worst = min(low, key=lambda rank: means[rank])
+    has_gpu = any(sample.gpu is not None for sample in context.samples if sample.rank == worst)
+    device = "the GPU" if has_gpu else "the share of the cores"
     return RuleHit(
-        f"{_device(context, worst)} of rank {worst} is busy {means[worst]:.0f} % of the time "
-        "in its cell",
-        low,
+        f"{device} of rank {worst} is busy {means[worst]:.0f} % of the time in its cell", low
     )
 
 
@@ -194,17 +178,6 @@ def imbalance(context: MonitorContext) -> RuleHit | None:
                 (most, least),
             )
     return None
-
-
-def _device(context: MonitorContext, rank: int) -> str:
-    has_gpu = any(sample.gpu is not None for sample in context.samples if sample.rank == rank)
-    return "the GPU" if has_gpu else "the share of the cores"
-
-
-def _gpus_of(ranks: Sequence[int]) -> str:
-    return f"the GPU{'s' if len(ranks) > 1 else ''} of {ranks_phrase(ranks)} " + (
-        "are" if len(ranks) > 1 else "is"
-    )
 
 
 # What has to be acted on first, first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """What is read of a process once in SLOWLY_S."""
+    """What is read of a process once in SLOWLY_S; `groups` are those with a memory limit."""
 
     read_s: float
     processes: tuple[Any, ...]
@@ -70,7 +71,9 @@ class Usages:
             if pid not in self._slow or not 0 <= now_s - self._slow[pid].read_s < SLOWLY_S
         ]
         if old:
-            children = self._children()
+            children: dict[int, list[int]] = {}  # one walk for all who ask
+            for child, parent in self._parents():
+                children.setdefault(parent, []).append(child)
             for pid in old:
                 self._slow[pid] = self._read_slowly(pid, children, now_s)
         for pid in set(self._slow) - set(wanted):
@@ -78,13 +81,6 @@ class Usages:
         machine = self._psutil.virtual_memory()
         usages = {pid: self._usage(pid, self._slow[pid], machine) for pid in wanted}
         return {pid: usage for pid, usage in usages.items() if usage is not None}
-
-    def _children(self) -> dict[int, list[int]]:
-        """Process -> its children: one walk for all who ask."""
-        children: dict[int, list[int]] = {}
-        for pid, parent in self._parents():
-            children.setdefault(parent, []).append(pid)
-        return children
 
     def _parents(self) -> list[tuple[int, int]]:
         if not (procfs.PROC / "self/stat").exists():  # macOS
@@ -102,17 +98,11 @@ class Usages:
                 processes.append(self._psutil.Process(visited))
             except self._psutil.Error:
                 continue  # it has ended just now
-        return _Slow(now_s, tuple(processes), self._pss(processes), _limited(pid))
-
-    def _pss(self, processes: Iterable[Any]) -> int | None:
-        total = 0
-        for process in processes:
-            rollup = procfs.text(procfs.PROC / str(process.pid) / "smaps_rollup")
-            line = next((line for line in rollup.splitlines() if line.startswith("Pss:")), None)
-            if line is None:
-                return None
-            total += int(line.split()[1]) * 1024
-        return total
+        rollups = [procfs.text(procfs.PROC / str(p.pid) / "smaps_rollup") for p in processes]
+        kilobytes = [re.search(r"^Pss:\s*(\d+)", rollup, re.MULTILINE) for rollup in rollups]
+        pss = None if None in kilobytes else sum(1024 * int(k[1]) for k in kilobytes if k)
+        limited = tuple(group for group in memory_groups(pid) if group.limit_bytes() is not None)
+        return _Slow(now_s, tuple(processes), pss, limited)
 
     def _usage(self, pid: int, slow: _Slow, machine: Any) -> Usage | None:
         cpu_s, rss_bytes, is_alive = 0.0, 0, False
@@ -128,11 +118,6 @@ class Usages:
             return None
         used, limit, is_group = _room(slow.groups, machine)
         return Usage(cpu_s, rss_bytes, slow.pss_bytes, used, limit, is_group)
-
-
-def _limited(pid: int) -> tuple[MemoryGroup, ...]:
-    """A process's control groups that have a memory limit."""
-    return tuple(group for group in memory_groups(pid) if group.limit_bytes() is not None)
 
 
 def _room(groups: Iterable[MemoryGroup], machine: Any) -> tuple[int, int, bool]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.nvml import MIB, GpuReading
+from nbdist.core.nvml import MIB
 from nbdist.core.topology import RankPlace
-from nbdist.monitor.process_usage import Usage
-from nbdist.monitor.samples import STATES, Allocator, Sample
+from nbdist.monitor.samples import STATES, Sample, read_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
@@ -37,132 +36,62 @@ class Metric:
     is_gpu: bool = False
 
 
-def _gpu(take: Callable[[GpuReading], float | None]) -> Callable[[Sample], float | None]:
-    return lambda sample: None if sample.gpu is None else take(sample.gpu)
-
-
-def _usage(take: Callable[[Usage], float | None]) -> Callable[[Sample], float | None]:
-    return lambda sample: None if sample.usage is None else take(sample.usage)
-
-
-def _allocator(take: Callable[[Allocator], float]) -> Callable[[Sample], float | None]:
-    return lambda sample: None if sample.allocator is None else take(sample.allocator)
-
-
-def _free_mib(gpu: GpuReading) -> float | None:
-    if gpu.total_bytes is None or gpu.used_bytes is None:
+def _free_mib(sample: Sample) -> float | None:
+    gpu = sample.gpu
+    if gpu is None or gpu.total_bytes is None or gpu.used_bytes is None:
         return None
     return (gpu.total_bytes - gpu.used_bytes) // MIB
 
 
-def _waited_s(sample: Sample) -> float:
-    doing = sample.doing
-    if doing.state != "waiting" or doing.since_s is None:
-        return 0.0
-    return max(0.0, sample.time_s - doing.since_s)
-
-
 METRICS = (
-    Metric(
-        "DCGM_FI_DEV_GPU_UTIL",
-        "GPU utilization (in %): the time in which a kernel ran.",
-        _gpu(lambda gpu: gpu.busy_percent),
-        is_gpu=True,
-    ),
-    Metric(
-        "DCGM_FI_DEV_MEM_COPY_UTIL",
-        "Memory utilization (in %): the time in which device memory was read or written.",
-        _gpu(lambda gpu: gpu.memory_busy_percent),
-        is_gpu=True,
-    ),
-    Metric(
-        "DCGM_FI_DEV_FB_USED",
-        "Framebuffer memory used (in MiB).",
-        _gpu(lambda gpu: None if gpu.used_bytes is None else gpu.used_bytes // MIB),
-        is_gpu=True,
-    ),
-    Metric(
-        "DCGM_FI_DEV_FB_FREE", "Framebuffer memory free (in MiB).", _gpu(_free_mib), is_gpu=True
-    ),
-    Metric(
-        "DCGM_FI_DEV_GPU_TEMP",
-        "GPU temperature (in C).",
-        _gpu(lambda gpu: gpu.temperature_c),
-        is_gpu=True,
-    ),
-    Metric("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W).", _gpu(lambda g: g.power_w), is_gpu=True),
-    Metric(
-        "nbdist_gpu_throttled",
-        "Whether the GPU's clocks are lowered for power or heat (1) or not (0).",
-        _gpu(lambda gpu: None if gpu.throttled is None else float(bool(gpu.throttled))),
-        is_gpu=True,
-    ),
-    Metric(
-        "nbdist_rank_up",
-        "Whether the rank's process is alive (1) or has ended (0).",
-        lambda sample: float(sample.doing.state != "dead"),
-    ),
-    Metric(
-        "nbdist_rank_cell_seconds",
-        "How long the rank has been running its cell; 0 without one.",
-        lambda sample: sample.doing.cell_s,
-    ),
-    Metric(
-        "nbdist_rank_waiting_seconds",
-        "How long the rank has been inside a call of torch.distributed; 0 where it is in none.",
-        _waited_s,
-    ),
-    Metric(
-        "nbdist_rank_last_collective_age_seconds",
-        "Time since the rank's last call of torch.distributed ended.",
-        lambda sample: sample.doing.collective_age_s,
-    ),
-    Metric(
-        "nbdist_rank_cpu_ratio",
-        "Processor time of the rank and its children, as a fraction of its share of the cores.",
-        lambda sample: None if sample.cpu_percent is None else sample.cpu_percent / 100,
-    ),
-    Metric(
-        "nbdist_rank_resident_bytes",
-        "Resident host memory of the rank and its children, shared pages counted in each.",
-        _usage(lambda usage: usage.rss_bytes),
-    ),
-    Metric(
-        "nbdist_rank_proportional_bytes",
-        "Proportional set size (PSS): shared pages divided among those that share them.",
-        _usage(lambda usage: usage.pss_bytes),
-    ),
-    Metric(
-        "nbdist_host_memory_used_bytes",
-        "Memory of all processes that counts against nbdist_host_memory_limit_bytes.",
-        _usage(lambda usage: usage.host_used_bytes),
-    ),
-    Metric(
-        "nbdist_host_memory_limit_bytes",
-        "The rank's memory limit with the least room: its control group's or the machine's.",
-        _usage(lambda usage: usage.host_limit_bytes),
-    ),
-    Metric(
-        "nbdist_torch_allocated_bytes",
-        "GPU memory in tensors of the rank.",
-        _allocator(lambda allocator: allocator.allocated_bytes),
-    ),
-    Metric(
-        "nbdist_torch_reserved_bytes",
-        "GPU memory that the rank's allocator holds.",
-        _allocator(lambda allocator: allocator.reserved_bytes),
-    ),
-    Metric(
-        "nbdist_torch_allocated_peak_bytes",
-        "Peak GPU memory in tensors of the rank.",
-        _allocator(lambda allocator: allocator.peak_bytes),
-    ),
-    Metric(
-        "nbdist_sample_age_seconds",
-        "Age of the rank's oldest number.",
-        lambda sample: sample.age_s,
-    ),
-)
+    Metric("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %): the time in which a kernel ran.",
+           read_of("gpu.busy_percent"), is_gpu=True),
+    Metric("DCGM_FI_DEV_MEM_COPY_UTIL",
+           "Memory utilization (in %): the time in which device memory was read or written.",
+           read_of("gpu.memory_busy_percent"), is_gpu=True),
+    Metric("DCGM_FI_DEV_FB_USED", "Framebuffer memory used (in MiB).",
+           read_of("gpu.used_bytes", lambda used: used // MIB), is_gpu=True),
+    Metric("DCGM_FI_DEV_FB_FREE", "Framebuffer memory free (in MiB).",
+           _free_mib, is_gpu=True),
+    Metric("DCGM_FI_DEV_GPU_TEMP", "GPU temperature (in C).", read_of("gpu.temperature_c"),
+           is_gpu=True),
+    Metric("DCGM_FI_DEV_POWER_USAGE", "Power draw (in W).", read_of("gpu.power_w"), is_gpu=True),
+    Metric("nbdist_gpu_throttled",
+           "Whether the GPU's clocks are lowered for power or heat (1) or not (0).",
+           read_of("gpu.throttled", bool), is_gpu=True),
+    Metric("nbdist_rank_up", "Whether the rank's process is alive (1) or has ended (0).",
+           lambda sample: sample.doing.state != "dead"),
+    Metric("nbdist_rank_cell_seconds",
+           "How long the rank has been running its cell; 0 without one.", read_of("doing.cell_s")),
+    Metric("nbdist_rank_waiting_seconds",
+           "How long the rank has been inside a call of torch.distributed; 0 where it is in none.",
+           lambda sample: (sample.doing.state == "waiting" and sample.doing_s) or 0.0),
+    Metric("nbdist_rank_last_collective_age_seconds",
+           "Time since the rank's last call of torch.distributed ended.",
+           read_of("doing.collective_age_s")),
+    Metric("nbdist_rank_cpu_ratio",
+           "Processor time of the rank and its children, as a fraction of its share of the cores.",
+           read_of("cpu_percent", lambda percent: percent / 100)),
+    Metric("nbdist_rank_resident_bytes",
+           "Resident host memory of the rank and its children, shared pages counted in each.",
+           read_of("usage.rss_bytes")),
+    Metric("nbdist_rank_proportional_bytes",
+           "Proportional set size (PSS): shared pages divided among those that share them.",
+           read_of("usage.pss_bytes")),
+    Metric("nbdist_host_memory_used_bytes",
+           "Memory of all processes that counts against nbdist_host_memory_limit_bytes.",
+           read_of("usage.host_used_bytes")),
+    Metric("nbdist_host_memory_limit_bytes",
+           "The rank's memory limit with the least room: its control group's or the machine's.",
+           read_of("usage.host_limit_bytes")),
+    Metric("nbdist_torch_allocated_bytes", "GPU memory in tensors of the rank.",
+           read_of("allocator.allocated_bytes")),
+    Metric("nbdist_torch_reserved_bytes", "GPU memory that the rank's allocator holds.",
+           read_of("allocator.reserved_bytes")),
+    Metric("nbdist_torch_allocated_peak_bytes", "Peak GPU memory in tensors of the rank.",
+           read_of("allocator.peak_bytes")),
+    Metric("nbdist_sample_age_seconds", "Age of the rank's oldest number.", read_of("age_s")),
+)  # fmt: skip
 
 
 def exposition(samples: Sequence[Sample], places: Sequence[RankPlace]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch, Nvml
+from nbdist.core.nvml import GpuReadings, GpuWatch, Nvml
 from nbdist.core.rank import this_rank
 from nbdist.monitor.process_usage import Usages
 from nbdist.monitor.samples import Allocator, Answer
@@ -29,31 +29,23 @@ def usage(is_remote: bool) -> Answer:
     """
     place = this_rank().place
     is_gpu = place.device != "cpu"
-    allocator = _allocator(place.device) if is_gpu else None
+    allocator = None
+    if is_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        stats = torch.cuda.memory_stats(place.device)
+        allocator = Allocator(
+            allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
+            reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
+            peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
+        )
     if not is_remote:
         return Answer(time.monotonic(), allocator=allocator)
     pid = os.getpid()
     process_usage = _usages.read([pid]).get(pid)
-    gpu, age_s, problems = _gpu(place.device_uuid) if is_gpu else (None, 0.0, ())
-    return Answer(time.monotonic(), process_usage, gpu, age_s, allocator, problems)
-
-
-def _allocator(device: str) -> Allocator | None:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    stats = torch.cuda.memory_stats(device)
-    return Allocator(
-        allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
-        reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
-        peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
-    )
-
-
-def _gpu(uuid: str) -> tuple[GpuReading | None, float, tuple[str, ...]]:
-    """(this rank's GPU, how old the reading is, what could not be read)."""
-    newest = _watch.newest()
-    readings, read_s = newest if newest is not None else (GpuReadings(), time.monotonic())
-    return readings.of(uuid), time.monotonic() - read_s, readings.problems
+    newest = _watch.newest() if is_gpu else None
+    now_s = time.monotonic()
+    readings, read_s = newest or (GpuReadings(), now_s)
+    gpu = readings.of(place.device_uuid)
+    return Answer(now_s, process_usage, gpu, now_s - read_s, allocator, readings.problems)
 
 
 def _open() -> Callable[[], GpuReadings]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -111,10 +111,16 @@ class Sample:
     @property
     def doing_text(self) -> str:
         """`running cell [12], waiting in barrier() at line 7 of cell [12] for 3.0 s`."""
+        text = self.doing.text
+        return text if self.doing_s is None else f"{text} for {units.seconds(self.doing_s)}"
+
+    @property
+    def doing_s(self) -> float | None:
+        """For how long it has been running, or waiting; None where it does neither, or unknown."""
         doing = self.doing
         if doing.since_s is None or doing.state not in {"running", "waiting"}:
-            return doing.text
-        return f"{doing.text} for {units.seconds(max(0.0, self.time_s - doing.since_s))}"
+            return None
+        return max(0.0, self.time_s - doing.since_s)
 
     @property
     def utilisation(self) -> float | None:
@@ -166,50 +172,38 @@ def _last(_first: float, second: float, _share: float) -> float:
     return second
 
 
-COLUMNS: Mapping[str, Column] = MappingProxyType(
-    {
-        "utilisation": Column("utilisation (%)", lambda s: s.utilisation, _mean),
-        "cpu": Column("CPU (%)", lambda s: s.cpu_percent, _mean),
-        "device_used": Column(
-            "device memory (bytes)", lambda s: None if s.gpu is None else s.gpu.used_bytes, _most
-        ),
-        "device_part": Column("device memory (part)", lambda s: s.device_part, _most),
-        "memory_busy": Column(
-            "device memory busy (%)",
-            lambda s: None if s.gpu is None else s.gpu.memory_busy_percent,
-            _mean,
-        ),
-        "rss": Column(
-            "host memory (bytes)", lambda s: None if s.usage is None else s.usage.rss_bytes, _most
-        ),
-        "host_part": Column("host memory (part)", lambda s: s.host_part, _most),
-        "temperature": Column(
-            "temperature (C)", lambda s: None if s.gpu is None else s.gpu.temperature_c, _most
-        ),
-        "power": Column("power (W)", lambda s: None if s.gpu is None else s.gpu.power_w, _mean),
-        "allocated": Column(
-            "allocated (bytes)",
-            lambda s: None if s.allocator is None else s.allocator.allocated_bytes,
-            _most,
-        ),
-        "allocated_peak": Column(
-            "most that was allocated (bytes)",
-            lambda s: None if s.allocator is None else s.allocator.peak_bytes,
-            _most,
-        ),
-        "reserved": Column(
-            "reserved (bytes)",
-            lambda s: None if s.allocator is None else s.allocator.reserved_bytes,
-            _most,
-        ),
-        "collective_age": Column(
-            "since the last collective (s)", lambda s: s.doing.collective_age_s, _most
-        ),
-        "state": Column("state", lambda s: float(STATES.index(s.doing.state)), _last),
-    }
-)
+def read_of(path: str, convert: Callable[[Any], float] = float) -> Callable[[Sample], float | None]:
+    """What reads a number in a sample, such as `gpu.power_w`; None where any of it is not known."""
+
+    def read(sample: Sample) -> float | None:
+        value: Any = sample
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        return None if value is None else convert(value)
+
+    return read
 
 
+COLUMNS: Mapping[str, Column] = {
+    "utilisation": Column("utilisation (%)", read_of("utilisation"), _mean),
+    "cpu": Column("CPU (%)", read_of("cpu_percent"), _mean),
+    "device_used": Column("device memory (bytes)", read_of("gpu.used_bytes"), _most),
+    "device_part": Column("device memory (part)", read_of("device_part"), _most),
+    "memory_busy": Column("device memory busy (%)", read_of("gpu.memory_busy_percent"), _mean),
+    "rss": Column("host memory (bytes)", read_of("usage.rss_bytes"), _most),
+    "host_part": Column("host memory (part)", read_of("host_part"), _most),
+    "temperature": Column("temperature (C)", read_of("gpu.temperature_c"), _most),
+    "power": Column("power (W)", read_of("gpu.power_w"), _mean),
+    "allocated": Column("allocated (bytes)", read_of("allocator.allocated_bytes"), _most),
+    "allocated_peak": Column(
+        "most that was allocated (bytes)", read_of("allocator.peak_bytes"), _most
+    ),
+    "reserved": Column("reserved (bytes)", read_of("allocator.reserved_bytes"), _most),
+    "collective_age": Column(
+        "since the last collective (s)", read_of("doing.collective_age_s"), _most
+    ),
+    "state": Column("state", read_of("doing.state", STATES.index), _last),
+}
 _NUMBERS = {name: number for number, name in enumerate(COLUMNS)}
 
 
@@ -228,27 +222,18 @@ class Summary:
     peak: float | None
 
 
-@dataclass(slots=True)
 class _Rows:
     """The rows of one rank, oldest first."""
 
-    capacity: int
-    size: int = 0
-    n_samples: int = 0
-    times: Reals = field(init=False)
-    values: Reals = field(init=False)
-    counts: Reals = field(init=False)
-    total: Reals = field(init=False)
-    count: Reals = field(init=False)
-    peak: Reals = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, capacity: int):
         width = len(COLUMNS)
-        self.times = np.empty(self.capacity)
-        self.values = np.empty((self.capacity, width))
-        self.counts = np.empty(self.capacity)  # of the samples that a row stands for
+        self.capacity = capacity
+        self.size = self.n_samples = 0
+        self.times = np.empty(capacity)
+        self.values = np.empty((capacity, width))
+        self.counts = np.empty(capacity)  # of the samples that a row stands for
         self.total, self.count = np.zeros(width), np.zeros(width)
-        self.peak = np.full(width, np.nan)
+        self.peak: Reals = np.full(width, np.nan)
 
     def append(self, time_s: float, row: Reals) -> None:
         if self.size == self.capacity:
@@ -257,9 +242,8 @@ class _Rows:
         self.times[at], self.values[at], self.counts[at] = time_s, row, 1
         self.size += 1
         self.n_samples += 1
-        has_value = ~np.isnan(row)
-        self.total[has_value] += row[has_value]
-        self.count += has_value
+        self.total += np.nan_to_num(row)
+        self.count += ~np.isnan(row)
         self.peak = np.fmax(self.peak, row)
 
     def _thin(self) -> None:
@@ -354,8 +338,5 @@ class SampleHistory:
             count = rows.count[number]
             mean = rows.total[number] / count if count else math.nan
             newest = rows.values[rows.size - 1, number]
-            return Summary(_or_none(newest), _or_none(mean), _or_none(rows.peak[number]))
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
+            numbers = (newest, mean, rows.peak[number])
+            return Summary(*(None if math.isnan(value) else float(value) for value in numbers))

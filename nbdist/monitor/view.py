@@ -86,19 +86,25 @@ def monitor(
     rows = [_row(sample, history, fields) for sample in samples]
     head = ["rank", "doing", *(field.title for field in fields), "last collective"]
     # What stands out depends on times and rates: it is nothing to store.
-    lines = [] if is_stored() else [_finding_line(finding) for finding in findings]
-    after = [*lines, *notes]
-    view = table(head, rows, before=[_title(history)], after=after)
-    image = "" if is_stored() else _image(samples, history)
-    return View(view.text, view.html + image)
-
-
-def _title(history: SampleHistory) -> str:
+    lines = [
+        f"{f.rule}: {f.found}. {f.why[:1].upper()}{f.why[1:]}. Do: {f.what}."
+        for f in ([] if is_stored() else findings)
+    ]
     span_s = max((history.span_s(rank) for rank in history.ranks), default=0.0)
-    return (
+    title = (
         f"now / mean / peak of {shown(len(history))} samples over {units.seconds(span_s)}; "
         "see docs/monitor.md for what the numbers mean"
     )
+    view = table(head, rows, before=[title], after=[*lines, *notes])
+    image = b"" if is_stored() else png(samples, history)
+    if not image:
+        return view
+    alt = (
+        "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
+    )
+    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    picture = f'<img alt="{alt}" style="max-width:100%" src="{source}">'
+    return View(view.text, view.html + picture)
 
 
 def _is_known(history: SampleHistory, column: str) -> bool:
@@ -126,14 +132,6 @@ def _cell(history: SampleHistory, rank: int, field: _Field) -> str:
     return " / ".join("-" if value is None else field.text(value) for value in values)
 
 
-def _finding_line(finding: Finding) -> str:
-    return f"{finding.rule}: {finding.found}. {_sentence(finding.why)}. Do: {finding.what}."
-
-
-def _sentence(clause: str) -> str:
-    return clause[:1].upper() + clause[1:]
-
-
 def recorded(view: View, line: str) -> View:
     """The same with a line above it."""
     return View(f"{line}\n{view.text}", f"<div>{html.escape(line)}</div>{view.html}")
@@ -152,17 +150,6 @@ def serving(url: str, token_path: str, config: str) -> View:
     return View("\n".join(lines), f"<pre>{body}</pre>")
 
 
-def _image(samples: Sequence[Sample], history: SampleHistory) -> str:
-    data = png(samples, history)
-    if not data:
-        return ""
-    alt = (
-        "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
-    )
-    source = base64.b64encode(data).decode()
-    return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{source}">'
-
-
 def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     """Small multiples: a row for each rank, a column for each number that is known, one time axis.
 
@@ -176,12 +163,10 @@ def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     newest_s = max((float(rank_times[-1]) for rank_times in times if len(rank_times)), default=0.0)
     if not drawn or not any(history.span_s(rank) > 0 for rank in ranks):
         return b""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # half a second, for those who look at it
 
     width, height = _WIDTH_IN * len(drawn), _HEIGHT_IN * len(ranks) + _TOP_IN + _BOTTOM_IN
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(ranks), len(drawn), sharex=True, sharey="col", squeeze=False)
     # By hand: a layout that fits itself takes seconds for eighty axes.
     figure.subplots_adjust(
@@ -194,7 +179,8 @@ def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     )
     for axes, (column, factor, _, least) in zip(grid[0], drawn, strict=True):
         # One scale for all ranks.
-        axes.set_ylim(0, max(least, 1.05 * factor * _highest(history, ranks, column)))
+        values = np.concatenate([history.series(rank, column)[1] for rank in ranks])
+        axes.set_ylim(0, max(least, 1.05 * factor * float(np.nanmax(values, initial=0.0))))
     for row, rank in zip(grid, ranks, strict=True):
         for axes, (column, factor, title, _) in zip(row, drawn, strict=True):
             _draw(axes, history, (rank, column, factor), newest_s)
@@ -209,11 +195,6 @@ def png(samples: Sequence[Sample], history: SampleHistory) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def _highest(history: SampleHistory, ranks: Sequence[int], column: str) -> float:
-    values = np.concatenate([history.series(rank, column)[1] for rank in ranks])
-    return float(np.nanmax(values, initial=0.0))
 
 
 def _draw(

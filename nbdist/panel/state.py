@@ -92,19 +92,12 @@ def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
         device,
         doing.state,
         doing.text,
-        busy_s=_busy_s(sample),
+        busy_s=sample.doing_s or 0.0,
         memory_bytes=used,
         limit_bytes=limit,
         utilisation=None if percent is None else percent / 100,
         age_s=max(0.0, now_s - sample.time_s) + sample.age_s,
     )
-
-
-def _busy_s(sample: Sample) -> float:
-    since_s = sample.doing.since_s
-    if since_s is None or sample.doing.state not in {"running", "waiting"}:
-        return 0.0
-    return max(0.0, sample.time_s - since_s)
 
 
 def _memory(sample: Sample) -> tuple[float | None, float | None]:

@@ -44,8 +44,15 @@ class ActivityReader:
             state, text = "unknown", "its process is alive, but its connection is lost"
         cell = ranks.running_cell(rank) if state in {"running", "waiting"} else None
         since_s = _since_s(state, box, cell)
-        op, age_s = _last_collective(box, now_s)
-        return Doing(state, text, since_s, now_s - cell[1] if cell else 0.0, op, age_s)
+        cell_s = now_s - cell[1] if cell else 0.0
+        # Sends and recvs count as well.
+        ended = [call for call in (box.calls if box else ()) if call.state == "done"]
+        if not ended:
+            return Doing(state, text, since_s, cell_s)
+        last = max(ended, key=lambda call: call.ended_s or 0.0)
+        op = hang_text.call_signature(hang_text.act_of(last))
+        age_s = max(0.0, now_s - (last.ended_s or now_s))
+        return Doing(state, text, since_s, cell_s, op, age_s)
 
     def _box(self, rank: int) -> CallLog | None:
         """The rank's box, read anew only where a byte of it has changed."""
@@ -72,14 +79,3 @@ def _since_s(
     if cell is not None:
         return cell[1]
     return box.since_s if state == "idle" and box is not None else None
-
-
-def _last_collective(box: CallLog | None, now_s: float) -> tuple[str, float | None]:
-    """(the call that has ended last, how long ago); sends and recvs count as well."""
-    ended = [call for call in (() if box is None else box.calls) if call.state == "done"]
-    if not ended:
-        return "", None
-    last = max(ended, key=lambda call: call.ended_s or 0.0)
-    return hang_text.call_signature(hang_text.act_of(last)), max(
-        0.0, now_s - (last.ended_s or now_s)
-    )

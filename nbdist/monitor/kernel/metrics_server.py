@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hmac
 import http.server
-import os
 import secrets
 import socketserver
 import threading
@@ -51,7 +50,8 @@ class Exporter:
         self.port = int(self._server.server_address[1])
         self.token_path = run_dir / TOKEN_FILE
         try:
-            _write_private(self.token_path, self.token)
+            self.token_path.touch(0o600)
+            self.token_path.write_text(self.token, encoding="utf-8")
         except BaseException:
             self._server.server_close()
             raise
@@ -92,13 +92,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif url.path not in {"/", "/metrics"}:
             self._answer(HTTPStatus.NOT_FOUND, "only /metrics is served\n")
         else:
-            self._answer(*self._numbers())
-
-    def _numbers(self) -> tuple[HTTPStatus, str]:
-        try:
-            return HTTPStatus.OK, self.server.text()
-        except Exception as error:  # noqa: BLE001  # for whoever has asked, not for the notebook
-            return HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n"
+            try:
+                status, body = HTTPStatus.OK, self.server.text()
+            except Exception as error:  # noqa: BLE001  # for whoever has asked, not the notebook
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                body = f"{type(error).__name__}: {error}\n"
+            self._answer(status, body)
 
     def _token_of(self, query: str) -> bytes:
         header = self.headers.get("Authorization", "")
@@ -149,9 +148,3 @@ def _listening(port: int, text: Callable[[], str], token: str) -> _Server:
         raise OptionError(
             f"{why}. Choose another one from 1024 to 65535, or 0 for any that is free."
         ) from error
-
-
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)

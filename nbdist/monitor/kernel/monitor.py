@@ -167,13 +167,14 @@ class Monitor:
                 f"port {port}."
             )
         if served is None:
-            served = self._exporter = Exporter(self._exposed, port, self._ranks.cluster.run_dir)
+            places = self._ranks.topology.ranks
+            served = self._exporter = Exporter(
+                lambda: exposition(self._latest or self.wait(0.0, FIRST_S), places),
+                port,
+                self._ranks.cluster.run_dir,
+            )
         self.start()
         return served
-
-    def _exposed(self) -> str:
-        samples = self._latest or self.wait(0.0, FIRST_S)
-        return exposition(samples, self._ranks.topology.ranks)
 
     def findings(self, *, is_past: bool = False) -> tuple[Finding, ...]:
         """What stands out in the newest samples and those just before, by monitor.findings.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from nbdist.cluster.kernel import gpus
+from nbdist.cluster.kernel import gpus as cluster_gpus
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
@@ -62,7 +62,7 @@ class Sampler:
         self._note = note
         self._doings = ActivityReader(ranks, health)
         self._usages = Usages(psutil)
-        self._gpus = GpuWatch(gpus.reader, period_s)
+        self._gpus = GpuWatch(cluster_gpus.reader, period_s)
         self._has_gpus = any(place.device != "cpu" for place in ranks.topology.ranks)
         self._answers = _Answers(ranks, note)
         self._spent: dict[int, _Spent] = {}
@@ -76,10 +76,12 @@ class Sampler:
         now_s = time.monotonic()
         pids = self._health.pids()
         usages = self._usages.read(pids.values())
-        local_usages = {rank: usages.get(pid) for rank, pid in pids.items()}
-        read, read_s = self._read_gpus(now_s) if self._has_gpus and pids else (GpuReadings(), now_s)
+        newest = self._gpus.newest() if self._has_gpus and pids else None
+        gpus, read_s = newest or (GpuReadings(), now_s)
+        for problem in gpus.problems:
+            self._note(problem)
         return tuple(
-            self._sample(place, now_s, pids, local_usages, (read, read_s))
+            self._sample(place, now_s, pids.get(place.rank, 0), usages, (gpus, read_s))
             for place in self._ranks.topology.ranks
         )
 
@@ -87,30 +89,24 @@ class Sampler:
         self,
         place: RankPlace,
         now_s: float,
-        pids: Mapping[int, int],
-        local_usages: Mapping[int, Usage | None],
+        pid: int,
+        usages: Mapping[int, Usage],
         read: tuple[GpuReadings, float],
     ) -> Sample:
-        rank, is_here = place.rank, place.rank in pids
+        """Of a rank whose process is here, by its number, or elsewhere: 0."""
+        rank, is_here = place.rank, bool(pid)
         doing = self._doings.of(rank, now_s, is_here=is_here)
         answer, answered_s = None, now_s
         if doing.state not in {"dead", "stopped"}:
             answer, answered_s = self._answers.of(place, now_s, is_remote=not is_here)
-        usage, gpu, when_s = local_usages.get(rank), self._gpu_of(place, read[0]), now_s
+        usage, gpu, when_s = usages.get(pid), self._gpu_of(place, read[0]), now_s
         age_s = 0.0 if gpu is None else now_s - read[1]
         if answer is not None and not is_here:
             usage, gpu, when_s = answer.usage, answer.gpu, answer.now_s
             age_s = now_s - answered_s + answer.gpu_age_s
-        return Sample(
-            rank,
-            now_s,
-            doing,
-            usage,
-            self._cpu_percent(place, pids.get(rank, 0), usage, when_s),
-            gpu,
-            self._answers.allocator(answer, now_s - answered_s),
-            age_s,
-        )
+        cpu_percent = self._cpu_percent(place, pid, usage, when_s)
+        allocator = self._answers.allocator(answer, now_s - answered_s)
+        return Sample(rank, now_s, doing, usage, cpu_percent, gpu, allocator, age_s)
 
     def _gpu_of(self, place: RankPlace, readings: GpuReadings) -> GpuReading | None:
         reading = readings.of(place.device_uuid)
@@ -137,14 +133,6 @@ class Sampler:
             percent = 100 * spent_s / (when_s - before.when_s) / max(1, place.threads)
         self._spent[place.rank] = _Spent(pid, when_s, usage.cpu_s, percent)
         return percent
-
-    def _read_gpus(self, now_s: float) -> tuple[GpuReadings, float]:
-        newest = self._gpus.newest()
-        if newest is None:
-            return GpuReadings(), now_s
-        for problem in newest[0].problems:
-            self._note(problem)
-        return newest
 
 
 class _Answers:
