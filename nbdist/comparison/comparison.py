@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, described
-from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
+from nbdist.trace.breakdown import TimeBreakdown
 
 # Of a step, in the order in which they are drawn; trace.breakdown says what each is.
 PARTS = ("compute", "communication", "copy", "data", "idle")
@@ -123,12 +123,17 @@ def row(
             resident memory of a process.
         recorded: The same of the recorded run; of a GPU the peak is from there.
     """
-    window_ns = sum(rank.window_ns for rank in shares.ranks)
-    communication_ns = sum(rank.communication_ns for rank in shares.ranks)
-    overlap_ns = sum(rank.overlap_ns for rank in shares.ranks)
+
+    def total_ns(name: str) -> int:
+        return sum(getattr(rank, f"{name}_ns") for rank in shares.ranks)
+
+    # Of communication its part that nothing is computed beside.
+    parts = ("compute", "exposed", "copy", "data", "idle")
+    communication_ns = total_ns("communication")
     is_device = any(memory.is_device for memory in recorded)
     peaks = [memory.peak_bytes for memory in (recorded if is_device else warm)]
     most = max(recorded, key=lambda memory: memory.held.total_bytes)
+    has_formula = most.has_adam and most.n_parameters  # the formula is of Adam
     longest_ns = max((rank.window_ns for rank in shares.ranks), default=0)
     return ComparedRow(
         asked=asked,
@@ -136,33 +141,16 @@ def row(
         dp=choice.degrees.dp,
         step_ns=shares.step_ns or longest_ns,
         has_steps=bool(shares.step_ns),
-        parts=tuple(
-            sum(part_ns) / max(1, window_ns)
-            for part_ns in zip(*(_parts_ns(rank) for rank in shares.ranks), strict=True)
-        )
-        or (0.0,) * len(PARTS),
-        overlap=overlap_ns / communication_ns if communication_ns else None,
+        parts=tuple(total_ns(part) / max(1, total_ns("window")) for part in parts),
+        overlap=total_ns("overlap") / communication_ns if communication_ns else None,
         sent_bytes=shares.sent_bytes,
         sent_formula_bytes=shares.formula_bytes,
         held=most.held,
-        held_formula_bytes=_formula_bytes(choice, most),
+        held_formula_bytes=(
+            footprint.held_bytes(choice, most.n_parameters, footprint.recipe_of(choice))
+            if has_formula
+            else None
+        ),
         peak_bytes=None if None in peaks else max(peak for peak in peaks if peak is not None),
         is_device=is_device,
     )
-
-
-def _parts_ns(breakdown: RankBreakdown) -> tuple[int, ...]:
-    return (
-        breakdown.compute_ns,
-        breakdown.exposed_ns,
-        breakdown.copy_ns,
-        breakdown.data_ns,
-        breakdown.idle_ns,
-    )
-
-
-def _formula_bytes(choice: Strategy, most: CellMemory) -> float | None:
-    """What the strategy's formula gives: it is of Adam."""
-    if not most.has_adam or not most.n_parameters:
-        return None
-    return footprint.held_bytes(choice, most.n_parameters, footprint.recipe_of(choice))

@@ -23,7 +23,6 @@ SAVE_S = 300.0
 WATCH_S = 60.0
 # How cells.kernel.cell_outcome says that nbdist has refused the cell's model or batch on all ranks.
 _REFUSED = re.compile(r"^ranks? [\d,-]+ raised (?:OptionError|NbdistError): (.*)$", re.DOTALL)
-RECORDED = TraceOptions()
 _NOT_BACK = (
     "the state from before the comparison was not restored; %dist_strategy shows the current "
     "strategy"
@@ -111,15 +110,18 @@ class Comparing:
             RankGone, RankBusy, NotRunning: As for a cell.
             NbdistError: The state of before could not be put back.
         """
-        before, last = self._strategies.current(), self._ranks.strategy_chosen
+        ranks = self._ranks
+        before, last = self._strategies.current(), ranks.strategy_chosen
         self._models = self._call(save_training_state, SAVE_S)[0]
         try:
             for text, spec in asked:
                 begins(text)
                 self.rows.append(self._row(text, spec, before))
         finally:
-            self._ranks.strategy_chosen = last
-            self._discard()
+            ranks.strategy_chosen = last
+            for rank in ranks.ranks:
+                if ranks.is_connected(rank) and not ranks.is_busy(rank):
+                    discard_training_state(ranks.call, rank)
         comparison = Comparison(tuple(self.rows), described(before), self._models)
         self._strategies.compared = comparison
         return comparison
@@ -131,18 +133,14 @@ class Comparing:
         except OptionError as error:  # nothing has changed
             return ComparedRow(text, problem=str(error))
         try:
-            row = self._measure(text, choice)
+            return self._measure(text, choice)
         except DistributedError as error:
-            self._restore(before)
             refused = _REFUSED.match(str(error))
             if refused is None:
                 raise
             return ComparedRow(text, problem=refused[1])
-        except BaseException:
+        finally:
             self._restore(before)
-            raise
-        self._restore(before)
-        return row
 
     def _measure(self, text: str, choice: Strategy) -> ComparedRow:
         self._call(start_peak_memory, WATCH_S)
@@ -151,7 +149,7 @@ class Comparing:
         if not self._models:  # the next run makes its own
             self._call(clear_new_variables, SAVE_S)
         self._call(start_peak_memory, WATCH_S)
-        trace = self._cells.profile(self._code, RECORDED)
+        trace = self._cells.profile(self._code, TraceOptions())
         recorded: list[CellMemory] = self._call(peak_memory, WATCH_S)
         return comparison.row(text, choice, breakdown.breakdown(trace), warm, recorded)
 
@@ -168,13 +166,6 @@ class Comparing:
         self.restored = (
             f"The strategy is {described(before)} again, with the state from before the comparison."
         )
-
-    def _discard(self) -> None:
-        """Forget the copies, on the ranks that are connected and idle."""
-        ranks = self._ranks
-        for rank in ranks.ranks:
-            if ranks.is_connected(rank) and not ranks.is_busy(rank):
-                discard_training_state(ranks.call, rank)
 
     def _call(self, function: Callable[..., Future[Any]], deadline_s: float) -> list[Any]:
         return self._ranks.call_all(function, deadline_s=deadline_s)

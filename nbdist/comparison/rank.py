@@ -13,6 +13,7 @@ Every copy is of this rank's own part, under the strategy of before, so no rank 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import re
 from dataclasses import dataclass, field
@@ -110,7 +111,14 @@ def save_training_state() -> tuple[str, ...]:
     _state.saved = _SavedState(
         models=models,
         put_back=[
-            *(put for model in models for put in _keep_model(model)),
+            *(
+                put
+                for model in models
+                for put in (
+                    keep_values(type(model.base).__name__, functools.partial(local_state, model)),
+                    keep_modes(model.base),
+                )
+            ),
             *(keep_optimizer(optimizer) for optimizer in registry.bound_optimizers()),
             generators().put_back,
             *(put for watcher in registry.watchers() for put in keep_accelerator(watcher)),
@@ -163,12 +171,17 @@ def start_peak_memory() -> None:
     """Watch this rank's memory from now on, until `peak_memory`."""
     _stop_watching()
     gc.collect()
-    _give_back_freed()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:  # else what the strategy before has freed counts for the next one
+        trim(0)
     watch = _state.watch = _Watch()
     if registry.device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        watch.has_peak = _reset_resident_peak()
+        try:
+            (_PROC / "clear_refs").write_text(_RESET_PEAK)
+        except OSError:  # some containers have no such file: the peak would be that so far
+            watch.has_peak = False
     watch.hook = register_optimizer_step_post_hook(
         lambda optimizer, *_: _note_step(watch, optimizer)
     )
@@ -191,13 +204,13 @@ def peak_memory() -> CellMemory:
         peak_bytes=peak_bytes,
         is_device=is_device,
         n_parameters=sum(torch.Size(shape).numel() for shape in shapes),
-        has_adam=bool(watch.optimizers) and all(map(_is_adam, watch.optimizers)),
+        has_adam=bool(watch.optimizers)
+        and all(
+            isinstance(optimizer, Adam | AdamW)
+            and not any(group.get("amsgrad") for group in optimizer.param_groups)
+            for optimizer in watch.optimizers
+        ),
     )
-
-
-def _keep_model(model: Prepared) -> list[PutBack]:
-    title = type(model.base).__name__
-    return [keep_values(title, lambda: local_state(model)), keep_modes(model.base)]
 
 
 def _saved_state() -> _SavedState:
@@ -222,10 +235,8 @@ def _stepped_models(optimizers: list[Optimizer]) -> list[Prepared]:
     """
     if not optimizers:
         return registry.prepared()
-    found = [
-        model for optimizer in optimizers for model, _, _ in registry.names_in(optimizer).values()
-    ]
-    return list({id(model): model for model in found}.values())
+    rows = [row for optimizer in optimizers for row in registry.names_in(optimizer).values()]
+    return list({id(model): model for model, _, _ in rows}.values())
 
 
 def _held_memory(optimizers: list[Optimizer]) -> HeldMemory:
@@ -254,30 +265,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return 0 if local.is_meta else local.nbytes
 
 
-def _is_adam(optimizer: Optimizer) -> bool:
-    has_two = not any(group.get("amsgrad") for group in optimizer.param_groups)
-    return isinstance(optimizer, Adam | AdamW) and has_two
-
-
 def _stop_watching() -> None:
     if _state.watch.hook is not None:
         _state.watch.hook.remove()
         _state.watch.hook = None
-
-
-def _give_back_freed() -> None:
-    """Let malloc return what the strategy before has freed, or it counts for the next one."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-    if trim is not None:
-        trim(0)
-
-
-def _reset_resident_peak() -> bool:
-    try:
-        (_PROC / "clear_refs").write_text(_RESET_PEAK)
-    except OSError:  # some containers have no such file: the peak would be the process's so far
-        return False
-    return True
 
 
 def _resident_peak_bytes() -> int | None:

@@ -38,17 +38,13 @@ def comparison_result(comparison: Comparison) -> View:
     image = _png([row for row in comparison.rows if not row.problem])
     if is_stored():
         return View(rows.text + text, png=image)
-    alt = html.escape(
-        f"Bar charts of the strategies; the numbers are below. {rows.text}", quote=True
-    )
-    picture = base64.b64encode(image).decode("ascii")
-    body = (
-        f'<img style="max-width:100%" alt="{alt}" src="data:image/png;base64,{picture}"/>'
-        if image
-        else ""
-    )
-    notes = lines_html(lines)
-    return View(rows.text + text, f"<div>{body}{rows.html}{notes}</div>", png=image)
+    body = ""
+    if image:
+        alt = html.escape(f"Bar charts of the strategies; the numbers are below. {rows.text}")
+        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        body = f'<img style="max-width:100%" alt="{alt}" src="{source}"/>'
+    page = f"<div>{body}{rows.html}{lines_html(lines)}</div>"
+    return View(rows.text + text, page, png=image)
 
 
 def partial_result(rows: Sequence[ComparedRow], message: str) -> Iterator[View]:
@@ -97,13 +93,9 @@ def _size(value_bytes: float | None) -> str:
 def _notes(comparison: Comparison) -> Iterator[str]:
     done = [row for row in comparison.rows if not row.problem]
     if done:
-        what = (
-            "step"
-            if all(row.has_steps for row in done)
-            else "step (of the cell where it has no steps)"
-        )
+        cells = "" if all(row.has_steps for row in done) else " (of the cell where it has no steps)"
         yield (
-            f"ms: of a {what}, recorded after a warm-up run, on the slowest rank. "
+            f"ms: of a step{cells}, recorded after a warm-up run, on the slowest rank. "
             "compute to idle: % of that over all ranks. communication: time not overlapped by "
             "compute. hidden: share of communication overlapped by compute."
         )
@@ -111,8 +103,12 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             "held: parameters, gradients and optimizer state on the rank with the most, right "
             "after an optimizer step. The formula assumes Adam."
         )
-        peak = "maximum of torch's allocator on the GPU" if done[0].is_device else _RESIDENT
-        yield f"peak: {peak}."
+        yield (
+            "peak: maximum of torch's allocator on the GPU."
+            if done[0].is_device
+            else "peak: resident memory of the process in the warm-up, with Python, torch and "
+            "freed memory that malloc has kept."
+        )
         yield (
             "sent: per rank and step. The formula covers parameters and gradients; activations add "
             "to it. batches: loader batches per step; where rows differ, so does the amount of "
@@ -126,24 +122,16 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     )
 
 
-_RESIDENT = (
-    "resident memory of the process in the warm-up, with Python, torch and freed memory that "
-    "malloc has kept"
-)
-
-
 def _png(rows: Sequence[ComparedRow]) -> bytes:
     """Panels of bars, a bar per strategy; empty without one. Leaves matplotlib as it is."""
     if not rows:
         return b""
     import matplotlib.style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.style.context("default"):
         height_in = _EDGE_IN + _ROW_IN * len(rows)
         figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, layout="constrained")
-        FigureCanvasAgg(figure)
         panels = [_time, _memory, _sent, _overlap]
         if all(row.peak_bytes is not None for row in rows):
             panels.insert(2, _peak)
@@ -152,9 +140,11 @@ def _png(rows: Sequence[ComparedRow]) -> bytes:
         for panel, axes in zip(panels, every, strict=True):
             panel(axes, rows)
         time = every[0]
-        time.set_yticks(range(len(rows)), [_short(row.asked) for row in rows])
-        for text in time.get_yticklabels():
-            text.set_parse_math(False)
+        names = [
+            name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 3]}..."
+            for name in (row.asked for row in rows)
+        ]
+        time.set_yticks(range(len(rows)), names, parse_math=False)
         time.invert_yaxis()
         for axes in every:
             axes.tick_params(labelsize=_FONT_PT)
@@ -163,10 +153,6 @@ def _png(rows: Sequence[ComparedRow]) -> bytes:
         file = io.BytesIO()
         figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST_NAME else f"{text[: _MOST_NAME - 3]}..."
 
 
 def _bars(axes: Axes, series: Sequence[tuple[str, str, Sequence[float]]], title: str) -> None:
@@ -244,13 +230,8 @@ def _unit(sizes_bytes: Sequence[float]) -> tuple[float, str]:
 
 def _marks(axes: Axes, formulas_bytes: Sequence[float | None], unit_bytes: float) -> None:
     """A line across each bar where the formula says that it ends."""
-    ends = [
-        (position, size / unit_bytes)
-        for position, size in enumerate(formulas_bytes)
-        if size is not None
-    ]
+    ends = {at: size / unit_bytes for at, size in enumerate(formulas_bytes) if size is not None}
     if ends:
         axes.scatter(
-            [end for _, end in ends], [position for position, _ in ends], marker="|", s=180,
-            color="black", label="formula", zorder=3,
-        )  # fmt: skip
+            [*ends.values()], [*ends], marker="|", s=180, color="black", label="formula", zorder=3
+        )
