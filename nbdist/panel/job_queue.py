@@ -72,11 +72,6 @@ class JobQueue:
             return f"{self._acting.typed}{step} ({took_s:.0f} s)"
 
     @property
-    def is_acting(self) -> bool:
-        """Whether a job is under way."""
-        return self._acting is not None
-
-    @property
     def armed(self) -> tuple[str, ...]:
         """What happens with the next cell on ranks: names of buttons, in order."""
         with self._lock:
@@ -100,7 +95,7 @@ class JobQueue:
                 self.note(f"{job.typed} is already queued")
                 return False
             for replaced in [
-                waiting for waiting in self._queue if waiting.name == job.name == "apply"
+                queued for queued in self._queue if queued.name == job.name == "apply"
             ]:
                 self._queue.remove(replaced)
                 self.note(f"{replaced.typed} is removed from the queue: {job.typed} replaces it")

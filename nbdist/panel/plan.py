@@ -5,8 +5,9 @@ The numbers are those of `%dist_plan MODEL --engine formulas` with the same batc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nbdist.core import units
 from nbdist.errors import OptionError
@@ -37,20 +38,7 @@ class Limit:
     has_gpu: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedMemory:
-    """One strategy's memory, of all prepared models together.
-
-    Attributes:
-        memory: Overhead counts once.
-        loads: What each model was planned with.
-    """
-
-    memory: Memory
-    loads: tuple[Workload, ...]
-
-
-def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> PlannedMemory:
+def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Memory:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
     Args:
@@ -61,15 +49,10 @@ def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) 
     Raises:
         OptionError: It does not go with a model, or with the batch.
     """
-    loads, memories = [], []
+    memories = []
     for live in models:
-        load = replace(load_of(live, Workload()), has_gpu=limit.has_gpu)
-        loads.append(load)
+        load = load_of(live, Workload(has_gpu=limit.has_gpu))
         memories.append(by_kinds(live, shape_of(live), accumulating(choice, load), load))
-    return PlannedMemory(_combined(memories), tuple(loads))
-
-
-def _combined(memories: Sequence[Memory]) -> Memory:
     if len(memories) == 1:
         return memories[0]
     return Memory(
@@ -96,14 +79,16 @@ def plan_of_models(
         current: The strategy that counts, to compare with.
     """
     try:
-        planned = planned_memory(choice, models, limit)
+        memory = planned_memory(choice, models, limit)
     except OptionError as error:
         return PanelPlan(f"not planned: {error}", is_possible=True)
-    memory = planned.memory
     now = ""
     if current is not None and current != choice:
-        now = _now(current, models, limit)
-    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in planned.loads))
+        # Its batch may be one that the formulas refuse, and it runs all the same.
+        with contextlib.suppress(OptionError):
+            now = f", now {units.size(planned_memory(current, models, limit).states)}"
+    loads = [load_of(live, Workload()) for live in models]
+    optimizer = ", ".join(dict.fromkeys(load.optimizer for load in loads))
     states = f"{_sum(memory, _STATES)} ({optimizer})"
     text = f"each rank holds {units.size(memory.states)} between steps{now}: {states}"
     share = memory.peak / limit.memory_bytes if limit.memory_bytes else None
@@ -114,16 +99,12 @@ def plan_of_models(
         least = f"more than {units.size(memory.peak)}{of} in a step; " if word == NO else ""
         return PanelPlan(f"{text}\n{least}{_why_partial(choice, models)}", True, word, share)
     step = f"in a step up to {units.size(memory.peak)}{of} (+ {_sum(memory, _MORE)})"
-    return PanelPlan(
-        f"{text}\n{step}; {_batch_phrase(models, planned.loads[0])}", True, word, share
-    )
-
-
-def _now(current: Strategy, models: Sequence[LiveModel], limit: Limit) -> str:
-    try:
-        return f", now {units.size(planned_memory(current, models, limit).memory.states)}"
-    except OptionError:  # it has a batch that the formulas refuse, and runs all the same
-        return ""
+    batch = f"batch {loads[0].batch} x {loads[0].sequence:,} tokens"
+    if any(model.inputs_shape for model in models):
+        batch += ", from the data loader"
+    else:
+        batch = f"assumed: {batch} (no prepared data loader has yielded a batch yet)"
+    return PanelPlan(f"{text}\n{step}; {batch}", True, word, share)
 
 
 def _sum(memory: Memory, names: Sequence[str]) -> str:
@@ -141,11 +122,3 @@ def _why_partial(choice: Strategy, models: Sequence[LiveModel]) -> str:
         f"states only: activations depend on the batch and on what {names} keeps for backward, "
         f"and there is no transformer config to compute them from; {typed} measures them in a run"
     )
-
-
-def _batch_phrase(models: Sequence[LiveModel], load: Workload) -> str:
-    """Which batch was counted with, and who says so."""
-    text = f"batch {load.batch} x {load.sequence:,} tokens"
-    if any(model.inputs_shape for model in models):
-        return f"{text}, from the data loader"
-    return f"assumed: {text} (no prepared data loader has yielded a batch yet)"

@@ -14,27 +14,14 @@ from nbdist.monitor.samples import Sample
 OLD_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class StateSign:
-    """What a rank can be doing, as it is drawn.
-
-    Attributes:
-        sign: Tells it without colour.
-        color: Of Okabe and Ito's.
-    """
-
-    sign: str
-    color: str
-
-
-# State of monitor.samples.STATES -> how it is drawn.
-SIGNS: Mapping[str, StateSign] = {
-    "idle": StateSign("○", "#009E73"),
-    "running": StateSign("▶", "#0072B2"),
-    "waiting": StateSign("◷", "#E69F00"),
-    "stopped": StateSign("‖", "#CC79A7"),
-    "dead": StateSign("✕", "#D55E00"),
-    "unknown": StateSign("?", "#999999"),
+# monitor.samples.STATES -> a sign that tells it without colour, and one of Okabe and Ito's.
+SIGNS: Mapping[str, tuple[str, str]] = {
+    "idle": ("○", "#009E73"),
+    "running": ("▶", "#0072B2"),
+    "waiting": ("◷", "#E69F00"),
+    "stopped": ("‖", "#CC79A7"),
+    "dead": ("✕", "#D55E00"),
+    "unknown": ("?", "#999999"),
 }
 
 
@@ -106,10 +93,9 @@ def _memory(sample: Sample) -> tuple[float | None, float | None]:
         return sample.gpu.used_bytes, sample.gpu.total_bytes
     if sample.usage is None:
         return None, None
-    process_bytes = (
-        sample.usage.rss_bytes if sample.usage.pss_bytes is None else sample.usage.pss_bytes
-    )
-    return process_bytes, sample.usage.host_limit_bytes
+    usage = sample.usage
+    used_bytes = usage.rss_bytes if usage.pss_bytes is None else usage.pss_bytes
+    return used_bytes, usage.host_limit_bytes
 
 
 @dataclass(frozen=True, slots=True)

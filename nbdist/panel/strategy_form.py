@@ -15,11 +15,12 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Options, Strategy
 from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import WORDS, divisors
-from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
+from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, takers
 from nbdist.strategy.table import ROWS
 
 # A field that was left alone.
 UNSET = ""
+_KINDS = {"choice": "choice", "switch": "switch", "blocks": "suggest"}
 # What can be chosen where an option takes a text or a number that is mostly one of these.
 _OFTEN: Mapping[str, tuple[str, ...]] = {"blocks": ("full", "selective", "2", "4")}
 
@@ -60,24 +61,20 @@ def fields(name: str, world_size: int) -> tuple[FormField, ...]:
     degrees = [word for word in DEGREES if word in {WORDS[row.axis], *row.takes}]
     if name in takers(OPTIONS["shard"]):
         degrees.append("replicas")
-    return (
-        *(_degree(word, world_size) for word in degrees),
-        *(_field(option) for option in OPTIONS.values() if name in takers(option)),
-    )
-
-
-def _degree(word: str, world_size: int) -> FormField:
     counts = tuple(str(n) for n in divisors(world_size))
-    return FormField(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
-
-
-def _field(row: OptionRow) -> FormField:
-    kind = {"choice": "choice", "switch": "switch", "blocks": "suggest"}.get(row.kind, "text")
-    choices = tuple(choice for choice in row.choices if choice != row.default) or _OFTEN.get(
-        row.kind, ()
-    )
-    is_own = len(takers(row)) < len(ROWS) / 2
-    return FormField(row.word, row.flag, kind, choices, row.default or "no", row.help, is_own)
+    result = [
+        FormField(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
+        for word in degrees
+    ]
+    for option in OPTIONS.values():
+        if name in takers(option):
+            kind = _KINDS.get(option.kind, "text")
+            choices = tuple(choice for choice in option.choices if choice != option.default)
+            choices = choices or _OFTEN.get(option.kind, ())
+            is_own = len(takers(option)) < len(ROWS) / 2
+            words = option.default or "no", option.help
+            result.append(FormField(option.word, option.flag, kind, choices, *words, is_own))
+    return tuple(result)
 
 
 def chosen_options(values: Mapping[str, Value]) -> dict[str, object]:
@@ -86,11 +83,9 @@ def chosen_options(values: Mapping[str, Value]) -> dict[str, object]:
 
 
 def _typed(word: str, value: Value) -> object:
-    row = next((option for option in OPTIONS.values() if option.word == word), None)
-    if row is None or row.kind != "number" or not isinstance(value, str):
-        return value
+    is_number = any(row.word == word and row.kind == "number" for row in OPTIONS.values())
     try:
-        return float(value)
+        return float(value) if is_number else value
     except ValueError:
         return value  # which is refused with the option's own words
 
@@ -159,16 +154,12 @@ class PreparedModel:
 
 
 def model_text(model: PreparedModel) -> str:
-    """`model: 12.6 million parameters`."""
-    return f"{model.name}: {count(model.n_parameters)} parameters"
-
-
-def count(number: float) -> str:
-    """`1.2 billion`, `12.6 million`, `12,600`."""
+    """`model: 12.6 million parameters`, `model: 12,600 parameters`."""
+    n = model.n_parameters
     for unit, word in ((1e9, "billion"), (1e6, "million")):
-        if number >= unit:
-            return f"{number / unit:.1f} {word}"
-    return f"{number:,.0f}"
+        if n >= unit:
+            return f"{model.name}: {n / unit:.1f} {word} parameters"
+    return f"{model.name}: {n:,} parameters"
 
 
 def planned(
@@ -203,12 +194,9 @@ def planned(
 def _parts_held(choice: Strategy, models: Sequence[PreparedModel]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for model in models:
-        model_parts = footprint.held_parts(choice, model.n_parameters, _recipe(choice, model))
+        # Parameters that are no fp32 have gradients like them.
+        is_short = model.parameter_bytes < 4 * model.n_parameters
+        recipe = footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)
+        model_parts = footprint.held_parts(choice, model.n_parameters, recipe)
         parts = {what: parts.get(what, 0.0) + size for what, size in model_parts.items()}
     return parts
-
-
-def _recipe(choice: Strategy, model: PreparedModel) -> footprint.Recipe:
-    """By what is stored of this model: parameters that are no fp32 have gradients like them."""
-    is_short = model.parameter_bytes < 4 * model.n_parameters
-    return footprint.RECIPES["bf16"] if is_short else footprint.recipe_of(choice)

@@ -52,7 +52,7 @@ def later(*names, when, **chosen):
 def always(): return True
 def submitted(): return bool(nbdist.session().readiness.running())
 def between_cells(): return not PANEL.turns.cell
-def acting(): return PANEL.board.is_acting
+def acting(): return bool(PANEL.board.acting)
 """
 # A rank that a signal has stopped begins no cell, and takes no interrupt.
 _STOPPED = """
@@ -141,7 +141,7 @@ from nbdist.strategy.choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
     limit = Limit(80e9, has_gpu=True)
-    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, limit).memory
+    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, limit)
 """
 
 

@@ -52,7 +52,7 @@ def test_numbers_are_those_of_a_plan(name: str) -> None:
     (row,) = plan(
         shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
     ).rows  # fmt: skip
-    found = planned_memory(choose(name, {}, 2), [KNOWN], H100).memory
+    found = planned_memory(choose(name, {}, 2), [KNOWN], H100)
     shown = plan_of_models(choose(name, {}, 2), [KNOWN], H100)
 
     assert found == row.memory
@@ -96,8 +96,8 @@ def test_a_batch_that_was_seen_is_the_batch() -> None:
         "batch 8 x 64 tokens, from the data loader"
     )
     assert (
-        planned_memory(FSDP, [seen], H100).memory.activations
-        < planned_memory(FSDP, [KNOWN], H100).memory.activations
+        planned_memory(FSDP, [seen], H100).activations
+        < planned_memory(FSDP, [KNOWN], H100).activations
     )
 
 
@@ -114,7 +114,7 @@ def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
 
 def test_several_models_are_together_in_a_step() -> None:
     """One context of CUDA's for all of them."""
-    one, two = (planned_memory(FSDP, models, H100).memory for models in ([KNOWN], [KNOWN, KNOWN]))
+    one, two = (planned_memory(FSDP, models, H100) for models in ([KNOWN], [KNOWN, KNOWN]))
 
     assert two.states == 2 * one.states
     assert two.peak - two.overhead == pytest.approx(2 * (one.peak - one.overhead))

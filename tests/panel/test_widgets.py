@@ -21,8 +21,8 @@ class Owner:
     def press(self, name: str) -> None:
         self.told.append(name)
 
-    def pick(self) -> None:
-        self.told.append("pick")
+    def refresh(self) -> None:
+        self.told.append("refresh")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_choice_is_told_once_and_a_strategy_that_is_set_is_not(
     widgets._fields["find_unused"].value = True
 
     assert before == []
-    assert owner.told == ["pick", "pick"]
+    assert owner.told == ["refresh", "refresh"]
     assert {word: value for word, value in widgets.values.items() if value} == {"find_unused": True}
 
 

@@ -6,12 +6,13 @@ import html
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from IPython.utils.capture import CapturedIO, capture_output
+from IPython.utils.capture import capture_output
 
 from nbdist.cluster import view as ranks_view
 from nbdist.core.view import View
-from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions, Record
+from nbdist.notebook.notebook import NOTEBOOK, SHOWN
 from nbdist.notebook.verb import Verb, parse
 from nbdist.panel import strategy_form
 from nbdist.panel.job_queue import PanelJob
@@ -100,8 +101,15 @@ def act(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> str:
                 views.append(view)
             del views[:-1]  # headings, of what is in the result
         finally:
-            parts = [view.html or _plain(view.text) for view in views if title]
-            if parts := [*parts, *_printed(caught)]:
+            texts = [text for text in (caught.stdout, caught.stderr) if text]
+            # No updates: those are pictures of the panel itself.
+            bundles = [output.data for output in caught.outputs if not output.update]
+            parts = [
+                *(view.html or _plain(view.text) for view in views if title),
+                *map(_plain, texts),
+                *(data.get("text/html") or _plain(data.get("text/plain", "")) for data in bundles),
+            ]
+            if parts:
                 shows.detail(title or job.typed, "".join(parts))
     return "done, see below" if title else views[-1].text
 
@@ -113,33 +121,14 @@ def _run(job: PanelJob, verbs: Mapping[str, Verb], shows: Shows) -> View | None:
     line = job.line
     if job.name == "checkpoint":
         line = line.replace(_TIME, time.strftime("%Y-%m-%d-%H%M%S"))
-    return answer(job.name, line, verbs)
-
-
-def answer(name: str, line: str, verbs: Mapping[str, Verb]) -> View | None:
-    """What the verb of this button answers to this line; in any thread."""
-    verb = verb_of(name, verbs)
-    view: View | None = verb.run(parse(verb, line).values)
+    view: View | None = answer(job.name, line, verbs)
     return view
 
 
-def record(name: str, ranks: str | None, verbs: Mapping[str, Verb]) -> Record | None:
-    """How the next cell is recorded by a button, on these ranks: as its magic would."""
-    verb = verb_of(name, verbs)
-    options: CellOptions = verb.run(parse(verb, f"--ranks {ranks}" if ranks else "").values)
-    return options.record
-
-
-def verb_of(name: str, verbs: Mapping[str, Verb]) -> Verb:
-    """The verb whose magic a button stands for."""
-    return verbs[BUTTONS[name].magic.partition(" ")[0].lstrip("%")]
-
-
-def _printed(caught: CapturedIO) -> list[str]:
-    """What was printed and displayed, but no updates: those are pictures of the panel itself."""
-    texts = [_plain(text) for text in (caught.stdout, caught.stderr) if text]
-    bundles = [output.data for output in caught.outputs if not output.update]
-    return texts + [data.get("text/html") or _plain(data.get("text/plain", "")) for data in bundles]
+def answer(name: str, line: str, verbs: Mapping[str, Verb]) -> Any:
+    """What the verb whose magic a button stands for answers to this line; in any thread."""
+    verb = verbs[BUTTONS[name].magic.partition(" ")[0].lstrip("%")]
+    return verb.run(parse(verb, line).values)
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,6 @@ A button runs the line of its verb (actions). What changes the ranks runs betwee
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import traceback
@@ -100,7 +99,7 @@ class Panel:
         session = self._now()
         if session is not None and not self.board.acting:
             ended = self._ask(session)
-            ranks_panel.wait_for_sample(session, LOOK_S)
+            session.monitor.wait(time.monotonic(), LOOK_S)
             ended(LOOK_S)
 
     def press(self, name: str) -> None:
@@ -119,10 +118,6 @@ class Panel:
                 _NOW[name](self)
             else:
                 self.turns.ask(self._job(name))
-        self.refresh()
-
-    def pick(self) -> None:
-        """Show what the strategy comes to that was just chosen."""
         self.refresh()
 
     def close(self) -> None:
@@ -148,8 +143,17 @@ class Panel:
             state = self.state()
             if self._widgets is not None:
                 self._follow(self._widgets)
-                self._widgets.draw(state, self._why_not(), self._plan())
-            self._update_stills(state)
+                facts = self._facts()
+                why_not = {name: missing(name, facts) for name in BUTTONS}
+                self._widgets.draw(state, why_not, self._plan())
+            # The pictures below, where more has changed than times and numbers.
+            kinds = tuple((row.rank, row.kind) for row in state.ranks)
+            lasting = replace(state, ranks=(), waits=(), cell="", bar="", doing="", acting="")
+            if self._stills and (lasting, kinds) != self._essence:
+                self._essence = (lasting, kinds)
+                view = panel_view.still(state)
+                for handle in self._stills:
+                    handle.update(view)
 
     def state(self) -> PanelState:
         """All that the panel shows at this moment; a rank is not asked."""
@@ -185,7 +189,8 @@ class Panel:
         if not name:
             return options
         self.board.note(f"{BUTTONS[name].magic} for cell [{NOTEBOOK.cell_number}]")
-        return replace(options, record=actions.record(name, options.ranks, self.verbs))
+        line = f"--ranks {options.ranks}" if options.ranks else ""
+        return replace(options, record=actions.answer(name, line, self.verbs).record)
 
     # The ranks that there are.
 
@@ -215,12 +220,13 @@ class Panel:
             self._ask(self._session)
 
     def _ask(self, session: Session) -> Callable[[float], object]:
-        take = functools.partial(self._take_prepared, ranks_panel.last_choice(session))
-        return ranks_panel.prepared(session, take)
+        last = ranks_panel.last_choice(session)
 
-    def _take_prepared(self, last: Strategy, choice: Strategy, prepared: PreparedModels) -> None:
-        self._answer, self._prepared = (last, choice), prepared
-        self.refresh()
+        def take(choice: Strategy, prepared: PreparedModels) -> None:
+            self._answer, self._prepared = (last, choice), prepared
+            self.refresh()
+
+        return ranks_panel.prepared(session, take)
 
     def _take_bar(self, text: str) -> None:
         self._bar = text  # ten times a second: it is drawn with the next picture
@@ -275,17 +281,13 @@ class Panel:
         picked = self._picked()
         facts = {
             "ranks": True,
-            "trace": bool(session.traces.count),
-            "code": bool(self._code),
+            "trace": session.traces.count,
+            "code": self._code,
             "choice": isinstance(picked, Strategy),
             "other": picked != self._current(session),
-            "queue": bool(self.board.queued),
+            "queue": self.board.queued,
         }
         return {fact for fact, is_so in facts.items() if is_so}
-
-    def _why_not(self) -> dict[str, str]:
-        facts = self._facts()
-        return {name: missing(name, facts) for name in BUTTONS}
 
     # What the buttons do.
 
@@ -325,10 +327,6 @@ class Panel:
             self.board.note("status: see below", "done")
         self.refresh()
 
-    def cancel(self) -> None:
-        """Take back what is queued."""
-        self.board.drop("cancelled")
-
     def _progress(self, text: str) -> None:
         self.board.progress(text)
         self.refresh()
@@ -362,16 +360,6 @@ class Panel:
 
         threading.Thread(target=ticking, name="nbdist-panel", daemon=True).start()
 
-    def _update_stills(self, state: PanelState) -> None:
-        """The pictures below the widgets, where more has changed than times and numbers."""
-        kinds = tuple((row.rank, row.kind) for row in state.ranks)
-        essence = replace(state, ranks=(), waits=(), cell="", bar="", doing="", acting=""), kinds
-        if self._stills and essence != self._essence:
-            self._essence = essence
-            view = panel_view.still(state)
-            for handle in self._stills:
-                handle.update(view)
-
     @contextlib.contextmanager
     def _logged(self, action: str) -> Iterator[None]:
         """Errors into the log: those of a callback or a thread would be seen nowhere."""
@@ -383,8 +371,8 @@ class Panel:
             self.board.note(f"{action}: {traceback.format_exc().rstrip()}", "failed")
 
 
-_NOW: Mapping[str, Callable[[Panel], None]] = {
+_NOW: Mapping[str, Callable[[Panel], object]] = {
     "interrupt": Panel.interrupt,
     "status": Panel.ask_status,
-    "cancel": Panel.cancel,
+    "cancel": lambda panel: panel.board.drop("cancelled"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,11 +55,6 @@ def rows_and_waits(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ..
         return rows, ()
     findings = diagnose.diagnose(list(session.health.views_now().values()), now_s, AFTER_S)
     return rows, tuple(finding.text for finding in findings)
-
-
-def wait_for_sample(session: Session, limit_s: float) -> None:
-    """Wait until every rank was sampled after this call, so long at most."""
-    session.monitor.wait(time.monotonic(), limit_s)
 
 
 def interrupt(session: Session) -> tuple[str, str]:
@@ -129,9 +124,10 @@ def prepared(
         try:
             if choice.exception() is None and sizes.exception() is None:
                 error = done.exception()
-                models = () if error is not None else done.result()
+                models = tuple(PreparedModel(*row) for row in sizes.result())
+                sketched = () if error is not None else done.result()
                 problem = "" if error is None else str(getattr(error, "evalue", error))
-                take(choice.result(), PreparedModels(models_of(sizes.result()), models, problem))
+                take(choice.result(), PreparedModels(models, sketched, problem))
         finally:
             is_taken.set()
 
@@ -154,11 +150,6 @@ def limit(session: Session) -> Limit:
         return Limit()
     on_host = [place.host for place in session.topology.ranks].count(first.host)
     return Limit(sample.usage.host_limit_bytes / on_host)
-
-
-def models_of(sizes: Sequence[tuple[str, int, int]]) -> tuple[PreparedModel, ...]:
-    """What `prepared_sizes` answers, as records."""
-    return tuple(PreparedModel(*row) for row in sizes)
 
 
 def last_choice(session: Session) -> Strategy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nbdist.core import units
 from nbdist.core.units import PLACEHOLDER, is_stored, shown
@@ -90,29 +90,23 @@ LIVE_STYLE = f"""{STYLE}<style>
 
 def still(state: PanelState) -> View:
     """The panel without anything that moves: for saved notebooks, pages and terminals."""
-    lines = [f"{line}" for line in (*_facts(state), *_log_lines(state.log[-SHOWN_LOG:]))]
-    if not state.ranks:
-        text = "\n".join([state.title, *lines])
-    else:
-        rows = [_cells(row) for row in state.ranks]
-        text = table(_HEAD, rows, before=[_title(state)], after=lines).text
-    body = top_html(state) + log_html(state.log[-SHOWN_LOG:])
-    return View(text, f'{STYLE}<div class="{STILL} nbdist-panel">{body}</div>')
-
-
-def _title(state: PanelState) -> str:
-    return f"{state.title}; strategy {state.strategy}" if state.strategy else state.title
-
-
-def _facts(state: PanelState) -> list[str]:
-    return [
+    log = state.log[-SHOWN_LOG:]
+    lines = [
         *state.waits,
         *(f"prepared: {model}" for model in state.models),
         *([f"under way: {state.acting}"] if state.acting else []),
         *([state.doing] if state.doing else []),
         *(f"queued until the cell ends: {job}" for job in state.queued),
         *(f"next cell on ranks: {magic}" for magic in state.armed),
+        *_log_lines(log),
     ]
+    if not state.ranks:
+        text = "\n".join([state.title, *lines])
+    else:
+        title = f"{state.title}; strategy {state.strategy}" if state.strategy else state.title
+        text = table(_HEAD, [_cells(row) for row in state.ranks], before=[title], after=lines).text
+    body = top_html(state) + log_html(log)
+    return View(text, f'{STYLE}<div class="{STILL} nbdist-panel">{body}</div>')
 
 
 def top_html(state: PanelState, *, drawn: int | None = None) -> str:
@@ -123,17 +117,30 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
         drawn: Number of a live picture: how old it is, the browser then shows by itself.
     """
     age = "" if drawn is None else f'<span class="np-age" data-drawn="{drawn}"></span>'
-    title = html.escape(state.title)
-    strategy = html.escape(state.strategy)
-    head = f'<span class="np-title">{title}</span>' + (
-        f' <span class="np-dim">strategy</span> <span class="np-title">{strategy}</span>'
-        if strategy
-        else ""
-    )
-    models = "".join(f'<div class="np-dim">{html.escape(model)}</div>' for model in state.models)
-    waits = "".join(f'<div class="np-waits">{html.escape(wait)}</div>' for wait in state.waits)
-    busy = _progress_html(state.bar) + _progress_html(state.doing) + _busy_html(state)
-    return f"<div>{age}{head}</div>{_ranks_html(state.ranks)}{models}{waits}{busy}"
+    head = f'<span class="np-title">{html.escape(state.title)}</span>'
+    if state.strategy:
+        strategy = html.escape(state.strategy)
+        head += f' <span class="np-dim">strategy</span> <span class="np-title">{strategy}</span>'
+    ranks = ""
+    if state.ranks:
+        words = "".join(f'<th scope="col">{word}</th>' for word in _HEAD)
+        rows = "".join(_row_html(row) for row in state.ranks)
+        ranks = f"<thead><tr>{words}</tr></thead><tbody>{rows}</tbody>"
+        ranks = f'<table class="np-ranks">{ranks}</table>'
+    busy = [
+        *([f"under way: {state.acting}"] if state.acting else []),
+        *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
+        *(f"the next cell on ranks will run as {magic}" for magic in state.armed),
+    ]
+    below = [
+        _lines_html("np-dim", state.models), _lines_html("np-waits", state.waits),
+        _progress_html(state.bar), _progress_html(state.doing), _lines_html("np-busy", busy),
+    ]  # fmt: skip
+    return f"<div>{age}{head}</div>{ranks}{''.join(below)}"
+
+
+def _lines_html(kind: str, lines: Iterable[str]) -> str:
+    return "".join(f'<div class="{kind}">{html.escape(line)}</div>' for line in lines)
 
 
 def plan_html(plan: PanelPlan) -> str:
@@ -158,29 +165,12 @@ def _progress_html(bar: str) -> str:
     )
 
 
-def _busy_html(state: PanelState) -> str:
-    lines = [
-        *([f"under way: {state.acting}"] if state.acting else []),
-        *(f"queued until {state.cell or 'the cell'} ends: {job}" for job in state.queued),
-        *(f"the next cell on ranks will run as {magic}" for magic in state.armed),
-    ]
-    return "".join(f'<div class="np-busy">{html.escape(line)}</div>' for line in lines)
-
-
-def _ranks_html(ranks: Sequence[RankRow]) -> str:
-    if not ranks:
-        return ""
-    head = "".join(f'<th scope="col">{word}</th>' for word in _HEAD)
-    rows = "".join(_row_html(row) for row in ranks)
-    return f'<table class="np-ranks"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-
-
 def _row_html(row: RankRow) -> str:
-    kind = SIGNS[row.kind]
+    sign, color = SIGNS[row.kind]
     rank, host, device, state, memory, use = map(html.escape, _cells(row))
     used, _, limit = memory.partition(" of ")
     title = f' title="{memory}"' if limit else ""
-    sign = f'<span class="np-sign" style="color:{kind.color}" aria-hidden="true">{kind.sign}</span>'
+    sign = f'<span class="np-sign" style="color:{color}" aria-hidden="true">{sign}</span>'
     return (
         f'<tr data-rank="{rank}" data-kind="{row.kind}"><td class="np-num">{rank}</td>'
         f"<td>{host}</td><td>{device}</td>"
@@ -203,26 +193,13 @@ def _cells(row: RankRow) -> list[str]:
     doing = row.doing
     if row.busy_s:
         doing += f" for {units.seconds(row.busy_s)}"
-    return [
-        str(row.rank), shown(row.host), row.device, doing, _memory(row), _use(row)
-    ]  # fmt: skip
-
-
-def _memory(row: RankRow) -> str:
-    if is_stored():
-        return PLACEHOLDER
-    if row.memory_bytes is None:
-        return "-"
-    text = units.size(row.memory_bytes)
-    if row.limit_bytes:
-        text += f" of {units.size(row.limit_bytes)}"
-    return text + (f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else "")
-
-
-def _use(row: RankRow) -> str:
-    if is_stored():
-        return PLACEHOLDER
-    return "-" if row.utilisation is None else f"{row.utilisation:.0%}"
+    memory = "-"
+    if row.memory_bytes is not None:
+        memory = units.size(row.memory_bytes)
+        memory += f" of {units.size(row.limit_bytes)}" if row.limit_bytes else ""
+        memory += f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else ""
+    use = "-" if row.utilisation is None else f"{row.utilisation:.0%}"
+    return [str(row.rank), shown(row.host), row.device, doing, shown(memory), shown(use)]
 
 
 def log_html(log: Sequence[LogEntry]) -> str:
@@ -237,15 +214,10 @@ def log_html(log: Sequence[LogEntry]) -> str:
 
 
 def _log_lines(log: Sequence[LogEntry]) -> list[str]:
-    return [f"{_clock(entry.at_s)} {_without_times(entry.text)}" for entry in log]
-
-
-def _clock(at_s: float) -> str:
-    return shown(time.strftime("%H:%M:%S", time.localtime(at_s)))
-
-
-def _without_times(text: str) -> str:
-    """Without measured times where outputs are stored: they stand in parentheses behind a job."""
-    if not is_stored():
-        return text
-    return re.sub(r"\d+(\.\d+)? s\b", f"{PLACEHOLDER} s", text)
+    lines = []
+    for entry in log:
+        clock = shown(time.strftime("%H:%M:%S", time.localtime(entry.at_s)))
+        # Measured times stand in parentheses behind a job.
+        text = re.sub(r"\d+(\.\d+)? s\b", f"{PLACEHOLDER} s", entry.text)
+        lines.append(f"{clock} {text if is_stored() else entry.text}")
+    return lines

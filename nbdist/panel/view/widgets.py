@@ -29,7 +29,7 @@ class PanelOwner(Protocol):
     def press(self, name: str) -> None:
         """Do what the button of this name does."""
 
-    def pick(self) -> None:
+    def refresh(self) -> None:
         """The chosen strategy, or one of its fields, is another one now."""
 
 
@@ -48,7 +48,13 @@ class PanelWidgets:
         self._is_filling = False
         self._world_size = 0
         self._fields: dict[str, Any] = {}
-        self.buttons = {name: self._button(name) for name in BUTTONS}
+        self.buttons: dict[str, Any] = {}
+        for name, row in BUTTONS.items():
+            self.buttons[name] = button = ipywidgets.Button(description=row.label)
+            button.tooltip = _tip(name)
+            button.layout.width = "auto"
+            button.button_style = "primary" if name in _PRIMARY else ""
+            button.on_click(lambda _button, name=name: self._owner.press(name))
         self.rank = ipywidgets.Dropdown(
             options=[_ENDED], value="", description="rank", style=_NARROW
         )
@@ -57,7 +63,7 @@ class PanelWidgets:
             options=list(ROWS), value="ddp", description="strategy", style=_NARROW
         )
         self.strategy.layout.width = "190px"
-        self.strategy.observe(self._renamed, "value")
+        self.strategy.observe(self._changed, "value")
         self.more = ipywidgets.ToggleButton(value=False, description="More options")
         self.more.tooltip = "options that most strategies have"
         self.more.layout.width = "auto"
@@ -69,14 +75,6 @@ class PanelWidgets:
         self.root = self._assembled()
         for widget in _below(self.root):
             answer_in_subshell(widget)
-
-    def _button(self, name: str) -> Any:
-        row = BUTTONS[name]
-        button = ipywidgets.Button(description=row.label, tooltip=_tip(name))
-        button.layout.width = "auto"
-        button.button_style = "primary" if name in _PRIMARY else ""
-        button.on_click(lambda _button: self._owner.press(name))
-        return button
 
     def _assembled(self) -> Any:
         of = self.buttons
@@ -95,14 +93,11 @@ class PanelWidgets:
         root.layout.padding = "4px 2px"
         return root
 
-    def _renamed(self, _change: object) -> None:
+    def _changed(self, change: Any) -> None:
         if not self._is_filling:
-            self.set_values(self.strategy.value, {})
-            self._owner.pick()
-
-    def _changed(self, _change: object) -> None:
-        if not self._is_filling:
-            self._owner.pick()
+            if change.owner is self.strategy:
+                self.set_values(self.strategy.value, {})
+            self._owner.refresh()
 
     @property
     def values(self) -> dict[str, Value]:
@@ -132,38 +127,27 @@ class PanelWidgets:
             self._is_filling = True
             try:
                 self.rank.options = [_ENDED, *((str(rank), rank) for rank in range(world_size))]
-                self._make_fields(world_size)
+                # One widget for each field that any strategy has: a switch only shows others.
+                for field in (field for name in ROWS for field in fields(name, world_size)):
+                    old = self._fields.get(field.word)
+                    if old is None:
+                        self._fields[field.word] = widget = _field_widget(field)
+                        widget.observe(self._changed, "value")
+                        answer_in_subshell(widget)
+                    elif isinstance(old, ipywidgets.Dropdown):
+                        old.options = _options(field)
                 self._fill(None)
             finally:
                 self._is_filling = False
 
-    def _make_fields(self, world_size: int) -> None:
-        """One widget for each field that any strategy has: a switch only shows others."""
-        for name in ROWS:
-            for field in fields(name, world_size):
-                old = self._fields.get(field.word)
-                if old is None:
-                    self._fields[field.word] = widget = _field_widget(field)
-                    widget.observe(self._changed, "value")
-                    answer_in_subshell(widget)
-                elif isinstance(old, ipywidgets.Dropdown):
-                    old.options = _options(field)
-
     def _fill(self, _change: object) -> None:
         """Show the fields that the chosen strategy has."""
-        visible = fields(self.strategy.value, max(1, self._world_size))
-        own_widgets = [
-            self._fields[field.word]
-            for field in visible
-            if field.is_own and field.word in self._fields
-        ]
-        common = [
-            self._fields[field.word]
-            for field in visible
-            if not field.is_own and field.word in self._fields
-        ]
-        self._strategy.children = (self.strategy, *own_widgets)
-        self._common.children = common if self.more.value else ()
+        widgets: dict[bool, list[Any]] = {True: [], False: []}
+        for field in fields(self.strategy.value, max(1, self._world_size)):
+            if field.word in self._fields:
+                widgets[field.is_own].append(self._fields[field.word])
+        self._strategy.children = (self.strategy, *widgets[True])
+        self._common.children = widgets[False] if self.more.value else ()
 
     def draw(self, state: PanelState, why_not: Mapping[str, str], plan: PanelPlan) -> None:
         """Show this; from any thread.
