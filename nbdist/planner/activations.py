@@ -53,7 +53,9 @@ def block_bytes(
     norms = 2 * (widths.residual * h + _norm_bytes(shape))
     outside = (norms + _inputs(shape, widths) * x * h + masks) / whole
     mlp = (shape.kept_in_mlp or (4 if shape.is_gated else 2)) * f * x
-    scores = load.batch * shape.heads * load.sequence**2 * _score_bytes(shape, choice, x) / tp
+    # Of each pair of tokens and head; flash and efficient attention keep nothing.
+    score = (2 * x + 1 if shape.has_dropout else x) if choice.options.sdpa == "math" else 0
+    scores = load.batch * shape.heads * load.sequence**2 * score / tp
     return tokens * (outside + (attention + mlp) / tp) + scores
 
 
@@ -67,13 +69,6 @@ def _inputs(shape: Transformer, widths: Widths) -> int:
     if widths.residual == widths.compute:
         return 2
     return (1 if shape.has_one_qkv else 3) + (2 if shape.is_gated else 1)
-
-
-def _score_bytes(shape: Transformer, choice: Strategy, x: int) -> int:
-    """Kept for each pair of tokens and head: nothing by flash or efficient attention."""
-    if choice.options.sdpa != "math":
-        return 0
-    return 2 * x + 1 if shape.has_dropout else x
 
 
 def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
@@ -95,10 +90,8 @@ def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Wid
     layers = math.ceil(model.shape.layers / stages)
     blocks = _blocks_bytes(model.shape, choice, piece, widths, layers)
     logits = logits_bytes(model.shape, piece, widths, choice)
-    first = blocks * in_flight(choice, pieces)
+    first = blocks * in_flight(choice, pieces) if stages > 1 else 0.0
     last = blocks * (pieces if choice.options.schedule == "gpipe" else 1) + logits
-    if stages == 1:
-        first = 0.0
     casts = widths.cast * model.stage_parameters(stages) / choice.degrees.tp
     return max(first, last) + casts
 

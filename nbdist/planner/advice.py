@@ -42,34 +42,38 @@ def advise(
         measured: As for the plan.
     """
     given = dict(given or {})
-    if not planned.model.has_shape:
-        return _of_unknown_shape(planned)
-    counted = [row for row in planned.rows if row.memory is not None]
-    # Every rank of `single` does the same: more ranks train no faster.
-    useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
-    for wanted in (SAFE, RISKY):
+    # Of a model whose shape no formula knows: by bytes alone, and no other plan is made.
+    has_shape = planned.model.has_shape
+    useful = _useful(planned)
+    for wanted in (SAFE, RISKY) if has_shape else (SAFE,):
         fitting = [row for row in useful if row.verdict == wanted]
         if fitting:
             best = min(fitting, key=_cost)
             sentences = [_recommended(planned, best, len(fitting))]
+            if not has_shape:
+                return Advice(best, tuple(sentences))
             if wanted == RISKY:
                 sentences.append(_would_help(planned, given, measured))
-            return Advice(best, (*sentences, *_on_one(planned)), _disagreeing(planned, best))
-    return Advice(None, (_nothing(planned, useful), _would_help(planned, given, measured)))
-
-
-def _of_unknown_shape(planned: Plan) -> Advice:
-    """Of a model whose shape no formula knows: by bytes alone, and no other plan is made."""
-    counted = [row for row in planned.rows if row.memory is not None]
-    useful = [row for row in counted if planned.world_size == 1 or row.typed != "single"]
-    safe = [row for row in useful if row.verdict == SAFE]
-    if safe:
-        best = min(safe, key=_cost)
-        return Advice(best, (_recommended(planned, best, len(safe)),))
-    if any(row.verdict == UNKNOWN for row in useful):
+            fits_one = any(row.typed == "single" and row.verdict == SAFE for row in planned.rows)
+            if fits_one and planned.world_size > 1:
+                sentences.append("It fits on one device: more ranks only add speed.")
+            return Advice(best, tuple(sentences), _disagreeing(planned, best))
+    if not has_shape and any(row.verdict == UNKNOWN for row in useful):
         sentence = "No strategy is recommended: the activations could not be counted."
         return Advice(None, (sentence,))
-    return Advice(None, (_nothing(planned, useful),))
+    nothing = "No strategy accepts these degrees and options."
+    if useful:
+        least = min(useful, key=lambda row: row.share)
+        needs = f"needs {percent(least)} of the device."
+        nothing = f"Nothing fits: the smallest, {least.typed}, {needs}"
+    helps = (_would_help(planned, given, measured),) if has_shape else ()
+    return Advice(None, (nothing, *helps))
+
+
+def _useful(planned: Plan) -> list[PlanRow]:
+    """The rows that were counted; each rank of `single` does the same, so more train no faster."""
+    counted = [row for row in planned.rows if row.memory is not None]
+    return [row for row in counted if planned.world_size == 1 or row.typed != "single"]
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:
@@ -80,12 +84,8 @@ def _cost(row: PlanRow) -> tuple[float, ...]:
     assert row.choice is not None
     per_sample = row.sent_bytes / row.samples
     first = float(row.choice.degrees.pp > 1) if row.time is None else row.time.cost_s
-    needs_package = float(row.choice.name == "deepspeed")
-    return _three_digits(first), _three_digits(per_sample), needs_package
-
-
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
+    needs_package = row.choice.name == "deepspeed"
+    return float(f"{first:.3g}"), float(f"{per_sample:.3g}"), needs_package
 
 
 def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
@@ -114,20 +114,6 @@ def cost(row: PlanRow) -> str:
     return f"{sent}{waits}, about {row.time.cost_s:.2g} s per sample"
 
 
-def _on_one(planned: Plan) -> tuple[str, ...]:
-    single = [row for row in planned.rows if row.typed == "single" and row.verdict == SAFE]
-    if planned.world_size > 1 and single:
-        return ("It fits on one device: more ranks only add speed.",)
-    return ()
-
-
-def _nothing(planned: Plan, rows: list[PlanRow]) -> str:
-    if not rows:
-        return "No strategy accepts these degrees and options."
-    least = min(rows, key=lambda row: row.share)
-    return f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device."
-
-
 def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
     """The first of these that makes a strategy safe, each with those before it; else more ranks."""
     load, options = planned.load, dict(given)
@@ -154,15 +140,11 @@ def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel 
             if row is not None:
                 return f"With {words}, {row.typed} is safe ({percent(row)})."
     options.pop("offload", None)
-    return _more_ranks(replace(planned, load=load), options, added)
-
-
-def _more_ranks(planned: Plan, options: Mapping[str, object], added: list[str]) -> str:
     words = " ".join(word for word in added if "offload" not in word)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
-        row = _safe(replace(planned, world_size=count), options)
+        row = _safe(replace(planned, load=load, world_size=count), options)
         if row is not None:
             return f"With {ranks(count)}{and_words}, {row.typed} is safe ({percent(row)})."
         count *= 2
@@ -186,12 +168,7 @@ def _safe(
         )  # fmt: skip
     except OptionError:  # it does not take one of the options
         return None
-    rows = [
-        row
-        for row in again.rows
-        if row.verdict == SAFE and (again.world_size == 1 or row.typed != "single")
-    ]
-    return min(rows, key=_cost, default=None)
+    return min((row for row in _useful(again) if row.verdict == SAFE), key=_cost, default=None)
 
 
 # Common rules: what they look at, and the row that they name ("" where they name none).

@@ -77,11 +77,6 @@ def checks(
         return tuple(rows)
     if has_forward:
         rows.append(Check("activations", memory.activations, measured.activations))
-    return (*rows, Check("peak", peak_of(memory, measured), measured.peak))
-
-
-def peak_of(memory: Memory, measured: MeasuredMemory) -> float:
-    """The predicted peak of what was measured: without a step, forward and backward alone."""
-    if measured.has_optimizer:
-        return memory.peak
-    return memory.peak - memory.optimizer - memory.step
+    # Without a step of the optimizer the peak is that of forward and backward.
+    unstepped = 0.0 if measured.has_optimizer else memory.optimizer + memory.step
+    return (*rows, Check("peak", memory.peak - unstepped, measured.peak))

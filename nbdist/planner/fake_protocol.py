@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -13,7 +12,6 @@ from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy
 
 NAME = "fake run"
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,8 @@ class FakeAnswer:
 
 
 def write(pipe: BinaryIO, value: FakeRequest | FakeAnswer) -> None:
-    """Send a record, its length in front, and flush the pipe."""
-    data = pickle.dumps(value)
-    pipe.write(_LENGTH.pack(len(data)) + data)
+    """Send a record, and flush the pipe."""
+    pipe.write(pickle.dumps(value))
     pipe.flush()
 
 
@@ -77,9 +74,7 @@ def read(pipe: BinaryIO) -> Any:
 
     Both ends are processes of the same user and of this package.
     """
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    try:
+        return pickle.load(pipe)  # noqa: S301
+    except (EOFError, pickle.UnpicklingError):  # nothing more, or half of one
         return None
-    (length,) = _LENGTH.unpack(head)
-    data = pipe.read(length)
-    return pickle.loads(data) if len(data) == length else None  # noqa: S301

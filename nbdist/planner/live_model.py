@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,14 +112,10 @@ def alike(descriptions: Sequence[LiveModel]) -> LiveModel:
 def shape_of(live: LiveModel) -> ModelShape:
     """The model for a plan: with the shape of its config, where that is this model's."""
     shape = None
-    try:
-        configured = of_config(live.config) if live.config else None
-    except OptionError:  # of a kind that no formula knows
-        configured = None
-    if configured is not None and math.isclose(
-        configured.parameters, live.parameters, rel_tol=_SAME
-    ):
-        shape = configured.shape
+    with contextlib.suppress(OptionError):  # no config, or of a kind that no formula knows
+        configured = of_config(live.config)
+        if math.isclose(configured.parameters, live.parameters, rel_tol=_SAME):
+            shape = configured.shape
     return ModelShape(
         live.name,
         live.parameters,
@@ -131,20 +128,15 @@ def shape_of(live: LiveModel) -> ModelShape:
 def load_of(live: LiveModel, load: Workload, optimizer: str | None = None) -> Workload:
     """The load with the model's own optimizer and batch, where they are known.
 
-    Args:
-        live: The model.
-        load: What was typed, or assumed.
-        optimizer: As typed: it counts before the model's own.
+    The optimizer that was typed counts before the model's own.
     """
     load = replace(load, optimizer=optimizer or live.optimizer_word or load.optimizer)
-    if not live.inputs_shape:
-        return load
-    tokens = len(live.inputs_shape) > 1 and live.is_language_model
-    return replace(
-        load,
-        batch=max(1, live.inputs_shape[0]),
-        sequence=max(1, live.inputs_shape[1]) if tokens else load.sequence,
-    )
+    shape = live.inputs_shape
+    if shape:
+        load = replace(load, batch=max(1, shape[0]))
+    if len(shape) > 1 and live.is_language_model:
+        load = replace(load, sequence=max(1, shape[1]))
+    return load
 
 
 def described(live: LiveModel) -> tuple[str, ...]:
@@ -178,7 +170,9 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
         "gradients": sum(kind.size_bytes for kind in trained),
         "optimizer": count * OPTIMIZERS[load.optimizer].state_bytes,
     }
-    share = {what: _parts(choice, what) for what in whole}
+    share = {
+        what: footprint.axes_size(choice, footprint.split_axes(choice, what)) for what in whole
+    }
     step = 0 if choice.options.is_fused else OPTIMIZERS[load.optimizer].step_bytes
     states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
     states["step"] = count * step / share["optimizer"]
@@ -188,10 +182,6 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
     buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)
-
-
-def _parts(choice: Strategy, what: str) -> int:
-    return footprint.axes_size(choice, footprint.split_axes(choice, what))
 
 
 def _size(value_bytes: float) -> str:

@@ -83,19 +83,11 @@ class Memory:
 
         In between activations go as gradients come: never more than the larger of both.
         """
-        return self.optimizer + max(self._in_passes, self._in_step) + self.overhead
-
-    @property
-    def _in_passes(self) -> float:
-        """In forward and backward, the optimizer's state aside."""
         gradients = self.gradients if self.keeps_gradients else 0.0
         forward = gradients + (self.forward or self.buffers + self.activations)
-        return self.most or self.parameters + max(forward, self.gradients + self.backward)
-
-    @property
-    def _in_step(self) -> float:
-        """While the optimizer steps, its own state aside."""
-        return self.parameters + self.gradients + self.buffers + self.step
+        passes = self.most or self.parameters + max(forward, self.gradients + self.backward)
+        step = self.parameters + self.gradients + self.buffers + self.step
+        return self.optimizer + max(passes, step) + self.overhead
 
 
 def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
@@ -119,9 +111,9 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     piece = replace(load, batch=load.batch // micro_batches(choice, load))
     logits = logits_bytes(model.shape, piece, widths, choice)
     memory = Memory(
-        parameters=shares["parameters"],
-        gradients=shares["gradients"],
-        optimizer=shares["optimizer"],
+        shares["parameters"],
+        shares["gradients"],
+        shares["optimizer"],
         activations=activation_bytes,
         buffers=buffers,
         # The loss is done with its logits before the first block is gathered again.
@@ -136,13 +128,9 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
         or choice.name == "deepspeed"
         or micro_batches(choice, load) > 1,
     )
-    return _offloaded(memory, choice)
-
-
-def _offloaded(memory: Memory, choice: Strategy) -> Memory:
-    """With what --offload moves to the host: all states, or what DeepSpeed's stage splits."""
     if not choice.options.offload:
         return memory
+    # To the host go all states, or what DeepSpeed's stage splits.
     stage = 3 if choice.name != "deepspeed" else choice.options.stage
     moved = ("optimizer", "gradients", "parameters")[:stage]
     host = sum(getattr(memory, what) for what in moved)

@@ -156,7 +156,8 @@ def plan(  # noqa: PLR0913  # what a plan is about
     given = {word: value for word, value in (given or {}).items() if value not in (None, False)}
     # What is wrong in any row is refused once.
     check_load(load)
-    _check_device(device, given)
+    if not device.has_bf16 and ("bf16" in given or given.get("precision") == "bf16"):
+        raise OptionError(f"{device.title} cannot compute in bf16. Use --fp16.")
 
     def row(typed: str, choice: Strategy) -> PlanRow:
         choice = accumulating(choice, load)
@@ -179,19 +180,18 @@ def plan(  # noqa: PLR0913  # what a plan is about
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
         choice = choose(strategy, given, world_size)
         progress(f"counting {label(choice)}", 0, 0, "")
-        rows: tuple[PlanRow, ...] = (row(label(choice), choice),)
-    else:
-        _check_words(given, world_size)
-        several = (*_CASES, *(_ON_HOSTS if world_size > 8 else ()))
-        cases = (
-            several if world_size > 1 else tuple(case for case in several if case[0] == "single")
-        )
-        planned_rows = []
-        for number, (name, case_options) in enumerate(cases):
-            progress(f"counting {_typed(name, case_options)}", number, len(cases), "strategies")
-            planned_rows.append(_row_or_problem(name, case_options, given, world_size, row))
-        rows = tuple(planned_rows)
-    return Plan(model, device, world_size, load, rows, assumed)
+        return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
+    _check_words(given, world_size)
+    cases = (*_CASES, *(_ON_HOSTS if world_size > 8 else ())) if world_size > 1 else _CASES[:1]
+    rows = []
+    for number, (name, case_options) in enumerate(cases):
+        typed = " ".join([name, *(f"--{word} {value}" for word, value in case_options.items())])
+        progress(f"counting {typed}", number, len(cases), "strategies")
+        try:
+            rows.append(row(typed, choose(name, {**given, **case_options}, world_size)))
+        except OptionError as error:
+            rows.append(PlanRow(typed, problem=str(error)))
+    return Plan(model, device, world_size, load, tuple(rows), assumed)
 
 
 def accumulating(choice: Strategy, load: Workload) -> Strategy:
@@ -220,14 +220,6 @@ def accumulating(choice: Strategy, load: Workload) -> Strategy:
     return replace(choice, options=replace(choice.options, accumulate=times))
 
 
-def _check_device(device: Device, given: Mapping[str, object]) -> None:
-    if not device.has_bf16 and "bf16" in (
-        given.get("precision"),
-        "bf16" if "bf16" in given else "",
-    ):
-        raise OptionError(f"{device.title} cannot compute in bf16. Use --fp16.")
-
-
 def _check_words(given: Mapping[str, object], world_size: int) -> None:
     """Refuse options that no strategy could take as they are typed."""
     problems = []
@@ -239,22 +231,3 @@ def _check_words(given: Mapping[str, object], world_size: int) -> None:
         else:
             return
     raise problems[0]
-
-
-def _row_or_problem(
-    name: str,
-    case_options: Mapping[str, object],
-    given: Mapping[str, object],
-    world_size: int,
-    row: Callable[[str, Strategy], PlanRow],
-) -> PlanRow:
-    typed = _typed(name, case_options)
-    try:
-        return row(typed, choose(name, {**given, **case_options}, world_size))
-    except OptionError as error:
-        return PlanRow(typed, problem=str(error))
-
-
-def _typed(name: str, case_options: Mapping[str, object]) -> str:
-    words = [f"--{word} {value}" for word, value in case_options.items()]
-    return " ".join([name, *words])

@@ -118,29 +118,22 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
         if sent.what in {"parameters", "gradients"}:
             width = widths.gathered if sent.what == "parameters" else widths.reduced
             whole = footprint.model_message(choice, sent, model.parameters * width)
-            # Gradients wait for the last backward; what is gathered is gathered in each.
-            is_gathered = sent.call == "all-gather" and _gathers_again(choice)
-            times = float(again if is_gathered else 1)
+            # Gradients wait for the last backward. What is gathered is gathered in each, but for
+            # DeepSpeed below stage 3: there it is by the optimizer's step alone.
+            in_each = choice.name != "deepspeed" or choice.options.stage == 3
+            times = float(again if sent.call == "all-gather" and in_each else 1)
             count = times * sent.times * layers
         else:
-            times = _repeated(choice, sent, layers) * again
+            # In a forward and backward: between stages once, else in each block.
+            times = 1.0
+            if sent.what != "boundary":
+                times = layers + again_blocks(choice, layers) * _FORWARD[sent.call]
+            times *= again
             count = times * sent.times
             whole = sizes[sent.what]
         wire = times * footprint.wire_bytes(choice, sent, whole)
         result.append(Flow(sent, wire, max(1, round(count))))
     return tuple(result)
-
-
-def _gathers_again(choice: Strategy) -> bool:
-    """Whether each backward gathers parameters, and not the optimizer's step alone."""
-    return choice.name != "deepspeed" or choice.options.stage == 3
-
-
-def _repeated(choice: Strategy, sent: SentBytes, layers: int) -> float:
-    """How often what is sent of a block, or between stages, is sent in a forward and backward."""
-    if sent.what == "boundary":
-        return 1.0
-    return layers + again_blocks(choice, layers) * _FORWARD[sent.call]
 
 
 def again_blocks(choice: Strategy, layers: int) -> int:
@@ -160,12 +153,7 @@ def time_of(
 ) -> Time | None:
     """The time of a step of the optimizer, estimated; None where the device's speed is not known.
 
-    Args:
-        model: Of it count parameters, blocks, heads.
-        choice: The strategy.
-        load: Batch and sequence.
-        device: Its data sheet.
-        measured: A model of these ranks' collectives, which counts before the data sheet.
+    `measured` is a model of these ranks' collectives: it counts before the device's data sheet.
     """
     precision = choice.options.precision
     if recipe_for(choice, load).parameters == 2 and precision == "fp32":
@@ -225,11 +213,8 @@ def _flow_s(
     if measured is not None and op in measured.fits:
         each = flow.wire_bytes / flow.messages / OPS[op].factor(n)
         return flow.messages * measured.seconds(op, each, n), True
-    link = link_of(device, _span(choice, flow.sent.axes))
+    # Over how many neighbouring ranks a group along these axes lies.
+    sizes = [getattr(choice.degrees, axis) for axis in AXES]
+    outermost = min(AXES.index(axis) for axis in flow.sent.axes if sizes[AXES.index(axis)] > 1)
+    link = link_of(device, math.prod(sizes[outermost:]))
     return (flow.wire_bytes / link.bytes_per_s if link else 0.0), False
-
-
-def _span(choice: Strategy, axes: tuple[str, ...]) -> int:
-    """Over how many neighbouring ranks a group along these axes lies."""
-    outermost = min(AXES.index(axis) for axis in axes if getattr(choice.degrees, axis) > 1)
-    return math.prod(getattr(choice.degrees, axis) for axis in AXES[outermost:])

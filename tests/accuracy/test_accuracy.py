@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,14 @@ def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> li
     measured = largest(told)
     config = MODELS[case.model]
     engine.turn_to(Source(config=config or {}, pickled=bytes.fromhex(sent)))
+    engine._otherwise = memory_of if config else _nothing
     choice = choose(case.name, case.given, case.n)
     load = Workload(case.batch, case.sequence, has_gpu=False)
-    shape = of_count(1e6, case.model) if config is None else of_config(config)
-    formulas = None if config is None else memory_of(shape, choice, load).peak
-    run = _run(engine, shape if config else None, case, load)
+    shape = of_config(config) if config else of_count(1e6, case.model)
+    formulas = memory_of(shape, choice, load).peak if config else None
+    run = engine(
+        shape if config else replace(shape, is_assumed=False, has_shape=False), choice, load
+    )
     states = _states_of(run, told)
     result = Result(
         case.typed, case.model, case.n, case.batch, case.sequence, measured.peak,
@@ -94,16 +98,6 @@ def _is_close(case: Case, run: Memory, measured: MeasuredMemory) -> bool:
         return abs(run.peak / measured.peak - 1) < 0.01
     copies = run.gradients * case.n
     return 0.94 * run.peak < measured.peak < 1.02 * run.peak + copies
-
-
-def _run(engine: FakeEngine, shape: Any, case: Case, load: Workload) -> Memory:
-    known = shape or of_count(1e6, case.model)
-    if shape is None:
-        known = type(known)(known.name, known.parameters, known.shape, has_shape=False)
-        engine._otherwise = _nothing
-    else:
-        engine._otherwise = memory_of
-    return engine(known, choose(case.name, case.given, case.n), load)
 
 
 def _nothing(*_: object) -> Memory:

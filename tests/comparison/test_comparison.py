@@ -60,9 +60,10 @@ def test_memory_is_that_of_the_rank_with_the_most() -> None:
 def test_what_is_not_known_is_none() -> None:
     """A peak that one rank's system does not tell; the formula without Adam, or without a model."""
     unknown = replace(SEEN, peak_bytes=None, has_adam=False)
-    result = row("ddp", choose("ddp", {}, 2), traced(20), [SEEN, unknown], [unknown] * 2)
-    none = replace(SEEN, n_parameters=0)
-    without = row("ddp", choose("ddp", {}, 2), traced(20), [none] * 2, [none] * 2)
+    ddp = choose("ddp", {}, 2)
+    result = row("ddp", ddp, traced(20), [SEEN, unknown], [unknown] * 2)
+    none = [replace(SEEN, n_parameters=0)] * 2
+    without = row("ddp", ddp, traced(20), none, none)
 
     assert (result.peak_bytes, result.held_formula_bytes) == (None, None)
     assert (result.sent_formula_bytes, without.held_formula_bytes) == (None, None)

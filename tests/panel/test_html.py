@@ -20,9 +20,13 @@ STATE = PanelState(
 )
 
 
-def test_as_text_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, who waits, models, what is queued, and the log."""
+@pytest.fixture(autouse=True)
+def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_TEST", raising=False)
+
+
+def test_as_text_it_is_complete() -> None:
+    """Rows, who waits, models, what is queued, and the log."""
     text = still(STATE).text
 
     for part in (
@@ -52,17 +56,14 @@ def test_stored_it_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert "# s" in text
 
 
-def test_texts_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_escaped() -> None:
     """What ranks and users wrote is no HTML."""
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
     assert "barrier() &lt;1&gt;" in top_html(STATE)
     assert "&lt;back&gt;" in log_html(STATE.log)
 
 
-def test_a_bar_is_no_longer_than_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_no_longer_than_its_place() -> None:
     """More than all of its cores is 150%, and a full bar."""
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
     body = top_html(STATE)
 
     assert "width:50%" in body

@@ -29,25 +29,16 @@ TP = PanelJob("apply", "%dist_strategy tp", "tp")
 RESTART = PanelJob("restart", "%dist_restart 1", "1")
 
 
-class Clock:
-    """A clock that goes on when told."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock_s() -> list[float]:
+    """A clock that goes on when told, at 1000 s."""
+    return [1000.0]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """At 1000 s."""
-    return Clock()
-
-
-@pytest.fixture
-def board(clock: Clock) -> JobQueue:
+def board(clock_s: list[float]) -> JobQueue:
     """Nothing was asked for yet."""
-    return JobQueue(clock)
+    return JobQueue(lambda: clock_s[0])
 
 
 def log(board: JobQueue) -> list[str]:
@@ -76,20 +67,17 @@ def test_a_row_is_what_the_sample_says() -> None:
 
 
 def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
-    board: JobQueue, clock: Clock
+    board: JobQueue, clock_s: list[float]
 ) -> None:
     """Another one waits until it has ended."""
     board.ask(FSDP, "")
     board.ask(RESTART, "")
-    first = board.take()
-    second = board.take()
+    assert (board.take(), board.take()) == (FSDP, None)
     board.progress("forming groups")
-    clock.now_s += 2.5
+    clock_s[0] += 2.5
     told = board.acting
     board.finish("done so")
 
-    assert first == FSDP
-    assert second is None
     assert told == "%dist_strategy fsdp: forming groups (2 s)"
     assert board.acting == ""
     assert board.take() == RESTART

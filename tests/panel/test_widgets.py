@@ -39,10 +39,6 @@ def widgets(owner: Owner) -> PanelWidgets:
     return made
 
 
-def labels(widgets: PanelWidgets) -> list[str]:
-    return [one.description for one in widgets._strategy.children]
-
-
 def test_each_button_tells_its_name(widgets: PanelWidgets, owner: Owner) -> None:
     """And nothing else."""
     for button in widgets.buttons.values():
@@ -58,9 +54,10 @@ def test_the_fields_shown_are_those_of_the_strategy(widgets: PanelWidgets, name:
     widgets.more.value = True
     found = fields(name, 4)
 
-    assert labels(widgets) == ["strategy", *(one.label for one in found if one.is_own)]
-    shown = [one.description for one in widgets._common.children]
-    assert shown == [one.label for one in found if not one.is_own]
+    beside = [widget.description for widget in widgets._strategy.children]
+    behind = [widget.description for widget in widgets._common.children]
+    assert beside == ["strategy", *(field.label for field in found if field.is_own)]
+    assert behind == [field.label for field in found if not field.is_own]
     assert set(widgets.values) == {one.word for one in found}
 
 

@@ -27,10 +27,8 @@ def test_what_nobody_predicted_or_measured_is_left_out() -> None:
     assert [check.what for check in checks(partial, SEEN)][-1] == "optimizer"
     assert "optimizer" not in {check.what for check in checks(PREDICTED, frozen)}
     assert checks(PREDICTED, frozen)[1].error is None
-    assert [check.what for check in checks(PREDICTED, SEEN, has_forward=False)][-2:] == [
-        "optimizer",
-        "peak",
-    ]
+    without = [check.what for check in checks(PREDICTED, SEEN, has_forward=False)]
+    assert without[-2:] == ["optimizer", "peak"]
 
 
 def test_the_rank_that_needed_most() -> None:

@@ -34,15 +34,9 @@ def test_each_row_has_its_error() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "is_device", "is_told"),
-    [
-        ("fsdp, dp 2", False, True),
-        ("fsdp1, dp 2", False, True),
-        ("tp, tp 2", False, True),
-        ("ddp, dp 2", False, False),
-        ("single", False, False),
-        ("fsdp, dp 2", True, False),
-    ],
-)
+    [("fsdp, dp 2", False, True), ("fsdp1, dp 2", False, True), ("tp, tp 2", False, True),
+     ("ddp, dp 2", False, False), ("single", False, False), ("fsdp, dp 2", True, False)],
+)  # fmt: skip
 def test_what_gloo_copies_is_told_where_it_does(
     strategy: str, is_device: bool, is_told: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """Live models as records: alike on all ranks or not, their shape, batch, and formulas."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -107,10 +108,8 @@ def test_a_partial_count_is_no_verdict() -> None:
     """Unless what is counted is too much already."""
 
     def rows(device: str) -> set[str]:
-        planned = plan(
-            shape_of(NET), with_memory(device), 2, Workload(),
-            engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
-        )  # fmt: skip
+        engine = functools.partial(by_kinds, NET)
+        planned = plan(shape_of(NET), with_memory(device), 2, Workload(), engine=engine)
         assert all(row.time is None for row in planned.rows)
         advice = advise(planned)
         assert advice.row is None
@@ -122,9 +121,8 @@ def test_a_partial_count_is_no_verdict() -> None:
 
 def test_what_ddp_copies_counts_without_a_step() -> None:
     """Its buckets are as large as the gradients; fsdp has none."""
-    planned = plan(
-        shape_of(NET), DEVICES["h100"], 2, Workload(), engine=lambda *asked: by_kinds(NET, *asked)
-    )
+    engine = functools.partial(by_kinds, NET)
+    planned = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=engine)
     rows = {row.typed: row.memory for row in planned.rows if row.memory is not None}
 
     assert {name: rows[name].buffers for name in ("single", "ddp", "zero1", "fsdp")} == {
@@ -132,19 +130,13 @@ def test_what_ddp_copies_counts_without_a_step() -> None:
     }  # fmt: skip
 
 
-def test_what_a_shapeless_model_sends() -> None:
+@pytest.mark.parametrize(("name", "sent_bytes"), [("ddp", 4 * 2000), ("tp", 0)])
+def test_what_a_shapeless_model_sends(name: str, sent_bytes: int) -> None:
     """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
-    planned = plan(
-        shape_of(NET), DEVICES["h100"], 2, Workload(), strategy="ddp",
-        engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
-    )  # fmt: skip
-    tp = plan(
-        shape_of(NET), DEVICES["h100"], 2, Workload(), strategy="tp",
-        engine=lambda model, choice, load: by_kinds(NET, model, choice, load),
-    )  # fmt: skip
+    engine = functools.partial(by_kinds, NET)
+    planned = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), strategy=name, engine=engine)
 
-    assert planned.rows[0].sent_bytes == 4 * 2000
-    assert tp.rows[0].sent_bytes == 0
+    assert planned.rows[0].sent_bytes == sent_bytes
 
 
 def test_it_is_described() -> None:

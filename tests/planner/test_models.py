@@ -62,19 +62,9 @@ def test_a_small_gpt_recounted_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("text", "parameters"),
-    [
-        ("7e9", 7e9),
-        ("7B", 7e9),
-        ("1.5b", 1.5e9),
-        ("350M", 350e6),
-        ("7_000_000_000", 7e9),
-        ("405 B", 405e9),
-        ("1T", 1e12),
-        (7e9, 7e9),
-        (124439808, 124439808),
-        ("1", 1),
-    ],
-)
+    [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 350e6), ("7_000_000_000", 7e9),
+     ("405 B", 405e9), ("1T", 1e12), (7e9, 7e9), (124439808, 124439808), ("1", 1)],
+)  # fmt: skip
 def test_counts(text: str | float, parameters: float) -> None:
     """Numbers as people write them; the shape is assumed, the number is not."""
     model = model_of(text)

@@ -45,11 +45,6 @@ def gigabytes(result: Plan, typed: str) -> Memory:
 # Numbers that are known
 
 
-@pytest.mark.parametrize(("model", "size"), [("7e9", 28.0), ("13e9", 52.0), ("70e9", 280.0)])
-def test_parameters_in_fp32(model: str, size: float) -> None:
-    assert gigabytes(planned(model_of(model), 1), "single").parameters == size * GB
-
-
 @pytest.mark.parametrize(
     ("model", "recipe", "size"),
     [("7e9", "bf16", 84.0), ("7e9", "mixed", 112.0), ("7e9", "fp32", 112.0),
@@ -185,13 +180,8 @@ def test_a_case_study_that_does_not_add_up() -> None:
 
 def test_verdicts() -> None:
     """Safe below 80 %, risky to 100 %."""
-    assert [verdict(share) for share in (0, 0.799, 0.8, 1.0, 1.001)] == [
-        SAFE,
-        SAFE,
-        RISKY,
-        RISKY,
-        NO,
-    ]
+    shares = (0, 0.799, 0.8, 1.0, 1.001)
+    assert [*map(verdict, shares)] == [SAFE, SAFE, RISKY, RISKY, NO]
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
@@ -259,19 +249,14 @@ def test_the_advice_is_safe_and_costs_least() -> None:
     """No other safe row costs less for a sample."""
     result = planned(LLAMA, 8, bf16=True, checkpoint="full")
     best = advise(result, {"bf16": True, "checkpoint": "full"}).row
-    safe = [
-        plan_row
-        for plan_row in result.rows
-        if plan_row.verdict == SAFE and plan_row.typed != "single"
-    ]
+    safe = [row for row in result.rows if row.verdict == SAFE and row.typed != "single"]
+    costs = [row.time.cost_s for row in safe if row.time is not None]
 
     assert best is not None
     assert best in safe
-    assert len(safe) > 3
-    assert all(
-        best.time and plan_row.time and best.time.cost_s <= plan_row.time.cost_s * 1.01
-        for plan_row in safe
-    )
+    assert best.time is not None
+    assert len(costs) == len(safe) > 3
+    assert best.time.cost_s <= min(costs) * 1.01
 
 
 def test_a_small_model_is_ddp() -> None:
@@ -291,9 +276,8 @@ def test_rules_that_disagree_are_told_with_their_numbers() -> None:
     second = row(result, "fsdp --shard grad-op")
 
     assert advice.row is not None
-    rules = [rule for rule in advice.rules if "tight: grad-op" in rule]
-    assert len(rules) == 1
-    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in rules[0]
+    [rule] = [rule for rule in advice.rules if "tight: grad-op" in rule]
+    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in rule
     assert all(f"says {advice.row.typed}:" not in rule for rule in advice.rules)
 
 
@@ -309,10 +293,8 @@ def test_what_would_help_does() -> None:
     assert advice.row is None
     assert advice.sentences[0].startswith("Nothing fits: the smallest,")
     assert advice.sentences[1].startswith("With --checkpoint full, fsdp --tp 8 is safe (")
-    again = plan(
-        model_of("llama-3-70b"), device, 64, Workload(sequence=4096),
-        given={"bf16": True, "checkpoint": "full"},
-    )  # fmt: skip
+    options = {"bf16": True, "checkpoint": "full"}
+    again = plan(model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given=options)
     assert row(again, "fsdp --tp 8").verdict == SAFE
 
 
@@ -496,12 +478,7 @@ def test_what_is_no_memory(text: str) -> None:
 
 
 def test_sizes_as_text() -> None:
-    assert [exact_size(size) for size in (24.5e9, 3e6, 4e3, 5)] == [
-        "24.5 GB",
-        "3.0 MB",
-        "4.0 kB",
-        "5 B",
-    ]
+    assert [*map(exact_size, (24.5e9, 3e6, 4e3, 5))] == ["24.5 GB", "3.0 MB", "4.0 kB", "5 B"]
 
 
 # The page
@@ -514,16 +491,10 @@ _PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(enc
 def test_the_page_has_each_device_with_its_numbers(name: str) -> None:
     device = DEVICES[name]
     half = "" if device.has_bf16 else " (fp16)"
-    cells = [
-        name,
-        f"{device.memory_bytes / GB:g}",
-        f"{device.bandwidth / 1e12}",
-        f"{device.half_flops / 1e12:g}{half}, {device.single_flops / 1e12:g}",
-        device.link,
-        device.network,
-    ]
+    flops = f"{device.half_flops / 1e12:g}{half}, {device.single_flops / 1e12:g}"
+    memory = f"{device.memory_bytes / GB:g} | {device.bandwidth / 1e12}"
 
-    assert f"| {' | '.join(cells)} |" in _PAGE
+    assert f"| {name} | {memory} | {flops} | {device.link} | {device.network} |" in _PAGE
 
 
 def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
@@ -539,7 +510,7 @@ def test_it_tells_which_row_it_counts() -> None:
     calls: list[tuple[str, float, float, str]] = []
     result = plan(SEVEN, H100, 8, Workload(), progress=lambda *call: calls.append(call))
 
-    assert [call[0] for call in calls] == [f"counting {row.typed}" for row in result.rows]
-    assert [call[1:] for call in calls] == [
-        (number, len(result.rows), "strategies") for number in range(len(result.rows))
+    assert calls == [
+        (f"counting {row.typed}", number, len(result.rows), "strategies")
+        for number, row in enumerate(result.rows)
     ]

@@ -70,7 +70,7 @@ def build_meta_model(source: Source, load: Workload) -> MetaModel:
             config, dtype=torch.bfloat16 if load.recipe == "bf16" else torch.float32
         )
     never_packed()
-    return MetaModel(model.train(), lambda: _tokens(load, has_labels=True))
+    return MetaModel(model.train(), lambda: _tokens(load))
 
 
 def _unpickled(source: Source, load: Workload) -> MetaModel:
@@ -85,7 +85,7 @@ def _unpickled(source: Source, load: Workload) -> MetaModel:
         args, kwargs = sent.args, dict(sent.kwargs)
         return MetaModel(sent.model, lambda: pickle_by_value.as_real((args, kwargs)), optimizer)
     if is_language_model(sent.model):
-        return MetaModel(sent.model, lambda: _tokens(load, has_labels=True), optimizer)
+        return MetaModel(sent.model, lambda: _tokens(load), optimizer)
     return MetaModel(sent.model, None, optimizer)
 
 
@@ -96,10 +96,6 @@ def is_language_model(model: torch.nn.Module) -> bool:
     return is_causal and hasattr(getattr(model, "config", None), "vocab_size")
 
 
-def _tokens(load: Workload, *, has_labels: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _tokens(load: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
     tokens = torch.zeros(load.batch, load.sequence, dtype=torch.long)
-    return (), {
-        "input_ids": tokens,
-        "use_cache": False,
-        **({"labels": tokens} if has_labels else {}),
-    }
+    return (), {"input_ids": tokens, "labels": tokens, "use_cache": False}

@@ -72,7 +72,13 @@ def _run(
     counter = StorageCounter()
     with FakeTensorMode(), counter:
         parameters = [torch.nn.Parameter(torch.empty(shape, dtype=kind)) for shape, kind in stepped]
-        optimizer = _new_optimizer(parameters, live, load)
+        kind, defaults = live or (_MADE[load.optimizer], {})
+        optimizer = kind(parameters, **defaults)
+        for group in optimizer.param_groups:
+            if "foreach" in group:
+                group.update(foreach=False)
+            if group.get("fused"):
+                group.update(fused=False)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -86,20 +92,3 @@ def _run(
             if isinstance(value, torch.Tensor) and value.dim() > 0
         )
         return state, counter.peak_bytes - before
-
-
-def _new_optimizer(
-    parameters: list[torch.nn.Parameter],
-    live: tuple[type[Optimizer], dict[str, Any]] | None,
-    load: Workload,
-) -> Optimizer:
-    if live is None:
-        optimizer = _MADE[load.optimizer](parameters)
-    else:
-        optimizer = live[0](parameters, **live[1])
-    for group in optimizer.param_groups:
-        if "foreach" in group:
-            group.update(foreach=False)
-        if group.get("fused"):
-            group.update(fused=False)
-    return optimizer

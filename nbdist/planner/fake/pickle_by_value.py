@@ -56,7 +56,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _reduced_tensor(value)
+            shape, is_parameter = tuple(value.shape), isinstance(value, torch.nn.Parameter)
+            args = (shape, tuple(value.stride()), value.dtype, value.requires_grad, is_parameter)
+            return _tensor, args, {k: v for k, v in vars(value).items() if k in _KEPT} or None
         if isinstance(value, _WEAK):
             return _lost, ()
         if value is dataclasses.MISSING:  # which dataclasses compare by identity
@@ -64,15 +66,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, functools.cached_property):  # Python 3.11's has a lock
             return functools.cached_property, (value.func,), {"attrname": value.attrname}
         return super().reducer_override(value)
-
-
-def _reduced_tensor(value: torch.Tensor) -> Any:
-    shape, is_parameter = tuple(value.shape), isinstance(value, torch.nn.Parameter)
-    return (
-        _tensor,
-        (shape, tuple(value.stride()), value.dtype, value.requires_grad, is_parameter),
-        {key: attribute for key, attribute in vars(value).items() if key in _KEPT} or None,
-    )
 
 
 def _tensor(

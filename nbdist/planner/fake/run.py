@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,20 +104,22 @@ class _Share:
     stepped: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @property
-    def stepped_numbers(self) -> int:
-        return sum(math.prod(shape) for shape, _ in self.stepped)
-
-    @property
     def total(self) -> int:
         """To find the rank that holds most: as with Adam."""
-        return self.parameters + self.trained + 8 * self.stepped_numbers
+        stepped = sum(math.prod(shape) for shape, _ in self.stepped)
+        return self.parameters + self.trained + 8 * stepped
 
 
 def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
     """Parameters, gradients and optimizer of the rank that holds most, by the layouts."""
-    shares = [_share(built, rank) for rank in _candidates(built)]
+    choice, pp = built.job.choice, built.job.grid.degrees.pp
+    # Of each stage the first rank holds most, as torch.chunk has it; of zero1 nobody knows which.
+    ranks = [stage * (choice.world_size // pp) for stage in range(pp)]
+    if "zero1" in steps_of(choice):
+        ranks = list(range(choice.world_size))
+    shares = [_share(built, rank) for rank in ranks]
     most = max(shares, key=lambda share: share.total)
-    state, step = stepped_bytes(most.stepped, subject.optimizer, load, built.job.choice)
+    state, step = stepped_bytes(most.stepped, subject.optimizer, load, choice)
     return Memory(
         parameters=most.parameters,
         gradients=most.trained,
@@ -127,16 +130,6 @@ def _states(built: Built, subject: MetaModel, load: Workload) -> Memory:
         overhead=OVERHEAD_BYTES if load.has_gpu else 0.0,
         engine=NAME,
     )
-
-
-def _candidates(built: Built) -> list[int]:
-    """The ranks of which one holds most: of each stage the first, as torch.chunk has it; or all."""
-    choice, degrees = built.job.choice, built.job.grid.degrees
-    if choice.name == "single":
-        return [0]
-    if "zero1" in steps_of(choice):
-        return list(range(choice.world_size))
-    return [stage * (choice.world_size // degrees.pp) for stage in range(degrees.pp)]
 
 
 def _share(built: Built, rank: int) -> _Share:
@@ -151,7 +144,7 @@ def _share(built: Built, rank: int) -> _Share:
     )
     shapes: Shapes = {n: local_shape(layout, degrees, rank) for n, layout in built.layouts.items()}
     if "fsdp1" in steps_of(built.job.choice):
-        shapes = _flat(built, shapes)
+        shapes |= _flat(built, shapes)
     sharded = {name: shape for name, shape in shapes.items() if shape is not None}
     trained = [
         name for name in built.parameter_names if name in sharded and tensors[name].requires_grad
@@ -175,19 +168,12 @@ def _share(built: Built, rank: int) -> _Share:
 def _flat(built: Built, shapes: Shapes) -> Shapes:
     """FSDP1 splits what a unit holds as one row: an equal part of each, the rest with the last."""
     names = {id(t): n for n, t in build.tensors_of(built.job.base).items() if n in shapes}
-    n = built.job.grid.degrees.dp_shard
-    result = dict(shapes)
-    flattened: set[str] = set()
+    result: Shapes = {}
     for unit in (*fsdp.units_of(built.job), built.job.base):
-        inside = [
-            names[id(p)]
-            for p in unit.parameters()
-            if id(p) in names and names[id(p)] not in flattened
-        ]
-        flattened |= set(inside)
-        sizes = [torch.Size(shapes[name] or (0,)).numel() for name in inside]
-        part = -(-sum(sizes) // n)
-        for name, size in zip(inside, sizes, strict=True):
+        inside = [names[id(p)] for p in unit.parameters() if id(p) in names]
+        sizes = {name: math.prod(shapes[name] or (0,)) for name in inside if name not in result}
+        part = -(-sum(sizes.values()) // built.job.grid.degrees.dp_shard)
+        for name, size in sizes.items():
             share = min(part, size)
             result[name], part = (share,), part - share
     return result
@@ -196,19 +182,23 @@ def _flat(built: Built, shapes: Shapes) -> Shapes:
 def _run(built: Built, subject: MetaModel, load: Workload, states: Memory) -> Memory:
     """A step, after one that makes what stays; the optimizer's is counted apart."""
     choice = built.job.choice
-    _check_run(choice, subject)
+    for step in steps_of(choice):
+        if step in _NOT_RUN:
+            raise CannotRun(_NOT_RUN[step])
+    if choice.options.is_compiled:
+        raise CannotRun("what torch.compile does to a model is not known in advance")
+    if subject.inputs is None:
+        raise CannotRun("its inputs are not known: name a variable with --inputs")
     counter = StorageCounter()
     with resizes_seen(counter), contextlib.ExitStack() as stack:
         fake = FakeTensorMode()
         outer = _built(built, fake, counter)
         stack.enter_context(fake)
         stack.enter_context(counter)
-        assert subject.inputs is not None
         args, kwargs = subject.inputs()
         activation_bytes = 0
         for _ in range(2):
-            for parameter in built.job.base.parameters():
-                parameter.grad = None
+            built.job.base.zero_grad()
             base = counter.live_bytes
             counter.begin()
             activation_bytes = _step(outer, built, args, kwargs, counter) - base
@@ -224,16 +214,6 @@ def _run(built: Built, subject: MetaModel, load: Workload, states: Memory) -> Me
         )
 
 
-def _check_run(choice: Strategy, subject: MetaModel) -> None:
-    for step in steps_of(choice):
-        if step in _NOT_RUN:
-            raise CannotRun(_NOT_RUN[step])
-    if choice.options.is_compiled:
-        raise CannotRun("what torch.compile does to a model is not known in advance")
-    if subject.inputs is None:
-        raise CannotRun("its inputs are not known: name a variable with --inputs")
-
-
 def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch.nn.Module:
     """The model under its strategy, of fake tensors; DDP's reducer is C++ and takes none."""
     tensors = build.tensors_of(built.job.base)
@@ -244,17 +224,15 @@ def _built(built: Built, fake: FakeTensorMode, counter: StorageCounter) -> torch
         if name != "ddp"
     )
     with fake, counter:
-        local = {}
-        for name, layout in built.layouts.items():
-            shape = local_shape(layout, degrees, 0)
-            if shape is not None:
-                local[name] = torch.empty(shape, dtype=tensors[name].dtype)
+        local = {
+            name: torch.empty(shape, dtype=tensors[name].dtype)
+            for name, layout in built.layouts.items()
+            if (shape := local_shape(layout, degrees, 0)) is not None
+        }
     # A mesh cannot be made, or cut, inside of the mode; FSDP1 flattens and splits in `wrap`.
-    is_flat = "fsdp1" in steps_of(built.job.choice)
-    with contextlib.ExitStack() as stack:
-        if is_flat:
-            stack.enter_context(fake)
-            stack.enter_context(counter)
+    if "fsdp1" not in steps_of(built.job.choice):
+        return build.commit(built, local)
+    with fake, counter:
         return build.commit(built, local)
 
 
@@ -268,22 +246,15 @@ def _step(
     """
     activation_bytes = 0
     times = built.job.choice.options.accumulate
+    no_sync = getattr(outer, "no_sync", None) or functools.partial(fsdp.no_sync, built.job.root)
     for number in range(times):
-        sync_context = _no_sync(outer, built) if number < times - 1 else contextlib.nullcontext()
-        with sync_context:
+        with no_sync() if number < times - 1 else contextlib.nullcontext():
             loss = loss_of(outer(*args, **kwargs))
             activation_bytes = activation_bytes or counter.live_bytes - counter.gathered_bytes
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             del loss
     return activation_bytes
-
-
-@contextlib.contextmanager
-def _no_sync(outer: torch.nn.Module, built: Built) -> Iterator[None]:
-    no_sync = getattr(outer, "no_sync", None)
-    with no_sync() if no_sync is not None else fsdp.no_sync(built.job.root):
-        yield
 
 
 def loss_of(output: Any) -> torch.Tensor:

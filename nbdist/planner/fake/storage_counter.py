@@ -56,8 +56,17 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an op, and count what it returns."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.is_meta:
+                continue
+            storage = local.untyped_storage()
+            key = id(storage)  # torch keeps one Python object for a storage as long as it lives
+            if key not in self._storages:
+                counted = _Storage(weakref.ref(storage, self._gone(key)), 0)
+                self._storages[key] = counted
+                self._add(counted, storage.nbytes())
         return result
 
     def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
@@ -69,17 +78,6 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             counted.is_gathered = True
             self.gathered_bytes += counted.size_bytes
         self._add(counted, size_bytes - counted.size_bytes)
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_meta:
-            return
-        storage = local.untyped_storage()
-        key = id(storage)  # torch keeps one Python object for a storage as long as it lives
-        if key not in self._storages:
-            counted = _Storage(weakref.ref(storage, self._gone(key)), 0)
-            self._storages[key] = counted
-            self._add(counted, storage.nbytes())
 
     def _gone(self, key: int) -> Callable[[object], None]:
         def forget(_ref: object) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner import check
@@ -36,24 +39,16 @@ def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
         NbdistError: Ranks have different ones.
         RankGone, RankBusy, NotRunning: As for a cell.
     """
-    try:
+    with _refusals():
         descriptions = ranks.call_all(describe_model, name, inputs, deadline_s=DESCRIBE_S)
-    except NbdistError as error:
-        if (refused := gather.remote_error_message(error, OptionError)) is not None:
-            raise refused from error
-        raise
     return planner_live_model.alike(descriptions)
 
 
 def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int) -> MeasuredMemory:
     """A real step's memory on the rank that needed most; everything is put back afterwards.
 
-    Args:
-        ranks: All step, under the strategy that counts.
-        name: As for `live_model`.
-        inputs: Likewise.
-        batch: Of random tokens, for a language model without inputs.
-        sequence: Tokens of each.
+    All ranks step, under the strategy that counts. `name` and `inputs` are as for `live_model`,
+    `batch` and `sequence` those of random tokens, for a language model without inputs.
 
     Raises:
         OptionError: Nobody knows what the model is called with.
@@ -61,13 +56,19 @@ def checked_step(ranks: Ranks, name: str, inputs: str, batch: int, sequence: int
         RankGone, RankBusy, NotRunning, Interrupted: As for a cell.
     """
     ranks.recover_if_needed()
-    try:
+    with _refusals():
         measurements = ranks.call_all(
-            check_step, name, inputs, batch, sequence,
-            deadline_s=STEP_S, is_collective=True,
-        )  # fmt: skip
+            check_step, name, inputs, batch, sequence, deadline_s=STEP_S, is_collective=True
+        )
+    return check.largest(measurements)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what the ranks have refused as it would be raised here."""
+    try:
+        yield
     except NbdistError as error:
         if (refused := gather.remote_error_message(error, OptionError)) is not None:
             raise refused from error
         raise
-    return check.largest(measurements)

@@ -146,11 +146,10 @@ class FakeEngine:
 
     def _end(self) -> str:
         assert self._process is not None
-        code = self._process.wait()
+        parts = [f"exit code {self._process.wait()}"]
         self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip()[-_LAST:]
-        last = said.rpartition("\n")[2]
-        return f"the process of the fake run ended (exit code {code}{f', {last}' if last else ''})"
+        last = self._log.read().decode(errors="replace").strip()[-_LAST:].rpartition("\n")[2]
+        return f"the process of the fake run ended ({', '.join(filter(None, [*parts, last]))})"
 
 
 def completed(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:

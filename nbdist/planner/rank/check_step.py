@@ -35,11 +35,8 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMem
     Values, gradients, the optimizer's state and settings, random generators and modes are put
     back bit by bit; the user's optimizer steps, and no scheduler does.
 
-    Args:
-        name: As for described.describe_model.
-        inputs: Likewise.
-        batch: Of random tokens, for a language model that is called with nothing else.
-        sequence: Tokens of each.
+    `name` and `inputs` are as for describe_model.describe_model, `batch` and `sequence` those of
+    random tokens, for a language model that is called with nothing else.
 
     Raises:
         OptionError: There is no such model, or nobody knows what it is called with.

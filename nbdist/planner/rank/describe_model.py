@@ -55,6 +55,10 @@ def describe(
         tensors = build.tensors_of(base)
         optimizer = optimizer_of(base, prepared)
         kind = None if optimizer is None else _kind_of(optimizer)
+        # How a plan calls it.
+        word = "" if kind is None else kind[0].__name__.lower()
+        if optimizer is not None and word == "sgd" and optimizer.defaults.get("momentum"):
+            word = "momentum"
         source, problem = Source(), ""
         if wants_source:
             source, problem = _source(PickledModel(base, args, kwargs, kind))
@@ -72,8 +76,8 @@ def describe(
             tied=tuple(names for names in names.values() if len(names) > 1),
             blocks=_blocks(base),
             config=_config(base),
-            optimizer="" if optimizer is None else _kind_of(optimizer)[0].__name__,
-            optimizer_word=_word_of(optimizer),
+            optimizer="" if kind is None else kind[0].__name__,
+            optimizer_word=word if word in OPTIMIZERS else "",
             inputs=tuple(f"{tuple(t.shape)} {_word(t.dtype)}" for t in shown),
             inputs_shape=tuple(shown[0].shape) if shown else (),
             is_language_model=is_language_model(base),
@@ -138,16 +142,6 @@ def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
     return None
 
 
-def _word_of(optimizer: Optimizer | None) -> str:
-    """How a plan calls it; empty for one that it does not know."""
-    if optimizer is None:
-        return ""
-    word = _kind_of(optimizer)[0].__name__.lower()
-    if word == "sgd" and optimizer.defaults.get("momentum"):
-        return "momentum"
-    return word if word in OPTIMIZERS else ""
-
-
 def _kind_of(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
     kind = next(k for k in type(optimizer).__mro__ if "nbdist" not in k.__module__)
     # Subclasses, as AdamW is of Adam, set defaults that their constructor does not take.
@@ -169,14 +163,13 @@ def _config(base: torch.nn.Module) -> dict[str, Any]:
 
 
 def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:
-    counts: dict[tuple[str, bool], list[int]] = {}
+    kinds: dict[tuple[str, bool], ParameterKind] = {}
     for parameter in parameters:
-        counts_of_kind = counts.setdefault(
-            (_word(parameter.dtype), parameter.requires_grad), [0, 0]
-        )
-        counts_of_kind[0] += parameter.numel()
-        counts_of_kind[1] += parameter.numel() * parameter.element_size()
-    return tuple(ParameterKind(word, trained, *both) for (word, trained), both in counts.items())
+        key = _word(parameter.dtype), parameter.requires_grad
+        kind = kinds.get(key, ParameterKind(*key, 0, 0))
+        size_bytes = kind.size_bytes + parameter.numel() * parameter.element_size()
+        kinds[key] = ParameterKind(*key, kind.count + parameter.numel(), size_bytes)
+    return tuple(kinds.values())
 
 
 def _blocks(base: torch.nn.Module) -> str:

@@ -54,23 +54,24 @@ def measure_step(subject: StepSubject) -> MeasuredMemory:
     meter = _of_cuda if is_device else _of_cpu
     for _ in range(2):  # DDP makes its buckets anew in the second forward
         _step(subject)
-        _clear(subject.base)
+        subject.base.zero_grad()
     activations, _, loss = meter(lambda: _forward(subject))
     if loss.requires_grad:
         loss.backward()
     del loss
     if subject.optimizer is not None:
         subject.optimizer.step()
-    _clear(subject.base)
+    subject.base.zero_grad()
     resident = _tensors(subject)
     # Between steps: states, buckets, inputs.
-    base = sum(resident.values()) + _bytes(_inputs(subject))
+    inputs = [*subject.args, *subject.kwargs.values()]
+    base = sum(resident.values()) + _bytes(v for v in inputs if isinstance(v, torch.Tensor))
     _, peak, _ = meter(lambda: _step(subject))
     gradients = _bytes(p.grad for p in subject.base.parameters() if p.grad is not None)
     needs = 0
     if subject.optimizer is not None:
         _, needs, _ = meter(subject.optimizer.step)
-    _clear(subject.base)
+    subject.base.zero_grad()
     return MeasuredMemory(
         parameters=resident["parameters"],
         gradients=gradients,
@@ -93,11 +94,6 @@ def _step(subject: StepSubject) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _clear(base: torch.nn.Module) -> None:
-    for parameter in base.parameters():
-        parameter.grad = None
-
-
 def _tensors(subject: StepSubject) -> dict[str, int]:
     state = () if subject.optimizer is None else subject.optimizer.state.values()
     buckets = 0
@@ -114,11 +110,6 @@ def _tensors(subject: StepSubject) -> dict[str, int]:
         ),
         "buffers": _bytes(subject.base.buffers()) + buckets,
     }
-
-
-def _inputs(subject: StepSubject) -> list[torch.Tensor]:
-    inputs = [*subject.args, *subject.kwargs.values()]
-    return [value for value in inputs if isinstance(value, torch.Tensor)]
 
 
 def _bytes(tensors: Any) -> int:

@@ -84,10 +84,11 @@ def _before(plan: Plan) -> list[str]:
         if row.recipe is not None:
             name = f"{row.recipe.total} B per parameter: {row.recipe.name}"
             recipes.setdefault(name, []).append(row.typed)
-    several = len(recipes) > 1
-    lines += [
-        f"recipe {name}{f' ({_some(names)})' if several else ''}" for name, names in recipes.items()
-    ]
+    for name, names in recipes.items():
+        some = names if len(names) <= 3 else names[:2]
+        more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+        whose = f" ({', '.join(some)}{more})" if len(recipes) > 1 else ""
+        lines.append(f"recipe {name}{whose}")
     return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
 
 
@@ -98,12 +99,6 @@ def _form(model: ModelShape) -> str:
     of = "assumed: " if model.is_assumed else ""
     heads = f", {shape.heads} heads" if not model.is_assumed else ""
     return f" ({of}{shape.layers} blocks of width {shape.hidden}{heads})"
-
-
-def _some(names: Sequence[str]) -> str:
-    return (
-        ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
-    )
 
 
 def _counts(parameters: int) -> str:
@@ -126,19 +121,14 @@ def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
         return f"{size_bytes / unit_bytes:,.1f}"
 
     activations = "?" if memory.is_partial else size_cell(memory.activations)
+    more = "> " if memory.is_partial else ""
     return [
-        row.typed,
-        row.mesh.partition(" (")[0] or "-",
-        *map(size_cell, (memory.parameters, memory.gradients, memory.optimizer)),
-        activations,
+        row.typed, row.mesh.partition(" (")[0] or "-",
+        *map(size_cell, (memory.parameters, memory.gradients, memory.optimizer)), activations,
         *map(size_cell, (memory.buffers, memory.step, memory.overhead)),
-        f"{'> ' if memory.is_partial else ''}{size_cell(memory.peak)}",
-        f"{100 * row.share:.1f}",
-        row.verdict,
-        str(row.samples),
-        size_cell(row.sent_bytes),
-        span,
-    ]
+        f"{more}{size_cell(memory.peak)}", f"{100 * row.share:.1f}", row.verdict,
+        str(row.samples), size_cell(row.sent_bytes), span,
+    ]  # fmt: skip
 
 
 def _seconds(value_s: float) -> str:
@@ -262,9 +252,7 @@ def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
             f'<rect x="{x}" y="{y}" width="9" height="9" fill="{colour}"></rect>'
             f'<text x="{x + 13}" y="{y + 9}" font-size="10" fill="currentColor">{word}</text>'
         )
-    name = html.escape(
-        f"Memory of {plan.model.name} by strategy beside the device's limit", quote=True
-    )
+    name = html.escape(f"Memory of {plan.model.name} by strategy beside the device's limit")
     return (
         f'<svg role="img" aria-label="{name}; the table has the numbers." width="{width}" '
         f'height="{bottom + 40}" viewBox="0 0 {width} {bottom + 40}" '
