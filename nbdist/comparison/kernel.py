@@ -65,13 +65,7 @@ class Comparing:
     """
 
     def __init__(self, ranks: Ranks, strategies: Strategies, cells: Cells, code: str):
-        """Of one cell; nothing runs yet.
-
-        Args:
-            ranks: All of them run the cell.
-            strategies: Theirs.
-            cells: Runs it.
-            code: Source as in a cell.
+        """Of one cell, as source; nothing runs yet.
 
         Raises:
             OptionError: If there is none.

@@ -116,15 +116,10 @@ class Usages:
             rss_bytes += memory.rss
         if not is_alive:
             return None
-        used, limit, is_group = _room(slow.groups, machine)
-        return Usage(cpu_s, rss_bytes, slow.pss_bytes, used, limit, is_group)
-
-
-def _room(groups: Iterable[MemoryGroup], machine: Any) -> tuple[int, int, bool]:
-    """(used, limit, whether it is a control group's) where the least is left."""
-    rooms = [(machine.total - machine.available, machine.total, False)]
-    for group in groups:
-        limit, used = group.limit_bytes(), group.used_bytes()
-        if limit is not None and used is not None:
-            rooms.append((max(0, used - group.droppable_bytes()), limit, True))
-    return min(rooms, key=lambda room: room[1] - room[0])
+        rooms = [(machine.total - machine.available, machine.total, False)]
+        for group in slow.groups:
+            limit, used = group.limit_bytes(), group.used_bytes()
+            if limit is not None and used is not None:
+                rooms.append((max(0, used - group.droppable_bytes()), limit, True))
+        least = min(rooms, key=lambda room: room[1] - room[0])
+        return Usage(cpu_s, rss_bytes, slow.pss_bytes, *least)

@@ -95,20 +95,14 @@ METRICS = (
 
 
 def exposition(samples: Sequence[Sample], places: Sequence[RankPlace]) -> str:
-    """All ranks' newest numbers; what is not known is left out.
-
-    Args:
-        samples: One of each rank.
-        places: Where the ranks are, for the labels.
-    """
+    """All ranks' newest numbers, with where the ranks are; what is not known is left out."""
     at = {place.rank: place for place in places}
     lines: list[str] = []
     for metric in METRICS:
-        values = [(sample, metric.of(sample)) for sample in samples]
         rows = [
             _line(metric.name, _labels(sample, at[sample.rank], is_gpu=metric.is_gpu), value)
-            for sample, value in values
-            if value is not None
+            for sample in samples
+            if (value := metric.of(sample)) is not None
         ]
         if rows:
             lines += [*_head(metric.name, metric.help), *rows]

@@ -41,11 +41,6 @@ class Limit:
 def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) -> Memory:
     """The memory of the rank that needs most, as if all models were in a step at once.
 
-    Args:
-        choice: The strategy.
-        models: One or more, as ranks describe them.
-        limit: Of their device.
-
     Raises:
         OptionError: It does not go with a model, or with the batch.
     """
@@ -65,18 +60,11 @@ def planned_memory(choice: Strategy, models: Sequence[LiveModel], limit: Limit) 
 
 
 def plan_of_models(
-    choice: Strategy,
-    models: Sequence[LiveModel],
-    limit: Limit,
-    current: Strategy | None = None,
+    choice: Strategy, models: Sequence[LiveModel], limit: Limit, current: Strategy | None = None
 ) -> PanelPlan:
     """What each rank would hold between steps, and in one, beside its device's limit.
 
-    Args:
-        choice: The strategy.
-        models: One or more.
-        limit: Of their device.
-        current: The strategy that counts, to compare with.
+    `current` is the strategy that counts, to compare with.
     """
     try:
         memory = planned_memory(choice, models, limit)

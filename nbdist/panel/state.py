@@ -61,13 +61,7 @@ class RankRow:
 
 
 def row_of(place: RankPlace, sample: Sample | None, now_s: float) -> RankRow:
-    """The row of a rank, from where it runs and its newest sample.
-
-    Args:
-        place: Where it runs.
-        sample: The newest; None before the first.
-        now_s: The clock of the sample.
-    """
+    """The row of a rank, by where it runs and its newest sample, now by the sample's clock."""
     device = f"{place.device} {place.device_name}".strip()
     if sample is None:
         return RankRow(place.rank, place.host, device, "unknown", "no sample yet")

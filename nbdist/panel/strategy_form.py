@@ -51,12 +51,7 @@ class FormField:
 
 
 def fields(name: str, world_size: int) -> tuple[FormField, ...]:
-    """The fields of a strategy, its degrees first.
-
-    Args:
-        name: Of a row.
-        world_size: Ranks.
-    """
+    """The fields of a strategy, its degrees first."""
     row = ROWS[name]
     degrees = [word for word in DEGREES if word in {WORDS[row.axis], *row.takes}]
     if name in takers(OPTIONS["shard"]):
@@ -167,12 +162,8 @@ def planned(
 ) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.
 
-    By strategy.footprint's formula; activations are not in it.
-
-    Args:
-        choice: The strategy.
-        models: Those that are prepared.
-        current: The strategy that counts, to compare with.
+    By strategy.footprint's formula; activations are not in it. `current` is the strategy that
+    counts, to compare with.
     """
     recipe = footprint.recipe_of(choice)
     if not models:

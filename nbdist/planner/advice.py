@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.results import LinkModel
@@ -171,42 +171,28 @@ def _safe(
     return min((row for row in _useful(again) if row.verdict == SAFE), key=_cost, default=None)
 
 
-# Common rules: what they look at, and the row that they name ("" where they name none).
+def rows_by_rules(planned: Plan, rows: Mapping[str, PlanRow]) -> Mapping[str, str]:
+    """Common rules, and the row that each names; "" where it names none."""
 
+    def fits(typed: str) -> bool:
+        return typed in rows and rows[typed].verdict != NO
 
-def _by_fit(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
-    single = rows.get("single")
-    return "ddp" if single is not None and single.verdict != NO else "fsdp"
-
-
-def _by_stage(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
-    second = rows.get("deepspeed --stage 2")
-    fits = second is not None and second.verdict != NO
-    return "deepspeed --stage 2" if fits else "deepspeed --stage 3"
-
-
-def _by_size(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
-    single = rows.get("single")
-    if single is None or single.memory is None:
-        return ""
-    if single.memory.parameters < 2e9:
-        return "ddp"
-    is_small = single.memory.parameters <= planned.device.memory_bytes
-    return "fsdp --shard grad-op" if is_small else "fsdp"
-
-
-def _by_billions(planned: Plan, rows: Mapping[str, PlanRow]) -> str:
-    if planned.model.parameters < 70e9 or planned.world_size <= 8:
-        return ""
-    return "pp --tp 8 --pp 2"
-
-
-_RULES: Mapping[str, Callable[[Plan, Mapping[str, PlanRow]], str]] = {
-    "fits on one device: ddp, else fsdp": _by_fit,
-    "ZeRO stage 2 first, stage 3 where that does not fit": _by_stage,
-    "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": _by_size,
-    "from 70 billion: tp 8 in a host, pp between hosts, dp for the rest": _by_billions,
-}
+    single = rows["single"].memory if "single" in rows else None
+    by_size = ""
+    if single is not None:
+        is_small = single.parameters <= planned.device.memory_bytes
+        by_size = "fsdp --shard grad-op" if is_small else "fsdp"
+        by_size = "ddp" if single.parameters < 2e9 else by_size
+    is_large = planned.model.parameters >= 70e9 and planned.world_size > 8
+    second, third = "deepspeed --stage 2", "deepspeed --stage 3"
+    return {
+        "fits on one device: ddp, else fsdp": "ddp" if fits("single") else "fsdp",
+        "ZeRO stage 2 first, stage 3 where that does not fit": second if fits(second) else third,
+        "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": by_size,
+        "from 70 billion: tp 8 in a host, pp between hosts, dp for the rest": (
+            "pp --tp 8 --pp 2" if is_large else ""
+        ),
+    }
 
 
 def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
@@ -215,8 +201,8 @@ def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
         return ()
     rows = {row.typed: row for row in planned.rows if row.memory is not None}
     sentences = []
-    for rule, says in _RULES.items():
-        row = rows.get(says(planned, rows))
+    for rule, typed in rows_by_rules(planned, rows).items():
+        row = rows.get(typed)
         if row is not None and row.typed != best.typed:
             verdict = f"{row.verdict} ({percent(row)})"
             sentences.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')

@@ -159,19 +159,15 @@ def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
             f"cp takes attention without dropout, and {model.name} has it. Use ulysses, or a "
             "config without."
         )
-    _check_heads(model, "tp", degrees.tp)
-    _check_heads(model, "ulysses", degrees.cp if choice.name == "ulysses" else 1)
-
-
-def _check_heads(model: ModelShape, word: str, degree: int) -> None:
-    shape = model.shape
+    shape, ulysses = model.shape, degrees.cp if choice.name == "ulysses" else 1
     both = math.gcd(shape.heads, shape.kv_heads)
-    if both % degree and not model.is_assumed:  # of an assumed one nobody said how many it has
-        what = f"{shape.heads} heads and {shape.kv_heads} of keys and values"
-        raise OptionError(
-            f"{word} over {degree} ranks does not divide the {what} of {model.name}. Use {both} or "
-            "a divisor of it."
-        )
+    for word, degree in (("tp", degrees.tp), ("ulysses", ulysses)):
+        if both % degree and not model.is_assumed:  # of an assumed one nobody said how many it has
+            what = f"{shape.heads} heads and {shape.kv_heads} of keys and values"
+            raise OptionError(
+                f"{word} over {degree} ranks does not divide the {what} of {model.name}. Use "
+                f"{both} or a divisor of it."
+            )
 
 
 def has_buckets(choice: Strategy) -> bool:

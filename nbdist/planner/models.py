@@ -188,9 +188,11 @@ def model_of(model: str | float | Mapping[str, Any]) -> ModelShape:
     if isinstance(model, Mapping):
         return of_config(model)
     text = str(model).strip()
-    count = _count(text)
-    if count is not None:
-        return of_count(count, text)
+    number = re.fullmatch(
+        r"(\d[\d_]*\.?\d*(?:e[+]?\d{1,2})?) ?([KMBT]?)", text, re.IGNORECASE | re.ASCII
+    )
+    if number is not None:
+        return of_count(float(number[1].replace("_", "")) * _UNITS[number[2].upper()], text)
     name = text.lower().replace("_", "-").rpartition("/")[2]
     name = name.replace("meta-llama-", "llama-").removesuffix("-hf").removesuffix("-v0.1")
     if name not in CONFIGS:
@@ -202,15 +204,6 @@ def model_of(model: str | float | Mapping[str, Any]) -> ModelShape:
             "Where ranks run, a variable there that is a model will do."
         )
     return of_config(CONFIGS[name], name)
-
-
-def _count(text: str) -> float | None:
-    match = re.fullmatch(
-        r"(\d[\d_]*\.?\d*(?:e[+]?\d{1,2})?) ?([KMBT]?)", text, re.IGNORECASE | re.ASCII
-    )
-    if match is None:
-        return None
-    return float(match[1].replace("_", "")) * _UNITS[match[2].upper()]
 
 
 def of_count(count: float, name: str) -> ModelShape:

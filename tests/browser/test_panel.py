@@ -123,16 +123,11 @@ class Tab(LabNotebook):
 
     def click(self, name: str, logged: str) -> float:
         """Click, and wait for the log's line; how many milliseconds that took in the browser."""
-        self.page.evaluate(_WATCH_LOG, [self.panel_selector, logged])
+        self.page.evaluate(_WATCH_LOG, [NUMBER["panel"], logged])
         self.button(name).click(timeout=DEADLINE_S * 1000)
         self._wait(_IS_LOGGED, None, DEADLINE_S, f"{logged!r} in the log", NUMBER["panel"])
         took: float = self.page.evaluate("() => window.nbdistLogged - window.nbdistClicked")
         return took
-
-    @property
-    def panel_selector(self) -> int:
-        """The cell that shows the panel."""
-        return NUMBER["panel"]
 
     def wait_panel(self, text: str) -> None:
         """Wait until a text stands in the panel."""
@@ -259,13 +254,7 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("sleep", marks=MORE),
-        pytest.param("loop", marks=MORE),
-        pytest.param("train", marks=MORE),
-        "hang",
-    ],
+    "name", [*(pytest.param(name, marks=MORE) for name in ("sleep", "loop", "train")), "hang"]
 )
 def test_buttons_act_while_a_cell_runs(tab: Tab, name: str, times_ms: dict[str, float]) -> None:
     """Status and Interrupt are logged while it runs, and Interrupt ends it; bars go on."""

@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,9 +109,6 @@ def test_prometheus_reads_what_the_ranks_use(kernel: Kernel) -> None:
     text = fetched(url, token)
     again = kernel.run("%dist_monitor --prometheus 0")
     other = kernel.run(f"%dist_monitor --prometheus {port % 60000 + 1024}")
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        fetched(url, "wrong")
-    refused.value.close()
     off = kernel.run("%dist_monitor --off")
 
     assert cell.status == "ok"
@@ -126,22 +122,9 @@ def test_prometheus_reads_what_the_ranks_use(kernel: Kernel) -> None:
     assert served(again.plain[-1])[0] == url
     assert other.error is not None
     assert f"{url} is already being served" in other.error.evalue
-    assert refused.value.code == 401
     assert off.plain[-1].startswith("recording stopped")
     assert not is_open(port)
     assert not token_path.exists()
-
-
-def test_a_port_in_use_is_an_error_with_the_choices(kernel: Kernel) -> None:
-    """Whoever has it keeps it."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        cell = kernel.run(f"%dist_monitor --prometheus {port}")
-
-    assert cell.error is not None
-    assert cell.error.ename == "OptionError"
-    assert f"port {port} of 127.0.0.1 is in use" in cell.error.evalue
-    assert "or 0 for any that is free" in cell.error.evalue
 
 
 @pytest.mark.parametrize("code", _MISTAKES)

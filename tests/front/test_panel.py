@@ -171,12 +171,10 @@ def test_the_picker_shows_what_dist_plan_counts(panel: Kernel) -> None:
 def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     """Nothing is prepared: the choice is for models to come."""
     panel.run("later('apply', when=between_cells, strategy='zero1')")
-    panel.run("None")
-    told = panel.run("until(lambda: True); print(PANEL.state().strategy)")
     for _ in range(100):
+        told = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
         if "zero1" in told.text:
             break
-        told = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
 
     assert told.text == "zero1, dp 2\n"
     assert "No model is prepared yet" in said(panel)
@@ -193,15 +191,6 @@ def test_apply_that_ranks_refuse_is_told_and_changes_nothing(panel: Kernel) -> N
     assert "%dist_strategy pp (" in log
     assert "OptionError: " in log
     assert current == "ddp\n"
-
-
-def test_pressed_twice_quickly_is_done_once(panel: Kernel) -> None:
-    """The second press is told."""
-    panel.run("press('apply', strategy='fsdp'); press('apply')")
-    log = said(panel)
-
-    assert log.count("%dist_strategy fsdp begins") == 1
-    assert "%dist_strategy fsdp is already queued" in log
 
 
 def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:
@@ -259,11 +248,10 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
         "    return job\n"
         "PANEL.board.take = taking; later('apply', when=between_cells, strategy='fsdp')"
     )
-    log = said(panel)
     for _ in range(100):  # it acts between two of these cells
+        log = said(panel)
         if ": interrupted" in log:
             break
-        log = said(panel)
     panel.run("PANEL.verbs, PANEL.board.take = VERBS, take")
 
     assert "interrupting %dist_strategy fsdp" in log
@@ -430,12 +418,8 @@ def test_in_a_terminal_it_is_text() -> None:
         command, capture_output=True, text=True, timeout=60, check=False, env=notebook_env()
     )
 
-    first, second = (
-        "no ranks are running: %dist_init starts some",
-        "Profile next cell: no ranks are running",
-    )
-    assert done.stdout.count(first) == 2, done.stderr
-    assert done.stdout.count(second) == 1
+    assert done.stdout.count("no ranks are running: %dist_init starts some") == 2, done.stderr
+    assert done.stdout.count("Profile next cell: no ranks are running") == 1
     assert "widget" not in done.stdout
 
 

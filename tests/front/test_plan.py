@@ -20,21 +20,13 @@ _CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_
 _MISTAKES = {
     "%dist_plan": "name one model",
     "%dist_plan 7e9 8e9": "name one model",
-    "%dist_plan 0": "A model of 0 parameters has nothing to plan for",
-    "%dist_plan lama-3-8b": "Did you mean llama-3-8b",
     "%dist_plan 7e9 --gpu h10": "no --gpu h10 in the catalogue. Did you mean h100",
     "%dist_plan 7e9 --gpu h100 --memory 24GB": "--gpu or --memory, not both",
-    "%dist_plan 7e9 --memory much": "--memory much is not a valid memory size",
     "%dist_plan 7e9 --ranks 0": "'0' is not a valid number of ranks",
     "%dist_plan 7e9 --batch 0": "'0' is not a whole number from 1",
     "%dist_plan 7e9 --seq x": "'x' is not a whole number from 1",
-    "%dist_plan 7e9 --ranks 8 --tp 3": "8 ranks cannot form tp=3",
-    "%dist_plan llama-3-8b --strategy tp --ranks 64": "does not divide the 32 heads and 8",
     "%dist_plan 7e9 --strategy fdsp": "Did you mean fsdp",
     "%dist_plan 7e9 --fp32 --bf16": "--fp32 and --bf16 contradict",
-    "%dist_plan 7e9 --optimizer lamb": "no --optimizer lamb. Choose one of adamw",
-    "%dist_plan 7e9 --gpu t4 --bf16": "NVIDIA T4 cannot compute in bf16",
-    "%dist_plan 7e9 --samples 9 --strategy ddp --ranks 8": "is 1.12 x 8",
     "%dist_plan nowhere.json": "There is no file nowhere.json",
 }
 
@@ -116,18 +108,15 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert "Did you mean h100" in wrong.stderr
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "{", '{"model_type": "bert"}', "\x00"])
-def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("[1, 2]", "config.json"), ("{", "config.json"), ("\x00", "config.json"),
+     ('{"model_type": "bert"}', "no formula for"), (" " * 1_000_001, "too large for a config")],
+)  # fmt: skip
+def test_a_file_that_is_no_config(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
 
-    with pytest.raises(OptionError, match=r"config\.json|no formula for"):
-        plan(str(tmp_path / "a.json"))
-
-
-def test_a_file_that_is_too_large(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(" " * 1_000_001)
-
-    with pytest.raises(OptionError, match="too large for a config"):
+    with pytest.raises(OptionError, match=re.escape(expected)):
         plan(str(tmp_path / "a.json"))
 
 

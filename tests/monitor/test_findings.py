@@ -24,12 +24,8 @@ def told(
     """What is found when each rank looked like this all the time, or second by second."""
     history = SampleHistory()
     for second in range(seconds):
-        newest = [
-            replace(
-                one if isinstance(one, Sample) else one[second], rank=rank, time_s=float(second)
-            )
-            for rank, one in enumerate(ranks)
-        ]
+        looks = [look if isinstance(look, Sample) else look[second] for look in ranks]
+        newest = [replace(x, rank=rank, time_s=float(second)) for rank, x in enumerate(looks)]
         history.append(newest)
     return findings.findings(history, newest, is_past=is_past)
 

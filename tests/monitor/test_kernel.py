@@ -43,11 +43,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield started
 
 
-def seen(session: Session, is_it: Callable[[Samples], bool]) -> Samples:
+def seen(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
     """The first samples from now on of which something is true."""
     after_s, end_s = time.monotonic(), time.monotonic() + SOON_S
     while time.monotonic() < end_s:
-        samples = session.monitor.wait(after_s, SOON_S)
+        samples = monitor.wait(after_s, SOON_S)
         if is_it(samples):
             return samples
         after_s = samples[0].time_s
@@ -105,11 +105,11 @@ def test_a_rank_is_seen_running_and_another_waiting_for_it(
         f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\ndist.barrier()"
     )
     one = begin(session, code)
-    both = seen(session, lambda samples: states(samples) == ["waiting", "running"])
-    later = seen(session, lambda samples: waited_s(samples[0]) > 1)
+    both = seen(session.monitor, lambda samples: states(samples) == ["waiting", "running"])
+    later = seen(session.monitor, lambda samples: waited_s(samples[0]) > 1)
     gate.touch()
     end(one)
-    idle = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+    idle = seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
 
     assert both[0].doing.text.startswith("running cell [7], waiting in barrier()")
     assert both[1].doing.text == "running cell [7]"
@@ -128,7 +128,9 @@ def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Sessio
     )
     before = session.monitor.wait(time.monotonic(), SOON_S)
     one = begin(session, code)
-    busy = seen(session, lambda s: states(s)[0] == "running" and (s[0].cpu_percent or 0) > 5)
+    busy = seen(
+        session.monitor, lambda s: states(s)[0] == "running" and (s[0].cpu_percent or 0) > 5
+    )
     end(one)
     after = session.monitor.wait(time.monotonic(), SOON_S)
     spent_s = [
@@ -147,7 +149,7 @@ def test_a_hung_collective_is_seen_as_waiting(session: Session) -> None:
     """The rank in it waits, the one that has finished is idle; the samples go on all the time."""
     before = len(session.monitor.history)
     one = begin(session, HANG)
-    samples = seen(session, lambda samples: waited_s(samples[0]) > 2)
+    samples = seen(session.monitor, lambda samples: waited_s(samples[0]) > 2)
     session.health.abort()
     with pytest.raises(DistributedError):
         end(one)
@@ -235,15 +237,6 @@ def on_gpus(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monit
     monitor.close()
 
 
-def first(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
-    """The first samples of a monitor of which something is true."""
-    samples: list[Samples] = []
-    stop = monitor.listen(samples.append)
-    assert until(lambda: any(is_it(one) for one in list(samples)))
-    stop()
-    return next(one for one in samples if is_it(one))
-
-
 def without_driver() -> Any:
     """A module pynvml on a machine where NVML fails."""
     driver = Driver(0)
@@ -261,9 +254,9 @@ def test_gpus_are_read_by_nvidia_smi(
     program.write_text(f"#!/bin/sh\ncat {answer} || {{ echo driver gone >&2; exit 9; }}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    well, other = first(on_gpus, lambda samples: samples[0].gpu is not None)
+    well, other = seen(on_gpus, lambda samples: samples[0].gpu is not None)
     answer.unlink()
-    failed = first(on_gpus, lambda samples: samples[0].gpu is None)
+    failed = seen(on_gpus, lambda samples: samples[0].gpu is None)
     count = len(on_gpus.history)
     assert until(lambda: len(on_gpus.history) > count + 20)
 
@@ -285,11 +278,11 @@ def test_gpus_are_read_by_nvml_and_one_that_is_lost_is_told(
     """What the driver still tells of the others goes on."""
     driver = Driver(2, uuids=("8c2a1f", "missing"))
     monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
-    both = first(on_gpus, lambda samples: samples[1].gpu is not None)
+    both = seen(on_gpus, lambda samples: samples[1].gpu is not None)
     driver.lost.add(0)
-    one = first(on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None)
+    one = seen(on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None)
     driver.lost.clear()
-    back = first(on_gpus, lambda samples: samples[0].gpu is not None)
+    back = seen(on_gpus, lambda samples: samples[0].gpu is not None)
 
     assert [sample.gpu and sample.gpu.index for sample in both] == [0, 1]
     assert one[1].gpu is not None
@@ -304,7 +297,7 @@ def test_without_any_driver_ranks_are_sampled_all_the_same(
     """Host and state are there; nothing failed."""
     monkeypatch.setitem(sys.modules, "pynvml", without_driver())
     monkeypatch.setenv("PATH", str(tmp_path))
-    samples = first(on_gpus, lambda samples: samples[0].cpu_percent is not None)
+    samples = seen(on_gpus, lambda samples: samples[0].cpu_percent is not None)
 
     assert [one.gpu for one in samples] == [None, None]
     assert all(one.usage is not None for one in samples)
@@ -318,12 +311,12 @@ def test_ranks_on_other_hosts_answer_for_themselves(
     pids = session.health.pids()
     monkeypatch.setattr(session.health, "pids", dict)
     monitor = Monitor(session, session.health, period_s=0.2)
-    answered = first(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
+    answered = seen(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
     # One call of C code: the control thread gets no turn until it ends.
     one = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
-    old = first(monitor, lambda samples: samples[0].age_s > 1.0)
+    old = seen(monitor, lambda samples: samples[0].age_s > 1.0)
     end(one)
-    fresh = first(monitor, lambda samples: samples[0].age_s < 1.0)
+    fresh = seen(monitor, lambda samples: samples[0].age_s < 1.0)
     monitor.close()
 
     for sample in answered:
@@ -337,12 +330,12 @@ def test_ranks_on_other_hosts_answer_for_themselves(
 
 def test_a_rank_that_is_killed_is_dead_until_another_takes_its_place(session: Session) -> None:
     """The rest is sampled on; what replaces it is sampled under the same rank."""
-    seen(session, lambda samples: states(samples) == ["idle", "idle"])
+    seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
     pid = session.health.pids()[1]
     psutil.Process(pid).kill()
-    dead = seen(session, lambda samples: states(samples) == ["idle", "dead"])
+    dead = seen(session.monitor, lambda samples: states(samples) == ["idle", "dead"])
     session.restart([1])
-    back = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+    back = seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
 
     assert "SIGKILL" in dead[1].doing.text
     assert dead[1].usage is None
@@ -359,7 +352,7 @@ def test_sampling_goes_on_while_the_controller_is_replaced(session: Session) -> 
     assert until(lambda: None in session.cluster.exits)
     between = session.monitor.wait(time.monotonic(), SOON_S)
     session.run("1 + 1")
-    back = seen(session, lambda samples: states(samples) == ["idle", "idle"])
+    back = seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
 
     assert all(one.usage is not None for one in (*between, *back))
     assert set(states(between)) <= {"idle", "unknown"}

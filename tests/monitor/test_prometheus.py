@@ -14,15 +14,9 @@ GPU = GpuReading(
     3, "GPU-8c2a", "NVIDIA\nH200", 3 * MIB + 5, 8 * MIB, 97.0, 40.0, 61.0, 512.5, 700.0, ()
 )
 SAMPLE = Sample(
-    0,
-    100.0,
-    Doing("waiting", "waiting in barrier()", 97.5, 20.0, "barrier()", 30.25),
-    Usage(1.0, 1000, 900, 5000, 6000),
-    150.0,
-    GPU,
-    Allocator(10, 20, 30),
-    0.5,
-)
+    0, 100.0, Doing("waiting", "waiting in barrier()", 97.5, 20.0, "barrier()", 30.25),
+    Usage(1.0, 1000, 900, 5000, 6000), 150.0, GPU, Allocator(10, 20, 30), 0.5,
+)  # fmt: skip
 _NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 _VALUE = r'"(?:[^"\\\n]|\\\\|\\"|\\n)*"'
 _PAIR = rf"[a-zA-Z_][a-zA-Z0-9_]*={_VALUE}"

@@ -28,17 +28,12 @@ def recorded(*ranks: Sample, count: int = 11) -> tuple[list[Sample], SampleHisto
     history = SampleHistory()
     newest: list[Sample] = []
     for second in range(count):
+        share = second / max(1, count - 1)
         newest = [
-            replace(
-                one,
-                time_s=float(second),
-                gpu=one.gpu
-                and replace(
-                    one.gpu, busy_percent=(one.utilisation or 0) * second / max(1, count - 1)
-                ),
-            )
+            replace(one, time_s=float(second), gpu=one.gpu and replace(
+                one.gpu, busy_percent=(one.utilisation or 0) * share))
             for one in ranks
-        ]
+        ]  # fmt: skip
         history.append(newest)
     return newest, history
 
@@ -54,17 +49,10 @@ def test_a_row_has_now_mean_and_peak() -> None:
         "temperature (C)", "power (W)", "last collective",
     ]  # fmt: skip
     assert re.split(r"  +", lines[2].strip()) == [
-        "0",
-        "running cell [3], waiting in barrier() for 2.0 s",
-        "50 / 25 / 50",
-        "20.0 GB / 20.0 GB / 20.0 GB",
-        "5.0 GB / 5.0 GB / 7.0 GB",
-        "6.0 GB / 6.0 GB / 6.0 GB",
-        "3.0 GB / 3.0 GB / 3.0 GB",
-        "61 / 61 / 61",
-        "300 / 300 / 300",
-        "barrier(), 1.2 s ago",
-    ]
+        "0", "running cell [3], waiting in barrier() for 2.0 s", "50 / 25 / 50",
+        "20.0 GB / 20.0 GB / 20.0 GB", "5.0 GB / 5.0 GB / 7.0 GB", "6.0 GB / 6.0 GB / 6.0 GB",
+        "3.0 GB / 3.0 GB / 3.0 GB", "61 / 61 / 61", "300 / 300 / 300", "barrier(), 1.2 s ago",
+    ]  # fmt: skip
     assert lines[3:] == ["heat: rank 0: 99 C <hot>. It slows. Do: cool it.", "a note"]
     assert "&lt;hot&gt;" in view.html
     assert "<hot>" not in view.html
@@ -100,10 +88,7 @@ def test_stored_output_has_no_number_that_differs(monkeypatch: pytest.MonkeyPatc
         doing=replace(DOING, since_s=1.0, collective_age_s=3.0),
         age_s=9.0,
     )
-    views = [
-        monitor(*recorded(SAMPLE), (FINDING,)),
-        monitor(*recorded(other, count=99)),
-    ]
+    views = [monitor(*recorded(SAMPLE), (FINDING,)), monitor(*recorded(other, count=99))]
 
     assert views[0] == views[1]
     assert "<img" not in views[0].html

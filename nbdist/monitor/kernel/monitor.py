@@ -43,13 +43,7 @@ class Monitor:
     """
 
     def __init__(self, ranks: Ranks, health: Health, period_s: float = PERIOD_S):
-        """Sample nothing yet: the first who asks begins.
-
-        Args:
-            ranks: Whose.
-            health: Theirs.
-            period_s: Between two samples of a rank.
-        """
+        """Sample nothing yet: the first who asks begins."""
         self.history = SampleHistory()
         self._ranks = ranks
         self._health = health
@@ -212,8 +206,10 @@ class Monitor:
     def _ends(self, stop: threading.Event) -> bool:
         """Whether this thread is to end; in one step, so that nobody counts on it any more."""
         is_over = stop.is_set() or self._ranks.is_stopped
+        is_asked = time.monotonic() < self._asked_s + UNASKED_S
         with self._new:
-            if not is_over and self._is_wanted():
+            is_wanted = self._listeners or self._exporter or self._ranks.busy_ranks or is_asked
+            if is_wanted and not is_over:
                 return False
             if self._stop is stop:
                 self._thread = None
@@ -230,7 +226,3 @@ class Monitor:
                 listener(samples)
             except Exception as error:  # noqa: BLE001  # a panel's mistake must not end the sampling
                 self._note(f"a listener failed: {type(error).__name__}: {error}")
-
-    def _is_wanted(self) -> bool:
-        is_new = time.monotonic() < self._asked_s + UNASKED_S
-        return bool(self._listeners or self._exporter or self._ranks.busy_ranks) or is_new

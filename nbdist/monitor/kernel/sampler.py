@@ -49,14 +49,7 @@ class Sampler:
     """Takes one sample of every rank at a time, and waits for nobody. For one thread."""
 
     def __init__(self, ranks: Ranks, health: Health, note: Callable[[str], None], period_s: float):
-        """Read nothing yet; `take` does.
-
-        Args:
-            ranks: Whose.
-            health: Theirs.
-            note: Told what could not be read, again and again.
-            period_s: Between two samples.
-        """
+        """Read nothing yet; `take` does. `note` is told what could not be read, again and again."""
         self._ranks = ranks
         self._health = health
         self._note = note
@@ -96,9 +89,9 @@ class Sampler:
         """Of a rank whose process is here, by its number, or elsewhere: 0."""
         rank, is_here = place.rank, bool(pid)
         doing = self._doings.of(rank, now_s, is_here=is_here)
-        answer, answered_s = None, now_s
-        if doing.state not in {"dead", "stopped"}:
-            answer, answered_s = self._answers.of(place, now_s, is_remote=not is_here)
+        is_alive = doing.state not in {"dead", "stopped"}
+        asked = self._answers.of(place, now_s, is_remote=not is_here) if is_alive else None
+        answer, answered_s = asked or (None, now_s)
         usage, gpu, when_s = usages.get(pid), self._gpu_of(place, read[0]), now_s
         age_s = 0.0 if gpu is None else now_s - read[1]
         if answer is not None and not is_here:

@@ -58,13 +58,9 @@ class Chosen:
 
 
 def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> PanelJob:
-    """What pressing a button asks for.
+    """What pressing a button asks for whose jobs run between cells.
 
-    Args:
-        name: Of a button whose jobs run between cells.
-        chosen: What is chosen on the panel.
-        current: The strategy that counts; None without ranks.
-        code: The last cell on all ranks.
+    `current` is the strategy that counts, None without ranks; `code` the last cell on all ranks.
     """
     magic, _, line = BUTTONS[name].magic.partition(" ")
     typed = ""

@@ -112,9 +112,7 @@ def still(state: PanelState) -> View:
 def top_html(state: PanelState, *, drawn: int | None = None) -> str:
     """Title, table of ranks, and what is under way.
 
-    Args:
-        state: What is shown.
-        drawn: Number of a live picture: how old it is, the browser then shows by itself.
+    With the number of a live picture the browser shows by itself how old it is.
     """
     age = "" if drawn is None else f'<span class="np-age" data-drawn="{drawn}"></span>'
     head = f'<span class="np-title">{html.escape(state.title)}</span>'

@@ -37,11 +37,7 @@ class PanelWidgets:
     """The widgets of one panel. Every view of them on a page shows the same."""
 
     def __init__(self, owner: PanelOwner):
-        """Make the widgets; nothing is shown yet.
-
-        Args:
-            owner: Told of presses.
-        """
+        """Make the widgets, which tell the owner of presses; nothing is shown yet."""
         self._owner = owner
         self._lock = threading.RLock()
         self._drawn = count(1)
@@ -150,13 +146,7 @@ class PanelWidgets:
         self._common.children = widgets[False] if self.more.value else ()
 
     def draw(self, state: PanelState, why_not: Mapping[str, str], plan: PanelPlan) -> None:
-        """Show this; from any thread.
-
-        Args:
-            state: What is shown.
-            why_not: Button -> why it does nothing now, "" where it does something.
-            plan: What the chosen strategy comes to.
-        """
+        """Show this; from any thread. `why_not`: button -> why it does nothing now, or ""."""
         with self._lock:
             self._top.value = _wrapped(top_html(state, drawn=next(self._drawn)))
             _set(self._log, "value", _wrapped(log_html(state.log)))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from nbdist.core.view import View, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
-from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import Plan, PlanRow
 from nbdist.planner.step_time import UTILISATION
 from nbdist.strategy.degrees import ranks
@@ -68,8 +67,13 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
 
 def _before(plan: Plan) -> list[str]:
     model, load, device = plan.model, plan.load, plan.device
+    form = ""
+    if model.has_shape:
+        assumed = "assumed: " if model.is_assumed else ""
+        heads = f", {model.shape.heads} heads" if not model.is_assumed else ""
+        form = f" ({assumed}{model.shape.layers} blocks of width {model.shape.hidden}{heads})"
     first = (
-        f"{model.name}: {model.parameters:,} parameters{_form(model)}, on {ranks(plan.world_size)} "
+        f"{model.name}: {model.parameters:,} parameters{form}, on {ranks(plan.world_size)} "
         f"with {device.title}, {_gb(device.memory_bytes)} GB each"
     )
     tokens = f" x {load.sequence} tokens" if model.has_shape else ""
@@ -90,15 +94,6 @@ def _before(plan: Plan) -> list[str]:
         whose = f" ({', '.join(some)}{more})" if len(recipes) > 1 else ""
         lines.append(f"recipe {name}{whose}")
     return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
-
-
-def _form(model: ModelShape) -> str:
-    shape = model.shape
-    if not model.has_shape:
-        return ""
-    of = "assumed: " if model.is_assumed else ""
-    heads = f", {shape.heads} heads" if not model.is_assumed else ""
-    return f" ({of}{shape.layers} blocks of width {shape.hidden}{heads})"
 
 
 def _counts(parameters: int) -> str:
