@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -81,9 +82,21 @@ def panel(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%dist_strategy ddp")
 
 
+@pytest.fixture
+def prepared(panel: Kernel) -> Iterator[Kernel]:
+    """The same with a prepared model."""
+    panel.run(_PREPARED)
+    yield panel
+    panel.run(_GONE)
+
+
 def said(kernel: Kernel) -> str:
     """The log."""
     return kernel.run("print(*log(), sep='\\n')").text
+
+
+def is_interrupted(cell: Cell) -> bool:
+    return cell.error is not None and cell.error.ename == "KeyboardInterrupt"
 
 
 def test_widgets_stand_over_a_picture_of_the_same(panel: Kernel) -> None:
@@ -106,18 +119,18 @@ def test_it_is_displayed_by_its_python_call(panel: Kernel) -> None:
     assert "2 ranks on 1 host" in cell.visible
 
 
-def test_apply_switches_the_live_model_between_cells(panel: Kernel) -> None:
+def test_apply_switches_the_live_model_between_cells(prepared: Kernel) -> None:
     """Asked for in a cell, done at its end, before the next one begins."""
-    panel.run(_PREPARED)
-    pressing, after = panel.run_all(
+    pressing, after = prepared.run_all(
         [
             "press('apply', strategy='fsdp'); print(*log(), sep='\\n')",
             "%%distributed\nprint(type(panel_net.weight).__name__)",
         ]
     )
-    log = said(panel)
-    models = panel.run("until(lambda: PANEL._prepared.models); print(PANEL._prepared.models)").text
-    panel.run(_GONE)
+    log = said(prepared)
+    models = prepared.run(
+        "until(lambda: PANEL._prepared.models); print(PANEL._prepared.models)"
+    ).text
 
     assert "%dist_strategy fsdp is queued until cell [" in pressing.text
     assert "begins" not in pressing.text
@@ -180,13 +193,11 @@ def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     assert "No model is prepared yet" in said(panel)
 
 
-def test_apply_that_ranks_refuse_is_told_and_changes_nothing(panel: Kernel) -> None:
+def test_apply_that_ranks_refuse_is_told_and_changes_nothing(prepared: Kernel) -> None:
     """A strategy that the model cannot have: the error of %dist_strategy stands in the log."""
-    panel.run(_PREPARED)
-    panel.run("press('apply', strategy='pp')")
-    log = said(panel)
-    current = panel.run("print(nbdist.session().strategy.current().name)").text
-    panel.run(_GONE)
+    prepared.run("press('apply', strategy='pp')")
+    log = said(prepared)
+    current = prepared.run("print(nbdist.session().strategy.current().name)").text
 
     assert "%dist_strategy pp (" in log
     assert "OptionError: " in log
@@ -215,8 +226,7 @@ def test_interrupt_ends_a_cell_on_ranks_also_from_the_blocking_magic(panel: Kern
     typed = panel.run(sleeping)
 
     for cell in (blocked, typed):
-        assert cell.error is not None
-        assert cell.error.ename == "KeyboardInterrupt"
+        assert is_interrupted(cell)
     assert said(panel).count("interrupting cell [") == 2
 
 
@@ -230,10 +240,8 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
     left = panel.run("stop_ranks(signal.SIGCONT); until(lambda: not nbdist.session().busy_ranks)")
     log = said(panel)
 
-    assert given_back.error is not None
-    assert given_back.error.ename == "KeyboardInterrupt"
-    assert own.error is not None
-    assert own.error.ename == "KeyboardInterrupt"
+    assert is_interrupted(given_back)
+    assert is_interrupted(own)
     assert left.status == "ok", left.visible
     assert re.search(r"interrupting cell \[\d+\]; ranks 0-1 have not come back from cell \[", log)
 
@@ -303,8 +311,7 @@ def test_the_cell_that_shows_the_panel_counts_as_running(panel: Kernel) -> None:
     )
     log = said(panel)
 
-    assert cell.error is not None
-    assert cell.error.ename == "KeyboardInterrupt"
+    assert is_interrupted(cell)
     assert "%dist_strategy fsdp is queued until cell [" in log
     assert "interrupting cell [" in log
 
@@ -333,31 +340,27 @@ def test_the_next_cell_is_profiled_and_no_other(panel: Kernel) -> None:
     assert "written: traces/rank0.json.gz" in log
 
 
-def test_a_checkpoint_is_saved(panel: Kernel, shared_folder: Path) -> None:
+def test_a_checkpoint_is_saved(prepared: Kernel, shared_folder: Path) -> None:
     """Into a folder of its own, which loads."""
-    panel.run(_PREPARED)
-    panel.run("press('checkpoint')", 60)
-    log = said(panel)
+    prepared.run("press('checkpoint')", 60)
+    log = said(prepared)
     [path] = (shared_folder / "checkpoints").iterdir()
-    loaded = panel.run(f"%dist_load checkpoints/{path.name}")
-    panel.run(_GONE)
+    loaded = prepared.run(f"%dist_load checkpoints/{path.name}")
 
     assert f"checkpoints/{path.name} saved at step 0" in log
     assert loaded.status == "ok", loaded.visible
 
 
-def test_compare_runs_the_last_cell_under_both_strategies(panel: Kernel) -> None:
+def test_compare_runs_the_last_cell_under_both_strategies(prepared: Kernel) -> None:
     """And puts the state of before back."""
-    panel.run(_PREPARED)
-    panel.run(
+    prepared.run(
         "%%distributed\nloss = panel_net(torch.ones(4, 8)).sum()\naccelerator.backward(loss)\n"
         "panel_optimizer.step()\npanel_optimizer.zero_grad()"
     )
-    panel.run("press('compare', strategy='fsdp')", 120)
-    found = panel.run("print(PANEL._widgets._detail.value)").text
-    log = said(panel)
-    current = panel.run("print(nbdist.session().strategy.current().name)").text
-    panel.run(_GONE)
+    prepared.run("press('compare', strategy='fsdp')", 120)
+    found = prepared.run("print(PANEL._widgets._detail.value)").text
+    log = said(prepared)
+    current = prepared.run("print(nbdist.session().strategy.current().name)").text
 
     assert "%dist_compare ddp fsdp -- (the last cell)" in log
     assert "done, see below" in log

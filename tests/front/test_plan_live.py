@@ -140,14 +140,6 @@ def test_a_mistake_says_what_there_is(ranks: Kernel, line: str) -> None:
     assert _MISTAKES[line] in cell.error.evalue
 
 
-def test_formulas_of_a_live_model(ranks: Kernel) -> None:
-    cell = ranks.run("%dist_plan planned_net --engine formulas")
-
-    assert cell.status == "ok", cell.visible
-    assert row(cell.plain[-1], "fsdp")[3:6] == ["0.2", "0.2", "0.2"]
-    assert row(cell.plain[-1], "fsdp")[6] == "?"
-
-
 def test_from_python(ranks: Kernel) -> None:
     """The name of a variable on the ranks, as text."""
     cell = ranks.run(

@@ -32,6 +32,10 @@ def choice(name: str = "single", n: int = 1, **options: object) -> Strategy:
     return choose(name, options, n)
 
 
+def memory(name: str, n: int, load: Workload | None = None, **options: object) -> Memory:
+    return memory_of(LLAMA, choose(name, options, n), load or Workload())
+
+
 def korthikanti(t: int = 1, *, sequence: bool = False, scores: bool = False) -> float:
     """Bytes of one layer, equations 1, 2 and 4 of https://arxiv.org/abs/2205.05198."""
     s, b, h, a = LOAD.sequence, LOAD.batch, GPT.hidden, GPT.heads
@@ -111,27 +115,25 @@ def test_activations_grow_with_batch_and_sequence(
 def test_checkpointing_lowers_activations_in_order(name: str) -> None:
     """none > every fourth block > selective > full; states do not change."""
     n = 1 if name == "single" else 8
-    ways = [{}, {"checkpoint": "4"}, {"checkpoint": "selective"}, {"checkpoint": "full"}]
-    memories = [memory_of(LLAMA, choose(name, way, n), Workload(4, 4096)) for way in ways]
-    activations = [memory.activations for memory in memories]
+    load = Workload(4, 4096)
+    ways = [memory(name, n, load, checkpoint=way) for way in (None, "4", "selective", "full")]
+    activations = [way.activations for way in ways]
 
-    assert activations == sorted(activations, reverse=True)
-    assert len(set(activations)) == 4
-    assert len({memory.states for memory in memories}) == 1
+    assert activations == sorted({*activations}, reverse=True)
+    assert len({way.states for way in ways}) == 1
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp1", "deepspeed", "tp", "pp"])
 def test_more_ranks_need_less_memory(name: str) -> None:
     """Each doubling of ranks lowers the peak."""
-    peaks = [memory_of(LLAMA, choose(name, {}, n), Workload(8)).peak for n in (2, 4, 8)]
+    peaks = [memory(name, n, Workload(8)).peak for n in (2, 4, 8)]
 
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == 3
+    assert peaks == sorted({*peaks}, reverse=True)
 
 
 def test_copies_need_the_same_memory_however_many() -> None:
     """ddp splits nothing of the model."""
-    few, many = (memory_of(LLAMA, choose("ddp", {}, n), Workload()) for n in (2, 64))
+    few, many = memory("ddp", 2), memory("ddp", 64)
 
     assert few == many
     assert few.buffers == 4 * LLAMA.parameters  # DDP's buckets, a copy of each gradient
@@ -140,30 +142,27 @@ def test_copies_need_the_same_memory_however_many() -> None:
 def test_what_fsdp_gathers() -> None:
     """Two blocks, embedding and head, and one block's gradients twice; grad-op has everything."""
     block, root = LLAMA.shape.block_parameters, LLAMA.root_parameters
-    full = memory_of(LLAMA, choose("fsdp", {}, 8), Workload()).buffers
-    half = memory_of(LLAMA, choose("fsdp", {"bf16": True}, 8), Workload()).buffers
-    all_of_it = memory_of(LLAMA, choose("fsdp", {"shard": "grad-op"}, 8), Workload()).buffers
+    full = memory("fsdp", 8).buffers
+    half = memory("fsdp", 8, bf16=True).buffers
+    all_of_it = memory("fsdp", 8, shard="grad-op").buffers
 
     assert full == pytest.approx(4 * (root + 2 * block) + 8 * block)
     assert half == pytest.approx(2 * (root + 2 * block) + (2 + 4) * block)
     assert all_of_it == pytest.approx(4 * LLAMA.parameters + 8 * block)
-    assert memory_of(LLAMA, choose("fsdp", {}, 1), Workload()).buffers == 0
+    assert memory("fsdp", 1).buffers == 0
 
 
 def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
-    once, thrice = (
-        memory_of(LLAMA, choose("fsdp", {"accumulate": k}, 8), Workload()).buffers for k in (1, 3)
-    )
+    once, thrice = (memory("fsdp", 8, accumulate=k).buffers for k in (1, 3))
 
     assert thrice - once == pytest.approx(4 * LLAMA.parameters)
 
 
 def test_offloaded_states_are_in_the_hosts_memory() -> None:
     """All of FSDP's; DeepSpeed's optimizer and gradients below stage 3; none of them on NVMe."""
-    whole = memory_of(LLAMA, choose("fsdp", {}, 8), Workload())
-    fsdp = memory_of(LLAMA, choose("fsdp", {"offload": "cpu"}, 8), Workload())
-    second = memory_of(LLAMA, choose("deepspeed", {"offload": "cpu"}, 8), Workload())
-    nvme = memory_of(LLAMA, choose("deepspeed", {"offload": "nvme", "stage": 3}, 8), Workload())
+    whole, fsdp = memory("fsdp", 8), memory("fsdp", 8, offload="cpu")
+    second = memory("deepspeed", 8, offload="cpu")
+    nvme = memory("deepspeed", 8, offload="nvme", stage=3)
 
     assert (fsdp.states, fsdp.host) == (0, whole.states)
     assert second.parameters == 4 * LLAMA.parameters
@@ -173,22 +172,22 @@ def test_offloaded_states_are_in_the_hosts_memory() -> None:
 
 def test_the_peak_is_the_sum_with_activations_or_gradients_and_the_step() -> None:
     """Never all: activations go as gradients come, and are gone when the optimizer steps."""
-    memory = Memory(1, 2, 3, activations=10, buffers=20, step=7, overhead=100, host=1000)
+    parts = Memory(1, 2, 3, activations=10, buffers=20, step=7, overhead=100, host=1000)
 
     # 1 + 3 + 20 + 100, and 10 in forward or 2 + 7 in the step.
-    assert (memory.states, memory.peak) == (6, 134)
-    assert replace(memory, step=9).peak == 135
-    assert replace(memory, keeps_gradients=True).peak == 136
-    assert replace(memory, most=50).peak == 153
-    assert replace(memory, step=12).peak == 138
-    assert memory_of(LLAMA, choice(), Workload()).overhead == OVERHEAD_BYTES
+    assert (parts.states, parts.peak) == (6, 134)
+    assert replace(parts, step=9).peak == 135
+    assert replace(parts, keeps_gradients=True).peak == 136
+    assert replace(parts, most=50).peak == 153
+    assert replace(parts, step=12).peak == 138
+    assert memory("single", 1).overhead == OVERHEAD_BYTES
 
 
 def test_the_optimizers_step_makes_a_list_of_all_it_steps() -> None:
     """4 bytes of each parameter that the rank steps; nothing with --fused."""
-    assert memory_of(LLAMA, choice(), Workload()).step == 4 * LLAMA.parameters
-    assert memory_of(LLAMA, choose("fsdp", {}, 8), Workload()).step == LLAMA.parameters / 2
-    assert memory_of(LLAMA, choice(fused=True), Workload()).step == 0
+    assert memory("single", 1).step == 4 * LLAMA.parameters
+    assert memory("fsdp", 8).step == LLAMA.parameters / 2
+    assert memory("single", 1, fused=True).step == 0
 
 
 @pytest.mark.parametrize(

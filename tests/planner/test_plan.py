@@ -15,7 +15,7 @@ from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_m
 from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, plan, verdict
-from nbdist.planner.step_time import bubble, flops_of, flows, samples, time_of
+from nbdist.planner.step_time import Time, bubble, flops_of, flows, samples, time_of
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
 from nbdist.strategy.choose import choose
@@ -187,14 +187,12 @@ def test_verdicts() -> None:
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 def test_every_strategy_has_a_row(n: int) -> None:
     """With numbers, or with the reason why it does not go with so many ranks."""
-    result = planned(LLAMA, n)
+    rows = planned(LLAMA, n).rows
 
-    assert {plan_row.typed.split()[0] for plan_row in result.rows} == (
-        {"single"} if n == 1 else {*ROWS}
-    )
-    for plan_row in result.rows:
-        assert (plan_row.memory is None) == bool(plan_row.problem) == (plan_row.verdict == "")
-    assert any(plan_row.memory is not None for plan_row in result.rows)
+    assert {row.typed.split()[0] for row in rows} == ({"single"} if n == 1 else {*ROWS})
+    for row in rows:
+        assert (row.memory is None) == bool(row.problem) == (row.verdict == "")
+    assert any(row.memory is not None for row in rows)
 
 
 def test_one_strategy_or_degrees_are_one_row() -> None:
@@ -343,53 +341,46 @@ def test_without_a_known_speed_bytes_decide() -> None:
 # Time
 
 
+def timed(
+    name: str, n: int, load: Workload | None = None, measured: LinkModel | None = None, tp: int = 1
+) -> Time:
+    time = time_of(LLAMA, choose(name, {"tp": tp}, n), load or Workload(), H100, measured)
+    assert time is not None
+    return time
+
+
 def test_time_is_between_its_parts() -> None:
     """All communication hidden, or none of it."""
-    choice = choose("fsdp", {}, 8)
-    time = time_of(LLAMA, choice, Workload(), H100)
+    time = timed("fsdp", 8)
 
-    assert time is not None
     assert time.least_s == max(time.compute_s, time.communication_s)
     assert time.most_s == pytest.approx(time.compute_s + time.communication_s)
     assert time.samples == 8
 
 
 def test_arithmetic_against_an_independent_count() -> None:
-    """6 per parameter and token, 12 per block, width and pair of tokens, at 40 % of 989 TFLOPS."""
-    load = Workload(batch=2, sequence=4096, recipe="bf16")
-    time = time_of(LLAMA, choose("single", {}, 1), load, H100)
-    tokens = 2 * 4096
-    arithmetic = tokens * (6 * 8_030_261_248 + 12 * 32 * 4096 * 4096) / (0.4 * 989e12)
-    stepping = 8_030_261_248 * (2 * 12 - 2) / 3.35e12
+    """6 per parameter and token, 12 per block, width and pair of tokens, at 40 % of 989 TFLOPS.
 
-    assert time is not None
-    assert time.compute_s == pytest.approx(arithmetic + stepping)
-    assert (time.communication_s, time.idle_s) == (0, 0)
-
-
-def test_reading_weights_bounds_a_small_batch() -> None:
-    """One token: three readings of the weights take longer than its arithmetic."""
-    load = Workload(batch=1, sequence=1, recipe="bf16")
-    time = time_of(LLAMA, choose("single", {}, 1), load, H100)
+    Of one token three readings of the weights take longer than its arithmetic.
+    """
+    time = timed("single", 1, Workload(batch=2, sequence=4096, recipe="bf16"))
+    small = timed("single", 1, Workload(batch=1, sequence=1, recipe="bf16"))
+    arithmetic = 2 * 4096 * (6 * 8_030_261_248 + 12 * 32 * 4096 * 4096) / (0.4 * 989e12)
     reading = 3 * 2 * 8_030_261_248 / 3.35e12
     stepping = 8_030_261_248 * (2 * 12 - 2) / 3.35e12
 
-    assert time is not None
-    assert time.compute_s == pytest.approx(reading + stepping)
+    assert time.compute_s == pytest.approx(arithmetic + stepping)
+    assert (time.communication_s, time.idle_s) == (0, 0)
+    assert small.compute_s == pytest.approx(reading + stepping)
 
 
 def test_links_by_where_ranks_are() -> None:
     """tp 8 is in a host; dp around it crosses hosts, and so does dp 16."""
-    inside = time_of(LLAMA, choose("ddp", {}, 8), Workload(), H100)
-    across = time_of(LLAMA, choose("ddp", {}, 16), Workload(), H100)
+    inside, across, mixed = timed("ddp", 8), timed("ddp", 16), timed("fsdp", 16, tp=8)
     [parameters, _, activations] = [
         flow.wire_bytes for flow in flows(LLAMA, choose("fsdp", {"tp": 8}, 16), Workload())
     ]
-    mixed = time_of(LLAMA, choose("fsdp", {"tp": 8}, 16), Workload(), H100)
 
-    assert inside is not None
-    assert across is not None
-    assert mixed is not None
     assert inside.communication_s == pytest.approx(2 * 7 / 8 * 4 * 8_030_261_248 / 450e9)
     assert across.communication_s == pytest.approx(2 * 15 / 16 * 4 * 8_030_261_248 / 50e9)
     assert mixed.communication_s == pytest.approx(1.5 * parameters / 50e9 + activations / 450e9)
@@ -399,13 +390,9 @@ def test_links_by_where_ranks_are() -> None:
 def test_a_measurement_counts_before_the_data_sheet() -> None:
     """Its latency for each message, its bandwidth for the bytes."""
     measured = LinkModel({"all_reduce": Fit(1e-3, 1 / 10e9, 0.01, 9)}, 8)
-    choice = choose("ddp", {}, 8)
-    [flow] = flows(LLAMA, choice, Workload())
-    time = time_of(LLAMA, choice, Workload(), H100, measured)
-    other = time_of(LLAMA, choose("fsdp", {}, 8), Workload(), H100, measured)
+    [flow] = flows(LLAMA, choose("ddp", {}, 8), Workload())
+    time, other = timed("ddp", 8, measured=measured), timed("fsdp", 8, measured=measured)
 
-    assert time is not None
-    assert other is not None
     assert time.communication_s == pytest.approx(flow.messages * 1e-3 + flow.wire_bytes / 10e9)
     assert (time.source, other.source) == ("measurement", "links")
 
