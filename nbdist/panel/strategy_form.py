@@ -85,7 +85,7 @@ def _typed(word: str, value: Value) -> object:
         return value  # which is refused with the option's own words
 
 
-def picked(
+def pick(
     name: str,
     values: Mapping[str, Value],
     world_size: int,
@@ -102,7 +102,7 @@ def picked(
 
 
 def values_of(choice: Strategy) -> dict[str, Value]:
-    """The fields of a choice, so that `picked` gives it again; fields at their default left out."""
+    """The fields of a choice, so that `pick` gives it again; fields at their default left out."""
     own_word, default = WORDS[ROWS[choice.name].axis], Options()
     degrees = choice.degrees
     counts = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp}
@@ -157,7 +157,7 @@ def model_text(model: PreparedModel) -> str:
     return f"{model.name}: {n:,} parameters"
 
 
-def planned(
+def describe_held(
     choice: Strategy, models: Sequence[PreparedModel], current: Strategy | None = None
 ) -> str:
     """What each rank would hold of the prepared models between steps, with Adam's state.

@@ -12,9 +12,9 @@ from nbdist.panel.state import BUTTONS, SIGNS, bar_share, bar_text, missing, row
 from nbdist.panel.strategy_form import (
     PreparedModel,
     chosen_options,
+    describe_held,
     fields,
-    picked,
-    planned,
+    pick,
     typed,
     values_of,
 )
@@ -185,10 +185,10 @@ def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
     """Alone on 8 ranks: a choice with just that, also as it is typed, or the reason why not."""
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
-            found = picked(name, {field.word: value}, 8)
+            found = pick(name, {field.word: value}, 8)
             if isinstance(found, Strategy):
                 # What is shown for it gives it again.
-                again = picked(found.name, values_of(found), 8)
+                again = pick(found.name, values_of(found), 8)
                 assert again == found, (field.word, value)
                 read = parse(VERBS["dist_strategy"], typed(name, {field.word: value})).values
                 assert choose(*read.named, strategy_given(read), 8) == found
@@ -206,8 +206,8 @@ def test_fields_left_alone_say_nothing() -> None:
 
 def test_a_number_is_read_or_refused_with_the_options_words() -> None:
     """As a typed one."""
-    choice = picked("ddp", {"bucket": "12.5"}, 2)
-    refused = picked("ddp", {"bucket": "much"}, 2)
+    choice = pick("ddp", {"bucket": "12.5"}, 2)
+    refused = pick("ddp", {"bucket": "much"}, 2)
 
     assert isinstance(choice, Strategy)
     assert choice.options.bucket_mb == 12.5
@@ -221,9 +221,9 @@ def test_a_plan_is_bytes_of_the_models_that_are_there() -> None:
     short = PreparedModel("half", 1_000_000, 2_000_000)
     fsdp, ddp = choose("fsdp", {}, 4), choose("ddp", {}, 4)
 
-    assert planned(fsdp, [model]).startswith("each rank holds 4.0 MB between steps")
-    assert planned(ddp, [model, short]).startswith("each rank holds 28.0 MB between steps")
-    assert "between steps, now 16.0 MB: " in planned(fsdp, [model], ddp)
-    assert "now" not in planned(fsdp, [model], fsdp)
-    assert "8 B per parameter" not in planned(ddp, [])
-    assert f"16 B per parameter (p + g + o; {RECIPES['fp32'].name})" in planned(ddp, [])
+    assert describe_held(fsdp, [model]).startswith("each rank holds 4.0 MB between steps")
+    assert describe_held(ddp, [model, short]).startswith("each rank holds 28.0 MB between steps")
+    assert "between steps, now 16.0 MB: " in describe_held(fsdp, [model], ddp)
+    assert "now" not in describe_held(fsdp, [model], fsdp)
+    assert "8 B per parameter" not in describe_held(ddp, [])
+    assert f"16 B per parameter (p + g + o; {RECIPES['fp32'].name})" in describe_held(ddp, [])

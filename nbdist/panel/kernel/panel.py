@@ -244,23 +244,23 @@ class Panel:
 
     # The chosen strategy.
 
-    def _picked(self) -> Strategy | str:
+    def _pick(self) -> Strategy | str:
         session, widgets = self._session, self._widgets
         if session is None or widgets is None:
             return ""
         topology = session.topology
         on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
-        return strategy_form.picked(widgets.strategy.value, widgets.values, *on)
+        return strategy_form.pick(widgets.strategy.value, widgets.values, *on)
 
     def _plan(self) -> PanelPlan:
-        strategy, session = self._picked(), self._session
+        strategy, session = self._pick(), self._session
         if isinstance(strategy, str) or session is None:
             return PanelPlan(str(strategy), is_possible=not strategy)
         prepared, current = self._prepared, self._current(session)
         if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
             return plan.plan_of_models(strategy, prepared.sketches, limit, current)
-        text = strategy_form.planned(strategy, prepared.models, current)
+        text = strategy_form.describe_held(strategy, prepared.models, current)
         if prepared.problem:
             text += f"; states only: the ranks could not describe the models ({prepared.problem})"
         return PanelPlan(text, is_possible=True)
@@ -278,7 +278,7 @@ class Panel:
         session = self._now()
         if session is None:
             return {"none"}
-        picked = self._picked()
+        picked = self._pick()
         facts = {
             "ranks": True,
             "trace": session.traces.count,

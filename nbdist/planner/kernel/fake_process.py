@@ -78,7 +78,7 @@ class FakeEngine:
         if answer.refused:
             raise OptionError(answer.refused)
         if answer.memory is None or answer.memory.is_partial:
-            return completed(self._otherwise(model, choice, load), answer, model)
+            return complete(self._otherwise(model, choice, load), answer, model)
         return of_count(model, choice, load, answer.memory) if model.is_assumed else answer.memory
 
     def turn_to(self, source: Source) -> None:
@@ -152,7 +152,7 @@ class FakeEngine:
         return f"the process of the fake run ended ({', '.join(filter(None, [*parts, last]))})"
 
 
-def completed(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:
+def complete(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:
     """Formulas' activations and buffers, with the states of a run that could not make its step."""
     counted = answer.memory
     if counted is not None and not model.is_assumed:
