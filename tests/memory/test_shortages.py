@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from nbdist.core.failures import RankFailure
-from nbdist.memory.kernel import oom_report
+from nbdist.memory.kernel import recordings
+from nbdist.memory.kernel.recordings import Memories
 from nbdist.memory.oom_message import HOST, OomMessage
 from nbdist.memory.oom_remedies import OomReport
 from nbdist.memory.snapshot import CATEGORIES
@@ -25,7 +26,6 @@ class Ranks:
     """A session whose rank answers as it is told to."""
 
     def __init__(self, answer: Any = None, *, is_gone: bool = False, is_busy: bool = False):
-        self.noted: list[int] = []
         self.asked = 0
         self._answer = answer
         self.is_connected = lambda _rank: not is_gone
@@ -41,23 +41,25 @@ class Ranks:
         return future
 
 
-def advice(ranks: Ranks, failure: RankFailure = FAILURE) -> str:
-    return oom_report.advice(ranks, ranks.noted.append, failure)  # type: ignore[arg-type]
+def advice(ranks: Ranks, failure: RankFailure = FAILURE) -> tuple[str, tuple[int, ...]]:
+    """What is said, and the ranks whose memory is to be shown next."""
+    memories = Memories(ranks, None)  # type: ignore[arg-type]
+    return memories.advice(failure), memories._oom_ranks
 
 
 def test_rank_that_knows() -> None:
     """Its block; its memory is asked for when it is wanted."""
-    ranks = Ranks(SHORTAGE)
+    text, noted = advice(Ranks(SHORTAGE))
 
-    assert advice(ranks).startswith("rank 1 ran out of the host's memory: 4.0 GB requested; 1.0 GB")
-    assert ranks.noted == [1]
+    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB requested; 1.0 GB")
+    assert noted == (1,)
 
 
 def test_other_failures_are_not_asked_about() -> None:
     """A mistake costs no call."""
     ranks = Ranks(SHORTAGE)
 
-    assert advice(ranks, RankFailure(1, "ValueError", "boom", ("ValueError: boom",))) == ""
+    assert advice(ranks, RankFailure(1, "ValueError", "boom", ("ValueError: boom",)))[0] == ""
     assert ranks.asked == 0
 
 
@@ -65,8 +67,8 @@ def test_failure_that_came_from_a_shortage() -> None:
     """Known by its traceback, where the rank confirms it."""
     failure = RankFailure(1, "ValueError", "no batch", (f"\x1b[31mRuntimeError\x1b[0m: {MESSAGE}",))
 
-    assert advice(Ranks(SHORTAGE), failure).startswith("rank 1 ran out of")
-    assert advice(Ranks(None), failure) == ""
+    assert advice(Ranks(SHORTAGE), failure)[0].startswith("rank 1 ran out of")
+    assert advice(Ranks(None), failure)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_failure_that_came_from_a_shortage() -> None:
 )
 def test_rank_that_does_not_tell(ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message's own numbers, and why there are no others."""
-    monkeypatch.setattr(oom_report, "ASK_S", 0.0)
-    text = advice(ranks)
+    monkeypatch.setattr(recordings, "ASK_S", 0.0)
+    text, noted = advice(ranks)
 
     assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB requested; what held it")
     assert why in text
-    assert ranks.noted == []
+    assert noted == ()

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.core.failures import RankFailure
+from nbdist.core.failures import RankFailure, plain
 from nbdist.errors import OptionError, SnapshotError
 from nbdist.memory import file as memory_file
-from nbdist.memory.kernel import oom_report
+from nbdist.memory import oom_message, oom_text
+from nbdist.memory.oom_remedies import OomReport
 from nbdist.memory.snapshot import MemoryOptions, Snapshot, empty
-from nbdist.recording.kernel import RecordingKind, Recordings
+from nbdist.recording.kernel import Recordings
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
 
 COST = "Memory of the recording itself is not included: torch's allocators do not serve it."
+# A rank has looked at its shortage already, before its reply: what is asked for lies ready.
+ASK_S = 10.0
 
 begin_memory: RankFunction[[MemoryOptions, str], None] = RankFunction(
     "nbdist.memory.rank.record:begin"
@@ -28,23 +31,18 @@ finish_memory: RankFunction[[Sequence[str]], PackedValue] = RankFunction(
 memory_now: RankFunction[[Sequence[str]], PackedValue] = RankFunction(
     "nbdist.memory.rank.record:now"
 )
-
-
-def _nothing() -> SnapshotError:
-    return SnapshotError(
-        "No memory has been recorded yet. Begin a cell with %%dist_memory, for example: "
-        "%%dist_memory --steps 3"
-    )
-
-
-SUBJECT = RecordingKind("memory", "memory records", begin_memory, finish_memory, _nothing)
+last_shortage: RankFunction[[], OomReport | None] = RankFunction("nbdist.memory.rank.oom_hook:last")
 
 
 class Memories(Recordings[MemoryOptions, Snapshot]):
     """The memory of a session's ranks: one recording at a time, and the last one is kept."""
 
+    noun, nouns, magic = "memory", "memory records", "%%dist_memory"
+    begin_rank, finish_rank = begin_memory, finish_memory
+    nothing = (SnapshotError, "No memory has been recorded yet.")
+
     def __init__(self, ranks: Ranks, variables: Variables):
-        super().__init__(ranks, variables, SUBJECT)
+        super().__init__(ranks, variables)
         self._by_name: dict[str, Snapshot] = {}
         self._oom_ranks: tuple[int, ...] = ()  # ranks whose memory has run out since
 
@@ -60,7 +58,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If a rank does not exist.
             Interrupted: If the user interrupted it.
         """
-        return self._joined(self._taken(memory_now, self._ranks.chosen(ranks)))
+        return self._join(self._taken(memory_now, self._ranks.chosen(ranks)))
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
@@ -68,13 +66,29 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         self._oom_ranks = ()
         return snapshot
 
-    def note_shortage(self, rank: int) -> None:
-        """The memory of a rank has run out: it has noted what was in use, and is asked for it."""
-        self._oom_ranks = tuple(sorted({*self._oom_ranks, rank}))
-
     def advice(self, failure: RankFailure) -> str:
         """What to do about a shortage of memory; what was in use then is shown next."""
-        return oom_report.advice(self._ranks, self.note_shortage, failure)
+        message = oom_message.parse_oom(failure.name, failure.message)
+        if message is None and not oom_message.has_oom(plain("\n".join(failure.traceback))):
+            return ""
+        report, why = self._ask(failure.rank)
+        if report is not None:
+            self._oom_ranks = tuple(sorted({*self._oom_ranks, failure.rank}))
+            return oom_text.block(report)
+        return "" if message is None else oom_text.block_without_report(failure.rank, message, why)
+
+    def _ask(self, rank: int) -> tuple[OomReport | None, str]:
+        """What a rank knows of its shortage, or why nothing is known."""
+        if not self._ranks.is_connected(rank):
+            return None, "the rank has ended"
+        if self._ranks.is_busy(rank):
+            return None, "the rank is still running"
+        try:
+            return last_shortage(self._ranks.call, rank).result(ASK_S), "nothing was recorded"
+        except TimeoutError:
+            return None, f"the rank did not answer within {ASK_S:.0f} s"
+        except Exception as error:  # noqa: BLE001  # the cell's own error is the one to be raised
+            return None, str(getattr(error, "evalue", error))
 
     def last_or_now(self) -> Snapshot:
         """What was recorded last; where nothing was, as `now` of all ranks.
@@ -83,7 +97,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """
         if self._oom_ranks:
             short, self._oom_ranks = self._oom_ranks, ()
-            self._last = self._joined(self._taken(finish_memory, short))
+            self._last = self._join(self._taken(finish_memory, short))
         return self.now() if self._last is None else self._last
 
     def keep(self, name: str, snapshot: Snapshot) -> None:
@@ -115,15 +129,11 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             f"Nothing is kept as {name!r}, and there is no folder of that name. Kept: {names}."
         )
 
-    def _joined(self, replies: dict[int, dict[str, Any]]) -> Snapshot:
+    def _join(self, replies: dict[int, dict[str, Any]]) -> Snapshot:
         ranks = tuple(
-            reply["memory"]
-            if "memory" in reply
-            else empty(rank, self._host(rank), reply["problem"])
+            reply.get("memory") or empty(rank, self._host(rank), reply["problem"])
             for rank, reply in sorted(replies.items())
         )
-        strategies = [
-            reply["strategy"] for _, reply in sorted(replies.items()) if reply.get("strategy")
-        ]
+        strategies = [reply.get("strategy") for _, reply in sorted(replies.items())]
         has_history = any(memory.duration_ns for memory in ranks)
-        return Snapshot(ranks, strategies[0] if strategies else "", (COST,) if has_history else ())
+        return Snapshot(ranks, next(filter(None, strategies), ""), (COST,) if has_history else ())

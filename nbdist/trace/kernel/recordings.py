@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import TraceError
-from nbdist.recording.kernel import FINISH_S, RecordingKind, Recordings
+from nbdist.recording.kernel import FINISH_S, Recordings
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.trace import chrome_writer, clock_sync, read
 from nbdist.trace.kernel.perfetto import Page
@@ -31,24 +31,18 @@ finish_trace: RankFunction[[Sequence[str]], PackedValue] = RankFunction("nbdist.
 trace_text: RankFunction[[Sequence[str]], PackedValue] = RankFunction("nbdist.trace.rank:text")
 
 
-def _nothing() -> TraceError:
-    return TraceError(
-        "Nothing has been recorded yet. Begin a cell with %%dist_profile, for example: "
-        "%%dist_profile --steps 3"
-    )
-
-
-SUBJECT = RecordingKind("trace", "traces", begin_trace, finish_trace, _nothing)
-
-
 class Traces(Recordings[TraceOptions, Trace]):
     """The traces of a session's ranks: one at a time, and the last one is kept."""
 
+    noun, nouns, magic = "trace", "traces", "%%dist_profile"
+    begin_rank, finish_rank = begin_trace, finish_trace
+    nothing = (TraceError, "Nothing has been recorded yet.")
+
     def __init__(self, ranks: Ranks, variables: Variables):
-        super().__init__(ranks, variables, SUBJECT)
+        super().__init__(ranks, variables)
         self._page: Page | None = None
 
-    def _joined(self, answers: dict[int, dict[str, Any]]) -> Trace:
+    def _join(self, answers: dict[int, dict[str, Any]]) -> Trace:
         recordings = [answer["recording"] for answer in answers.values() if "recording" in answer]
         missing = [
             empty(rank, self._host(rank), answer["problem"])
