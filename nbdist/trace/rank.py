@@ -28,7 +28,7 @@ from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import QUIET, Steps, end_safely, is_profiling
+from nbdist.recording.rank.steps import QUIET, CellRecording, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -45,23 +45,19 @@ def _mark() -> None:
         pass
 
 
-class _Recording:
+class _Recording(CellRecording):
     """The recording of one cell."""
 
     noun = "trace"
 
     def __init__(self, options: TraceOptions, folder: Path, token: str):
-        self.token = token
-        self.problem = ""
+        super().__init__(token, options.steps, _mark)
         self.path = folder / f"rank{this_rank().place.rank}.json"
         self._options = options
-        self.steps = Steps(options.steps, _mark)
         self._profiler: profile | None = None
-        self._is_on = False
-        self._hook: Any = None
 
     def start(self) -> None:
-        """Let the profiler run. A failure leaves the cell alone, and is reported afterwards."""
+        """Let the profiler run."""
         activities = [ProfilerActivity.CPU]
         if this_rank().place.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
@@ -84,16 +80,12 @@ class _Recording:
             self._profiler = None
             return
         self._is_on = True
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self._hooks = [register_optimizer_step_post_hook(self._after_optimizer)]
 
     def after_step(self) -> None:
         """End a step here: the cell has called `nbdist.step()`."""
         if self._is_on and self.steps.take_explicit():
             self._end()
-
-    def stop(self) -> None:
-        """End the recording: its cell has ended, in whatever way."""
-        self.problem = end_safely(self._end) or self.problem
 
     def export(self) -> None:
         """Write the file, once.
@@ -125,9 +117,7 @@ class _Recording:
             self._end()
 
     def _end(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        super()._end()
         if self._is_on and self._profiler is not None:
             self._is_on = False
             if not is_profiling(unknown=True):

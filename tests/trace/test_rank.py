@@ -13,7 +13,7 @@ from torch.optim import optimizer as optimizers
 import nbdist
 from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank import steps as recording_steps
-from nbdist.recording.rank.steps import Steps
+from nbdist.recording.rank.steps import CellRecording, Steps
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.trace import rank as trace_rank
@@ -188,13 +188,14 @@ class Kernel:
         return asyncio.run(self.do_execute(code))
 
 
-class Noted:
+class Noted(CellRecording):
     """A recording that notes what happens to it."""
 
     noun = "trace"
 
     def __init__(self, token: str):
-        self.token, self.calls = token, []  # type: ignore[var-annotated]
+        super().__init__(token, None, lambda: None)
+        self.calls: list[str] = []
 
     def start(self) -> None:
         self.calls.append("start")

@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nbdist.memory.blocks import Event, pair_events
-from nbdist.memory.categories import Claim, categorise, with_foreign
+from nbdist.memory.categories import categorise, with_foreign
 from nbdist.memory.rank import profiler_tree
 from nbdist.memory.rank.marks import Marks, merge_phases
 from nbdist.memory.rank.owners import StorageOwner, live_storages
@@ -165,19 +166,15 @@ def assemble(
         Phase(backward.kind, max(0, backward.start_ns - zero_ns), max(0, backward.end_ns - zero_ns))
         for backward in history.backwards
     ]
-    recorded = RankMemory(
-        rank=memory.rank,
-        host=memory.host,
-        device=DEVICE,
+    recorded = replace(
+        memory,
         blocks=blocks,
-        limit_bytes=memory.limit_bytes,
         duration_ns=max(1, duration_ns),
         stacks=history.stacks,
         names=history.names,
         phases=merge_phases([*backwards, *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
         lost=lost,
-        version=memory.version,
         problem=history.problem,
     )
     return categorise(with_foreign(recorded, claims), claims)
@@ -185,13 +182,7 @@ def assemble(
 
 def of_now(owners: Iterable[StorageOwner], memory: RankMemory) -> RankMemory:
     """Who owns the memory at this moment, without a history."""
-    on_cpu = [owner for owner in owners if owner.device == DEVICE]
-    blocks, _ = pair_events([(owner.address, owner.size_bytes) for owner in on_cpu], (), 0)
-    claims = [
-        Claim(0, owner.address, owner.size_bytes, owner.category, owner.name) for owner in on_cpu
-    ]
-    current = RankMemory(
-        memory.rank, memory.host, DEVICE, blocks,
-        limit_bytes=memory.limit_bytes, version=memory.version,
-    )  # fmt: skip
-    return categorise(current, claims)
+    marks = Marks(before=tuple(owners))
+    claims = list(marks.claims({0: 0}, DEVICE))
+    blocks, _ = pair_events([(claim.address, claim.size_bytes) for claim in claims], (), 0)
+    return categorise(replace(memory, blocks=blocks), claims)

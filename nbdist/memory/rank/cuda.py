@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nbdist.core.rank import this_rank
-from nbdist.memory.categories import Claim, categorise
+from nbdist.memory.categories import categorise
 from nbdist.memory.rank.marks import Marks, merge_phases
 from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.rank.profiler_tree import visible_stacks
@@ -74,7 +74,8 @@ class CudaRecorder:
         finally:
             _stop()
         event_count = _event_count(stats) - self._counted
-        kept_count = len(_trace(self._snapshot, self._device.index or 0))
+        traces, index = self._snapshot.get("device_traces", []), self._device.index or 0
+        kept_count = len(traces[index]) if index < len(traces) else 0
         self._rest["lost"] = (
             max(0, event_count - kept_count) if kept_count >= self._options.most_events else 0
         )
@@ -89,36 +90,10 @@ class CudaRecorder:
         if self._snapshot is None:
             return memory
         snapshot, self._snapshot = self._snapshot, None
-        clock = RecordingClock(
-            self._times_ns[marks.first], tuple(self._times_ns), self._backwards.spans_ns
+        recorded = assemble(
+            snapshot, marks, memory, self._times_ns, self._backwards.spans_ns, self._device
         )
-        described = replace(memory, **{**_device_fields(self._device), **self._rest})
-        return assemble(snapshot, marks, described, clock, self._device)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingClock:
-    """When things were, by the host's clock, as the allocator's history has it.
-
-    Attributes:
-        zero_ns: The recording began.
-        marks_ns: Each mark.
-        backwards_ns: Start and end of each backward.
-    """
-
-    zero_ns: int
-    marks_ns: Sequence[int]
-    backwards_ns: Sequence[tuple[int, int]]
-
-    def times_ns(self) -> dict[int, int]:
-        """Mark -> time since the beginning."""
-        return {number: mark_ns - self.zero_ns for number, mark_ns in enumerate(self.marks_ns)}
-
-    def backwards(self) -> Iterator[Phase]:
-        """The backwards that end after the recording began, cut to it."""
-        for start, end in self.backwards_ns:
-            if end > self.zero_ns:
-                yield Phase(BACKWARD, max(0, start - self.zero_ns), end - self.zero_ns)
+        return replace(recorded, **_device_fields(self._device), **self._rest)
 
 
 class _Backwards:
@@ -201,16 +176,12 @@ def _event_count(stats: Mapping[str, Any]) -> int:
     return sum(int(stats.get(name, 0)) for name in names)
 
 
-def _trace(snapshot: Mapping[str, Any], index: int) -> list[Any]:
-    traces = snapshot.get("device_traces", [])
-    return list(traces[index]) if index < len(traces) else []
-
-
 def assemble(
     snapshot: Mapping[str, Any],
     marks: Marks,
     memory: RankMemory,
-    clock: RecordingClock,
+    times_ns: Sequence[int],
+    backwards_ns: Iterable[tuple[int, int]],
     device: torch.device,
 ) -> RankMemory:
     """The rank's memory from torch's snapshot and what the objects claimed.
@@ -218,25 +189,26 @@ def assemble(
     Args:
         snapshot: As torch gives it.
         marks: What was seen at each.
-        memory: What is known beside it: who, where, peaks.
-        clock: When.
+        memory: Who and where.
+        times_ns: Of each mark, by the host's clock, which the allocator's history has too.
+        backwards_ns: Start and end of each backward, likewise.
         device: With its index.
     """
-    times = clock.times_ns()
-    end_ns = clock.zero_ns + max(times.values(), default=0)
+    zero_ns = times_ns[marks.first]
+    times = {number: time_ns - zero_ns for number, time_ns in enumerate(times_ns)}
+    backwards = [
+        Phase(BACKWARD, max(0, start_ns - zero_ns), end_ns - zero_ns)
+        for start_ns, end_ns in backwards_ns
+        if end_ns > zero_ns
+    ]
     recorded = of_torch(
         snapshot, rank=memory.rank, host=memory.host, device_index=device.index or 0,
-        start_us=clock.zero_ns // US, end_us=end_ns // US,
+        start_us=zero_ns // US, end_us=max(times_ns) // US,
     )  # fmt: skip
     recorded = replace(
         _with_cells(recorded),
-        device_name=memory.device_name,
-        limit_bytes=memory.limit_bytes,
-        allocator_peak_bytes=memory.allocator_peak_bytes,
-        reserved_peak_bytes=memory.reserved_peak_bytes,
-        lost=memory.lost,
         version=memory.version,
-        phases=merge_phases([*clock.backwards(), *marks.stepping(times)]),
+        phases=merge_phases([*backwards, *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
     )
     return categorise(recorded, list(marks.claims(times, str(device))))
@@ -261,13 +233,7 @@ def of_now(
         segments_only, rank=memory.rank, host=memory.host, device_index=device.index or 0
     )
     current = replace(_with_cells(current), **_device_fields(device), version=memory.version)
-    return categorise(current, list(_claims(owners, str(device))))
-
-
-def _claims(owners: Iterable[StorageOwner], device: str) -> Iterator[Claim]:
-    for owner in owners:
-        if owner.device == device:
-            yield Claim(0, owner.address, owner.size_bytes, owner.category, owner.name)
+    return categorise(current, list(Marks(before=tuple(owners)).claims({0: 0}, str(device))))
 
 
 def _device_fields(device: torch.device) -> dict[str, Any]:

@@ -66,7 +66,10 @@ def around_cell(cell: CellContext) -> Iterator[None]:
     yield
     error = getattr(sys, "last_value", None)
     if cell.reply.get("status") == "error" and error is not None and error is not before:
-        _try_to_note(error)
+        try:
+            note(error)
+        except (Exception, KeyboardInterrupt):  # noqa: BLE001  # the cell has its own error
+            _state.shortage = None
     _state.device = None
 
 
@@ -77,14 +80,10 @@ def watch_device() -> None:
     cell has ended, without what C++ has let go of by then.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)  # noqa: SLF001
-    if _state.is_watching or attach is None or not _is_initialized():
-        return
-    _state.is_watching = True
-    attach(_at_failure)
-
-
-def _is_initialized() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_in_use and attach is not None and not _state.is_watching:
+        _state.is_watching = True
+        attach(_at_failure)
 
 
 def _at_failure(*_device_and_sizes: int) -> None:
@@ -94,10 +93,3 @@ def _at_failure(*_device_and_sizes: int) -> None:
         _state.device = None if ask is None else {**ask(), "device_traces": []}
     except Exception:  # noqa: BLE001  # the cell's own error is the one to be seen
         _state.device = None
-
-
-def _try_to_note(error: BaseException) -> None:
-    try:
-        note(error)
-    except (Exception, KeyboardInterrupt):  # noqa: BLE001  # the cell has its own error, and gets its reply
-        _state.shortage = None

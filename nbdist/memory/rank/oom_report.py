@@ -47,35 +47,27 @@ def make_report(
         error: As it was raised, its traceback with it.
         before: torch's snapshot of the GPU when the allocation failed; None where there is none.
     """
-    limit, free = 0, message.free_bytes
+    nothing = tuple(0 for _ in CATEGORIES)
+    report = OomReport(
+        this_rank().place.rank, message, _phase(error), nothing, (), 0, message.free_bytes, None
+    )
     try:
         limit, free = _room(message)
+        report = replace(report, limit_bytes=limit, free_bytes=free)
         memory = _named_memory(error, before)
         record.keep(memory)
-        return _shortage(message, error, memory, (limit, free))
+        return _with_memory(report, memory)
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
-        nothing = tuple(0 for _ in CATEGORIES)
-        why = f"What held the memory could not be recorded: {problem!r}."
-        rank = this_rank().place.rank
-        return OomReport(rank, message, _phase(error), nothing, (), limit, free, None, problem=why)
+        return replace(report, problem=f"What held the memory could not be recorded: {problem!r}.")
 
 
-def _shortage(
-    message: OomMessage, error: BaseException, memory: RankMemory, room: tuple[int, int]
-) -> OomReport:
-    blocks = memory.blocks
-    categories = [
-        int(blocks.size_bytes[blocks.category == n].sum()) for n in range(len(CATEGORIES))
-    ]
+def _with_memory(report: OomReport, memory: RankMemory) -> OomReport:
+    sizes, category = memory.blocks.size_bytes, memory.blocks.category
     prepared = registry.prepared()
-    return OomReport(
-        rank=memory.rank,
-        message=message,
-        phase=_phase(error),
-        categories=tuple(categories),
+    return replace(
+        report,
+        categories=tuple(int(sizes[category == n].sum()) for n in range(len(CATEGORIES))),
         holders=tuple(_holders(memory)),
-        limit_bytes=room[0],
-        free_bytes=room[1],
         choice=registry.current() if prepared else None,
         blocks=max((_block_count(model.base) for model in prepared), default=0),
         problem=memory.problem,
@@ -104,7 +96,11 @@ def _holders(memory: RankMemory) -> list[Holder]:
 def _named_memory(error: BaseException, before: Mapping[str, Any] | None) -> RankMemory:
     """What is in use, with names for what frames and graphs hold."""
     names = dict(_locals(error))
-    saved = dict(_graphs())
+    saved = {
+        (device, address): (size, operation)
+        for tensor, operation in saved_tensors.saved_by_graphs(live_models.live(torch.Tensor))
+        for device, address, size in owners.storages(tensor)
+    }
     owned = []
     owned_keys = set()
     for owner in owners.owners():
@@ -133,13 +129,6 @@ def _with_activations(memory: RankMemory, saved_addresses: set[int]) -> RankMemo
     category, is_exact = blocks.category.copy(), blocks.is_exact.copy()
     category[is_unowned], is_exact[is_unowned] = ACTIVATION, True
     return replace(memory, blocks=replace(blocks, category=category, is_exact=is_exact))
-
-
-def _graphs() -> Iterator[tuple[tuple[str, int], tuple[int, str]]]:
-    """(device, address) -> (bytes, operation) of what autograd keeps."""
-    for tensor, operation in saved_tensors.saved_by_graphs(live_models.live(torch.Tensor)):
-        for device, address, size in owners.storages(tensor):
-            yield (device, address), (size, operation)
 
 
 def _locals(error: BaseException) -> Iterator[tuple[tuple[str, int], str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -29,7 +29,7 @@ from nbdist.memory.rank.owners import StorageOwner
 from nbdist.memory.snapshot import MemoryOptions, RankMemory, empty
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import Steps, end_safely
+from nbdist.recording.rank.steps import CellRecording
 from nbdist.rpc.rank import progress
 from nbdist.strategy import choice
 from nbdist.variables import pack
@@ -38,54 +38,26 @@ from nbdist.variables.pack import PackedValue
 NOTHING = "Nothing was recorded on this rank."
 
 
-class MemoryRecorder(Protocol):
-    """What notes allocations on one kind of device.
-
-    Attributes:
-        problem: Why nothing, or not all, was recorded.
-    """
-
-    problem: str
-
-    def start(self) -> bool:
-        """Begin; whether that has worked, or else why not is in `problem`."""
-
-    def mark(self) -> int:
-        """Note this moment; what stands for it until the history is read."""
-
-    def stop(self) -> None:
-        """End it. A second time does nothing."""
-
-    def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
-        """What was recorded, beside what is known of the rank."""
-
-
 NOUN = "memory"
 
 
-class _Recording:
+class _Recording(CellRecording):
     """The recording of one cell."""
 
     noun = NOUN
 
     def __init__(self, options: MemoryOptions, token: str):
-        self.token = token
-        self.problem = ""
-        self._marks = Marks()
         # A recording of one step ends with the first one that ends.
         wanted = None if options.steps is None else options.steps - 1
-        self._steps = Steps(wanted, self._end_step)
+        super().__init__(token, wanted, self._end_step)
+        self._marks = Marks()
         self._end_marks: list[int] = []  # the mark of each end that was counted
-        self._recorder: MemoryRecorder = (
-            CpuRecorder(options) if _device() == "cpu" else CudaRecorder(options)
-        )
-        self._hooks: list[Any] = []
+        self._recorder = CpuRecorder(options) if _device() == "cpu" else CudaRecorder(options)
         self._began: dict[int, int] = {}  # optimizer -> the mark at which it began to step
-        self._is_on = False
         self._memory: RankMemory | None = None
 
     def start(self) -> None:
-        """Record from now on. A failure does not stop the cell, and is reported afterwards."""
+        """Record from now on."""
         try:
             self._marks.before = owners.owners()
             self._is_on = self._recorder.start()
@@ -101,13 +73,9 @@ class _Recording:
             ]
 
     def after_step(self) -> None:
-        """`nbdist.step()` was called."""
-        if self._is_on and self._steps.take_explicit():
+        """End a step here: the cell has called `nbdist.step()`."""
+        if self._is_on and self.steps.take_explicit():
             self.stop()
-
-    def stop(self) -> None:
-        """End the recording: its cell has ended, in whatever way."""
-        self.problem = end_safely(self._end) or self.problem
 
     def memory(self) -> RankMemory:
         """What was recorded.
@@ -118,7 +86,7 @@ class _Recording:
         if self._memory is None:
             if self._is_on:
                 raise SnapshotError("The cell still runs.")
-            self._marks.ends = [self._end_marks[number] for number in self._steps.ends]
+            self._marks.ends = [self._end_marks[number] for number in self.steps.ends]
             memory = self._recorder.read(self._marks, _here())
             problem = self.problem or self._recorder.problem
             if not memory.duration_ns:
@@ -145,7 +113,7 @@ class _Recording:
         began = self._began.pop(id(optimizer), None)
         if began is not None:
             self._marks.steppings.append((began, mark))
-        if self._steps.take_optimizer(id(optimizer)):
+        if self.steps.take_optimizer(id(optimizer)):
             self.stop()
 
     def _owners(self, optimizer: Optimizer) -> tuple[StorageOwner, ...]:
@@ -159,9 +127,7 @@ class _Recording:
             return ()
 
     def _end(self) -> None:
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
+        super()._end()
         if self._is_on:
             mark = self._recorder.mark()
             try:
@@ -177,29 +143,18 @@ class _Recording:
 
 @dataclass(slots=True)
 class _State:
-    """The recording that was armed last."""
+    """The recording that was armed last, or what was in use when memory ran out since."""
 
-    last: _Recording | _Shortage | None = None
+    last: _Recording | RankMemory | None = None
 
 
 _state = _State()
 
 
-@dataclass(frozen=True, slots=True)
-class _Shortage:
-    """What was in use when memory ran out, in the place of a recording."""
-
-    in_use: RankMemory
-
-    def memory(self) -> RankMemory:
-        """What was noted: nothing is left to be read."""
-        return self.in_use
-
-
 def keep(memory: RankMemory) -> None:
     """Let `finish` give what was in use when memory ran out; a recording that runs tells more."""
     if cell_hook.state.running is None:
-        _state.last = _Shortage(memory)
+        _state.last = memory
 
 
 def begin(options: MemoryOptions, token: str) -> None:
@@ -216,14 +171,15 @@ def finish(folders: Sequence[str]) -> PackedValue:
     Raises:
         SnapshotError: If nothing was recorded.
     """
-    if _state.last is None:
+    last = _state.last
+    if last is None:
         raise SnapshotError(f"{NOTHING[:-1]}: its process has replaced another.")
-    if cell_hook.state.armed is _state.last:  # its cell was never sent
+    if cell_hook.state.armed is last:  # its cell was never sent
         cell_hook.state.armed = None
         raise SnapshotError(NOTHING)
     with progress.during(NOUN):
         progress.tell("sorting what was allocated")
-        return pack_memory(_state.last.memory(), folders)
+        return pack_memory(last if isinstance(last, RankMemory) else last.memory(), folders)
 
 
 def now(folders: Sequence[str]) -> PackedValue:
@@ -258,6 +214,4 @@ def _device() -> str:
 def _here() -> RankMemory:
     """Who and where, without blocks."""
     nothing = empty(this_rank().place.rank, socket.gethostname(), "")
-    return RankMemory(
-        nothing.rank, nothing.host, nothing.device, nothing.blocks, version=str(torch.__version__)
-    )
+    return replace(nothing, version=str(torch.__version__))

@@ -9,40 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from nbdist.recording.rank.steps import CellRecording
 from nbdist.rpc.rank import progress
 from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_RECORDING
-
-
-class Recording(Protocol):
-    """What runs beside a cell.
-
-    Attributes:
-        token: What that cell brings.
-        noun: What it is called: "trace".
-    """
-
-    token: str
-    noun: str
-
-    def start(self) -> None:
-        """Begin to record: the cell is about to run."""
-
-    def stop(self) -> None:
-        """It has ended, in whatever way. Can be called twice."""
-
-    def after_step(self) -> None:
-        """It says that a step has ended."""
 
 
 @dataclass(slots=True)
 class State:
     """At most one recording waits for its cell, and one runs."""
 
-    armed: Recording | None = None
-    running: Recording | None = None
+    armed: CellRecording | None = None
+    running: CellRecording | None = None
 
 
 state = State()

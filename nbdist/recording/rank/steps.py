@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -73,20 +74,48 @@ class Steps:
         return self.wanted is not None and len(self.ends) > self.wanted
 
 
-def end_safely(end: Callable[[], None]) -> str:
-    """End a recording, whatever became of its cell; what went wrong, or nothing.
+class CellRecording:
+    """Records one cell, up to the last step that is wanted.
 
-    Args:
-        end: Can be called twice: after an interrupt the recording is ended again.
+    Attributes:
+        noun: What it is called: "trace".
+        token: What that cell brings.
+        problem: Why nothing, or not all, was recorded.
+        steps: Of the cell.
     """
-    try:
-        end()
-    except KeyboardInterrupt:
-        end()
-        return "The recording was interrupted while it was being stopped."
-    except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
-        return f"The recording could not be stopped: {error}."
-    return ""
+
+    noun: str
+
+    def __init__(self, token: str, wanted: int | None, mark: Callable[[], None]):
+        self.token = token
+        self.problem = ""
+        self.steps = Steps(wanted, mark)
+        self._is_on = False
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Begin: the cell is about to run. A failure leaves it alone, and is reported later."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """End a step here: the cell has called `nbdist.step()`."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the recording, whatever became of its cell. Can be called twice."""
+        try:
+            self._end()
+        except KeyboardInterrupt:
+            self._end()
+            self.problem = "The recording was interrupted while it was being stopped."
+        except Exception as error:  # noqa: BLE001  # the cell is over, and has its own result
+            self.problem = f"The recording could not be stopped: {error}."
+
+    def _end(self) -> None:
+        """As `stop`, and what goes wrong is raised; after an interrupt it is called again."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
 
 
 def is_profiling(*, unknown: bool) -> bool:
