@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from nbdist.memory.snapshot import BEFORE, STAYS, UNKNOWN, Blocks
+from nbdist.memory.snapshot import BEFORE, STAYS, BlockRow, Blocks, make_blocks
 
 # The address of what was there before and says only how large it is.
 NOWHERE = -1
+# c10/cuda/CUDACachingAllocator.h: every size is rounded up to a multiple of kMinBlockSize.
+ROUNDING_BYTES = 512
+
+
+def held_bytes(size_bytes: int) -> int:
+    """What a GPU's allocator takes for a block of this size."""
+    return -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +39,37 @@ class Event:
 
 @dataclass(slots=True)
 class _Rows:
-    """The blocks so far, each (address, bytes, start, end, stack, operator)."""
+    """The blocks so far, and which of them can still be freed."""
 
-    rows: list[list[int]] = field(default_factory=list)
-    open: dict[int, int] = field(default_factory=dict)  # by address
-    nowhere: dict[int, list[int]] = field(default_factory=dict)  # by size
+    rows: list[BlockRow] = field(default_factory=list)
+    open: dict[int, BlockRow] = field(default_factory=dict)  # by address
+    nowhere: dict[int, list[BlockRow]] = field(default_factory=dict)  # by size
 
-    def put(self, address: int, size_bytes: int, start_ns: int, stack: int, operator: int) -> None:
+    def put(self, row: BlockRow) -> None:
         """A block begins, and ends what was at its address."""
-        if address == NOWHERE:
-            self.nowhere.setdefault(size_bytes, []).append(len(self.rows))
+        if row.address == NOWHERE:
+            self.nowhere.setdefault(row.size_bytes, []).append(row)
         else:
-            self.end(address, start_ns)
-            self.open[address] = len(self.rows)
-        self.rows.append([address, size_bytes, start_ns, STAYS, stack, operator])
+            self.end(row.address, row.start_ns)
+            self.open[row.address] = row
+        self.rows.append(row)
 
     def free(self, address: int, size_bytes: int, now_ns: int) -> None:
         """It ends; one that nobody saw begin is taken for a block of its size without address."""
         if not self.end(address, now_ns) and self.nowhere.get(size_bytes):
-            self.rows[self.nowhere[size_bytes].pop(0)][3] = now_ns
+            self.nowhere[size_bytes].pop(0).end_ns = now_ns
 
     def end(self, address: int, now_ns: int) -> bool:
         """Whether there was a block at the address; it has ended now, or before."""
-        place = self.open.pop(address, None)
-        if place is None:
-            return False
-        self.rows[place][3] = min(self.rows[place][3], now_ns)
-        return True
+        row = self.open.pop(address, None)
+        if row is not None:
+            row.end_ns = min(row.end_ns, now_ns)
+        return row is not None
+
+    def forget_ended(self, now_ns: int) -> None:
+        """What has ended by now is no block any more."""
+        self.rows = [row for row in self.rows if row.end_ns > now_ns]
+        self.open = {place: row for place, row in self.open.items() if row.end_ns > now_ns}
 
 
 def pair_events(
@@ -83,42 +92,17 @@ def pair_events(
     """
     table = _Rows()
     for address, size_bytes in before:
-        table.put(address, size_bytes, BEFORE, -1, -1)
-        table.rows[-1][3] = (gone_ns or {}).get(address, STAYS)
+        end_ns = (gone_ns or {}).get(address, STAYS)
+        table.put(BlockRow(address, size_bytes, BEFORE, end_ns))
     lost = max(0, len(events) - most_events)
     for number, event in enumerate(events):
         if event.size_bytes > 0:
             start_ns = BEFORE if number < lost else event.time_ns
-            table.put(event.address, event.size_bytes, start_ns, event.stack, event.operator)
+            table.put(BlockRow(
+                event.address, event.size_bytes, start_ns, STAYS, event.stack, event.operator
+            ))  # fmt: skip
         elif event.size_bytes < 0:
             table.free(event.address, -event.size_bytes, event.time_ns)
         if number == lost - 1:
-            _forget_ended(table, event.time_ns)
-    return _blocks(table.rows), lost
-
-
-def _forget_ended(table: _Rows, now_ns: int) -> None:
-    remaining = [place for place, row in enumerate(table.rows) if row[3] > now_ns]
-    moved = {old: new for new, old in enumerate(remaining)}
-    table.rows = [table.rows[place] for place in remaining]
-    table.open = {address: moved[place] for address, place in table.open.items() if place in moved}
-    table.nowhere = {
-        size: [moved[place] for place in places] for size, places in table.nowhere.items()
-    }
-
-
-def _blocks(rows: list[list[int]]) -> Blocks:
-    table = np.array(rows, np.int64).reshape(len(rows), 6)
-    table = table[np.argsort(table[:, 2], kind="stable")]
-    none = np.full(len(rows), -1, np.int32)
-    return Blocks(
-        address=table[:, 0].copy(),
-        size_bytes=table[:, 1].copy(),
-        start_ns=table[:, 2].copy(),
-        end_ns=table[:, 3].copy(),
-        category=np.full(len(rows), UNKNOWN, np.int8),
-        is_exact=np.zeros(len(rows), np.bool_),
-        stack=table[:, 4].astype(np.int32),
-        name=none,
-        operator=table[:, 5].astype(np.int32),
-    )
+            table.forget_ended(event.time_ns)
+    return make_blocks(table.rows), lost

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from nbdist.memory.blocks import NOWHERE
+from nbdist.memory.blocks import NOWHERE, held_bytes
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -35,17 +35,17 @@ from nbdist.memory.snapshot import (
     TEMPORARY,
     UNKNOWN,
     AllocationFrame,
+    BlockRow,
     Blocks,
     Integers,
     Phase,
     RankMemory,
+    make_blocks,
 )
 
 # Of several claims on a block the first of these counts.
 _ORDER = (PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION, UNKNOWN)
 _RANK = {category: place for place, category in enumerate(_ORDER)}
-# To which a GPU's allocator rounds sizes up (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
-ROUNDING_BYTES = 512
 # Operators of torch.distributed and its backends.
 _COLLECTIVE = re.compile(r"^(c10d|_c10d_functional|gloo|nccl|record_param_comms)\b|^DDP")
 # Files in which every line gathers, reduces or sends; wherever in a stack.
@@ -132,28 +132,15 @@ def with_foreign(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     last_ns = max((claim.time_ns for claim in claims), default=0)
     last_keys = {(claim.address, claim.size_bytes) for claim in claims if claim.time_ns == last_ns}
     rows = [claim for key, claim in first.items() if key in last_keys]
-    return replace(memory, blocks=_with_rows(memory.blocks, rows)) if rows else memory
-
-
-def _with_rows(blocks: Blocks, rows: Sequence[Claim]) -> Blocks:
-    n = len(rows)
-    added = {
-        "address": [claim.address for claim in rows],
-        "size_bytes": [claim.size_bytes for claim in rows],
-        "start_ns": [claim.time_ns for claim in rows],
-        "end_ns": [STAYS] * n,
-        "category": [UNKNOWN] * n,
-        "is_exact": [False] * n,
-        "stack": [-1] * n,
-        "name": [-1] * n,
-        "operator": [-1] * n,
-    }
-    columns = {
-        key: np.concatenate([old := getattr(blocks, key), np.array(new, old.dtype)])
-        for key, new in added.items()
-    }
-    order = np.argsort(columns["start_ns"], kind="stable")
-    return Blocks(**{key: column[order] for key, column in columns.items()})
+    if not rows:
+        return memory
+    added = make_blocks(BlockRow(c.address, c.size_bytes, c.time_ns, STAYS) for c in rows)
+    columns = [
+        np.concatenate([getattr(part, column.name) for part in (memory.blocks, added)])
+        for column in fields(Blocks)
+    ]
+    order = np.argsort(np.append(memory.blocks.start_ns, added.start_ns), kind="stable")
+    return replace(memory, blocks=Blocks(*columns).take(order))
 
 
 _Index = dict[int, tuple[list[int], list[int]]]
@@ -210,8 +197,7 @@ def _of_unknown_address(
         if claim.address != NOWHERE:
             continue
         is_there = (blocks.start_ns <= claim.time_ns) & (blocks.end_ns > claim.time_ns)
-        held_bytes = -(-claim.size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
-        is_size = (blocks.size_bytes == claim.size_bytes) | (blocks.size_bytes == held_bytes)
+        is_size = np.isin(blocks.size_bytes, (claim.size_bytes, held_bytes(claim.size_bytes)))
         fitting = np.flatnonzero(is_open & is_there & is_size)
         used_places = used.setdefault(claim.time_ns, set())
         free = [place for place in fitting.tolist() if place not in used_places]
@@ -273,13 +259,10 @@ def _infer(memory: RankMemory) -> npt.NDArray[np.int8]:
     return category
 
 
-def _boundaries(phases: Sequence[Phase]) -> npt.NDArray[np.int64]:
-    return np.array([time for phase in phases for time in (phase.start_ns, phase.end_ns)], np.int64)
-
-
 def _segments(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Which part of the history each time is in: 2 k + 1 in phase k, 2 k just before it."""
-    return np.searchsorted(_boundaries(phases), times_ns, side="right").astype(np.int64)
+    edges = np.array([(phase.start_ns, phase.end_ns) for phase in phases], np.int64).reshape(-1)
+    return np.searchsorted(edges, times_ns, side="right").astype(np.int64)
 
 
 def _is_backward(phases: Sequence[Phase], times_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -33,9 +34,6 @@ class Amount:
 
     count: int = 0
     size_bytes: int = 0
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(self.count + other.count, self.size_bytes + other.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +61,12 @@ class BlockChange:
     Attributes:
         kind: Of what.
         before, after: At the end of the first and of the second.
-        new: Of those after, the blocks that were not there before.
         ranks: Rank -> by how many bytes it grew there; ranks where it did not change are left out.
     """
 
     kind: BlockKind
     before: Amount
     after: Amount
-    new: Amount
     ranks: Mapping[int, int]
 
     @property
@@ -101,14 +97,17 @@ def diff(before: Snapshot, after: Snapshot) -> SnapshotDiff:
     first = {rank.rank: rank for rank in before.ranks if _is_there(rank)}
     second = {rank.rank: rank for rank in after.ranks if _is_there(rank)}
     both = sorted(first.keys() & second.keys())
-    amounts_by_kind: dict[BlockKind, list[tuple[int, Amount, Amount, Amount]]] = defaultdict(list)
+    blocks_by_kind: dict[BlockKind, _BlocksByRank] = defaultdict(dict)
     totals = {}
     for rank in both:
         old, new = _alive(first[rank]), _alive(second[rank])
         totals[rank] = (_amount(old), _amount(new))
-        for kind, amounts in _compare(old, new):
-            amounts_by_kind[kind].append((rank, *amounts))
-    changes = [_sum_ranks(kind, rows) for kind, rows in amounts_by_kind.items()]
+        for pair in _pairs(old, new):
+            sides = blocks_by_kind[_better(*pair)].setdefault(rank, ([], []))
+            for side, block in zip(sides, pair, strict=True):
+                if block is not None:
+                    side.append(block)
+    changes = [_change(kind, blocks) for kind, blocks in blocks_by_kind.items()]
     return SnapshotDiff(
         tuple(sorted((c for c in changes if c.grown_bytes > 0), key=_order)),
         tuple(sorted((c for c in changes if c.grown_bytes < 0), key=_order)),
@@ -133,6 +132,10 @@ class _Block:
     address: int
     size_bytes: int
     stack: tuple[AllocationFrame, ...]
+
+
+# Rank -> blocks of one kind before, and after.
+_BlocksByRank = dict[int, tuple[list[_Block], list[_Block]]]
 
 
 def _alive(memory: RankMemory) -> list[_Block]:
@@ -164,28 +167,6 @@ def _amount(blocks: Iterable[_Block]) -> Amount:
     return Amount(len(sizes), sum(sizes))
 
 
-def _compare(
-    old: list[_Block], new: list[_Block]
-) -> Iterator[tuple[BlockKind, tuple[Amount, Amount, Amount]]]:
-    """Each kind with what there was, what is, and what is new of it."""
-    pairs = _pairs(old, new)
-    before, after, added = (
-        defaultdict[BlockKind, list[_Block]](list),
-        defaultdict[BlockKind, list[_Block]](list),
-        defaultdict[BlockKind, list[_Block]](list),
-    )
-    for earlier, later in pairs:
-        kind = _better(earlier, later)
-        if earlier is not None:
-            before[kind].append(earlier)
-        if later is not None:
-            after[kind].append(later)
-            if earlier is None:
-                added[kind].append(later)
-    for kind in dict.fromkeys((*before, *after)):
-        yield kind, (_amount(before[kind]), _amount(after[kind]), _amount(added[kind]))
-
-
 def _pairs(old: list[_Block], new: list[_Block]) -> Iterator[tuple[_Block | None, _Block | None]]:
     """The same block in both, or one that is only in one of them."""
     candidates: dict[tuple[int, int], list[_Block]] = defaultdict(list)
@@ -212,14 +193,16 @@ def _better(earlier: _Block | None, later: _Block | None) -> BlockKind:
     return replace(best, name=name, size_bytes=size)
 
 
-def _sum_ranks(kind: BlockKind, rows: list[tuple[int, Amount, Amount, Amount]]) -> BlockChange:
-    before, after, new = Amount(), Amount(), Amount()
-    ranks = {}
-    for rank, one_before, one_after, one_new in rows:
-        before, after, new = before + one_before, after + one_after, new + one_new
-        if change := one_after.size_bytes - one_before.size_bytes:
-            ranks[rank] = change
-    return BlockChange(kind, before, after, new, ranks)
+def _change(kind: BlockKind, blocks_by_rank: _BlocksByRank) -> BlockChange:
+    before, after = (
+        _amount(chain.from_iterable(sides)) for sides in zip(*blocks_by_rank.values(), strict=True)
+    )
+    grown = {
+        rank: _amount(new).size_bytes - _amount(old).size_bytes
+        for rank, (old, new) in blocks_by_rank.items()
+    }
+    ranks = {rank: more_bytes for rank, more_bytes in grown.items() if more_bytes}
+    return BlockChange(kind, before, after, ranks)
 
 
 def _order(change: BlockChange) -> tuple[object, ...]:

@@ -8,15 +8,14 @@ these moments the sums are exact, and the peak is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from nbdist.memory.snapshot import STAYS, Blocks, Integers, RankMemory
 from nbdist.memory.timeline import (
     CLASSES,
-    Truths,
     changes,
     is_in_use,
     lifetimes,
@@ -27,6 +26,8 @@ from nbdist.memory.timeline import (
 
 # Moments that show how the total runs where blocks are merged, of all ranks together.
 MOST_MOMENTS = 12_000
+# 0, 1, 2, 5, 10, ... up to more than any block has.
+_SIZES = (0, *(digit * 10**power for power in range(19) for digit in (1, 2, 5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
     room = most_blocks if most_blocks >= len(every) else most_blocks - at_peaks * len(ranks)
     least = next(
         least_bytes
-        for least_bytes in _sizes()
+        for least_bytes in _SIZES
         if len(every) - np.searchsorted(every, least_bytes) <= room
     )
     moments = min(MOST_MOMENTS, 2 * most_blocks) // max(len(ranks), 1)
@@ -107,31 +108,12 @@ def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -
     there = np.flatnonzero(is_in_use(blocks, int(time_ns[np.argmax(total)])) & ~is_shown)
     largest = there[np.argsort(-blocks.size_bytes[there], kind="stable")[:at_peak]]
     is_shown[largest] = True
-    moments_ns = [time_ns[m4_downsample(time_ns, total, moments)], *_edges(blocks, is_shown)]
-    at_ns = np.unique(np.concatenate(moments_ns))
-    sizes = sizes_at(changes(select(blocks, ~is_shown)), at_ns).reshape(len(at_ns), CLASSES)
+    start_ns, end_ns = lifetimes(blocks.take(is_shown))
+    curve_ns = time_ns[m4_downsample(time_ns, total, moments)]
+    at_ns = np.unique(np.concatenate([curve_ns, start_ns, end_ns[end_ns != STAYS]]))
+    sizes = sizes_at(changes(blocks.take(~is_shown)), at_ns).reshape(len(at_ns), CLASSES)
     steps = np.diff(sizes, axis=0, prepend=0)
     moment, code = np.nonzero(steps)
     return DownsampledRank(
-        select(blocks, is_shown), at_ns[moment], code, steps[moment, code], int((~is_shown).sum())
+        blocks.take(is_shown), at_ns[moment], code, steps[moment, code], int((~is_shown).sum())
     )
-
-
-def select(blocks: Blocks, mask: Truths) -> Blocks:
-    """The blocks that a mask selects, in their order."""
-    return Blocks(*(getattr(blocks, column.name)[mask] for column in fields(Blocks)))
-
-
-def _edges(blocks: Blocks, is_shown: Truths) -> list[Integers]:
-    """When the blocks that stay come and go."""
-    start_ns, end_ns = (column[is_shown] for column in lifetimes(blocks))
-    return [start_ns, end_ns[end_ns != STAYS]]
-
-
-def _sizes() -> Iterator[int]:
-    """0, 1, 2, 5, 10, ... up to more than any block has."""
-    yield 0
-    power = 1
-    while power < 1 << 63:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10

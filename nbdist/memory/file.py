@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
-import os
 import pickle
 import re
 import secrets
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nbdist.core import safe_pickle
 from nbdist.core.typed_json import Misfit, Value
@@ -19,14 +17,14 @@ from nbdist.core.units import size
 from nbdist.errors import SnapshotError
 from nbdist.memory import own_format
 from nbdist.memory.snapshot import RankMemory, Snapshot
-from nbdist.memory.torch_reader import of_torch, to_torch
+from nbdist.memory.torch_reader import of_torch
+from nbdist.memory.torch_writer import to_torch
 
 # torch's viewer reads protocols 2 to 4.
 PROTOCOL = 4
 NAME = "rank{rank}.pickle"
 _GZIP = b"\x1f\x8b"
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,9})")
-_CHUNK_BYTES = 2**22
 
 
 def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[str] = ()) -> None:
@@ -46,19 +44,15 @@ def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[st
     half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with half.open("xb") as file:
-            _dump(content, file, is_packed=path.suffix == ".gz")
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+                    pickle.dump(content, packed, PROTOCOL)
+            else:
+                pickle.dump(content, file, PROTOCOL)
         half.replace(path)
     except OSError as error:
         half.unlink(missing_ok=True)
         raise SnapshotError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def _dump(content: dict[str, Any], file: BinaryIO, *, is_packed: bool) -> None:
-    if not is_packed:
-        pickle.dump(content, file, PROTOCOL)
-        return
-    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as packed:
-        pickle.dump(content, packed, PROTOCOL)
 
 
 def read(path: Path, rank: int = 0) -> Snapshot:
@@ -92,39 +86,20 @@ def _content(path: Path) -> bytes:
     most = safe_pickle.MOST_BYTES
     try:
         with path.open("rb") as file:
-            first = file.read(len(_GZIP))
+            is_packed = file.read(len(_GZIP)) == _GZIP
             file.seek(0)
-            if first == _GZIP:
-                return _decompress(file, most)
-            length = os.fstat(file.fileno()).st_size
-            if length > most:
-                raise safe_pickle.Refused(_too_large(length, most))
-            data = file.read(most + 1)
+            with gzip.GzipFile(fileobj=file) if is_packed else file as unpacked:
+                data = unpacked.read(most + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
     except OSError as error:
         raise safe_pickle.Refused(f"cannot be read: {error.strerror or error}") from None
     if len(data) > most:
-        raise safe_pickle.Refused(_too_large(len(data), most))
+        raise safe_pickle.Refused(
+            f"is too large: {size(max(len(data), path.stat().st_size))} or more, and the limit is "
+            f"{size(most)}. Record fewer steps, or use --no-stacks"
+        )
     return data
-
-
-def _decompress(file: BinaryIO, most: int) -> bytes:
-    unpacked = io.BytesIO()
-    try:
-        with gzip.GzipFile(fileobj=file) as packed:
-            while chunk := packed.read(_CHUNK_BYTES):
-                unpacked.write(chunk)
-                if unpacked.tell() > most:
-                    raise safe_pickle.Refused(_too_large(unpacked.tell(), most))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise safe_pickle.Refused(f"is cut off or damaged ({error})") from None
-    return unpacked.getvalue()
-
-
-def _too_large(length: int, most: int) -> str:
-    return (
-        f"is too large: {size(length)} or more, and the limit is {size(most)}. Record "
-        "fewer steps, or use --no-stacks"
-    )
 
 
 def _device(snapshot: Any) -> int:

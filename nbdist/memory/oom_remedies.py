@@ -14,7 +14,9 @@ from nbdist.errors import OptionError
 from nbdist.memory.oom_message import DEVICE, UNKNOWN, OomMessage
 from nbdist.memory.snapshot import (
     ACTIVATION,
+    BACKWARD,
     COMMUNICATION,
+    FORWARD,
     GRADIENT,
     OPTIMIZER,
     PARAMETER,
@@ -25,8 +27,6 @@ from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.choose import choose
 from nbdist.strategy.table import HELD
 
-# Where a step was when it failed; empty outside of one.
-FORWARD, BACKWARD, STEPPING = "forward", "backward", "optimizer"
 # What a block needs of its input, of all that it keeps: 2 of 34 bytes for each number in it.
 # Source: https://arxiv.org/abs/2205.05198 section 4.1.
 _INPUT_SHARE = 2 / 34

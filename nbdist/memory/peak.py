@@ -12,13 +12,14 @@ from nbdist.memory.call_site import innermost_library, innermost_own
 from nbdist.memory.snapshot import (
     CATEGORIES,
     FORWARD,
+    STAYS,
     AllocationFrame,
     Blocks,
     Integers,
     RankMemory,
     Snapshot,
 )
-from nbdist.memory.timeline import Truths, codes, is_in_use, peak_ns, phase_at, reserved_at
+from nbdist.memory.timeline import Truths, codes, is_in_use, peak_ns, reserved_at
 
 # Rows of places and of owners.
 MOST_SITES = 12
@@ -171,16 +172,16 @@ def when(peak: RankPeak) -> str:
 def _peak(rank: RankMemory) -> RankPeak:
     time_ns = peak_ns(rank.blocks)
     there = is_in_use(rank.blocks, time_ns)
-    is_alive = is_in_use(rank.blocks, max(rank.duration_ns, _last_ns(rank.blocks)))
+    steps_done = int(np.searchsorted(np.array(rank.step_ends_ns), time_ns, side="right"))
     in_segments = sum(segment.size_bytes for segment in rank.segments)
     return RankPeak(
         rank=rank.rank,
         time_ns=time_ns,
-        phase=phase_of(rank, time_ns),
-        step=step_at(rank, time_ns),
+        phase=_phase(rank, time_ns),
+        step=steps_done if steps_done < len(rank.step_ends_ns) else -1,
         size_bytes=int(rank.blocks.size_bytes[there].sum()),
         parts=_parts(rank.blocks, there),
-        at_end=_parts(rank.blocks, is_alive),
+        at_end=_parts(rank.blocks, rank.blocks.end_ns == STAYS),
         sites=sites(rank, there),
         owners=_owners(rank, there),
         allocator_bytes=rank.allocator_peak_bytes,
@@ -198,24 +199,12 @@ def _peak(rank: RankMemory) -> RankPeak:
     )
 
 
-def _last_ns(blocks: Blocks) -> int:
-    """When the last change was: of what ends later than the recording nothing is held."""
-    ends_ns = blocks.end_ns[blocks.end_ns != np.iinfo(np.int64).max]
-    return int(max(ends_ns.max(initial=0), blocks.start_ns.max(initial=0)))
-
-
-def phase_of(rank: RankMemory, time_ns: int) -> str:
+def _phase(rank: RankMemory, time_ns: int) -> str:
     """The name of the phase at a moment; empty without a history."""
     if not rank.duration_ns:
         return ""
-    phase = phase_at(rank, time_ns)
-    return phase.kind if phase else FORWARD
-
-
-def step_at(rank: RankMemory, time_ns: int) -> int:
-    """The step that is under way at a moment, from 0; -1 after the last one, or without steps."""
-    done = int(np.searchsorted(np.array(rank.step_ends_ns, np.int64), time_ns, side="right"))
-    return done if done < len(rank.step_ends_ns) else -1
+    under_way = (p.kind for p in rank.phases if p.start_ns <= time_ns < p.end_ns)
+    return next(under_way, FORWARD)
 
 
 def _parts(blocks: Blocks, chosen: Truths) -> tuple[Bytes, ...]:

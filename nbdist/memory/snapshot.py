@@ -8,7 +8,8 @@ what a tensor shows of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,22 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.address)
+
+    def take(self, which: npt.NDArray[np.bool_] | Integers) -> Blocks:
+        """The blocks of a mask, or those at these places in their order."""
+        return Blocks(*(getattr(self, column.name)[which] for column in fields(self)))
+
+
+@dataclass(slots=True)
+class BlockRow:
+    """One block while a history is read; the columns of `Blocks`, as far as they are known then."""
+
+    address: int
+    size_bytes: int
+    start_ns: int
+    end_ns: int
+    stack: int = -1
+    operator: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +243,25 @@ class MemoryOptions:
     most_events: int = 1_000_000
 
 
-def no_blocks() -> Blocks:
-    """Columns without an entry."""
-    long, place = np.empty(0, np.int64), np.empty(0, np.int32)
+def make_blocks(rows: Iterable[BlockRow] = ()) -> Blocks:
+    """Columns of blocks in any order, whose categories and names are not known yet."""
+    table = np.array(
+        [(r.address, r.size_bytes, r.start_ns, r.end_ns, r.stack, r.operator) for r in rows],
+        np.int64,
+    ).reshape(-1, 6)
+    address, size_bytes, start_ns, end_ns, stack, operator = table[
+        np.argsort(table[:, 2], kind="stable")
+    ].T.copy()
     return Blocks(
-        long, long, long, long, np.empty(0, np.int8), np.empty(0, np.bool_), place, place, place
-    )
+        address, size_bytes, start_ns, end_ns,
+        category=np.full(len(table), UNKNOWN, np.int8),
+        is_exact=np.zeros(len(table), np.bool_),
+        stack=stack.astype(np.int32),
+        name=np.full(len(table), -1, np.int32),
+        operator=operator.astype(np.int32),
+    )  # fmt: skip
 
 
 def empty(rank: int, host: str, problem: str) -> RankMemory:
     """The memory of a rank of which there is nothing, and why."""
-    return RankMemory(rank, host, "cpu", no_blocks(), problem=problem)
+    return RankMemory(rank, host, "cpu", make_blocks(), problem=problem)

@@ -12,31 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nbdist.memory.snapshot import CATEGORIES, STAYS, Blocks, Integers, Phase, RankMemory, Reserved
+from nbdist.memory.snapshot import CATEGORIES, STAYS, Blocks, Integers, Reserved
 
 Truths = npt.NDArray[np.bool_]
 # Each category twice: what is inferred, then what is exact.
 CLASSES = 2 * len(CATEGORIES)
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Bytes in use, a moment per entry.
-
-    Attributes:
-        time_ns: Each later than the one before.
-        size_bytes: (moments, categories, 2): from then until the next moment; of the last axis
-            first what is inferred, then what is exact.
-    """
-
-    time_ns: Integers
-    size_bytes: Integers
-
-    @property
-    def total_bytes(self) -> Integers:
-        """What is in use at each moment: all categories, exact and guessed, together."""
-        total: Integers = self.size_bytes.sum(axis=(1, 2))
-        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +73,6 @@ def totals(block_changes: Changes) -> tuple[Integers, Integers]:
     total = np.concatenate([[0], np.cumsum(block_changes.size_bytes)])
     last = np.append(np.flatnonzero(np.diff(time_ns)), len(time_ns) - 1)
     return time_ns[last], total[last]
-
-
-def curve(blocks: Blocks, most: int | None = None) -> Curve:
-    """The bytes of each category over time, at all moments or at about `most` of them.
-
-    The moment of the most in use is always among them, and so is the last one.
-    """
-    block_changes = changes(blocks)
-    time_ns, total = totals(block_changes)
-    if most is not None:
-        time_ns = time_ns[m4_downsample(time_ns, total, most)]
-    return Curve(time_ns, sizes_at(block_changes, time_ns))
 
 
 def sizes_at(block_changes: Changes, time_ns: Integers) -> Integers:
@@ -169,9 +137,3 @@ def reserved_at(reserved: Reserved, time_ns: int) -> int:
     """What the allocator held at a moment; 0 where it is not known."""
     at = int(np.searchsorted(reserved.time_ns, time_ns, side="right")) - 1
     return int(reserved.size_bytes[at]) if at >= 0 else 0
-
-
-def phase_at(rank: RankMemory, time_ns: int) -> Phase | None:
-    """The phase that is under way; None for forward."""
-    under_way = (phase for phase in rank.phases if phase.start_ns <= time_ns < phase.end_ns)
-    return next(under_way, None)

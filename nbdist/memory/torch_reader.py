@@ -1,4 +1,4 @@
-"""Memory as torch's own dict of a snapshot: read it, and write one.
+"""Memory read from torch's own dict of a snapshot; see memory.torch_writer.
 
 The dict is what `torch.cuda.memory._snapshot()` gives and `_dump_snapshot` pickles. Source:
 torch/cuda/memory.py and torch/csrc/cuda/memory_snapshot.cpp; older versions lack fields.
@@ -16,25 +16,20 @@ import numpy as np
 from nbdist.core.typed_json import MOST, Misfit, Value
 from nbdist.errors import SnapshotError
 from nbdist.memory import own_format
+from nbdist.memory.blocks import held_bytes
 from nbdist.memory.snapshot import (
     BEFORE,
     STAYS,
-    UNKNOWN,
     AllocationFrame,
-    Blocks,
+    BlockRow,
     OutOfMemory,
     RankMemory,
     Reserved,
     Segment,
+    make_blocks,
 )
-from nbdist.memory.torch_writer import to_torch
-
-__all__ = ["of_torch", "to_torch"]
 
 US = 1000
-# c10/cuda/CUDACachingAllocator.h: every size is rounded up to a multiple of kMinBlockSize. The
-# history has the size that was asked for, and only blocks that are there have the held one.
-ROUNDING_BYTES = 512
 # The size of the segments that blocks of up to 1 MiB come from (kSmallBuffer).
 SMALL_BYTES = 2 * 2**20
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -68,49 +63,40 @@ class _Stacks:
 
 @dataclass(slots=True)
 class _Replay:
-    """Blocks as the history makes and frees them."""
+    """Blocks as the history makes and frees them.
 
-    address: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-    end: list[int] = field(default_factory=list)
-    stack: list[int] = field(default_factory=list)
-    open: dict[int, int] = field(default_factory=dict)  # address -> place
+    The history has the size that was asked for, and only blocks that are there have the held one.
+    """
+
+    rows: list[BlockRow] = field(default_factory=list)
+    open: dict[int, BlockRow] = field(default_factory=dict)  # by address
     asked: dict[int, int] = field(default_factory=dict)  # address -> when it was to be freed
 
-    def add(self, address: int, size: int, start: int, end: int, stack: int) -> None:
+    def add(self, address: int, size: int, start: int, end: int, stack: int) -> BlockRow:
         """Note a block that was in use from `start` to `end`."""
-        self.address.append(address)
-        self.size.append(size)
-        self.start.append(start)
-        self.end.append(end)
-        self.stack.append(stack)
+        row = BlockRow(address, size, start, end, stack)
+        self.rows.append(row)
+        return row
 
     def alloc(self, address: int, size: int, now: int, stack: int) -> None:
         """It is in use; what was there has been freed, if the history does not say when."""
         if address in self.open:
-            self.end[self.open.pop(address)] = self.asked.pop(address, now)
-        self.open[address] = len(self.address)
-        self.add(address, _round_up(size), now, STAYS, stack)
+            self.open.pop(address).end_ns = self.asked.pop(address, now)
+        self.open[address] = self.add(address, held_bytes(size), now, STAYS, stack)
 
-    def ask(self, address: int, size: int, now: int, stack: int) -> None:
+    def ask(self, address: int, size: int, now: int, _stack: int) -> None:
         """Python has let go of it; a stream may still use it."""
         if address not in self.open:  # its beginning is older than the history
-            self.open[address] = len(self.address)
-            self.add(address, _round_up(size), BEFORE, STAYS, -1)
+            self.open[address] = self.add(address, held_bytes(size), BEFORE, STAYS, -1)
         self.asked[address] = now
 
-    def free(self, address: int, size: int, now: int, stack: int) -> None:
+    def free(self, address: int, size: int, now: int, _stack: int) -> None:
         """Others may have it from now on."""
         self.asked.pop(address, None)
-        if address in self.open:
-            self.end[self.open.pop(address)] = now
-        else:
-            self.add(address, _round_up(size), BEFORE, now, -1)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // ROUNDING_BYTES) * ROUNDING_BYTES
+        row = self.open.pop(address, None)
+        if row is None:
+            row = self.add(address, held_bytes(size), BEFORE, STAYS, -1)
+        row.end_ns = now
 
 
 def of_torch(
@@ -168,7 +154,8 @@ def _of_torch(
         rank=rank,
         host=host,
         device="cuda",
-        blocks=_columns(replay),
+        # The others were freed before the recording.
+        blocks=make_blocks(row for row in replay.rows if row.end_ns >= 0),
         duration_ns=duration,
         stacks=tuple(stacks.places),
         reserved=_reserved(events.raw, times, sum(piece.size_bytes for piece in pieces)),
@@ -251,7 +238,7 @@ def _reconcile(
             alive[address] = size
             open_block = replay.open.get(address)
             if open_block is not None:
-                replay.size[open_block] = size  # held, where the history has what was asked for
+                open_block.size_bytes = size  # held, where the history has what was asked for
                 continue
             frames = _frames(block)
             replay.add(address, size, BEFORE, STAYS, stacks.place(frames) if frames.raw else -1)
@@ -260,7 +247,7 @@ def _reconcile(
         return pieces, ""
     gone = [address for address in replay.open if address not in alive]
     for address in gone:
-        replay.end[replay.open[address]] = max(replay.asked.get(address, now), 0)
+        replay.open[address].end_ns = max(replay.asked.get(address, now), 0)
     lost = sum(address not in replay.asked for address in gone)
     problem = (
         f"The history does not say when {lost} of its blocks were freed: their ends are too late."
@@ -322,21 +309,3 @@ def _reserved(events: Sequence[Mapping[str, Any]], times: Sequence[int], at_end:
     # Changes before the recording, or at its very beginning, are one state.
     is_last = np.append(change_ns[1:] > change_ns[:-1], True)
     return Reserved(change_ns[is_last], sizes[is_last])
-
-
-def _columns(replay: _Replay) -> Blocks:
-    start, end = np.array(replay.start, np.int64), np.array(replay.end, np.int64)
-    recorded = np.flatnonzero(end >= 0)  # the others were freed before the recording
-    order = recorded[np.argsort(start[recorded], kind="stable")]
-    none = np.full(len(order), -1, np.int32)
-    return Blocks(
-        address=np.array(replay.address, np.int64)[order],
-        size_bytes=np.array(replay.size, np.int64)[order],
-        start_ns=start[order],
-        end_ns=end[order],
-        category=np.full(len(order), UNKNOWN, np.int8),
-        is_exact=np.zeros(len(order), bool),
-        stack=np.array(replay.stack, np.int32)[order],
-        name=none,
-        operator=none.copy(),
-    )

@@ -78,15 +78,10 @@ def test_reused_address_is_a_new_block() -> None:
 
     (grown,) = growth.grown
     assert grown.kind == BlockKind((LINE9,), UNKNOWN, "")
-    assert (grown.before, grown.after, grown.new) == (
-        Amount(),
-        Amount(1, 20 * KB),
-        Amount(1, 20 * KB),
-    )
+    assert (grown.before, grown.after) == (Amount(), Amount(1, 20 * KB))
     (shrunk,) = growth.shrunk
     assert shrunk.kind.lines == (LINE3,)
     assert (shrunk.before, shrunk.after) == (Amount(3, 31 * KB), Amount(2, 16 * KB))
-    assert shrunk.new == Amount(1, 15 * KB)
     assert growth.ranks == {0: (Amount(3, 31 * KB), Amount(3, 36 * KB))}
 
 

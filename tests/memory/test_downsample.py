@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nbdist.memory.downsample import DownsampledRank, downsample, level
-from nbdist.memory.snapshot import ACTIVATION, STAYS, Snapshot, no_blocks
-from nbdist.memory.timeline import CLASSES, changes, curve, is_in_use, sizes_at, totals
+from nbdist.memory.snapshot import ACTIVATION, STAYS, Snapshot, make_blocks
+from nbdist.memory.timeline import CLASSES, changes, is_in_use, sizes_at, totals
 from tests.support.drawn_memory import Piece, blocks, million, random_blocks, rank_memory, training
 
 
@@ -73,9 +73,8 @@ def test_the_level_is_the_finest_that_has_room() -> None:
     assert sum(len(drawn.blocks) for drawn in shown.ranks) <= 5000
     assert shown.n_items == sum(len(drawn.blocks) + len(drawn.time_ns) for drawn in shown.ranks)
     for drawn, rank in zip(shown.ranks, snapshot.ranks, strict=True):
-        whole = curve(rank.blocks)
-        at = int(np.argmax(whole.total_bytes))
-        assert sums_after(drawn, int(whole.time_ns[at])).sum() == whole.total_bytes[at]
+        time_ns, total = totals(changes(rank.blocks))
+        assert sums_after(drawn, int(time_ns[np.argmax(total)])).sum() == total.max()
 
 
 @pytest.mark.parametrize("most", [0, 1])
@@ -92,4 +91,4 @@ def test_nothing_is_nothing() -> None:
     """No ranks; no blocks."""
     assert level(Snapshot(()).ranks, 10).n_items == 0
     assert level([rank_memory(0, [])], 10).n_items == 0
-    assert len(no_blocks()) == len(blocks([])) == 0
+    assert len(make_blocks()) == len(blocks([])) == 0

@@ -24,7 +24,8 @@ from nbdist.core.units import size
 from nbdist.errors import SnapshotError
 from nbdist.memory.file import PROTOCOL, read, read_folder, write, write_folder
 from nbdist.memory.snapshot import OutOfMemory, Segment, Snapshot
-from nbdist.memory.torch_reader import of_torch, to_torch
+from nbdist.memory.torch_reader import of_torch
+from nbdist.memory.torch_writer import to_torch
 from tests.support.memory_records import GPU, drawn
 
 

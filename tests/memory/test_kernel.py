@@ -2,19 +2,20 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nbdist.errors import SnapshotError
 from nbdist.memory.kernel.recordings import COST, Memories
-from nbdist.memory.snapshot import MemoryOptions, RankMemory, no_blocks
+from nbdist.memory.snapshot import MemoryOptions, empty
 from nbdist.variables import pack
 from tests.trace.test_kernel import Ranks, answered
 
 
 def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
-    memory = RankMemory(rank, f"host {rank}", "cpu", no_blocks(), duration_ns=duration_ns)
+    memory = replace(empty(rank, f"host {rank}", ""), duration_ns=duration_ns)
     return answered(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
 
 

@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 
 from nbdist.memory.oom_message import DEVICE, HOST, UNKNOWN, OomMessage
-from nbdist.memory.oom_remedies import (
-    BACKWARD,
-    FORWARD,
-    STEPPING,
-    Holder,
-    OomReport,
-    Remedy,
-    remedies,
-)
+from nbdist.memory.oom_remedies import Holder, OomReport, Remedy, remedies
 from nbdist.memory.oom_text import MORE, block, block_without_report
-from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, PARAMETER
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    CATEGORIES,
+    FORWARD,
+    PARAMETER,
+    STEPPING,
+)
 from nbdist.strategy.choose import choose
 
 GB = 10**9

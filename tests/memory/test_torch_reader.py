@@ -21,9 +21,10 @@ from nbdist.memory.snapshot import (
     OutOfMemory,
     RankMemory,
     Segment,
-    no_blocks,
+    make_blocks,
 )
-from nbdist.memory.torch_reader import NO_TIMES, of_torch, to_torch
+from nbdist.memory.torch_reader import NO_TIMES, of_torch
+from nbdist.memory.torch_writer import to_torch
 from tests.support.memory_records import GPU, MIB, at, drawn
 
 HUGE = 2**20000  # more digits than Python writes
@@ -37,7 +38,7 @@ def same(memory: RankMemory, other: RankMemory) -> bool:
         (getattr(memory.reserved, name), getattr(other.reserved, name))
         for name in ("time_ns", "size_bytes")
     ]
-    no_columns = {"blocks": no_blocks(), "reserved": None}
+    no_columns = {"blocks": make_blocks(), "reserved": None}
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs) and (
         replace(memory, **no_columns) == replace(other, **no_columns)
     )
@@ -284,7 +285,7 @@ def test_one_address_used_twice_in_one_moment() -> None:
     """Freed first, then taken again, however the clock stood still."""
     five = np.full(4, 5)
     blocks = replace(
-        no_blocks(),
+        make_blocks(),
         address=np.array([64, 64, 64, 64]),
         size_bytes=np.array([1, 2, 3, 4]),
         start_ns=np.array([0, 5, 5, 5]),

@@ -20,10 +20,10 @@ import torch
 from nbdist.core.rank import this_rank
 from nbdist.errors import OptionError
 from nbdist.memory.oom_message import HOST, UNKNOWN, OomMessage
-from nbdist.memory.oom_remedies import BACKWARD, FORWARD, STEPPING, Holder, OomReport
+from nbdist.memory.oom_remedies import Holder, OomReport
 from nbdist.memory.rank import owners, record, saved_tensors
 from nbdist.memory.rank.owners import StorageOwner
-from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, RankMemory
+from nbdist.memory.snapshot import ACTIVATION, BACKWARD, CATEGORIES, FORWARD, STEPPING, RankMemory
 from nbdist.memory.snapshot import UNKNOWN as NO_CATEGORY
 from nbdist.parallel import live_models, registry
 from nbdist.parallel.blocks import find_blocks

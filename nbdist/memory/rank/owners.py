@@ -15,12 +15,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nbdist.memory.blocks import NOWHERE
 from nbdist.memory.rank import ddp_fsdp
 from nbdist.memory.snapshot import BUFFER, COMMUNICATION, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
 from nbdist.parallel import live_models, registry
 
-# The address of what is held in C++, where only its size is known.
-NOWHERE = -1
 # Modules around the user's own, and what each calls the one that is inside.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = (DistributedDataParallel, torch.nn.DataParallel)

@@ -244,50 +244,34 @@ def _backwards(reading: _Reading) -> Iterator[Phase]:
         yield Phase(BACKWARD, start, end)
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """A call, and the one that it was made from.
-
-    Attributes:
-        outer: Place of that one; NO_LINK for none.
-        file, line, function, is_known: As memory.snapshot.AllocationFrame has them.
-    """
-
-    outer: int
-    file: str
-    line: int
-    function: str
-    is_known: bool
-
-
 @dataclass(slots=True)
 class Stacks:
     """Every stack once, made from calls that are under way.
 
     Attributes:
         cells: File name -> number, for the code of cells.
-        links: Every call once.
+        links: Every call once, with the place of the one that it was made from, or NO_LINK.
         unique: Every stack once, innermost frame first.
     """
 
     cells: Mapping[str, int]
-    links: list[_Link] = field(default_factory=list)
+    links: list[tuple[int, AllocationFrame]] = field(default_factory=list)
     unique: list[tuple[AllocationFrame, ...]] = field(default_factory=list)
-    _places: dict[_Link, int] = field(default_factory=dict)
+    _places: dict[tuple[int, AllocationFrame], int] = field(default_factory=dict)
     _stacks: dict[tuple[AllocationFrame, ...], int] = field(default_factory=dict)
     _place_of_call: dict[int, int] = field(default_factory=dict)
     _files: dict[str, str] = field(default_factory=dict)
 
     def call(self, outer: int, file: str, line: int, function: str) -> int:
         """A function begins; `line` is its first one."""
-        return self._place(_Link(outer, file, line, function, is_known=False))
+        return self._place((outer, AllocationFrame(file, line, function, is_line_known=False)))
 
     def at(self, link: int, line: int) -> int:
         """The same function, now at this line."""
         if link == NO_LINK:
             return link
-        call = self.links[link]
-        return self._place(_Link(call.outer, call.file, line, call.function, is_known=True))
+        outer, call = self.links[link]
+        return self._place((outer, AllocationFrame(call.file, line, call.function)))
 
     def place(self, link: int) -> int:
         """The stack of a call, as a place in `unique`; -1 where nothing of it is worth showing."""
@@ -299,11 +283,10 @@ class Stacks:
     def _new(self, link: int) -> int:
         frames = []
         while link != NO_LINK:
-            call = self.links[link]
+            link, call = self.links[link]
             file = self._file(call.file)
             if file:
-                frames.append(AllocationFrame(file, call.line, call.function, call.is_known))
-            link = call.outer
+                frames.append(replace(call, file=file))
         if not frames:
             return -1
         stack = tuple(frames)
@@ -312,7 +295,7 @@ class Stacks:
             self.unique.append(stack)
         return self._stacks[stack]
 
-    def _place(self, link: _Link) -> int:
+    def _place(self, link: tuple[int, AllocationFrame]) -> int:
         place = self._places.get(link)
         if place is None:
             place = self._places[link] = len(self.links)
