@@ -255,7 +255,10 @@ def _infer(memory: RankMemory) -> npt.NDArray[np.int8]:
     category[is_before & in_backward] = ACTIVATION
     category[from_backward & (end != start)] = GRADIENT
     category[(start == end) & ~is_before] = TEMPORARY
-    category[_is_sent(memory)] = COMMUNICATION
+    # Allocated to gather, reduce or send. The last entry stands for a place of -1: not known.
+    operators = np.array([*(bool(_COLLECTIVE.search(name)) for name in memory.names), False])
+    stacks = np.array([*(_sends(stack) for stack in memory.stacks), False])
+    category[operators[blocks.operator] | stacks[blocks.stack]] = COMMUNICATION
     return category
 
 
@@ -285,15 +288,6 @@ def _next_backwards(
         if segment % 2 and phases[segment // 2].kind == BACKWARD:
             next_one, next_two = segment, next_one
     return first, second
-
-
-def _is_sent(memory: RankMemory) -> npt.NDArray[np.bool_]:
-    """Whether each block was allocated to gather, reduce or send."""
-    # The last entry stands for a place of -1: not known.
-    operators = np.array([*(bool(_COLLECTIVE.search(name)) for name in memory.names), False])
-    stacks = np.array([*(_sends(stack) for stack in memory.stacks), False])
-    is_sent: npt.NDArray[np.bool_] = operators[memory.blocks.operator] | stacks[memory.blocks.stack]
-    return is_sent
 
 
 def _sends(stack: Sequence[AllocationFrame]) -> bool:

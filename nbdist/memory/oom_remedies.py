@@ -8,7 +8,7 @@ them, which are estimates. docs/memory.md has each formula.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nbdist.errors import OptionError
 from nbdist.memory.oom_message import DEVICE, UNKNOWN, OomMessage
@@ -145,17 +145,17 @@ _NONE_SEEN = "no activations were recorded to predict from"
 
 
 def _batch(shortage: OomReport) -> Iterator[Remedy]:
-    scaled = shortage.scaled_bytes
-    why = "half of the activations" if scaled else _NONE_SEEN
-    yield _rung(shortage, "half the batch", scaled / 2 if scaled else UNKNOWN, why)
-
-
-def _accumulation(shortage: OomReport) -> Iterator[Remedy]:
     times = 2 * (shortage.choice.options.accumulate if shortage.choice else 1)
     scaled = shortage.scaled_bytes
-    why = "the same; the batch per step stays as it is" if scaled else _NONE_SEEN
-    what = f"half the batch with --accumulate {times}"
-    yield _rung(shortage, what, scaled / 2 if scaled else UNKNOWN, why)
+    for what, why in (
+        ("half the batch", "half of the activations"),
+        (
+            f"half the batch with --accumulate {times}",
+            "the same; the batch per step stays as it is",
+        ),
+    ):
+        gain = scaled / 2 if scaled else UNKNOWN
+        yield _rung(shortage, what, gain, why if scaled else _NONE_SEEN)
 
 
 def _half_precision(shortage: OomReport) -> Iterator[Remedy]:
@@ -212,15 +212,16 @@ def _split(shortage: OomReport) -> Iterator[Remedy]:
         return
     ranks = max(2, choice.world_size)
     on = "" if ranks == choice.world_size else f" on {ranks} ranks (%dist_init -n {ranks})"
-    for name, options, what in (
-        ("deepspeed", {"stage": 2}, "%dist_strategy deepspeed --stage 2"),
-        ("fsdp", {}, "%dist_strategy fsdp"),
-    ):
+    for name, options, words in (("deepspeed", {"stage": 2}, " --stage 2"), ("fsdp", {}, "")):
         other = _like(choice, name, options, ranks)
         if other is None or (gain := _gain(shortage, choice, other)) <= 0:
             continue
+        degrees = ((word, getattr(other.degrees, word)) for word in ("tp", "pp", "cp"))
+        in_use = "".join(f" --{word} {degree}" for word, degree in degrees if degree > 1)
         formula = footprint.held_formula(other)
-        yield _rung(shortage, f"{what}{_degrees(other)}{on}", gain, f"states as {formula}")
+        yield _rung(
+            shortage, f"%dist_strategy {name}{words}{in_use}{on}", gain, f"states as {formula}"
+        )
 
 
 def _offload(shortage: OomReport) -> Iterator[Remedy]:
@@ -229,14 +230,10 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
     if shortage.message.memory != DEVICE or (choice and choice.options.offload == "nvme"):
         return
     is_on_host = bool(choice and choice.options.offload)
-    for name, where, options in (
-        ("fsdp", "cpu", {}),
-        ("deepspeed", "nvme", {"stage": 3}),
-    ):
+    for words, where in (("fsdp", "cpu"), ("deepspeed --stage 3", "nvme")):
         if where == "cpu" and is_on_host:
             continue
-        words = "".join(f" --{key} {value}" for key, value in options.items())
-        what = f"%dist_strategy {name}{words} --offload {where}"
+        what = f"%dist_strategy {words} --offload {where}"
         if choice is None:
             yield Remedy(what, UNKNOWN, None, "no prepared model to predict from")
         elif is_on_host:
@@ -249,7 +246,7 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
 
 
 _STEPS: tuple[Callable[[OomReport], Iterator[Remedy]], ...] = (
-    _batch, _accumulation, _half_precision, _checkpoint, _allocator, _split, _offload,
+    _batch, _half_precision, _checkpoint, _allocator, _split, _offload,
 )  # fmt: skip
 
 
@@ -267,11 +264,6 @@ def _like(
         return None
 
 
-def _degrees(choice: Strategy) -> str:
-    words = ((word, getattr(choice.degrees, word)) for word in ("tp", "pp", "cp"))
-    return "".join(f" --{word} {degree}" for word, degree in words if degree > 1)
-
-
 def _states(shortage: OomReport) -> int:
     return sum(shortage.categories[_CATEGORY[what]] for what in HELD)
 
@@ -286,9 +278,10 @@ def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:
             for strategy in (now, other)
         )
         gain += held_bytes - held_bytes * before / after
-    is_gathered = footprint.split_axes(other, "parameters") and not footprint.split_axes(
-        replace(now), "parameters"
+    is_split, was_split = (
+        footprint.split_axes(strategy, "parameters") for strategy in (other, now)
     )
+    is_gathered = is_split and not was_split
     return gain - (_gathered(shortage, now) if is_gathered else 0)
 
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from nbdist.strategy.footprint import CALLS
 from nbdist.trace import intervals, notes, straggler
 from nbdist.trace.intervals import Integers
 from nbdist.trace.match_collectives import match_collectives
-from nbdist.trace.spans import Spans, common_steps, spans
+from nbdist.trace.spans import Spans, common_steps, is_inside, spans
 from nbdist.trace.trace import COMMUNICATION, KINDS, MARK, WAIT, Events, RankTrace, Trace
 
 
@@ -159,7 +158,10 @@ def breakdown(trace: Trace) -> TimeBreakdown:
         _rank(rank, rank_spans, waited.get(place), n_steps)
         for place, (rank, rank_spans) in enumerate(zip(traces, spans_of, strict=True))
     )
-    step_ns = _step_ns(ranks)
+    # Each step is as long as on the rank that took longest.
+    step_durations_ns = zip(*(rank.steps_ns for rank in ranks), strict=True)
+    longest_ns = [max(durations_ns) for durations_ns in step_durations_ns]
+    step_ns = int(np.median(longest_ns)) if longest_ns else 0
     traffic = _traffic(traces, spans_of, n_steps)
     return TimeBreakdown(
         ranks=ranks,
@@ -207,14 +209,6 @@ def _rank(
     )
 
 
-def _step_ns(ranks: Sequence[RankBreakdown]) -> int:
-    """The middle one of all steps, each as long as on the rank that took longest."""
-    longest = [
-        max(durations_ns) for durations_ns in zip(*(rank.steps_ns for rank in ranks), strict=True)
-    ]
-    return int(np.median(longest)) if longest else 0
-
-
 def _slowest(
     ranks: Sequence[RankBreakdown], costs: Mapping[int, int], step_ns: int
 ) -> Slowest | None:
@@ -230,19 +224,12 @@ def _slowest(
     return Slowest(ranks[place].rank, cost_ns, cost_ns / whole_ns, 2 * others < costs[place])
 
 
-def _inside(trace: RankTrace, rank_spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which events begin within the window."""
-    [[start, end]] = rank_spans.window.tolist()
-    inside: npt.NDArray[np.bool_] = (trace.events.start_ns >= start) & (trace.events.start_ns < end)
-    return inside
-
-
 def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple[Operation, ...]:
     counts: Counter[tuple[str, int]] = Counter()
     times_ns: Counter[tuple[str, int]] = Counter()
     for trace, rank_spans in zip(traces, spans_of, strict=True):
         events = trace.events
-        chosen = _inside(trace, rank_spans) & ~np.isin(events.kind, (MARK, WAIT))
+        chosen = is_inside(trace, rank_spans) & ~np.isin(events.kind, (MARK, WAIT))
         codes = events.name[chosen].astype(np.int64) * len(KINDS) + events.kind[chosen]
         size = len(trace.names) * len(KINDS)
         counted = np.bincount(codes, minlength=size)
@@ -280,7 +267,7 @@ def _traffic(
     durations_ns: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     for trace, rank_spans in zip(traces, spans_of, strict=True):
         events = trace.events
-        for place in np.flatnonzero(_inside(trace, rank_spans) & (events.kind == COMMUNICATION)):
+        for place in np.flatnonzero(is_inside(trace, rank_spans) & (events.kind == COMMUNICATION)):
             group = int(events.group[place])
             group_name = trace.groups[group] if group >= 0 else ""
             n_ranks = len(trace.group_ranks[group]) if group >= 0 else len(traces)

@@ -186,7 +186,10 @@ class _Scan:
         matches = _EVENT.findall(text)
         if len(matches) < text.count(b'"ph": "X"') - is_last:
             raise _Foreign
-        self._take_threads(text)
+        for process, thread, args in _THREAD.findall(text):
+            key = (_plain(process), _plain(thread))
+            name = str(_parse(args).get("name", ""))
+            self.threads[key] = (*self.threads.get(key, ()), name)
         if not matches:
             return
         heads, starts, durations = zip(*matches, strict=True)
@@ -195,19 +198,11 @@ class _Scan:
         self.starts.append(_nanoseconds(starts))
         self.durations.append(_nanoseconds(durations))
         is_wanted = np.array([_WANTED.match(head) is not None for head in self.table])
-        self._take_args(text, np.flatnonzero(is_wanted[numbers]))
-        self.count += len(matches)
-
-    def _take_args(self, text: bytes, wanted: Integers) -> None:
+        wanted = np.flatnonzero(is_wanted[numbers])
         for number, match in zip(wanted, _WANTED.finditer(text), strict=False):
-            if args := _ARGS.match(text, match.end()):
-                self.args[self.count + int(number)] = _parse(args.group(1))
-
-    def _take_threads(self, text: bytes) -> None:
-        for process, thread, args in _THREAD.findall(text):
-            key = (_plain(process), _plain(thread))
-            name = str(_parse(args).get("name", ""))
-            self.threads[key] = (*self.threads.get(key, ()), name)
+            if noted := _ARGS.match(text, match.end()):
+                self.args[self.count + int(number)] = _parse(noted.group(1))
+        self.count += len(matches)
 
     def _whole(self, header: Mapping[str, Any]) -> RawTrace:
         return RawTrace(

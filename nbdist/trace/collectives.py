@@ -30,11 +30,6 @@ class TraceGroup:
     ranks: tuple[int, ...]
     torch_name: str
 
-    @property
-    def size(self) -> int:
-        """How many ranks it has."""
-        return len(self.ranks)
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
@@ -97,7 +92,7 @@ def of_nccl(call: CollectiveCall, groups: Sequence[TraceGroup]) -> Meaning:
     args = call.args
     name = trace_names.collective(str(args.get("Collective name") or call.name))
     place = _place(str(args.get("Process Group Name", "")), groups)
-    n_ranks = int(args.get("Group size") or (groups[place].size if place >= 0 else 1))
+    n_ranks = int(args.get("Group size") or (len(groups[place].ranks) if place >= 0 else 1))
     width = trace_names.type_bytes(str(args.get("dtype", "")))
     sizes = [int(args.get(key) or 0) for key in ("In msg nelems", "Out msg nelems")]
     return Meaning(name, _whole(name, max(sizes) * width, n_ranks), place)
@@ -125,7 +120,7 @@ def of_gloo(
     meanings = []
     for call in calls:
         place = group_of.get(call.lane, 0 if len(groups) == 1 else -1)
-        n_ranks = groups[place].size if place >= 0 else 1
+        n_ranks = len(groups[place].ranks) if place >= 0 else 1
         elements = sum(_elements(call.args))
         types = call.args.get("Input type") or [""]
         width = trace_names.type_bytes(str(types[0]))

@@ -8,7 +8,8 @@ events stay as they are, and so do those of one stretch that is kept in full.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ MOST_DEPTH = 8
 # So many levels of nested events are shown however many ranks there are.
 LEAST_DEPTH = 3
 NOWHERE = (0, 0)
+_WIDTHS_NS = (0, *(digit * 10**power for power in range(19) for digit in (1, 2, 5)))
 
 Truths = npt.NDArray[np.bool_]
 
@@ -121,8 +123,15 @@ def layout_rows(trace: Trace, most_rows: int) -> TraceRows:
     Each lane shows LEAST_DEPTH levels in any case, as far as it has them.
     """
     heights = [_heights(rank.events, len(rank.lanes)) for rank in trace.ranks]
-    depth = _depth(np.concatenate([*heights, _NONE]), most_rows)
-    rows = tuple(_rows(heights, depth))
+    every = np.concatenate([*heights, _NONE])
+    depths = range(MOST_DEPTH, LEAST_DEPTH, -1)
+    depth = next((d for d in depths if np.minimum(every, d).sum() <= most_rows), LEAST_DEPTH)
+    rows = tuple(
+        TimelineRow(place, lane, level)
+        for place, lanes in enumerate(heights)
+        for lane, height in enumerate(lanes)
+        for level in range(min(height, depth))
+    )
     first_row = {(row.place, row.lane): at for at, row in enumerate(rows) if row.depth == 0}
     names: dict[str, int] = {}
     groups: dict[str, int] = {}
@@ -163,9 +172,8 @@ def merge_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int] = NOW
     short, long = np.flatnonzero(is_short), np.flatnonzero(~is_short)
     first = _begins(events, short, width_ns)
     blocks = _blocks(events, short, first)
-    long_columns = (getattr(events, name)[long] for name in ("row", "kind", "start_ns"))
     singles = [
-        *long_columns,
+        *(getattr(events, name)[long] for name in ("row", "kind", "start_ns")),
         events.start_ns[long] + events.duration_ns[long],
         events.duration_ns[long],
         np.ones(len(long), np.int64),
@@ -184,15 +192,12 @@ def finest_fitting(events: TraceRows, most_items: int, full_ns: tuple[int, int] 
     """
     end_ns = events.start_ns + events.duration_ns
     span_ns = int(end_ns.max(initial=0)) - int(events.start_ns.min(initial=0))
-    widths = list(_widths(span_ns))
-    low, high = 0, len(widths) - 1  # widths[high] has few enough, or is the coarsest
-    while low < high:
-        middle = (low + high) // 2
-        if _count(events, widths[middle], full_ns) <= most_items:
-            high = middle
-        else:
-            low = middle + 1
-    return merge_short(events, widths[high], full_ns)
+    widths = _WIDTHS_NS[: bisect_right(_WIDTHS_NS, 2 * span_ns) + 1]  # the last one merges all
+    finest = bisect_left(
+        widths, True, hi=len(widths) - 1,
+        key=lambda width_ns: _count(events, width_ns, full_ns) <= most_items,
+    )  # fmt: skip
+    return merge_short(events, widths[finest], full_ns)
 
 
 def full_window(trace: Trace, events: TraceRows, most_items: int) -> tuple[int, int]:
@@ -219,19 +224,6 @@ def _heights(events: Events, lanes: int) -> Integers:
     heights = np.zeros(lanes, np.int64)
     np.maximum.at(heights, events.lane, events.depth.astype(np.int64) + 1)
     return heights
-
-
-def _depth(heights: Integers, most_rows: int) -> int:
-    depths = range(MOST_DEPTH, LEAST_DEPTH, -1)
-    return next(
-        (depth for depth in depths if np.minimum(heights, depth).sum() <= most_rows), LEAST_DEPTH
-    )
-
-
-def _rows(heights: Sequence[Integers], depth: int) -> Iterator[TimelineRow]:
-    for place, lanes in enumerate(heights):
-        for lane, height in enumerate(lanes):
-            yield from (TimelineRow(place, lane, level) for level in range(min(height, depth)))
 
 
 def _numbers(texts: Sequence[str], numbers: dict[str, int]) -> Integers:
@@ -284,15 +276,3 @@ def _count(events: TraceRows, width_ns: int, full_ns: tuple[int, int]) -> int:
     """How many items `merged` makes, without making them."""
     short = np.flatnonzero(_is_short(events, width_ns, full_ns))
     return len(events) - len(short) + len(_begins(events, short, width_ns))
-
-
-def _widths(span_ns: int) -> Iterator[int]:
-    """0, 1, 2, 5, 10, ... up to one that is longer than all."""
-    yield 0
-    power = 1
-    while True:
-        for digit in (1, 2, 5):
-            yield digit * power
-            if digit * power > 2 * span_ns:
-                return
-        power *= 10

@@ -14,7 +14,7 @@ from nbdist.trace import intervals
 from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
 from nbdist.trace.intervals import Integers
 from nbdist.trace.names import AUTOGRAD
-from nbdist.trace.spans import Spans, spans
+from nbdist.trace.spans import Spans, is_inside, spans
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, RankTrace, Trace
 
 # A loss that is printed once in a step, and a check of its gradients' norm, are usual.
@@ -78,9 +78,7 @@ def copies_to_host(context: TraceContext) -> RuleHit | None:
     if context.rank.device == "cpu" or count <= COPIES_PER_STEP:
         return None
     # The wait before a copy is what it costs; the copy itself is short.
-    waits = _union(
-        context, _select(context, (HOST,), re.compile(r"aten::(item|_local_scalar_dense)$"))
-    )
+    waits = _union(context, _select(context, (HOST,), r"aten::(item|_local_scalar_dense)$"))
     spent_ns = max(intervals.length(waits), intervals.length(_union(context, chosen)))
     return RuleHit(
         f"{count:.0f} copies from the GPU to the host per {context.per} "
@@ -94,7 +92,7 @@ def casts(context: TraceContext) -> RuleHit | None:
     """Values are copied from one type to another."""
     chosen = _select(context, (COMPUTE,), _CASTS)
     # The optimizer's own numbers (its count of steps) are not cast by the user.
-    steps = _union(context, _select(context, (MARK,), re.compile(r"Optimizer\.")))
+    steps = _union(context, _select(context, (MARK,), r"Optimizer\."))
     spent_ns = intervals.length(intervals.difference(_union(context, chosen), steps))
     share = spent_ns / max(1, context.breakdown.compute_ns)
     if share <= TENTH:
@@ -116,7 +114,7 @@ def data(context: TraceContext) -> RuleHit | None:
         f"rank {breakdown.rank} waits {breakdown.data_ns / context.n_steps / 1e6:.1f} ms per "
         f"{context.per} for data ({context.part(breakdown.data_ns):.0%})",
         share=context.part(breakdown.data_ns),
-        spots=_spots(context, _select(context, (DATA,), re.compile("enumerate"))),
+        spots=_spots(context, _select(context, (DATA,), "enumerate")),
     )
 
 
@@ -144,8 +142,10 @@ def much_communication(context: TraceContext) -> RuleHit | None:
     spent_ns = breakdown.exposed_ns - breakdown.waited_ns
     if context.part(spent_ns) <= HALF:
         return None
-    chosen = _select(context, (COMMUNICATION,), re.compile(""))
-    name = _busiest(context.rank, chosen)
+    chosen = _select(context, (COMMUNICATION,))
+    events, names = context.rank.events, context.rank.names
+    spent = np.bincount(events.name[chosen], events.duration_ns[chosen], minlength=len(names))
+    name = names[int(np.argmax(spent))]
     return RuleHit(
         f"collectives that compute does not overlap, mostly {name}, take "
         f"{context.part(spent_ns):.0%} of a {context.per} on rank {breakdown.rank}",
@@ -157,7 +157,7 @@ def much_communication(context: TraceContext) -> RuleHit | None:
 def small_kernels(context: TraceContext) -> RuleHit | None:
     """A GPU is idle between kernels that are too short."""
     events = context.rank.events
-    chosen = _select(context, (COMPUTE,), re.compile(""))
+    chosen = _select(context, (COMPUTE,))
     count = int(chosen.sum())
     small = int((events.duration_ns[chosen] < SMALL_KERNEL_NS).sum())
     idle = context.part(context.breakdown.idle_ns)
@@ -219,7 +219,7 @@ def no_overlap(context: TraceContext) -> RuleHit | None:
         return None
     names = [name in _GRADIENTS for name in context.rank.names]
     events = context.rank.events
-    chosen = _select(context, (COMMUNICATION,), re.compile("")) & np.array(names)[events.name]
+    chosen = _select(context, (COMMUNICATION,)) & np.array(names)[events.name]
     sent = _union(context, chosen)
     hidden_ns = intervals.length(intervals.intersection(sent, context.spans.compute))
     whole_ns = intervals.length(sent)
@@ -235,18 +235,13 @@ def no_overlap(context: TraceContext) -> RuleHit | None:
 
 
 def _select(
-    context: TraceContext, kinds: Sequence[int], pattern: re.Pattern[str]
+    context: TraceContext, kinds: Sequence[int], pattern: str | re.Pattern[str] = ""
 ) -> npt.NDArray[np.bool_]:
     """Events in the window, of these kinds, whose names begin so."""
     events = context.rank.events
-    [[start, end]] = context.spans.window.tolist()
-    named = np.array([pattern.match(name) is not None for name in context.rank.names], bool)
-    chosen: npt.NDArray[np.bool_] = (
-        np.isin(events.kind, kinds)
-        & named[events.name]
-        & (events.start_ns >= start)
-        & (events.start_ns < end)
-    )
+    named = np.array([bool(re.match(pattern, name)) for name in context.rank.names], bool)
+    inside = is_inside(context.rank, context.spans)
+    chosen: npt.NDArray[np.bool_] = np.isin(events.kind, kinds) & named[events.name] & inside
     return chosen
 
 
@@ -284,14 +279,6 @@ def _longest_idle(context: TraceContext) -> Integers:
     _, firsts = np.unique(step_of, return_index=True)
     longest_per_step: Integers = longest_first[np.sort(firsts)]
     return longest_per_step
-
-
-def _busiest(rank: RankTrace, chosen: npt.NDArray[np.bool_]) -> str:
-    """The name of the chosen events that take longest together."""
-    spent = np.bincount(
-        rank.events.name[chosen], rank.events.duration_ns[chosen], minlength=len(rank.names)
-    )
-    return rank.names[int(np.argmax(spent))]
 
 
 RULES = (

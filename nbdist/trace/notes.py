@@ -60,7 +60,11 @@ def _first(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
 
 
 def _communication(traces: Sequence[RankTrace]) -> Iterator[str]:
-    names = {trace.names[name] for trace in traces for name in _names(trace)}
+    names = {
+        trace.names[name]
+        for trace in traces
+        for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
+    }
     on_cpu = any(trace.device == "cpu" for trace in traces)
     if not names:
         yield "No collective was recorded."
@@ -68,8 +72,3 @@ def _communication(traces: Sequence[RankTrace]) -> Iterator[str]:
         yield "On a CPU, idle time includes Python between two operators."
     if on_cpu and "reduce-scatter" in names:
         yield "Gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes shown."
-
-
-def _names(trace: RankTrace) -> list[int]:
-    names: list[int] = np.unique(trace.events.name[trace.events.kind == COMMUNICATION]).tolist()
-    return names

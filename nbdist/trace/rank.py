@@ -211,7 +211,7 @@ def _expectation() -> dict[str, Any]:
     choice = registry.current()
     # Of the whole model, whatever this rank holds of it.
     n_parameters = sum(
-        _count(prepared.layouts[name].shape)
+        torch.Size(prepared.layouts[name].shape).numel()
         for prepared in registry.prepared()
         for name in prepared.parameters
     )
@@ -222,10 +222,6 @@ def _expectation() -> dict[str, Any]:
         "formula": footprint.sent_phrases(choice) if n_parameters else (),
         "formula_bytes": sent or None,
     }
-
-
-def _count(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _folder() -> Path:

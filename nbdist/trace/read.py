@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from nbdist.trace import chrome_trace, collectives
 from nbdist.trace import names as trace_names
-from nbdist.trace.chrome_trace import RawTrace
+from nbdist.trace.chrome_trace import Head, RawTrace
 from nbdist.trace.collectives import CollectiveCall, Meaning, TraceGroup
 from nbdist.trace.lanes import Lanes, lanes_of
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA, HOST, Events, Integers, RankTrace, Step
@@ -60,8 +60,7 @@ def read(path: Path, rank: int = 0) -> RecordedTrace:
 
 def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     """Give the columns of a file their meaning; see `read`."""
-    is_kept = np.array([head.category not in trace_names.LEFT_OUT for head in raw.heads], bool)
-    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    raw = _keep(raw, lambda head: head.category not in trace_names.LEFT_OUT)
     ours = _record(raw.header, OURS)
     zero_ns = int(raw.start_ns.min()) if len(raw) else 0
     steps = _steps(raw, zero_ns, ours.get("ends"))
@@ -74,8 +73,7 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
             Step(number, step.start_ns - first.start_ns, step.end_ns - first.start_ns)
             for number, step in enumerate(steps)
         )
-    is_kept = np.array([not _is_step(head.name) for head in raw.heads], bool)
-    raw = _reorder(raw, np.flatnonzero(is_kept[raw.head]) if len(raw) else np.empty(0, np.int64))
+    raw = _keep(raw, lambda head: not _is_step(head.name))
     raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
@@ -106,6 +104,10 @@ def _problem(raw: RawTrace, noted: str) -> str:
     torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
     empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."
     return " ".join(filter(None, (noted, torn, empty)))
+
+
+def _keep(raw: RawTrace, is_kept: Callable[[Head], bool]) -> RawTrace:
+    return _reorder(raw, np.flatnonzero(np.array(list(map(is_kept, raw.heads)), bool)[raw.head]))
 
 
 def _reorder(raw: RawTrace, order: Integers) -> RawTrace:
@@ -160,11 +162,11 @@ def _events(
 ) -> tuple[Events, tuple[str, ...]]:
     """The columns, and the names that they refer to."""
     kinds = [trace_names.kind(head.category, head.name, is_device=is_device) for head in raw.heads]
-    kind = np.array(kinds, np.int8)[raw.head] if len(raw) else np.empty(0, np.int8)
-    lane = lanes.of_head[raw.head] if len(raw) else np.empty(0, np.int32)
+    kind = np.array(kinds, np.int8)[raw.head]
+    lane = lanes.of_head[raw.head]
     names: dict[str, int] = {}
     of_head = np.array([names.setdefault(head.name, len(names)) for head in raw.heads], np.int32)
-    name = of_head[raw.head] if len(raw) else np.empty(0, np.int32)
+    name = of_head[raw.head]
     start_ns = raw.start_ns - zero_ns
     end_ns = start_ns + raw.duration_ns
     depth = np.zeros(len(raw), np.int16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from nbdist.trace import intervals
 from nbdist.trace.intervals import Integers
@@ -42,7 +43,12 @@ def common_steps(trace: Trace) -> int:
 
 def spans(trace: RankTrace, n_steps: int) -> Spans:
     """What went on when, within the first steps of a rank; within everything where that is 0."""
-    window = window_of(trace, n_steps)
+    events, window = trace.events, np.empty((0, 2), np.int64)
+    if n_steps:
+        window = np.array([[trace.steps[0].start_ns, trace.steps[n_steps - 1].end_ns]])
+    elif len(events):
+        end_ns = (events.start_ns + events.duration_ns).max()
+        window = np.array([[events.start_ns.min(), end_ns]])
     return Spans(
         window,
         intervals.intersection(_computing(trace), window),
@@ -53,14 +59,11 @@ def spans(trace: RankTrace, n_steps: int) -> Spans:
     )
 
 
-def window_of(trace: RankTrace, n_steps: int) -> Integers:
-    """From the first step's start to the last one's end; all that was recorded without steps."""
-    events = trace.events
-    if n_steps:
-        return np.array([[trace.steps[0].start_ns, trace.steps[n_steps - 1].end_ns]])
-    if not len(events):
-        return np.empty((0, 2), np.int64)
-    return np.array([[events.start_ns.min(), (events.start_ns + events.duration_ns).max()]])
+def is_inside(trace: RankTrace, rank_spans: Spans) -> npt.NDArray[np.bool_]:
+    """Which events begin within the window."""
+    [[start, end]] = rank_spans.window.tolist()
+    inside: npt.NDArray[np.bool_] = (trace.events.start_ns >= start) & (trace.events.start_ns < end)
+    return inside
 
 
 def _of_kind(trace: RankTrace, kind: int, lane: int | None = None) -> Integers:
@@ -74,13 +77,9 @@ def _of_kind(trace: RankTrace, kind: int, lane: int | None = None) -> Integers:
 
 def _computing(trace: RankTrace) -> Integers:
     """A lane that waits inside an operator does not compute meanwhile."""
-    waiting = np.unique(trace.events.lane[trace.events.kind == WAIT])
-    lanes = np.unique(trace.events.lane[trace.events.kind == COMPUTE])
-    parts = []
-    for lane in lanes:
-        computes = _of_kind(trace, COMPUTE, lane)
-        is_waiting = lane in waiting
-        parts.append(
-            intervals.difference(computes, _of_kind(trace, WAIT, lane)) if is_waiting else computes
-        )
-    return intervals.union_of(parts)
+    waiting = set(trace.events.lane[trace.events.kind == WAIT].tolist())
+    lanes = set(trace.events.lane[trace.events.kind == COMPUTE].tolist())
+    parts = {lane: _of_kind(trace, COMPUTE, lane) for lane in lanes}
+    for lane in parts.keys() & waiting:
+        parts[lane] = intervals.difference(parts[lane], _of_kind(trace, WAIT, lane))
+    return intervals.union_of(list(parts.values()))

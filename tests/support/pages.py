@@ -12,6 +12,10 @@ from typing import Any
 
 from nbdist.core.view import View
 
+# Names that no page may take for anything else.
+MARKUP = "</script><script>alert(1)</script><!-- \"'&"
+STRANGE = (MARKUP, "ядро $x_1$ 核函数 \U0001f600", "n" * 5000, "two\nlines", "")
+
 
 class Tags(HTMLParser):
     """Every tag with its attributes."""

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 from matplotlib.image import imread
 
 from nbdist.core.finding import WARN, Finding, Spot
-from nbdist.core.view import View
-from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
 from nbdist.trace.breakdown import Operation, RankBreakdown, Slowest, TimeBreakdown, Traffic
 from nbdist.trace.downsample import layout_rows
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, KINDS, Lane, RankTrace, Step, Trace
 from nbdist.trace.view import image as trace_image
 from nbdist.trace.view.report import trace_report
-from tests.support import pages
 from tests.support.drawn_traces import events, random_trace, rank_trace, training
-from tests.support.pages import Tags, size_of
+from tests.support.pages import MARKUP, STRANGE, Tags, data_of, size_of
 
 MOST_BYTES = 2_000_000
 MS = 10**6
@@ -72,11 +63,6 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
-def data_of(view: View) -> dict[str, Any]:
-    """What the page has packed."""
-    return pages.data_of(view)
-
-
 def test_the_text_has_all_numbers() -> None:
     """Head, findings, a row for each rank, slowest rank, operations, traffic beside its formula."""
     trace = replace(training(600), notes=("One file was torn.",))
@@ -104,34 +90,6 @@ def test_the_text_has_all_numbers() -> None:
         "(all-reduce gradients over dp)"
     ) in lines
     assert lines[-2:] == ["One file was torn.", "Clocks were aligned at 12 collectives."]
-
-
-def test_the_bundle_has_html_image_and_text() -> None:
-    """The HTML has the same image, described, below a sandboxed frame that covers it."""
-    view = trace_report(training(600), SHARES, [FINDING])
-    bundle = view._repr_mimebundle_()
-    tags = Tags(view.html)
-    picture, over = tags.one("img"), tags.one("iframe")
-
-    assert set(bundle) == {"text/plain", "text/html", "image/png"}
-    assert picture["src"] == f"data:image/png;base64,{bundle['image/png']}"
-    assert picture["alt"] == f"Timeline: {view.text.splitlines()[0]}. The numbers are below it."
-    assert over["sandbox"] == "allow-scripts"
-    assert "position:absolute;inset:0" in over["style"]
-    assert "script" not in {tag for tag, _ in tags.tags}
-    for line in view.text.splitlines():
-        assert line.strip().split("  ")[0] in html.unescape(re.sub(r"<[^>]*>", "", view.html))
-
-
-def test_nothing_comes_from_the_network() -> None:
-    """No address stands in the page, and the frame's own policy forbids all of them."""
-    view = trace_report(training(600), SHARES, [])
-    inner = Tags(view.html).one("iframe")["srcdoc"]
-
-    assert "http:" not in view.html
-    assert "https:" not in view.html
-    assert "//cdn" not in inner
-    assert "default-src 'none'" in Tags(inner).tags[3][1]["content"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -209,8 +167,6 @@ def test_deep_events_that_have_no_room_are_told() -> None:
 
 
 NOTHING = Trace((rank_trace(0, events([])), rank_trace(1, events([]), problem="no file")))
-MARKUP = "</script><script>alert(1)</script><!-- \"'&"
-STRANGE = (MARKUP, "ядро $x_1$ 核函数 \U0001f600", "n" * 5000, "two\nlines", "")
 BAD = {
     "no ranks": Trace(()),
     "no events": NOTHING,
@@ -257,17 +213,6 @@ def test_any_trace_is_drawn(trace: Trace) -> None:
         "iframe",
     ]
     assert size_of(view) < MOST_BYTES / 4
-
-
-def test_names_cannot_end_the_script_that_holds_them() -> None:
-    """The frame has its own three scripts' text and the data, whatever events are called."""
-    view = trace_report(BAD["strange names"], NO_SHARES, [])
-    inner = Tags(view.html).one("iframe")["srcdoc"]
-
-    assert "alert(1)" not in inner
-    assert len(re.findall("<script", inner)) == len(re.findall("</script", inner)) == 2
-    assert data_of(view)["names"][:2] == list(STRANGE[:2])
-    assert max(map(len, data_of(view)["names"])) == recording_iframe.MOST_NAME
 
 
 def test_what_a_rank_lacks_is_told() -> None:
@@ -371,47 +316,6 @@ def test_an_image_of_many_ranks_stays_small() -> None:
 
     assert 64 * 4 * 3 <= height <= 1400
     assert len(drawn) < 300_000
-
-
-def test_drawing_leaves_matplotlib_as_it_is() -> None:
-    """No figure of pyplot's, the same backend and settings; the user's style does not matter."""
-    trace = training(300)
-    plain = trace_image.png(trace, layout_rows(trace, 64))
-    with mpl.rc_context({"axes.facecolor": "black", "font.size": 30, "savefig.transparent": True}):
-        before = dict(mpl.rcParams)
-        again = trace_image.png(trace, layout_rows(trace, 64))
-        after = dict(mpl.rcParams)
-
-    assert plt.get_fignums() == []
-    assert before == after
-    assert plain == again
-
-
-def test_matplotlib_is_loaded_by_the_first_picture_and_pyplot_never() -> None:
-    """It takes long to load, and pyplot would choose a backend."""
-    program = (
-        "import sys\n"
-        "from nbdist.trace.trace import Trace\n"
-        "from nbdist.trace.breakdown import TimeBreakdown\n"
-        "from nbdist.trace.view.report import trace_report\n"
-        "before = 'matplotlib' in sys.modules\n"
-        "trace_report(Trace(()), TimeBreakdown((), 0, None, (), (), 0.0), [])\n"
-        "print(before, 'matplotlib' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
-    )
-
-    assert done.stdout.split() == ["False", "True", "False"]
-
-
-def test_the_same_trace_gives_the_same_bundle() -> None:
-    """No date, no random ids."""
-    once, again = (
-        trace_report(training(300), SHARES, [FINDING])._repr_mimebundle_() for _ in range(2)
-    )
-
-    assert once == again
 
 
 def test_rows_of_a_rank_without_waiting_are_not_called_slow() -> None:

@@ -110,15 +110,18 @@ def owners() -> tuple[StorageOwner, ...]:
     modules = [
         module
         for module in objects
-        if issubclass(type(module), torch.nn.Module) and _is_initialised(module)
+        if issubclass(type(module), torch.nn.Module)
+        # Whether its constructor has come far enough.
+        and all(hasattr(module, name) for name in ("_modules", "_parameters"))
     ]
     optimizers = live_models.live_optimizers()
     collected = _Collected(live_models.variables(), ddp_fsdp.shards(modules))
     tensors = list(_of_models(collected.variables, modules))
     _take_models(collected, tensors)
     _take_optimizers(collected, optimizers)
-    for place, name, _ in tensors:
-        _take_gathered(collected, place, name)
+    for place, _, name, _ in tensors:
+        for gathered in ddp_fsdp.gathered(collected.shards.get(place)):
+            collected.take(gathered, COMMUNICATION, name)
     for module in modules:
         if isinstance(module, DistributedDataParallel):
             _take_buckets(collected, module)
@@ -152,41 +155,24 @@ def _stepped(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where in a model a tensor is.
-
-    Attributes:
-        module: The id of the module that has it.
-        key: Its name in there.
-        is_parameter: It is a parameter, not a buffer.
-    """
-
-    module: int
-    key: str
-    is_parameter: bool
+# A parameter (or else a buffer) of a model: its module's id and its name in there, whether it is a
+# parameter, its name in the user's own module, and itself.
+_Held = tuple[tuple[int, str], bool, str, torch.Tensor]
 
 
-def _is_initialised(module: torch.nn.Module) -> bool:
-    """Whether its constructor has come far enough."""
-    return hasattr(module, "_modules") and hasattr(module, "_parameters")
-
-
-def _of_models(
-    variables: Mapping[int, str], modules: list[torch.nn.Module]
-) -> Iterator[tuple[_Place, str, torch.Tensor]]:
-    """Every parameter and buffer, by its name in the user's own module."""
+def _of_models(variables: Mapping[int, str], modules: list[torch.nn.Module]) -> Iterator[_Held]:
+    """Every parameter and buffer."""
     visited: set[int] = set()
     walked = []
     for root in _roots(modules):
         walk = list(_walk(root, "", set()))
-        if any(id(tensor) not in visited for _, _, tensor in walk):
+        if any(id(tensor) not in visited for *_, tensor in walk):
             walked.append((root, walk))
-        visited |= {id(tensor) for _, _, tensor in walk}
+        visited |= {id(tensor) for *_, tensor in walk}
     titles = _titles(variables, [root for root, _ in walked])
     for root, walk in walked:
-        for place, name, tensor in walk:
-            yield place, f"{titles[id(root)]}{name}", tensor
+        for place, is_parameter, name, tensor in walk:
+            yield place, is_parameter, f"{titles[id(root)]}{name}", tensor
 
 
 def _roots(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -221,26 +207,24 @@ def _titles(variables: Mapping[int, str], roots: list[torch.nn.Module]) -> dict[
     return {**titles, id(single[0]): ""} if len(single) == 1 else titles
 
 
-def _walk(
-    module: torch.nn.Module, path: str, visited: set[int]
-) -> Iterator[tuple[_Place, str, torch.Tensor]]:
+def _walk(module: torch.nn.Module, path: str, visited: set[int]) -> Iterator[_Held]:
     if id(module) in visited:
         return
     visited.add(id(module))
     for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield _Place(id(module), key, is_parameter=True), f"{path}{key}", parameter
+        yield (id(module), key), True, f"{path}{key}", parameter
     for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        yield _Place(id(module), key, is_parameter=False), f"{path}{key}", buffer
+        yield (id(module), key), False, f"{path}{key}", buffer
     for name, child in module.named_children():
         yield from _walk(child, path if _is_around(module, name) else f"{path}{name}.", visited)
 
 
-def _take_models(collected: _Collected, tensors: list[tuple[_Place, str, torch.Tensor]]) -> None:
-    for place, name, tensor in tensors:
-        if place.is_parameter:
+def _take_models(collected: _Collected, tensors: list[_Held]) -> None:
+    for place, is_parameter, name, tensor in tensors:
+        if is_parameter:
             _take_parameter(collected, place, name, tensor)
-    for place, name, tensor in tensors:
-        if not place.is_parameter:
+    for _, is_parameter, name, tensor in tensors:
+        if not is_parameter:
             collected.take(tensor, BUFFER, name)
 
 
@@ -256,10 +240,10 @@ def _take_optimizers(collected: _Collected, optimizers: list[Optimizer]) -> None
 
 
 def _take_parameter(
-    collected: _Collected, place: _Place, name: str, parameter: torch.Tensor
+    collected: _Collected, place: tuple[int, str], name: str, parameter: torch.Tensor
 ) -> None:
     """A parameter; under fully_shard this rank's shard, with its padding."""
-    shard = collected.shards.get((place.module, place.key))
+    shard = collected.shards.get(place)
     if shard is None:
         collected.take_parameter(parameter, name)
         return
@@ -267,14 +251,6 @@ def _take_parameter(
     collected.take(ddp_fsdp.padded(shard), PARAMETER, name)
     for gradient in ddp_fsdp.unsharded_gradients(shard):
         collected.take(gradient, GRADIENT, name)
-
-
-def _take_gathered(collected: _Collected, place: _Place, name: str) -> None:
-    """What fully_shard has gathered of a parameter from all ranks, while it is there."""
-    shard = collected.shards.get((place.module, place.key))
-    if shard is not None:
-        for gathered in ddp_fsdp.gathered(shard):
-            collected.take(gathered, COMMUNICATION, name)
 
 
 def _take_stepped(collected: _Collected, optimizer: Optimizer) -> None:

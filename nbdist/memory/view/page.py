@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,7 @@ from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
 
 Places = npt.NDArray[np.int32]
+T = TypeVar("T")
 # In the order in which they stand in the page.
 SCRIPTS = ("memory/view/memory_data.js", "memory/view/memory.js")
 # What a browser has to unpack at most.
@@ -63,12 +66,6 @@ def pack_page(
             size = len(data) / most_bytes
         # Where nothing is shown alone any more, moments become fewer.
         most = min(int(most * 0.9 / size), max(n_blocks - 1, 0) or most // 2)
-
-
-def page(image: bytes, alt: str, data: str, height_px: int) -> str:
-    """The image with the live picture over it, as HTML: see `frame.over`."""
-    live = recording_iframe.Live(SCRIPTS, "memory of each rank over time", data)
-    return recording_iframe.over(image, alt, live, height_px)
 
 
 def height_px(snapshot: Snapshot) -> int:
@@ -161,9 +158,9 @@ class _Texts:
         self._stacks: dict[tuple[int, ...], int] = {}
         columns = [
             (
-                self._numbers(drawn.blocks.name, rank.names),
-                self._numbers(drawn.blocks.operator, rank.names),
-                self._stack_numbers(drawn.blocks.stack, rank.stacks),
+                _numbers(drawn.blocks.name, rank.names.__getitem__, self._names),
+                _numbers(drawn.blocks.operator, rank.names.__getitem__, self._names),
+                _numbers(drawn.blocks.stack, partial(self._stack, rank.stacks), self._stacks),
             )
             for drawn, rank in zip(shown.ranks, ranks, strict=True)
         ]
@@ -173,33 +170,23 @@ class _Texts:
         self.names, self.lines = tuple(self._names), tuple(self._lines)
         self.stacks = tuple(self._stacks)
 
-    def _numbers(self, column: Places, names: Sequence[str]) -> Integers:
-        used, place = np.unique(column, return_inverse=True)
-        numbers = [
-            self._names.setdefault(names[at], len(self._names)) + 1 if at >= 0 else 0
-            for at in used.tolist()
-        ]
-        return np.array(numbers, np.int64)[place]
-
-    def _stack_numbers(
-        self, column: Places, stacks: Sequence[tuple[AllocationFrame, ...]]
-    ) -> Integers:
-        used, place = np.unique(column, return_inverse=True)
-        numbers = [
-            self._stacks.setdefault(self._stack(stacks[at]), len(self._stacks)) + 1
-            if at >= 0
-            else 0
-            for at in used.tolist()
-        ]
-        return np.array(numbers, np.int64)[place]
-
-    def _stack(self, frames: Sequence[AllocationFrame]) -> tuple[int, ...]:
+    def _stack(self, stacks: Sequence[Sequence[AllocationFrame]], at: int) -> tuple[int, ...]:
+        frames = stacks[at]
         via = innermost_library(frames)
         lines = [frame for frame in frames if is_own(frame)][:MOST_LINES]
         return (-1 if via is None else self._line(via), *map(self._line, lines))
 
     def _line(self, frame: AllocationFrame) -> int:
         return self._lines.setdefault(frame_text(frame), len(self._lines))
+
+
+def _numbers(column: Places, value_of: Callable[[int], T], places: dict[T, int]) -> Integers:
+    """For each entry the place of its value, which is one more; 0 where there is none."""
+    used, place = np.unique(column, return_inverse=True)
+    numbers = [
+        places.setdefault(value_of(at), len(places)) + 1 if at >= 0 else 0 for at in used.tolist()
+    ]
+    return np.array(numbers, np.int64)[place]
 
 
 def _reserved(rank: RankMemory) -> tuple[Integers, Integers]:

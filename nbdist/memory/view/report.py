@@ -12,7 +12,7 @@ from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
 from nbdist.core.view import View, lines, table
 from nbdist.memory.call_site import frame_text
 from nbdist.memory.downsample import Level
-from nbdist.memory.peak import RankPeak, Site, when, worst
+from nbdist.memory.peak import RankPeak, when, worst
 from nbdist.memory.snapshot import (
     BUFFER,
     CATEGORIES,
@@ -24,8 +24,8 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.view.colours import ORDER
 from nbdist.memory.view.image import MOST_RANKS, png
-from nbdist.memory.view.page import height_px, pack_page, page
-from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME
+from nbdist.memory.view.page import SCRIPTS, height_px, pack_page
+from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME, Live, over
 
 MOST_FAILURES = 5
 # Of the output, in bytes, for the picture's data and its image, which is in it twice.
@@ -66,15 +66,10 @@ def memory_report(
         level, data = pack_page(snapshot, peaks, room)
         parts.append(lines(_left_out(snapshot, level)))
         below = "".join(part.html for part in parts if part.text)
-        live = _live(image, data, snapshot) + _SIZE.sub(r"\1&nbsp;\2", below)
+        alt = f"Memory over time: {next(_head(snapshot, None))}. The numbers stand below it."
+        page = Live(SCRIPTS, "memory of each rank over time", data)
+        live = over(image, alt, page, height_px(snapshot)) + _SIZE.sub(r"\1&nbsp;\2", below)
     return View("\n\n".join(part.text for part in parts if part.text), live, png=image)
-
-
-def _live(image: bytes, data: str, snapshot: Snapshot) -> str:
-    """The picture over its image."""
-    head = next(_head(snapshot, None))
-    alt = f"Memory over time: {head}. The numbers stand below it."
-    return page(image, alt, data, height_px(snapshot))
 
 
 def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
@@ -171,18 +166,26 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
         exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
         rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
     title = f"rank {peak.rank}, by category:"
-    return table(head, rows, before=[title], after=[_sum(peak)] if has_time else [])
-
-
-def _sum(peak: RankPeak) -> str:
-    total = f"total {units.size(peak.size_bytes)}"
-    return f"{total} at the peak, {units.size(peak.end_bytes)} at the end"
+    sizes = (units.size(peak.size_bytes), units.size(peak.end_bytes))
+    total = f"total {sizes[0]} at the peak, {sizes[1]} at the end"
+    return table(head, rows, before=[title], after=[total] if has_time else [])
 
 
 def _sites(peak: RankPeak, who: str) -> View:
     """The lines that allocated the most; which they are differs from run to run."""
     head = ["bytes", "%", "blocks", "category", "operator", "line", "via"]
-    rows = [_site(peak, site) for site in peak.sites]
+    rows = [
+        [
+            units.size(site.size_bytes),
+            f"{100 * site.size_bytes / max(1, peak.size_bytes):.1f}",
+            str(site.count),
+            CATEGORIES[site.category] + ("" if site.is_exact else "?"),
+            one_line(site.operator) or "-",
+            one_line(frame_text(site.line)),
+            one_line(frame_text(site.via)),
+        ]
+        for site in peak.sites
+    ]
     if not rows:
         return View("")
     if is_stored():
@@ -190,18 +193,6 @@ def _sites(peak: RankPeak, who: str) -> View:
     title = f"{who}, by allocating line:"
     legend = "?: guessed category; -: no known line (allocated before the recording)"
     return table(head, rows, before=[title], after=[legend])
-
-
-def _site(peak: RankPeak, site: Site) -> list[str]:
-    return [
-        units.size(site.size_bytes),
-        f"{100 * site.size_bytes / max(1, peak.size_bytes):.1f}",
-        str(site.count),
-        CATEGORIES[site.category] + ("" if site.is_exact else "?"),
-        one_line(site.operator) or "-",
-        one_line(frame_text(site.line)),
-        one_line(frame_text(site.via)),
-    ]
 
 
 def _owners(peak: RankPeak, who: str) -> View:

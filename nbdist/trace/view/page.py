@@ -50,12 +50,6 @@ def pack_timeline(
         items = finest_fitting(events, most_items)
 
 
-def page(image: bytes, alt: str, data: str, height_px: int) -> str:
-    """The image with the live timeline over it, as HTML: see `frame.over`."""
-    live = recording_iframe.Live(("trace/view/timeline.js",), "timeline of the trace", data)
-    return recording_iframe.over(image, alt, live, height_px)
-
-
 def height_px(ranks: int, rows: int) -> int:
     """How high a timeline is that shows all rows at once, as far as a page has room for them."""
     needed = _AROUND_PX + ranks * _RANK_PX + rows * _ROW_PX

@@ -10,12 +10,12 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
 from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
 from nbdist.core.view import View, lines, table
-from nbdist.recording.view.iframe import MOST_NAME
-from nbdist.trace.breakdown import RankBreakdown, TimeBreakdown
+from nbdist.recording.view.iframe import MOST_NAME, Live, over
+from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
 from nbdist.trace.trace import KINDS, Trace
 from nbdist.trace.view.image import png
-from nbdist.trace.view.page import height_px, pack_timeline, page, steps_of_each
+from nbdist.trace.view.page import height_px, pack_timeline, steps_of_each
 
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 32
@@ -53,7 +53,8 @@ def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding
     if not is_stored():
         alt = f"Timeline: {_head(trace, shares)}. The numbers are below it."
         height = height_px(len(trace.ranks), len(events.rows))
-        picture = page(image, alt, data, height) + "".join(part.html for part in shown_parts)
+        live = Live(("trace/view/timeline.js",), "timeline of the trace", data)
+        picture = over(image, alt, live, height) + "".join(part.html for part in shown_parts)
     return View("\n\n".join(part.text for part in shown_parts), picture, png=image)
 
 
@@ -76,20 +77,18 @@ def _ranks(shares: TimeBreakdown) -> View:
     if not shares.ranks:
         return View("")
     head = ["rank", f"{unit}, ms", "compute", "communication", "copy", "data", "idle", "hidden"]
-    rows = [_rank_row(rank) for rank in shares.ranks]
+    rows = []
+    for rank in shares.ranks:
+        took_ns = statistics.median(rank.steps_ns) if rank.steps_ns else rank.window_ns
+        parts = (rank.compute_ns, rank.exposed_ns, rank.copy_ns, rank.data_ns, rank.idle_ns)
+        cells = [_share(part, rank.window_ns) for part in parts]
+        hidden = _share(rank.overlap_ns, rank.communication_ns)
+        rows.append([str(rank.rank), shown(f"{took_ns / 1e6:.2f}"), *cells, hidden])
     legend = (
         f"% of the {unit}, each moment counted once; communication: time not overlapped by "
         "compute; hidden: share of communication overlapped by compute"
     )
     return table(head, rows, after=[legend])
-
-
-def _rank_row(rank: RankBreakdown) -> list[str]:
-    took_ns = statistics.median(rank.steps_ns) if rank.steps_ns else rank.window_ns
-    parts = (rank.compute_ns, rank.exposed_ns, rank.copy_ns, rank.data_ns, rank.idle_ns)
-    shares = [_share(part, rank.window_ns) for part in parts]
-    hidden = _share(rank.overlap_ns, rank.communication_ns)
-    return [str(rank.rank), shown(f"{took_ns / 1e6:.2f}"), *shares, hidden]
 
 
 def _share(part: float, whole: float) -> str:
