@@ -26,8 +26,7 @@ class Event:
         time_ns: Since the recording began; not below 0.
         address: Where it begins.
         size_bytes: Of an allocation; below 0 of a free.
-        stack: As Blocks.stack.
-        operator: As Blocks.operator.
+        stack, operator: As in Blocks.
     """
 
     time_ns: int

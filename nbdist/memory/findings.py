@@ -53,8 +53,7 @@ class MemoryContext:
     Attributes:
         snapshot: All of it.
         peaks: Of all ranks that have blocks.
-        rank: The rank's own memory.
-        peak: Its own peak.
+        rank, peak: The rank's own memory, and its peak.
     """
 
     snapshot: Snapshot

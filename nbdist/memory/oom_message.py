@@ -29,7 +29,6 @@ class OomMessage:
         total_bytes: What it has.
         free_bytes: Free on it for anybody.
         others_bytes: In use by other processes.
-        process_bytes: In use by this one, with contexts and libraries.
         allocated_bytes: In use by tensors.
         unused_bytes: Held by torch's allocator and not in use.
     """
@@ -41,7 +40,6 @@ class OomMessage:
     total_bytes: int = UNKNOWN
     free_bytes: int = UNKNOWN
     others_bytes: int = UNKNOWN
-    process_bytes: int = UNKNOWN
     allocated_bytes: int = UNKNOWN
     unused_bytes: int = UNKNOWN
 
@@ -55,7 +53,6 @@ _FIELDS: Mapping[str, tuple[re.Pattern[str], ...]] = {
         "asked_bytes": (rf"Tried to allocate (?:more than )?{_SIZE}",),
         "total_bytes": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity"),
         "free_bytes": (rf"of which {_SIZE} is free", rf"; {_SIZE} free"),
-        "process_bytes": (rf"this process has {_SIZE} memory in use",),
         "allocated_bytes": (
             rf"allocated memory {_SIZE} is allocated by PyTorch", rf"; {_SIZE} already allocated",
         ),

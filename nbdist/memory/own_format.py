@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,7 @@ _NUMBERS = (
     "limit_bytes", "duration_ns", "allocator_peak_bytes", "reserved_peak_bytes", "lost",
 )  # fmt: skip
 _TEXTS = ("host", "device_name", "version", "problem")
-_COLUMNS = (
-    "address", "size_bytes", "start_ns", "end_ns", "category", "is_exact", "stack", "name",
-    "operator",
-)  # fmt: skip
+_COLUMNS = tuple(column.name for column in fields(Blocks))
 _TYPES = {
     "category": np.int8, "is_exact": np.bool_, "stack": np.int32, "name": np.int32,
     "operator": np.int32,
@@ -72,29 +70,24 @@ def pack(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
         },
         "stacks": list(stacks),
         "names": list(map(str, memory.names)),
-        "phases": [
-            [str(phase.kind), int(phase.start_ns), int(phase.end_ns)] for phase in memory.phases
-        ],
+        "phases": [_plain(p.kind, p.start_ns, p.end_ns) for p in memory.phases],
         "step_ends_ns": list(map(int, memory.step_ends_ns)),
         "reserved": {
             "time_ns": memory.reserved.time_ns.tolist(),
             "size_bytes": memory.reserved.size_bytes.tolist(),
         },
         "segments": [
-            [
-                str(segment.kind),
-                *map(
-                    int,
-                    (segment.address, segment.size_bytes, segment.allocated_bytes, segment.stream),
-                ),
-            ]
-            for segment in memory.segments
+            _plain(s.kind, s.address, s.size_bytes, s.allocated_bytes, s.stream)
+            for s in memory.segments
         ],
         "failures": [
-            list(map(int, (failure.time_ns, failure.size_bytes, failure.free_bytes, failure.stack)))
-            for failure in memory.failures
+            _plain(f.time_ns, f.size_bytes, f.free_bytes, f.stack) for f in memory.failures
         ],
     }
+
+
+def _plain(*values: str | int) -> list[str | int]:
+    return [str(value) if isinstance(value, str) else int(value) for value in values]
 
 
 def unpack(ours: Value) -> RankMemory:

@@ -168,8 +168,7 @@ class RankMemory:
     """What one rank had allocated.
 
     Attributes:
-        rank: Whose.
-        host: Where it ran.
+        rank, host: Whose, and where it ran.
         device: "cuda" or "cpu": whose memory.
         device_name: As its driver calls it; empty for a CPU.
         limit_bytes: What the device has; 0 where it is not known.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import is_stored
 from nbdist.strategy.footprint import CALLS
-from nbdist.trace import intervals, notes, straggler
+from nbdist.trace import intervals, straggler
 from nbdist.trace.intervals import Integers
 from nbdist.trace.match_collectives import match_collectives
 from nbdist.trace.spans import Spans, common_steps, is_inside, spans
@@ -139,6 +142,8 @@ class TimeBreakdown:
 
 # Operations that are listed.
 TOP = 12
+# A first step this much longer than the others is no measure of them.
+FIRST_STEP = 1.5
 # Beside those of strategy.footprint, of which ranks send nothing, or as much as of a broadcast.
 _SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
 
@@ -172,7 +177,7 @@ def breakdown(trace: Trace) -> TimeBreakdown:
         sent_bytes=sum(row.sent_bytes for row in traffic),
         formula_bytes=trace.formula_bytes,
         formula=trace.formula,
-        notes=notes.notes(trace, [rank.steps_ns for rank in ranks]),
+        notes=_notes(trace, [rank.steps_ns for rank in ranks]),
     )
 
 
@@ -293,3 +298,66 @@ def sent_share(name: str, n: int) -> float:
     """The share of a collective's message that one of n ranks sends, on a ring."""
     call = CALLS.get(_SENT.get(name, name))
     return call.share(n) if call is not None else 0.0
+
+
+def _notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """What there is to say of a trace before its numbers are read.
+
+    Args:
+        trace: All of it.
+        steps_ns: Of each rank that recorded something, the durations of the steps that count.
+    """
+    traces = [rank for rank in trace.ranks if len(rank.events)]
+    parts = [
+        trace.notes,
+        (f"Rank {rank.rank}: {rank.problem}" for rank in trace.ranks if rank.problem),
+    ]
+    if traces:
+        parts += [
+            _step_notes(traces),
+            _first_step_note(steps_ns),
+            _communication_notes(traces),
+        ]
+    return tuple(chain.from_iterable(parts))
+
+
+def _step_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
+    counts = {trace.rank: len(trace.steps) for trace in traces}
+    without_steps = [rank for rank, count in counts.items() if not count]
+    if without_steps:
+        where = "" if len(without_steps) == len(counts) else f" on {ranks_phrase(without_steps)}"
+        yield (
+            f"No step ended{where}, so the numbers cover the whole recording. A step ends "
+            "at optimizer.step(), or where the cell calls nbdist.step()."
+        )
+    elif len(set(counts.values())) > 1:
+        numbers = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        first = min(counts.values())
+        yield f"Ranks recorded different step counts ({numbers}); the first {first} are counted."
+
+
+def _first_step_note(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
+    if is_stored():
+        return  # whether it is slow depends on the machine's other work
+    later_ns = [ns for each in steps_ns for ns in each[1:]]
+    first_ns = max((each[0] for each in steps_ns if each), default=0)
+    if later_ns and first_ns > FIRST_STEP * np.median(later_ns):
+        yield (
+            f"The first step took {first_ns / np.median(later_ns):.1f} times as long as the "
+            "others: it allocates memory and selects kernels. --steps leaves it out."
+        )
+
+
+def _communication_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
+    names = {
+        trace.names[name]
+        for trace in traces
+        for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
+    }
+    on_cpu = any(trace.device == "cpu" for trace in traces)
+    if not names:
+        yield "No collective was recorded."
+    if on_cpu:
+        yield "On a CPU, idle time includes Python between two operators."
+    if on_cpu and "reduce-scatter" in names:
+        yield "Gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes shown."

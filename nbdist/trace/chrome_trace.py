@@ -68,10 +68,8 @@ class RawTrace:
     """A file's events with a duration, in the order of the file.
 
     Attributes:
-        start_ns: Since `base_ns`.
-        duration_ns: At least 0.
-        head: Place in heads.
-        heads: Each once.
+        start_ns, duration_ns: Since `base_ns`; at least 0.
+        head, heads: Of each event a place in heads, which has each once.
         args: Event -> what the profiler noted of it, where `wants_args` asked for it.
         threads: (process, thread) -> its names.
         header: What stands before the events: the rank, process groups, versions.

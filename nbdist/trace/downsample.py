@@ -32,8 +32,7 @@ class TimelineRow:
     """One row of the picture.
 
     Attributes:
-        place: Of its rank in Trace.ranks.
-        lane: Place in RankTrace.lanes.
+        place, lane: Places in Trace.ranks and in RankTrace.lanes.
         depth: Of its events.
     """
 
@@ -48,17 +47,12 @@ class TraceRows:
 
     Attributes:
         rows: From the top of the picture to its bottom; each has an event.
-        names: Of events, each once.
-        groups: Process groups, each once.
+        names, groups: Of events, and process groups, each once.
         depth: How many levels of nested events a lane shows at most.
         left_out: Events that are nested deeper than that.
         row: Place in `rows` of each event.
-        kind: Place in KINDS.
-        start_ns: Since the beginning of the recording.
-        duration_ns: At least 0.
-        name: Place in `names`.
-        size_bytes: As in Events.
-        group: Place in `groups`, or -1.
+        name, group: Places in `names` and `groups`; -1 for no group.
+        kind, start_ns, duration_ns, size_bytes: As in Events.
     """
 
     rows: tuple[TimelineRow, ...]

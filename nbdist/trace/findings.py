@@ -43,10 +43,8 @@ class TraceContext:
     """One rank, and what is known of all.
 
     Attributes:
-        trace: All of it.
-        shares: Its numbers.
-        rank: The rank's own trace.
-        breakdown: Its numbers.
+        trace, shares: All of it, and its numbers.
+        rank, breakdown: The rank's own trace, and its numbers.
         spans: When it did what.
     """
 

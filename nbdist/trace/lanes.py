@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -26,23 +25,10 @@ _LANE_NAMES = {
 _Key = tuple[str, str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """The lanes of a trace.
-
-    Attributes:
-        lanes: In the order in which they are drawn.
-        of_head: For each head, the place of its lane.
-        main: Place of the main thread; -1 without one.
-    """
-
-    lanes: tuple[Lane, ...]
-    of_head: npt.NDArray[np.int32]
-    main: int
-
-
-def lanes_of(heads: Sequence[Head], counts: Sequence[int]) -> Lanes:
-    """The lanes on which these heads are.
+def lanes_of(
+    heads: Sequence[Head], counts: Sequence[int]
+) -> tuple[tuple[Lane, ...], npt.NDArray[np.int32]]:
+    """The lanes on which these heads are, as they are drawn, and the place of each head's lane.
 
     A thread has another lane for Python's own functions (`--stacks`), which would bury its
     operators forty deep, and for sends and receives that go on beside them.
@@ -66,7 +52,7 @@ def lanes_of(heads: Sequence[Head], counts: Sequence[int]) -> Lanes:
     lanes = [_lane(key, keys, kinds, has_several=len(devices) > 1) for key in keys]
     place = {key: number for number, key in enumerate(keys)}
     of_head = np.array([place.get(_key(head), -1) for head in heads], np.int32)
-    return Lanes(tuple(lanes), of_head, place[main] if main else -1)
+    return tuple(lanes), of_head
 
 
 def _key(head: Head) -> _Key:

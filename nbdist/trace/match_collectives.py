@@ -20,12 +20,10 @@ class MatchedCollective:
     """Calls of one collective and size in one group, each on all of its ranks that recorded.
 
     Attributes:
-        name: "all-reduce".
         ranks: Places in the list of traces, at least two.
         events: (rank, call): place of the event.
     """
 
-    name: str
     ranks: tuple[int, ...]
     events: npt.NDArray[np.int64]
 
@@ -51,9 +49,9 @@ def match_collectives(traces: Sequence[RankTrace]) -> list[MatchedCollective]:
                 key = (trace.group_ranks[group], collective, int(size_bytes))
                 calls_by_key[key][place] = calls[of_call.reshape(-1) == number]
     matches = []
-    for (_, name, _), calls_of in calls_by_key.items():
+    for calls_of in calls_by_key.values():
         count = min(map(len, calls_of.values()))
         if len(calls_of) > 1 and count:
             events_of = np.stack([calls[:count] for calls in calls_of.values()])
-            matches.append(MatchedCollective(name, tuple(calls_of), events_of))
+            matches.append(MatchedCollective(tuple(calls_of), events_of))
     return matches

@@ -15,7 +15,7 @@ from nbdist.trace import chrome_trace, collectives
 from nbdist.trace import names as trace_names
 from nbdist.trace.chrome_trace import Head, RawTrace
 from nbdist.trace.collectives import CollectiveCall, Meaning, TraceGroup
-from nbdist.trace.lanes import Lanes, lanes_of
+from nbdist.trace.lanes import lanes_of
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA, HOST, Events, Integers, RankTrace, Step
 
 # What nbdist adds to the header of a rank's file.
@@ -77,20 +77,24 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
-    lanes = lanes_of(raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist())
+    lanes, lane_of_head = lanes_of(
+        raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist()
+    )
     groups = collectives.groups_of(raw.header, _record(ours, "groups"))
-    events, names = _events(raw, lanes, groups, zero_ns, is_device=is_device)
+    events, names = _events(raw, lane_of_head, groups, zero_ns, is_device=is_device)
+    torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
+    empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."
     trace = RankTrace(
         rank=int(info.get("rank", ours.get("rank", rank))),
         host=str(ours.get("host") or raw.header.get("host_name") or ""),
         device="cuda" if is_device else "cpu",
-        lanes=lanes.lanes,
+        lanes=lanes,
         names=names,
         groups=tuple(group.name for group in groups),
         group_ranks=tuple(group.ranks for group in groups),
         events=events,
         steps=steps,
-        problem=_problem(raw, str(ours.get("problem", ""))),
+        problem=" ".join(filter(None, (torn, empty))),
     )
     return RecordedTrace(trace, raw.base_ns + zero_ns if raw.base_ns else 0, ours)
 
@@ -98,12 +102,6 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
 def _record(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     record = header.get(name)
     return record if isinstance(record, dict) else {}
-
-
-def _problem(raw: RawTrace, noted: str) -> str:
-    torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
-    empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."
-    return " ".join(filter(None, (noted, torn, empty)))
 
 
 def _keep(raw: RawTrace, is_kept: Callable[[Head], bool]) -> RawTrace:
@@ -158,12 +156,17 @@ def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
 
 
 def _events(
-    raw: RawTrace, lanes: Lanes, groups: Sequence[TraceGroup], zero_ns: int, *, is_device: bool
+    raw: RawTrace,
+    lane_of_head: npt.NDArray[np.int32],
+    groups: Sequence[TraceGroup],
+    zero_ns: int,
+    *,
+    is_device: bool,
 ) -> tuple[Events, tuple[str, ...]]:
     """The columns, and the names that they refer to."""
     kinds = [trace_names.kind(head.category, head.name, is_device=is_device) for head in raw.heads]
     kind = np.array(kinds, np.int8)[raw.head]
-    lane = lanes.of_head[raw.head]
+    lane = lane_of_head[raw.head]
     names: dict[str, int] = {}
     of_head = np.array([names.setdefault(head.name, len(names)) for head in raw.heads], np.int32)
     name = of_head[raw.head]
@@ -172,7 +175,7 @@ def _events(
     depth = np.zeros(len(raw), np.int16)
     size_bytes = np.zeros(len(raw), np.int64)
     group = np.full(len(raw), -1, np.int32)
-    for number in range(len(lanes.lanes)):
+    for number in np.unique(lane):
         on = np.flatnonzero(lane == number)
         depth[on] = _depth(start_ns[on], end_ns[on])
         kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on])

@@ -88,13 +88,11 @@ class RankTrace:
     """What one rank has recorded.
 
     Attributes:
-        rank: Whose.
-        host: Where it ran.
+        rank, host: Whose, and where it ran.
         device: "cuda" or "cpu": which lanes compute.
         lanes: In the order in which they are drawn.
         names: Of events.
-        groups: Process groups, as the user calls them.
-        group_ranks: The ranks of each of them.
+        groups, group_ranks: Process groups, as the user calls them, and the ranks of each.
         events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something is missing, as a sentence; empty when nothing is.

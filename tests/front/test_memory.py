@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.support.cells import Cell
 from tests.support.kernel import Kernel
+from tests.support.recordings import ran
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-_TRAIN = """
+TRAIN = """
 mem_model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.ReLU(), torch.nn.Linear(40, 8))
 mem_optimizer = torch.optim.Adam(mem_model.parameters())
 def mem_step():
@@ -28,12 +28,6 @@ def mem_bytes(one, category):
     there = (b.end_ns == s.STAYS) & b.is_exact & (b.category == category)
     return {one.names[b.name[n]]: int(b.size_bytes[n]) for n in there.nonzero()[0]}
 """
-_OFF = """%%distributed
-from torch.optim import optimizer as o
-(torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks),
- sum(h.__module__ != "nbdist.lints.rank.optimizer_steps"
-     for h in o._global_optimizer_pre_hooks.values()))
-"""
 # Elements of mem_model's parameters.
 _SIZES = {"0.weight": 960, "0.bias": 40, "2.weight": 320, "2.bias": 8}
 
@@ -41,7 +35,7 @@ _SIZES = {"0.weight": 960, "0.bias": 40, "2.weight": 320, "2.bias": 8}
 @pytest.fixture(scope="module")
 def trained(_shared_kernel: Kernel) -> Kernel:
     """The shared kernel, its ranks with something to train."""
-    for code in ("import nbdist", "%dist_reset", _BYTES, f"%%distributed\n{_TRAIN}"):
+    for code in ("import nbdist", "%dist_reset", _BYTES, f"%%distributed\n{TRAIN}"):
         cell = _shared_kernel.run(code, 120.0)
 
         assert cell.status == "ok", cell.visible
@@ -50,16 +44,6 @@ def trained(_shared_kernel: Kernel) -> Kernel:
 
 def ranks(kernel: Kernel) -> object:
     return eval(kernel.run(_RANKS.strip()).plain[0])
-
-
-def ran(kernel: Kernel, code: str) -> Cell:
-    """A cell that passes, after which nothing is recorded on any rank."""
-    cell = kernel.run(code)
-
-    assert cell.status == "ok", cell.visible
-    assert "CPUAllocator" not in cell.visible  # what torch says of frees of older memory
-    assert kernel.run(_OFF).visible.count("(False, 0, 0)") >= 1
-    return cell
 
 
 def held(kernel: Kernel, category: str, rank: int = 0) -> dict[str, int]:
@@ -100,9 +84,10 @@ def test_so_many_steps_are_recorded_and_the_cell_goes_on(trained: Kernel) -> Non
     assert "end 4" in cell.visible
     assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
     code = "import nbdist\nfor n in range(4): mem_step(); mem_step(); nbdist.step()"
-    ran(trained, f"%%dist_memory --ranks 1 --no-stacks --steps 3\n{code}")
+    ran(trained, f"%%dist_memory --ranks 1 --no-stacks --steps 3 --most-events 20\n{code}")
     assert ranks(trained) == [(1, 3, True, "")]
-    assert trained.run("len(nbdist.session().memory().ranks[0].stacks)").plain == ["0"]
+    told = trained.run("[(len(r.stacks), r.lost > 0) for r in nbdist.session().memory().ranks]")
+    assert told.plain == ["[(0, True)]"]
 
 
 def test_lines_of_the_cell_are_told(trained: Kernel) -> None:
@@ -122,20 +107,6 @@ def test_lines_of_the_cell_are_told(trained: Kernel) -> None:
     assert lines["AddmmBackward0"] == 3
 
 
-def test_a_bound_keeps_the_newest_events_and_tells_how_many_are_lost(trained: Kernel) -> None:
-    """What was allocated before them and is there counts as there before."""
-    ran(trained, "%%dist_memory --most-events 20\nfor n in range(3): mem_step()")
-    told = trained.run(
-        "mem_one = nbdist.session().memory().ranks[0]\n"
-        "mem_b = mem_one.blocks\n"
-        "(int((mem_b.start_ns >= 0).sum() + (mem_b.end_ns != s.STAYS).sum()) <= 20, "
-        "mem_one.lost > 0)"
-    )
-
-    assert told.plain == ["(True, True)"]
-    assert held(trained, "PARAMETER") == {name: 4 * n for name, n in _SIZES.items()}
-
-
 def test_cells_without_memory_or_gradients_are_recorded(trained: Kernel) -> None:
     """Nothing allocated; nothing kept for a backward."""
     ran(trained, "%%dist_memory\npass")
@@ -147,70 +118,6 @@ def test_cells_without_memory_or_gradients_are_recorded(trained: Kernel) -> None
     )
 
     assert kinds.plain == ["['temporary']"]
-
-
-def test_wrong_options_record_nothing(trained: Kernel) -> None:
-    """They are refused before anything runs."""
-    for line, told in (
-        ("--steps 0", "not a valid number of steps"),
-        ("--most-events 0", "not a valid number of events"),
-        ("--ranks 7", "7"),
-        ("--what", "unrecognized"),
-    ):
-        cell = trained.run(f"%%dist_memory {line}\nprint('ran')")
-
-        assert cell.error is not None
-        assert cell.error.ename == "OptionError"
-        assert told in cell.error.evalue
-        assert "ran" not in cell.text
-    assert trained.run("%dist_memory --what").error is not None
-
-
-def test_a_cell_that_fails_keeps_what_was_recorded(trained: Kernel) -> None:
-    """Its error is the cell's, and the next record is whole."""
-    code = "for n in range(2): mem_step()\nif rank: raise ValueError('mine')"
-    cell = trained.run(f"%%dist_memory\n{code}")
-
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "mine" in cell.error.evalue
-    assert "parameters" in cell.visible
-    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
-    ran(trained, "%%dist_memory --steps 1\nfor n in range(2): mem_step()")
-    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
-
-
-def test_an_interrupt_keeps_what_was_recorded(trained: Kernel) -> None:
-    """Also of a rank that waits in a collective."""
-    code = """
-import time
-for n in range(2): mem_step()
-print('waiting')
-dist.all_reduce(torch.ones(2)) if rank else time.sleep(60)
-"""
-    handle = trained.start(f"%%dist_memory\n{code}")
-    trained.wait_output(handle, "waiting")
-    trained.interrupt()
-    cell = trained.finish(handle)
-
-    assert cell.error is not None
-    assert cell.error.ename == "KeyboardInterrupt"
-    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
-
-
-def test_a_second_profiler_is_told(trained: Kernel) -> None:
-    """One that runs already goes on; one of the cell's own ends the recording."""
-    start = "mem_own = torch.profiler.profile()\nmem_own.start()"
-    trained.run(f"%%rank [0]\n{start}")
-    cell = trained.run("%%dist_memory\nmem_step()")
-    trained.run("%%rank [0]\nmem_own.stop()")
-
-    assert "ank 0: Another profiler runs on this rank" in cell.visible
-    problems = [one[3] for one in eval(trained.run(_RANKS.strip()).plain[0])]
-    assert problems[0].startswith("Another profiler runs")
-    assert problems[1] == ""
-    cell = ran(trained, "%%dist_memory\nwith torch.profiler.profile(): mem_step()")
-    assert "has used a profiler of its own" in cell.visible
 
 
 def test_it_works_inside_another_magic_and_of_this_moment(trained: Kernel) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cells import Cell
 from tests.support.kernel import Kernel
+from tests.support.recordings import ran
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-_TRAIN = """
+TRAIN = """
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 def step():
@@ -31,16 +31,12 @@ from nbdist.trace import findings as trace_rules, breakdown as trace_shares
 trace = nbdist.session().trace()
 {f.rule: f.ranks for f in trace_rules.findings(trace, trace_shares.breakdown(trace))}
 """
-_OFF = """%%distributed
-from torch.optim import optimizer as o
-(torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks))
-"""
 
 
 @pytest.fixture(scope="module")
 def trained(_shared_kernel: Kernel) -> Kernel:
     """The shared kernel, its ranks with something to train."""
-    for code in ("import nbdist", f"%%distributed\n{_TRAIN}"):
+    for code in ("import nbdist", f"%%distributed\n{TRAIN}"):
         cell = _shared_kernel.run(code)
 
         assert cell.status == "ok", cell.visible
@@ -49,15 +45,6 @@ def trained(_shared_kernel: Kernel) -> Kernel:
 
 def ranks(kernel: Kernel) -> object:
     return eval(kernel.run(_RANKS.strip()).plain[0])
-
-
-def ran(kernel: Kernel, code: str) -> Cell:
-    """A cell that passes, after which no profiler runs on any rank."""
-    cell = kernel.run(code)
-
-    assert cell.status == "ok", cell.visible
-    assert kernel.run(_OFF).visible.count("(False, 0)") >= 1
-    return cell
 
 
 def test_a_cell_is_run_with_its_output_and_recorded(trained: Kernel) -> None:
@@ -106,55 +93,6 @@ def test_only_some_ranks_record(trained: Kernel) -> None:
     assert "all 0" in cell.visible
     assert ranks(trained) == [(1, 1, True, "")]
     assert "Python" in lanes.plain[0]
-
-
-def test_a_wrong_option_records_nothing(trained: Kernel) -> None:
-    """It is refused before anything runs."""
-    for line, told in (
-        ("--steps 0", "not a valid number of steps"),
-        ("--ranks 7", "7"),
-        ("--what", "unrecognized"),
-    ):
-        cell = trained.run(f"%%dist_profile {line}\nprint('ran')")
-
-        assert cell.error is not None
-        assert cell.error.ename == "OptionError"
-        assert told in cell.error.evalue
-        assert "ran" not in cell.text
-
-
-def test_a_cell_that_fails_keeps_what_was_recorded(trained: Kernel) -> None:
-    """Its error is the cell's, and the next recording is whole."""
-    code = "for n in range(2): step()\nif rank: raise ValueError('mine')"
-    cell = trained.run(f"%%dist_profile\n{code}")
-
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "mine" in cell.error.evalue
-    assert "compute" in cell.visible
-    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
-    ran(trained, "%%dist_profile --steps 1\nfor n in range(2): step()")
-    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
-
-
-def test_an_interrupt_keeps_what_was_recorded(trained: Kernel) -> None:
-    """It ends the cell as ever, also a rank that waits in a collective, and the groups recover."""
-    code = """
-import time
-for n in range(2): step()
-print('waiting')
-dist.all_reduce(torch.ones(2)) if rank else time.sleep(60)
-"""
-    handle = trained.start(f"%%dist_profile\n{code}")
-    trained.wait_output(handle, "waiting")
-    trained.interrupt()
-    cell = trained.finish(handle)
-
-    assert cell.error is not None
-    assert cell.error.ename == "KeyboardInterrupt"
-    assert ranks(trained) == [(0, 2, True, ""), (1, 2, True, "")]
-    ran(trained, "%%dist_profile\nstep()")
-    assert ranks(trained) == [(0, 1, True, ""), (1, 1, True, "")]
 
 
 def test_saved_traces_are_shown_again_and_open_elsewhere(
@@ -257,11 +195,11 @@ def test_a_rank_that_ends_leaves_the_others_traces(own_kernel: Kernel) -> None:
     """Nothing was recorded before; afterwards the rank that ended is named with its reason."""
     none = own_kernel.run("%dist_trace")
     own_kernel.run("import nbdist")
-    code = f"{_TRAIN}\nstep()\nimport os, time\nif rank: os._exit(3)\ntime.sleep(1)"
+    code = f"{TRAIN}\nstep()\nimport os, time\nif rank: os._exit(3)\ntime.sleep(1)"
     cell = own_kernel.run(f"%%dist_profile\n{code}")
     found = ranks(own_kernel)
     own_kernel.run("%dist_restart")
-    after = own_kernel.run(f"%%dist_profile\n{_TRAIN}\nstep()")
+    after = own_kernel.run(f"%%dist_profile\n{TRAIN}\nstep()")
 
     assert none.error is not None
     assert none.error.evalue.startswith("Nothing has been recorded yet.")

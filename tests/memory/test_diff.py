@@ -4,7 +4,6 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nbdist.memory.diff import NO_LINES, Amount, BlockKind, diff
@@ -16,12 +15,12 @@ from nbdist.memory.snapshot import (
     STAYS,
     UNKNOWN,
     AllocationFrame,
-    Blocks,
     RankMemory,
     Snapshot,
     empty,
 )
 from nbdist.memory.view.diff import growth_view
+from tests.support.drawn_memory import Piece, rank_memory
 
 LINE3, LINE9 = AllocationFrame("train.py", 3, "step"), AllocationFrame("train.py", 9, "train")
 LINEAR = AllocationFrame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
@@ -44,22 +43,16 @@ def memory(rank: int, *has: Has, device: str = "cpu") -> RankMemory:
     """A rank with these blocks."""
     stacks = list(dict.fromkeys(block.stack for block in has if block.stack))
     names = list(dict.fromkeys(block.name for block in has if block.name))
-    count = len(has)
-    return RankMemory(
-        rank, "one", device,
-        Blocks(
-            np.array([block.address for block in has], np.int64),
-            np.array([block.size for block in has], np.int64),
-            np.full(count, BEFORE),
-            np.array([block.end for block in has], np.int64),
-            np.array([block.category for block in has], np.int8),
-            np.ones(count, bool),
-            np.array([stacks.index(o.stack) if o.stack else -1 for o in has], np.int32),
-            np.array([names.index(o.name) if o.name else -1 for o in has], np.int32),
-            np.full(count, -1, np.int32),
-        ),
-        stacks=tuple(stacks), names=tuple(names), duration_ns=10,
-    )  # fmt: skip
+    pieces = [
+        Piece(
+            block.size, BEFORE, block.end, block.category, address=block.address,
+            stack=stacks.index(block.stack) if block.stack else -1,
+            name=names.index(block.name) if block.name else -1,
+        )
+        for block in has
+    ]  # fmt: skip
+    recorded = rank_memory(rank, pieces, 10, stacks=tuple(stacks), names=tuple(names))
+    return replace(recorded, device=device)
 
 
 def snapshot(*ranks: RankMemory) -> Snapshot:

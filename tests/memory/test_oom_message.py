@@ -31,19 +31,19 @@ CPU = (
 _CASES = {
     "new": ("OutOfMemoryError", NEW, OomMessage(
         "CUDA", DEVICE, 226 * MIB, 3, int(15.5 * GIB), 210 * MIB, 7 * GIB + 512 * MIB,
-        int(7.5 * GIB), int(6.75 * GIB), 336 * MIB,
+        int(6.75 * GIB), 336 * MIB,
     )),
     "capacty": ("OutOfMemoryError", (
         "CUDA out of memory. Tried to allocate 27.00 GiB. GPU 0 has a total capacty of 12.00 GiB "
         "of which 0 bytes is free. Of the allocated memory 16.00 GiB is allocated by PyTorch, and "
         "144.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
-    ), OomMessage("CUDA", DEVICE, 27 * GIB, 0, 12 * GIB, 0, UNKNOWN, UNKNOWN, 16 * GIB, 144 * MIB)),
+    ), OomMessage("CUDA", DEVICE, 27 * GIB, 0, 12 * GIB, 0, UNKNOWN, 16 * GIB, 144 * MIB)),
     "old": ("RuntimeError", OLD, OomMessage(
-        "CUDA", DEVICE, int(2.25 * GIB), 0, 6 * GIB, 3 * GIB, UNKNOWN, UNKNOWN,
+        "CUDA", DEVICE, int(2.25 * GIB), 0, 6 * GIB, 3 * GIB, UNKNOWN,
         int(781.5 * MIB), int(1.25 * GIB) - int(781.5 * MIB),
     )),
     "oldest": ("RuntimeError", OLDEST, OomMessage(
-        "CUDA", DEVICE, int(12.5 * MIB), 0, int(10.5 * GIB), int(9.25 * GIB), UNKNOWN, UNKNOWN,
+        "CUDA", DEVICE, int(12.5 * MIB), 0, int(10.5 * GIB), int(9.25 * GIB), UNKNOWN,
         int(8.5 * MIB), 0,
     )),
     "more than 1EB": ("OutOfMemoryError", (
@@ -54,7 +54,7 @@ _CASES = {
         "of which 512.00 KiB is free. Of the allocated memory 60.00 GiB is allocated by PyTorch, "
         "and 3.00 GiB is reserved by PyTorch but unallocated."
     ), OomMessage(
-        "HIP", DEVICE, GIB, 1, 64 * GIB, 512 * 2**10, UNKNOWN, UNKNOWN, 60 * GIB, 3 * GIB
+        "HIP", DEVICE, GIB, 1, 64 * GIB, 512 * 2**10, UNKNOWN, 60 * GIB, 3 * GIB
     )),
     "CPU": ("RuntimeError", CPU, OomMessage("CPU", HOST, 4 * 10**15)),
     "Windows": ("RuntimeError", (

@@ -29,7 +29,7 @@ def sizes(**by_name: float) -> tuple[int, ...]:
 
 
 # A model of 2 GB in fp32 with Adam under DDP on four GPUs of 40 GB each.
-TOLD = OomMessage("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 39 * GB, 36 * GB, 2 * GB)
+TOLD = OomMessage("CUDA", DEVICE, 3 * GB, 2, 40 * GB, GB, UNKNOWN, 36 * GB, 2 * GB)
 DDP = OomReport(
     rank=2,
     message=TOLD,

@@ -24,7 +24,7 @@ from nbdist.memory.snapshot import (
     Snapshot,
 )
 from nbdist.memory.view import image as memory_image
-from nbdist.memory.view.colours import COLOURS
+from nbdist.memory.view.image import COLOURS
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
 from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, remembered, training

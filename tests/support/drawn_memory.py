@@ -32,6 +32,7 @@ from nbdist.memory.snapshot import (
     Reserved,
     Segment,
     Snapshot,
+    make_blocks,
 )
 from nbdist.memory.timeline import changes, m4_downsample, sizes_at, totals
 from nbdist.memory.view import report as memory_report
@@ -61,12 +62,11 @@ def blocks(pieces: Iterable[Piece]) -> Blocks:
     """The columns of these, sorted by start."""
     ordered = sorted(pieces, key=lambda piece: piece.start_ns)
 
-    def column(name: str, kind: type[np.generic]) -> np.ndarray:
-        return np.array([getattr(piece, name) for piece in ordered], kind)
-
-    times = (column(name, np.int64) for name in ("address", "size_bytes", "start_ns", "end_ns"))
-    places = (column(name, np.int32) for name in ("stack", "name", "operator"))
-    return Blocks(*times, column("category", np.int8), column("is_exact", np.bool_), *places)
+    none = make_blocks()
+    return Blocks(**{
+        column: np.array([getattr(piece, column) for piece in ordered], getattr(none, column).dtype)
+        for column in Blocks.__slots__
+    })  # fmt: skip
 
 
 def rank_memory(rank: int, pieces: Iterable[Piece], duration_ns: int = 100, **more) -> RankMemory:

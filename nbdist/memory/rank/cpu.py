@@ -6,15 +6,19 @@ cell allocates, and the backends' threads; not what other threads of Python do.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import tempfile
+import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nbdist.memory.blocks import Event, pair_events
@@ -23,7 +27,6 @@ from nbdist.memory.rank import profiler_tree
 from nbdist.memory.rank.marks import Marks, merge_phases
 from nbdist.memory.rank.owners import StorageOwner, live_storages
 from nbdist.memory.rank.profiler_tree import MARK, ProfilerHistory
-from nbdist.memory.rank.storage_frees import StorageFrees
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
 from nbdist.recording.rank.steps import QUIET, is_profiling
 from nbdist.rpc.rank import crash_files
@@ -36,6 +39,38 @@ TAKEN = (
 NO_TREE = "This version of torch reports no stacks of CPU allocations."
 
 
+class _StorageFrees:
+    """Notes when memory goes that is older than a recording: torch's profiler does not tell.
+
+    Storages are not kept alive by it.
+    """
+
+    def __init__(self) -> None:
+        # By address: the reference, whose callback is called when the storage goes.
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._freed: list[tuple[int, int, int]] = []
+
+    def watch(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """From now on. A storage goes with its last tensor, also one that only autograd holds."""
+        for storage in storages:
+            address = storage.data_ptr()
+            if storage.device.type == "cpu" and address not in self._watched:
+                gone = functools.partial(self._gone, address, storage.nbytes())
+                self._watched[address] = weakref.ref(storage, gone)
+
+    def leave(self) -> None:
+        """Forget all storages: what goes from now on is not noted."""
+        self._watched = {}
+
+    def events(self) -> list[Event]:
+        """Frees, by the host's clock."""
+        return [Event(time_ns, address, -size) for time_ns, address, size in self._freed]
+
+    def _gone(self, address: int, size_bytes: int, _reference: object) -> None:
+        if self._watched.pop(address, None) is not None:
+            self._freed.append((time.time_ns(), address, size_bytes))
+
+
 class CpuRecorder:
     """Records from `start` to `stop`."""
 
@@ -43,7 +78,7 @@ class CpuRecorder:
         self.problem = ""
         self._options = options
         self._numbers = itertools.count()
-        self._ends = StorageFrees()
+        self._ends = _StorageFrees()
         self._profiler: profile | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
 

@@ -84,8 +84,7 @@ class _Reading:
         kinds: Names of torch's kinds of nodes, by number.
         names: Operators, each once, with its place.
         events: Of memory.
-        runs: Start and end of what ran a backward.
-        nodes: The same of nodes that no such call was seen around.
+        runs, nodes: Start and end of what ran a backward; of nodes with no such call around.
         others: Starts of operators outside of all of these.
         marks_ns: By number.
         forwards: Sequence number -> the call that made the operator which has it.

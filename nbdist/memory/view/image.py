@@ -6,6 +6,7 @@ the picture however many blocks there are. All ranks have one scale of bytes and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,15 +17,48 @@ import numpy.typing as npt
 from nbdist.core import units
 from nbdist.core.units import one_line
 from nbdist.memory.peak import RankPeak, when
-from nbdist.memory.snapshot import BACKWARD, CATEGORIES, Integers, RankMemory, Snapshot
+from nbdist.memory.snapshot import (
+    ACTIVATION,
+    BACKWARD,
+    BUFFER,
+    CATEGORIES,
+    COMMUNICATION,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+    TEMPORARY,
+    UNKNOWN,
+    Integers,
+    RankMemory,
+    Snapshot,
+)
 from nbdist.memory.timeline import CLASSES, changes, codes, highest, lifetimes, sizes_at, totals
-from nbdist.memory.view.colours import COLOURS, LAYERS, ORDER, PALER, PERIOD, STRIPE
 from nbdist.recording.view import png as recording_png
 from nbdist.recording.view.png import DARK, FONT_PT, INNER, LANE, LINE, PIXEL, READABLE, UNITS_NS
 
 if TYPE_CHECKING:  # it takes half a second to import, and most sessions draw no picture
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which people with any colour vision tell apart, but for grey. From the
+# bottom: what stays the longest lies lowest, so that it is level.
+_COLOUR_OF = {
+    PARAMETER: "#0072b2",
+    BUFFER: "#56b4e9",
+    OPTIMIZER: "#009e73",
+    GRADIENT: "#d55e00",
+    ACTIVATION: "#e69f00",
+    COMMUNICATION: "#cc79a7",
+    TEMPORARY: "#f0e442",
+    UNKNOWN: "#8a8a8a",
+}
+ORDER = tuple(_COLOUR_OF)
+COLOURS = {CATEGORIES[category]: colour for category, colour in _COLOUR_OF.items()}
+# Classes (2 x category + is_exact) from the bottom: of each category the exact part first.
+LAYERS = tuple(2 * category + is_exact for category in ORDER for is_exact in (1, 0))
+# What is guessed has stripes of this share of the background, as wide and as far apart as that.
+PALER = 0.55
+STRIPE, PERIOD = 2, 6
 
 HEADER, GAP, PHASES = 26, 14, 7
 PANEL, LEAST_PANEL, BAR = 300, 14, 40
@@ -86,7 +120,10 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
     Leaves matplotlib's settings, figures and backend as they are.
     """
     shared, peak_of = scales(snapshot, peaks), {peak.rank: peak for peak in peaks}
-    ranks = _most_needy(snapshot.ranks, peak_of)
+    # The ranks that need most, as many as one can look at.
+    needed = defaultdict(int, {peak.rank: peak.size_bytes for peak in peaks})
+    most_needy = sorted(snapshot.ranks, key=lambda rank: -needed[rank.rank])[:MOST_RANKS]
+    ranks = sorted(most_needy, key=lambda rank: rank.rank)
     header, gap = (LOW_HEADER, LOW_GAP) if len(ranks) > MANY else (HEADER, GAP)
     room = recording_png.MOST_HEIGHT // max(len(ranks), 1) - header - gap
     high = min(PANEL, max(LEAST_PANEL, room)) if shared.has_history else BAR
@@ -109,13 +146,6 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
         return recording_png.written(figure)
 
 
-def _most_needy(ranks: Sequence[RankMemory], peaks: dict[int, RankPeak]) -> list[RankMemory]:
-    """The ranks that need most, in rank order, as many as one can look at."""
-    needed = {number: peak.size_bytes for number, peak in peaks.items()}
-    most = sorted(ranks, key=lambda rank: -needed.get(rank.rank, 0))[:MOST_RANKS]
-    return sorted(most, key=lambda rank: rank.rank)
-
-
 def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scales) -> None:
     """Blocks stacked by their class; what the allocator held, steps, phases and failures."""
     panel = round(axes.bbox.height)
@@ -128,7 +158,8 @@ def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scal
     tops = _tops(sizes_at(block_changes, at_ns))
     pixels = _colour(_layers(tops, row, panel - strip)[::-1])
     _darken_edges(pixels, rank, (at_ns, tops), row)
-    _show(axes, pixels, (0, shared.end_ns, 0, shared.most_bytes))
+    extent = (0, shared.end_ns, 0, shared.most_bytes)
+    axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
     axes.set_ylim(-strip * row, shared.most_bytes)
     _marks(axes, rank, shared)
     if strip:
@@ -160,12 +191,11 @@ def _at_one_moment(axes: Axes, rank: RankMemory, shared: Scales) -> None:
     """The bytes from left to right."""
     tops = _tops(sizes_at(changes(rank.blocks), np.zeros(1, np.int64)))
     layer = _layers(tops, shared.most_bytes / INNER, INNER).T
-    _show(axes, _colour(layer.repeat(BAR, axis=0)), (0, shared.most_bytes, 0, 1))
+    axes.imshow(
+        _colour(layer.repeat(BAR, axis=0)), extent=(0, shared.most_bytes, 0, 1), aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
     axes.set_yticks([])
-
-
-def _show(axes: Axes, pixels: Pixels, extent: tuple[float, float, float, float]) -> None:
-    axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
 
 
 def _tops(size_bytes: Integers) -> Integers:

@@ -23,8 +23,7 @@ from nbdist.memory.snapshot import (
     Snapshot,
 )
 from nbdist.memory.timeline import codes, lifetimes, m4_downsample
-from nbdist.memory.view.colours import COLOURS, LAYERS, PALER
-from nbdist.memory.view.image import scales
+from nbdist.memory.view.image import COLOURS, LAYERS, PALER, scales
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view.iframe import MOST_BYTES, clipped
 

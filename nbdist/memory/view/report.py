@@ -22,8 +22,7 @@ from nbdist.memory.snapshot import (
     RankMemory,
     Snapshot,
 )
-from nbdist.memory.view.colours import ORDER
-from nbdist.memory.view.image import MOST_RANKS, png
+from nbdist.memory.view.image import MOST_RANKS, ORDER, png
 from nbdist.memory.view.page import SCRIPTS, height_px, pack_page
 from nbdist.recording.view.iframe import MOST_BYTES, MOST_NAME, Live, over
 

@@ -1,0 +1,21 @@
+"""A cell that is recorded, and what is on afterwards."""
+
+from tests.support.cells import Cell
+from tests.support.kernel import Kernel
+
+_OFF = """%%distributed
+from torch.optim import optimizer as o
+(torch.autograd._profiler_enabled(), len(o._global_optimizer_post_hooks),
+ sum(h.__module__ != "nbdist.lints.rank.optimizer_steps"
+     for h in o._global_optimizer_pre_hooks.values()))
+"""
+
+
+def ran(kernel: Kernel, code: str) -> Cell:
+    """A cell that passes, after which nothing is recorded on any rank."""
+    cell = kernel.run(code)
+
+    assert cell.status == "ok", cell.visible
+    assert "CPUAllocator" not in cell.visible  # what torch says of frees of older memory
+    assert kernel.run(_OFF).visible.count("(False, 0, 0)") >= 1
+    return cell
