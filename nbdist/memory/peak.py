@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -244,22 +244,15 @@ def _owners(rank: RankMemory, chosen: Truths) -> tuple[PeakOwner, ...]:
         sums = alike.setdefault(name, [0, 0])
         sums[0] += count
         sums[1] += size_bytes
-    every = (
-        PeakOwner(
-            title if len({_STATE.sub("", name) for name in alike}) > 1 else _only(alike),
-            category,
-            sum(count for count, _ in alike.values()),
-            sum(size_bytes for _, size_bytes in alike.values()),
-        )
-        for (title, category), alike in alike_by_title.items()
-    )
-    return tuple(sorted(every, key=lambda owner: -owner.size_bytes)[:MOST_OWNERS])
-
-
-def _only(alike: Iterable[str]) -> str:
-    """The one name; without the state's where there are several of them."""
-    first, *more = alike
-    return _STATE.sub("", first) if more else first
+    owners = []
+    for (title, category), alike in alike_by_title.items():
+        first, *more = alike
+        whole_names = {_STATE.sub("", name) for name in alike}
+        # The one name; without the state's where there are several of them.
+        name = title if len(whole_names) > 1 else whole_names.pop() if more else first
+        counts, sizes = zip(*alike.values(), strict=True)
+        owners.append(PeakOwner(name, category, sum(counts), sum(sizes)))
+    return tuple(sorted(owners, key=lambda owner: -owner.size_bytes)[:MOST_OWNERS])
 
 
 def _group(key: Integers, size_bytes: Integers) -> Iterator[tuple[tuple[int, ...], int, int]]:

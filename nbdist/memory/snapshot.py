@@ -1,7 +1,7 @@
 """What ranks had allocated while a cell ran, as columns: allocator history.
 
-Made by `memory.rank.record`, or read from a file by `memory.file`; judged by the other
-`core.snapshot_*`; drawn by `memory.view.report`. Times are integers in nanoseconds since the
+Made by `memory.rank.record`, or read from a file by `memory.file`; judged by `memory.peak` and
+`memory.findings`; drawn by `memory.view.report`. Times are integers in nanoseconds since the
 beginning of the rank's recording. All sizes are bytes that a storage or the allocator holds, not
 what a tensor shows of it.
 """

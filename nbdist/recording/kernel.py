@@ -129,7 +129,7 @@ class Recordings(CellHook, Generic[Options, Result]):
             Interrupted: If the user interrupted it; what the ranks hold is kept.
         """
         self.token = ""
-        self._last = self._join(self._taken(self.finish_rank, self._recorded))
+        self._last = self._join(self._take(self.finish_rank, self._recorded))
         self.count += 1
         return self._last
 
@@ -137,7 +137,7 @@ class Recordings(CellHook, Generic[Options, Result]):
         """All ranks' parts, in rank order; one that gave nothing has a `problem`."""
         raise NotImplementedError
 
-    def _taken(
+    def _take(
         self, ask: RankFunction[[Sequence[str]], PackedValue], ranks: Sequence[int]
     ) -> dict[int, dict[str, Any]]:
         """What each rank gives, opened, or {"problem": why it gives nothing}."""

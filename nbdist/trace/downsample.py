@@ -267,6 +267,6 @@ def _is_short(events: TraceRows, width_ns: int, full_ns: tuple[int, int]) -> Tru
 
 
 def _count(events: TraceRows, width_ns: int, full_ns: tuple[int, int]) -> int:
-    """How many items `merged` makes, without making them."""
+    """How many items `merge_short` makes, without making them."""
     short = np.flatnonzero(_is_short(events, width_ns, full_ns))
     return len(events) - len(short) + len(_begins(events, short, width_ns))

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,8 @@ def finish(folders: Sequence[str]) -> PackedValue:
         progress.tell("reading the file")
         result = read.read(recording.path, this_rank().place.rank)
     if recording.problem:
-        result = result.with_problem(recording.problem)
+        problem = f"{recording.problem} {result.trace.problem}".rstrip()
+        result = replace(result, trace=replace(result.trace, problem=problem))
     return pack.send(pack.pack({"recording": result}), folders)
 
 

@@ -15,12 +15,34 @@ from nbdist.trace import chrome_trace, collectives
 from nbdist.trace import names as trace_names
 from nbdist.trace.chrome_trace import Head, RawTrace
 from nbdist.trace.collectives import CollectiveCall, Meaning, TraceGroup
-from nbdist.trace.lanes import lanes_of
-from nbdist.trace.trace import COMMUNICATION, COMPUTE, DATA, HOST, Events, Integers, RankTrace, Step
+from nbdist.trace.trace import (
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    HOST,
+    Events,
+    Integers,
+    Lane,
+    RankTrace,
+    Step,
+)
 
 # What nbdist adds to the header of a rank's file.
 OURS = "nbdist"
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)")
+
+# In the order in which lanes are drawn.
+_MAIN, _PYTHON, _AUTOGRAD, _THREAD, _GLOO, _STREAM = range(6)
+_LANE_NAMES = {
+    _MAIN: "main thread",
+    _PYTHON: "Python",
+    _AUTOGRAD: "autograd",
+    _THREAD: "thread",
+    _GLOO: "gloo",
+}
+
+# (process, thread, which lane of that thread)
+_Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +58,6 @@ class RecordedTrace:
     trace: RankTrace
     zero_ns: int
     ours: Mapping[str, Any] = field(default_factory=dict)
-
-    def with_problem(self, problem: str) -> RecordedTrace:
-        """The same with one problem more."""
-        problems = " ".join(filter(None, (problem, self.trace.problem)))
-        return replace(self, trace=replace(self.trace, problem=problems))
 
 
 def read(path: Path, rank: int = 0) -> RecordedTrace:
@@ -77,7 +94,7 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
-    lanes, lane_of_head = lanes_of(
+    lanes, lane_of_head = _lanes_of(
         raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist()
     )
     groups = collectives.groups_of(raw.header, _record(ours, "groups"))
@@ -247,3 +264,78 @@ def _flight_record(raw: RawTrace) -> list[CollectiveCall]:
         )
         for name, created_ns, group, sizes in (calls if isinstance(calls, list) else [])
     ]
+
+
+def _lanes_of(
+    heads: Sequence[Head], counts: Sequence[int]
+) -> tuple[tuple[Lane, ...], npt.NDArray[np.int32]]:
+    """The lanes on which these heads are, as they are drawn, and the place of each head's lane.
+
+    A thread has another lane for Python's own functions (`--stacks`), which would bury its
+    operators forty deep, and for sends and receives that go on beside them.
+
+    Args:
+        heads: Of a trace.
+        counts: Events of each; a head without any makes no lane.
+    """
+    on: dict[_Key, list[Head]] = {}
+    events: dict[_Key, int] = {}
+    for head, count in zip(heads, counts, strict=True):
+        if not count:
+            continue
+        key = _lane_key(head)
+        on.setdefault(key, []).append(head)
+        events[key] = events.get(key, 0) + count
+    main = _main_key(events, on)
+    kinds = {key: _MAIN if key == main else _lane_kind(key, on[key]) for key in on}
+    keys = sorted(on, key=lambda key: (kinds[key], _as_number(key[0]), _as_number(key[1])))
+    devices = {key[0] for key in keys if kinds[key] == _STREAM}
+    lanes = [_lane(key, keys, kinds, has_several=len(devices) > 1) for key in keys]
+    place = {key: number for number, key in enumerate(keys)}
+    of_head = np.array([place.get(_lane_key(head), -1) for head in heads], np.int32)
+    return tuple(lanes), of_head
+
+
+def _lane_key(head: Head) -> _Key:
+    if head.category == trace_names.PYTHON:
+        return head.process, head.thread, "python"
+    # The main thread issues sends and receives, and goes on while they are under way.
+    is_beside = head.process == head.thread and trace_names.GLOO.match(head.name) is not None
+    return head.process, head.thread, "gloo" if is_beside else ""
+
+
+def _as_number(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.lstrip("-").isdigit() else (0, text)
+
+
+def _main_key(events: Mapping[_Key, int], on: Mapping[_Key, Sequence[Head]]) -> _Key | None:
+    """On Linux a process's main thread has its number; elsewhere take the busiest of the host."""
+    host = [key for key in events if not key[2] and _lane_kind(key, on[key]) != _STREAM]
+    for key in host:
+        if key[0] == key[1]:
+            return key
+    threads = [key for key in host if _lane_kind(key, on[key]) == _THREAD]
+    return max(threads, key=lambda key: events[key], default=None)
+
+
+def _lane_kind(key: _Key, heads: Sequence[Head]) -> int:
+    if key[2] == "python":
+        return _PYTHON
+    if any(head.category in trace_names.DEVICE for head in heads):
+        return _STREAM
+    if any(trace_names.GLOO.match(head.name) for head in heads):
+        return _GLOO
+    if any(head.name.startswith(trace_names.AUTOGRAD) for head in heads):
+        return _AUTOGRAD
+    return _THREAD
+
+
+def _lane(key: _Key, keys: Sequence[_Key], kinds: Mapping[_Key, int], *, has_several: bool) -> Lane:
+    kind = kinds[key]
+    if kind == _STREAM:
+        device = f"GPU {key[0]} " if has_several else ""
+        return Lane(f"{device}stream {key[1]}", is_device=True)
+    alike = [other for other in keys if kinds[other] == kind]
+    if kind == _MAIN or (len(alike) == 1 and kind != _GLOO):
+        return Lane(_LANE_NAMES[kind])
+    return Lane(f"{_LANE_NAMES[kind]} {alike.index(key) + 1}")

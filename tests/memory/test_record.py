@@ -31,18 +31,12 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
+from tests.support.recordings import Place, own_profiler
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
 
 Record = Callable[..., RankMemory]
-
-
-class Place:
-    """Stands for where this rank is."""
-
-    class place:  # noqa: N801  # read as an attribute
-        rank, device = 0, "cpu"
 
 
 @pytest.fixture
@@ -359,10 +353,6 @@ def test_a_closure_s_backward_is_apart_from_its_step(record: Record) -> None:
     kinds = [phase.kind for phase in memory.phases]
     assert kinds.count(BACKWARD) >= 2
     assert kinds[0] == kinds[-1] == STEPPING
-
-
-def own_profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def test_another_profiler_is_told_and_left_alone(record: Record) -> None:

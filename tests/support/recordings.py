@@ -1,4 +1,6 @@
-"""A cell that is recorded, and what is on afterwards."""
+"""A cell that is recorded, in a kernel or in a process that is no rank."""
+
+from typing import Any
 
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel
@@ -19,3 +21,17 @@ def ran(kernel: Kernel, code: str) -> Cell:
     assert "CPUAllocator" not in cell.visible  # what torch says of frees of older memory
     assert kernel.run(_OFF).visible.count("(False, 0, 0)") >= 1
     return cell
+
+
+class Place:
+    """Stands for where this rank is."""
+
+    class place:  # noqa: N801  # read as an attribute
+        rank, device = 0, "cpu"
+
+
+def own_profiler() -> Any:
+    """One that a user's cell may run."""
+    import torch
+
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])

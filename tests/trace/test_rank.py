@@ -17,6 +17,7 @@ from nbdist.recording.rank.steps import CellRecording, Steps
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.trace import rank as trace_rank
+from tests.support.recordings import Place, own_profiler
 
 
 def counted(letters: str, wanted: int | None = None) -> tuple[list[int], int | None]:
@@ -64,13 +65,6 @@ def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
     assert cell_hook.state.running is None
 
 
-class Place:
-    """Stands for where this rank is."""
-
-    class place:  # noqa: N801  # read as an attribute
-        rank, device = 0, "cpu"
-
-
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace_rank._Recording:
     """A recording of this process, which is no rank."""
@@ -116,10 +110,6 @@ def test_a_trace_that_finds_no_room_is_told(
         recording.export()
 
     assert list(recording.path.parent.iterdir()) == []
-
-
-def own_profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def test_a_profiler_that_runs_already_is_told_and_left_alone(

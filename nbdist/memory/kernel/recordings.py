@@ -58,7 +58,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
             OptionError: If a rank does not exist.
             Interrupted: If the user interrupted it.
         """
-        return self._join(self._taken(memory_now, self._ranks.chosen(ranks)))
+        return self._join(self._take(memory_now, self._ranks.chosen(ranks)))
 
     def finish(self) -> Snapshot:
         """As Recordings.finish: a recording of the cell says more than what was left of it."""
@@ -97,7 +97,7 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         """
         if self._oom_ranks:
             short, self._oom_ranks = self._oom_ranks, ()
-            self._last = self._join(self._taken(finish_memory, short))
+            self._last = self._join(self._take(finish_memory, short))
         return self.now() if self._last is None else self._last
 
     def keep(self, name: str, snapshot: Snapshot) -> None:

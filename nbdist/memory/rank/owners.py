@@ -90,12 +90,12 @@ class _Collected:
 
     def all(self) -> tuple[StorageOwner, ...]:
         """In the order in which they were found."""
-        return (*(self._named(key, owner) for key, owner in self.owners.items()), *self.places)
-
-    def _named(self, key: tuple[str, int], owner: StorageOwner) -> StorageOwner:
-        """A flat storage is of several tensors: the first one's name, and how many more."""
-        more = self.more.get(key)
-        return owner if not more else replace(owner, name=f"{owner.name} and {more} more")
+        # A flat storage is of several tensors: the first one's name, and how many more.
+        for key, more in self.more.items():
+            self.owners[key] = replace(
+                self.owners[key], name=f"{self.owners[key].name} and {more} more"
+            )
+        return (*self.owners.values(), *self.places)
 
 
 def owners() -> tuple[StorageOwner, ...]:
@@ -233,8 +233,8 @@ def _take_optimizers(collected: _Collected, optimizers: list[Optimizer]) -> None
     for optimizer in optimizers:
         _take_stepped(collected, optimizer)
     for parameter in collected.trained:
-        for gradient in _gradients(parameter):
-            collected.take(gradient, GRADIENT, collected.names[id(parameter)])
+        if parameter.is_leaf or parameter.retains_grad:  # torch warns of others
+            collected.take(parameter.grad, GRADIENT, collected.names[id(parameter)])
     for optimizer in optimizers:
         _take_state(collected, optimizer)
 
@@ -260,11 +260,6 @@ def _take_stepped(collected: _Collected, optimizer: Optimizer) -> None:
             if id(parameter) not in collected.names:
                 title = f"{type(optimizer).__name__}, group {number}, parameter {place}"
                 collected.take_parameter(parameter, collected.variables.get(id(parameter), title))
-
-
-def _gradients(parameter: torch.Tensor) -> Iterator[Any]:
-    if parameter.is_leaf or parameter.retains_grad:  # torch warns of others
-        yield parameter.grad
 
 
 def _take_state(collected: _Collected, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from nbdist.core.view import View, table
 from nbdist.memory.call_site import frame_text
 from nbdist.memory.diff import Amount, BlockChange, SnapshotDiff
 from nbdist.memory.snapshot import CATEGORIES
-from nbdist.recording.view.iframe import clipped
+from nbdist.recording.view.iframe import clip
 
 MOST_ROWS = 20
 _MOST_NAME = 40
@@ -43,7 +43,7 @@ def _cells(change: BlockChange) -> list[str]:
         units.size(change.after.size_bytes),
         f"{change.before.count} -> {change.after.count}{size}",
         CATEGORIES[kind.category],
-        clipped(kind.name, _MOST_NAME) if kind.name else _NOTHING,
+        clip(kind.name, _MOST_NAME) if kind.name else _NOTHING,
         frame_text(kind.lines[0]) if kind.lines else _NOTHING,
         rank_label(sorted(change.ranks)),
     ]

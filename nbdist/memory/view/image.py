@@ -143,7 +143,7 @@ def png(snapshot: Snapshot, peaks: tuple[RankPeak, ...]) -> bytes:
                 recording_png.axis(axes, shared.unit[1])
                 axes.xaxis.set_major_formatter(lambda x, _at: f"{x / shared.unit[0]:g}")
         _legend(figure, ranks)
-        return recording_png.written(figure)
+        return recording_png.encode(figure)
 
 
 def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scales) -> None:

@@ -1,4 +1,4 @@
-// What the picture of memory shows: makes of what view/memory_page.py packs what can be drawn, and
+// What the picture of memory shows: makes of what memory/view/page.py packs what can be drawn, and
 // says it in words. Times are nanoseconds. It stands behind viewer.js.
 
 const EVERY = 512; // changes between two moments whose sums are kept

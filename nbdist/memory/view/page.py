@@ -25,7 +25,7 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.timeline import codes, lifetimes, m4_downsample
 from nbdist.memory.view.image import COLOURS, LAYERS, PALER, scales
 from nbdist.recording.view import iframe as recording_iframe
-from nbdist.recording.view.iframe import MOST_BYTES, clipped
+from nbdist.recording.view.iframe import MOST_BYTES, clip
 
 Places = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -90,8 +90,8 @@ def _pack(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> byte
         "colours": [COLOURS[name] for name in CATEGORIES],
         "layers": LAYERS,
         "paler": PALER,
-        "names": [clipped(name) for name in texts.names],
-        "lines": [clipped(line) for line in texts.lines],
+        "names": [clip(name) for name in texts.names],
+        "lines": [clip(line) for line in texts.lines],
         "stacks": texts.stacks,
         "least": shown.least_bytes,
         "merged": shown.merged,
@@ -124,14 +124,14 @@ def _pack(snapshot: Snapshot, peaks: tuple[RankPeak, ...], shown: Level) -> byte
         "heldTime": _join(_distances(time_ns) for time_ns, _ in reserved),
         "held": _join(size_bytes for _, size_bytes in reserved),
     }
-    return recording_iframe.packed(head, columns)
+    return recording_iframe.pack(head, columns)
 
 
 def _rank(rank: RankMemory, peak: RankPeak | None, marks: int) -> dict[str, object]:
     """What is known of a rank beside its blocks."""
     return {
         "rank": rank.rank,
-        "problem": clipped(rank.problem),
+        "problem": clip(rank.problem),
         "limit": rank.limit_bytes,
         "end": rank.duration_ns,
         "peak": [peak.time_ns, peak.size_bytes, when(peak)] if peak else None,

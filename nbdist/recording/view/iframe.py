@@ -33,7 +33,7 @@ class Live:
     Attributes:
         scripts: Files by their paths in the package: what stands behind viewer.js, in this order.
         title: What the frame shows, for those who cannot see it.
-        data: What the scripts read: base64 of `packed`.
+        data: What the scripts read: base64 of `pack`.
     """
 
     scripts: tuple[str, ...]
@@ -69,7 +69,7 @@ def over(image: bytes, alt: str, live: Live, height_px: int) -> str:
     )
 
 
-def clipped(text: str, most: int = MOST_NAME) -> str:
+def clip(text: str, most: int = MOST_NAME) -> str:
     """The text, or its beginning and end where it is longer than `most`."""
     if len(text) <= most:
         return text
@@ -77,7 +77,7 @@ def clipped(text: str, most: int = MOST_NAME) -> str:
     return f"{text[: most - 3 - end]}...{text[-end:]}"
 
 
-def packed(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.integer]]) -> bytes:
+def pack(head: Mapping[str, object], columns: Mapping[str, npt.NDArray[np.integer]]) -> bytes:
     """A JSON head with the texts, then the columns; all gzipped, equal for equal data.
 
     Columns hold numbers of at least 0. viewer.js reads it: head["columns"] says how.

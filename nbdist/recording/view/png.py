@@ -45,7 +45,7 @@ def drawing(inner_height: int) -> Iterator[Figure]:
         yield figure
 
 
-def written(figure: Figure) -> bytes:
+def encode(figure: Figure) -> bytes:
     """The figure as a PNG, equal for equal figures. To be called inside `drawing`."""
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": None})

@@ -1,4 +1,4 @@
-// What live pictures of recordings have in common: unpacking what view/frame.py packs, words, colours,
+// What live pictures of recordings have in common: unpacking what view/iframe.py packs, words, colours,
 // and moving a canvas by mouse and keys. It reads the element #data, and asks nothing of the network.
 // Times are nanoseconds, lengths CSS pixels.
 //

@@ -66,7 +66,9 @@ def png(trace: Trace, events: TraceRows) -> bytes:
             axes = recording_png.panel(figure, top, high, head)
             _rows(axes, shares(events, rows, between_ns, INNER), between_ns)
             _steps(axes, rank, head)
-            _words(axes, rank, (head, row), place)
+            name = "" if place % -(-READABLE // (head + row)) else f"rank {rank.rank}"
+            words = one_line(rank.problem, 120) if head >= READABLE else ""
+            recording_png.header(axes, head, name, words)
             if row >= READABLE:
                 lanes = [
                     (at, timeline_row.lane)
@@ -82,7 +84,7 @@ def png(trace: Trace, events: TraceRows) -> bytes:
         recording_png.legend(
             figure, [(COLOURS[kind], kind) for kind in kinds], "no events were recorded"
         )
-        return recording_png.written(figure)
+        return recording_png.encode(figure)
 
 
 def span_ns(trace: Trace) -> tuple[int, int]:
@@ -177,11 +179,3 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
                 step.start_ns, 1 + head / 2 / height, name, transform=axes.get_xaxis_transform(),
                 va="center", fontsize=FONT_PT - 1, color=DARK,
             )  # fmt: skip
-
-
-def _words(axes: Axes, rank: RankTrace, heights: tuple[int, int], place: int) -> None:
-    """The rank before its header, as far as it can be read, and its problem in it."""
-    head, row = heights
-    every = -(-READABLE // (head + row))
-    name = "" if place % every else f"rank {rank.rank}"
-    recording_png.header(axes, head, name, one_line(rank.problem, 120) if head >= READABLE else "")

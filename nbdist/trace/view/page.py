@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdist.core.finding import Finding
 from nbdist.recording.view import iframe as recording_iframe
-from nbdist.recording.view.iframe import MOST_BYTES, clipped
+from nbdist.recording.view.iframe import MOST_BYTES, clip
 from nbdist.trace.downsample import Items, TraceRows, finest_fitting, full_window
 from nbdist.trace.trace import KINDS, Integers, Trace
 from nbdist.trace.view.image import COLOURS, span_ns
@@ -76,14 +76,14 @@ def _pack(head: dict[str, object], trace: Trace, events: TraceRows, items: Items
         "group": items.group + 1,
     }
     whole_head = head | {
-        "names": [clipped(events.names[at]) for at in used],
+        "names": [clip(events.names[at]) for at in used],
         "width": items.width_ns,
         "full": items.full_ns,
         "firsts": firsts.tolist(),
         "from": begin_ns,
         "to": end_ns,
     }
-    return recording_iframe.packed(whole_head, columns)
+    return recording_iframe.pack(whole_head, columns)
 
 
 def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
@@ -91,15 +91,15 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
     return {
         "kinds": KINDS,
         "colours": [COLOURS[kind] for kind in KINDS],
-        "groups": [clipped(group) for group in events.groups],
+        "groups": [clip(group) for group in events.groups],
         "rows": [
-            (row.place, clipped(trace.ranks[row.place].lanes[row.lane].name), row.depth)
+            (row.place, clip(trace.ranks[row.place].lanes[row.lane].name), row.depth)
             for row in events.rows
         ],
         "ranks": [
             {
                 "rank": rank.rank,
-                "problem": clipped(rank.problem),
+                "problem": clip(rank.problem),
                 "steps": [
                     (step.number, step.start_ns, step.end_ns) for step in rank.steps[:most_steps]
                 ],
@@ -114,4 +114,4 @@ def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int
     places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
     for finding in findings:
         for spot in finding.spots[:MOST_SPOTS]:
-            yield clipped(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns
+            yield clip(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns
