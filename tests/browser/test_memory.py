@@ -1,7 +1,6 @@
 """The picture of memory by mouse and keys: what it has beside other live pictures."""
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
 from nbdist.memory.timeline import changes, peak_ns, totals
 from tests.support.drawn_memory import MB, Piece, curve, million, rank_memory, remembered, training
-from tests.support.lab import browser_page
 from tests.support.live import LivePicture, opened
 
 if TYPE_CHECKING:  # playwright is an optional extra
@@ -46,13 +44,6 @@ class Picture(LivePicture):
             f"({place})"
         )
         return sizes
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator["Page"]:
-    """A page of a fresh browser."""
-    with browser_page(1100, 1000) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

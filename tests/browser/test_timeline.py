@@ -1,7 +1,6 @@
 """The timeline of a trace by mouse and keys: what it has beside other live pictures."""
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,6 @@ from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.trace import COMMUNICATION, KINDS
 from nbdist.trace.view.report import trace_report
 from tests.support.drawn_traces import training
-from tests.support.lab import browser_page
 from tests.support.live import LivePicture, opened
 
 if TYPE_CHECKING:  # playwright is an optional extra
@@ -41,13 +39,6 @@ class Timeline(LivePicture):
     def move_to(self, ns: float, row: int) -> None:
         """Put the pointer at a time in a row."""
         self.point_at(ns, f"rowTops[{row}] - frame.scrollTop + 7")
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator["Page"]:
-    """A page of a fresh browser."""
-    with browser_page(1100, 1000) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

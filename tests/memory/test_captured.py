@@ -104,26 +104,6 @@ def test_fsdp_gathers_a_block_or_two_and_never_all() -> None:
         assert block <= most(rank, COMMUNICATION) <= 5 * block
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_peak_is_the_most_of_a_plain_sum(name: str) -> None:
-    """Added up event by event."""
-    snapshot = read(name)
-    for rank, peak in zip(snapshot.ranks, peaks(snapshot), strict=True):
-        blocks, total, highest = rank.blocks, 0, 0
-        rows = zip(blocks.start_ns, blocks.end_ns, blocks.size_bytes, strict=True)
-        events = []
-        for start, end, size in rows:
-            begins = max(int(start), 0)
-            events.append((begins, 1, int(size)))
-            events.append((max(int(end), begins + 1), 0, -int(size)))
-        for _, _, size in sorted(events):
-            total += size
-            highest = max(highest, total)
-        assert peak.size_bytes == highest
-        assert sum(part.total for part in peak.parts) == highest
-        assert peak.phase == BACKWARD
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "checkpoint"])
 def test_a_leak_is_what_grew(name: str) -> None:
     """Two tensors of a thousand numbers on each rank, by the list and by the line."""

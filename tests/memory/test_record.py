@@ -273,23 +273,6 @@ def test_without_the_profilers_tree_there_are_no_stacks(
     assert b.start_ns[place] > 0
 
 
-def test_the_bound_keeps_the_newest(record: Record) -> None:
-    """And tells how many it has left out."""
-    tensors = []
-
-    def cell() -> None:
-        tensors.extend(torch.ones(100 + number) for number in range(10))
-
-    memory = record(cell, most_events=4)
-    starts = {
-        int(size): int(start)
-        for size, start in zip(memory.blocks.size_bytes, memory.blocks.start_ns, strict=True)
-    }
-
-    assert memory.lost == 6
-    assert [starts[4 * (100 + n)] > 0 for n in range(10)] == [False] * 6 + [True] * 4
-
-
 def test_steps_end_the_recording_and_an_explicit_one_counts_alone(record: Record) -> None:
     """The first N; the cell goes on unrecorded."""
     model = torch.nn.Linear(2, 2)

@@ -13,7 +13,6 @@ from nbdist.trace.trace import (
     COPY,
     DATA,
     HOST,
-    KINDS,
     MARK,
     WAIT,
     Events,
@@ -314,10 +313,3 @@ def test_a_first_step_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.notes[0].startswith("The first step took 3.0 times as long as the others")
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert not any("first step" in note for note in breakdown(slow).notes)
-
-
-def test_every_kind_has_a_place() -> None:
-    """The constants are places in KINDS."""
-    kinds = (COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK)
-
-    assert [KINDS[kind] for kind in kinds] == list(KINDS)

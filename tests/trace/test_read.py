@@ -147,21 +147,6 @@ def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
                 open_ns.append(events.start_ns[place] + events.duration_ns[place])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shares_of_real_traces_make_up_the_steps(strategy: str) -> None:
-    """And the median step is one of them."""
-    result = breakdown(read_folder(FOLDER / strategy))
-
-    for rank in result.ranks:
-        assert rank.window_ns == sum(rank.steps_ns)
-        assert rank.window_ns == (
-            rank.compute_ns + rank.exposed_ns + rank.copy_ns + rank.data_ns + rank.idle_ns
-        )
-        assert 0 < rank.compute_ns < rank.window_ns
-        assert 0 < rank.communication_ns < rank.window_ns
-        assert 0 <= rank.waited_ns <= rank.exposed_ns
-
-
 # Written by hand after the format of torch's traces on a GPU (no captured one was at hand): NCCL's
 # kernels with the notes of torch's ParamCommsUtils.hpp, copies, launches of the host.
 def gpu_trace() -> dict[str, Any]:
