@@ -86,13 +86,8 @@ class OomReport:
         return self.categories[ACTIVATION] + self.categories[TEMPORARY]
 
     @property
-    def in_use_bytes(self) -> int:
-        """Bytes in use of all categories together."""
-        return sum(self.categories)
-
-    @property
     def scaled_bytes(self) -> int:
-        """The same, plus the requested bytes in forward and backward."""
+        """`activation_bytes`, plus the requested bytes in forward and backward."""
         asks = self.phase in {FORWARD, BACKWARD} and self.message.asked_bytes > 0
         return self.activation_bytes + (self.message.asked_bytes if asks else 0)
 
@@ -106,11 +101,6 @@ class OomReport:
             return UNKNOWN
         shortfall = self.message.asked_bytes - self.free_bytes
         return shortfall if shortfall > 0 else UNKNOWN
-
-    @property
-    def is_larger_than_all(self) -> bool:
-        """Whether more was asked for than there is, free or not."""
-        return 0 < self.limit_bytes < self.message.asked_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _what(shortage: OomReport) -> Iterator[str]:
         yield f"other processes hold {size(message.others_bytes)} of it"
     if message.unused_bytes > 0:
         yield f"torch's allocator holds {size(message.unused_bytes)} unused"
-    if shortage.is_larger_than_all:
+    if 0 < shortage.limit_bytes < message.asked_bytes:
         yield (
             "this tensor alone is larger than all memory there is: no strategy makes room for it. "
             "Check its shape"
@@ -67,7 +67,7 @@ def _usage(shortage: OomReport) -> Iterator[str]:
         if bytes_
     ]
     if parts:
-        yield f"in use by tensors: {size(shortage.in_use_bytes)}: {', '.join(parts)}"
+        yield f"in use by tensors: {size(sum(shortage.categories))}: {', '.join(parts)}"
     largest = [
         f"{holder.name or 'unnamed'} {size(holder.size_bytes)}"
         + (f" in {holder.count} blocks" if holder.count > 1 else "")

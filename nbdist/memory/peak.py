@@ -145,11 +145,6 @@ class RankPeak:
         """Bytes left to the device's limit; of use where there is one."""
         return self.limit_bytes - self.need_bytes
 
-    @property
-    def end_bytes(self) -> int:
-        """In use at the end of the recording."""
-        return sum(part.total for part in self.at_end)
-
 
 def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
     """Of every rank that has blocks, in rank order."""

@@ -124,12 +124,9 @@ def _segments(memory: RankMemory, stacks: Sequence[Any]) -> list[dict[str, Any]]
             starts, (segment.address, segment.address + segment.size_bytes)
         )
         inside_places = []
-        free_from = segment.address
+        free_from, end = segment.address, segment.address + segment.size_bytes
         for number in range(first, last):
-            inside = (
-                free_from <= starts[number] and ends[number] <= segment.address + segment.size_bytes
-            )
-            if inside and not is_placed[number]:
+            if not is_placed[number] and free_from <= starts[number] and ends[number] <= end:
                 inside_places.append(int(alive[number]))
                 is_placed[number] = True
                 free_from = int(ends[number])

@@ -82,12 +82,8 @@ def _events(trace: RankTrace) -> Iterator[str]:
         strict=True,
     )
     for key, start_ns, duration_ns, size_bytes, group in columns:
-        args = _args(trace, size_bytes, group) if size_bytes or group >= 0 else ""
+        notes: dict[str, object] = {"bytes": size_bytes} if size_bytes or group >= 0 else {}
+        if group >= 0:
+            notes["group"] = trace.groups[group]
+        args = f', "args": {json.dumps(notes)}' if notes else ""
         yield _event(trace.rank, where[key], start_ns, duration_ns, args)
-
-
-def _args(trace: RankTrace, size_bytes: int, group: int) -> str:
-    notes: dict[str, object] = {"bytes": size_bytes}
-    if group >= 0:
-        notes["group"] = trace.groups[group]
-    return f', "args": {json.dumps(notes)}'

@@ -79,15 +79,13 @@ class Items:
     Attributes:
         width_ns: Events shorter than this may be in blocks; 0: every item is an event.
         full_ns: No event that begins between these two is in a block.
-        row: Place in TraceRows.rows.
-        kind: Place in KINDS, of all events of a block.
+        row, kind: As in TraceRows, of all events of a block.
         start_ns: Of the first event of a block.
         end_ns: The latest end.
         busy_ns: The durations together.
         count: Events in it; an item of one is that event itself.
-        name: Place in TraceRows.names, of the longest event, the first of equals.
+        name, group: As in TraceRows, of the longest event, the first of equals.
         size_bytes: Together.
-        group: Place in TraceRows.groups, of the longest event, or -1.
     """
 
     width_ns: int
