@@ -103,6 +103,7 @@ class RankPeak:
         allocator_bytes: The allocator's own peak; 0 where it does not count.
         reserved_bytes: What the allocator held at that moment; 0 where it is not known.
         reserved_peak_bytes: The most that it held.
+        reserved_end_bytes: What it held at the end.
         segment_bytes, free_bytes: Of the segments at the end: all, and what of it was not in use.
         largest_free_bytes: The largest free part of one of them; one hole or several.
         limit_bytes: What the device has; 0 where it is not known.
@@ -120,6 +121,7 @@ class RankPeak:
     allocator_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
+    reserved_end_bytes: int
     segment_bytes: int
     free_bytes: int
     largest_free_bytes: int
@@ -144,6 +146,11 @@ class RankPeak:
     def headroom_bytes(self) -> int:
         """Bytes left to the device's limit; of use where there is one."""
         return self.limit_bytes - self.need_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """In use at the end of the recording."""
+        return sum(part.total for part in self.at_end)
 
 
 def peaks(snapshot: Snapshot) -> tuple[RankPeak, ...]:
@@ -182,6 +189,7 @@ def _peak(rank: RankMemory) -> RankPeak:
         reserved_peak_bytes=max(
             rank.reserved_peak_bytes, int(rank.reserved.size_bytes.max(initial=0))
         ),
+        reserved_end_bytes=int(rank.reserved.size_bytes[-1]) if len(rank.reserved.time_ns) else 0,
         segment_bytes=in_segments,
         free_bytes=in_segments - sum(segment.allocated_bytes for segment in rank.segments),
         largest_free_bytes=max(

@@ -20,6 +20,26 @@ CLASSES = 2 * len(CATEGORIES)
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes in use, a moment per entry.
+
+    Attributes:
+        time_ns: Each later than the one before.
+        size_bytes: (moments, categories, 2): from then until the next moment; of the last axis
+            first what is inferred, then what is exact.
+    """
+
+    time_ns: Integers
+    size_bytes: Integers
+
+    @property
+    def total_bytes(self) -> Integers:
+        """What is in use at each moment: all categories, exact and guessed, together."""
+        total: Integers = self.size_bytes.sum(axis=(1, 2))
+        return total
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """Allocations and releases in the order in which they count.
 
@@ -73,6 +93,18 @@ def totals(block_changes: Changes) -> tuple[Integers, Integers]:
     total = np.concatenate([[0], np.cumsum(block_changes.size_bytes)])
     last = np.append(np.flatnonzero(np.diff(time_ns)), len(time_ns) - 1)
     return time_ns[last], total[last]
+
+
+def curve(blocks: Blocks, most: int | None = None) -> Curve:
+    """The bytes of each category over time, at all moments or at about `most` of them.
+
+    The moment of the most in use is always among them, and so is the last one.
+    """
+    block_changes = changes(blocks)
+    time_ns, total = totals(block_changes)
+    if most is not None:
+        time_ns = time_ns[m4_downsample(time_ns, total, most)]
+    return Curve(time_ns, sizes_at(block_changes, time_ns))
 
 
 def sizes_at(block_changes: Changes, time_ns: Integers) -> Integers:

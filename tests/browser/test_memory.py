@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
-from nbdist.memory.timeline import changes, peak_ns, totals
-from tests.support.drawn_memory import MB, Piece, curve, million, rank_memory, remembered, training
+from nbdist.memory.timeline import changes, curve, peak_ns, totals
+from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
 from tests.support.live import LivePicture, opened
 
 if TYPE_CHECKING:  # playwright is an optional extra
@@ -94,14 +94,15 @@ def test_pointing_above_tells_what_is_in_use_then(picture: Picture) -> None:
     """All categories, exact and guessed, as the curve has them, and what the allocator holds."""
     rank = MEMORY.ranks[0]
     ns = peak_ns(rank.blocks)
-    time_ns, size_bytes = curve(rank.blocks)
-    in_use = size_bytes[np.searchsorted(time_ns, ns)]
+    in_use = curve(rank.blocks)
+    at = int(np.searchsorted(in_use.time_ns, ns))
     picture.move_to(ns, 395 * MB)
     tip = picture.tip
-    activations = in_use[ACTIVATION, 0] / 1e6
+    activations = in_use.size_bytes[at, ACTIVATION, 0] / 1e6
 
     assert tip[0] == (
-        f"rank 0: {in_use.sum() / 1e6:.1f} MB in use at {ns / 1e6:.3f} ms, backward of step 1"
+        f"rank 0: {in_use.total_bytes[at] / 1e6:.1f} MB in use at {ns / 1e6:.3f} ms, "
+        "backward of step 1"
     )
     assert tip[1] == "held by the allocator 418.0 MB"
     assert f"activations (guessed) {activations:.1f} MB" in tip

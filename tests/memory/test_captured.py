@@ -21,7 +21,7 @@ from nbdist.memory.snapshot import (
     RankMemory,
     Snapshot,
 )
-from tests.support.drawn_memory import curve
+from nbdist.memory.timeline import curve
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -42,7 +42,7 @@ def read(name: str) -> Snapshot:
 
 def most(rank: RankMemory, category: int) -> int:
     """The most bytes of a category at one moment."""
-    return int(curve(rank.blocks)[1][:, category].sum(axis=1).max())
+    return int(curve(rank.blocks).size_bytes[:, category].sum(axis=1).max())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +92,7 @@ def test_checkpoints_keep_inputs_alone() -> None:
 def test_ddp_holds_its_buckets_all_the_time() -> None:
     """As many bytes as there are gradients, at every moment."""
     for rank in read("ddp").ranks:
-        communication = curve(rank.blocks)[1][:, COMMUNICATION].sum(axis=1)
+        communication = curve(rank.blocks).size_bytes[:, COMMUNICATION].sum(axis=1)
         assert np.median(communication) == PARAMETERS
         assert communication.min() == PARAMETERS
 

@@ -1,6 +1,5 @@
 """Bytes over time: against counting block by block, and what is kept where moments are left out."""
 
-import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -17,8 +16,15 @@ from nbdist.memory.snapshot import (
     empty,
     make_blocks,
 )
-from nbdist.memory.timeline import highest, is_in_use, m4_downsample, peak_ns, reserved_at
-from tests.support.drawn_memory import Piece, blocks, curve, random_blocks
+from nbdist.memory.timeline import (
+    curve,
+    highest,
+    is_in_use,
+    m4_downsample,
+    peak_ns,
+    reserved_at,
+)
+from tests.support.drawn_memory import Piece, blocks, random_blocks
 
 
 def slowly(columns: Blocks) -> dict[int, dict[tuple[int, bool], int]]:
@@ -39,14 +45,16 @@ def slowly(columns: Blocks) -> dict[int, dict[tuple[int, bool], int]]:
 def test_every_moment_is_as_counted_by_hand(seed: int) -> None:
     """All categories, exact and guessed, at every nanosecond, with equal times and short lives."""
     columns = random_blocks(150, seed)
-    time_ns, size_bytes = curve(columns)
+    in_use = curve(columns)
 
     for ns, sums in slowly(columns).items():
-        at = np.searchsorted(time_ns, ns, side="right") - 1
-        for what in itertools.product(range(len(CATEGORIES)), (0, 1)):
-            assert size_bytes[at][what] == sums[what], (ns, what)
-    assert (np.diff(time_ns) > 0).all()
-    assert time_ns[0] == 0
+        at = np.searchsorted(in_use.time_ns, ns, side="right") - 1
+        for category in range(len(CATEGORIES)):
+            for is_exact in (False, True):
+                size_bytes = in_use.size_bytes[at, category, int(is_exact)]
+                assert size_bytes == sums[category, is_exact], (ns, category, is_exact)
+    assert (np.diff(in_use.time_ns) > 0).all()
+    assert in_use.time_ns[0] == 0
 
 
 @pytest.mark.parametrize("most", [4, 20, 60])
@@ -55,14 +63,14 @@ def test_the_peak_is_never_left_out(seed: int, most: int) -> None:
     """Fewer moments have the same peak at the same time, and are right where they are."""
     columns = random_blocks(200, seed, span_ns=2000)
     truth = {ns: sum(sums.values()) for ns, sums in slowly(columns).items()}
-    time_ns, size_bytes = curve(columns, most)
-    totals = size_bytes.sum(axis=(1, 2)).tolist()
+    thin = curve(columns, most)
+    at = int(np.argmax(thin.total_bytes))
 
-    assert len(time_ns) <= 2 * most
-    assert time_ns[totals.index(max(truth.values()))] == peak_ns(columns)
-    assert peak_ns(columns) == max(truth, key=lambda ns: truth[ns])
-    assert [truth[int(ns)] for ns in time_ns] == totals
-    assert totals[-1] == truth[max(truth)]
+    assert len(thin.time_ns) <= 2 * most
+    assert int(thin.total_bytes[at]) == max(truth.values())
+    assert int(thin.time_ns[at]) == peak_ns(columns) == max(truth, key=lambda ns: truth[ns])
+    assert [truth[int(ns)] for ns in thin.time_ns] == thin.total_bytes.tolist()
+    assert thin.size_bytes[-1].sum() == truth[max(truth)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -88,16 +96,19 @@ def test_few_moments_are_all_told() -> None:
 
 def test_before_is_the_base_and_what_stays_remains() -> None:
     """From 0 to the end."""
-    pieces = [
-        Piece(100, BEFORE, STAYS, PARAMETER),
-        Piece(7, BEFORE, 10, PARAMETER),
-        Piece(50, 20, STAYS, ACTIVATION, is_exact=False),
-    ]
-    time_ns, size_bytes = curve(blocks(pieces))
+    in_use = curve(
+        blocks(
+            [
+                Piece(100, BEFORE, STAYS, PARAMETER),
+                Piece(7, BEFORE, 10, PARAMETER),
+                Piece(50, 20, STAYS, ACTIVATION, is_exact=False),
+            ]
+        )
+    )
 
-    assert time_ns.tolist() == [0, 10, 20]
-    assert size_bytes.sum(axis=(1, 2)).tolist() == [107, 100, 150]
-    assert size_bytes[2, ACTIVATION].tolist() == [50, 0]
+    assert in_use.time_ns.tolist() == [0, 10, 20]
+    assert in_use.total_bytes.tolist() == [107, 100, 150]
+    assert in_use.size_bytes[2, ACTIVATION].tolist() == [50, 0]
 
 
 def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
@@ -105,9 +116,9 @@ def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
     pieces = [Piece(100, 0, 10), Piece(60, 10, 20), Piece(5, 15, 15)]
 
     for ordered in (pieces, pieces[::-1]):
-        time_ns, size_bytes = curve(blocks(ordered))
-        assert time_ns.tolist() == [0, 10, 15, 16, 20]
-        assert size_bytes.sum(axis=(1, 2)).tolist() == [100, 60, 65, 60, 0]
+        in_use = curve(blocks(ordered))
+        assert in_use.time_ns.tolist() == [0, 10, 15, 16, 20]
+        assert in_use.total_bytes.tolist() == [100, 60, 65, 60, 0]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +142,10 @@ def test_the_peak_is_the_first_of_equals(pieces: list[Piece], ns: int, peak_byte
 
 def test_no_blocks_have_a_curve() -> None:
     """Nothing, from 0 on."""
-    time_ns, size_bytes = curve(make_blocks(), 4)
+    in_use = curve(make_blocks(), 4)
 
-    assert (time_ns.tolist(), size_bytes.sum()) == ([0], 0)
+    assert in_use.time_ns.tolist() == [0]
+    assert in_use.total_bytes.tolist() == [0]
 
 
 def test_reserved_at_a_moment() -> None:

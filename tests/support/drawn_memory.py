@@ -34,7 +34,7 @@ from nbdist.memory.snapshot import (
     Snapshot,
     make_blocks,
 )
-from nbdist.memory.timeline import changes, m4_downsample, sizes_at, totals
+from nbdist.memory.timeline import changes, totals
 from nbdist.memory.view import report as memory_report
 
 MB = 10**6
@@ -72,15 +72,6 @@ def blocks(pieces: Iterable[Piece]) -> Blocks:
 def rank_memory(rank: int, pieces: Iterable[Piece], duration_ns: int = 100, **more) -> RankMemory:
     """A rank with these blocks."""
     return RankMemory(rank, "a", "cpu", blocks(pieces), duration_ns=duration_ns, **more)
-
-
-def curve(columns: Blocks, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(time, bytes of each category, guessed and exact), at all moments or about `most` of them."""
-    block_changes = changes(columns)
-    time_ns, total = totals(block_changes)
-    if most is not None:
-        time_ns = time_ns[m4_downsample(time_ns, total, most)]
-    return time_ns, sizes_at(block_changes, time_ns)
 
 
 def random_blocks(count: int, seed: int, span_ns: int = 200) -> Blocks:

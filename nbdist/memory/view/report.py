@@ -165,8 +165,8 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
         exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
         rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
     title = f"rank {peak.rank}, by category:"
-    end_bytes = sum(part.total for part in peak.at_end)
-    total = f"total {units.size(peak.size_bytes)} at the peak, {units.size(end_bytes)} at the end"
+    sizes = (units.size(peak.size_bytes), units.size(peak.end_bytes))
+    total = f"total {sizes[0]} at the peak, {sizes[1]} at the end"
     return table(head, rows, before=[title], after=[total] if has_time else [])
 
 
