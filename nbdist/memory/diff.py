@@ -142,24 +142,19 @@ def _alive(memory: RankMemory) -> list[_Block]:
     """What is in use at the end of a recording, or in one moment."""
     b = memory.blocks
     names = [_ITEM.sub("[...]", name) for name in memory.names]
-    lines = [_lines(stack) for stack in memory.stacks]
+    lines = [tuple(filter(is_own, stack)) or stack for stack in memory.stacks]
     alive = []
     for place in np.flatnonzero(b.end_ns == STAYS).tolist():
         stack, name, size = int(b.stack[place]), int(b.name[place]), int(b.size_bytes[place])
-        is_bare = stack < 0 and name < 0
         kind = BlockKind(
             lines[stack] if stack >= 0 else (),
             int(b.category[place]),
             names[name] if name >= 0 else "",
-            size if is_bare else 0,
+            size if stack < 0 and name < 0 else 0,
         )
         whole = memory.stacks[stack] if stack >= 0 else ()
         alive.append(_Block(kind, int(b.address[place]), size, whole))
     return alive
-
-
-def _lines(stack: tuple[AllocationFrame, ...]) -> tuple[AllocationFrame, ...]:
-    return tuple(frame for frame in stack if is_own(frame)) or stack
 
 
 def _amount(blocks: Iterable[_Block]) -> Amount:
