@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nbdist.bandwidth.results import (
@@ -112,24 +111,8 @@ class Bandwidth:
         sizes = DEFAULT_SIZES[topology.backend] if sizes is None else sizes
         measurement = _Measurement(self._ranks, parse_sizes(sizes, topology.world_size), progress)
         self._ranks.recover_if_needed()
-        with self._settled(measurement):
-            measurement.run(named, limit_s)
-        self.last = Bench(
-            world_size=topology.world_size,
-            n_hosts=topology.n_hosts,
-            backend=topology.backend,
-            device=_device(topology),
-            caveat=caveat(topology),
-            rows=tuple(measurement.rows),
-            left_out=tuple(measurement.left_out),
-        )
-        return self.last
-
-    @contextlib.contextmanager
-    def _settled(self, measurement: _Measurement) -> Iterator[None]:
-        """However it ends, the groups can be used again."""
         try:
-            yield
+            measurement.run(named, limit_s)
         except KeyboardInterrupt as error:
             self._ranks.settle()
             raise Interrupted(
@@ -140,6 +123,16 @@ class Bandwidth:
             # Its peers fail as soon as a rank ends, before its end is known.
             self._ranks.check_death(self._ranks.ranks)
             raise
+        self.last = Bench(
+            world_size=topology.world_size,
+            n_hosts=topology.n_hosts,
+            backend=topology.backend,
+            device=", ".join(dict.fromkeys(p.device_name or "CPU" for p in topology.ranks)),
+            caveat=caveat(topology),
+            rows=tuple(measurement.rows),
+            left_out=tuple(measurement.left_out),
+        )
+        return self.last
 
 
 class _Measurement:
@@ -180,33 +173,21 @@ class _Measurement:
             if least_s > left_s:
                 self.left_out.append(too_long(op, sizes[number:], least_s))
                 return
+            self.doing = f"{op} of {size_text(size)}"
+            self._progress(self.doing)
             # Later sizes take longer: what the last ones need is not to be spent before.
-            share_s = left_s / (len(sizes) - number + LATER)
-            timings = self._timings(op, size, min(share_s, LONGEST_S), least_s)
-            if not timings:
+            share_s = min(left_s / (len(sizes) - number + LATER), LONGEST_S)
+            timings: list[Timing] = self._ranks.call_all(
+                measure, op, size, share_s, deadline_s=DEADLINE_S + SLACK * (share_s + least_s),
+                is_collective=True, patience_s=PATIENCE_S,
+            )  # fmt: skip
+            if problem := timings[0].problem:
+                self.left_out.append(f"{op}: {problem}")
                 return
             row = together(op, size, timings)
             self.rows.append(row)
             beside_s = max(timing.beside_s for timing in timings)
             costs.append((size, beside_s + LEAST_RUNS * row.time_s))
-
-    def _timings(self, op: str, size: int, limit_s: float, least_s: float) -> list[Timing]:
-        """Of all ranks, one operation at one size; none where it was not run, which is noted."""
-        self.doing = f"{op} of {size_text(size)}"
-        self._progress(self.doing)
-        timings: list[Timing] = self._ranks.call_all(
-            measure,
-            op,
-            size,
-            limit_s,
-            deadline_s=DEADLINE_S + SLACK * (limit_s + least_s),
-            is_collective=True,
-            patience_s=PATIENCE_S,
-        )
-        if problem := timings[0].problem:
-            self.left_out.append(f"{op}: {problem}")
-            return []
-        return timings
 
 
 def next_cost_s(costs: Sequence[tuple[int, float]], size: int) -> float:
@@ -243,11 +224,6 @@ def shares(topology: Topology, free: Sequence[Mapping[str, int]]) -> list[float]
             limits.append(its["host"] / on_host[place.node_rank])
         allowed.append(SHARE * min(limits))
     return allowed
-
-
-def _device(topology: Topology) -> str:
-    names = dict.fromkeys(place.device_name or "CPU" for place in topology.ranks)
-    return ", ".join(names)
 
 
 def check_target(path: str | Path) -> None:

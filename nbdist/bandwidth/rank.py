@@ -34,16 +34,14 @@ class _Case:
 
     Attributes:
         run: Does it, to its end as far as the host waits for it.
-        source: What it reads.
+        source: What it reads; `_of` says what stands there before.
         result: What it writes; the same tensor where it works in place.
-        values: Place in `source` -> what stands there before.
         right: Place in `result` -> what has to stand there; None where it is left open.
     """
 
     run: Callable[[], object]
     source: torch.Tensor
     result: torch.Tensor
-    values: Values
     right: Values | None
 
 
@@ -58,12 +56,11 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
         size_bytes: A multiple of 4 bytes times the number of ranks.
         limit_s: How long all runs may take together; there are 3 of them at least.
     """
-    place = this_rank().place
-    device = torch.device(place.device)
-    if problem := _refusal(op, device):
-        return Timing(problem=problem)
+    device = torch.device(this_rank().place.device)
+    if op == "send_recv" and device.type == "cuda" and this_rank().topology.backend != "nccl":
+        return Timing(problem="Gloo sends no GPU's tensors from one rank to another")
     try:
-        return _measured(op, size_bytes // ITEM_BYTES, device, limit_s)
+        return _time_runs(op, size_bytes // ITEM_BYTES, device, limit_s)
     except RuntimeError as error:
         message = str(error).strip().splitlines() or [""]
         if not isinstance(error, NotImplementedError) and not _LACKING.search(message[0]):
@@ -74,33 +71,36 @@ def measure(op: str, size_bytes: int, limit_s: float) -> Timing:
             torch.cuda.empty_cache()  # another rank may share the GPU
 
 
-def _refusal(op: str, device: torch.device) -> str:
-    uses_nccl = this_rank().topology.backend == "nccl"
-    if op == "send_recv" and device.type == "cuda" and not uses_nccl:
-        return "Gloo sends no GPU's tensors from one rank to another"
-    return ""
-
-
-def _measured(op: str, count: int, device: torch.device, limit_s: float) -> Timing:
+def _time_runs(op: str, count: int, device: torch.device, limit_s: float) -> Timing:
     began_s = time.perf_counter()
-    case = _allocated(op, count, device)
-    if not _all_agree(case is not None, device):
+    case = None
+    try:
+        case = _case(op, count, device)
+    except RuntimeError as error:  # torch's on the CPU has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+    if _largest(float(case is None), device) or case is None:
         return Timing(problem="a rank has not enough memory for the tensors")
-    assert case is not None
-    _fill(case)
+    for block, places in _blocks(case.source):
+        block.copy_(_of(dist.get_rank())(places))
+    if case.result is not case.source:
+        case.result.fill_(-1)
     case.run()  # makes connections as well
     _finish(device)
-    is_right = case.right is None or _has(case.result, case.right)
+    right = case.right
+    is_right = right is None or all(
+        torch.equal(block, right(places)) for block, places in _blocks(case.result)
+    )
     if case.source is case.result:
         case.source.zero_()  # sums of sums would grow without end
     beside_s = time.perf_counter() - began_s
-    _timed(case, device)
+    _time(case, device)
     turn_s = _largest(time.perf_counter() - began_s - beside_s, device)
     runs = max(LEAST_RUNS, min(MAX_RUNS, int(limit_s / turn_s)))
-    return Timing(tuple(_timed(case, device) for _ in range(runs)), beside_s, is_right)
+    return Timing(tuple(_time(case, device) for _ in range(runs)), beside_s, is_right)
 
 
-def _timed(case: _Case, device: torch.device) -> float:
+def _time(case: _Case, device: torch.device) -> float:
     """Seconds that one run took on this rank. Collective: every rank."""
     dist.barrier()
     _finish(device)
@@ -116,41 +116,11 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _all_agree(is_fine: bool, device: torch.device) -> bool:
-    return _largest(0.0 if is_fine else 1.0, device) == 0
-
-
 def _largest(value: float, device: torch.device) -> float:
     """The largest of all ranks' values. Collective: every rank."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor.item())
-
-
-def _allocated(op: str, count: int, device: torch.device) -> _Case | None:
-    """The operation with its tensors; None where there is no memory for them."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-
-    def empty(length: int) -> torch.Tensor:
-        return torch.empty(length, dtype=torch.float32, device=device)  # whatever the default is
-
-    try:
-        return _CASES[op](empty, count, n, rank)
-    except RuntimeError as error:  # torch's on the CPU has no class of its own
-        if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
-            return None
-        raise
-
-
-def _fill(case: _Case) -> None:
-    for block, places in _blocks(case.source):
-        block.copy_(case.values(places))
-    if case.result is not case.source:
-        case.result.fill_(-1)
-
-
-def _has(result: torch.Tensor, right: Values) -> bool:
-    return all(torch.equal(block, right(places)) for block, places in _blocks(result))
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,83 +140,43 @@ def _sum(n: int, begin: int = 0) -> Values:
     return lambda places: ((places + begin) % PERIOD * n + n * (n - 1) // 2).float()
 
 
-Empty = Callable[[int], torch.Tensor]
+def _parts(part: int, begin: int = 0) -> Values:
+    """A part of each rank, behind each other; from a place of theirs on."""
+    return lambda places: ((places % part + begin) % PERIOD + places // part).float()
 
 
-def _all_reduce(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    x = empty(count)
-    return _Case(lambda: dist.all_reduce(x), x, x, _of(rank), _sum(n))
+def _case(op: str, count: int, device: torch.device) -> _Case:
+    """An operation with its tensors."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    part, before, after = count // n, (rank - 1) % n, (rank + 1) % n
 
+    def empty(length: int) -> torch.Tensor:
+        return torch.empty(length, dtype=torch.float32, device=device)  # whatever the default is
 
-def _reduce(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    x = empty(count)
-    right = None if rank else _sum(n)
-    return _Case(lambda: dist.reduce(x, 0), x, x, _of(rank), right)
+    source = empty(part if op == "all_gather" else count)
+    result = source
+    if op not in {"all_reduce", "reduce", "broadcast"}:
+        result = empty(part if op == "reduce_scatter" else count)
 
-
-def _broadcast(empty: Empty, count: int, _n: int, rank: int) -> _Case:
-    x = empty(count)
-    return _Case(lambda: dist.broadcast(x, 0), x, x, _of(rank), _of(0))
-
-
-def _all_gather(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    part = count // n
-    source, result = empty(part), empty(count)
-
-    def right(places: torch.Tensor) -> torch.Tensor:
-        return (places % part % PERIOD + places // part).float()
-
-    def run() -> object:
-        return dist.all_gather_into_tensor(result, source)
-
-    return _Case(run, source, result, _of(rank), right)
-
-
-def _reduce_scatter(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    part = count // n
-    source, result = empty(count), empty(part)
-
-    def run() -> object:
-        return dist.reduce_scatter_tensor(result, source)
-
-    return _Case(run, source, result, _of(rank), _sum(n, rank * part))
-
-
-def _all_to_all(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    part = count // n
-    source, result = empty(count), empty(count)
-
-    def right(places: torch.Tensor) -> torch.Tensor:
-        return ((places % part + rank * part) % PERIOD + places // part).float()
-
-    def run() -> object:
-        return dist.all_to_all_single(result, source)
-
-    return _Case(run, source, result, _of(rank), right)
-
-
-def _send_recv(empty: Empty, count: int, n: int, rank: int) -> _Case:
-    """To the next rank, from the one before, at the same time."""
-    source, result = empty(count), empty(count)
-    before, after = (rank - 1) % n, (rank + 1) % n
-
-    def run() -> None:
+    def send_recv() -> None:
+        """To the next rank, from the one before, at the same time."""
         calls = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, result, before)]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
 
-    return _Case(run, source, result, _of(rank), _of(before))
-
-
-_CASES: dict[str, Callable[[Empty, int, int, int], _Case]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "send_recv": _send_recv,
-}
+    cases: dict[str, tuple[Callable[[], object], Values | None]] = {
+        "all_reduce": (lambda: dist.all_reduce(source), _sum(n)),
+        "all_gather": (lambda: dist.all_gather_into_tensor(result, source), _parts(part)),
+        "reduce_scatter": (
+            lambda: dist.reduce_scatter_tensor(result, source), _sum(n, rank * part),
+        ),
+        "all_to_all": (lambda: dist.all_to_all_single(result, source), _parts(part, rank * part)),
+        "broadcast": (lambda: dist.broadcast(source, 0), _of(0)),
+        "reduce": (lambda: dist.reduce(source, 0), None if rank else _sum(n)),
+        "send_recv": (send_recv, _of(before)),
+    }  # fmt: skip
+    run, right = cases[op]
+    return _Case(run, source, result, right)
 
 
 def begin() -> dict[str, int]:

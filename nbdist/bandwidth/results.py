@@ -30,27 +30,23 @@ class Op:
         text: The factor in letters.
         factor: The same as a function of the number of ranks: of each byte of the size, how many
             the busiest rank sends at least, however the operation is carried out.
-        size: What the size is.
         buffers: Bytes of memory that a rank needs for each byte of the size, with n ranks.
     """
 
     text: str
     factor: Callable[[int], float]
-    size: str
     buffers: Callable[[int], float] = lambda _n: 1.0
 
 
 # Source: nccl-tests, doc/PERFORMANCE.md, "Summary"; sendrecv there sends once around a ring.
 OPS: Mapping[str, Op] = {
-    "all_reduce": Op("2(n-1)/n", lambda n: 2 * (n - 1) / n, "of each rank's tensor"),
-    "all_gather": Op("(n-1)/n", lambda n: (n - 1) / n, "of the whole result", lambda n: 1 + 1 / n),
-    "reduce_scatter": Op(
-        "(n-1)/n", lambda n: (n - 1) / n, "of each rank's input", lambda n: 1 + 1 / n
-    ),
-    "all_to_all": Op("(n-1)/n", lambda n: (n - 1) / n, "of each rank's input", lambda _n: 2.0),
-    "broadcast": Op("1", lambda _n: 1.0, "of the tensor"),
-    "reduce": Op("1", lambda _n: 1.0, "of each rank's tensor"),
-    "send_recv": Op("1", lambda _n: 1.0, "that each rank sends to the next", lambda _n: 2.0),
+    "all_reduce": Op("2(n-1)/n", lambda n: 2 * (n - 1) / n),
+    "all_gather": Op("(n-1)/n", lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
+    "reduce_scatter": Op("(n-1)/n", lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
+    "all_to_all": Op("(n-1)/n", lambda n: (n - 1) / n, lambda _n: 2.0),
+    "broadcast": Op("1", lambda _n: 1.0),
+    "reduce": Op("1", lambda _n: 1.0),
+    "send_recv": Op("1", lambda _n: 1.0, lambda _n: 2.0),
 }
 
 
@@ -95,7 +91,7 @@ class BandwidthRow:
 
     Attributes:
         op: A name of OPS.
-        size_bytes: What counts, `Op.size` says.
+        size_bytes: Of a rank's tensor or input; of all_gather, of the whole result.
         time_s: A run ends with its slowest rank; the median of all runs.
         runs: How many.
         wrong: The ranks whose result was wrong.
@@ -141,7 +137,7 @@ class LinkModel:
 
         Args:
             op: A name of OPS.
-            size_bytes: What counts, `Op.size` says.
+            size_bytes: As of `BandwidthRow`.
             n: Ranks that take part, all without it. The bytes on the wire follow n, the latency
                 stays that of all ranks.
 
@@ -196,6 +192,11 @@ class Bench:
     left_out: tuple[str, ...] = ()
 
     @property
+    def ops(self) -> tuple[str, ...]:
+        """The operations that were measured, in order."""
+        return tuple(dict.fromkeys(row.op for row in self.rows))
+
+    @property
     def model(self) -> LinkModel:
         """The model fitted to the rows."""
         return fitted(self.rows, self.world_size)
@@ -205,11 +206,9 @@ def caveat(topology: Topology) -> str:
     """Why what is measured between these ranks says nothing of links; empty where it does."""
     if topology.backend == "nccl":
         return ""
-    where = (
-        "through the memory of one host"
-        if topology.n_hosts == 1
-        else f"in TCP connections between {topology.n_hosts} hosts"
-    )
+    where = "through the memory of one host"
+    if topology.n_hosts > 1:
+        where = f"in TCP connections between {topology.n_hosts} hosts"
     copied = "" if topology.ranks[0].device == "cpu" else ", and are copied from each GPU and back"
     return (
         f"These are not speeds of links between GPUs: messages go {where}{copied}. {topology.why}"
@@ -242,10 +241,9 @@ def too_long(op: str, sizes: Sequence[int], least_s: float) -> str:
         sizes: Those that are left out, rising.
         least_s: How long the first of them would take at least, by the size before.
     """
-    about = shown(f"{least_s:.2g}")
     return (
-        f"{op} {_from(sizes)}: about {about} s, longer than its share of the time; allow more with "
-        "--seconds"
+        f"{op} {_from(sizes)}: about {shown(f'{least_s:.2g}')} s, longer than its share of the "
+        "time; allow more with --seconds"
     )
 
 

@@ -28,7 +28,8 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
         result: The measurement.
         has_picture: Draw it, for those who do not see the text alone.
     """
-    head, foot = _head(result), _foot(result)
+    head = _head(result)
+    foot = [f"left out: {sentence}" for sentence in result.left_out] + _legend(result)
     rows = table(_ROW, [_cells(row, result.world_size) for row in result.rows])
     model, links = _model(result), _links(result)
     parts = ["\n".join([*head, rows.text, *foot]), model.text, links.text]
@@ -44,17 +45,20 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
 
 
 def _head(result: Bench) -> list[str]:
+    """Where it was measured; the fastest row, and between which links it lies, if that counts."""
     hosts = "1 host" if result.n_hosts == 1 else f"{result.n_hosts} hosts"
     device = result.device if result.device == "CPU" else shown(result.device)
-    head = [f"{result.world_size} ranks on {hosts}, {result.backend}, {device}"]
+    n = result.world_size
+    head = [f"{n} ranks on {hosts}, {result.backend}, {device}"]
     if result.caveat:
-        head.append(result.caveat)
-    return [*head, *_summary(result)]
-
-
-def _foot(result: Bench) -> list[str]:
-    left_out = [f"left out: {sentence}" for sentence in result.left_out]
-    return [*left_out, *_legend(result)]
+        return [*head, result.caveat]
+    if not result.rows or is_stored():
+        return head
+    best = max(result.rows, key=lambda row: row.busbw(n))
+    near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
+    what = f"{best.op} of {size_text(best.size_bytes)}"
+    beside = f"links of similar speed, one direction: {', '.join(near)}"
+    return [*head, f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
 
 
 def _cells(row: BandwidthRow, n: int) -> list[str]:
@@ -75,36 +79,22 @@ def _gb(bytes_per_s: float) -> str:
     return shown(f"{value:.{digits}f}")
 
 
-def _summary(result: Bench) -> list[str]:
-    """The fastest row, and between which links it lies: where it says something of links."""
-    if result.caveat or not result.rows or is_stored():
-        return []
-    n = result.world_size
-    best = max(result.rows, key=lambda row: row.busbw(n))
-    near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
-    what = f"{best.op} of {size_text(best.size_bytes)}"
-    beside = f"links of similar speed, one direction: {', '.join(near)}"
-    return [f"highest bus bandwidth: {_gb(best.busbw(n))} GB/s, {what} ({beside})"]
-
-
 def _legend(result: Bench) -> list[str]:
     n = result.world_size
-    ops = dict.fromkeys(row.op for row in result.rows)
-    factors = ", ".join(f"{op} {_factor(op, n)}" for op in ops)
+    factors = []
+    for op in result.ops:
+        text, value = OPS[op].text, f"{OPS[op].factor(n):g}"
+        factors.append(f"{op} {text}" if text == value else f"{op} {text} = {value}")
     if not factors:
         return []
-    return [_TIMES, f"busbw = algbw x bytes that a rank sends per byte (n = {n}): {factors}."]
+    how = f"busbw = algbw x bytes that a rank sends per byte (n = {n}): {', '.join(factors)}."
+    return [_TIMES, how]
 
 
 _TIMES = (
     "time: median of all runs as a caller sees it; a run ends with its slowest rank. GB/s are "
     "decimal. algbw = size / time."
 )
-
-
-def _factor(op: str, n: int) -> str:
-    value = f"{OPS[op].factor(n):g}"
-    return value if OPS[op].text == value else f"{OPS[op].text} = {value}"
 
 
 def _model(result: Bench) -> View:
@@ -118,10 +108,9 @@ def _model(result: Bench) -> View:
         ]
         for op, fit in fits.items()
     ]
-    ops = list(dict.fromkeys(row.op for row in result.rows))
     if is_stored():  # whether times grow with the size is measured, too
-        rows = [[op, *[shown("")] * 3] for op in ops]
-    lacking = [] if is_stored() else [op for op in ops if op not in fits]
+        rows = [[op, *[shown("")] * 3] for op in result.ops]
+    lacking = [] if is_stored() else [op for op in result.ops if op not in fits]
     after = [f"no model of {', '.join(lacking)}: {_NO_MODEL}"] if lacking else []
     if not rows:
         return View("\n".join(after), lines_html(after))
@@ -146,8 +135,7 @@ def _links(result: Bench) -> View:
 
 def _image(result: Bench) -> str:
     alt_text = html.escape(
-        f"Bus bandwidth against size of {', '.join(dict.fromkeys(r.op for r in result.rows))}; "
-        "the table has the numbers.",
+        f"Bus bandwidth against size of {', '.join(result.ops)}; the table has the numbers.",
         quote=True,
     )
     data = base64.b64encode(picture(result)).decode()
@@ -163,18 +151,18 @@ def picture(result: Bench) -> bytes:
 
     figure = Figure(figsize=(6.4, 4.2), dpi=160, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    by_op: dict[str, list[BandwidthRow]] = {}
-    for row in result.rows:
-        by_op.setdefault(row.op, []).append(row)
     n = result.world_size
-    for op, marker in zip(by_op, "osD^v<>", strict=False):
-        its = sorted(by_op[op], key=lambda row: row.size_bytes)
+    for op, marker in zip(result.ops, "osD^v<>", strict=False):
+        its = sorted((r for r in result.rows if r.op == op), key=lambda row: row.size_bytes)
         speeds = [row.busbw(n) / 1e9 for row in its]
-        sizes = [row.size_bytes for row in its]
-        axes.loglog(sizes, speeds, marker=marker, markersize=4, label=op, zorder=3)
+        op_sizes = [row.size_bytes for row in its]
+        axes.loglog(op_sizes, speeds, marker=marker, markersize=4, label=op, zorder=3)
     if not result.caveat:
         _draw_links(axes, result.rows, n)
-    _label_sizes(axes, sorted({row.size_bytes for row in result.rows}))
+    sizes = sorted({row.size_bytes for row in result.rows})
+    labelled = sizes[:: -(-len(sizes) // 8)]  # more would overlap
+    axes.set_xticks(labelled, [size_text(size) for size in labelled])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("size")
     axes.set_ylabel("bus bandwidth (GB/s)")
     axes.grid(visible=True, alpha=0.3)
@@ -206,9 +194,3 @@ def _draw_links(axes: Any, rows: Sequence[BandwidthRow], n: int) -> None:
             fontsize="x-small",
             color="grey",
         )
-
-
-def _label_sizes(axes: Any, sizes: Sequence[int]) -> None:
-    labelled = sizes[:: -(-len(sizes) // 8)]  # more would overlap
-    axes.set_xticks(labelled, [size_text(size) for size in labelled])
-    axes.set_xticks([], minor=True)
