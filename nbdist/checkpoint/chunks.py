@@ -37,21 +37,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint: its name, layout and size of an element.
-
-    Attributes:
-        name: In the checkpoint.
-        side: How it lies.
-        item_bytes: Of one element.
-    """
-
-    name: str
-    side: Placement
-    item_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class AssignedChunk:
     """A chunk of a tensor, and who writes it."""
 
@@ -87,36 +72,35 @@ def own_chunks(side: Placement, world_size: int, rank: int) -> tuple[Chunk, ...]
 
 def is_complete(side: Placement, world_size: int) -> bool:
     """Whether the ranks together hold every element."""
-    whole = math.prod(side.layout.shape)
-    return sum(chunk.count for chunk in chunks(side, world_size)) == whole and bool(
-        chunks(side, world_size)[0].holders if whole == 0 else True
-    )
+    boxes = chunks(side, world_size)
+    is_held = all(chunk.holders for chunk in boxes)  # one without elements may be nobody's
+    return is_held and sum(chunk.count for chunk in boxes) == math.prod(side.layout.shape)
 
 
-def assign_chunks(tensors: Iterable[Stored], world_size: int) -> list[AssignedChunk]:
+def assign_chunks(
+    tensors: Iterable[tuple[str, Placement, int]], world_size: int
+) -> list[AssignedChunk]:
     """Who writes which box; the same on all ranks, and every element by one of them.
 
     What several ranks hold is shared out evenly between them: a large box is cut, and each part
     goes to the holder that has least to write so far, the first of several.
+
+    Args:
+        tensors: Name, how it lies, and bytes of an element.
+        world_size: How many ranks there are.
     """
     written_bytes = [0] * world_size
     parts = []
-    for tensor in tensors:
-        for whole in chunks(tensor.side, world_size):
-            limit = _limit(whole, tensor.item_bytes)
-            for chunk in _cut(whole, max(1, limit)):
+    for name, side, item_bytes in tensors:
+        for whole in chunks(side, world_size):
+            limit = MOST_BYTES // item_bytes
+            if whole.count * item_bytes >= MOST_BYTES // 64:  # smaller ones are not worth a cut
+                limit = min(limit, -(-whole.count // len(whole.holders)))
+            for chunk in _cut(whole, limit):
                 writer = min(chunk.holders, key=lambda rank: (written_bytes[rank], rank))
-                written_bytes[writer] += chunk.count * tensor.item_bytes
-                parts.append(AssignedChunk(tensor.name, chunk, writer))
+                written_bytes[writer] += chunk.count * item_bytes
+                parts.append(AssignedChunk(name, chunk, writer))
     return parts
-
-
-def _limit(whole: Chunk, item_bytes: int) -> int:
-    """The most elements of a part: an equal share for each holder, unless that is too small."""
-    most = MOST_BYTES // item_bytes
-    if whole.count * item_bytes < MOST_BYTES // 64:
-        return most
-    return min(most, -(-whole.count // len(whole.holders)))
 
 
 def _boxes(runs: tuple[Runs, ...], holders: tuple[int, ...]) -> Iterator[Chunk]:

@@ -33,7 +33,6 @@ _LOCK, _NEW, _OLD = "lock", "new", "old"
 _MARK = ".nbdist-"
 # What a checkpoint has at least, and has if its manifest is torn.
 _CHECKPOINT_NAMES = (manifest.MANIFEST, ".metadata", "*.distcp", "states.pt")
-_MAX_NAMED = 3
 # How long one waits for others that judge locks in the same folder.
 _TURN_S, _PAUSE_S = 60, 0.02
 # To remove a folder into which others still write.
@@ -82,7 +81,7 @@ def prepare(path: Path, where: str = "") -> Path:
         CheckpointError: Another save to this path is going on, there is a file or a folder that
             is no checkpoint, or it cannot be written. Nothing was changed.
     """
-    with _explain_errors(path):
+    with explain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent) as is_alone:
             _sweep(path.parent, is_alone=is_alone)
@@ -105,10 +104,12 @@ def commit(new: Path, path: Path) -> None:
             earlier checkpoint is at its path; `abandon` removes the new one.
     """
     old = _beside(path, _OLD)
-    with _explain_errors(path):
+    with explain_errors(path):
         saved = manifest.read(new)
         manifest.check_files(new, saved)
-        _flush(new)
+        for parent, _, names in os.walk(new):
+            for name in (*names, ""):
+                flush(Path(parent) / name)
         with _alone(path.parent):
             _check_place(path)
             if path.is_dir():
@@ -119,7 +120,7 @@ def commit(new: Path, path: Path) -> None:
                 if old.is_dir():
                     old.rename(path)
                 raise
-            _flush_folder(path.parent)
+            flush(path.parent)
     # The new one is in its place whatever happens now; what cannot go now goes with the next save.
     with contextlib.suppress(OSError):
         _remove(old)
@@ -150,7 +151,7 @@ def recover(path: Path) -> bool:
     """
     if path.exists() or not _beside(path, _OLD).is_dir():
         return False
-    with _explain_errors(path), _alone(path.parent) as is_alone:
+    with explain_errors(path), _alone(path.parent) as is_alone:
         state, owner = _saver(_beside(path, _LOCK), is_alone=is_alone)
         if path.exists():  # somebody else was faster
             return False
@@ -160,36 +161,21 @@ def recover(path: Path) -> bool:
         return True
 
 
-def sweep(folder: Path) -> tuple[str, ...]:
-    """Remove what saves into this folder have left whose processes have ended.
-
-    Returns:
-        Names of the checkpoints of which something was left.
-    """
-    if not folder.is_dir():
-        return ()
-    with _explain_errors(folder), _alone(folder) as is_alone:
-        return _sweep(folder, is_alone=is_alone)
-
-
 def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}{_MARK}{what}")
 
 
-def _sweep(folder: Path, *, is_alone: bool) -> tuple[str, ...]:
+def _sweep(folder: Path, *, is_alone: bool) -> None:
+    """Remove what saves into this folder have left whose processes have ended."""
     names = {
         entry.name[1:].rpartition(_MARK)[0]
         for entry in folder.iterdir()
         if entry.name.startswith(".") and entry.name.rpartition(_MARK)[2] in (_LOCK, _NEW, _OLD)
     } - {""}
-    settled = []
-    for name in sorted(names):
-        path = folder / name
+    for path in (folder / name for name in names):
         if _saver(_beside(path, _LOCK), is_alone=is_alone)[0] in _ENDED:
             with contextlib.suppress(OSError):  # another user's stays
                 _settle(path)
-                settled.append(name)
-    return tuple(settled)
 
 
 def _settle(path: Path) -> None:
@@ -201,7 +187,7 @@ def _settle(path: Path) -> None:
             if old.is_dir() and (whole / manifest.MANIFEST).is_file():
                 whole.rename(path)
                 break
-        _flush_folder(path.parent)
+        flush(path.parent)
     for remaining in (old, new):
         _remove(remaining)
     _beside(path, _LOCK).unlink(missing_ok=True)
@@ -225,8 +211,7 @@ def _check_place(path: Path) -> None:
             listed = {file.name for file in manifest.read(path).files}
             foreign = [name for name in foreign if name not in listed]
     if names and (foreign or manifest.MANIFEST not in names):
-        more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
-        holds = ", ".join(foreign[:_MAX_NAMED]) + more if foreign else ", ".join(sorted(names)[:3])
+        holds = manifest.first_few(foreign) if foreign else ", ".join(sorted(names)[:3])
         raise CheckpointError(
             f"{path} has files that do not belong to a checkpoint ({holds}), and saving "
             "would remove them. Choose another path, or move them."
@@ -316,7 +301,8 @@ def _has_turn(handle: int, folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _explain_errors(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
+    """Turn system errors into a CheckpointError of what could not be written."""
     try:
         yield
     except OSError as error:
@@ -348,15 +334,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _flush(folder: Path) -> None:
-    """Flush every file of a folder to the disk, and their names."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            _flush_folder(Path(parent) / name)
-        _flush_folder(Path(parent))
-
-
-def _flush_folder(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -86,10 +86,7 @@ class Checkpoints(CellHook):
         self._ended: list[str] = []
 
     def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        asynchronous: bool = False,
+        self, path: str | os.PathLike[str], *, asynchronous: bool = False
     ) -> Saved | SaveStarted:
         """Save models, optimizers and training state; what was written is read back and compared.
 
@@ -133,15 +130,10 @@ class Checkpoints(CellHook):
         try:
             saved = self._finish(pending)
         except KeyboardInterrupt as error:
-            raise self._interrupted(pending) from error
+            raise Interrupted(self._interrupt(pending)) from error
         return replace(saved, notes=started.notes, elapsed_s=time.monotonic() - began_s)
 
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        models_only: bool = False,
-    ) -> Loaded:
+    def load(self, path: str | os.PathLike[str], *, models_only: bool = False) -> Loaded:
         """Read a checkpoint into the models and optimizers that the ranks have prepared.
 
         Saved on any number of ranks, under any strategy. A save that is still going on is waited
@@ -264,16 +256,14 @@ class Checkpoints(CellHook):
             CheckpointError: It has failed, which `_failures` has then as well.
         """
         states = self._states(pending)
-        first, now_s = states.get(0), time.monotonic()
-        if first is not None:
-            pending.heard_s = now_s
+        first = states.get(0, Saving(RUNNING))
         gone = [rank for rank in self._ranks.ranks if not self._ranks.is_connected(rank)]
         failure = ""
         if 0 in gone:
             failure = f"rank 0 {self._how(0)}; it moves the checkpoint into place"
-        elif first is not None and first.state == FAILED:
+        elif first.state == FAILED:
             failure = first.failure
-        elif now_s - pending.heard_s > SILENT_S:
+        elif time.monotonic() - pending.heard_s > SILENT_S:
             failure = f"rank 0 has not answered for {SILENT_S:.0f} s"
         if failure:
             self._pending = None
@@ -281,24 +271,19 @@ class Checkpoints(CellHook):
             text = f"{pending.path} was not saved: {failure}. What was at that path is unchanged."
             self._failures.append(text)
             raise CheckpointError(text)
-        if first is not None and first.state == DONE and first.saved is not None:
+        if first.saved is not None:
             self._pending = None
             return first.saved
-        self._stop_in_vain(pending, gone, states)
+        # A rank can no longer write its part, of which rank 0 may not know.
+        why = [f"rank {rank} {self._how(rank)}" for rank in gone]
+        why += [s.failure for rank, s in states.items() if rank and s.state == FAILED]
+        if why and not pending.is_stopping:
+            pending.is_stopping = True
+            self._stop(pending, why[0])
         if states and tell is not None:
             done, total, phases = _written(states)
             tell(phases, done, total, BYTES)
         return None
-
-    def _stop_in_vain(self, pending: _Pending, gone: list[int], states: dict[int, Saving]) -> None:
-        """Stop the save if a rank can no longer write its part; rank 0 may not know."""
-        why = [f"rank {rank} {self._how(rank)}" for rank in gone]
-        why += [
-            saving.failure for rank, saving in states.items() if rank and saving.state == FAILED
-        ]
-        if why and not pending.is_stopping:
-            pending.is_stopping = True
-            self._stop(pending, why[0])
 
     def _how(self, rank: int) -> str:
         exit_ = self._ranks.exit_of(rank)
@@ -312,13 +297,15 @@ class Checkpoints(CellHook):
         for rank, future in futures.items():
             with contextlib.suppress(TimeoutError, NbdistError):
                 states[rank] = future.result(max(0.0, end_s - time.monotonic()))
+        if 0 in states:
+            pending.heard_s = time.monotonic()
         return states
 
     def _stop(self, pending: _Pending, why: str) -> dict[int, Future[bool]]:
         """Ask all ranks to stop a save; by rank, whether it will stop."""
         return self._ranks.ask_all(lambda ask, rank: stop_save(ask, rank, pending.token, why))
 
-    def _interrupted(self, pending: _Pending) -> Interrupted:
+    def _interrupt(self, pending: _Pending) -> str:
         """Stop a save that the user interrupted, and say how it ended. At most STOP_S."""
         answer = self._stop(pending, "the user interrupted it").get(0)
         end_s = time.monotonic() + STOP_S
@@ -326,20 +313,16 @@ class Checkpoints(CellHook):
         with contextlib.suppress(TimeoutError, NbdistError):
             is_stopped = answer is not None and answer.result(ANSWER_S)
         states = self._states(pending)
-        while time.monotonic() < end_s and any(
-            saving.state == RUNNING for saving in states.values()
-        ):
+        while time.monotonic() < end_s and any(s.state == RUNNING for s in states.values()):
             time.sleep(POLL_S)
             states = self._states(pending)
-        if is_stopped or (0 in states and states[0].state == FAILED):
-            self._pending = None
-            return Interrupted(f"{pending.path} was not saved; what was at that path is unchanged")
-        if 0 in states and states[0].state == DONE:
-            self._pending = None
-            return Interrupted(f"{pending.path} was already saved")
-        return Interrupted(
-            f"{pending.path} is being moved into place; %dist_status shows when it is done"
-        )
+        outcome = FAILED if is_stopped else states.get(0, Saving(RUNNING)).state
+        if outcome == RUNNING:
+            return f"{pending.path} is being moved into place; %dist_status shows when it is done"
+        self._pending = None
+        if outcome == DONE:
+            return f"{pending.path} was already saved"
+        return f"{pending.path} was not saved; what was at that path is unchanged"
 
 
 def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedWeights:

@@ -17,7 +17,6 @@ from nbdist.checkpoint import other_formats
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import CheckpointError
 from nbdist.strategy.choice import Strategy
-from nbdist.strategy.options import listed
 
 MANIFEST = "nbdist.json"
 # Raised when an older nbdist could not make sense of it. Fields with defaults can be added without.
@@ -226,29 +225,23 @@ def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False
     """
     wrong = []
     for file in checkpoint.files:
-        problem = _file_problem(folder / file.name, file, reads_all)
-        if problem:
-            wrong.append(f"{file.name} {problem}")
+        path = folder / file.name
+        try:
+            size_bytes = path.stat().st_size
+            if size_bytes != file.size_bytes:
+                wrong.append(f"{file.name} has {size_bytes:,} bytes instead of {file.size_bytes:,}")
+            elif reads_all and (actual := checksum(path)) != file.checksum:
+                wrong.append(f"{file.name} has changed ({actual} instead of {file.checksum})")
+        except FileNotFoundError:
+            wrong.append(f"{file.name} is missing")
+        except OSError as error:
+            wrong.append(f"{file.name} cannot be read ({error.strerror})")
     if wrong:
         raise CheckpointError(
             f"{folder} is incomplete or damaged: {first_few(wrong, '; ')}. {len(wrong)} of "
             f"{len(checkpoint.files)} files cannot be used. Load another checkpoint, or copy "
             "this one again."
         )
-
-
-def _file_problem(path: Path, file: SavedFile, reads_all: bool) -> str:
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != file.size_bytes:
-            return f"has {size_bytes:,} bytes instead of {file.size_bytes:,}"
-        if reads_all and (actual := checksum(path)) != file.checksum:
-            return f"has changed ({actual} instead of {file.checksum})"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return ""
 
 
 def checksum(path: Path) -> str:
@@ -267,11 +260,8 @@ def checksum_text(crc32: int) -> str:
 
 def first_few(phrases: Sequence[str], between: str = ", ") -> str:
     """The first three, and how many more there are."""
-    joined = between.join(phrases[:_MAX_NAMED])
     more = len(phrases) - _MAX_NAMED
-    if more <= 0:
-        return listed(phrases) if between == ", " else joined
-    return f"{joined} and {more} more"
+    return between.join(phrases[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _version(data: Mapping[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 _HEADER_BYTES = 8
@@ -12,25 +13,23 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # What torch.save wrote before it wrote zip files: a pickle of this number.
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_NAMED = 5
-
-_ACCELERATE = (
-    "it is a state saved by Accelerate. Load it on the ranks: accelerator.load_state(PATH)."
-)
-_DCP = (
-    "it is a checkpoint of torch.distributed.checkpoint without nbdist's manifest. Load it on the "
-    "ranks with torch.distributed.checkpoint.load()."
-)
-_CUT_DCP = (
-    "it has files of torch.distributed.checkpoint but no .metadata: a save that was not "
-    "finished. Load another checkpoint."
-)
-_HUGGING_FACE = (
-    "it is a model folder of transformers. Load it on the ranks, before the model "
-    "is prepared: AutoModel.from_pretrained(PATH)."
-)
-_DEEPSPEED = (
-    "it is a checkpoint of DeepSpeed. Load it on the ranks with the engine's load_checkpoint(PATH)."
-)
+# Folders of other programs: what names in one begin with, and what it is; the first that fits.
+_FOLDERS = {
+    (r"random_states_",):
+        "it is a state saved by Accelerate. Load it on the ranks: accelerator.load_state(PATH).",
+    (r"\.metadata$",):
+        "it is a checkpoint of torch.distributed.checkpoint without nbdist's manifest. Load it on "
+        "the ranks with torch.distributed.checkpoint.load().",
+    (r".*\.distcp$",):
+        "it has files of torch.distributed.checkpoint but no .metadata: a save that was not "
+        "finished. Load another checkpoint.",
+    (r"config\.json$", r"(pytorch_|adapter_)?model.*\.(safetensors|bin)(\.index\.json)?$"):
+        "it is a model folder of transformers. Load it on the ranks, before the model is prepared: "
+        "AutoModel.from_pretrained(PATH).",
+    (r"latest$", r"global_step"):
+        "it is a checkpoint of DeepSpeed. Load it on the ranks with the engine's "
+        "load_checkpoint(PATH).",
+}  # fmt: skip
 
 
 def instead(path: Path, manifest: str) -> str:
@@ -42,26 +41,22 @@ def instead(path: Path, manifest: str) -> str:
             return _file(path)
     except OSError as error:
         return f"it cannot be read ({error.strerror})."
-    return _nothing(path, manifest)
+    near = _checkpoints_in(path.parent, manifest)
+    return "the path does not exist." + (f" Checkpoints next to it: {near}." if near else "")
 
 
 def _folder(path: Path, manifest: str) -> str:
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return "the folder is empty."
-    for fits, advice in _FOLDERS:
-        if fits(set(names)):
+    for patterns, advice in _FOLDERS.items():
+        if all(any(re.match(pattern, name) for name in names) for pattern in patterns):
             return advice
     inside = _checkpoints_in(path, manifest)
     if inside:
         return f"it is a folder of checkpoints. Name one of them: {inside}."
     few = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
     return f"it has no {manifest}; it contains {few}."
-
-
-def _nothing(path: Path, manifest: str) -> str:
-    near = _checkpoints_in(path.parent, manifest)
-    return "the path does not exist." + (f" Checkpoints next to it: {near}." if near else "")
 
 
 def _checkpoints_in(path: Path, manifest: str) -> str:
@@ -73,39 +68,6 @@ def _checkpoints_in(path: Path, manifest: str) -> str:
     )
 
 
-def _is_dcp(names: set[str]) -> bool:
-    return ".metadata" in names
-
-
-def _is_cut_dcp(names: set[str]) -> bool:
-    return any(name.endswith(".distcp") for name in names)
-
-
-def _is_accelerate(names: set[str]) -> bool:
-    return any(name.startswith("random_states_") for name in names)
-
-
-def _is_hugging_face(names: set[str]) -> bool:
-    weights = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
-    return "config.json" in names and any(
-        name.startswith(("model", "pytorch_model", "adapter_model")) and name.endswith(weights)
-        for name in names
-    )
-
-
-def _is_deepspeed(names: set[str]) -> bool:
-    return "latest" in names and any(name.startswith("global_step") for name in names)
-
-
-_FOLDERS: tuple[tuple[Callable[[set[str]], bool], str], ...] = (
-    (_is_accelerate, _ACCELERATE),
-    (_is_dcp, _DCP),
-    (_is_cut_dcp, _CUT_DCP),
-    (_is_hugging_face, _HUGGING_FACE),
-    (_is_deepspeed, _DEEPSPEED),
-)
-
-
 def _file(path: Path) -> str:
     with path.open("rb") as file:
         begin = file.read(_HEADER_BYTES + 1)
@@ -113,7 +75,11 @@ def _file(path: Path) -> str:
     size_bytes = path.stat().st_size
     if not size_bytes:
         return "it is an empty file."
-    if begin_legacy.startswith(_LEGACY_TORCH) or _is_torch_zip(path):
+    is_torch = begin_legacy.startswith(_LEGACY_TORCH)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
+    if is_torch:
         return "it is a file of torch.save(). Load it on the ranks: torch.load(PATH)."
     header_bytes = int.from_bytes(begin[:_HEADER_BYTES], "little")
     if begin.endswith(b"{") and header_bytes <= min(_MAX_HEADER_BYTES, size_bytes):
@@ -122,21 +88,8 @@ def _file(path: Path) -> str:
             "model.load_state_dict(safetensors.torch.load_file(PATH)), before the model is "
             "prepared."
         )
-    if path.name.endswith(".json") and _is_json(path):
-        return "it is a JSON file. Name the folder that it is in."
+    if path.name.endswith(".json"):
+        with contextlib.suppress(ValueError):
+            json.loads(path.read_text(encoding="utf-8"))
+            return "it is a JSON file. Name the folder that it is in."
     return f"it is a file of {size_bytes:,} bytes, not a folder."
-
-
-def _is_torch_zip(path: Path) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/data.pkl") for name in archive.namelist())
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return True

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist.checkpoint.manifest import SavedTensor
 from nbdist.errors import CheckpointError
 
 FILE = "model.safetensors"
@@ -25,26 +26,6 @@ DTYPES: dict[str, tuple[str, int]] = {
 }  # fmt: skip
 # What the header's end and so every tensor's begin is a multiple of.
 _ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One tensor of the file.
-
-    Attributes:
-        name: As in the user's module.
-        shape: Of the whole tensor.
-        dtype: As torch names it, without `torch.`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all elements, without the header."""
-        return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +53,17 @@ class ExportedWeights:
     elapsed_s: float = 0.0
 
 
-def in_file_order(weights: Iterable[Weight]) -> list[Weight]:
+def bytes_of(weight: SavedTensor) -> int:
+    """Bytes of all elements, without the header."""
+    return math.prod(weight.shape) * DTYPES[weight.dtype][1]
+
+
+def in_file_order(weights: Iterable[SavedTensor]) -> list[SavedTensor]:
     """Large elements first: so each begins at a multiple of its own size, without holes."""
     return sorted(weights, key=lambda weight: -DTYPES[weight.dtype][1])
 
 
-def check(weights: Iterable[Weight]) -> None:
+def check(weights: Iterable[SavedTensor]) -> None:
     """Refuse what the format has no dtype for.
 
     Raises:
@@ -91,7 +77,7 @@ def check(weights: Iterable[Weight]) -> None:
             )
 
 
-def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
+def header(weights: Sequence[SavedTensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the first tensor: the header's length and its JSON.
 
     Args:
@@ -104,22 +90,22 @@ def header(weights: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
         entries[weight.name] = {
             "dtype": DTYPES[weight.dtype][0],
             "shape": list(weight.shape),
-            "data_offsets": [offset, offset + weight.size_bytes],
+            "data_offsets": [offset, offset + bytes_of(weight)],
         }
-        offset += weight.size_bytes
+        offset += bytes_of(weight)
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def batches(weights: Sequence[Weight], limit_bytes: int) -> Iterator[Sequence[Weight]]:
+def batches(weights: Sequence[SavedTensor], limit_bytes: int) -> Iterator[Sequence[SavedTensor]]:
     """Neighbours that together have at most `limit_bytes`; a larger one is a batch of its own."""
     first, total_bytes = 0, 0
     for at, weight in enumerate(weights):
-        if at > first and total_bytes + weight.size_bytes > limit_bytes:
+        if at > first and total_bytes + bytes_of(weight) > limit_bytes:
             yield weights[first:at]
             first, total_bytes = at, 0
-        total_bytes += weight.size_bytes
+        total_bytes += bytes_of(weight)
     if first < len(weights):
         yield weights[first:]
 

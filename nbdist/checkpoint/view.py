@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from nbdist.checkpoint.manifest import first_few
 from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import CONFIG, FILE, ExportedWeights
 from nbdist.core import units
 from nbdist.core.units import shown
-from nbdist.core.view import View
+from nbdist.core.view import View, lines
 from nbdist.strategy.choice import described
 from nbdist.strategy.degrees import ranks
-
-_MAX_NAMED = 3
 
 
 def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
@@ -25,8 +23,17 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
         done: A checkpoint that is there, or a save that goes on.
         before: What became of an earlier save beside training.
     """
-    return _lines(
-        [*before, *(_saved(done) if isinstance(done, Saved) else _started(done)), *done.notes]
+    if isinstance(done, Saved):
+        return lines([*before, *_saved(done), *done.notes])
+    stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
+    return lines(
+        [
+            *before,
+            f"{_shown(done.path)} is being saved: {', '.join([*done.models, *done.optimizers])}",
+            f"{units.size(done.copied_bytes)} copied to memory, {stall}",
+            "%dist_status shows its progress",
+            *done.notes,
+        ]
     )
 
 
@@ -41,40 +48,33 @@ def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     was = "" if now == then else f", saved under {then}"
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
     rate = _rate(done.read_bytes, done.elapsed_s)
-    lines = [
-        f"{_shown(done.path)} loaded at step {done.step}: {_names(done.models, done.optimizers)}",
-        f"{took} ({rate}), every file compared with its checksum; {now}{was}",
-    ]
-    return _lines([*before, *lines, *done.notes])
+    names = ", ".join([*done.models, *done.optimizers])
+    return lines(
+        [
+            *before,
+            f"{_shown(done.path)} loaded at step {done.step}: {names}",
+            f"{took} ({rate}), every file compared with its checksum; {now}{was}",
+            *done.notes,
+        ]
+    )
 
 
 def exported_view(result: ExportedWeights) -> View:
     """The file, that it was compared, what is tied or left out, and how to load it."""
     size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
-    lines = [
-        f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared in {took}",
-    ]
+    texts = [f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared in {took}"]
     if result.tied:
-        lines.append(f"tied weights, stored once: {_few(result.tied)}")
+        texts.append(f"tied weights, stored once: {first_few(result.tied)}")
     if result.left_out:
-        lines.append(f"left out (not tensors): {_few(result.left_out)}")
+        texts.append(f"left out (not tensors): {first_few(result.left_out)}")
     path = Path(result.path)
     if CONFIG in result.configs and path.name == FILE:
-        lines.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
+        texts.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
     elif CONFIG in result.configs:
-        lines.append(f"transformers looks for {FILE}: rename it, or give only the folder")
+        texts.append(f"transformers looks for {FILE}: rename it, or give only the folder")
     else:
-        lines.append(f'load it: safetensors.torch.load_model(model, "{path}")')
-    return View("\n".join(lines))
-
-
-def _started(done: SaveStarted) -> list[str]:
-    stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
-    return [
-        f"{_shown(done.path)} is being saved: {_names(done.models, done.optimizers)}",
-        f"{units.size(done.copied_bytes)} copied to memory, {stall}",
-        "%dist_status shows its progress",
-    ]
+        texts.append(f'load it: safetensors.torch.load_model(model, "{path}")')
+    return View("\n".join(texts))
 
 
 def _saved(done: Saved) -> list[str]:
@@ -94,20 +94,5 @@ def _shown(path: str) -> str:
     return path
 
 
-def _names(models: Sequence[str], optimizers: Sequence[str]) -> str:
-    return ", ".join([*models, *optimizers])
-
-
 def _rate(size_bytes: int, elapsed_s: float) -> str:
     return f"{shown(units.exact_size(size_bytes / max(elapsed_s, 1e-9)))}/s"
-
-
-def _few(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
-
-
-def _lines(lines: Iterable[str]) -> View:
-    texts = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(text)}</div>' for text in texts)
-    return View("\n".join(texts), body)

@@ -8,7 +8,6 @@ import pytest
 
 from nbdist.checkpoint.chunks import (
     MOST_BYTES,
-    Stored,
     assign_chunks,
     chunks,
     is_complete,
@@ -29,7 +28,7 @@ def test_each_element_is_written_once_and_from_its_place(seed: int) -> None:
     side = some_side(draw, shape)
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     rebuilt = np.full(shape, -1)
-    for part in assign_chunks([Stored("one", side, 4)], 4):
+    for part in assign_chunks([("one", side, 4)], 4):
         chunk = part.chunk
         assert part.writer in chunk.holders
         local = held(side, whole, part.writer)
@@ -58,11 +57,9 @@ def test_the_chunks_of_a_rank_are_what_it_holds(seed: int) -> None:
 def test_copies_are_shared_out_evenly() -> None:
     """Every rank writes as much of what all have; a large tensor is cut for that."""
     side = Placement(TensorLayout((1 << 12, 1 << 10)), Degrees(dp_replicate=4))
-    small = [
-        Stored(f"small {n}", Placement(TensorLayout((64,)), side.degrees), 4) for n in range(40)
-    ]
+    small = [(f"small {n}", Placement(TensorLayout((64,)), side.degrees), 4) for n in range(40)]
     written: Counter[int] = Counter()
-    for part in assign_chunks([Stored("large", side, 4), *small], 4):
+    for part in assign_chunks([("large", side, 4), *small], 4):
         written[part.writer] += part.chunk.count * 4
 
     assert len(written) == 4
@@ -72,7 +69,7 @@ def test_copies_are_shared_out_evenly() -> None:
 def test_no_chunk_is_larger_than_the_limit() -> None:
     """Also of a tensor that one rank has alone, whose first dim is 1."""
     layout = TensorLayout((1, 3 * MOST_BYTES // 4 // 1000, 1000), ranks=frozenset({2}))
-    parts = assign_chunks([Stored("one", Placement(layout, Degrees()), 4)], 4)
+    parts = assign_chunks([("one", Placement(layout, Degrees()), 4)], 4)
 
     assert {part.writer for part in parts} == {2}
     assert max(part.chunk.count for part in parts) * 4 <= MOST_BYTES

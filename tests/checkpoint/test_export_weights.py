@@ -163,8 +163,8 @@ OTHERS = """
         WeightsFile.write = lambda self, *args: inside(self, write, *args)
 
     def inside(self, write, *args):
-        from nbdist.checkpoint.rank.safetensors_file import _explain_errors
-        with _explain_errors(self._target):
+        from nbdist.checkpoint.folder import explain_errors
+        with explain_errors(self._target):
             write(self, *args)
 
     def small():

@@ -21,9 +21,9 @@ SAME = """
     def as_values(live, contents):
         "All that comes of it, as values that can be compared."
         boxes = {spot: (t.dtype, t.tolist()) for spot, t in contents.boxes_of(rank)}
-        tensors = contents.tensors
         return (
-            boxes, contents.parts, tensors.shapes, tensors.dtypes, tensors.paths, tensors.aliases,
+            boxes, contents.parts, contents.shapes, contents.dtypes, contents.paths,
+            contents.aliases,
             [model.saved() for model in live.models],
             [optimizer.saved() for optimizer in live.optimizers],
             plain_state.as_bytes(plain_state.states(live), []),

@@ -7,7 +7,7 @@ are neither, so plans are made of `checkpoint.chunks`. What comes out is an ordi
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,47 +34,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nbdist.checkpoint.chunks import AssignedChunk, Chunk
+from nbdist.checkpoint.chunks import Chunk
+from nbdist.checkpoint.rank.tensors import CheckpointTensors, Spot
 from nbdist.core.progress import BYTES
 from nbdist.rpc.rank import progress
-
-# A box of one tensor: (name, offsets).
-Spot = tuple[str, tuple[int, ...]]
-
-
-class Tensors:
-    """What is saved of each tensor, by its name in the checkpoint: shape, dtype, path, aliases.
-
-    Attributes:
-        shapes, dtypes: Of the whole tensors.
-        paths: Where each stands in the nested dict that torch's converter makes.
-        aliases: Further names of the same tensor, of tied weights.
-    """
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.paths: dict[str, tuple[str, ...]] = {}
-        self.aliases: dict[str, tuple[str, ...]] = {}
-
-    def add(
-        self,
-        path: tuple[str, ...],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        aliases: Iterable[tuple[str, ...]] = (),
-    ) -> str:
-        """Add a tensor; returns its name in the checkpoint."""
-        name = ".".join(path)
-        self.shapes[name], self.dtypes[name] = tuple(shape), dtype
-        others = {".".join(alias): alias for alias in aliases}
-        self.paths |= {name: path, **others}
-        self.aliases[name] = tuple(others)
-        return name
-
-    def properties(self, name: str) -> TensorProperties:
-        """What DCP notes beside the shape."""
-        return TensorProperties(dtype=self.dtypes[name])
 
 
 class ChunkWriter(FileSystemWriter):
@@ -93,21 +56,16 @@ class ChunkSavePlanner(SavePlanner):
     """Plans one rank's part of a save. Meets no rank: all make the same plan."""
 
     def __init__(
-        self,
-        tensors: Tensors,
-        parts: Sequence[AssignedChunk],
-        rank: int,
-        value: Callable[[Spot], torch.Tensor],
+        self, contents: CheckpointTensors, rank: int, value: Callable[[Spot], torch.Tensor]
     ) -> None:
         """Take what all ranks save; `create_local_plan` picks this rank's boxes.
 
         Args:
-            tensors: Of all ranks.
-            parts: Of all ranks.
+            contents: Of all ranks.
             rank: Whose part is written here.
             value: Gives a box that this rank holds, contiguous, on the host.
         """
-        self._tensors, self._parts, self._rank, self._value = tensors, parts, rank, value
+        self._contents, self._rank, self._value = contents, rank, value
 
     def set_up_planner(
         self,
@@ -119,19 +77,28 @@ class ChunkSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """One write item for each box that this rank writes."""
-        return SavePlan([self._item(part) for part in self._parts if part.writer == self._rank])
+        items = []
+        for part in self._contents.parts:
+            if part.writer == self._rank:
+                size = torch.Size(self._contents.shapes[part.name])
+                properties = TensorProperties(dtype=self._contents.dtypes[part.name])
+                data = TensorWriteData(_box(part.chunk), properties, size)
+                index = MetadataIndex(part.name, part.chunk.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plans as they are, and the metadata of all tensors, under each of their names."""
-        tensors = self._tensors
+        contents = self._contents
         boxes: dict[str, list[ChunkStorageMetadata]] = {}
-        for part in self._parts:
+        for part in contents.parts:
             boxes.setdefault(part.name, []).append(_box(part.chunk))
         stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for name, shape in tensors.shapes.items():
-            entry = TensorStorageMetadata(tensors.properties(name), torch.Size(shape), boxes[name])
-            stored |= dict.fromkeys((name, *tensors.aliases[name]), entry)
-        return all_plans, Metadata(stored, planner_data=dict(tensors.paths))
+        for name, shape in contents.shapes.items():
+            properties = TensorProperties(dtype=contents.dtypes[name])
+            entry = TensorStorageMetadata(properties, torch.Size(shape), boxes[name])
+            stored |= dict.fromkeys((name, *contents.aliases[name]), entry)
+        return all_plans, Metadata(stored, planner_data=dict(contents.paths))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -140,12 +107,6 @@ class ChunkSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The values of a box."""
         return self._value(spot(write_item.index))
-
-    def _item(self, part: AssignedChunk) -> WriteItem:
-        size = torch.Size(self._tensors.shapes[part.name])
-        data = TensorWriteData(_box(part.chunk), self._tensors.properties(part.name), size)
-        index = MetadataIndex(part.name, part.chunk.offsets)
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 class ChunkLoadPlanner(LoadPlanner):

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.checkpoint import safetensors
-from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
-from nbdist.checkpoint.safetensors import ExportedWeights, Weight
+from nbdist.checkpoint.manifest import SavedTensor
+from nbdist.checkpoint.rank.safetensors_file import WeightsFile
+from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
@@ -39,7 +40,7 @@ from nbdist.rpc.rank import namespace, progress
 BATCH_BYTES = 64 << 20
 
 T = TypeVar("T")
-Gather = Callable[[Sequence[Weight]], Mapping[str, torch.Tensor]]
+Gather = Callable[[Sequence[SavedTensor]], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ExportContents:
     """
 
     model: str
-    weights: tuple[Weight, ...]
+    weights: tuple[SavedTensor, ...]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
 
@@ -117,8 +118,17 @@ def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
     target = safetensors.file_of(path)
     what = f"Writing {target}"
     source = _source(model)
-    contents = _alike(what, all_or_none(what, lambda: _contents(source)))
-    file = WeightsFile(target, contents.weights, contents.tied, configs_of(source.base))
+    per_rank = all_or_none(what, lambda: _contents(source))
+    for number, contents in enumerate(per_rank):
+        if contents != per_rank[0]:
+            odd = set(per_rank[0].weights) ^ set(contents.weights)
+            detail = f": {min(weight.name for weight in odd)}" if odd else ""
+            raise CheckpointError(
+                f"{what}: rank {number}'s model differs from rank 0's{detail}. "
+                "Name a variable that is the same model on all ranks."
+            )
+    contents = per_rank[0]
+    file = WeightsFile(target, contents.weights, contents.tied, source.base)
     try:
         with progress.during("exporting"):
             _on_rank_0(what, file.begin)
@@ -144,7 +154,7 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
 
 def _passing(
     source: _Source, contents: ExportContents, doing: str
-) -> Iterator[tuple[Sequence[Weight], Mapping[str, torch.Tensor]]]:
+) -> Iterator[tuple[Sequence[SavedTensor], Mapping[str, torch.Tensor]]]:
     """All tensors in the order of the file, a batch at a time, whole on rank 0. Collective."""
     done = 0
     for batch in safetensors.batches(contents.weights, BATCH_BYTES):
@@ -195,7 +205,13 @@ def _source(model: torch.nn.Module) -> _Source:
     state = portable(model)
     names = {name: state.firsts.get(name) for name in state.listed()}
     if prepared is not None and not fsdp1_state.is_flat(prepared):
-        return _Source(state.base, names, functools.partial(_gather, prepared), _likes(prepared))
+        dtypes = full_state.dtypes_of(prepared)
+        return _Source(
+            state.base,
+            names,
+            functools.partial(_gather, prepared),
+            lambda first: (prepared.layouts[first].shape, dtypes[first]),
+        )
     whole = state.values()
     return _Source(
         state.base,
@@ -205,12 +221,7 @@ def _source(model: torch.nn.Module) -> _Source:
     )
 
 
-def _likes(prepared: Prepared) -> Callable[[str], tuple[tuple[int, ...], torch.dtype]]:
-    dtypes = full_state.dtypes_of(prepared)
-    return lambda first: (prepared.layouts[first].shape, dtypes[first])
-
-
-def _gather(prepared: Prepared, batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+def _gather(prepared: Prepared, batch: Sequence[SavedTensor]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
     fsdp.settle(prepared.built.job.root)
     first_of = build.firsts_of(prepared.base)
@@ -235,7 +246,7 @@ def _plain(base: torch.nn.Module) -> _Source:
         )
     first_of = build.firsts_of(base)
 
-    def values(batch: Sequence[Weight]) -> Mapping[str, torch.Tensor]:
+    def values(batch: Sequence[SavedTensor]) -> Mapping[str, torch.Tensor]:
         local = {weight.name: tensors[weight.name].detach() for weight in batch}
         return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in local.items()}
 
@@ -249,7 +260,7 @@ def _plain(base: torch.nn.Module) -> _Source:
 
 def _contents(source: _Source) -> ExportContents:
     """What the file will hold. This rank alone."""
-    weights: dict[str, Weight] = {}
+    weights: dict[str, SavedTensor] = {}
     tied = {}
     for name, first in source.names.items():
         if first is None:
@@ -258,7 +269,7 @@ def _contents(source: _Source) -> ExportContents:
             tied[name] = weights[first].name
             continue
         shape, dtype = source.like(first)
-        weights[first] = Weight(name, shape, str(dtype).removeprefix("torch."))
+        weights[first] = SavedTensor(name, shape, str(dtype).removeprefix("torch."))
     safetensors.check(weights.values())
     if not weights:
         raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
@@ -273,15 +284,3 @@ def _contents(source: _Source) -> ExportContents:
 def _title(base: torch.nn.Module) -> str:
     """The user's class, which FSDP2 replaces by one of its own."""
     return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule)).__name__
-
-
-def _alike(what: str, per_rank: Sequence[ExportContents]) -> ExportContents:
-    for number, contents in enumerate(per_rank):
-        if contents != per_rank[0]:
-            odd = set(per_rank[0].weights) ^ set(contents.weights)
-            detail = f": {min(w.name for w in odd)}" if odd else ""
-            raise CheckpointError(
-                f"{what}: rank {number}'s model differs from rank 0's{detail}. "
-                "Name a variable that is the same model on all ranks."
-            )
-    return per_rank[0]

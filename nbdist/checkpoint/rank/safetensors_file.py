@@ -7,7 +7,7 @@ import copy
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import safetensors
-from nbdist.checkpoint.safetensors import Weight
+from nbdist.checkpoint.manifest import SavedTensor
 from nbdist.core import host
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
@@ -31,9 +31,9 @@ class WeightsFile:
     def __init__(
         self,
         target: Path,
-        weights: Sequence[Weight],
+        weights: Sequence[SavedTensor],
         tied: Mapping[str, str],
-        configs: Callable[[], Mapping[str, str]],
+        base: torch.nn.Module,
     ) -> None:
         """Nothing is written before `begin`.
 
@@ -42,12 +42,12 @@ class WeightsFile:
             weights: In the file's order.
             tied: Further names -> the name in the file; noted in it, as safetensors' own
                 `load_model` wants.
-            configs: Gives further files, which say how to make the model: name -> text.
+            base: The user's module.
         """
         self._target = target
         self._weights = weights
         self._tied = tied
-        self._configs_of = configs
+        self._base = base
         self._configs: Mapping[str, str] = {}
         self._temporary = target.with_name(f".{target.name}{_MARK}{_process()}")
         self._file: IO[bytes] | None = None
@@ -60,28 +60,36 @@ class WeightsFile:
             CheckpointError: The place cannot be written, is too small, or has configs of another
                 model.
         """
-        self._configs = self._configs_of()
-        with _explain_errors(self._target):
+        self._configs = configs_of(self._base)
+        with checkpoint_folder.explain_errors(self._target):
             if self._target.is_dir():
                 raise CheckpointError(f"{self._target} is a folder. Name a file.")
             self._target.parent.mkdir(parents=True, exist_ok=True)
             _sweep(self._target)
-            self._check_configs()
+            for name, text in self._configs.items():
+                # A folder's config.json may be of another model, which has nothing to do with this.
+                beside = self._target.with_name(name)
+                is_other = beside.exists() and beside.read_text(encoding="utf-8") != text
+                if is_other and not self._target.exists():
+                    raise CheckpointError(
+                        f"{beside} already exists and belongs to another model. Choose another "
+                        "folder."
+                    )
             self._check_room()
             self._file = self._temporary.open("xb")
             self._file.write(safetensors.header(self._weights, {"format": "pt", **self._tied}))
 
-    def write(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
+    def write(self, batch: Sequence[SavedTensor], values: Mapping[str, torch.Tensor]) -> None:
         """Append a batch of tensors to the file."""
         assert self._file is not None
-        with _explain_errors(self._target):
+        with checkpoint_folder.explain_errors(self._target):
             for weight in batch:
                 self._file.write(_bytes(values[weight.name]).numpy().data)
 
     def end(self) -> None:
         """All of it is on disk; what follows reads it."""
         assert self._file is not None
-        with _explain_errors(self._target):
+        with checkpoint_folder.explain_errors(self._target):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -96,7 +104,7 @@ class WeightsFile:
                 f"{len(self._weights)}."
             )
 
-    def compare(self, batch: Sequence[Weight], values: Mapping[str, torch.Tensor]) -> None:
+    def compare(self, batch: Sequence[SavedTensor], values: Mapping[str, torch.Tensor]) -> None:
         """What was read back is what the model has, bit by bit.
 
         Raises:
@@ -126,17 +134,13 @@ class WeightsFile:
             Its bytes, and the configs' names.
         """
         self._reader = None
-        with _explain_errors(self._target):
+        with checkpoint_folder.explain_errors(self._target):
             for name, text in self._configs.items():
                 beside = self._temporary.with_name(f"{self._temporary.name}.{name}")
                 beside.write_text(text, encoding="utf-8")
                 beside.replace(self._target.with_name(name))
             self._temporary.replace(self._target)
-            folder = os.open(self._target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            checkpoint_folder.flush(self._target.parent)
             return self._target.stat().st_size, tuple(self._configs)
 
     def abandon(self) -> None:
@@ -149,20 +153,8 @@ class WeightsFile:
                     if entry.name.startswith(self._temporary.name):
                         entry.unlink()
 
-    def _check_configs(self) -> None:
-        """A folder's config.json may be of another model, which has nothing to do with this."""
-        for name, text in self._configs.items():
-            existing = self._target.with_name(name)
-            if self._target.exists() or not existing.exists():
-                continue
-            if existing.read_text(encoding="utf-8") != text:
-                raise CheckpointError(
-                    f"{existing} already exists and belongs to another model. Choose another "
-                    "folder."
-                )
-
     def _check_room(self) -> None:
-        needed_bytes = sum(weight.size_bytes for weight in self._weights)
+        needed_bytes = sum(safetensors.bytes_of(weight) for weight in self._weights)
         free_bytes = shutil.disk_usage(self._target.parent).free
         if free_bytes < needed_bytes:
             raise CheckpointError(
@@ -171,25 +163,21 @@ class WeightsFile:
             )
 
 
-def configs_of(base: torch.nn.Module) -> Callable[[], Mapping[str, str]]:
+def configs_of(base: torch.nn.Module) -> Mapping[str, str]:
     """What says how to make a model of transformers: files' names -> texts; none for others."""
-
-    def make() -> Mapping[str, str]:
-        config: Any = getattr(base, "config", None)
-        if not hasattr(config, "to_json_string") or not hasattr(config, "model_type"):
-            return {}
-        exported: Any = copy.deepcopy(config)
-        exported.architectures = [type(base).__name__]
-        floating = [p.dtype for p in base.parameters() if p.is_floating_point()]
-        if floating:
-            exported.dtype = str(floating[0]).removeprefix("torch.")
-        texts = {safetensors.CONFIG: exported.to_json_string()}
-        generation: Any = getattr(base, "generation_config", None)
-        if hasattr(generation, "to_json_string"):
-            texts["generation_config.json"] = generation.to_json_string()
-        return texts
-
-    return make
+    config: Any = getattr(base, "config", None)
+    if not hasattr(config, "to_json_string") or not hasattr(config, "model_type"):
+        return {}
+    exported: Any = copy.deepcopy(config)
+    exported.architectures = [type(base).__name__]
+    floating = [p.dtype for p in base.parameters() if p.is_floating_point()]
+    if floating:
+        exported.dtype = str(floating[0]).removeprefix("torch.")
+    texts = {safetensors.CONFIG: exported.to_json_string()}
+    generation: Any = getattr(base, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        texts["generation_config.json"] = generation.to_json_string()
+    return texts
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,11 +200,3 @@ def _sweep(target: Path) -> None:
         pid, start = entry.name.rpartition(_MARK)[2].split(".")[0].split("-")[1:]
         if host.started(int(pid)) != start:
             entry.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _explain_errors(target: Path) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(checkpoint_folder.problem(error, target)) from error

@@ -143,10 +143,8 @@ def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
 
     def signature() -> list[tuple[str, tuple[int, ...], str]]:
         contents.append(tensors_of(live))
-        dtypes = contents[0].tensors.dtypes
-        return [
-            (name, shape, str(dtypes[name])) for name, shape in contents[0].tensors.shapes.items()
-        ]
+        dtypes = contents[0].dtypes
+        return [(name, shape, str(dtypes[name])) for name, shape in contents[0].shapes.items()]
 
     _compare(all_or_none(what, signature))
     return contents[0]

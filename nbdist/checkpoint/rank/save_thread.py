@@ -23,9 +23,9 @@ from nbdist.checkpoint import manifest
 from nbdist.checkpoint.manifest import Checkpoint, SavedFile
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
-from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter
 from nbdist.checkpoint.rank.jobs import Meter, SaveJob
-from nbdist.checkpoint.rank.tensors import CheckpointTensors
+from nbdist.checkpoint.rank.tensors import CheckpointTensors, Spot
 from nbdist.checkpoint.results import Saved
 from nbdist.core import host
 from nbdist.core.host import Machine
@@ -123,7 +123,7 @@ def _finish(save: RankSave) -> None:
     save.meter.phase = "writing the manifest"
     assert save.manifest is not None
     with named(save):
-        saver = ChunkSavePlanner(save.contents.tensors, save.contents.parts, 0, _values(save))
+        saver = ChunkSavePlanner(save.contents, 0, _values(save))
         _, metadata = saver.create_global_plan([])
         ChunkWriter(save.folder).finish(metadata, _write_results(save.contents, results))
         data = (save.folder / dcp_metadata.FILE).read_bytes()
@@ -168,7 +168,7 @@ def _write_results(
     for result in results:
         for name, offsets, file, at, length in result["boxes"]:
             place = filesystem._StorageInfo(file, at, length)  # noqa: SLF001
-            names = (name, *contents.tensors.aliases[name])
+            names = (name, *contents.aliases[name])
             write_results += [
                 WriteResult(MetadataIndex(alias, offsets), length, place) for alias in names
             ]

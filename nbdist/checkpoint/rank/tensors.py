@@ -6,17 +6,15 @@ optimizer.OPTIMIZER.MODEL.FIRST.KEY  what an optimizer remembers of a parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from nbdist.checkpoint.chunks import AssignedChunk, Stored, assign_chunks, is_complete
-from nbdist.checkpoint.rank.dcp_planners import Spot, Tensors
+from nbdist.checkpoint.chunks import AssignedChunk, assign_chunks, is_complete
 from nbdist.checkpoint.rank.live_objects import (
-    CheckpointModel,
     LiveObjects,
     PreparedOptimizer,
     dtype_text,
@@ -26,32 +24,53 @@ from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp1_state
-from nbdist.parallel.reshard.optimizer_state import MergedState, Place, StateEntry
+from nbdist.parallel.reshard.optimizer_state import MergedState, Place
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing_on_ranks
 
 MODEL, OPTIMIZER = "model", "optimizer"
+# A box of one tensor: (name, offsets).
+Spot = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class CheckpointTensors:
-    """The tensors of a checkpoint, and which rank writes which box.
+    """The tensors of a checkpoint by their names in it, and which rank writes which box.
 
     Attributes:
-        tensors: What is known of each.
-        stored: How each lies, in order.
+        shapes, dtypes: Of the whole tensors.
+        paths: Where each stands in the nested dict that torch's converter makes.
+        aliases: Further names of the same tensor, of tied weights.
+        sides: How each lies, in order.
         local: This rank's local part of each that it has.
         parts: Which rank writes which box.
     """
 
-    tensors: Tensors = field(default_factory=Tensors)
-    stored: list[Stored] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sides: dict[str, Placement] = field(default_factory=dict)
     local: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: list[AssignedChunk] = field(default_factory=list)
 
-    def add(self, name: str, side: Placement) -> None:
-        """Add a tensor that `tensors` knows."""
-        self.stored.append(Stored(name, side, self.tensors.dtypes[name].itemsize))
+    def add(
+        self,
+        path: tuple[str, ...],
+        dtype: torch.dtype,
+        side: Placement,
+        local: torch.Tensor | None,
+        aliases: Iterable[tuple[str, ...]] = (),
+    ) -> None:
+        """Add a tensor under its path and further ones, and this rank's part where it has any."""
+        name = ".".join(path)
+        self.shapes[name] = tuple(side.layout.shape)
+        self.dtypes[name], self.sides[name] = dtype, side
+        if local is not None:
+            self.local[name] = local
+        others = {".".join(alias): alias for alias in aliases}
+        self.paths |= {name: path, **others}
+        self.aliases[name] = tuple(others)
 
     def boxes_of(self, rank: int) -> Iterator[tuple[Spot, torch.Tensor]]:
         """The boxes that a rank writes, as views of what it holds."""
@@ -65,9 +84,8 @@ class CheckpointTensors:
 
     def own_bytes(self, rank: int) -> int:
         """Bytes that a rank writes."""
-        dtypes = self.tensors.dtypes
         return sum(
-            part.chunk.count * dtypes[part.name].itemsize
+            part.chunk.count * self.dtypes[part.name].itemsize
             for part in self.parts
             if part.writer == rank
         )
@@ -81,46 +99,33 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
     """
     contents = CheckpointTensors()
     for model in live.models:
-        _add_model(contents, model)
+        for first, names in model.names.items():
+            path, *aliases = [(MODEL, model.name, name) for name in names]
+            local = model.local.get(first)
+            contents.add(path, model.dtypes[first], model.side(first), local, aliases)
     for optimizer in live.optimizers:
-        _add_optimizer(contents, optimizer)
-    contents.parts = assign_chunks(contents.stored, world_size())
-    contents.local = local_tensors(live)
+        if optimizer.whole is not None:
+            _add_whole(contents, optimizer, optimizer.whole["state"])
+        else:
+            _add_parts(contents, optimizer)
+    stored = [(name, side, contents.dtypes[name].itemsize) for name, side in contents.sides.items()]
+    contents.parts = assign_chunks(stored, world_size())
     return contents
 
 
-def local_tensors(live: LiveObjects) -> dict[str, torch.Tensor]:
-    """This rank's local part of each tensor that it has, by name in the checkpoint."""
-    local = {
-        f"{MODEL}.{model.name}.{first}": tensor
-        for model in live.models
-        for first, tensor in model.local.items()
-    }
-    for optimizer in live.optimizers:
-        for key, state, tensor in _states(optimizer):
-            local[".".join(state_path(optimizer, key, state))] = tensor
-    return local
-
-
-def entry_record(label: str, key: str, entry: StateEntry) -> dict[str, Any]:
-    """What an optimizer remembers of a parameter, without elements, as plain data."""
-    return {
-        "parameter": label,
-        "key": key,
-        "kind": entry.kind,
-        "dtype": None if entry.dtype is None else dtype_text(entry.dtype),
-        "value": entry.value if entry.kind == "number" else None,
-        "is_on_device": entry.is_on_device,
-    }
-
-
 def entries_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
-    """All that an optimizer remembers, in the order of its parameters."""
+    """All that an optimizer remembers, without elements, as plain data, parameter by parameter."""
     assert optimizer.stepper.agreed is not None
-    entries = optimizer.stepper.agreed.entries
     return [
-        entry_record(optimizer.labels[parameter], key, entry)
-        for (parameter, key), entry in entries.items()
+        {
+            "parameter": optimizer.labels[parameter],
+            "key": key,
+            "kind": entry.kind,
+            "dtype": None if entry.dtype is None else dtype_text(entry.dtype),
+            "value": entry.value if entry.kind == "number" else None,
+            "is_on_device": entry.is_on_device,
+        }
+        for (parameter, key), entry in optimizer.stepper.agreed.entries.items()
     ]
 
 
@@ -162,95 +167,48 @@ def own_form(optimizer: PreparedOptimizer, place: Place, side: Placement) -> tor
     return value.detach() if is_plain else None
 
 
-def _add_model(contents: CheckpointTensors, model: CheckpointModel) -> None:
-    for first, names in model.names.items():
-        name = contents.tensors.add(
-            (MODEL, model.name, first),
-            model.prepared.layouts[first].shape,
-            model.dtypes[first],
-            [(MODEL, model.name, other) for other in names[1:]],
-        )
-        contents.add(name, model.side(first))
+def _add_whole(
+    contents: CheckpointTensors, optimizer: PreparedOptimizer, states: Mapping[str, dict[str, Any]]
+) -> None:
+    """Under FSDP1 every rank has all of it once it has been gathered; see `live_objects`."""
+    for key, values in states.items():
+        side = state_side(optimizer, key)
+        for state, value in values.items():
+            if isinstance(value, torch.Tensor):
+                whole = replace(side, layout=replace(side.layout, shape=tuple(value.shape)))
+                path = state_path(optimizer, key, state)
+                contents.add(path, value.dtype, whole, value.detach())
 
 
-def _add_optimizer(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> None:
-    if any(fsdp1_state.is_flat(prepared) for prepared, _, _ in optimizer.stepper.names.values()):
-        _add_flat(contents, optimizer)
-        return
+def _add_parts(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> None:
     agreed = optimizer.stepper.agreed
     assert agreed is not None
     for (key, state), entry in agreed.entries.items():
-        side = state_side(optimizer, key)
+        side, path = state_side(optimizer, key), state_path(optimizer, key, state)
         if entry.kind == "other":
             value = own_form(optimizer, (key, state), side)
             if value is None:
-                _refuse_other(agreed, optimizer.labels[key], state, entry)
-            path = state_path(optimizer, key, state)
-            whole = Placement(TensorLayout(tuple(value.shape)), Degrees())
-            contents.add(contents.tensors.add(path, value.shape, value.dtype), whole)
-            continue
-        if entry.dtype is None:
-            continue  # a number of Python's
-        shape = side.layout.shape if entry.kind == "tensor" else ()
-        name = contents.tensors.add(state_path(optimizer, key, state), shape, entry.dtype)
-        if entry.kind == "number":
-            contents.add(name, Placement(TensorLayout((), ranks=entry.ranks), Degrees()))
-            continue
-        placement = replace(side, layout=replace(side.layout, ranks=_on(side, entry.ranks)))
-        _refuse_missing(agreed, optimizer, (key, state), side, placement)
-        contents.add(name, placement)
-
-
-def _add_flat(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> None:
-    """Under FSDP1 every rank has all of it once it has been gathered; see `live_objects`."""
-    assert optimizer.whole is not None
-    for key, states in optimizer.whole["state"].items():
-        side = state_side(optimizer, key)
-        for state, value in states.items():
-            if isinstance(value, torch.Tensor):
-                name = contents.tensors.add(
-                    state_path(optimizer, key, state), value.shape, value.dtype
+                raise CheckpointError(
+                    f"{agreed.optimizer} keeps {state!r} of {optimizer.labels[key]} in its own "
+                    f"format ({entry.value}), which cannot be saved in parts. Save it under ddp, "
+                    "or use AdamW, Adam, SGD or another optimizer whose state has its parameters' "
+                    "shapes."
                 )
-                whole = replace(side, layout=replace(side.layout, shape=tuple(value.shape)))
-                contents.add(name, whole)
-
-
-def _states(optimizer: PreparedOptimizer) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """This rank's part of all that an optimizer remembers: (parameter, key, tensor)."""
-    if optimizer.whole is not None:
-        for key, states in optimizer.whole["state"].items():
-            tensors = {k: v for k, v in states.items() if isinstance(v, torch.Tensor)}
-            yield from ((key, state, value.detach()) for state, value in tensors.items())
-        return
-    agreed = optimizer.stepper.agreed
-    assert agreed is not None
-    for place, entry in agreed.entries.items():
-        value = _state(optimizer, place, entry)
-        if value is not None:
-            yield *place, value
-
-
-def _state(optimizer: PreparedOptimizer, place: Place, entry: StateEntry) -> torch.Tensor | None:
-    """This rank's part of one thing that an optimizer remembers."""
-    stepper = optimizer.stepper
-    if entry.kind == "tensor":
-        return stepper.local.tensors.get(stepper.local.label(place))
-    if entry.kind == "other":
-        return own_form(optimizer, place, state_side(optimizer, place[0]))
-    return None if entry.dtype is None else torch.tensor(entry.value, dtype=entry.dtype)
-
-
-def _on(side: Placement, ranks: frozenset[int]) -> frozenset[int]:
-    layout_ranks = side.layout.ranks
-    return ranks if layout_ranks is None else ranks & layout_ranks
-
-
-def _refuse_other(agreed: MergedState, label: str, state: str, entry: StateEntry) -> NoReturn:
-    raise CheckpointError(
-        f"{agreed.optimizer} keeps {state!r} of {label} in its own format ({entry.value}), which "
-        "cannot be saved in parts. Save it under ddp, or use AdamW, Adam, SGD or another optimizer "
-        "whose state has its parameters' shapes."
-    )
+            whole = Placement(TensorLayout(tuple(value.shape)), Degrees())
+            contents.add(path, value.dtype, whole, value)
+        elif entry.dtype is None:
+            continue  # a number of Python's
+        elif entry.kind == "number":
+            number = torch.tensor(entry.value, dtype=entry.dtype)
+            layout = TensorLayout((), ranks=entry.ranks)
+            contents.add(path, entry.dtype, Placement(layout, Degrees()), number)
+        else:
+            ranks = entry.ranks if side.layout.ranks is None else entry.ranks & side.layout.ranks
+            placement = replace(side, layout=replace(side.layout, ranks=ranks))
+            _refuse_missing(agreed, optimizer, (key, state), side, placement)
+            here = optimizer.stepper.local
+            local = here.tensors.get(here.label((key, state)))
+            contents.add(path, entry.dtype, placement, local)
 
 
 def _refuse_missing(

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nbdist.checkpoint.manifest import SavedFile, checksum_text
-from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, Spot, spot
+from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, spot
 from nbdist.checkpoint.rank.jobs import Meter
-from nbdist.checkpoint.rank.tensors import CheckpointTensors
+from nbdist.checkpoint.rank.tensors import CheckpointTensors, Spot
 from nbdist.core.units import exact_size
 from nbdist.errors import CheckpointError
 
@@ -144,7 +144,7 @@ def write(
         meter.done_bytes += tensor.nbytes
         return tensor
 
-    saver = ChunkSavePlanner(contents.tensors, contents.parts, rank, counted)
+    saver = ChunkSavePlanner(contents, rank, counted)
     writer, files = ChunkWriter(folder), _Files(meter)
     writer.fs = files
     plan = saver.create_local_plan()
