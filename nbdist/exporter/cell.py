@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from nbdist.exporter import source as text
@@ -62,19 +62,6 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A cell without the cell magics above it.
-
-    Attributes:
-        magics: (name, what follows it on the line), outermost first.
-        body: The rest.
-    """
-
-    magics: tuple[tuple[str, str], ...]
-    body: str
-
-
-@dataclass(frozen=True, slots=True)
 class CellPart:
     """What a cell becomes.
 
@@ -97,22 +84,22 @@ class LeftOutError(Exception):
     """A cell cannot be in a script; its arguments are a kind of LEFT_OUT and what to say."""
 
 
-def opened(cell: str) -> Opened:
-    """Take the cell magics off a cell; blank lines and comments may stand above the first."""
+def split_magics(cell: str) -> tuple[list[tuple[str, str]], str]:
+    """A cell's magics, outermost first, as (name, what follows it on the line); and the rest.
+
+    Blank lines and comments may stand above the first.
+    """
     magics: list[tuple[str, str]] = []
     body = _GLUED_RANKS.sub("%%rank [", cell)
     while True:
         lines = body.split("\n")
-        first = next((k for k, line in enumerate(lines) if not _is_idle(line)), None)
-        match = None if first is None else _CELL_MAGIC.match(lines[first])
-        if first is None or match is None:
-            return Opened(tuple(magics), body)
+        texts = (k for k, line in enumerate(lines) if line.strip() and line.lstrip()[0] != "#")
+        first = next(texts, 0)
+        match = _CELL_MAGIC.match(lines[first])
+        if match is None:
+            return magics, body
         magics.append((match.group(1), match.group(2).strip()))
         body = "\n".join(lines[:first] + lines[first + 1 :])
-
-
-def _is_idle(line: str) -> bool:
-    return not line.strip() or line.lstrip().startswith("#")
 
 
 def foreign_magic(magics: Sequence[tuple[str, str]], nbdist_magics: frozenset[str]) -> str:
@@ -129,10 +116,13 @@ def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, s
         tree = text.checked(python_of(body, transform)).tree
     except SyntaxError:
         return []
-    calls = [call for node in ast.walk(tree) if (call := _shell_call(node)) is not None]
-    calls.sort(key=lambda call: call.lineno)
-    arguments = (tuple(map(_constant, call.args)) for call in calls if _method(call) == _LINE_MAGIC)
-    return [(words[0], words[1]) for words in arguments if len(words) == 2]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = map(_shell_call, sorted(nodes, key=lambda node: node.lineno))
+    return [
+        (words[0], words[1])
+        for method, words in filter(None, calls)
+        if method == _LINE_MAGIC and len(words) == 2
+    ]
 
 
 _LINE_MAGIC = "run_line_magic"
@@ -162,9 +152,8 @@ def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise LeftOutError("syntax", f"{where}{error.msg}") from error
     cell_part = CellPart(source, read.tree, read.is_async)
-    edits = [
-        edit for node in _statements(read.tree) if (edit := _edit(cell_part, node)) is not None
-    ]
+    statements = [node for node in ast.walk(read.tree) if isinstance(node, ast.stmt)]
+    edits = [edit for node in statements if (edit := _edit(cell_part, node)) is not None]
     cell_part.notes.extend(_noticed(read.tree, source, edits))
     edited = text.edited(source, edits)
     final = text.checked(edited)  # %time has brought names along
@@ -176,16 +165,15 @@ def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
     return replace(cell_part, source=edited, tree=final.tree, is_async=final.is_async)
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
-
-
 def _is_shown(typed: ast.stmt, last: ast.Expr, edits: Sequence[Edit]) -> bool:
     """Whether the last value of the script's cell is the one that the notebook shows."""
     instead = next(
         (edit.lines[-1] for edit in edits if edit.first <= typed.lineno <= edit.last), _TIMED
     )
-    is_print = isinstance(last.value, ast.Call) and _name(last.value.func) in {"print", "display"}
+    is_print = isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in {
+        "print",
+        "display",
+    }
     return instead.endswith(_TIMED) and not is_print
 
 
@@ -214,10 +202,10 @@ def _replacement(cell_part: CellPart, node: ast.stmt) -> list[str] | None:
         case ast.Import() if any(alias.name.split(".")[0] == "nbdist" for alias in node.names):
             raise LeftOutError("python", ast.unparse(node))
         case ast.Expr() if (call := _shell_call(node.value)) is not None:
-            return _magic(cell_part, node, call)
+            return _magic(cell_part, node, *call)
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             call = _shell_call(node.value)
-            return None if call is None else _stop(cell_part, node, call)
+            return None if call is None else _stop(cell_part, node, _typed(*call))
     return None
 
 
@@ -242,13 +230,12 @@ def _imports(node: ast.ImportFrom) -> list[str]:
     return lines
 
 
-def _magic(cell_part: CellPart, node: ast.Expr, call: ast.Call) -> list[str]:
+def _magic(cell_part: CellPart, node: ast.Expr, method: str, words: Sequence[str]) -> list[str]:
     """A magic or shell command that stands alone."""
-    typed = _typed(call)
-    words = [_constant(argument) for argument in call.args]
-    if _method(call) == _LINE_MAGIC and words[:1] == ["time"] and _is_python(words[1:]):
+    typed = _typed(method, words)
+    if method == _LINE_MAGIC and words[:1] == ["time"] and _is_python(words[1:]):
         return [f"{words[1]}{_TIMED}"]
-    is_nested = _method(call) == "run_cell_magic"
+    is_nested = method == "run_cell_magic"
     cell_part.notes.append(("nested" if is_nested else "comment", typed))
     lines = _lines_of(cell_part, node) if is_nested else [typed]
     return _as_comment(cell_part, node, lines)
@@ -271,11 +258,11 @@ def _as_comment(cell_part: CellPart, node: ast.stmt, lines: Sequence[str]) -> li
 
 
 def _stop(
-    cell_part: CellPart, node: ast.Assign | ast.AnnAssign | ast.AugAssign, call: ast.Call
+    cell_part: CellPart, node: ast.Assign | ast.AnnAssign | ast.AugAssign, value: str
 ) -> list[str]:
     """A statement that takes a value from a magic or a shell command."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    typed = " = ".join([*map(ast.unparse, targets), _typed(call)])
+    typed = " = ".join([*map(ast.unparse, targets), value])
     cell_part.notes.append(("stops", typed))
     reason = f"{typed}: a script has no magics and shell commands; write it in Python"
     return [text.commented(typed), f"raise NotImplementedError({reason!r})"]
@@ -296,18 +283,14 @@ def _noticed(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple
     return [(kind, what) for kind, what in dict.fromkeys(uses) if what.strip("()") not in defined]
 
 
-def _shell_call(node: ast.AST | None) -> ast.Call | None:
-    """The node if it is a call such as `get_ipython().system('ls')`."""
+def _shell_call(node: ast.AST | None) -> tuple[str, list[str]] | None:
+    """Method and arguments of a call such as `get_ipython().system('ls')`; None of another."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method)
         ) if method in _SHELL_CALLS:
-            return node
+            return method, [_constant(argument) for argument in node.args]
     return None
-
-
-def _method(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _constant(node: ast.expr) -> str:
@@ -317,12 +300,7 @@ def _constant(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-def _typed(call: ast.Call) -> str:
+def _typed(method: str, words: Sequence[str]) -> str:
     """A magic or shell command as it is typed, in one line."""
-    words = [_constant(argument).replace("\n", " ") for argument in call.args]
     marks = {_LINE_MAGIC: "%", "run_cell_magic": "%%", "magic": "%"}
-    return (marks.get(_method(call), "!") + " ".join(words)).strip()
-
-
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
+    return (marks.get(method, "!") + " ".join(words).replace("\n", " ")).strip()

@@ -6,6 +6,7 @@ which cells run on ranks, and what is said of the others.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tokenize
 from collections.abc import Callable, Sequence
@@ -123,22 +124,14 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
     )
     remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
     lines = tuple(text.printable(line) for line in (*_note_lines(notes), *remarks))
+    total = sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
     if not exported_cells:
-        raise OptionError(_nothing(cells, title, lines))
-    return ExportedScript(written.text, exported_cells, _count(cells), lines, walk.world_size)
-
-
-def _nothing(cells: Sequence[NotebookCell], title: str, notes: Sequence[str]) -> str:
-    lines = "".join(f"\n  {line}" for line in notes)
-    return (
-        f"There is nothing to export from the {_count(cells)} code cells of {title}. Cells with "
-        "%%distributed or %%rank are exported, and plain ones below %dist_mode all or "
-        f"%dist_init --auto.{lines}"
-    )
-
-
-def _count(cells: Sequence[NotebookCell]) -> int:
-    return sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
+        raise OptionError(
+            f"There is nothing to export from the {total} code cells of {title}. Cells with "
+            "%%distributed or %%rank are exported, and plain ones below %dist_mode all or "
+            + "\n  ".join(["%dist_init --auto.", *lines])
+        )
+    return ExportedScript(written.text, exported_cells, total, lines, walk.world_size)
 
 
 def _note_lines(notes: Sequence[Note]) -> list[str]:
@@ -160,15 +153,11 @@ def _names(cells: Sequence[NotebookCell], reader: Reader) -> Names:
     used: set[str] = set()
     for cell in cells:
         if cell.is_code:
-            used |= _words(exporter_cell.opened(cell.text).body, reader)
+            _, body = exporter_cell.split_magics(cell.text)
+            # What is no Python will not be in the script.
+            with contextlib.suppress(SyntaxError, tokenize.TokenError):
+                used |= text.words(exporter_cell.python_of(body, reader.transform))
     return Names.free(used)
-
-
-def _words(body: str, reader: Reader) -> frozenset[str]:
-    try:
-        return text.words(exporter_cell.python_of(body, reader.transform))
-    except (SyntaxError, tokenize.TokenError):
-        return frozenset()  # it will not be in the script
 
 
 @dataclass(slots=True)
@@ -199,12 +188,6 @@ class _Walk:
         return self.start.world_size or 2
 
     @property
-    def is_training(self) -> bool:
-        """Whether a cell so far uses an Accelerator: a strategy that comes later is a switch."""
-        used = {"accelerator", "Accelerator"}
-        return any(text.read_names(part.tree) & used for part in self.taken_parts)
-
-    @property
     def taken_parts(self) -> list[CellPart]:
         """The cells so far."""
         return [piece.part for piece in self.pieces if piece.part is not None]
@@ -218,29 +201,32 @@ class _Walk:
     def take(self, cell: NotebookCell) -> None:
         """Go one cell further."""
         if not cell.is_code:
-            self.pieces += [Piece(0, "", text=line) for line in _headings(cell.text)]
+            # Its headings, as comments.
+            bare = re.sub(r"^```.*?(^```|\Z)", "", cell.text, flags=re.MULTILINE | re.DOTALL)
+            headings = [line for line in bare.split("\n") if re.match(r"#{1,6} ", line)]
+            self.pieces += [Piece(0, "", text=f"# {line}") for line in headings]
         elif cell.problem:
             self._leave(cell, cell.problem)
         elif cell.text.strip():
             self._code(cell)
 
     def _code(self, cell: NotebookCell) -> None:
-        opened = exporter_cell.opened(cell.text)
-        verbs = [magic for magic in opened.magics if magic[0] in CELL_VERBS]
-        where = self._where(verbs, opened.body)
-        foreign = exporter_cell.foreign_magic(opened.magics, CELL_VERBS)
+        magics, body = exporter_cell.split_magics(cell.text)
+        verbs = [magic for magic in magics if magic[0] in CELL_VERBS]
+        where = self._where(verbs, body)
+        foreign = exporter_cell.foreign_magic(magics, CELL_VERBS)
         if len(verbs) > 1:
             where = Magic(problem=f"%%{verbs[1][0]} below %%{verbs[0][0]}")
         if where.problem:
             self._leave(cell, "options", where.problem)
         elif where.ranks is None:
-            self._local(cell, opened.body)
+            self._local(cell, body)
         elif foreign:
             self._leave(cell, "magic", foreign)
-        elif not opened.body.strip():
+        elif not body.strip():
             self._leave(cell, "control")
         else:
-            self._distributed(cell, opened.body, where)
+            self._distributed(cell, body, where)
 
     def _where(self, verbs: Sequence[tuple[str, str]], body: str) -> Magic:
         """Where a cell runs; without ranks in the notebook."""
@@ -266,11 +252,7 @@ class _Walk:
 
     def _local(self, cell: NotebookCell, body: str) -> None:
         magics = exporter_cell.line_magics(body, self.reader.transform)
-        nbdist_magics = [
-            magic
-            for typed_magic in magics
-            if (magic := self.reader.magic(*typed_magic)) is not None
-        ]
+        nbdist_magics = [m for typed in magics if (m := self.reader.magic(*typed)) is not None]
         for magic in nbdist_magics:
             self._obey(cell, magic)
         if nbdist_magics or self._begins_with_own(body):
@@ -289,7 +271,9 @@ class _Walk:
             self.remarks.append(f"cell {cell.number}: --seed {magic.seed} comes later; left out")
         elif magic.seed is not None:
             start = replace(start, seed=magic.seed)
-        if magic.choice is not None and self.is_training:
+        used = {"accelerator", "Accelerator"}  # a strategy that comes after them is a switch
+        is_training = any(text.read_names(part.tree) & used for part in self.taken_parts)
+        if magic.choice is not None and is_training:
             remark = (
                 f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
             )
@@ -307,9 +291,12 @@ class _Walk:
             self._leave(cell, kind, what)
             return
         assert where.ranks is not None
-        ranks = None if is_all(where.ranks) else tuple(sorted({*_numbers(where.ranks)}))
+        ranks = None
+        if not is_all(where.ranks):
+            ranks = tuple(sorted(set(parse_numbers(where.ranks, "ranks"))))
         typed = cell.text.strip("\n")
-        self.pieces.append(Piece(cell.number, _title(typed), part, ranks, typed))
+        title = next((line.strip() for line in typed.split("\n") if line.startswith("%%")), "")
+        self.pieces.append(Piece(cell.number, title, part, ranks, typed))
         self.notes += [Note(kind, cell.number, what) for kind, what in part.notes]
         if where.timeout_s is not None:
             self.notes.append(Note("timeout", cell.number))
@@ -328,23 +315,7 @@ def _checked(where: Magic) -> Magic:
     """The same, or with the problem that its ranks cannot be read."""
     try:
         if where.ranks is not None and not is_all(where.ranks):
-            _numbers(where.ranks)
+            parse_numbers(where.ranks, "ranks")
     except OptionError as error:
         return Magic(problem=str(error))
     return where
-
-
-def _numbers(ranks: str) -> tuple[int, ...]:
-    return parse_numbers(ranks, "ranks")
-
-
-def _title(cell: str) -> str:
-    """The cell's own first magic, as typed."""
-    lines = [line for line in cell.split("\n") if line.startswith("%%")]
-    return lines[0].strip() if lines else ""
-
-
-def _headings(markdown: str) -> list[str]:
-    """The headings of a cell of text, as comments."""
-    bare = re.sub(r"^```.*?(^```|\Z)", "", markdown, flags=re.MULTILINE | re.DOTALL)
-    return [f"# {line}" for line in bare.split("\n") if re.match(r"#{1,6} ", line)]

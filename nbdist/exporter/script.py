@@ -23,11 +23,11 @@ class Names:
         cell: With a number, the function of such a cell.
     """
 
-    rank: str = "RANK"
-    show: str = "show_result"
-    join: str = "join_ranks"
-    loop: str = "event_loop"
-    cell: str = "cell_"
+    rank: str
+    show: str
+    join: str
+    loop: str
+    cell: str
 
     @classmethod
     def free(cls, used: Collection[str]) -> Self:
@@ -35,19 +35,13 @@ class Names:
         cell = "cell_"
         while any(name.startswith(cell) for name in used):
             cell = f"_{cell}"
-        return cls(
-            rank=_free("RANK", used),
-            show=_free("show_result", used),
-            join=_free("join_ranks", used),
-            loop=_free("event_loop", used),
-            cell=cell,
-        )
 
+        def free(word: str) -> str:
+            while word in used:
+                word += "_"
+            return word
 
-def _free(word: str, used: Collection[str]) -> str:
-    while word in used:
-        word += "_"
-    return word
+        return cls(free("RANK"), free("show_result"), free("join_ranks"), free("event_loop"), cell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,8 @@ def written(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptS
                 blocks.append(_block(piece, names))  # noqa: PERF401  # its length says where it failed
             head = _head(title, checked_pieces, names, settings)
             whole = "\n\n".join([head, *blocks, _end(checked_pieces, names)]) + "\n"
-            _check(whole)
+            with text.quiet():
+                compile(whole, "script", "exec", dont_inherit=True)
         except SyntaxError as error:
             is_whole = len(blocks) == len(checked_pieces)
             guilty = _at(error.lineno or 0, head, blocks) if is_whole else len(blocks)
@@ -124,11 +119,6 @@ def written(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptS
         else:
             is_ours = _uses(checked_pieces, "accelerator")
             return Written(whole, refused, _accelerator(settings.choice, is_ours=is_ours)[1])
-
-
-def _check(whole: str) -> None:
-    with text.quiet():
-        compile(whole, "script", "exec", dont_inherit=True)
 
 
 def _at(line: int, head: str, blocks: Sequence[str]) -> int:
@@ -221,34 +211,21 @@ def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]
         f"#     accelerate launch {several}--num_processes {size} THIS_FILE",
         "#     python THIS_FILE        one rank",
     ]
-    remarks = [remark, *settings.remarks] if remark else list(settings.remarks)
-    if remarks:
-        lines += [
-            "#",
-            "# Not as in the notebook:",
-            *(text.commented(f"- {remark_line}") for remark_line in remarks),
-        ]
-    return lines
-
-
-def _strategy_remark(choice: Strategy | None) -> str:
-    """What to say of a strategy that plain Accelerate does not have; "" where it has it."""
-    if choice is None or _arguments(choice) is not None:
-        return ""
-    return (
-        f"models are trained under {described(choice)} there, and under ddp here: without a "
-        "configuration of its own (`accelerate config`) Accelerate has no other"
-    )
+    remarks = [text.commented(f"- {line}") for line in (remark, *settings.remarks) if line]
+    return [*lines, "#", "# Not as in the notebook:", *remarks] if remarks else lines
 
 
 def _accelerator(choice: Strategy | None, *, is_ours: bool) -> tuple[str, str]:
-    """The arguments of the script's Accelerator, and what to say in the head."""
-    arguments = None if choice is None else _arguments(choice)
-    if choice is None or arguments is None:
-        return "", _strategy_remark(choice)
+    """The arguments of the script's Accelerator, and what to say in the head; "" for nothing."""
+    arguments = "" if choice is None else _arguments(choice)
+    if choice is not None and arguments is None:
+        return "", (
+            f"models are trained under {described(choice)} there, and under ddp here: without a "
+            "configuration of its own (`accelerate config`) Accelerate has no other"
+        )
     if arguments and not is_ours:
         return "", f"give your Accelerator what the notebook's strategy gave it: {arguments}"
-    return arguments, ""
+    return arguments or "", ""
 
 
 def _arguments(choice: Strategy) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
+import inspect
 import io
 import re
 import symtable
@@ -65,22 +66,26 @@ def checked(source: str) -> CheckedSource:
             code = compile(tree, "cell", "exec", allow, dont_inherit=True)
         except (ValueError, RecursionError, MemoryError) as error:  # a null byte, endless nesting
             raise SyntaxError(str(error) or type(error).__name__) from error
-    return CheckedSource(tree, bool(code.co_flags & _CO_COROUTINE))
-
-
-# inspect.CO_COROUTINE; with a top-level await the module's code is a coroutine.
-_CO_COROUTINE = 0x80
+    return CheckedSource(tree, bool(code.co_flags & inspect.CO_COROUTINE))
 
 
 def indented(source: str) -> str:
     r"""Return the source one level deeper, every string with its value.
 
-    Lines that begin inside a string stay as they are:
+    Lines that begin inside a string stay as they are: blanks there belong to its value.
 
     >>> indented("x = '''a\nb'''")
     "    x = '''a\nb'''"
     """
-    inside = _inside_strings(source)
+    inside: set[int] = set()
+    began: list[int] = []
+    for token in _tokens(source):
+        if token.type == tokenize.STRING:
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+        elif token.type in _BEGINS:
+            began.append(token.start[0])
+        elif token.type in _ENDS:
+            inside.update(range(began.pop() + 1, token.end[0] + 1))
     return "\n".join(
         line if number in inside or not line.strip() else INDENT + _PAGE.sub("", line)
         for number, line in enumerate(source.split("\n"), 1)
@@ -96,7 +101,7 @@ def block(head: str, source: str) -> str:
     # What a mistake here would cost is a script that computes something else.
     below = _statements(text)[0]
     assert isinstance(below, ast.If | ast.AsyncFunctionDef), text
-    assert _dumped(below.body) == _dumped(_statements(body)), text
+    assert [*map(ast.dump, below.body)] == [*map(ast.dump, _statements(body))], text
     return text
 
 
@@ -128,13 +133,13 @@ def edited(source: str, edits: Iterable[Edit]) -> str:
 
 def called(source: str, node: ast.Expr, function: str) -> Edit:
     """The edit that hands a statement's value to a function: `x` becomes `function(x)`."""
-    text = _span(source, node)
+    lines = source.split("\n")[node.lineno - 1 : last_line(node)]
+    before = lines[0].encode()[: node.col_offset].decode()
+    after = lines[-1].encode()[node.end_col_offset :].decode()
+    text = "\n".join(lines).removeprefix(before).removesuffix(after)
     inside = text if _is_one_argument(text, node.value) else f"({text})"
-    lines = source.split("\n")
-    first, last = lines[node.lineno - 1], lines[_end(node) - 1]
-    before = first.encode()[: node.col_offset].decode()
-    after = last.encode()[node.end_col_offset :].decode()
-    return Edit(node.lineno, _end(node), tuple(f"{before}{function}({inside}){after}".split("\n")))
+    called_lines = f"{before}{function}({inside}){after}".split("\n")
+    return Edit(node.lineno, last_line(node), tuple(called_lines))
 
 
 def commented(source: str) -> str:
@@ -151,7 +156,7 @@ def stands_alone(source: str, node: ast.stmt) -> bool:
     """Whether no other code is on the lines of a statement."""
     lines = source.split("\n")
     before = lines[node.lineno - 1].encode()[: node.col_offset].decode()
-    after = lines[_end(node) - 1].encode()[node.end_col_offset :].decode()
+    after = lines[last_line(node) - 1].encode()[node.end_col_offset :].decode()
     return not before.strip() and bool(re.fullmatch(r"\s*;?\s*(#.*)?", after))
 
 
@@ -200,17 +205,13 @@ def given_names(tree: ast.Module) -> frozenset[str]:
 class _Surface(ast.NodeTransformer):
     """Takes the insides of functions and classes away."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return ast.Name(node.name, ast.Store())
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return ast.Name(node.name, ast.Store())
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return ast.Name(node.name, ast.Store())
-
-    def visit_Lambda(self, _node: ast.Lambda) -> ast.AST:
-        return ast.Constant(None)
+    def visit(self, node: ast.AST) -> ast.AST:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return ast.Name(node.name, ast.Store())
+            case ast.Lambda():
+                return ast.Constant(None)
+        return self.generic_visit(node)
 
 
 def read_names(tree: ast.AST) -> frozenset[str]:
@@ -224,18 +225,7 @@ def read_names(tree: ast.AST) -> frozenset[str]:
 
 def last_line(node: ast.stmt) -> int:
     """The number of a statement's last line."""
-    return _end(node)
-
-
-def _end(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
-
-
-def _span(source: str, node: ast.stmt) -> str:
-    lines = source.split("\n")[node.lineno - 1 : _end(node)]
-    lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
-    lines[0] = lines[0].encode()[node.col_offset :].decode()
-    return "\n".join(lines)
 
 
 def _is_one_argument(text: str, value: ast.expr) -> bool:
@@ -247,20 +237,6 @@ def _is_one_argument(text: str, value: ast.expr) -> bool:
         return False
     assert isinstance(call, ast.Call), text
     return not call.keywords and [*map(ast.dump, call.args)] == [ast.dump(value)]
-
-
-def _inside_strings(source: str) -> set[int]:
-    """Numbers of the lines that begin inside a string: blanks there belong to its value."""
-    inside: set[int] = set()
-    began: list[int] = []
-    for token in _tokens(source):
-        if token.type == tokenize.STRING:
-            inside.update(range(token.start[0] + 1, token.end[0] + 1))
-        elif token.type in _BEGINS:
-            began.append(token.start[0])
-        elif token.type in _ENDS:
-            inside.update(range(began.pop() + 1, token.end[0] + 1))
-    return inside
 
 
 def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
@@ -278,7 +254,3 @@ def quiet() -> Iterator[None]:
 def _statements(source: str) -> list[ast.stmt]:
     with quiet():
         return ast.parse(source).body
-
-
-def _dumped(statements: list[ast.stmt]) -> list[str]:
-    return [ast.dump(statement) for statement in statements]

@@ -136,11 +136,8 @@ class Variables:
                     return send_values(call, rank, names, folders, rank in chosen, is_whole)
 
                 replies = self._call(send, ranks=asked, is_collective=is_whole)
-                received = {
-                    rank: parcel
-                    for rank, parcel in zip(asked, replies, strict=True)
-                    if rank in chosen
-                }
+                by_rank = dict(zip(asked, replies, strict=True))
+                received = {rank: by_rank[rank] for rank in chosen}
                 values = _unpack_all(received)
         by_name = {name: [rank_values[name] for rank_values in values] for name in names}
         if len(chosen) == 1:
@@ -156,11 +153,7 @@ class Variables:
     ) -> list[Any]:
         try:
             return self._ranks.call_all(
-                function,
-                *args,
-                deadline_s=TRANSFER_S,
-                is_collective=is_collective,
-                ranks=ranks,
+                function, *args, deadline_s=TRANSFER_S, is_collective=is_collective, ranks=ranks
             )
         except NbdistError as error:
             kind = getattr(error.__cause__, "ename", "")
@@ -186,8 +179,8 @@ class Variables:
             yield tuple(folders)
         finally:
             with sigint.deferred_sigint():  # a second press would leave them
-                for folder in folders:
-                    _remove(Path(folder))
+                for folder in folders * REMOVE_TRIES:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _remarks(self, parcels: Sequence[PackedValue]) -> tuple[str, ...]:
         """The ranks' remarks, each once, and converted types, once in a session."""
@@ -247,10 +240,3 @@ def _all_or_nothing(done: str) -> Iterator[None]:
         ) from error
     except TransferError as error:
         raise TransferError(f"{str(error).rstrip('.')}. Nothing was {done}.") from error
-
-
-def _remove(folder: Path) -> None:
-    for _ in range(REMOVE_TRIES):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return

@@ -61,13 +61,11 @@ class Packed:
         pieces: The pickle, arrays that it refers to, then one piece for each tensor.
         tensors: In the order of their pieces.
         held: Keeps the pieces' memory from being freed.
-        remarks: What there is to say about it, a sentence each.
     """
 
     pieces: tuple[memoryview, ...]
     tensors: tuple[TensorRecord, ...]
     held: tuple[Any, ...] = ()
-    remarks: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -84,7 +82,7 @@ class PackedValue:
         tensors: As in Packed.
         data: The pieces one behind the other, or nothing where they are in a file.
         path: That file; empty without one.
-        remarks: As in Packed.
+        remarks: What there is to say about it, a sentence each.
     """
 
     sizes: tuple[int, ...]
@@ -127,7 +125,13 @@ class _Packer(pickle.Pickler):
         if self._torch is None or not isinstance(value, self._torch.Tensor):
             return NotImplemented
         plain = self._plain(value)
-        _check_kind(plain, self._torch)
+        if plain.is_meta:
+            raise TransferError("a tensor on the device meta has no elements")
+        if plain.is_nested or plain.layout is not self._torch.strided or plain.is_quantized:
+            raise TransferError(
+                "it contains a nested, sparse or quantized tensor: convert it first, for example "
+                "with to_dense() or dequantize()"
+            )
         whole = plain.detach().cpu().resolve_conj().resolve_neg().contiguous()
         self.tensors.append(
             TensorRecord(
@@ -165,71 +169,50 @@ def pack(
         TransferError: If one of them cannot be pickled; the message names it.
     """
     try:
-        return _pack(variables, torch, plain, keeps_memory=keeps_memory)
+        packer = _Packer(torch, plain, keeps_memory=keeps_memory)
+        packer.dump(dict(variables))
     except Exception as error:
         if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
                 pack({name: value}, torch, plain=plain)
         problem = one_line(error)
         raise TransferError(f"{', '.join(variables)} cannot be sent: {problem}.") from error
-
-
-def _pack(
-    variables: Mapping[str, object],
-    torch: Any,
-    plain: Callable[[Any], Any],
-    *,
-    keeps_memory: bool,
-) -> Packed:
-    packer = _Packer(torch, plain, keeps_memory=keeps_memory)
-    packer.dump(dict(variables))
     pieces = (packer.file.getbuffer(), *packer.arrays, *packer.memories)
     return Packed(pieces, tuple(packer.tensors), tuple(packer.held))
 
 
-def send(packed: Packed, folders: Sequence[str | Path]) -> PackedValue:
+def send(packed: Packed, folders: Sequence[str | Path], remarks: Sequence[str] = ()) -> PackedValue:
     """Make a parcel: through a file in one of the folders if it is large, else by itself.
 
     Args:
         packed: What is sent.
         folders: The best first; they exist, and only this user can enter them. None: the
             receiver sees no file of this machine.
+        remarks: What there is to say about it.
 
     Raises:
         TransferError: If none of them has room for it; no file is left.
     """
-    sizes = tuple(piece.nbytes for piece in packed.pieces)
-    if not folders or packed.size_bytes < LARGE_BYTES:
-        return PackedValue(sizes, packed.tensors, b"".join(packed.pieces), "", packed.remarks)
+    sizes, size_bytes = tuple(piece.nbytes for piece in packed.pieces), packed.size_bytes
+    if not folders or size_bytes < LARGE_BYTES:
+        return PackedValue(sizes, packed.tensors, b"".join(packed.pieces), "", tuple(remarks))
     full: list[str] = []
-    for folder in folders:
-        problem, path = _write_file(packed, Path(folder))
-        if not problem:
-            went = [f"it was sent through a file on disk: {full[0]}"] if full else []
-            return PackedValue(sizes, packed.tensors, b"", str(path), (*packed.remarks, *went))
-        full.append(problem)
+    for folder in map(Path, folders):
+        path = folder / os.urandom(8).hex()
+        try:
+            free_bytes = shutil.disk_usage(folder).free
+            if free_bytes >= size_bytes + SPARE_BYTES:
+                _write(path, packed.pieces)
+                went = [f"it was sent through a file on disk: {full[0]}"] if full else []
+                return PackedValue(sizes, packed.tensors, b"", str(path), (*remarks, *went))
+            room = f"{size(size_bytes)} needed, {size(free_bytes)} free"
+            full.append(f"{room} in {folder.parent}")
+        except OSError as error:
+            full.append(f"{folder.parent} cannot be written ({error.strerror})")
     raise TransferError(
-        f"There is no space to send {size(packed.size_bytes)}: {'; '.join(full)}. Free some space, "
+        f"There is no space to send {size(size_bytes)}: {'; '.join(full)}. Free some space, "
         "or send less at a time."
     )
-
-
-def _write_file(packed: Packed, folder: Path) -> tuple[str, Path]:
-    """(why it could not be written, the file)."""
-    path = folder / os.urandom(8).hex()
-    try:
-        free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < packed.size_bytes + SPARE_BYTES:
-            sizes = f"{size(packed.size_bytes)} needed, {size(free_bytes)} free"
-            return f"{sizes} in {folder.parent}", path
-        _write(path, packed.pieces)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        return f"{folder.parent} cannot be written ({error.strerror})", path
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return "", path
 
 
 def _write(path: Path, pieces: Sequence[memoryview]) -> None:
@@ -240,6 +223,9 @@ def _write(path: Path, pieces: Sequence[memoryview]) -> None:
             offset = 0
             while offset < piece.nbytes:
                 offset += os.write(descriptor, piece[offset : offset + STEP_BYTES])
+    except BaseException:  # an interrupt too
+        path.unlink()
+        raise
     finally:
         os.close(descriptor)
 
@@ -251,17 +237,6 @@ def memory_of(tensor: Any) -> memoryview:
         return memoryview(b"")
     # Not tensor.numpy(): after it the storage cannot be resized, as FSDP does; the user's too.
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _check_kind(tensor: Any, torch: Any) -> None:
-    """Refuse tensors that are more than elements in host or device memory."""
-    if tensor.is_meta:
-        raise TransferError("a tensor on the device meta has no elements")
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TransferError(
-            "it contains a nested, sparse or quantized tensor: convert it first, for example with "
-            "to_dense() or dequantize()"
-        )
 
 
 def one_line(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bo
     )
     if not keeps:
         return PackedValue((), (), b"", "")
-    return pack.send(replace(packed, remarks=(PART,) if parts else ()), folders)
+    return pack.send(packed, folders, [PART] if parts else [])
 
 
 def receive(token: str, parcel: PackedValue) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -115,8 +116,10 @@ def read(
     arrays = parcel.sizes[: len(parcel.sizes) - len(parcel.tensors)]
     try:
         with _source(parcel) as source:
-            fill = _filler(source, check)
-            pickled, *buffers = [_read_block(size_bytes, fill) for size_bytes in arrays]
+            fill = functools.partial(_fill, source, check)
+            pickled, *buffers = (np.empty(size_bytes, np.uint8).data for size_bytes in arrays)
+            for block in (pickled, *buffers):
+                fill(block)
             tensors = [_tensor(record, fill, torch) for record in parcel.tensors]
     except Exception as error:
         raise _failure(error) from error
@@ -152,31 +155,24 @@ def _source(parcel: PackedValue) -> Any:
     return Path(parcel.path).open("rb", buffering=0) if parcel.path else io.BytesIO(parcel.data)
 
 
-def _filler(source: Any, check: Callable[[], None]) -> Fill:
-    def fill(memory: memoryview) -> None:
-        offset = 0
-        while offset < memory.nbytes:
-            check()
-            count = source.readinto(memory[offset : offset + STEP_BYTES])
-            if not count:
-                raise TransferError(f"{memory.nbytes - offset} bytes are missing")
-            offset += count
-
-    return fill
-
-
-def _read_block(size_bytes: int, fill: Fill) -> memoryview:
-    memory = np.empty(size_bytes, np.uint8).data
-    fill(memory)
-    return memory
+def _fill(source: Any, check: Callable[[], None], memory: memoryview) -> None:
+    offset = 0
+    while offset < memory.nbytes:
+        check()
+        count = source.readinto(memory[offset : offset + STEP_BYTES])
+        if not count:
+            raise TransferError(f"{memory.nbytes - offset} bytes are missing")
+        offset += count
 
 
 def _tensor(record: TensorRecord, fill: Fill, torch: Any) -> Any:
     if torch is None:
         return _array(record, fill)
     tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="cpu")
-    _ask_for_large_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    fill(memory_of(tensor))
+    memory = memory_of(tensor)
+    if memory.nbytes >= LARGE_PAGES_BYTES:  # in pages of 2 MB, as numpy does
+        madvise.advise(tensor.data_ptr(), memory.nbytes, madvise.LARGE)
+    fill(memory)
     if record.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=record.requires_grad)
     return tensor.requires_grad_(record.requires_grad)
@@ -200,9 +196,3 @@ def _array(record: TensorRecord, fill: Fill) -> np.ndarray:
 def non_numpy_types(parcel: PackedValue) -> list[str]:
     """Torch's types in it that numpy does not have."""
     return sorted({record.dtype for record in parcel.tensors} - _SAME_IN_NUMPY)
-
-
-def _ask_for_large_pages(address: int, size_bytes: int) -> None:
-    """Let fresh memory come in pages of 2 MB, as numpy does: the copy takes half the time."""
-    if size_bytes >= LARGE_PAGES_BYTES:
-        madvise.advise(address, size_bytes, madvise.LARGE)
