@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class CheckpointModel:
 
     Attributes:
         name: Of a variable that holds it.
-        place: Its index among all prepared models.
         prepared: What the registry knows of it.
         names: First name -> all names, of those that are saved: not of passing buffers.
         dtypes: By first name.
@@ -43,11 +42,10 @@ class CheckpointModel:
     """
 
     name: str
-    place: int
     prepared: Prepared
     names: dict[str, tuple[str, ...]]
     dtypes: dict[str, torch.dtype]
-    local: dict[str, torch.Tensor] = field(default_factory=dict)
+    local: dict[str, torch.Tensor]
 
     @property
     def is_flat(self) -> bool:
@@ -162,30 +160,25 @@ def find(what: str) -> LiveObjects:
     for accelerator in accelerators[: min(counts)]:
         save_state.agree(accelerator, is_collected=True)
     names = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
-    models = [_model(prepared, at, names[0][at]) for at, prepared in enumerate(common)]
-    optimizers = [
-        _prepared_optimizer(stepper, models, names[1][at]) for at, stepper in enumerate(steppers)
-    ]
+    models = [_model(*pair) for pair in zip(common, names[0], strict=True)]
+    model_names = {id(model.prepared): model.name for model in models}
+    pairs = zip(steppers, names[1], strict=True)
+    optimizers = [_prepared_optimizer(stepper, name, model_names) for stepper, name in pairs]
     return LiveObjects(models, optimizers, accelerators[: min(counts)])
 
 
 def accelerators_here() -> list[Any]:
     """This rank's that were set up. What a cell that was run again has left is collected."""
-    if _may_be_left(_accelerators()):
+    lists = [registry.prepared()]
+    for accelerator in _accelerators():
+        lists += [accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects]  # noqa: SLF001  # ours
+    if any(len(objects) > 1 for objects in lists):
         gc.collect()
     return _accelerators()
 
 
 def _accelerators() -> list[Any]:
     return [watcher for watcher in registry.watchers() if hasattr(watcher, "_schedulers")]
-
-
-def _may_be_left(accelerators: Iterable[Any]) -> bool:
-    """Whether some of what lives may be of a cell that was run again, and gone once collected."""
-    lists = [registry.prepared()]
-    for accelerator in accelerators:
-        lists += [accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects]  # noqa: SLF001  # ours
-    return any(len(objects) > 1 for objects in lists)
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -252,7 +245,7 @@ def _each_once(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def _model(prepared: Prepared, place: int, name: str) -> CheckpointModel:
+def _model(prepared: Prepared, name: str) -> CheckpointModel:
     """A model with what this rank holds. Collective under FSDP1, else this rank alone."""
     saved_names = set(portable(prepared.base).saved_names())
     names = {
@@ -264,15 +257,14 @@ def _model(prepared: Prepared, place: int, name: str) -> CheckpointModel:
         fsdp1_state.values(prepared) if fsdp1_state.is_flat(prepared) else local_state(prepared)
     )
     local = {first: values[first] for first in names if first in values}
-    return CheckpointModel(name, place, prepared, names, dtypes_of(prepared), local)
+    return CheckpointModel(name, prepared, names, dtypes_of(prepared), local)
 
 
 def _prepared_optimizer(
-    stepper: OptimizerHandle, models: list[CheckpointModel], name: str
+    stepper: OptimizerHandle, name: str, model_names: Mapping[int, str]
 ) -> PreparedOptimizer:
-    model_of = {id(model.prepared): model for model in models}
     labels = {
-        key: f"{model_of[id(prepared)].name}.{first}"
+        key: f"{model_names[id(prepared)]}.{first}"
         for key, (prepared, first, _) in stepper.names.items()
     }
     count = sum(len(group["params"]) for group in stepper.optimizer.param_groups)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,23 +52,6 @@ T = TypeVar("T")
 U = TypeVar("U", CheckpointModel, PreparedOptimizer)
 
 
-@dataclass(slots=True)
-class ReadCheckpoint:
-    """A checkpoint that this rank has read, before anything is changed.
-
-    Attributes:
-        saved: The manifest.
-        metadata: Where each tensor lies.
-        states: Everything that is no large tensor.
-        values: Name in the checkpoint -> this rank's part of it.
-    """
-
-    saved: Checkpoint
-    metadata: Metadata
-    states: dict[str, Any]
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def load(path: str, is_models_only: bool = False) -> Loaded:
     """Read a checkpoint into the models and optimizers that are prepared. Collective: every rank.
 
@@ -91,19 +74,18 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     manifests = all_or_none(what, lambda: manifest.read(folder))
     with same_random(), progress.during("loading"):
         live = find(what)
-        all_or_none(what, lambda: _same(folder, manifests))
+        all_or_none(what, lambda: _check_files(folder, manifests))
         saved = manifests[rank()]
-        all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
             live.optimizers, live.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
-        prepared: list[tuple[ReadCheckpoint, restore.RestorePlan]] = []
+        prepared: list[tuple[restore.RestorePlan, dict[str, Any], int]] = []
         all_or_none(what, lambda: prepared.append(_prepare(folder, saved, live)))
-        ((read, plan),) = prepared
+        plan, states, read_bytes = prepared[0]
         _put(what, plan)
     notes = list(plan.notes)
     if not is_models_only:
-        notes += restore.restore_generators(read.states, saved)
+        notes += restore.restore_generators(states, saved)
     return Loaded(
         path=path,
         models=tuple(model.name for model in live.models),
@@ -112,7 +94,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
         saved_as=saved.strategy,
         loaded_as=registry.current(),
         saved_size=saved.world_size,
-        read_bytes=sum(tensor.nbytes for tensor in read.values.values()),
+        read_bytes=read_bytes,
         notes=tuple(notes),
         elapsed_s=time.perf_counter() - began_s,
     )
@@ -120,17 +102,22 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
 
 def _prepare(
     folder: Path, saved: Checkpoint, live: LiveObjects
-) -> tuple[ReadCheckpoint, restore.RestorePlan]:
-    """Read and plan: all that can fail. This rank alone."""
+) -> tuple[restore.RestorePlan, dict[str, Any], int]:
+    """Read and plan: all that can fail. This rank alone.
+
+    Returns:
+        What is changed, the plain states, and bytes of tensors that this rank has read.
+    """
     match = _match(folder, saved, live)
-    read = ReadCheckpoint(saved, dcp_metadata.read(folder, saved), plain_state.read(folder))
+    metadata, states = dcp_metadata.read(folder, saved), plain_state.read(folder)
     shapes = {
         name: tuple(stored.size)
-        for name, stored in read.metadata.state_dict_metadata.items()
+        for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    _fill(folder, read, restore.wanted_placements(read.states, match, shapes))
-    return read, restore.plan(read.states, read.values, match)
+    values = _fill(folder, metadata, restore.wanted_placements(states, match, shapes))
+    read_bytes = sum(tensor.nbytes for tensor in values.values())
+    return restore.plan(states, values, match), states, read_bytes
 
 
 def _put(what: str, plan: restore.RestorePlan) -> None:
@@ -170,20 +157,17 @@ def _commit(what: str, plan: restore.RestorePlan) -> None:
         ) from error
 
 
-def _same(folder: Path, manifests: list[Checkpoint]) -> None:
+def _check_files(folder: Path, manifests: list[Checkpoint]) -> None:
+    """Each file is read by one rank and compared with its checksum; lengths by all."""
     odd = [number for number, saved in enumerate(manifests) if saved != manifests[0]]
     if odd:
         raise CheckpointError(
             f"rank {odd[0]} finds a different checkpoint at {folder} than rank 0. Load from a "
             "folder that all hosts share."
         )
-
-
-def _check_files(folder: Path, saved: Checkpoint) -> None:
-    """Each file is read by one rank and compared with its checksum; lengths by all."""
     progress.tell("comparing files with their checksums")
-    manifest.check_files(folder, saved)
-    rank_share = replace(saved, files=saved.files[rank() :: world_size()])
+    manifest.check_files(folder, manifests[0])
+    rank_share = replace(manifests[0], files=manifests[0].files[rank() :: world_size()])
     manifest.check_files(folder, rank_share, reads_all=True)
 
 
@@ -193,16 +177,9 @@ def _match(folder: Path, saved: Checkpoint, live: LiveObjects) -> restore.Restor
     Raises:
         CheckpointError: Something does not fit; the first few of it, and how many there are.
     """
-    pairs = {
-        what: _pair(
-            [str(n) for n in saved.extra.get(what, ())], [item.name for item in items], what, folder
-        )
-        for what, items in (("models", live.models), ("optimizers", live.optimizers))
-    }
-    models = _choose(pairs["models"], saved.extra["models"], saved.models, live.models)
-    optimizers = _choose(
-        pairs["optimizers"], saved.extra["optimizers"], saved.optimizers, live.optimizers
-    )
+    extra = saved.extra
+    models = _pair(folder, "models", extra, saved.models, live.models)
+    optimizers = _pair(folder, "optimizers", extra, saved.optimizers, live.optimizers)
     there = {model.name: old for old, _, model in models}
     wrong = mismatches(
         replace(
@@ -232,21 +209,16 @@ def _match(folder: Path, saved: Checkpoint, live: LiveObjects) -> restore.Restor
     )
 
 
-def _choose(
-    pairs: Sequence[tuple[str, str]], names: Sequence[str], records: Sequence[T], live: Sequence[U]
+def _pair(
+    folder: Path, what: str, extra: Mapping[str, Any], records: Sequence[T], live: Sequence[U]
 ) -> list[tuple[str, T, U]]:
-    """(name there, the manifest's record of it, live one), in the order of the live ones."""
-    there = dict(zip(names, records, strict=True))
-    old = {here: name for name, here in pairs}
-    return [(old[item.name], there[old[item.name]], item) for item in live]
-
-
-def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple[str, str]]:
-    """(name there, name here): by names, or, with one of each, those two."""
+    """(name there, the manifest's record of it, live one): by names, or the only one of each."""
+    old, new = [str(name) for name in extra.get(what, ())], [item.name for item in live]
     if sorted(old) == sorted(new):
-        return [(name, name) for name in old]
+        there = dict(zip(old, records, strict=True))
+        return [(item.name, there[item.name], item) for item in live]
     if len(old) == len(new) == 1:
-        return [(old[0], new[0])]
+        return [(old[0], records[0], live[0])]
     raise CheckpointError(
         f"{folder} does not fit: its {what} are {', '.join(old) or 'none'}, but here they are "
         f"{', '.join(new) or 'none'}. Give the variables the same names, or prepare as many as "
@@ -254,11 +226,13 @@ def _pair(old: list[str], new: list[str], what: str, folder: Path) -> list[tuple
     )
 
 
-def _fill(folder: Path, read: ReadCheckpoint, wanted: Mapping[str, Placement]) -> None:
-    """Read this rank's part of each tensor, from whichever files it is in."""
-    targets = {}
+def _fill(
+    folder: Path, metadata: Metadata, wanted: Mapping[str, Placement]
+) -> dict[str, torch.Tensor]:
+    """This rank's part of each tensor, read from whichever files it is in."""
+    values, targets = {}, {}
     for name, side in wanted.items():
-        stored = read.metadata.state_dict_metadata.get(name)
+        stored = metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             raise CheckpointError(
                 f"{folder} has no {name}, which its manifest lists. Load another checkpoint."
@@ -271,14 +245,15 @@ def _fill(folder: Path, read: ReadCheckpoint, wanted: Mapping[str, Placement]) -
         shape = local_shape(side.layout, side.degrees, rank())
         if shape is None:
             continue
-        read.values[name] = torch.empty(shape, dtype=stored.properties.dtype)
-        targets[name] = (read.values[name], own_chunks(side, world_size(), rank()))
+        values[name] = torch.empty(shape, dtype=stored.properties.dtype)
+        targets[name] = (values[name], own_chunks(side, world_size(), rank()))
     planner, reader = ChunkLoadPlanner(targets), FileSystemReader(folder)
-    planner.set_up_planner({}, read.metadata)
-    reader.set_up_storage_reader(read.metadata, is_coordinator=False)
+    planner.set_up_planner({}, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be read: {error.strerror or error} ({error.filename})."
         ) from error
+    return values

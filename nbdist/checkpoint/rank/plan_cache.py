@@ -195,8 +195,8 @@ def _merged_state(optimizer: PreparedOptimizer) -> MergedState:
 def _values(live: LiveObjects) -> dict[_Key, Any]:
     """This rank's part of all that is saved; None where other ranks are needed to say it."""
     values: dict[_Key, Any] = {
-        (model.place, first): tensor
-        for model in live.models
+        (at, first): tensor
+        for at, model in enumerate(live.models)
         for first, tensor in model.local.items()
     }
     for at, optimizer in enumerate(live.optimizers):
@@ -240,11 +240,11 @@ def _recall(plan: _Plan) -> LiveObjects | None:
     ):
         return None
     models = []
-    for place, (model, (name, names, dtypes)) in enumerate(zip(prepared, plan.models, strict=True)):
+    for model, (name, names, dtypes) in zip(prepared, plan.models, strict=True):
         fsdp.settle(model.built.job.root)
         values = local_state(model)
         tensors = {first: values[first] for first in names if first in values}
-        models.append(CheckpointModel(name, place, model, names, dtypes, tensors))
+        models.append(CheckpointModel(name, model, names, dtypes, tensors))
     live_optimizers = []
     for optimizer, (name, labels, before) in zip(optimizers, plan.optimizers, strict=True):
         here = registry.names_in(optimizer)

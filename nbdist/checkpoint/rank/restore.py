@@ -82,8 +82,8 @@ class RestorePlan:
     Attributes:
         models: (model, values by first name).
         optimizers: What each optimizer gets.
-        schedulers, loaders, objects: (live one, its state).
-        scalers: Likewise.
+        schedulers: (live one, its state); gradient scalers likewise.
+        loaders, objects: (live one, its state).
         counts: (accelerator, its step).
         before: (the user's object, its state of before), once they have changed.
         notes: For a person.
@@ -94,7 +94,6 @@ class RestorePlan:
     schedulers: list[tuple[Any, Any]] = field(default_factory=list)
     loaders: list[tuple[Any, Any]] = field(default_factory=list)
     objects: list[tuple[Any, Any]] = field(default_factory=list)
-    scalers: list[tuple[Any, Any]] = field(default_factory=list)
     counts: list[tuple[Any, int]] = field(default_factory=list)
     before: list[tuple[Any, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -124,7 +123,15 @@ def wanted_placements(
             if entry["kind"] == "tensor":
                 placements[name] = side
             elif entry["kind"] == "other":
-                placements[name] = _own_form(optimizer, entry, side, shapes[name])
+                if not is_whole(side):
+                    kind = type(optimizer.optimizer).__name__
+                    raise CheckpointError(
+                        f"{kind} keeps {entry['key']!r} of {entry['parameter']} in its own format, "
+                        "which cannot be sharded as the strategy requires. Load it under ddp or "
+                        "single, or load only the models: %dist_load PATH --models-only. Nothing "
+                        "was changed."
+                    )
+                placements[name] = Placement(TensorLayout(shapes[name]), Degrees())
     return placements
 
 
@@ -153,14 +160,13 @@ def plan(
 
 
 def restore_objects(plan: RestorePlan) -> None:
-    """Let the user's own objects take over their states: their code may fail. This rank alone."""
+    """Let the user's own objects take over their states. This rank alone.
+
+    Their code may fail: then `put_objects_back`.
+    """
     plan.before = [(stateful, copy.deepcopy(stateful.state_dict())) for stateful, _ in plan.objects]
-    try:
-        for stateful, state in plan.objects:
-            stateful.load_state_dict(state)
-    except BaseException:
-        put_objects_back(plan)
-        raise
+    for stateful, state in plan.objects:
+        stateful.load_state_dict(state)
 
 
 def put_objects_back(plan: RestorePlan) -> None:
@@ -176,7 +182,7 @@ def commit(plan: RestorePlan) -> None:
             _commit_model(model, values)
         for optimizer_plan in plan.optimizers:
             _commit_optimizer(optimizer_plan)
-    for stateful, state in (*plan.schedulers, *plan.scalers):
+    for stateful, state in plan.schedulers:
         stateful.load_state_dict(state)
     for loader, state in plan.loaders:
         loader.resume(state)
@@ -206,19 +212,6 @@ def restore_generators(states: Mapping[str, Any], saved: Checkpoint) -> list[str
 def _entries(states: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = states["optimizers"][name]["entries"]
     return entries
-
-
-def _own_form(
-    optimizer: PreparedOptimizer, entry: Mapping[str, Any], side: Placement, shape: tuple[int, ...]
-) -> Placement:
-    if not is_whole(side):
-        kind = type(optimizer.optimizer).__name__
-        raise CheckpointError(
-            f"{kind} keeps {entry['key']!r} of {entry['parameter']} in its own format, "
-            "which cannot be sharded as the strategy requires. Load it under ddp or "
-            "single, or load only the models: %dist_load PATH --models-only. Nothing was changed."
-        )
-    return Placement(TensorLayout(shape), Degrees())
 
 
 def _name(old: str, entry: Mapping[str, Any]) -> str:
@@ -272,8 +265,6 @@ def _plan_optimizer(
 
 def _whole(plan: _OptimizerPlan, read: Mapping[Place, torch.Tensor]) -> dict[str, Any]:
     """As `wholes.full_optimizer_state` gives it: unique names, whole tensors."""
-    keys = list(plan.prepared.stepper.names)
-    labels = plan.prepared.labels
     state: dict[str, dict[str, Any]] = {}
     for (key, name), entry in plan.agreed.entries.items():
         value: Any = read.get((key, name))
@@ -282,14 +273,12 @@ def _whole(plan: _OptimizerPlan, read: Mapping[Place, torch.Tensor]) -> dict[str
             if entry.dtype is not None:
                 value = torch.tensor(value, dtype=entry.dtype)
         state.setdefault(key, {})[name] = value
-    here = {label: key for key, label in labels.items()}
-    groups = plan.prepared.groups()
-    assert len(keys) == len(here)
+    here = {label: key for key, label in plan.prepared.labels.items()}
     return {
         "state": state,
         "param_groups": [
             {**live, **_settings(saved), "params": [here[label] for label in live["params"]]}
-            for live, saved in zip(groups, plan.groups, strict=True)
+            for live, saved in zip(plan.prepared.groups(), plan.groups, strict=True)
         ],
     }
 
@@ -351,12 +340,11 @@ def _plan_accelerators(
     )
     scalers = [accelerator.scaler for accelerator in live if accelerator.scaler is not None]
     if scale is not None:
-        plan.scalers = [(scaler, scale) for scaler in scalers]
+        plan.schedulers += [(scaler, scale) for scaler in scalers]
     if (scale is None) != (not scalers):
-        is_unused = scalers == []
         plan.notes.append(
-            "the saved fp16 loss scale is not used: nothing runs in fp16 here" if is_unused
-            else "the fp16 loss scale is unchanged: none was saved"
+            "the fp16 loss scale is unchanged: none was saved" if scale is None
+            else "the saved fp16 loss scale is not used: nothing runs in fp16 here"
         )  # fmt: skip
     plan.counts = [
         (accelerator, state["step"]) for accelerator, state in zip(live, saved, strict=False)

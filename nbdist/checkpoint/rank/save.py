@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +32,7 @@ from nbdist.checkpoint.rank import (
 )
 from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
 from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, find
-from nbdist.checkpoint.rank.save_thread import RankSave, named
+from nbdist.checkpoint.rank.save_thread import RankSave, explain_errors
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import RankBegun
 from nbdist.core import host
@@ -88,12 +87,17 @@ def _agree(what: str, save: RankSave) -> LiveObjects:
     """Say what all ranks together write, and where. Collective: every rank."""
     recalled: list[plan_cache.CachedPlan | None] = []
 
-    def make_report() -> _RankReport:
+    def report() -> _RankReport:
         refuse_if_running()
         recalled.append(plan_cache.lookup())
-        return _rank_report(save, recalled[0])
+        pid = os.getpid()
+        process = (host.this_machine(), pid, host.started(pid) or "")
+        if recalled[0] is None:
+            return _RankReport(process, generators(), None)
+        folder = _folder(save) if rank() == 0 else ""
+        return _RankReport(process, generators(), recalled[0].key, folder)
 
-    reports = all_or_none(what, make_report)
+    reports = all_or_none(what, report)
     save.processes = [report.process for report in reports]
     save.generators = [report.generators for report in reports]
     if recalled[0] is not None and plan_cache.is_agreed(
@@ -103,11 +107,11 @@ def _agree(what: str, save: RankSave) -> LiveObjects:
         new = reports[0].folder
     else:
         live = find(what)
-        save.contents = _compared(what, live)
+        save.contents = _agree_on_tensors(what, live)
         plan_cache.store(save.job.token, live, save.contents)
         new = all_or_none(what, lambda: _describe(save, live))[0]
     save.new = Path(new)
-    save.meter.total_bytes = 2 * save.contents.own_bytes(rank())
+    save.job.meter.total_bytes = 2 * save.contents.own_bytes(rank())
     return live
 
 
@@ -128,16 +132,7 @@ class _RankReport:
     folder: str = ""
 
 
-def _rank_report(save: RankSave, recalled: plan_cache.CachedPlan | None) -> _RankReport:
-    pid = os.getpid()
-    process = (host.this_machine(), pid, host.started(pid) or "")
-    if recalled is None:
-        return _RankReport(process, generators(), None)
-    folder = _folder(save) if rank() == 0 else ""
-    return _RankReport(process, generators(), recalled.key, folder)
-
-
-def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
+def _agree_on_tensors(what: str, live: LiveObjects) -> CheckpointTensors:
     """What is saved, the same on all ranks. Collective: every rank."""
     contents: list[CheckpointTensors] = []
 
@@ -146,20 +141,16 @@ def _compared(what: str, live: LiveObjects) -> CheckpointTensors:
         dtypes = contents[0].dtypes
         return [(name, shape, str(dtypes[name])) for name, shape in contents[0].shapes.items()]
 
-    _compare(all_or_none(what, signature))
-    return contents[0]
-
-
-def _compare(signatures: Sequence[list[tuple[str, tuple[int, ...], str]]]) -> None:
+    signatures = all_or_none(what, signature)
     for number, names in enumerate(signatures):
-        if names == signatures[0]:
-            continue
-        odd = set(names) ^ set(signatures[0])
-        detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
-        raise NbdistError(
-            f"Ranks 0 and {number} would save different tensors: {detail} differs. Run the cells "
-            "that prepare models on all ranks again."
-        )
+        if names != signatures[0]:
+            odd = set(names) ^ set(signatures[0])
+            detail = "{} {}".format(*min(odd)[:2]) if odd else "their order"
+            raise NbdistError(
+                f"Ranks 0 and {number} would save different tensors: {detail} differs. Run the "
+                "cells that prepare models on all ranks again."
+            )
+    return contents[0]
 
 
 def _folder(save: RankSave) -> str:
@@ -219,7 +210,13 @@ def _settings(accelerator: Any) -> dict[str, Any]:
 
 def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
     """Enter the folder, and take the boxes that this rank writes."""
-    _enter(save)
+    if not save.folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank()} on {host.this_machine().host} cannot see {save.folder}, which rank 0 "
+            "created. Save to a folder that all hosts share."
+        )
+    with explain_errors(save):
+        checkpoint_write.reserve(save.folder, rank())
     if save.manifest is None:
         _describe(save, live)
     boxes = dict(save.contents.boxes_of(rank()))
@@ -229,16 +226,6 @@ def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
         save.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:
         save.boxes = {spot: box.detach() for spot, box in boxes.items()}
-
-
-def _enter(save: RankSave) -> None:
-    if not save.folder.is_dir():
-        raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} cannot see {save.folder}, which rank 0 "
-            "created. Save to a folder that all hosts share."
-        )
-    with named(save):
-        checkpoint_write.reserve(save.folder, rank())
 
 
 def _notes(live: LiveObjects) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from nbdist.checkpoint.manifest import Checkpoint, SavedFile
 from nbdist.checkpoint.rank import dcp_metadata, plain_state, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
 from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter
-from nbdist.checkpoint.rank.jobs import Meter, SaveJob
+from nbdist.checkpoint.rank.jobs import SaveJob
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, Spot
 from nbdist.checkpoint.results import Saved
 from nbdist.core import host
@@ -32,9 +32,6 @@ from nbdist.core.host import Machine
 from nbdist.errors import CheckpointError
 from nbdist.parallel.consensus import one_line, rank
 from nbdist.parallel.training_state import Generators
-
-# Nobody who writes is silent for so long, but on a disk that does not answer.
-STALL_S = 300.0
 
 
 @dataclass(slots=True)
@@ -76,27 +73,23 @@ class RankSave:
         assert self.new is not None
         return self.new
 
-    @property
-    def meter(self) -> Meter:
-        """Progress of the save; also stops it."""
-        return self.job.meter
-
 
 def run(save: RankSave) -> None:
     """All of it, in the thread of saves. A failure is reported by the job, and to rank 0."""
     try:
-        with named(save):
+        with explain_errors(save):
             result = checkpoint_write.write(
-                save.folder, save.contents, rank(), _values(save), save.meter
+                save.folder, save.contents, rank(), _values(save), save.job.meter
             )
             let_go(save)
             checkpoint_write.tell(save.folder, rank(), result)
         if rank() == 0:
             _finish(save)
         else:
-            save.meter.phase = "done with its part"
+            save.job.meter.phase = "done with its part"
     except BaseException as error:  # noqa: BLE001  # reported to rank 0, and to the notebook
-        failure = _sentence(save, error)
+        text = one_line(error)
+        failure = text if text.startswith("rank ") else f"rank {rank()}: {text}"
         let_go(save)
         checkpoint_write.tell_failure(save.folder, rank(), failure)
         if rank() == 0:
@@ -118,11 +111,11 @@ def _values(save: RankSave) -> Callable[[Spot], torch.Tensor]:
 def _finish(save: RankSave) -> None:
     """Rank 0: wait for all ranks, write the metadata, then rename the folder into place."""
     results = checkpoint_write.results(
-        save.folder, len(save.processes), save.meter, lambda other: _gone(save, other), STALL_S
+        save.folder, len(save.processes), save.job.meter, lambda other: _gone(save, other)
     )
-    save.meter.phase = "writing the manifest"
+    save.job.meter.phase = "writing the manifest"
     assert save.manifest is not None
-    with named(save):
+    with explain_errors(save):
         saver = ChunkSavePlanner(save.contents, 0, _values(save))
         _, metadata = saver.create_global_plan([])
         ChunkWriter(save.folder).finish(metadata, _write_results(save.contents, results))
@@ -135,15 +128,20 @@ def _finish(save: RankSave) -> None:
         if (save.folder / plain_state.FILE).read_bytes() != states:
             raise CheckpointError(f"{plain_state.FILE} differs from what was written")
         files = [
-            *checkpoint_write.listed(results),
-            *(_file(save.folder, n) for n in (dcp_metadata.FILE, plain_state.FILE)),
+            SavedFile(name, *size_and_checksum)
+            for result in results
+            for name, size_and_checksum in result["files"].items()
+        ]
+        files += [
+            SavedFile(path.name, path.stat().st_size, manifest.checksum(path))
+            for path in (save.folder / dcp_metadata.FILE, save.folder / plain_state.FILE)
         ]
         saved = replace(save.manifest, files=tuple(files))
         checkpoint_write.clear(save.folder, len(save.processes))
         (save.folder / manifest.MANIFEST).write_text(manifest.text(saved), encoding="utf-8")
-        save.meter.make_final()
+        save.job.meter.make_final()
         checkpoint_folder.commit(save.folder, save.path)
-    save.meter.phase = "done"
+    save.job.meter.phase = "done"
     save.job.saved = Saved(
         path=str(save.path),
         size_bytes=saved.size_bytes,
@@ -153,11 +151,6 @@ def _finish(save: RankSave) -> None:
         strategy=saved.strategy,
         elapsed_s=time.monotonic() - save.began_s,
     )
-
-
-def _file(folder: Path, name: str) -> SavedFile:
-    path = folder / name
-    return SavedFile(name, path.stat().st_size, manifest.checksum(path))
 
 
 def _write_results(
@@ -183,18 +176,13 @@ def _gone(save: RankSave, other: int) -> str:
     return f"rank {other} (process {pid}) ended while it wrote its part"
 
 
-def _sentence(save: RankSave, error: BaseException) -> str:
-    text = one_line(error)
-    return text if text.startswith("rank ") else f"rank {rank()}: {text}"
-
-
 @contextlib.contextmanager
-def named(save: RankSave) -> Iterator[None]:
+def explain_errors(save: RankSave) -> Iterator[None]:
     """Turn system errors into a CheckpointError with path and numbers."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint_folder.problem(error, save.path)} It had written "
-            f"{save.meter.done_bytes:,} bytes."
+            f"{save.job.meter.done_bytes:,} bytes."
         ) from error

@@ -42,9 +42,8 @@ def copies(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Those of an earlier call are written over: one save at a time.
     """
     with torch.no_grad():
-        if [_type_and_shape(view) for view in _buffer.views] != [
-            _type_and_shape(box) for box in boxes
-        ]:
+        before = [(view.dtype, view.shape) for view in _buffer.views]
+        if before != [(box.dtype, box.shape) for box in boxes]:
             _buffer.views = _views(boxes)  # each takes as long as 25 kB to copy
         return [view.copy_(box) for view, box in zip(_buffer.views, boxes, strict=True)]
 
@@ -55,24 +54,13 @@ def give_back() -> None:
         madvise.advise(_buffer.memory.data_ptr(), _buffer.memory.nbytes, madvise.FREE)
 
 
-def _type_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
-
-
 def _views(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of the memory, one for each box."""
     sizes = [-(-box.nbytes // _LINE_BYTES) * _LINE_BYTES for box in boxes]
+    size_bytes = sum(sizes)
     _buffer.views.clear()  # they hold the memory
-    memory = _memory(sum(sizes))
-    return [
-        memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
-        for box, at in zip(boxes, itertools.accumulate(sizes, initial=0), strict=False)
-    ]
-
-
-def _memory(size_bytes: int) -> torch.Tensor:
-    """That much memory, the same as last time where that is enough and not far too much."""
     memory = _buffer.memory
+    # The same as last time where that is enough and not far too much.
     if memory is None or not size_bytes <= memory.nbytes <= 2 * size_bytes + _PAGE_BYTES:
         _buffer.memory = None  # before the new one is made: there may not be room for both
         del memory
@@ -80,4 +68,7 @@ def _memory(size_bytes: int) -> torch.Tensor:
         memory = _buffer.memory = whole[-whole.data_ptr() % _PAGE_BYTES :]
         madvise.advise(memory.data_ptr(), memory.nbytes, madvise.LARGE)
         madvise.advise(memory.data_ptr(), memory.nbytes, madvise.POPULATE)
-    return memory
+    return [
+        memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
+        for box, at in zip(boxes, itertools.accumulate(sizes, initial=0), strict=False)
+    ]

@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbdist.checkpoint.manifest import SavedFile, checksum_text
+from nbdist.checkpoint.manifest import checksum_text
 from nbdist.checkpoint.rank.dcp_planners import ChunkSavePlanner, ChunkWriter, spot
 from nbdist.checkpoint.rank.jobs import Meter
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, Spot
@@ -32,6 +32,8 @@ from nbdist.errors import CheckpointError
 _FAILURE_BYTES = 4096
 _PIECE_BYTES = 1 << 22
 _PAUSE_S = 0.02
+# Nobody who writes is silent for so long, but on a disk that does not answer.
+STALL_S = 300.0
 
 
 class _Stream(io.RawIOBase):
@@ -238,19 +240,12 @@ def tell(folder: Path, rank: int, result: Mapping[str, Any]) -> None:
 def tell_failure(folder: Path, rank: int, text: str) -> None:
     """Report that this rank has failed; where even that fails, its job still has the failure."""
     data = text.encode()[: _FAILURE_BYTES // 2]
-    try:
-        with _failure_file(folder, rank).open("r+b") as file:
-            file.write(data)
-    except OSError:
-        return
+    with suppress(OSError), _failure_file(folder, rank).open("r+b") as file:
+        file.write(data)
 
 
 def results(
-    folder: Path,
-    world_size: int,
-    meter: Meter,
-    is_gone: Callable[[int], str],
-    stall_s: float,
+    folder: Path, world_size: int, meter: Meter, is_gone: Callable[[int], str]
 ) -> list[dict[str, Any]]:
     """What all ranks have written; waits for their reports.
 
@@ -259,57 +254,44 @@ def results(
         world_size: How many ranks write.
         meter: Of this rank.
         is_gone: Says that a rank's process has ended, or nothing.
-        stall_s: How long a rank may write nothing.
 
     Raises:
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.
         Cancelled: `meter` has been stopped.
     """
-    watchers = [_Watcher(folder, rank, is_gone, stall_s) for rank in range(world_size)]
+    reports: dict[int, dict[str, Any]] = {}
+    written: dict[int, tuple[int, float]] = {}
     while True:
-        reported = [watcher.look(time.monotonic()) for watcher in watchers]
-        missing = [str(rank) for rank, result in enumerate(reported) if result is None]
+        missing = [rank for rank in range(world_size) if rank not in reports]
         if not missing:
-            return [result for result in reported if result is not None]
-        meter.phase = f"waiting for rank {', '.join(missing)}"
-        meter.wait(_PAUSE_S)
+            return [reports[rank] for rank in range(world_size)]
+        meter.phase = f"waiting for rank {', '.join(map(str, missing))}"
+        for rank in missing:
+            if (path := _result_file(folder, rank)).exists():
+                reports[rank] = json.loads(path.read_text())
+            else:
+                last = written.get(rank, (-1, 0.0))
+                written[rank] = _check_progress(folder, rank, is_gone(rank), last)
+        if len(reports) < world_size:
+            meter.wait(_PAUSE_S)
 
 
-class _Watcher:
-    """The reports and files of one rank, watched from rank 0."""
-
-    def __init__(
-        self, folder: Path, rank: int, is_gone: Callable[[int], str], stall_s: float
-    ) -> None:
-        self._folder, self._rank, self._is_gone, self._stall_s = folder, rank, is_gone, stall_s
-        self._result: dict[str, Any] | None = None
-        self._size_bytes = -1
-        self._since_s = 0.0
-
-    def look(self, now_s: float) -> dict[str, Any] | None:
-        """Its report; None until there is one.
-
-        Raises:
-            CheckpointError: It has failed, has ended, or writes nothing any more.
-        """
-        if self._result is None and _result_file(self._folder, self._rank).exists():
-            self._result = json.loads(_result_file(self._folder, self._rank).read_text())
-        if self._result is None:
-            self._check(now_s)
-        return self._result
-
-    def _check(self, now_s: float) -> None:
-        failure = _failure_file(self._folder, self._rank).read_bytes().strip()
-        if why := failure.decode(errors="replace") or self._is_gone(self._rank):
-            raise CheckpointError(why)
-        size_bytes = sum(file.stat().st_size for file in self._folder.glob(f"__{self._rank}_*"))
-        if size_bytes != self._size_bytes:
-            self._size_bytes, self._since_s = size_bytes, now_s
-        elif now_s - self._since_s > self._stall_s:
-            raise CheckpointError(
-                f"rank {self._rank} has written nothing for {self._stall_s:.0f} s "
-                f"({exact_size(size_bytes)} before that)"
-            )
+def _check_progress(
+    folder: Path, rank: int, gone: str, last: tuple[int, float]
+) -> tuple[int, float]:
+    """How many bytes a rank has written, and since when so many; `last` is what it was before."""
+    failure = _failure_file(folder, rank).read_bytes().strip()
+    if why := failure.decode(errors="replace") or gone:
+        raise CheckpointError(why)
+    size_bytes = sum(file.stat().st_size for file in folder.glob(f"__{rank}_*"))
+    if size_bytes != last[0]:
+        return size_bytes, time.monotonic()
+    if time.monotonic() - last[1] > STALL_S:
+        raise CheckpointError(
+            f"rank {rank} has written nothing for {STALL_S:.0f} s "
+            f"({exact_size(size_bytes)} before that)"
+        )
+    return last
 
 
 def clear(folder: Path, world_size: int) -> None:
@@ -317,15 +299,6 @@ def clear(folder: Path, world_size: int) -> None:
     for rank in range(world_size):
         _failure_file(folder, rank).unlink(missing_ok=True)
         _result_file(folder, rank).unlink(missing_ok=True)
-
-
-def listed(results: list[dict[str, Any]]) -> list[SavedFile]:
-    """All ranks' files, for the manifest."""
-    return [
-        SavedFile(name, size_bytes, checksum)
-        for result in results
-        for name, (size_bytes, checksum) in result["files"].items()
-    ]
 
 
 def _failure_file(folder: Path, rank: int) -> Path:
