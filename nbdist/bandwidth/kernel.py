@@ -17,8 +17,8 @@ from nbdist.bandwidth.results import (
     caveat,
     dumps,
     loads,
+    merge_timings,
     parse_ops,
-    together,
     too_long,
     unfitting,
 )
@@ -184,7 +184,7 @@ class _Measurement:
             if problem := timings[0].problem:
                 self.left_out.append(f"{op}: {problem}")
                 return
-            row = together(op, size, timings)
+            row = merge_timings(op, size, timings)
             self.rows.append(row)
             beside_s = max(timing.beside_s for timing in timings)
             costs.append((size, beside_s + LEAST_RUNS * row.time_s))

@@ -113,7 +113,7 @@ class BandwidthRow:
         return self.algbw * OPS[self.op].factor(n)
 
 
-def together(op: str, size_bytes: int, timings: Sequence[Timing]) -> BandwidthRow:
+def merge_timings(op: str, size_bytes: int, timings: Sequence[Timing]) -> BandwidthRow:
     """What all ranks' timings of the same runs come to, in rank order."""
     slowest = [max(run) for run in zip(*(timing.times_s for timing in timings), strict=True)]
     wrong = tuple(rank for rank, timing in enumerate(timings) if not timing.is_right)
@@ -155,7 +155,7 @@ class LinkModel:
         return 0.0 if n == 1 else fit.alpha_s + size_bytes * OPS[op].factor(n) * fit.beta_s
 
 
-def fitted(rows: Iterable[BandwidthRow], n: int) -> LinkModel:
+def fit_model(rows: Iterable[BandwidthRow], n: int) -> LinkModel:
     """The model that fits these rows of n ranks best."""
     by_op: dict[str, list[BandwidthRow]] = {}
     for row in rows:
@@ -199,7 +199,7 @@ class Bench:
     @property
     def model(self) -> LinkModel:
         """The model fitted to the rows."""
-        return fitted(self.rows, self.world_size)
+        return fit_model(self.rows, self.world_size)
 
 
 def caveat(topology: Topology) -> str:
@@ -216,14 +216,7 @@ def caveat(topology: Topology) -> str:
 
 
 def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]) -> str:
-    """Why sizes of one operation are not measured: the memory; empty where there is enough.
-
-    Args:
-        op: A name of OPS.
-        sizes: Those that do not fit, rising.
-        n: Ranks.
-        free_bytes: What each rank may take, in rank order.
-    """
+    """Why sizes, rising, are not measured with n ranks: the memory that each of them may take."""
     least = min(range(len(free_bytes)), key=free_bytes.__getitem__)
     needed = sizes[0] * OPS[op].buffers(n)
     return (
@@ -234,13 +227,7 @@ def unfitting(op: str, sizes: Sequence[int], n: int, free_bytes: Sequence[float]
 
 
 def too_long(op: str, sizes: Sequence[int], least_s: float) -> str:
-    """Why sizes of one operation are not measured: the time.
-
-    Args:
-        op: A name of OPS.
-        sizes: Those that are left out, rising.
-        least_s: How long the first of them would take at least, by the size before.
-    """
+    """Why sizes, rising, are not measured: the time that the first of them would take at least."""
     return (
         f"{op} {_from(sizes)}: about {shown(f'{least_s:.2g}')} s, longer than its share of the "
         "time; allow more with --seconds"

@@ -30,7 +30,7 @@ def topology(n: int = 2, gpus: int = 0, backend: str = "auto") -> Topology:
 class FakeSession:
     """Ranks whose runs take as long as latency and bandwidth say, on a clock of their own."""
 
-    def __init__(self, topology: Topology, free: int = 10**12):
+    def __init__(self, topology: Topology, **free: int):
         self.topology = topology
         self.now_s = 1000.0
         self.done: list[str] = []
@@ -40,14 +40,14 @@ class FakeSession:
         self.recover_if_needed = lambda: self.done.append("recovered")
         self.settle = lambda: self.done.append("settled")
         self.problem: Callable[[str, int], Any] = lambda _op, _size: ""
-        self._free = free
+        self._free = free or {"host": 10**12}
 
     def call_all(
         self, function: Callable[..., Any], *args: Any, deadline_s: float, **options: Any
     ) -> list[Any]:
         n = self.topology.world_size
         if function is bandwidth_kernel.begin_measuring:
-            return [{"host": self._free}] * n
+            return [self._free] * n
         assert function is bandwidth_kernel.measure
         assert options == {"is_collective": True, "patience_s": bandwidth_kernel.PATIENCE_S}
         op, size, limit_s = args
@@ -85,6 +85,8 @@ NewBandwidth = Callable[..., tuple[Bandwidth, FakeSession]]
 def test_everything_is_measured_where_there_is_time(new_bandwidth: NewBandwidth) -> None:
     """All operations at all sizes of the backend; the model is that of the ranks."""
     bandwidth, session = new_bandwidth(topology())
+    with pytest.raises(OptionError, match=r"Nothing has been measured yet\. Run %dist_bench"):
+        _ = bandwidth.model
     bench = bandwidth.measure(limit_s=1000.0)
 
     sizes = parse_sizes(DEFAULT_SIZES["gloo"], 2)
@@ -100,12 +102,7 @@ def test_everything_is_measured_where_there_is_time(new_bandwidth: NewBandwidth)
 
 def test_with_nccl_sizes_go_to_a_gigabyte(new_bandwidth: NewBandwidth) -> None:
     """What is measured is one thing; why it says nothing of links is empty there."""
-    bandwidth, session = new_bandwidth(topology(2, gpus=2))
-    session.call_all = lambda function, *args, **options: (  # type: ignore[method-assign]
-        [{"host": 1, "device": 10**11}] * 2
-        if function is bandwidth_kernel.begin_measuring
-        else FakeSession.call_all(session, function, *args, **options)
-    )
+    bandwidth, session = new_bandwidth(topology(2, gpus=2), host=1, device=10**11)
     bench = bandwidth.measure("all_reduce", limit_s=1000.0)
 
     assert session.asked[-1] == ("all_reduce", 2**30)
@@ -128,7 +125,7 @@ def test_it_keeps_to_its_time(new_bandwidth: NewBandwidth, limit_s: float) -> No
 
 def test_what_memory_does_not_hold_is_left_out(new_bandwidth: NewBandwidth) -> None:
     """All-to-all has two tensors, all-reduce one; ranks of a host share its memory."""
-    bandwidth, session = new_bandwidth(topology(), free=5 * MIB)
+    bandwidth, session = new_bandwidth(topology(), host=5 * MIB)
     bench = bandwidth.measure("all_reduce,all_to_all", "1M,2M", limit_s=100.0)
 
     assert session.asked == [("all_reduce", MIB)]
@@ -150,28 +147,22 @@ def test_an_operation_that_the_backend_lacks_is_left_out(new_bandwidth: NewBandw
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("n", "asked", "expected"),
     [
-        ({"ops": "nothing"}, "no operation 'nothing'"),
-        ({"sizes": "1G:1K"}, "go down"),
+        (2, {"ops": "nothing"}, "no operation 'nothing'"),
+        (2, {"sizes": "1G:1K"}, "go down"),
+        (1, {}, r"Only 1 rank runs, .*%dist_init -n 2"),
     ],
 )
 def test_a_mistake_asks_no_rank(
-    new_bandwidth: NewBandwidth, asked: dict[str, str], expected: str
+    new_bandwidth: NewBandwidth, n: int, asked: dict[str, str], expected: str
 ) -> None:
     """It is an OptionError before anything is measured."""
-    bandwidth, session = new_bandwidth(topology())
+    bandwidth, session = new_bandwidth(topology(n))
     with pytest.raises(OptionError, match=expected):
         bandwidth.measure(**asked)
 
     assert (session.asked, bandwidth.last) == ([], None)
-
-
-def test_one_rank_sends_nothing(new_bandwidth: NewBandwidth) -> None:
-    """There is nothing to measure, and it says how to start more."""
-    bandwidth, _ = new_bandwidth(topology(1))
-    with pytest.raises(OptionError, match=r"Only 1 rank runs, .*%dist_init -n 2"):
-        bandwidth.measure()
 
 
 @pytest.mark.parametrize("error", [RankGone("rank 1 has ended"), NbdistError("rank 0: lost")])
@@ -204,13 +195,6 @@ def test_an_interrupt_says_where(new_bandwidth: NewBandwidth) -> None:
     with pytest.raises(Interrupted, match="interrupted at reduce of 1 KiB"):
         bandwidth.measure("reduce", "1K", 1.0, press)
     assert session.done.count("settled") == 2
-
-
-def test_no_measurement_no_model(new_bandwidth: NewBandwidth) -> None:
-    """It says what makes one."""
-    bandwidth, _ = new_bandwidth(topology())
-    with pytest.raises(OptionError, match=r"Nothing has been measured yet\. Run %dist_bench"):
-        _ = bandwidth.model
 
 
 def test_the_cost_of_the_next_size() -> None:
@@ -247,16 +231,14 @@ def test_a_file(tmp_path: Path, new_bandwidth: NewBandwidth) -> None:
     foreign.write_text("print(1)\n")
     binary = tmp_path / "weights"
     binary.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(
-        OptionError, match=r"train.py exists and was not .*not a complete measurement"
+    for wrong, message in (
+        (foreign, r"train.py exists and was not .*not a complete measurement"),
+        (binary, r"exists and was not replaced. .*it is not text"),
+        (tmp_path, r"exists and was not replaced"),
+        (tmp_path / "nowhere" / "a.json", r"There is no folder .*nowhere to save a.json in"),
     ):
-        save(first, foreign)
-    with pytest.raises(OptionError, match=r"exists and was not replaced. .*it is not text"):
-        save(first, binary)
-    with pytest.raises(OptionError, match=r"exists and was not replaced"):
-        save(first, tmp_path)
-    with pytest.raises(OptionError, match=r"There is no folder .*nowhere to save a.json in"):
-        save(first, tmp_path / "nowhere" / "a.json")
+        with pytest.raises(OptionError, match=message):
+            save(first, wrong)
     with pytest.raises(OptionError, match=r"no.json cannot be read \(No such file"):
         load(tmp_path / "no.json")
 

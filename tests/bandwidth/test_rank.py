@@ -10,7 +10,8 @@ from tests.support.torch_ranks import TorchRanks
 pytestmark = pytest.mark.engine
 
 MEASURING = """
-    import gc, weakref
+    import gc
+    from unittest import mock
     from nbdist.bandwidth.results import OPS
     from nbdist.bandwidth import rank as bandwidth_rank
 
@@ -18,8 +19,7 @@ MEASURING = """
     measure, sizes = bandwidth_rank.measure, (8 * n, 3 * n * 2**20 + 4 * n)
     measured = {op: [measure(op, size, 0.05) for size in sizes] for op in OPS}
     torch.set_default_dtype(torch.float32)
-    short = bandwidth_rank.measure("all_reduce", 4096, 0.0)
-    long = bandwidth_rank.measure("all_reduce", 4096, 3600.0)
+    short, long = measure("all_reduce", 4096, 0.0), measure("all_reduce", 4096, 3600.0)
 
     def spoiled(name, spoil, op):
         "Whether a result is found right after a backend's function was tampered with."
@@ -29,11 +29,8 @@ MEASURING = """
             if args[0].numel() > 1:  # single numbers are how the ranks agree
                 spoil(args[0])
             return done
-        setattr(dist, name, call)
-        try:
-            return bandwidth_rank.measure(op, 4096 * n, 0.0).is_right
-        finally:
-            setattr(dist, name, real)
+        with mock.patch.object(dist, name, call):
+            return measure(op, 4096 * n, 0.0).is_right
 
     def one_off(x):
         x[-1] += rank  # on rank 1 alone
@@ -45,33 +42,23 @@ MEASURING = """
              spoiled("reduce_scatter_tensor", one_off, "reduce_scatter"),
              spoiled("broadcast", one_off, "broadcast")]
 
-    def raising(error, op="all_gather"):
-        real = dist.all_gather_into_tensor
-        def call(*args, **kwargs):
-            raise error
-        dist.all_gather_into_tensor = call
-        try:
-            return bandwidth_rank.measure(op, 4096, 0.0).problem
-        except Exception as raised:
-            return f"raised {raised}"
-        finally:
-            dist.all_gather_into_tensor = real
+    def raising(error):
+        with mock.patch.object(dist, "all_gather_into_tensor", side_effect=error):
+            try:
+                return measure("all_gather", 4096, 0.0).problem
+            except Exception as raised:
+                return f"raised {raised}"
 
     lacking = [raising(RuntimeError("Backend gloo does not support alltoall\\nat line 3")),
                raising(NotImplementedError("")),
                raising(RuntimeError("Connection closed by peer"))]
 
     # Rank 1 alone has no memory: both say so, and go on.
-    real = torch.empty
-    def empty(*args, **kwargs):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    if rank == 1:
-        torch.empty = empty
-    full = bandwidth_rank.measure("all_reduce", 4096, 0.0).problem
-    torch.empty = real
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory") if rank == 1 else None
+    with mock.patch.object(torch, "empty", side_effect=error, wraps=torch.empty):
+        full = measure("all_reduce", 4096, 0.0).problem
 
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    kept = sum(one.nbytes for one in tensors)
+    kept = sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor))
     free = bandwidth_rank.begin()
     done(measured={op: [[list(one.times_s), one.beside_s, one.is_right, one.problem] for one in its]
                    for op, its in measured.items()},
@@ -95,12 +82,10 @@ def test_measuring_on_two_ranks(tmp_path: Path) -> None:
                 assert all(time_s > 0 for time_s in times_s)
         assert result["runs"][0] == LEAST_RUNS
         assert result["runs"][1] > LEAST_RUNS
+        lacking = "the backend does not support this operation here"
         assert result["lacking"] == [
-            (
-                "the backend does not support this operation here "
-                "(Backend gloo does not support alltoall)"
-            ),
-            "the backend does not support this operation here ()",
+            f"{lacking} (Backend gloo does not support alltoall)",
+            f"{lacking} ()",
             "raised Connection closed by peer",
         ]
         assert result["full"] == "a rank has not enough memory for the tensors"

@@ -1,11 +1,10 @@
-"""Sizes, bandwidths and the fitted model: against counted bytes and made-up times."""
+"""Sizes, bandwidths and the fit_model model: against counted bytes and made-up times."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,16 +19,16 @@ from nbdist.bandwidth.results import (
     Timing,
     caveat,
     dumps,
-    fitted,
+    fit_model,
     loads,
+    merge_timings,
     parse_ops,
-    together,
     too_long,
     unfitting,
 )
 from nbdist.bandwidth.sizes import parse_sizes, size_text
-from nbdist.core.topology import Gpu, Topology, local_reports, plan
 from nbdist.errors import OptionError
+from tests.bandwidth.test_kernel import topology
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -60,14 +59,6 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes(text: str, sizes: list[int]) -> None:
     """Sizes, lists and ranges, rising, each once; a range has both of its ends."""
     assert parse_sizes(text, 2) == tuple(sizes)
-
-
-def test_a_range_has_steps_of_four() -> None:
-    """1K:1G has eleven sizes."""
-    sizes = parse_sizes("1K:1G", 2)
-
-    assert (sizes[0], sizes[-1], len(sizes)) == (KIB, GIB, 11)
-    assert all(after == 4 * before for before, after in pairwise(sizes))
 
 
 def test_sizes_are_whole_numbers_of_float32_for_each_rank() -> None:
@@ -128,11 +119,7 @@ def test_ops() -> None:
 
 def ring(n: int, steps: int, part: int) -> Counter[int]:
     """Bytes that each rank sends when each passes one part on in every step."""
-    sent: Counter[int] = Counter()
-    for _ in range(steps):
-        for rank in range(n):
-            sent[rank] += part
-    return sent
+    return Counter(dict.fromkeys(range(n), steps * part))
 
 
 def reduce_scatter_ring(n: int, size: int) -> Counter[int]:
@@ -149,29 +136,14 @@ def reduce_scatter_ring(n: int, size: int) -> Counter[int]:
     return sent
 
 
-def all_gather_ring(n: int, size: int) -> Counter[int]:
-    """Each part goes around until all have it; checked that they have."""
-    sent: Counter[int] = Counter()
-    has = [{rank} for rank in range(n)]
-    for step in range(n - 1):
-        moved = [(rank, (rank - step) % n) for rank in range(n)]
-        assert all(part in has[rank] for rank, part in moved)
-        for rank, part in moved:
-            sent[rank] += size // n
-            has[(rank + 1) % n].add(part)
-
-    assert has == [set(range(n))] * n
-    return sent
-
-
 def chain(n: int, size: int) -> Counter[int]:
     """From rank to rank, piece by piece: all but the last send everything once."""
     return Counter(dict.fromkeys(range(n - 1), size))
 
 
 BUSIEST: dict[str, Callable[[int, int], Counter[int]]] = {
-    "all_reduce": lambda n, size: reduce_scatter_ring(n, size) + all_gather_ring(n, size),
-    "all_gather": all_gather_ring,
+    "all_reduce": lambda n, size: reduce_scatter_ring(n, size) + ring(n, n - 1, size // n),
+    "all_gather": lambda n, size: ring(n, n - 1, size // n),
     "reduce_scatter": reduce_scatter_ring,
     "all_to_all": lambda n, size: ring(n, n - 1, size // n),  # each keeps one of its parts
     "broadcast": chain,
@@ -203,7 +175,7 @@ def test_a_run_ends_with_its_slowest_rank() -> None:
     """The median over runs of the largest time in each; wrong ranks are named."""
     timings = [Timing((1.0, 2.0, 9.0)), Timing((3.0, 1.0, 4.0), is_right=False)]
 
-    assert together("reduce", 64, timings) == BandwidthRow("reduce", 64, 3.0, 3, wrong=(1,))
+    assert merge_timings("reduce", 64, timings) == BandwidthRow("reduce", 64, 3.0, 3, wrong=(1,))
 
 
 # The model
@@ -250,7 +222,7 @@ def test_the_model_says_times_for_other_sizes_and_ranks() -> None:
         for op in ("all_reduce", "broadcast")
         for size in (KIB, MIB, GIB)
     ]
-    model = fitted(rows, n)
+    model = fit_model(rows, n)
 
     assert model.seconds("all_reduce", 10**8) == pytest.approx(20e-6 + 0.15)
     assert model.seconds("all_reduce", 10**8, 2) == pytest.approx(20e-6 + 0.1)
@@ -267,9 +239,9 @@ def test_there_is_no_model_without_two_sizes_or_growth() -> None:
     single_row = [BandwidthRow("all_reduce", KIB, 1e-4, 9)]
     flat = [BandwidthRow("broadcast", KIB, 1e-4, 9), BandwidthRow("broadcast", 4 * KIB, 0.9e-4, 9)]
 
-    assert fitted([*single_row, *flat], 2) == LinkModel({}, 2)
+    assert fit_model([*single_row, *flat], 2) == LinkModel({}, 2)
     with pytest.raises(OptionError, match=r"\(these have one: none\)"):
-        fitted(single_row, 2).seconds("all_reduce", 1)
+        fit_model(single_row, 2).seconds("all_reduce", 1)
 
 
 # Links
@@ -284,11 +256,7 @@ def test_links_of_the_data_sheets() -> None:
         assert gb[name] == pytest.approx(both / 2, rel=0.08)
         assert gb[name] < both / 2  # encoding takes a part
     assert (gb["InfiniBand HDR"], gb["InfiniBand NDR"]) == (200 / 8, 400 / 8)
-    assert (gb["100 Gb Ethernet"], gb["25 Gb Ethernet"], gb["10 Gb Ethernet"]) == (
-        12.5,
-        3.125,
-        1.25,
-    )
+    assert [gb[f"{n} Gb Ethernet"] for n in (100, 25, 10)] == [12.5, 3.125, 1.25]
     assert len(gb) == len(LINKS)
 
 
@@ -307,19 +275,14 @@ def test_links_around_a_speed() -> None:
 # What is said
 
 
-def topology(gpus: int, ranks: int, backend: str = "auto") -> Topology:
-    cards = tuple(Gpu(i, f"GPU-{i}", "H200") for i in range(gpus))
-    return plan(local_reports(ranks, hostname="a", gpus=cards, cores=8), backend)
-
-
 def test_what_is_no_speed_of_links_says_so() -> None:
     """CPUs, a shared GPU and Gloo on GPUs of one's own; NCCL on such is the only measurement."""
-    assert caveat(topology(2, 2)) == ""
-    assert caveat(topology(0, 2)) == (
+    assert caveat(topology(2, gpus=2)) == ""
+    assert caveat(topology(2)) == (
         "These are not speeds of links between GPUs: messages go through the memory of one host. "
         "Gloo on the CPU: no rank sees a GPU."
     )
-    assert "copied from each GPU and back. Gloo: 2 ranks share 1 GPU" in caveat(topology(1, 2))
+    assert "copied from each GPU and back. Gloo: 2 ranks share 1 GPU" in caveat(topology(2, gpus=1))
     assert "not speeds of links" in caveat(topology(2, 2, "gloo"))
 
 

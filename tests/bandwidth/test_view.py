@@ -6,14 +6,14 @@ import base64
 import io
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
-from nbdist.bandwidth.view import bench, picture
+from nbdist.bandwidth.view import bench
+from tests.support.pages import Tags
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CAVEAT = "These are not speeds of links between GPUs: messages go through the memory of one host."
@@ -34,33 +34,24 @@ FAST = Bench(
         for op in OPS for k in range(11)
     ),
 )  # fmt: skip
+ONE_ROW = replace(SLOW, rows=SLOW.rows[:1], left_out=())
 
 
-class _Tags(HTMLParser):
+class _Closed(Tags):
     """The tags of a page, checked that each is closed in its place."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, text: str) -> None:
         self.open: list[str] = []
-        self.seen: list[str] = []
-        self.images: list[dict[str, str | None]] = []
+        super().__init__(text)
+        assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag == "img":
-            self.images.append(dict(attrs))
-        else:
+        super().handle_starttag(tag, attrs)
+        if tag != "img":
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-
-
-def tags(page: str) -> _Tags:
-    parser = _Tags()
-    parser.feed(page)
-    assert parser.open == []
-    return parser
 
 
 @pytest.fixture(autouse=True)
@@ -106,26 +97,25 @@ def test_between_links() -> None:
     assert not view.is_bad
 
 
-@pytest.mark.parametrize("result", [SLOW, FAST, replace(SLOW, rows=()), replace(SLOW, left_out=())])
+@pytest.mark.parametrize("result", [SLOW, FAST, replace(SLOW, rows=()), ONE_ROW])
 def test_html_is_closed_and_safe(result: Bench) -> None:
     """Every tag is closed in its place; what comes from ranks is escaped; no scripts."""
-    parsed = tags(bench(result).html)
+    names = [name for name, _ in _Closed(bench(result).html).tags]
 
-    assert "time" not in parsed.seen
-    assert "script" not in parsed.seen
-    assert len(parsed.images) == bool(result.rows)
+    assert not {"time", "script"} & {*names}
+    assert names.count("img") == bool(result.rows)
 
 
 def test_the_picture_shows_each_operation() -> None:
     """A PNG in the page, with a text for who cannot see it; each operation has its own colour."""
-    [image] = tags(bench(FAST).html).images
-    kind, data = (image["src"] or "").split(",", 1)
+    image = Tags(bench(FAST).html).one("img")
+    kind, data = image["src"].split(",", 1)
     pixels = imread(io.BytesIO(base64.b64decode(data)))[..., :3]
     # matplotlib's first seven colours, in which lines are drawn.
     colours = ["1f77b4", "ff7f0e", "2ca02c", "d62728", "9467bd", "8c564b", "e377c2"]
 
     assert kind == "data:image/png;base64"
-    assert all(op in (image["alt"] or "") for op in OPS)
+    assert all(op in image["alt"] for op in OPS)
     assert pixels.shape[1] > 1000
     assert len(data) < 200_000
     for colour in colours:
@@ -133,20 +123,13 @@ def test_the_picture_shows_each_operation() -> None:
         assert (np.abs(pixels - wanted).max(-1) < 0.01).sum() > 20, colour
 
 
-def test_a_picture_of_one_row() -> None:
-    """A single point is a picture as well."""
-    assert picture(replace(SLOW, rows=SLOW.rows[:1])).startswith(b"\x89PNG")
-
-
 def test_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where outputs are compared, nothing that was measured stands in them, and no picture."""
     monkeypatch.setenv("NBDIST_TEST", "1")
-    view, faster = (
-        bench(FAST),
-        bench(replace(FAST, rows=tuple(replace(row, time_s=row.time_s / 3) for row in FAST.rows))),
-    )
+    view = bench(FAST)
+    faster = replace(FAST, rows=tuple(replace(row, time_s=row.time_s / 3) for row in FAST.rows))
 
-    assert view == faster
+    assert view == bench(faster)
     noisy = replace(FAST, rows=tuple(replace(row, time_s=1 / row.size_bytes) for row in FAST.rows))
     assert not noisy.model.fits  # nothing grows with the size
     assert view == bench(noisy)
