@@ -61,7 +61,7 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OptionError(f"{path} cannot be written: {error}") from error
-    return export_view.written(path, origin.name, origin.notes, exported)
+    return export_view.script_view(path, origin.name, origin.notes, exported)
 
 
 def _origin(source: str | Path | None) -> _Origin:

@@ -113,7 +113,7 @@ def foreign_magic(magics: Sequence[tuple[str, str]], nbdist_magics: frozenset[st
 def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, str]]:
     """Every line magic of a cell as (name, line), in order; none where it is not Python."""
     try:
-        tree = text.checked(python_of(body, transform)).tree
+        tree = text.parse(python_of(body, transform)).tree
     except SyntaxError:
         return []
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -147,21 +147,21 @@ def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
     """
     try:
         source = python_of(body, transform).rstrip("\n")
-        read = text.checked(source)
+        read = text.parse(source)
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise LeftOutError("syntax", f"{where}{error.msg}") from error
     cell_part = CellPart(source, read.tree, read.is_async)
     statements = [node for node in ast.walk(read.tree) if isinstance(node, ast.stmt)]
     edits = [edit for node in statements if (edit := _edit(cell_part, node)) is not None]
-    cell_part.notes.extend(_noticed(read.tree, source, edits))
-    edited = text.edited(source, edits)
-    final = text.checked(edited)  # %time has brought names along
+    cell_part.notes.extend(_find_uses(read.tree, source, edits))
+    edited = text.replace_lines(source, edits)
+    final = text.parse(edited)  # %time has brought names along
     last = final.tree.body[-1] if final.tree.body else None
     if isinstance(last, ast.Expr) and _is_shown(read.tree.body[-1], last, edits):
         is_silenced = text.is_silenced(edited)
-        shown = [] if is_silenced else [text.called(edited, last, show)]
-        edited = text.edited(edited, shown)
+        shown = [] if is_silenced else [text.wrap_value(edited, last, show)]
+        edited = text.replace_lines(edited, shown)
     return replace(cell_part, source=edited, tree=final.tree, is_async=final.is_async)
 
 
@@ -205,7 +205,7 @@ def _replacement(cell_part: CellPart, node: ast.stmt) -> list[str] | None:
             return _magic(cell_part, node, *call)
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             call = _shell_call(node.value)
-            return None if call is None else _stop(cell_part, node, _typed(*call))
+            return None if call is None else _stop(cell_part, node, _as_typed(*call))
     return None
 
 
@@ -232,7 +232,7 @@ def _imports(node: ast.ImportFrom) -> list[str]:
 
 def _magic(cell_part: CellPart, node: ast.Expr, method: str, words: Sequence[str]) -> list[str]:
     """A magic or shell command that stands alone."""
-    typed = _typed(method, words)
+    typed = _as_typed(method, words)
     if method == _LINE_MAGIC and words[:1] == ["time"] and _is_python(words[1:]):
         return [f"{words[1]}{_TIMED}"]
     is_nested = method == "run_cell_magic"
@@ -245,14 +245,14 @@ def _is_python(words: Sequence[str]) -> bool:
     if not words or not words[0].strip() or "\n" in words[0]:
         return False
     try:
-        text.checked(words[0])
+        text.parse(words[0])
     except SyntaxError:
         return False
     return True
 
 
 def _as_comment(cell_part: CellPart, node: ast.stmt, lines: Sequence[str]) -> list[str]:
-    comments = [text.commented(line) for line in lines]
+    comments = [text.comment(line) for line in lines]
     is_nested = all(node is not statement for statement in cell_part.tree.body)
     return [*comments, "pass"] if is_nested else comments
 
@@ -265,10 +265,10 @@ def _stop(
     typed = " = ".join([*map(ast.unparse, targets), value])
     cell_part.notes.append(("stops", typed))
     reason = f"{typed}: a script has no magics and shell commands; write it in Python"
-    return [text.commented(typed), f"raise NotImplementedError({reason!r})"]
+    return [text.comment(typed), f"raise NotImplementedError({reason!r})"]
 
 
-def _noticed(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:
+def _find_uses(tree: ast.Module, source: str, edits: Sequence[Edit]) -> list[tuple[str, str]]:
     """What stays as it is, and will not work."""
     uses = []
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -300,7 +300,7 @@ def _constant(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-def _typed(method: str, words: Sequence[str]) -> str:
+def _as_typed(method: str, words: Sequence[str]) -> str:
     """A magic or shell command as it is typed, in one line."""
     marks = {_LINE_MAGIC: "%", "run_cell_magic": "%%", "magic": "%"}
     return (marks.get(method, "!") + " ".join(words).replace("\n", " ")).strip()

@@ -115,15 +115,17 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
     walk = _Walk(reader, _names(cells, reader))
     for cell in cells:
         walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
-    written = script.written(title, walk.pieces, walk.names, walk.settings())
+    start = walk.start
+    settings = ScriptSettings(walk.world_size, start.seed, start.choice, tuple(walk.remarks))
+    written = script.write(title, walk.pieces, walk.names, settings)
     refusals = [Note("syntax", number, what) for number, what in written.refused.items()]
     notes = [note for note in walk.notes if note.number not in written.refused] + refusals
     with_code = [piece for piece in walk.pieces if piece.part is not None]
     exported_cells = tuple(
         piece.number for piece in with_code if piece.number not in written.refused
     )
-    remarks = [written.remark, *walk.remarks] if written.remark else walk.remarks
-    lines = tuple(text.printable(line) for line in (*_note_lines(notes), *remarks))
+    said = [*_note_lines(notes), written.remark, *walk.remarks]
+    lines = tuple(text.drop_unprintable(line) for line in said if line)
     total = sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
     if not exported_cells:
         raise OptionError(
@@ -192,12 +194,6 @@ class _Walk:
         """The cells so far."""
         return [piece.part for piece in self.pieces if piece.part is not None]
 
-    def settings(self) -> ScriptSettings:
-        """What the head of the script needs to know."""
-        return ScriptSettings(
-            self.world_size, self.start.seed, self.start.choice, tuple(self.remarks)
-        )
-
     def take(self, cell: NotebookCell) -> None:
         """Go one cell further."""
         if not cell.is_code:
@@ -232,13 +228,13 @@ class _Walk:
         """Where a cell runs; without ranks in the notebook."""
         if not verbs:
             is_local = self.mode == LOCAL or self._begins_with_own(body)
-            return Magic() if is_local else _checked(Magic(ranks=self.mode))
+            return Magic() if is_local else _check_ranks(Magic(ranks=self.mode))
         name, line = verbs[0]
         if name == LOCAL:
             return Magic()
         magic = self.reader.magic(name, line)
         assert magic is not None, name
-        return _checked(magic)
+        return _check_ranks(magic)
 
     def _begins_with_own(self, body: str) -> bool:
         """Whether a cell runs in the notebook whatever the mode."""
@@ -306,12 +302,12 @@ class _Walk:
         self.notes.append(Note(kind, cell.number, what))
         if what:  # of a cell that runs on ranks
             why = LEFT_OUT[kind].removeprefix("left out, ").removeprefix("there as comments: ")
-            head = text.printable(f"# %% cell {cell.number}, left out, {why}: {what}")
-            body = text.commented(cell.text.strip("\n"))
+            head = text.drop_unprintable(f"# %% cell {cell.number}, left out, {why}: {what}")
+            body = text.comment(cell.text.strip("\n"))
             self.pieces.append(Piece(0, "", text=f"{head}\n{body}"))
 
 
-def _checked(where: Magic) -> Magic:
+def _check_ranks(where: Magic) -> Magic:
     """The same, or with the problem that its ranks cannot be read."""
     try:
         if where.ranks is not None and not is_all(where.ranks):

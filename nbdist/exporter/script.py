@@ -95,7 +95,7 @@ class Written:
     remark: str
 
 
-def written(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> Written:
+def write(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSettings) -> Written:
     """The script; a cell that Python does not accept among the others stands in comments."""
     refused: dict[int, str] = {}
     while True:
@@ -133,20 +133,20 @@ def _at(line: int, head: str, blocks: Sequence[str]) -> int:
 
 def _refusal(piece: Piece, why: str) -> Piece:
     head = f"# %% cell {piece.number}, left out, {why}"
-    return Piece(0, "", text=f"{head}\n{text.commented(piece.text)}")
+    return Piece(0, "", text=f"{head}\n{text.comment(piece.text)}")
 
 
 def _block(piece: Piece, names: Names) -> str:
     """A cell as it stands in the script."""
     if piece.part is None:
         return piece.text
-    title = f": {text.printable(piece.title)}" if piece.title else ""
+    title = f": {text.drop_unprintable(piece.title)}" if piece.title else ""
     border = f"# %% cell {piece.number}{title}"
     source = piece.part.source.strip("\n")
     above = ""
     if piece.part.is_async:
         function = f"{names.cell}{piece.number}"
-        above = text.awaited(function, source) + "\n\n\n"
+        above = text.wrap_async(function, source) + "\n\n\n"
         source = f"{names.loop}.run_until_complete({function}())"
     if piece.ranks is not None:
         inside = f"({', '.join(map(str, piece.ranks))}{',' if len(piece.ranks) == 1 else ''})"
@@ -201,7 +201,7 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
 
 
 def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]:
-    shown = text.printable(title).replace("\n", "?")
+    shown = text.drop_unprintable(title).replace("\n", "?")
     size = settings.world_size
     several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well
     lines = [
@@ -211,7 +211,7 @@ def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]
         f"#     accelerate launch {several}--num_processes {size} THIS_FILE",
         "#     python THIS_FILE        one rank",
     ]
-    remarks = [text.commented(f"- {line}") for line in (remark, *settings.remarks) if line]
+    remarks = [text.comment(f"- {line}") for line in (remark, *settings.remarks) if line]
     return [*lines, "#", "# Not as in the notebook:", *remarks] if remarks else lines
 
 

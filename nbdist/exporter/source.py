@@ -53,7 +53,7 @@ class CheckedSource:
     is_async: bool
 
 
-def checked(source: str) -> CheckedSource:
+def parse(source: str) -> CheckedSource:
     """The source as Python reads it in a notebook, where `await` may stand at the top level.
 
     Raises:
@@ -69,12 +69,12 @@ def checked(source: str) -> CheckedSource:
     return CheckedSource(tree, bool(code.co_flags & inspect.CO_COROUTINE))
 
 
-def indented(source: str) -> str:
+def indent(source: str) -> str:
     r"""Return the source one level deeper, every string with its value.
 
     Lines that begin inside a string stay as they are: blanks there belong to its value.
 
-    >>> indented("x = '''a\nb'''")
+    >>> indent("x = '''a\nb'''")
     "    x = '''a\nb'''"
     """
     inside: set[int] = set()
@@ -97,7 +97,7 @@ def block(head: str, source: str) -> str:
     body = source.strip("\n")
     if not _statements(body):
         body = f"{body}\npass".lstrip("\n")
-    text = f"{head}\n{indented(body)}"
+    text = f"{head}\n{indent(body)}"
     # What a mistake here would cost is a script that computes something else.
     below = _statements(text)[0]
     assert isinstance(below, ast.If | ast.AsyncFunctionDef), text
@@ -105,7 +105,7 @@ def block(head: str, source: str) -> str:
     return text
 
 
-def awaited(function: str, source: str) -> str:
+def wrap_async(function: str, source: str) -> str:
     """Return the source as an `async def` whose names are the module's.
 
     Raises:
@@ -123,7 +123,7 @@ def awaited(function: str, source: str) -> str:
     return f"{head}\n{INDENT}{shared}\n{text.partition(chr(10))[2]}"
 
 
-def edited(source: str, edits: Iterable[Edit]) -> str:
+def replace_lines(source: str, edits: Iterable[Edit]) -> str:
     """Return the source with lines replaced; the edits do not overlap."""
     lines = source.split("\n")
     for edit in sorted(edits, key=lambda edit: edit.first, reverse=True):
@@ -131,7 +131,7 @@ def edited(source: str, edits: Iterable[Edit]) -> str:
     return "\n".join(lines)
 
 
-def called(source: str, node: ast.Expr, function: str) -> Edit:
+def wrap_value(source: str, node: ast.Expr, function: str) -> Edit:
     """The edit that hands a statement's value to a function: `x` becomes `function(x)`."""
     lines = source.split("\n")[node.lineno - 1 : last_line(node)]
     before = lines[0].encode()[: node.col_offset].decode()
@@ -142,12 +142,12 @@ def called(source: str, node: ast.Expr, function: str) -> Edit:
     return Edit(node.lineno, last_line(node), tuple(called_lines))
 
 
-def commented(source: str) -> str:
+def comment(source: str) -> str:
     """Return the source with every line as a comment."""
-    return "\n".join(f"# {line}".rstrip() for line in printable(source).split("\n"))
+    return "\n".join(f"# {line}".rstrip() for line in drop_unprintable(source).split("\n"))
 
 
-def printable(line: str) -> str:
+def drop_unprintable(line: str) -> str:
     """Return the text without signs that a source file cannot hold, or that end a line."""
     return "".join(sign if sign.isprintable() or sign in "\t\n" else "?" for sign in line)
 

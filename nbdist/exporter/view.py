@@ -10,7 +10,7 @@ from nbdist.core.view import View
 from nbdist.exporter.export import ExportedScript
 
 
-def written(path: Path, origin: str, notes: Sequence[str], exported: ExportedScript) -> View:
+def script_view(path: Path, origin: str, notes: Sequence[str], exported: ExportedScript) -> View:
     """Which cells are in the script, what was left out and why, and how to run it.
 
     Args:

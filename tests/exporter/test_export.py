@@ -1,7 +1,6 @@
 """Which cells a script takes, in what form, and what is said of the others."""
 
 import ast
-from dataclasses import replace
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
@@ -27,12 +26,17 @@ _MAGICS = {
     "rank [1]": Magic(ranks="[1]"),
     "rank": Magic(problem="%%rank: no rank is named\nusage: ..."),
 }
+# A cell with a comment, a string over lines and a tab.
+_LINES = "# why\nx = '''a\n  b'''  # c\n\n\ndef f():\n\treturn x"
 
 
-def exported(*cells: str) -> ExportedScript:
+def exported(*cells: str | NotebookCell, title: str = "a.ipynb") -> ExportedScript:
     """The export of cells; with a strategy as `%dist_strategy NAME`."""
-    numbered = [NotebookCell(number, cell) for number, cell in enumerate(cells, 1)]
-    return export(numbered, "a.ipynb", Reader(TransformerManager().transform_cell, _magic))
+    numbered = [
+        NotebookCell(number, cell) if isinstance(cell, str) else cell
+        for number, cell in enumerate(cells, 1)
+    ]
+    return export(numbered, title, Reader(TransformerManager().transform_cell, _magic))
 
 
 def body(*cells: str) -> str:
@@ -50,21 +54,26 @@ def _magic(name: str, line: str) -> Magic | None:
     return Magic() if magic is None and name.startswith("dist_") else magic
 
 
-def test_a_distributed_cell_stands_as_it_was_typed() -> None:
-    """Lines, comments and strings are the user's, at the module's level."""
-    cell = "# why\nx = '''a\n  b'''  # c\n\n\ndef f():\n\treturn x"
-
-    assert body(f"%%distributed\n{cell}") == f"# %% cell 1: %%distributed\n{cell}"
-
-
-def test_a_cell_of_some_ranks_is_a_block() -> None:
-    """%%rank, glued or not, is a condition on the rank that no cell can assign."""
-    assert body("%%rank[0,2-3]\nx = 1\nx") == (
-        "# %% cell 1: %%rank[0,2-3]\nif RANK in (0, 2, 3):\n    x = 1\n    show_result(x)"
-    )
-    assert body("%%rank [1]\n# nothing") == (
-        "# %% cell 1: %%rank [1]\nif RANK in (1,):\n    # nothing\n    pass"
-    )
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        # Lines, comments and strings are the user's, at the module's level.
+        ("%%distributed\n" + _LINES, f"%%distributed\n{_LINES}"),
+        # %%rank, glued or not, is a condition on the rank that no cell can assign.
+        ("%%rank[0,2-3]\nx = 1\nx",
+         "%%rank[0,2-3]\nif RANK in (0, 2, 3):\n    x = 1\n    show_result(x)"),
+        ("%%rank [1]\n# nothing", "%%rank [1]\nif RANK in (1,):\n    # nothing\n    pass"),
+        # %time and %%time time Python that runs once: it stays.
+        ("%%distributed\n%%time\nx = 1\n%time y = x + 1\ny",
+         "%%distributed\nx = 1\ny = x + 1  # %time\nshow_result(y)"),
+        ("%%distributed\n%time f(2)", "%%distributed\nshow_result(f(2))  # %time"),
+        ("%%distributed\nx\n%pwd", "%%distributed\nx\n# %pwd"),
+        ("%%time\n%%rank [1]\nx = 1", "%%time\nif RANK in (1,):\n    x = 1"),
+    ],
+)  # fmt: skip
+def test_a_cell_stands_under_its_first_magic(cell: str, expected: str) -> None:
+    """As it was typed, in a block of its ranks, without what only measures its time."""
+    assert body(cell) == f"# %% cell 1: {expected}"
 
 
 def test_names_that_cells_use_are_left_to_them() -> None:
@@ -99,11 +108,9 @@ def test_python_calls_of_nbdist_are_told() -> None:
     )
 
     assert script.cells == (4,)
-    assert script.notes == (
-        (
-            "left out, Python calls of nbdist: cells 1, 2 (import nbdist), "
-            "3 (from nbdist.core import units)"
-        ),
+    assert "\n".join(script.notes) == (
+        "left out, Python calls of nbdist: cells 1, 2 (import nbdist), "
+        "3 (from nbdist.core import units)"
     )
 
 
@@ -123,47 +130,45 @@ def test_names_of_nbdist_have_counterparts() -> None:
     assert script.notes == ()
 
 
-def test_magics_and_commands_become_comments() -> None:
+@pytest.mark.parametrize(
+    ("cell", "expected", "note"),
+    [
+        (
+            "%matplotlib inline\nif rank:\n    !ls -l {x}\nfor i in x:\n    %pwd\n    i?",
+            ("\n# %matplotlib inline\nif rank:\n    # !ls -l {x}\n    pass\n"
+             "for i in x:\n    # %pwd\n    pass\n    # %pinfo i\n    pass\n"),
+            ("kept as comments, a script has no magics and shell commands: "
+             "cells 1 (%matplotlib inline), 1 (!ls -l {x}), 1 (%pwd), 1 (%pinfo i)"),
+        ),
+        (  # What it does inside Python code cannot be known before it runs.
+            "for k in range(2):\n    get_ipython().run_cell_magic(\n        'rank', str(k), 'x')",
+            "    # get_ipython().run_cell_magic(\n    # 'rank', str(k), 'x')\n    pass",
+            ("kept as comments: a cell magic inside Python code. Write it as a cell of its own: "
+             "cell 1 (%%rank str(k) x)"),
+        ),
+    ],
+)  # fmt: skip
+def test_magics_and_commands_become_comments(cell: str, expected: str, note: str) -> None:
     """A line that is no Python is a comment, told, and an empty block stays valid."""
-    cell = "%matplotlib inline\nif rank:\n    !ls -l {x}\nfor i in x:\n    %pwd\n    i?"
     script = exported(f"%%distributed\n{cell}")
 
-    assert "\n# %matplotlib inline\nif rank:\n    # !ls -l {x}\n    pass\n" in script.text
-    assert "\n    # %pwd\n    pass\n    # %pinfo i\n    pass\n" in script.text
-    assert script.notes == (
-        (
-            "kept as comments, a script has no magics and shell commands: "
-            "cells 1 (%matplotlib inline), 1 (!ls -l {x}), 1 (%pwd), 1 (%pinfo i)"
-        ),
-    )
+    assert expected in script.text
+    assert script.notes == (note,)
 
 
 def test_a_magic_that_gives_a_value_stops_the_script() -> None:
     """What needs the value would compute something else without it."""
-    script = exported("%%distributed\nfiles = !ls\nprint(files)")
+    cell = "%%distributed\nfiles = !ls\nprint(files)"
+    script = exported(cell)
     namespace: dict[str, object] = {}
 
-    assert script.notes == (
-        (
-            "the script stops there: a magic or shell command gives a value. Write it in Python: "
-            "cell 1 (files = !ls)"
-        ),
+    assert "\n".join(script.notes) == (
+        "the script stops there: a magic or shell command gives a value. Write it in Python: "
+        "cell 1 (files = !ls)"
     )
     with pytest.raises(NotImplementedError, match="files = !ls: a script has no magics"):
-        exec(_cells_of(script.text), namespace)
+        exec(body(cell), namespace)
     assert "files" not in namespace
-
-
-def test_time_is_taken_off() -> None:
-    """%time and %%time time Python that runs once: it stays."""
-    assert body("%%distributed\n%%time\nx = 1\n%time y = x + 1\ny") == (
-        "# %% cell 1: %%distributed\nx = 1\ny = x + 1  # %time\nshow_result(y)"
-    )
-    assert body("%%distributed\n%time f(2)") == (
-        "# %% cell 1: %%distributed\nshow_result(f(2))  # %time"
-    )
-    assert body("%%distributed\nx\n%pwd") == "# %% cell 1: %%distributed\nx\n# %pwd"
-    assert body("%%time\n%%rank [1]\nx = 1").endswith("if RANK in (1,):\n    x = 1")
 
 
 @pytest.mark.parametrize(
@@ -213,22 +218,6 @@ def test_signs_that_no_file_can_hold_do_no_harm(cell: str, sign: str) -> None:
     assert 3 in script.cells
     compile(script.text.encode(), "script", "exec")
     assert all(line.encode() for line in script.notes)
-
-
-def test_a_cell_magic_inside_a_loop_is_told() -> None:
-    """What a cell magic does inside Python code cannot be known before it runs."""
-    cell = "for k in range(2):\n    get_ipython().run_cell_magic(\n        'rank', str(k), 'x')"
-    script = exported(f"%%distributed\n{cell}")
-
-    assert (
-        "    # get_ipython().run_cell_magic(\n    # 'rank', str(k), 'x')\n    pass" in script.text
-    )
-    assert script.notes == (
-        (
-            "kept as comments: a cell magic inside Python code. Write it as a cell of its own: "
-            "cell 1 (%%rank str(k) x)"
-        ),
-    )
 
 
 def test_what_will_not_work_in_a_script_is_told() -> None:
@@ -327,10 +316,8 @@ def test_a_strategy_for_an_accelerator_of_the_users_is_told() -> None:
         "%%distributed\nfrom nbdist import Accelerator\naccelerator = Accelerator()\naccelerator",
     )
 
-    assert (
-        'give your Accelerator what the notebook\'s strategy gave it: mixed_precision="bf16"'
-        in (script.notes[-1])
-    )
+    assert script.notes[-1].startswith("give your Accelerator what the notebook's strategy gave")
+    assert script.notes[-1].endswith(': mixed_precision="bf16"')
 
 
 def test_a_switch_is_told_where_it_stands() -> None:
@@ -356,11 +343,8 @@ def test_seed_and_number_of_ranks_are_those_of_the_start() -> None:
 
 def test_headings_go_along() -> None:
     """Text of the notebook is left in it, but for its headings."""
-    cells = [
-        NotebookCell(0, "# One\n\ntext\n```\n# no heading\n```\n## Two", is_code=False),
-        NotebookCell(1, "%%distributed\nx = 1"),
-    ]
-    script = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
+    text = "# One\n\ntext\n```\n# no heading\n```\n## Two"
+    script = exported(NotebookCell(0, text, is_code=False), NotebookCell(1, "%%distributed\nx = 1"))
 
     assert "\n\n# # One\n\n# ## Two\n\n# %% cell 1: %%distributed\nx = 1\n" in script.text
     assert "no heading" not in script.text
@@ -368,11 +352,8 @@ def test_headings_go_along() -> None:
 
 def test_cells_that_failed_or_repeat_are_left_out() -> None:
     """Whoever read the cells knows; they are told."""
-    cells = [
-        NotebookCell(1, "%%distributed\nx = 1"),
-        NotebookCell(2, "%%distributed\nx = 2", problem="failed"),
-    ]
-    script = export(cells, "a", Reader(TransformerManager().transform_cell, _magic))
+    failed = NotebookCell(2, "%%distributed\nx = 2", problem="failed")
+    script = exported("%%distributed\nx = 1", failed)
 
     assert script.cells == (1,)
     assert script.notes == ("left out, they failed when they ran: cell 2",)
@@ -390,11 +371,6 @@ def test_nothing_to_export_is_an_error(cells: list[str]) -> None:
 
 def test_the_first_line_names_the_notebook_safely() -> None:
     """A file name with a line end in it stays inside the comment."""
-    cell = replace(NotebookCell(1, "%%distributed\n1"))
-    script = export([cell], "a\nimport os", Reader(TransformerManager().transform_cell, _magic))
+    script = exported("%%distributed\n1", title="a\nimport os")
 
     assert script.text.split("\n")[0].startswith("# The distributed cells of a?import os, ")
-
-
-def _cells_of(script: str) -> str:
-    return script[script.index("# %% cell") : script.index("# %% the end")]

@@ -72,7 +72,7 @@ def test_an_awaited_block_computes_the_same_in_the_module(name: str) -> None:
     """As a function that is awaited it leaves the same variables in the module."""
     source = _SOURCES[name]
     namespace: dict[str, object] = {}
-    exec(text.awaited("cell", source), namespace)
+    exec(text.wrap_async("cell", source), namespace)
     asyncio.run(namespace.pop("cell")())
 
     assert _plain(namespace) == _values(source)
@@ -95,7 +95,7 @@ def test_names_that_only_await_binds_are_the_modules() -> None:
         "[e := 4 for f in [1]]\ndef g(h):\n  i = 1\nclass K:\n  l = 1\nm = 0\nm += 1"
     )
     namespace: dict[str, object] = {}
-    exec(text.awaited("cell", source), namespace)
+    exec(text.wrap_async("cell", source), namespace)
     asyncio.run(namespace.pop("cell")())
 
     assert set(namespace) - {"__builtins__"} == {"os", "j", "a", "b", "c", "d", "e", "g", "K", "m"}
@@ -104,24 +104,18 @@ def test_names_that_only_await_binds_are_the_modules() -> None:
 def test_many_names_stand_on_lines_of_their_own() -> None:
     """A long `global` is broken, and still valid."""
     source = "\n".join(f"a_long_name_{k} = {k}" for k in range(40))
-    shown = text.awaited("cell", source)
+    shown = text.wrap_async("cell", source)
 
     assert max(map(len, shown.split("\n"))) < 100
     compile(shown, "cell", "exec")
-
-
-def test_import_star_cannot_be_awaited() -> None:
-    """Python allows it at the module level alone."""
-    with pytest.raises(SyntaxError, match="import \\*"):
-        text.awaited("cell", "from os import *")
 
 
 @pytest.mark.parametrize("source", _SHOWN)
 def test_the_last_value_is_handed_on(source: str) -> None:
     """The function gets the whole value as one argument, however it is written."""
     shown: list[object] = []
-    node = text.checked(source).tree.body[-1]
-    edited = text.edited(source, [text.called(source, node, "show")])
+    node = text.parse(source).tree.body[-1]
+    edited = text.replace_lines(source, [text.wrap_value(source, node, "show")])
     exec(edited, {"show": shown.append})
 
     wanted = _SHOWN[source]
@@ -153,7 +147,7 @@ def test_a_semicolon_at_the_end_silences(source: str, *, is_silenced: bool) -> N
 def test_what_is_no_python_is_told(source: str, expected: str) -> None:
     """Python's own message comes, also for what only its compiler finds."""
     with pytest.raises(SyntaxError, match=expected):
-        text.checked(source)
+        text.parse(source)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +157,12 @@ def test_what_is_no_python_is_told(source: str, expected: str) -> None:
 )  # fmt: skip
 def test_await_at_the_top_level_is_noticed(source: str, *, is_async: bool) -> None:
     """A cell may await; inside a function it is that function's."""
-    assert text.checked(source).is_async == is_async
+    assert text.parse(source).is_async == is_async
 
 
 def test_names_of_the_module_are_told_from_those_of_functions() -> None:
     """What a function takes or assigns gives the module nothing; what a loop assigns does."""
-    tree = text.checked("def f(a):\n  b = a\nfor c in d: pass\nimport e.g\ng = lambda h: i").tree
+    tree = text.parse("def f(a):\n  b = a\nfor c in d: pass\nimport e.g\ng = lambda h: i").tree
 
     assert text.given_names(tree) == {"f", "c", "e", "g"}
     assert text.read_names(tree) == {"a", "d", "i"}
