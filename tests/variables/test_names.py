@@ -7,19 +7,17 @@ from nbdist.errors import OptionError
 from nbdist.variables import names
 
 
-@pytest.mark.parametrize("name", ["a.b", "x[0]", "1x", "", "for", "a b"])
-def test_what_is_no_name_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ([], r"name one variable or more\. For example: %dist_push loss"),
+        *(([name], "is not a variable name") for name in ("a.b", "x[0]", "1x", "", "for", "a b")),
+    ],
+)
+def test_what_is_no_name_is_refused(typed: list[str], message: str) -> None:
     """It is shown as typed."""
-    with pytest.raises(OptionError, match=r"is not a variable name"):
-        names.check_names([name], "%dist_push")
-
-
-def test_no_name_shows_how_to_give_one() -> None:
-    """An empty line is a mistake."""
-    with pytest.raises(
-        OptionError, match=r"name one variable or more\. For example: %dist_push loss"
-    ):
-        names.check_names([], "%dist_push")
+    with pytest.raises(OptionError, match=message):
+        names.check_names(typed, "%dist_push")
 
 
 def test_an_unknown_name_lists_close_ones() -> None:

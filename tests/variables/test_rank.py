@@ -66,16 +66,18 @@ def test_each_type_keeps_its_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("form", _FORMS)
 def test_each_form_keeps_its_values(form: str) -> None:
-    """The copy is contiguous, and nobody else's."""
+    """The copy is contiguous, and nobody else's; without torch it is an array of the same."""
     value = _FORMS[form]()
     original = value.clone()
-    copy = there_and_back(value)
+    copy, array = there_and_back(value), there_and_back(value, None)
     same = torch.equal(copy, value)
     copy.add_(1)
 
     assert same
     assert copy.shape == value.shape
+    assert array.shape == tuple(value.shape)
     assert torch.equal(value, original)
+    np.testing.assert_array_equal(array, value.resolve_conj().resolve_neg().numpy())
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -100,16 +102,6 @@ def test_without_torch_each_type_becomes_an_array_of_the_same_values(dtype: torc
     assert there_and_back(value[0], None).shape == ()
 
 
-@pytest.mark.parametrize("form", _FORMS)
-def test_without_torch_each_form_becomes_an_array(form: str) -> None:
-    """Of the same shape and values."""
-    value = _FORMS[form]()
-    array = there_and_back(value, None)
-
-    assert array.shape == tuple(value.shape)
-    np.testing.assert_array_equal(array, value.resolve_conj().resolve_neg().numpy())
-
-
 def test_leaves_and_parameters_stay_what_they_are() -> None:
     """A result loses its graph, which cannot be sent."""
     leaf = torch.ones(2, requires_grad=True)
@@ -121,12 +113,8 @@ def test_leaves_and_parameters_stay_what_they_are() -> None:
     assert {name: tensor.requires_grad for name, tensor in values.items()} == {
         "leaf": True, "loss": False, "parameter": True, "frozen": False,
     }  # fmt: skip
-    assert [isinstance(tensor, torch.nn.Parameter) for tensor in values.values()] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    is_parameter = [isinstance(tensor, torch.nn.Parameter) for tensor in values.values()]
+    assert is_parameter == [False, False, True, True]
     assert values["loss"].item() == 4.0
 
 
