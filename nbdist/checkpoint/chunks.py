@@ -126,12 +126,12 @@ def _cut(whole: Chunk, limit: int) -> Iterator[Chunk]:
     for start in range(0, size, step):
         part = replace(
             whole,
-            offsets=_moved(whole.offsets, dim, start),
-            local=_moved(whole.local, dim, start),
+            offsets=_move(whole.offsets, dim, start),
+            local=_move(whole.local, dim, start),
             sizes=(*whole.sizes[:dim], min(step, size - start), *whole.sizes[dim + 1 :]),
         )
         yield from _cut(part, limit)
 
 
-def _moved(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+def _move(place: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return (*place[:dim], place[dim] + by, *place[dim + 1 :])

@@ -42,7 +42,7 @@ _ENDED = (run_owner.DEAD, None)
 _MAX_NAME_BYTES = 255 - len(f".{_MARK}lock")
 
 
-def resolved(path: str | os.PathLike[str], base: Path | None = None) -> Path:
+def resolve(path: str | os.PathLike[str], base: Path | None = None) -> Path:
     """A path as typed, made absolute: `~`, relative ones, and links to where they point.
 
     Args:
@@ -74,7 +74,7 @@ def prepare(path: Path, where: str = "") -> Path:
     `commit` or `abandon` for each.
 
     Args:
-        path: As `resolved` gives it. Folders above it are made.
+        path: As `resolve` gives it. Folders above it are made.
         where: The notebook, named to others who save to the same path meanwhile.
 
     Raises:

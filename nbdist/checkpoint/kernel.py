@@ -103,7 +103,7 @@ class Checkpoints(CellHook):
             RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
             Interrupted: If the user interrupted it; likewise.
         """
-        target = folder.resolved(path)
+        target = folder.resolve(path)
         self._wait_before()
         began_s = time.monotonic()
         self._ranks.recover_if_needed()
@@ -148,7 +148,7 @@ class Checkpoints(CellHook):
             RankGone, RankBusy, NotRunning, NbdistError: As for a cell.
             Interrupted: If the user interrupted it.
         """
-        source = folder.resolved(path)
+        source = folder.resolve(path)
         self._wait_before()
         self._ranks.recover_if_needed()
         try:
@@ -343,7 +343,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedW
         RankGone, RankBusy, NotRunning, Interrupted, NbdistError: As for a cell.
     """
     ranks.recover_if_needed()
-    target = folder.resolved(path)
+    target = folder.resolve(path)
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
             replies: list[ExportedWeights] = ranks.call_all(

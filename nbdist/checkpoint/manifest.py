@@ -174,15 +174,15 @@ def parse(written: str, where: str) -> Checkpoint:
     if not isinstance(number, int) or isinstance(number, bool):
         raise CheckpointError(f"{where} is not an nbdist manifest: it has no {_FORMAT_KEY!r}.")
     if number != FORMAT:
-        by = "a newer nbdist" if number > FORMAT else "an nbdist from before the first release"
+        by, advice = "a newer nbdist", "Upgrade nbdist to load it."
+        if number < FORMAT:
+            by = "an nbdist from before the first release"
+            advice = "Load it with that version and save it again."
+        versions = data.get("versions")
+        version = versions.get("nbdist", "unknown") if isinstance(versions, dict) else "unknown"
         raise CheckpointError(
-            f"{where} has format {number}, written by {by} (nbdist {_version(data)}); this one "
-            f"reads format {FORMAT}. "
-            + (
-                "Upgrade nbdist to load it."
-                if number > FORMAT
-                else "Load it with that version and save it again."
-            )
+            f"{where} has format {number}, written by {by} (nbdist {version}); this one reads "
+            f"format {FORMAT}. {advice}"
         )
     del data[_FORMAT_KEY]
     try:
@@ -262,8 +262,3 @@ def first_few(phrases: Sequence[str], between: str = ", ") -> str:
     """The first three, and how many more there are."""
     more = len(phrases) - _MAX_NAMED
     return between.join(phrases[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _version(data: Mapping[str, Any]) -> str:
-    versions = data.get("versions")
-    return str(versions.get("nbdist", "unknown")) if isinstance(versions, dict) else "unknown"

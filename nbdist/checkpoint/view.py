@@ -24,12 +24,12 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
         before: What became of an earlier save beside training.
     """
     if isinstance(done, Saved):
-        return lines([*before, *_saved(done), *done.notes])
+        return lines([*before, *_describe(done), *done.notes])
     stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
     return lines(
         [
             *before,
-            f"{_shown(done.path)} is being saved: {', '.join([*done.models, *done.optimizers])}",
+            f"{_shorten(done.path)} is being saved: {', '.join([*done.models, *done.optimizers])}",
             f"{units.size(done.copied_bytes)} copied to memory, {stall}",
             "%dist_status shows its progress",
             *done.notes,
@@ -39,7 +39,7 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
 
 def line(done: Saved) -> str:
     """A checkpoint that is there, in one line."""
-    return " ".join(_saved(done)[:1])
+    return " ".join(_describe(done)[:1])
 
 
 def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
@@ -52,7 +52,7 @@ def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     return lines(
         [
             *before,
-            f"{_shown(done.path)} loaded at step {done.step}: {names}",
+            f"{_shorten(done.path)} loaded at step {done.step}: {names}",
             f"{took} ({rate}), every file compared with its checksum; {now}{was}",
             *done.notes,
         ]
@@ -77,17 +77,17 @@ def exported_view(result: ExportedWeights) -> View:
     return View("\n".join(texts))
 
 
-def _saved(done: Saved) -> list[str]:
+def _describe(done: Saved) -> list[str]:
     took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
     files = f"{done.files} files of {ranks(done.strategy.world_size)}"
     rate = _rate(done.size_bytes, done.elapsed_s)
     return [
-        f"{_shown(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
+        f"{_shorten(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
         "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
     ]
 
 
-def _shown(path: str) -> str:
+def _shorten(path: str) -> str:
     """A path, from the notebook's folder on where it lies in there."""
     with contextlib.suppress(ValueError, OSError):
         return str(Path(path).relative_to(Path.cwd()))

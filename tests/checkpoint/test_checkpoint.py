@@ -32,8 +32,7 @@ PARTS = (
         assert state.state == "done", state
         return begun, state
 
-    def load(path, **options):
-        return loading.load(path, **options)
+    load = loading.load
 
     def tell(texts, what):
         "Does it, and adds that it is done, or what it has raised."
@@ -41,7 +40,13 @@ PARTS = (
             what()
             texts.append("done")
         except NbdistError as error:
-            texts.append(str(error))
+            texts.append(f"{type(error).__name__}: {error}")
+
+    def values_of(parts):
+        return {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+
+    def is_same(parts, before):
+        return all(torch.equal(v, before[k]) for k, v in values_of(parts).items())
 
     def first(name, options, kind):
         "Three steps, a checkpoint, and three more, with the random numbers that come after it."
@@ -186,20 +191,17 @@ BESIDE = """
     use("fsdp")
     parts = made(0, Net)
     run(parts, list(parts[3])[:2])
-    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
-    begun = saving.begin(f"{folder}/beside", "one", True)
+    before = values_of(parts)
+    saving.begin(f"{folder}/beside", "one", True)
     texts = []
-    try:
-        loading.load(f"{folder}/beside")
-        texts.append("loaded")
-    except NbdistError as error:
-        texts.append(str(error))
-    losses = run(parts, list(parts[3])[:2])
+    attempt = functools.partial(tell, texts)
+    attempt(lambda: load(f"{folder}/beside"))
+    run(parts, list(parts[3])[:2])
     saved = jobs.wait("one")
     dist.barrier()
-    after = run(parts, [list(parts[3])[0]])
+    run(parts, [list(parts[3])[0]])
     load(f"{folder}/beside")
-    same = all(torch.equal(v, before[k]) for k, v in accelerator.get_state_dict(parts[0]).items())
+    same = is_same(parts, before)
 
     # What was there before stays whole where a save fails.
     class Odd:
@@ -209,7 +211,6 @@ BESIDE = """
             pass
     odd = Odd()
     accelerator.register_for_checkpointing(odd)
-    attempt = functools.partial(tell, texts)
     attempt(lambda: saving.begin(f"{folder}/beside", "two", False))
     del odd
     gc.collect()
@@ -374,13 +375,8 @@ def test_optimizers_of_every_form(forms: dict[str, Any]) -> None:
 
 
 WRONG = """
-    def attempt(what):
-        try:
-            what()
-            texts.append("done")
-        except NbdistError as error:
-            texts.append(f"{type(error).__name__}: {error}")
     texts = []
+    attempt = functools.partial(tell, texts)
     use("fsdp")
     attempt(lambda: load(f"{folder}/nothing"))
     parts = made(0, Net)
@@ -393,10 +389,9 @@ WRONG = """
     def wide():
         return Net(width=32)
     parts = made(0, wide)
-    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    before = values_of(parts)
     attempt(lambda: load(where))
-    now = accelerator.get_state_dict(parts[0])
-    is_unchanged = [all(torch.equal(v, before[k]) for k, v in now.items())]
+    is_unchanged = [is_same(parts, before)]
     del parts
     gc.collect()
     parts = made(0, Tied)
@@ -413,7 +408,7 @@ WRONG = """
     gc.collect()
     parts = made(4, Net)
     run(parts, list(parts[3])[:1])
-    before = {k: v.clone() for k, v in accelerator.get_state_dict(parts[0]).items()}
+    before = values_of(parts)
     moments = accelerator.unwrap_model(parts[0]).head.weight
     moments = parts[1].optimizer.state[moments]["exp_avg"].to_local().clone()
     fill = loading._fill
@@ -424,8 +419,7 @@ WRONG = """
         loading._fill = broken
     attempt(lambda: load(where))
     loading._fill = fill
-    now = accelerator.get_state_dict(parts[0])
-    is_unchanged.append(all(torch.equal(v, before[k]) for k, v in now.items()))
+    is_unchanged.append(is_same(parts, before))
     state = parts[1].optimizer.state[accelerator.unwrap_model(parts[0]).head.weight]
     is_unchanged.append(torch.equal(moments, state["exp_avg"].to_local()))
     file = Path(where) / "__1_0.distcp"

@@ -91,6 +91,9 @@ def test_transformers_loads_what_was_exported_under_each_strategy(tmp_path: Path
 
 
 OTHERS = """
+    import shutil
+    from unittest import mock
+    from nbdist.checkpoint.folder import explain_errors
     weights.BATCH_BYTES = 2048
     class Tied(Net):
         "The head is the embedding; a buffer is saved and one is not."
@@ -139,60 +142,37 @@ OTHERS = """
         }
         return [all(same.values()), len(same), result.tied, result.left_out, result.configs]
 
-    def broken(change):
-        "What is refused after `change` has been done to the file's class; the old one stays."
-        plain_way = dict(vars(WeightsFile))
-        change()
-        text = refused(weights.export_model, model, folder / "ddp.safetensors")
-        for name in ("write", "_check_room", "end"):
-            setattr(WeightsFile, name, plain_way[name])
+    def broken(patch):
+        "What is refused while the file's class is changed; the old file stays."
+        with patch:
+            text = refused(weights.export_model, model, folder / "ddp.safetensors")
         is_unchanged = load_file(folder / "ddp.safetensors")["scale"].tolist() == [3.0, 3.0]
         hidden = sorted(path.name for path in folder.iterdir() if path.name[0] == ".")
         return text, is_unchanged, hidden
 
-    def flipped():
-        ours = WeightsFile.write
-        def write(self, batch, values):
-            values = {k: v + 1 if k == "embed.weight" else v for k, v in values.items()}
-            ours(self, batch, values)
-        WeightsFile.write = write
-
-    def full():
-        def write(self, batch, values):
-            raise OSError(28, "No space left on device")
-        WeightsFile.write = lambda self, *args: inside(self, write, *args)
-
-    def inside(self, write, *args):
-        from nbdist.checkpoint.folder import explain_errors
+    plain_write = WeightsFile.write
+    def flipped(self, batch, values):
+        values = {k: v + 1 if k == "embed.weight" else v for k, v in values.items()}
+        plain_write(self, batch, values)
+    def full(self, batch, values):
         with explain_errors(self._target):
-            write(self, *args)
-
-    def small():
-        def usage(path):
-            return real(path)._replace(free=100)
-        import shutil
-        real = shutil.disk_usage
-        ours = WeightsFile._check_room
-        def check(self):
-            shutil.disk_usage = usage
-            try:
-                ours(self)
-            finally:
-                shutil.disk_usage = real
-        WeightsFile._check_room = check
-
-    def interrupted():
-        ours = WeightsFile.end
-        def end(self):
-            raise NbdistError("stopped here")
-        WeightsFile.end = end
+            raise OSError(28, "No space left on device")
+    def interrupted(self):
+        raise NbdistError("stopped here")
+    little = shutil.disk_usage("/")._replace(free=100)
+    breaks = [
+        mock.patch.object(WeightsFile, "write", flipped),
+        mock.patch.object(WeightsFile, "write", full),
+        mock.patch("shutil.disk_usage", return_value=little),
+        mock.patch.object(WeightsFile, "end", interrupted),
+    ]
 
     kinds = ("single", "zero1", "fsdp1", "none", "own DDP", "own FSDP", "ddp")
     exports = {kind: plain(kind) for kind in kinds}
     use("ddp")
     torch.manual_seed(0)
     model = Accelerator().prepare(More())
-    broke = [broken(change) for change in (flipped, full, small, interrupted)]
+    broke = [broken(patch) for patch in breaks]
     odd = (
         registry.prepared_of(model).base.blocks, nn.Linear(2 + rank, 2), nn.ReLU(),
         nn.Linear(2, 2).to(torch.complex128),

@@ -223,8 +223,8 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step1")
     (tmp_path / "next").symlink_to("step2")
 
-    save(folder.resolved(tmp_path / "latest"), 5)
-    save(folder.resolved(tmp_path / "next"), 6)
+    save(folder.resolve(tmp_path / "latest"), 5)
+    save(folder.resolve(tmp_path / "next"), 6)
 
     assert (tmp_path / "latest").is_symlink()
     assert read_step(tmp_path / "step1") == (5, True)
@@ -238,13 +238,13 @@ def test_paths_are_understood_as_a_shell_does(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "loop").symlink_to("loop")
 
-    assert folder.resolved("~/c") == tmp_path / "c"
-    assert folder.resolved("a/../c", tmp_path) == tmp_path / "c"
+    assert folder.resolve("~/c") == tmp_path / "c"
+    assert folder.resolve("a/../c", tmp_path) == tmp_path / "c"
     for odd, message in (("", "empty"), ("/", "root of the file system"), ("n" * 300, "too long")):
         with pytest.raises(CheckpointError, match=message):
-            folder.resolved(odd, tmp_path)
+            folder.resolve(odd, tmp_path)
     with pytest.raises(CheckpointError, match="cannot be followed"):
-        folder.resolved("~nobody-of-this-name/c")
+        folder.resolve("~nobody-of-this-name/c")
 
 
 @pytest.mark.parametrize(

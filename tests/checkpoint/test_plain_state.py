@@ -27,7 +27,7 @@ def test_a_copy_does_not_change_with_what_it_was_made_of() -> None:
     values = torch.arange(1000.0)
     state = {**STATE, "view": values[:2]}
 
-    copy = plain_state.copied(state, "state")
+    copy = plain_state.copy_plain(state, "state")
 
     state["ordered"]["b"].append(9)
     values.fill_(-1)
@@ -51,4 +51,4 @@ def test_a_copy_does_not_change_with_what_it_was_made_of() -> None:
 def test_what_is_no_plain_data_is_named(state: dict[Any, Any], where: str) -> None:
     """With its place and its class."""
     with pytest.raises(CheckpointError, match=re.escape(f"{where} cannot be saved")):
-        plain_state.copied(state, "state")
+        plain_state.copy_plain(state, "state")

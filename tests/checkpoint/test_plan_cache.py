@@ -24,8 +24,8 @@ SAME = """
         return (
             boxes, contents.parts, contents.shapes, contents.dtypes, contents.paths,
             contents.aliases,
-            [model.saved() for model in live.models],
-            [optimizer.saved() for optimizer in live.optimizers],
+            [model.record() for model in live.models],
+            [optimizer.record() for optimizer in live.optimizers],
             plain_state.as_bytes(plain_state.states(live), []),
             plain_state.steps_made(plain_state.states(live)),
             [item.name for item in (*live.models, *live.optimizers)],
@@ -79,54 +79,25 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 CHANGES = """
     folder = f"{folder}/changes"
 
-    def steps_of(parts):
-        return parts[1].optimizer.state
+    from nbdist.switch.rank import switch
 
     def first_state(parts):
-        return next(iter(steps_of(parts).values()))
-
-    def steps_apart(parts):
-        first_state(parts)["step"].add_(1)
-
-    def another_key(parts):
-        first_state(parts)["more"] = torch.zeros(2)
-
-    def a_key_less(parts):
-        del first_state(parts)["exp_avg"]
+        return next(iter(parts[1].optimizer.state.values()))
 
     def another_dtype(parts):
         state = first_state(parts)
         state["exp_avg"] = state["exp_avg"].double()
 
-    def forgotten(parts):
-        steps_of(parts).clear()
-
     def a_longer_buffer(parts):
         accelerator.unwrap_model(parts[0]).scale = torch.ones(5)
-
-    def another_model(parts):
-        return accelerator.prepare(nn.Linear(2, 2))
-
-    def another_optimizer(parts):
-        return accelerator.prepare(torch.optim.SGD(parts[0].parameters(), lr=0.1))
 
     def another_object(parts):
         counter = Counter()
         accelerator.register_for_checkpointing(counter)
         return counter
 
-    def another_accelerator(parts):
-        return Accelerator()
-
-    def a_parameter_less(parts):
-        parts[1].optimizer.param_groups[0]["params"].pop()
-
     def other_names(parts):
         plan_cache.live_objects.variable_names = lambda *_: (["other"], ["names"])
-
-    def another_strategy(parts):
-        from nbdist.switch.rank import switch
-        switch.switch(choose("fsdp", {}, n))
 
     def nothing(parts):
         first_state(parts)["exp_avg"].add_(1)
@@ -135,21 +106,34 @@ CHANGES = """
 
     is_recalled = {}
     variable_names = plan_cache.live_objects.variable_names
-    changes = [
-        steps_apart, another_key, a_key_less, another_dtype, forgotten, a_longer_buffer,
-        another_model, another_optimizer, another_object, another_accelerator, a_parameter_less,
-        other_names, another_strategy, nothing,
-    ]
-    for change in changes:
+    changes = {
+        "steps apart": lambda parts: first_state(parts)["step"].add_(1),
+        "another key": lambda parts: first_state(parts).update(more=torch.zeros(2)),
+        "a key less": lambda parts: first_state(parts).pop("exp_avg"),
+        "another dtype": another_dtype,
+        "forgotten": lambda parts: parts[1].optimizer.state.clear(),
+        "a longer buffer": a_longer_buffer,
+        "another model": lambda parts: accelerator.prepare(nn.Linear(2, 2)),
+        "another optimizer": lambda parts: accelerator.prepare(
+            torch.optim.SGD(parts[0].parameters(), lr=0.1)
+        ),
+        "another object": another_object,
+        "another accelerator": lambda parts: Accelerator(),
+        "a parameter less": lambda parts: parts[1].optimizer.param_groups[0]["params"].pop(),
+        "other names": other_names,
+        "another strategy": lambda parts: switch.switch(choose("fsdp", {}, n)),
+        "nothing": nothing,
+    }
+    for what, change in changes.items():
         use("ddp")
         parts = made(0, Tied)
         run(parts, [next(iter(parts[3]))])
         save(f"{folder}/changed")
         before = plan_cache.lookup() is not None
         changed = change(parts)
-        is_recalled[change.__name__] = [before, plan_cache.lookup() is not None]
+        is_recalled[what] = [before, plan_cache.lookup() is not None]
         plan_cache.live_objects.variable_names = variable_names
-        if rank == 0 or change is not nothing:
+        if rank == 0 or what != "nothing":
             last = weakref.ref(accelerator.unwrap_model(parts[0]))
         del parts, changed
         gc.collect()
@@ -245,10 +229,9 @@ def test_what_has_changed_is_found_and_agreed_on_anew(results: list[dict[str, An
     assert len(expected) == 14
     assert first["is_recalled"] == expected
     # What variables are called is rank 0's to say.
-    assert second["is_recalled"] == expected | {"other_names": [True, True]}
-    assert first["freed"]
-    assert second["freed"]
+    assert second["is_recalled"] == expected | {"other names": [True, True]}
     for result in (first, second):
+        assert result["freed"]
         assert "'step' of" in result["texts"][0]
         assert "differs" in result["texts"][0]
         assert "is a file of 4 bytes" in result["texts"][1]

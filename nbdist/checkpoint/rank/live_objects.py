@@ -23,6 +23,7 @@ from nbdist.parallel.dp import fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
+from nbdist.parallel.reshard.optimizer_state import MergedState
 from nbdist.parallel.reshard.rebind import names_for
 from nbdist.strategy.tensor_layout import Placement
 
@@ -56,7 +57,7 @@ class CheckpointModel:
         """How a tensor lies: under FSDP1 as if every rank had all of it."""
         return self.prepared.whole(first) if self.is_flat else self.prepared.side(first)
 
-    def saved(self) -> SavedModel:
+    def record(self) -> SavedModel:
         """The manifest's record of it."""
         tensors = tuple(
             SavedTensor(
@@ -91,6 +92,12 @@ class PreparedOptimizer:
         """The optimizer, torch's own object."""
         return self.stepper.optimizer
 
+    @property
+    def agreed(self) -> MergedState:
+        """What all ranks together remember; not under FSDP1."""
+        assert self.stepper.agreed is not None
+        return self.stepper.agreed
+
     def labels_as(self, models: Mapping[str, str]) -> dict[str, str]:
         """The labels with other names of models: name here -> name in the checkpoint."""
         firsts = {key: first for key, (_, first, _) in self.stepper.names.items()}
@@ -113,7 +120,7 @@ class PreparedOptimizer:
             for group in self.optimizer.param_groups
         ]
 
-    def saved(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
+    def record(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
         """The manifest's record of it; with other names of models, as `labels_as`."""
         groups = self.groups(models)
         agreed = self.stepper.agreed
@@ -169,12 +176,16 @@ def find(what: str) -> LiveObjects:
 
 def accelerators_here() -> list[Any]:
     """This rank's that were set up. What a cell that was run again has left is collected."""
+    if _may_be_left():  # a function, so that it holds nothing of it any more
+        gc.collect()
+    return _accelerators()
+
+
+def _may_be_left() -> bool:
     lists = [registry.prepared()]
     for accelerator in _accelerators():
         lists += [accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects]  # noqa: SLF001  # ours
-    if any(len(objects) > 1 for objects in lists):
-        gc.collect()
-    return _accelerators()
+    return any(len(objects) > 1 for objects in lists)
 
 
 def _accelerators() -> list[Any]:

@@ -187,8 +187,8 @@ def _match(folder: Path, saved: Checkpoint, live: LiveObjects) -> restore.Restor
             models=tuple(record for _, record, _ in models),
             optimizers=tuple(record for _, record, _ in optimizers),
         ),
-        [model.saved() for _, _, model in models],
-        [optimizer.saved(there) for _, _, optimizer in optimizers],
+        [model.record() for _, _, model in models],
+        [optimizer.record(there) for _, _, optimizer in optimizers],
     )
     bad = [finding for finding in wrong if finding.verdict == BAD]
     if bad:

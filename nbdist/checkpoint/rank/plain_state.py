@@ -48,19 +48,19 @@ def states(live: LiveObjects) -> dict[str, Any]:
     return {
         "optimizers": {
             optimizer.name: {
-                "groups": copied(optimizer.groups(), f"optimizers.{optimizer.name}.groups"),
+                "groups": copy_plain(optimizer.groups(), f"optimizers.{optimizer.name}.groups"),
                 "entries": entries_of(optimizer),
             }
             for optimizer in live.optimizers
         },
         "accelerators": [
-            copied(_accelerator(accelerator), f"accelerators.{at}")
+            copy_plain(_accelerator(accelerator), f"accelerators.{at}")
             for at, accelerator in enumerate(live.accelerators)
         ],
     }
 
 
-def copied(value: Any, where: str) -> Any:
+def copy_plain(value: Any, where: str) -> Any:
     """A copy of plain data; where it stands is for messages.
 
     Raises:
@@ -68,7 +68,7 @@ def copied(value: Any, where: str) -> Any:
     """
 
     def inner(key: object, item: Any) -> Any:
-        return item if type(item) in _SINGLE else copied(item, f"{where}.{key}")
+        return item if type(item) in _SINGLE else copy_plain(item, f"{where}.{key}")
 
     kind = type(value)
     if kind is dict:

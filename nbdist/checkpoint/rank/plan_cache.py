@@ -108,8 +108,7 @@ def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
         prepared=[save_state.numbers(accelerator) for accelerator in live.accelerators],
         models=[(model.name, model.names, model.dtypes) for model in live.models],
         optimizers=[
-            (optimizer.name, optimizer.labels, _merged_state(optimizer))
-            for optimizer in live.optimizers
+            (optimizer.name, optimizer.labels, optimizer.agreed) for optimizer in live.optimizers
         ],
         looks=_looks(values),
         names={key: _name(live, key) for key in values},
@@ -152,7 +151,7 @@ def is_agreed(recalled: CachedPlan | None, keys: Iterable[PlanKey | None]) -> bo
     ):
         return False
     for at, optimizer in enumerate(recalled.live.optimizers):
-        before = _merged_state(optimizer)
+        before = optimizer.agreed
         entries = {
             (name, key): replace(entry, value=common[at, key]) if entry.kind == "number" else entry
             for (name, key), entry in before.entries.items()
@@ -166,7 +165,7 @@ def _is_all_there_is(live: LiveObjects) -> bool:
     models = [model.prepared for model in live.models]
     optimizers = prepared_optimizers(models)
     here = _objects(registry.prepared(), optimizers or [], live_objects.accelerators_here())
-    entries = [entry for step in live.optimizers for entry in _merged_state(step).entries.values()]
+    entries = [entry for step in live.optimizers for entry in step.agreed.entries.values()]
     return (
         optimizers is not None
         and _ids(here) == _ids(_objects_of(live))
@@ -185,11 +184,6 @@ def _objects(
 ) -> list[object]:
     """All on which a plan hangs: models, what they were built as, optimizers, accelerators."""
     return [*models, *(model.built for model in models), *optimizers, *accelerators]
-
-
-def _merged_state(optimizer: PreparedOptimizer) -> MergedState:
-    assert optimizer.stepper.agreed is not None
-    return optimizer.stepper.agreed
 
 
 def _values(live: LiveObjects) -> dict[_Key, Any]:

@@ -75,7 +75,14 @@ class WeightsFile:
                         f"{beside} already exists and belongs to another model. Choose another "
                         "folder."
                     )
-            self._check_room()
+            needed_bytes = sum(safetensors.bytes_of(weight) for weight in self._weights)
+            free_bytes = shutil.disk_usage(self._target.parent).free
+            if free_bytes < needed_bytes:
+                raise CheckpointError(
+                    f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), "
+                    f"but only {free_bytes:,} are free there. Free some space, or choose another "
+                    "path."
+                )
             self._file = self._temporary.open("xb")
             self._file.write(safetensors.header(self._weights, {"format": "pt", **self._tied}))
 
@@ -152,15 +159,6 @@ class WeightsFile:
                 for entry in self._target.parent.iterdir():
                     if entry.name.startswith(self._temporary.name):
                         entry.unlink()
-
-    def _check_room(self) -> None:
-        needed_bytes = sum(safetensors.bytes_of(weight) for weight in self._weights)
-        free_bytes = shutil.disk_usage(self._target.parent).free
-        if free_bytes < needed_bytes:
-            raise CheckpointError(
-                f"{self._target} needs {needed_bytes:,} bytes ({exact_size(needed_bytes)}), but "
-                f"only {free_bytes:,} are free there. Free some space, or choose another path."
-            )
 
 
 def configs_of(base: torch.nn.Module) -> Mapping[str, str]:

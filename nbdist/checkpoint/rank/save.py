@@ -166,8 +166,8 @@ def _describe(save: RankSave, live: LiveObjects) -> str:
         return ""
     save.plain = plain_state.states(live)  # first: they may be no plain data
     save.manifest = Checkpoint(
-        models=tuple(model.saved() for model in live.models),
-        optimizers=tuple(optimizer.saved() for optimizer in live.optimizers),
+        models=tuple(model.record() for model in live.models),
+        optimizers=tuple(optimizer.record() for optimizer in live.optimizers),
         versions=Versions(
             nbdist=VERSION,
             torch=torch.__version__,

@@ -24,7 +24,7 @@ from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import world_size
 from nbdist.parallel.dp import fsdp1_state
-from nbdist.parallel.reshard.optimizer_state import MergedState, Place
+from nbdist.parallel.reshard.optimizer_state import Place
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, missing_on_ranks
 
@@ -115,7 +115,6 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
 
 def entries_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
     """All that an optimizer remembers, without elements, as plain data, parameter by parameter."""
-    assert optimizer.stepper.agreed is not None
     return [
         {
             "parameter": optimizer.labels[parameter],
@@ -125,7 +124,7 @@ def entries_of(optimizer: PreparedOptimizer) -> list[dict[str, Any]]:
             "value": entry.value if entry.kind == "number" else None,
             "is_on_device": entry.is_on_device,
         }
-        for (parameter, key), entry in optimizer.stepper.agreed.entries.items()
+        for (parameter, key), entry in optimizer.agreed.entries.items()
     ]
 
 
@@ -157,9 +156,8 @@ def own_form(optimizer: PreparedOptimizer, place: Place, side: Placement) -> tor
 
     It has no layout: it is saved where each rank has all of the parameter, and loaded there.
     """
-    assert optimizer.stepper.agreed is not None
     key, state = place
-    everywhere = optimizer.stepper.agreed.entries[place].ranks == frozenset(range(world_size()))
+    everywhere = optimizer.agreed.entries[place].ranks == frozenset(range(world_size()))
     if not everywhere or not is_whole(side):
         return None
     value = optimizer.optimizer.state[optimizer.stepper.names[key][2]][state]
@@ -181,18 +179,16 @@ def _add_whole(
 
 
 def _add_parts(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> None:
-    agreed = optimizer.stepper.agreed
-    assert agreed is not None
-    for (key, state), entry in agreed.entries.items():
+    for (key, state), entry in optimizer.agreed.entries.items():
         side, path = state_side(optimizer, key), state_path(optimizer, key, state)
         if entry.kind == "other":
             value = own_form(optimizer, (key, state), side)
             if value is None:
                 raise CheckpointError(
-                    f"{agreed.optimizer} keeps {state!r} of {optimizer.labels[key]} in its own "
-                    f"format ({entry.value}), which cannot be saved in parts. Save it under ddp, "
-                    "or use AdamW, Adam, SGD or another optimizer whose state has its parameters' "
-                    "shapes."
+                    f"{optimizer.agreed.optimizer} keeps {state!r} of {optimizer.labels[key]} in "
+                    f"its own format ({entry.value}), which cannot be saved in parts. Save it "
+                    "under ddp, or use AdamW, Adam, SGD or another optimizer whose state has its "
+                    "parameters' shapes."
                 )
             whole = Placement(TensorLayout(tuple(value.shape)), Degrees())
             contents.add(path, value.dtype, whole, value)
@@ -205,28 +201,23 @@ def _add_parts(contents: CheckpointTensors, optimizer: PreparedOptimizer) -> Non
         else:
             ranks = entry.ranks if side.layout.ranks is None else entry.ranks & side.layout.ranks
             placement = replace(side, layout=replace(side.layout, ranks=ranks))
-            _refuse_missing(agreed, optimizer, (key, state), side, placement)
+            if not is_complete(placement, world_size()):
+                _refuse_missing(optimizer, (key, state), side, placement)
             here = optimizer.stepper.local
             local = here.tensors.get(here.label((key, state)))
             contents.add(path, entry.dtype, placement, local)
 
 
 def _refuse_missing(
-    agreed: MergedState,
-    optimizer: PreparedOptimizer,
-    place: Place,
-    side: Placement,
-    placement: Placement,
+    optimizer: PreparedOptimizer, place: Place, side: Placement, placement: Placement
 ) -> None:
-    if is_complete(placement, world_size()):
-        return
     key, state = place
-    ranks = agreed.entries[place].ranks
+    ranks = optimizer.agreed.entries[place].ranks
     lacking = missing_on_ranks(
         placement, Placement(replace(side.layout, ranks=None), side.degrees), world_size()
     )
     raise CheckpointError(
-        f"{agreed.optimizer} has {state!r} of {optimizer.labels[key]} on rank {rank_label(ranks)} "
-        f"only; some of it is missing (rank {rank_label(lacking)} has none). Run one step in "
-        "which every rank's part has a gradient, then save."
+        f"{optimizer.agreed.optimizer} has {state!r} of {optimizer.labels[key]} on rank "
+        f"{rank_label(ranks)} only; some of it is missing (rank {rank_label(lacking)} has none). "
+        "Run one step in which every rank's part has a gradient, then save."
     )

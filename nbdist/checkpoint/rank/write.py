@@ -262,18 +262,17 @@ def results(
     reports: dict[int, dict[str, Any]] = {}
     written: dict[int, tuple[int, float]] = {}
     while True:
-        missing = [rank for rank in range(world_size) if rank not in reports]
-        if not missing:
-            return [reports[rank] for rank in range(world_size)]
-        meter.phase = f"waiting for rank {', '.join(map(str, missing))}"
-        for rank in missing:
+        for rank in sorted(set(range(world_size)) - reports.keys()):
             if (path := _result_file(folder, rank)).exists():
                 reports[rank] = json.loads(path.read_text())
             else:
                 last = written.get(rank, (-1, 0.0))
                 written[rank] = _check_progress(folder, rank, is_gone(rank), last)
-        if len(reports) < world_size:
-            meter.wait(_PAUSE_S)
+        missing = [str(rank) for rank in range(world_size) if rank not in reports]
+        if not missing:
+            return [reports[rank] for rank in range(world_size)]
+        meter.phase = f"waiting for rank {', '.join(missing)}"
+        meter.wait(_PAUSE_S)
 
 
 def _check_progress(
