@@ -78,7 +78,7 @@ def _file(path: Path) -> str:
     is_torch = begin_legacy.startswith(_LEGACY_TORCH)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
+            is_torch |= any(name.endswith("/data.pkl") for name in archive.namelist())
     if is_torch:
         return "it is a file of torch.save(). Load it on the ranks: torch.load(PATH)."
     header_bytes = int.from_bytes(begin[:_HEADER_BYTES], "little")

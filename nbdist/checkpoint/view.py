@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import CONFIG, FILE, ExportedWeights
 from nbdist.core import units
 from nbdist.core.units import shown
-from nbdist.core.view import View, lines
+from nbdist.core.view import View
 from nbdist.strategy.choice import described
 from nbdist.strategy.degrees import ranks
 
@@ -24,9 +25,9 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
         before: What became of an earlier save beside training.
     """
     if isinstance(done, Saved):
-        return lines([*before, *_describe(done), *done.notes])
+        return _lines([*before, *_describe(done), *done.notes])
     stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
-    return lines(
+    return _lines(
         [
             *before,
             f"{_shorten(done.path)} is being saved: {', '.join([*done.models, *done.optimizers])}",
@@ -49,7 +50,7 @@ def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     took = f"{units.size(done.read_bytes)} read in {units.seconds(done.elapsed_s)}"
     rate = _rate(done.read_bytes, done.elapsed_s)
     names = ", ".join([*done.models, *done.optimizers])
-    return lines(
+    return _lines(
         [
             *before,
             f"{_shorten(done.path)} loaded at step {done.step}: {names}",
@@ -96,3 +97,8 @@ def _shorten(path: str) -> str:
 
 def _rate(size_bytes: int, elapsed_s: float) -> str:
     return f"{shown(units.exact_size(size_bytes / max(elapsed_s, 1e-9)))}/s"
+
+
+def _lines(texts: Sequence[str]) -> View:
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(text)}</div>' for text in texts)
+    return View("\n".join(texts), body)

@@ -115,7 +115,8 @@ def read(
     """
     arrays = parcel.sizes[: len(parcel.sizes) - len(parcel.tensors)]
     try:
-        with _source(parcel) as source:
+        path = parcel.path
+        with Path(path).open("rb", buffering=0) if path else io.BytesIO(parcel.data) as source:
             fill = functools.partial(_fill, source, check)
             pickled, *buffers = (np.empty(size_bytes, np.uint8).data for size_bytes in arrays)
             for block in (pickled, *buffers):
@@ -149,10 +150,6 @@ def make_values(
 
 def _failure(error: Exception) -> TransferError:
     return TransferError(f"the value cannot be unpacked: {one_line(error)}")
-
-
-def _source(parcel: PackedValue) -> Any:
-    return Path(parcel.path).open("rb", buffering=0) if parcel.path else io.BytesIO(parcel.data)
 
 
 def _fill(source: Any, check: Callable[[], None], memory: memoryview) -> None:

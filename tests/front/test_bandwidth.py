@@ -30,12 +30,8 @@ _MISTAKES = {
 
 def rows(text: str) -> list[list[str]]:
     """The cells of the rows that were measured."""
-    return [
-        [*found.groups()]
-        for found in re.finditer(
-            r"^(\w+) +(\d+ \w*B) +([\d.]+) +([\d.]+) +([\d.]+)  ok$", text, re.MULTILINE
-        )
-    ]
+    pattern = r"^(\w+) +(\d+ \w*B) +([\d.]+) +([\d.]+) +([\d.]+)  ok$"
+    return [[*cells] for cells in re.findall(pattern, text, re.MULTILINE)]
 
 
 def ended_well(cell: Cell) -> str:
