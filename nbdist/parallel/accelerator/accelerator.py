@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import accelerate
 import torch
+import torch.distributed as dist
+from accelerate.utils import AutocastKwargs
 from accelerate.utils import reduce as reduce_on_all_ranks
 
-from nbdist.parallel import options, precision, registry
-from nbdist.parallel import prepare as parallel_prepare
+from nbdist.errors import OptionError
+from nbdist.parallel import events, options, precision, prepare, registry
 from nbdist.parallel.accelerator import (
-    gather as accelerator_gather,
-)
-from nbdist.parallel.accelerator import (
+    clip_grad,
+    gather,
     guard,
     iterable_loader,
     lazy,
-)
-from nbdist.parallel.accelerator import (
-    save_state as accelerator_save_state,
+    model_state,
+    save_state,
 )
 from nbdist.parallel.accelerator.batch_sampler import current_share, settings_of, share_of
 from nbdist.parallel.accelerator.grad_scaler import Scaler
-from nbdist.parallel.accelerator.gradients import Gradients
+from nbdist.parallel.accelerator.loader_state import Position
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
 from nbdist.parallel.accelerator.scheduler import Scheduler
 from nbdist.parallel.accelerator.weak_list import WeakList
-from nbdist.parallel.dp import deepspeed_engine
+from nbdist.parallel.dp import deepspeed, deepspeed_engine, fsdp
 from nbdist.parallel.precision import DTYPES
+from nbdist.parallel.tensors import local_parts
 from nbdist.strategy.choice import Strategy
 
 
-class Accelerator(Gradients):
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     """Accelerate's Accelerator under whatever strategy is current, also after a switch.
 
     `num_processes`, `gather`, `reduce`, data loaders and schedulers go by the ranks that see
@@ -43,6 +45,7 @@ class Accelerator(Gradients):
     """
 
     flag_tensor: torch.Tensor | None
+    scaler: Scaler | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Set up as Accelerate does. Precision and accumulation of the strategy's options count.
@@ -57,6 +60,7 @@ class Accelerator(Gradients):
         self._own_steps = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
+        self._custom_objects = WeakList()
         precision.note(self.state.mixed_precision)
         registry.set_choice(precision.with_accelerator_precision(registry.current()))
         registry.watch(self)
@@ -96,12 +100,12 @@ class Accelerator(Gradients):
         if deepspeed_engine.is_engine(model):
             self._models.append(model)
             return model
-        outer = parallel_prepare.prepare_model(model, self)
+        outer = prepare.prepare_model(model, self)
         prepared = registry.prepared_of(outer)
         assert prepared is not None
         self._models.append(prepared.base)
         for optimizer in self._optimizers:
-            parallel_prepare.bind(optimizer.optimizer)
+            prepare.bind(optimizer.optimizer)
         return outer
 
     def prepare_optimizer(
@@ -118,13 +122,11 @@ class Accelerator(Gradients):
             return optimizer
         wrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else None
         raw = optimizer if wrapper is None else wrapper.optimizer
-        parallel_prepare.bind(raw)
+        prepare.bind(raw)
         if registry.current().options.is_fused:
             options.set_fused(raw, is_on=True)
-        existing: OptimizerWrapper | None = next(
-            (o for o in self._optimizers if o.optimizer is raw), None
-        )
-        prepared = existing or wrapper or OptimizerWrapper(raw, self.scaler)
+        existing = next((o for o in self._optimizers if o.optimizer is raw), None)
+        prepared: OptimizerWrapper = existing or wrapper or OptimizerWrapper(raw)
         prepared.scaler = self.scaler
         self._optimizers.append(prepared)
         return prepared
@@ -159,10 +161,9 @@ class Accelerator(Gradients):
             (wrapper for wrapper in wrappers if scheduler in (wrapper, wrapper.scheduler)), None
         )
         if prepared is None:
-            optimizers = self._optimizers
             prepared = Scheduler(
                 scheduler,
-                lambda: list(optimizers),
+                self._optimizers,
                 is_linked=self.step_scheduler_with_optimizer,
                 is_split=self.split_batches,
             )
@@ -199,21 +200,19 @@ class Accelerator(Gradients):
 
     def gather(self, tensor: Any) -> Any:
         """Values of all data, each once, on every rank. Collective (`gather.gather`)."""
-        return accelerator_gather.gather(tensor)
+        return gather.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that fill up the last batch. Collective."""
-        is_tensors = not use_gather_object and accelerator_gather.is_tensors(input_data)
-        gathered = (accelerator_gather.gather if is_tensors else accelerator_gather.gather_objects)(
-            input_data
-        )
+        is_tensors = not use_gather_object and gather.is_tensors(input_data)
+        gathered = (gather.gather if is_tensors else gather.gather_objects)(input_data)
         state = self.gradient_state
         is_filled = state.end_of_dataloader and state.remainder > 0
-        return accelerator_gather.first_of(gathered, state.remainder) if is_filled else gathered
+        return gather.first_of(gathered, state.remainder) if is_filled else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Values of all data combined, on every rank. Collective (`gather.reduce`)."""
-        return accelerator_gather.reduce(tensor, reduction)
+        return gather.reduce(tensor, reduction)
 
     def pad_across_processes(
         self,
@@ -227,11 +226,11 @@ class Accelerator(Gradients):
             return tensor
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
         """As Accelerate's, between the ranks that see different data."""
-        with accelerator_gather.part_of(inputs, self.state, is_padded=apply_padding) as part:
-            yield part
+        return gather.part_of(inputs, self.state, is_padded=apply_padding)
 
     def check_trigger(self) -> bool:
         """Whether any rank at all has called `set_trigger`. Collective: every rank."""
@@ -243,7 +242,83 @@ class Accelerator(Gradients):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader without the first batches; it too goes on after a switch."""
-        return iterable_loader.skip(dataloader, num_batches)
+        if isinstance(dataloader, Position):
+            return dataloader.skip(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    # Gradients, and what computes them
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Backwards in here add gradients up on each rank; the next one outside combines them."""
+        outer = deepspeed_engine.outer_of(model) or model
+        if deepspeed_engine.is_engine(outer):
+            return deepspeed.no_sync(outer)
+        inner: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
+        context: AbstractContextManager[None] = (
+            fsdp.no_sync(outer) if inner is None else inner.no_sync()
+        )
+        return context
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by fp16's scale, those of each optimizer once. Collective with fp16."""
+        if self.scaler is None:
+            return
+        several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for wrapper in self._optimizers if optimizer is None else several:
+            raw = getattr(wrapper, "optimizer", wrapper)
+            if not self.scaler.has_unscaled(raw):
+                self.scaler.unscale_(raw)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's: divided by the backwards of a step, and scaled for fp16."""
+        engine = deepspeed_engine.only(self._models)
+        if engine is None:
+            with events.backward(loss, self.gradient_accumulation_steps):
+                super().backward(loss, **kwargs)
+        else:
+            deepspeed.backward(engine, loss / self.gradient_accumulation_steps)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Limit the norm of gradients over the whole model, and return it, plain.
+
+        Collective under fsdp, tp and pp, and with fp16: every rank (`clip_grad.clip_grad_norm`).
+        """
+        engine = deepspeed_engine.only(self._models)
+        if engine is not None:
+            return deepspeed.clip(engine, max_norm, norm_type)
+        tensors = _as_list(parameters)
+        self._unscale(tensors)
+        return clip_grad.clip_grad_norm(
+            tensors, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit each element of gradients, where it lies. Collective with fp16."""
+        if deepspeed_engine.only(self._models) is not None:
+            raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
+        tensors = _as_list(parameters)
+        self._unscale(tensors)
+        torch.nn.utils.clip_grad_value_(local_parts(tensors), clip_value)
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, bf16 or fp16: the current strategy's option."""
+        precision = registry.current().options.precision
+        return precision if precision in DTYPES else "no"
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Compute in the strategy's precision; nothing in fp32."""
+        handler = autocast_handler or self.autocast_handler
+        dtype = DTYPES.get(registry.current().options.precision)
+        if dtype is None or deepspeed_engine.only(self._models) is not None:
+            yield
+            return
+        kwargs = {} if handler is None else handler.to_kwargs()
+        with torch.autocast(self.device.type, dtype=dtype, **kwargs):
+            yield
 
     # States
 
@@ -253,19 +328,25 @@ class Accelerator(Gradients):
         Args:
             model: A prepared one, or any other.
             unwrap: Of no effect: names are the same under every strategy.
+
+        Returns:
+            Whole tensors, tied ones under each of their names; not those that the module does
+            not save. On every rank; of a prepared model, while `save_state` runs, on rank 0 alone.
         """
+        state: dict[str, Any]
         if deepspeed_engine.is_engine(model) or registry.prepared_of(model) is not None:
-            return accelerator_save_state.whole_model(model)
-        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            state = model_state.portable(model).state_dict()
+            return {} if save_state.is_saving() and dist.get_rank() != 0 else state
+        state = super().get_state_dict(model, unwrap)
         return state
 
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Write the whole state, for any strategy and number of ranks. Collective: every rank."""
-        with accelerator_save_state.saving(self):
+        with save_state.saving(self):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        accelerator_save_state.save_loaders(self, folder)
+        save_state.save_loaders(self, folder)
         self.wait_for_everyone()
         return folder
 
@@ -282,7 +363,7 @@ class Accelerator(Gradients):
         """
         # Parts are taken from the files as they lie on disk.
         kwargs.setdefault("map_location", "cpu")
-        with accelerator_save_state.loading(self, is_strict=kwargs.pop("strict", True)):
+        with save_state.loading(self, is_strict=kwargs.pop("strict", True)):
             super().load_state(input_dir, {"mmap": True, **(load_kwargs or {})}, **kwargs)
 
     # Switches
@@ -339,14 +420,26 @@ class Accelerator(Gradients):
         for optimizer in self._optimizers:
             optimizer.scaler = self.scaler
 
+    def _unscale(self, parameters: list[torch.Tensor]) -> None:
+        """Of the optimizers that have one of these. Of all where none has: ranks must agree."""
+        wanted = {id(p) for p in parameters}
+        optimizers = [
+            optimizer
+            for optimizer in self._optimizers
+            if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"])
+        ]
+        self.unscale_gradients(optimizers or None)
+
     def _hold_weakly(self) -> None:
         """Replace Accelerate's private lists, which keep everything that was ever prepared."""
         self._models = WeakList(deepspeed_engine.outer_of)
         self._optimizers = WeakList()
         self._schedulers = WeakList()
         self._dataloaders = WeakList()
-        self._custom_objects = getattr(self, "_own_objects", None) or WeakList()
-        self._own_objects = self._custom_objects
+
+
+def _as_list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 class LazyAccelerator(Accelerator):

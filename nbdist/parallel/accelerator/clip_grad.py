@@ -90,7 +90,11 @@ def _total_power(
 ) -> torch.Tensor:
     """The sum of all elements' powers, or their maximum: 0-dim, float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (_, dtype), tensors in _by_device_and_dtype(gradients).items():
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():  # an empty one has no largest element
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (_, dtype), tensors in groups.items():
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
         # torch.nn.utils.get_total_norm is public, but rounds to bfloat16 what is bfloat16.
         norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide))  # noqa: SLF001
@@ -100,17 +104,6 @@ def _total_power(
         else:
             total = total + (norms**norm_type).sum()
     return total
-
-
-def _by_device_and_dtype(
-    tensors: Sequence[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Tensors by device and dtype. Empty ones have no largest element."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups
 
 
 def _meeting_device() -> torch.device:

@@ -14,7 +14,8 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from nbdist.errors import OptionError
+from nbdist.core.ranks import rank_label
+from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
     BatchQueue,
@@ -24,7 +25,9 @@ from nbdist.parallel.accelerator.batch_sampler import (
     current_share,
 )
 from nbdist.parallel.accelerator.loader_state import Position, note_batch
-from nbdist.parallel.accelerator.same_batch import check_alike
+from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.cp.split_sequence import tensors
+from nbdist.parallel.tensors import digest
 
 # What torch's DataLoader is made of, beside the dataset and what draws indices.
 _ARGUMENTS = (
@@ -135,7 +138,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
                 inner = self._open(feed, position, draws=is_first and not is_resumed)
                 batch = next(inner, _END)
                 if is_first:
-                    check_alike(batch, share.index)
+                    _check_alike(batch, share.index)
                     note_batch(batch)
             assert inner is not None
             if batch is _END:
@@ -175,6 +178,36 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
 def arguments(source: DataLoader[Any]) -> dict[str, Any]:
     """What a DataLoader was made with, without its dataset and its samplers."""
     return {name: getattr(source, name) for name in _ARGUMENTS if hasattr(source, name)}
+
+
+def _check_alike(batch: Any, index: int) -> None:
+    """Compare a batch with those of the ranks that share a model's copy with this one.
+
+    Collective under tp, pp and cp: every rank. Nothing is done elsewhere: there no two ranks see
+    the same data, or each rank is by itself.
+
+    Args:
+        batch: Tensors in lists, tuples and dicts.
+        index: Which part of the data it is of; equal for ranks that share a copy.
+
+    Raises:
+        NbdistError: They differ, on all ranks: a model's parts would each compute with
+            different data, and nothing else would tell.
+    """
+    choice = registry.current()
+    if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
+        return
+    digests = all_gather_object((index, digest(tensors(batch))))
+    for part in {shard for shard, _ in digests}:
+        ranks = [rank for rank, (shard, _) in enumerate(digests) if shard == part]
+        if len({digests[rank][1] for rank in ranks}) > 1:
+            raise NbdistError(
+                f"Ranks {rank_label(ranks)} share one copy of the model and got different batches: "
+                "the dataset, its transforms or its sampler draw random numbers that are not the "
+                "same on these ranks. Let rank 0 read for all, with Accelerator(dataloader_config="
+                "DataLoaderConfiguration(dispatch_batches=True)), or seed the ranks alike "
+                "(%dist_init --seed 0)."
+            )
 
 
 def _batches_of(source: DataLoader[Any]) -> Any:

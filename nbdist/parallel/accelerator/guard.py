@@ -29,7 +29,6 @@ _PLUGINS = {
 class _State:
     is_installed: bool = False
     has_warned: bool = False
-    strategy: Callable[[], str] = lambda: "ddp"
 
 
 _state = _State()
@@ -46,9 +45,24 @@ def watch(strategy: Callable[[], str]) -> None:
     """
     if _state.is_installed:
         return
-    _state.is_installed, _state.strategy = True, strategy
+    _state.is_installed = True
     cls: Any = accelerate.Accelerator
-    cls.__init__ = _with_warning(cls.__init__)
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        name = strategy()
+        if type(self) is not cls or name == "ddp" or _state.has_warned:
+            return
+        _state.has_warned = True
+        print(  # noqa: T201  # into the cell's output
+            f"The strategy is {name}. Accelerate's own Accelerator() does not know it and always "
+            "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
+            file=sys.stderr,
+        )
+
+    cls.__init__ = init
 
 
 def refuse_strategies(arguments: Mapping[str, Any]) -> None:
@@ -68,20 +82,3 @@ def refuse_precision(mixed_precision: str) -> None:
         raise OptionError(
             f"mixed_precision={mixed_precision!r} does not work here. Use 'no', 'bf16' or 'fp16'."
         )
-
-
-def _with_warning(construct: Any) -> Any:
-    @functools.wraps(construct)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        name = _state.strategy()
-        if type(self) is not accelerate.Accelerator or name == "ddp" or _state.has_warned:
-            return
-        _state.has_warned = True
-        print(  # noqa: T201  # into the cell's output
-            f"The strategy is {name}. Accelerate's own Accelerator() does not know it and always "
-            "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
-            file=sys.stderr,
-        )
-
-    return init

@@ -58,15 +58,6 @@ def prepare(
     return IterableShard(source, settings) if is_stream else PreparedLoader(source, settings)
 
 
-def skip(loader: Any, n_batches: int) -> Any:
-    """The same loader without its first batches, in every epoch; any DataLoader."""
-    if isinstance(loader, PreparedLoader | DispatchedLoader | IterableShard):
-        return loader.skip(n_batches)
-    from accelerate import skip_first_batches
-
-    return skip_first_batches(loader, n_batches)
-
-
 class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  # untyped
     """Rank 0 reads one batch for each part of the data, and every rank cuts out its own.
 

@@ -22,6 +22,7 @@ class Position:
     # Accelerate's loaders have these.
     iteration: int
     set_epoch: Callable[[int], None]
+    skip: Callable[[int], Any]
     _used = 0
     _resumed = 0
 

@@ -23,10 +23,9 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
 
     scaler: Scaler | None
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Scaler | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap an optimizer that `prepare.bind` knows. This rank alone."""
         super().__init__(optimizer, device_placement=False)
-        self.scaler = scaler
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if this backward is the last one of an accumulation.

@@ -129,24 +129,8 @@ def numbers(accelerator: Any) -> set[int]:
 
 
 def _lists(accelerator: Any) -> list[WeakList]:
-    return [
-        accelerator._models,  # noqa: SLF001
-        accelerator._optimizers,  # noqa: SLF001
-        accelerator._schedulers,  # noqa: SLF001
-        accelerator._dataloaders,  # noqa: SLF001
-        accelerator._custom_objects,  # noqa: SLF001
-    ]
-
-
-def whole_model(model: torch.nn.Module) -> dict[str, Any]:
-    """A prepared model's state_dict as it would be in one process. Collective: every rank.
-
-    Returns:
-        Whole tensors by name, tied ones under each of their names; not those that the module
-        does not save. On every rank; while `save_state` runs, on rank 0 alone.
-    """
-    state = portable(model).state_dict()
-    return {} if is_saving() and dist.get_rank() != 0 else state
+    names = "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"
+    return [getattr(accelerator, name) for name in names]
 
 
 def whole_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -21,7 +21,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Callable[[], Sequence[OptimizerWrapper]],
+        optimizers: Iterable[OptimizerWrapper],
         *,
         is_linked: bool,
         is_split: bool,
@@ -30,18 +30,18 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
 
         Args:
             scheduler: The user's.
-            optimizers: All prepared ones, when asked.
+            optimizers: All prepared ones; looked at with each step.
             is_linked: It steps with its optimizer: not while gradients accumulate, nor after a
                 step that was left out (Accelerate's step_scheduler_with_optimizer).
             is_split: A batch is split between ranks, so a step has used one.
         """
-        self._find = optimizers
+        self._prepared = optimizers
         super().__init__(scheduler, [], step_with_optimizer=is_linked, split_batches=is_split)
 
     @property
     def optimizers(self) -> list[OptimizerWrapper]:
         """Whose steps it goes by: its own one, or all if that is not prepared."""
-        prepared = list(self._find())
+        prepared = list(self._prepared)
         optimizer = getattr(self.scheduler, "optimizer", None)
         return [
             wrapper

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from nbdist.errors import OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
-from nbdist.parallel.dp import deepspeed, fsdp
+from nbdist.parallel.dp import deepspeed
 from nbdist.strategy.choice import Strategy
 
 # The engines of this rank. The class itself is not known before the package is imported.
@@ -25,7 +24,7 @@ class EngineOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: torch.nn.Module) -> None:
         """Wrap the optimizer that `engine` has taken over."""
-        super().__init__(optimizer, None)
+        super().__init__(optimizer)
         self.engine = engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -85,25 +84,6 @@ def outer_of(base: torch.nn.Module) -> torch.nn.Module | None:
     if prepared is not None:
         return prepared.outer
     return base if is_engine(base) else None
-
-
-@contextlib.contextmanager
-def syncs_saved(model: torch.nn.Module) -> Iterator[None]:
-    """Backwards in here add gradients up on each rank; the next one outside combines them."""
-    outer = outer_of(model) or model
-    inner: Any = next((m for m in outer.modules() if hasattr(m, "no_sync")), None)
-    if is_engine(outer):
-        context = deepspeed.no_sync(outer)
-    else:
-        context = fsdp.no_sync(outer) if inner is None else inner.no_sync()
-    with context:
-        yield
-
-
-def refuse_values(models: Iterable[torch.nn.Module]) -> None:
-    """Raises an OptionError if there is an engine: it can clip by the norm alone."""
-    if only(models) is not None:
-        raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
 
 
 def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
