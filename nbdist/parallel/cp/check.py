@@ -151,15 +151,11 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     inputs = _input_errors(local, whole, grid)
     if not whole.attention_inputs:  # the same code runs on all ranks
         return OutputSplit(why=_NO_ATTENTION)
-    differences = [
-        inputs[0],
-        max(inputs),
-        max(errors["outputs"]),
-        max(errors["losses"]),
-    ]
-    return _verdict(
-        _worst(differences, grid), tuple(dims), is_exact=_is_exact(whole.attention_inputs)
-    )
+    differences = [inputs[0], max(inputs), max(errors["outputs"]), max(errors["losses"])]
+    # Attention was given float32, computed as such.
+    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in whole.attention_inputs)
+    is_exact = not is_half and torch.get_float32_matmul_precision() == "highest"
+    return _verdict(_worst(differences, grid), tuple(dims), is_exact=is_exact)
 
 
 def _verdict(
@@ -237,9 +233,3 @@ def _worst(differences: list[float], grid: ParallelMesh) -> list[float]:
     worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
     return worst.tolist()
-
-
-def _is_exact(inputs: list[torch.Tensor]) -> bool:
-    """Whether attention was given float32, computed as such."""
-    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in inputs)
-    return not is_half and torch.get_float32_matmul_precision() == "highest"

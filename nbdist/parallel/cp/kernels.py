@@ -7,6 +7,7 @@ called; `PLAIN` is the same in ordinary tensor operations.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ class Problem:
     is_causal: bool
     scale: float
     dropout: float = 0.0
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,57 +122,45 @@ def _aten(name: str) -> Any:
     return getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
 
 
-def _cpu_forward(problem: Problem) -> Attended:
-    q, k, v = problem.query, problem.key, problem.value
-    flash = _aten("flash_attention_for_cpu")
-    out, lse = flash(q, k, v, 0.0, problem.is_causal, scale=problem.scale)
+def _flash_forward(problem: Problem, operator: str = "flash_attention") -> Attended:
+    arguments = (*problem.qkv, 0.0, problem.is_causal)
+    out, lse, *_ = _aten(operator)(*arguments, scale=problem.scale)
     return Attended(out, lse)
 
 
 def _cpu_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
-    q, k, v = problem.query, problem.key, problem.value
-    flash = _aten("flash_attention_for_cpu_backward")
     rest = (joined.out, joined.lse, 0.0, problem.is_causal)
-    return AttentionGradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
-
-
-def _flash_forward(problem: Problem) -> Attended:
-    q, k, v = problem.query, problem.key, problem.value
-    flash = _aten("flash_attention")
-    out, lse, *_ = flash(q, k, v, 0.0, problem.is_causal, scale=problem.scale)
-    return Attended(out, lse)
+    flash = _aten("flash_attention_for_cpu_backward")
+    return AttentionGradients(*flash(grad_out, *problem.qkv, *rest, scale=problem.scale))
 
 
 def _flash_backward(
     problem: Problem, grad_out: torch.Tensor, joined: Attended
 ) -> AttentionGradients:
-    q, k, v = problem.query, problem.key, problem.value
-    flash = _aten("flash_attention_backward")
     # Lengths differ within a batch only with `cum_seq`, and the seed serves dropout: both empty.
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    lengths = (None, None, q.shape[2], k.shape[2])
+    lengths = (None, None, problem.query.shape[2], problem.key.shape[2])
     rest = (joined.out, joined.lse, *lengths, 0.0, problem.is_causal, none, none)
-    return AttentionGradients(*flash(grad_out, q, k, v, *rest, scale=problem.scale))
+    flash = _aten("flash_attention_backward")
+    return AttentionGradients(*flash(grad_out, *problem.qkv, *rest, scale=problem.scale))
 
 
 def _efficient_forward(problem: Problem) -> Attended:
-    q, k, v = problem.query, problem.key, problem.value
-    efficient = _aten("efficient_attention")
-    out, lse, *_ = efficient(q, k, v, None, True, 0.0, problem.is_causal, scale=problem.scale)
-    return Attended(out, lse[..., : q.shape[2]])
+    arguments = (*problem.qkv, None, True, 0.0, problem.is_causal)
+    out, lse, *_ = _aten("efficient_attention")(*arguments, scale=problem.scale)
+    return Attended(out, lse[..., : problem.query.shape[2]])
 
 
 def _efficient_backward(
     problem: Problem, grad_out: torch.Tensor, joined: Attended
 ) -> AttentionGradients:
-    q, k, v = problem.query, problem.key, problem.value
-    efficient = _aten("efficient_attention_backward")
     # It reads rows of 32 and writes infinity itself where no query is.
-    lse = torch.nn.functional.pad(joined.lse, (0, -q.shape[2] % 32), value=math.inf)
+    lse = torch.nn.functional.pad(joined.lse, (0, -problem.query.shape[2] % 32), value=math.inf)
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     rest = (None, joined.out, lse, none, none, 0.0, [True, True, True, False], problem.is_causal)
-    grad_q, grad_k, grad_v, _ = efficient(grad_out, q, k, v, *rest, scale=problem.scale)
-    return AttentionGradients(grad_q, grad_k, grad_v)
+    efficient = _aten("efficient_attention_backward")
+    *gradients, _ = efficient(grad_out, *problem.qkv, *rest, scale=problem.scale)
+    return AttentionGradients(*gradients)
 
 
 def _fits_cpu(problem: Problem) -> bool:
@@ -188,6 +182,8 @@ def _fits_efficient(problem: Problem) -> bool:
     # Rows of 16 bytes; a multiple of 8 holds for each dtype.
     return problem.query.shape[-1] % 8 == 0 and problem.value.shape[-1] % 8 == 0
 
+
+_cpu_forward = functools.partial(_flash_forward, operator="flash_attention_for_cpu")
 
 PLAIN = Kernel("math", "", lambda _problem: True, _plain_forward, _plain_backward)
 

@@ -69,7 +69,8 @@ def why_whole(call: inspect.BoundArguments, config: Any, size: int) -> str:
             f"a sequence of {n_positions} cannot be split over cp={size} ranks "
             f"({n_positions} % {size} = {n_positions % size}). Cut or pad it to {fitting}"
         )
-    if not _masks_nothing(call.arguments.get("attention_mask")):
+    mask = call.arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not (mask.ndim == 2 and bool((mask == 1).all())):
         return (
             "attention_mask hides positions, and attention over a split sequence takes no mask. "
             "Leave it out where padding is at the end: a causal model does not see it, and its "
@@ -120,7 +121,8 @@ def piece(call: inspect.BoundArguments, base: torch.nn.Module, rank: int, size: 
         changed["use_cache"] = False
     more = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     labels = changed.get("labels")
-    if labels is not None and more and _shifts_labels(base):
+    loss_name = getattr(getattr(base, "loss_function", None), "__name__", "")
+    if labels is not None and more and loss_name == "ForCausalLMLoss":  # it takes shift_labels
         shifted = pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         changed[more] = {"shift_labels": shifted, **changed.get(more, {})}
     per_rank = n_positions // size
@@ -179,12 +181,3 @@ def _with(call: inspect.BoundArguments, arguments: dict[str, Any]) -> inspect.Bo
     names = [name for name in call.signature.parameters if name in arguments]
     ordered: Any = {name: arguments[name] for name in names}
     return inspect.BoundArguments(call.signature, ordered)
-
-
-def _masks_nothing(mask: Any) -> bool:
-    return not isinstance(mask, torch.Tensor) or (mask.ndim == 2 and bool((mask == 1).all()))
-
-
-def _shifts_labels(base: torch.nn.Module) -> bool:
-    """Whether its loss is the one of transformers' causal models, which takes shift_labels."""
-    return getattr(getattr(base, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

@@ -29,7 +29,11 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
         return outer
     group = job.grid.group("dp_replicate", "cp")
     ddp = DistributedDataParallel(outer, **_arguments(job), process_group=group)
-    _compress(job, ddp, group)
+    handler, hook = getattr(job.accelerator, "ddp_handler", None), job.choice.options.hook
+    if hook:
+        ddp.register_comm_hook(*HOOKS[hook](group))
+    elif handler is not None:
+        handler.register_comm_hook(ddp)
     return ddp
 
 
@@ -42,7 +46,8 @@ def _arguments(job: ModelBuild) -> dict[str, Any]:
         kwargs.pop(name, None)  # of Accelerate, and not of DDP
     if options.bucket_mb is not None:
         kwargs["bucket_cap_mb"] = options.bucket_mb
-    if options.hook == "powersgd" and _is_gloo(job.device):
+    backends = dist.get_backend_config() if dist.is_initialized() else ""
+    if options.hook == "powersgd" and f"{job.device.type}:gloo" in backends:
         kwargs["bucket_cap_mb"] = _ONE_BUCKET_MB
     if options.has_static_graph:
         kwargs["static_graph"] = True
@@ -52,19 +57,6 @@ def _arguments(job: ModelBuild) -> dict[str, Any]:
         kwargs["device_ids"] = [job.device]
     # Every rank has the same values already.
     return {**kwargs, "init_sync": False}
-
-
-def _compress(
-    job: ModelBuild, ddp: DistributedDataParallel, group: dist.ProcessGroup | None
-) -> None:
-    name = job.choice.options.hook
-    if not name:
-        handler = getattr(job.accelerator, "ddp_handler", None)
-        if handler is not None:
-            handler.register_comm_hook(ddp)
-        return
-    state, hook = HOOKS[name](group)
-    ddp.register_comm_hook(state, hook)
 
 
 # With the signature of torch's, which DDP asks for; without its name.
@@ -95,10 +87,6 @@ HOOKS: dict[str, Callable[[dist.ProcessGroup | None], tuple[Any, Hook]]] = {
     "bf16": lambda group: (group, reduce_as_bf16),
     "powersgd": _powersgd,
 }
-
-
-def _is_gloo(device: torch.device) -> bool:
-    return dist.is_initialized() and f"{device.type}:gloo" in dist.get_backend_config()
 
 
 STEP = Transform(wrap=_wrap)

@@ -168,11 +168,6 @@ def clip(engine: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
             "norm_type out, or use fsdp"
         )
     engine.optimizer.clip_grad = float(max_norm)
-    return grad_norm(engine)
-
-
-def grad_norm(engine: Any) -> torch.Tensor:
-    """The 2-norm of all gradients, before the step. Collective: every rank."""
     utils = importlib.import_module("deepspeed.utils")
     # Stage 3 keeps a part of each gradient on each rank, the others can put each together.
     is_local = engine.zero_optimization_partition_weights()
@@ -292,33 +287,29 @@ def _package(device: torch.device) -> ModuleType:
     # It tells of every step of its start.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
-        _compile(package, "ShareMemCommBuilder")
+        _compile_op(package)
     return package
 
 
-def _compile(package: ModuleType, name: str) -> None:
-    """Compile and load a part of DeepSpeed, one rank of a machine at a time.
+def _compile_op(package: ModuleType) -> None:
+    """Compile and load what DeepSpeed sends with on CPUs, one rank of a machine at a time.
 
     torch marks a folder in which it compiles with a file, which stays when it is killed, and
     every later start waits for it for ever. Here a lock that ends with its process says who
-    compiles, so that any mark found by its owner is a left one. The folder is nbdist's own.
+    compiles, so that any mark found by its owner is a left one. The folder is nbdist's own,
+    where the user has not set TORCH_EXTENSIONS_DIR.
     """
-    folder = _extensions()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    default = Path(cache) / "nbdist" / f"torch-{torch.__version__}"
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default)))
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "nbdist.lock").open("w") as lock, contextlib.redirect_stdout(io.StringIO()):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for mark in folder.glob("*/lock"):
             mark.unlink()
-        builder = package.accelerator.get_accelerator().create_op_builder(name)
+        builder = package.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
         if builder is not None and builder.is_compatible(verbose=False):
             builder.load(verbose=False)
-
-
-def _extensions() -> Path:
-    """Where torch compiles for DeepSpeed; sets TORCH_EXTENSIONS_DIR where the user has not."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    default = Path(cache) / "nbdist" / f"torch-{torch.__version__}"
-    return Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(default)))
 
 
 def _gathered_parameter(

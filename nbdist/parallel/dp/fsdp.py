@@ -107,11 +107,13 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     The first backward after it reduces the sum; until then a parameter's `.grad` is what it
     was. A module without FSDP2 in it is left alone. No rank is met; every rank must do the same.
     """
-    _set_sync(module, is_on=False)
     try:
+        for shard in _shards(module):
+            shard.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:
-        _set_sync(module, is_on=True)
+        for shard in _shards(module):
+            shard.set_requires_gradient_sync(True, recurse=False)
 
 
 def settle(module: torch.nn.Module) -> None:
@@ -149,7 +151,12 @@ def check_parameters(job: ModelBuild) -> None:
     Raises:
         OptionError: A scalar, or several dtypes in one unit; or as `units_of`.
     """
-    _refuse_scalars(job)
+    scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
+    if scalars:
+        raise OptionError(
+            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dimensions. "
+            "Give it the shape (1,), or use ddp or zero1."
+        )
     units = units_of(job)
     _refuse_mixed_dtypes(job, units)
     text = (
@@ -210,11 +217,6 @@ def _modules_of(
     return (module for module in root.modules() if isinstance(module, kinds))
 
 
-def _set_sync(module: torch.nn.Module, *, is_on: bool) -> None:
-    for shard in _shards(module):
-        shard.set_requires_gradient_sync(is_on, recurse=False)
-
-
 def _shards(module: torch.nn.Module) -> Iterator[FSDPModule]:
     return (inner for inner in module.modules() if isinstance(inner, FSDPModule))
 
@@ -231,15 +233,6 @@ def _refuse_without_split(job: ModelBuild) -> None:
             "--offload cpu: there is no data parallel axis to split parameters along "
             f"({job.choice.world_size} ranks, all used by other axes). Leave it out, or give "
             "fsdp ranks of its own with --dp 2."
-        )
-
-
-def _refuse_scalars(job: ModelBuild) -> None:
-    scalars = [name for name, p in job.base.named_parameters() if p.dim() == 0]
-    if scalars:
-        raise OptionError(
-            f"{job.choice.name} cannot split {', '.join(scalars)}: a parameter without dimensions. "
-            "Give it the shape (1,), or use ddp or zero1."
         )
 
 

@@ -6,9 +6,8 @@ itself gathers and scatters, in memory for the whole model on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -102,8 +101,17 @@ def optimizer_state(
         optimizer: Of its parameters alone.
         keys: First name of each -> its key in what is returned.
     """
-    with _without_offload(model.outer):
-        state = FullyShardedDataParallel.optim_state_dict(model.outer, optimizer)
+    # By default (torch 2.11 to 2.13) what is gathered is moved to the host, which on the CPU leaves
+    # all moments of a parameter in the one buffer that they were gathered in: each is the last
+    # one. The test of states that go from fsdp1 shows it.
+    copies = FullOptimStateDictConfig(offload_to_cpu=False)
+    with warnings.catch_warnings():
+        # It names a successor for FSDP2; this is FSDP1's own way.
+        warnings.simplefilter("ignore", FutureWarning)
+        with FullyShardedDataParallel.state_dict_type(
+            model.outer, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copies
+        ):
+            state = FullyShardedDataParallel.optim_state_dict(model.outer, optimizer)
     return {
         "state": {keys[name]: values for name, values in state["state"].items()},
         "param_groups": [
@@ -133,22 +141,3 @@ def load_optimizer_state(
         old.update(new)
     groups[:] = old_groups
     optimizer.param_groups = groups
-
-
-@contextlib.contextmanager
-def _without_offload(outer: torch.nn.Module) -> Iterator[None]:
-    """Let what FSDP1 gathers be copied.
-
-    By default (torch 2.11 to 2.13) it is moved to the host, which on the CPU leaves all moments of
-    a parameter in the one buffer that they were gathered in: each is the last one. The test of
-    states that go from fsdp1 shows it.
-    """
-    with warnings.catch_warnings():
-        # It names a successor for FSDP2; this is FSDP1's own way.
-        warnings.simplefilter("ignore", FutureWarning)
-        with FullyShardedDataParallel.state_dict_type(
-            outer,
-            StateDictType.FULL_STATE_DICT,
-            optim_state_dict_config=FullOptimStateDictConfig(offload_to_cpu=False),
-        ):
-            yield

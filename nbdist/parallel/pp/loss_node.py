@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from nbdist.parallel.tensors import like
-
-Gradients = list[torch.Tensor | None]
+from nbdist.parallel.tensors import like, local_of
 
 
 class LossNode(torch.autograd.Function):
@@ -37,16 +34,17 @@ class LossNode(torch.autograd.Function):
         """The gradients, times that of the loss."""
         ctx.saved_tensors  # noqa: B018  # raises where the graph has been let go
         factor = gradient * ctx.unscale
-        gradients: Gradients = ctx.gradients
+        gradients: list[torch.Tensor | None] = ctx.gradients
         if retains_graph():
-            gradients = [
-                None if parameter_grad is None else _times(parameter_grad, factor)
-                for parameter_grad in gradients
-            ]
+            gradients = [None if g is None else like(g, local_of(g) * factor) for g in gradients]
         else:
             # None is left here, so that autograd takes them for .grad instead of copies.
             ctx.gradients = None
-            _multiply(gradients, factor)
+            # On a GPU, looking at the factor would wait for all that was launched.
+            if factor.device.type != "cpu" or factor.item() != 1:
+                for g in gradients:
+                    if g is not None:
+                        local_of(g).mul_(factor)
         return None, None, None, torch.zeros_like(gradient), *gradients
 
 
@@ -58,17 +56,3 @@ def retains_graph() -> bool:
     """
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # noqa: SLF001
     return True if ask is None else bool(ask())
-
-
-def _multiply(gradients: Gradients, factor: torch.Tensor) -> None:
-    # On a GPU, looking at the factor would wait for all that was launched.
-    if factor.device.type == "cpu" and factor.item() == 1:
-        return
-    for gradient in gradients:
-        if gradient is not None:
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
-
-
-def _times(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return like(tensor, local * factor)

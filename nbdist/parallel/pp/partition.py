@@ -16,7 +16,7 @@ itself: `model.pp_everywhere = ["embed"]` names modules or parameters that every
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from nbdist.parallel.build import names_of, tensors_of
 from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
-from nbdist.strategy.choice import Degrees
 
 _KEPT = "pp"
 
@@ -40,13 +39,11 @@ class Cuts:
     Attributes:
         blocks: Its list of blocks.
         spans: The blocks of each stage, as positions in the list.
-        ranks: Stages are dealt out to so many ranks, in turn.
         holders: First name of each parameter and buffer -> coordinates along pp; None for all.
     """
 
     blocks: BlockList
     spans: tuple[range, ...]
-    ranks: int
     holders: Mapping[str, frozenset[int] | None]
 
 
@@ -59,15 +56,22 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """
     options, ranks = job.choice.options, job.choice.degrees.pp
     blocks = find_blocks(job.base, options.blocks)
-    _refuse_few(blocks, job.choice.degrees, job.choice.world_size)
+    count = len(blocks.modules)
+    if count < ranks:
+        possible = [str(n) for n in range(2, count + 1) if job.choice.world_size % n == 0]
+        way = f"Use --pp {' or '.join(possible)}" if possible else "Use another strategy"
+        raise OptionError(
+            f"{count} blocks ({blocks.name or 'the model itself'}) cannot form {ranks} pipeline "
+            f"stages: each stage needs at least one. {way}, or name another list with --blocks "
+            "NAME."
+        )
     _refuse_options(job)
-    is_looped = SCHEDULES[options.schedule].is_looped
-    per_rank = 2 if is_looped and len(blocks.modules) >= 2 * ranks else 1
+    per_rank = 2 if SCHEDULES[options.schedule].is_looped and count >= 2 * ranks else 1
     if per_rank == 2:
         _refuse_two(job)
-    spans = spans_of(len(blocks.modules), per_rank * ranks)
-    holders = dict(_holders(job.base, layouts, blocks, spans, ranks))
-    job.step_data[_KEPT] = Cuts(blocks, spans, ranks, holders)
+    spans = spans_of(count, per_rank * ranks)
+    holders = _holders(job.base, layouts, blocks, spans, ranks)
+    job.step_data[_KEPT] = Cuts(blocks, spans, holders)
     return {name: replace(layout, stages=holders[name]) for name, layout in layouts.items()}
 
 
@@ -78,7 +82,7 @@ def _lay_out(job: ModelBuild) -> None:
     local_names = {n for n, places in cuts.holders.items() if places is None or here in places}
     tensors = _first_names(job.base)
     parts = []
-    for index in range(here, len(cuts.spans), cuts.ranks):
+    for index in range(here, len(cuts.spans), job.choice.degrees.pp):
         local_blocks = {cuts.blocks.modules[position] for position in cuts.spans[index]}
         foreign = set(cuts.blocks.modules) - local_blocks
         tree = _tree(job.base, foreign, lambda tensor: tensors[id(tensor)] in local_names)
@@ -102,18 +106,6 @@ def spans_of(count: int, stages: int) -> tuple[range, ...]:
     size, more = divmod(count, stages)
     starts = [index * size + min(index, more) for index in range(stages + 1)]
     return tuple(range(*pair) for pair in itertools.pairwise(starts))
-
-
-def _refuse_few(blocks: BlockList, degrees: Degrees, world_size: int) -> None:
-    count = len(blocks.modules)
-    if count >= degrees.pp:
-        return
-    possible = [n for n in range(2, count + 1) if world_size % n == 0]
-    way = f"Use --pp {' or '.join(map(str, possible))}" if possible else "Use another strategy"
-    raise OptionError(
-        f"{count} blocks ({blocks.name or 'the model itself'}) cannot form {degrees.pp} pipeline "
-        f"stages: each stage needs at least one. {way}, or name another list with --blocks NAME."
-    )
 
 
 def _refuse_options(job: ModelBuild) -> None:
@@ -161,34 +153,20 @@ def _refuse_two(job: ModelBuild) -> None:
 
 def _holders(
     base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
-) -> Iterator[tuple[str, frozenset[int] | None]]:
+) -> dict[str, frozenset[int] | None]:
     """Who holds each tensor; of tied ones, everyone who holds it under one of its names."""
     first = _first_names(base)
     places: dict[str, set[int]] = {name: set() for name in layouts}
-    homes = dict(_homes(base, layouts, blocks, spans, ranks))
-    for path, module in base.named_modules(remove_duplicate=False):
-        for key, tensor in _own_tensors(module):
-            name = f"{path}.{key}" if path else key
-            places[first[id(tensor)]] |= homes[name]
-    for name, coordinates in places.items():
-        yield name, None if len(coordinates) == ranks else frozenset(coordinates)
-
-
-def _homes(
-    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, spans: tuple[range, ...], ranks: int
-) -> Iterator[tuple[str, set[int]]]:
-    """Coordinates along pp by each name of each tensor."""
     stage_of = {position: stage for stage, span in enumerate(spans) for position in span}
     prefixes = {f"{blocks.block_name(n)}.": stage % ranks for n, stage in stage_of.items()}
     outside = _Outside(base, layouts, blocks)
     for path, module in base.named_modules(remove_duplicate=False):
-        for key, _ in _own_tensors(module):
+        for key, tensor in _own_tensors(module):
             name = f"{path}.{key}" if path else key
             home = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
-            if home is not None:
-                yield name, {home}
-            else:
-                yield name, outside.homes(name, module, ranks)
+            homes = outside.homes(name, module, ranks) if home is None else {home}
+            places[first[id(tensor)]] |= homes
+    return {n: None if len(held) == ranks else frozenset(held) for n, held in places.items()}
 
 
 class _Outside:

@@ -138,7 +138,12 @@ class Pipeline(torch.nn.Module):
         return tuple(self._root.parts)  # type: ignore[arg-type]
 
     def _train(self, batch: FlatValue, trained: Mapping[str, torch.nn.Parameter]) -> Any:
-        _refuse_gradients(batch)
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in batch.leaves):
+            raise NbdistError(
+                "an argument of forward requires a gradient, and a pipeline gives none to its "
+                "inputs: make it a parameter or the result of a module inside the model, or "
+                "detach() it"
+            )
         count = self._count(batch_size(batch))
         pieces = split_batch(batch, count)
         plan = self._plan_for(pieces)
@@ -202,24 +207,23 @@ class Pipeline(torch.nn.Module):
     def _agree(self, dtype: torch.dtype) -> torch.Tensor:
         """The mean loss, on every rank; raises on every rank if the model failed on one."""
         losses = [loss for part in self._parts for loss in part.current.losses]
-        failure = next((p for p in self._parts if p.current.failure is not None), None)
+        errors = [(part.index, part.current.failure) for part in self._parts]
+        failures = [(index, error) for index, error in errors if error is not None]
         totals = torch.zeros(2, dtype=dtype, device=self._route.device)
-        totals[1] = failure is not None
-        if losses and failure is None:
+        totals[1] = bool(failures)
+        if losses and not failures:
             totals[0] = torch.stack(losses).mean()
         dist.all_reduce(totals, group=self._route.group)
         if not totals[1].item():
             return totals[0]
-        error = None if failure is None else failure.current.failure
-        own_report = (
-            None if failure is None or error is None else StageFailure.of(failure.index, error)
-        )
+        own_report = StageFailure.of(*failures[0]) if failures else None
         reports: list[StageFailure | None] = [None] * self._route.ranks
         dist.all_gather_object(reports, own_report, group=self._route.group)
-        raise error or next(report for report in reports if report is not None).reason()
+        raise failures[0][1] if failures else next(filter(None, reports)).reason()
 
     def _plan_for(self, pieces: Sequence[FlatValue]) -> PipelinePlan:
-        kinds = tuple((leaf.shape, leaf.dtype) for leaf in pieces[0].leaves if _is_tensor(leaf))
+        leaves = [leaf for leaf in pieces[0].leaves if isinstance(leaf, torch.Tensor)]
+        kinds = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         kind = self._route.device.type
         lowered = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = len(pieces), pieces[0].skeleton, kinds, lowered
@@ -255,7 +259,14 @@ class Pipeline(torch.nn.Module):
         route, parts = self._route, self._parts
         loss = torch.empty((), dtype=findings.dtype, device="meta")
         for part, names in zip(parts, findings.whole, strict=True):
-            self._warn_unsplit(part, names)
+            if names and part.index not in self._warned:
+                self._warned.add(part.index)
+                warnings.warn(
+                    f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
+                    "cannot run such a backward in two halves. It runs in one there: correct, "
+                    "but with the bubble that zb avoids.",
+                    stacklevel=2,
+                )
         stages = [
             PipelineStage(
                 part if len(parts) > 1 else self._root,
@@ -280,16 +291,6 @@ class Pipeline(torch.nn.Module):
         argument = stages if SCHEDULES[name].is_looped else stages[0]
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
         return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
-
-    def _warn_unsplit(self, part: StageModule, names: tuple[str, ...]) -> None:
-        if names and part.index not in self._warned:
-            self._warned.add(part.index)
-            warnings.warn(
-                f"--schedule zb: stage {part.index} uses {names[0]} more than once, and torch "
-                "cannot run such a backward in two halves. It runs in one there: correct, "
-                "but with the bubble that zb avoids.",
-                stacklevel=2,
-            )
 
     def _count(self, size: int) -> int:
         """How many micro-batches: by itself as many as divide the batch, two per rank at most.
@@ -317,15 +318,3 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _refuse_gradients(batch: FlatValue) -> None:
-    if any(_is_tensor(leaf) and leaf.requires_grad for leaf in batch.leaves):
-        raise NbdistError(
-            "an argument of forward requires a gradient, and a pipeline gives none to its inputs: "
-            "make it a parameter or the result of a module inside the model, or detach() it"
-        )

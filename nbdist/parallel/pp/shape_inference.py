@@ -113,22 +113,6 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checks:
-    """What the first run is to look at.
-
-    Attributes:
-        is_checked: What stages use and do not have.
-        is_halved: Whether backwards can run in two halves.
-    """
-
-    is_checked: bool = False
-    is_halved: bool = False
-
-
-_NO_CHECKS = _Checks()
-
-
-@dataclass(frozen=True, slots=True)
 class _Report:
     """What one rank tells the others about the first run.
 
@@ -184,26 +168,31 @@ def infer(
             model uses what its stage does not have.
     """
     with torch.no_grad(), _without_trace(route.device, buffers) as changed:
-        run = _run_through(root, batch, route, _Checks(is_checked=True, is_halved=is_halved))
+        run = _run_through(root, batch, route, is_checked=True, is_halved=is_halved)
         names = tuple(changed())
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
         packed = pack(run.ends[-1][1])
         output = packed.skeleton, torch.promote_types(packed.tensors[0].dtype, torch.float32)
-    report = _Report(run.failed, _digest(batch), output, names)
+    own_batch = digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
+    report = _Report(run.failed, own_batch, output, names)
     reports: list[Any] = [None] * route.ranks
     dist.all_gather_object(reports, report, group=route.group)
     if run.error is not None:
         raise run.error
     _check(reports)
     skeleton, dtype = next(report.output for report in reports if report.output is not None)
-    return Findings(
-        tuple(_borders(part, *ends) for part, ends in zip(_parts(root), run.ends, strict=True)),
-        skeleton,
-        dtype,
-        _moving(reports),
-        tuple(run.whole),
+    borders = tuple(
+        (
+            None if part.is_first else StageBoundary.of(received),
+            None if part.is_last else StageBoundary.of(result),
+        )
+        for part, (received, result) in zip(_parts(root), run.ends, strict=True)
     )
+    # A buffer that the first rank changes is used before the blocks, and others' may have NaN.
+    by_importance = (*range(len(reports))[::-1], 0)
+    moving = {name: here for here in by_importance for name in reports[here].changed}
+    return Findings(borders, skeleton, dtype, moving, tuple(run.whole))
 
 
 def _parts(root: Stages) -> Sequence[StageModule]:
@@ -211,9 +200,22 @@ def _parts(root: Stages) -> Sequence[StageModule]:
 
 
 def _run_through(
-    root: Stages, batch: FlatValue, route: Route, checks: _Checks = _NO_CHECKS
+    root: Stages,
+    batch: FlatValue,
+    route: Route,
+    *,
+    is_checked: bool = False,
+    is_halved: bool = False,
 ) -> _Run:
-    """Run this rank's stages, between receiving and sending. A failure is passed on as well."""
+    """Run this rank's stages, between receiving and sending. A failure is passed on as well.
+
+    Args:
+        root: This rank's stages.
+        batch: What each of them is called with.
+        route: The pipeline.
+        is_checked: Refuse what stages use and do not have.
+        is_halved: As `infer`.
+    """
     run = _Run()
     for part in _parts(root):
         received: Any = None
@@ -223,8 +225,10 @@ def _run_through(
         result = received
         if not isinstance(received, StageFailure):
             try:
-                result = _result(root, part, batch, received, checks)
-                run.whole.append(_unsplit(root, part, batch, received, checks))
+                result = _result(root, part, batch, received, is_checked=is_checked)
+                # torch does not split the first stage's backward.
+                is_split = is_halved and not part.is_first
+                run.whole.append(_unsplit(root, part, batch, received) if is_split else ())
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
                 run.error, result = error, StageFailure.of(part.index, error)
         if isinstance(result, StageFailure):
@@ -237,24 +241,21 @@ def _run_through(
 
 
 def _result(
-    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
+    root: Stages, part: StageModule, batch: FlatValue, received: Any, *, is_checked: bool
 ) -> Any:
     arguments = () if part.is_first else (received,)
     result = root(*arguments, batch=batch, part=part)
-    if part.is_last and checks.is_checked:
+    if part.is_last and is_checked:
         result = only_loss(result)
     # Raises, while the others can still be told, where something cannot be sent.
     assert pack(result).tensors is not None
-    if checks.is_checked:
+    if is_checked:
         _check_result(part, batch, received, result)
     return result
 
 
-def _unsplit(
-    root: Stages, part: StageModule, batch: FlatValue, received: Any, checks: _Checks
-) -> tuple[str, ...]:
-    if not checks.is_halved or part.is_first:  # torch does not split the first stage's backward
-        return ()
+def _unsplit(root: Stages, part: StageModule, batch: FlatValue, received: Any) -> tuple[str, ...]:
+    """The parameters because of which a stage's backward cannot run in two halves."""
     packed = pack(received)
     leaves = [
         tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
@@ -287,13 +288,6 @@ def _check_result(part: StageModule, batch: FlatValue, received: Any, result: An
         )
 
 
-def _borders(
-    part: StageModule, received: Any, result: Any
-) -> tuple[StageBoundary | None, StageBoundary | None]:
-    incoming = None if part.is_first else StageBoundary.of(received)
-    return incoming, None if part.is_last else StageBoundary.of(result)
-
-
 def _check(reports: Sequence[_Report]) -> None:
     failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
@@ -304,13 +298,6 @@ def _check(reports: Sequence[_Report]) -> None:
             "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
             "or make them alike on all ranks (torch.manual_seed(0) before they are drawn)"
         )
-
-
-def _moving(reports: Sequence[_Report]) -> dict[str, int]:
-    """A buffer that the first rank changes is used before the blocks, and others' may have NaN."""
-    return {
-        name: here for here in (*range(len(reports))[::-1], 0) for name in reports[here].changed
-    }
 
 
 @contextmanager
@@ -329,7 +316,3 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
         finally:
             for name, buffer in buffers.items():
                 buffer.copy_(copies[name])
-
-
-def _digest(batch: FlatValue) -> str:
-    return digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))

@@ -343,17 +343,10 @@ def _missing(
         table: dict[str, Any] = module._parameters  # noqa: SLF001  # as torch's own tools
         for key, parameter in table.items():
             if parameter is not None and parameter.is_meta:
-                number, value = _full_of_nan(parameter, device)
+                local = local_of(parameter)
+                number = torch.full((), _NAN, dtype=local.dtype, device=device)
+                value = like(parameter, number.expand(local.shape))
                 yield Missing(f"{path}.{key}" if path else key, table, key, number, value)
-
-
-def _full_of_nan(
-    parameter: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A number, and a tensor like the parameter that is full of it."""
-    local = local_of(parameter)
-    number = torch.full((), _NAN, dtype=local.dtype, device=device)
-    return number, like(parameter, number.expand(local.shape))
 
 
 def _out_of_order(*_: Any, **__: Any) -> Any:

@@ -31,18 +31,23 @@ from nbdist.parallel.tp.rng import Streams
 
 @dataclass(frozen=True, slots=True)
 class TpContext:
-    """Where one attention is split.
+    """Where one layer is split.
 
     Attributes:
         mesh: The tp mesh.
         streams: The ranks' random numbers.
-        sequence_dim: The dim along which its query, and what it returns, is split; None where
-            they are whole.
+        sequence_dim: The dim along which what goes out of a rowwise layer is split, and the query
+            of an attention, in a block with sequence parallelism; None where they are whole.
     """
 
     mesh: DeviceMesh
     streams: Streams
     sequence_dim: int | None
+
+    @property
+    def output(self) -> Placement:
+        """How what goes out of a rowwise layer lies."""
+        return Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
 
     def __deepcopy__(self, _memo: object) -> Self:
         """Itself: a copy of the model is split along the same mesh."""
@@ -58,20 +63,17 @@ class SplitAttention(ParallelStyle):
     }  # fmt: skip
     PARTS: ClassVar = {"in_proj_weight": 3, "in_proj_bias": 3}
 
-    def __init__(self, streams: Streams, sequence_dim: int | None) -> None:
+    def __init__(self, context: TpContext) -> None:
         super().__init__()
-        self._streams = streams
-        self._sequence_dim = sequence_dim
+        self._context = context
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.MultiheadAttention)
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, split_parameter(parameter, device_mesh, Shard(0)))
-        output = Replicate() if self._sequence_dim is None else Shard(self._sequence_dim)
-        style = RowwiseParallel(output_layouts=output)
+        style = RowwiseParallel(output_layouts=self._context.output)
         parallelize_module(module.out_proj, device_mesh, style, src_data_rank=None)
-        context = TpContext(device_mesh, self._streams, self._sequence_dim)
-        forward: Any = functools.partial(_forward, module, context)
+        forward: Any = functools.partial(_forward, module, self._context)
         module.forward = functools.update_wrapper(forward, module.forward)  # type: ignore[method-assign]
         return module
 
@@ -143,7 +145,12 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
     if context.sequence_dim is None:
         context.streams.leave()
-    result = module.out_proj(_join_heads(mixed, is_batched, module.batch_first))
+    joined = mixed.transpose(1, 2).flatten(2)  # the own heads side by side, as the input lay
+    if not is_batched:
+        joined = joined.squeeze(0)
+    elif not module.batch_first:
+        joined = joined.transpose(0, 1)
+    result = module.out_proj(joined)
     if weights is None:
         return result, None
     all_weights = _gather_weights(weights, module, context, average_attn_weights)
@@ -225,14 +232,6 @@ def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     return torch.softmax(scores if mask is None else scores + mask, dim=-1)
-
-
-def _join_heads(mixed: torch.Tensor, is_batched: bool, is_batch_first: bool) -> torch.Tensor:
-    """The own heads side by side, as the input lay."""
-    joined = mixed.transpose(1, 2).flatten(2)
-    if not is_batched:
-        return joined.squeeze(0)
-    return joined if is_batch_first else joined.transpose(0, 1)
 
 
 def _gather_weights(

@@ -115,7 +115,8 @@ def _prepare(
     prefix = f"{name}." if name else ""
     styles = {path.removeprefix(prefix): plan[path] for path in plan if path.startswith(prefix)}
     rows = [path for path, style in styles.items() if style.kind == "rowwise"]
-    n_in = _n_inputs(module.get_submodule(columns[0].removeprefix(prefix)))
+    column: Any = module.get_submodule(columns[0].removeprefix(prefix))
+    n_in = column.weight.shape[0 if is_conv1d(column) else 1]
     captured: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def see(path: str, _layer: Any, args: Any, result: torch.Tensor) -> None:
@@ -246,9 +247,3 @@ def _run(module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     first = result[0] if isinstance(result, tuple | list) else result
     assert isinstance(first, torch.Tensor)
     return first
-
-
-def _n_inputs(layer: torch.nn.Module) -> int:
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.shape[0 if is_conv1d(layer) else 1]

@@ -29,7 +29,7 @@ class Between:
 
     def __init__(self, mesh: DeviceMesh, streams: Streams) -> None:
         self.mesh = mesh
-        self._streams = streams
+        self.streams = streams
         self._input: torch.Tensor | None = None
         self._whole: DTensor | None = None
         self._has_gradient = False
@@ -38,21 +38,23 @@ class Between:
         """Itself: between two forwards it holds nothing."""
         return self
 
-    def watch_column(self, layer: torch.nn.Module, place: Placement) -> None:
-        """A colwise layer, whose input lies as `place` says."""
+    def watch_column(
+        self, layer: torch.nn.Module, place: Placement, owner: torch.nn.Module | None
+    ) -> None:
+        """A colwise layer, whose input lies as `place` says.
+
+        After it each rank draws random numbers of its own, for the owner; None for alike ones.
+        """
         layer.register_forward_pre_hook(functools.partial(self._share, place), prepend=True)
+        if owner is not None:
+            layer.register_forward_hook(functools.partial(_draw_own, self.streams, id(owner)))
 
-    def watch_row(self, layer: torch.nn.Module) -> None:
-        """A rowwise layer: what was split ends here."""
+    def watch_row(self, layer: torch.nn.Module, *, draws_alike: bool) -> None:
+        """A rowwise layer: what was split ends here; from it on ranks may draw alike again."""
         layer.register_forward_pre_hook(self._forget, prepend=True)
-
-    def draw_own(self, column: torch.nn.Module, owner: torch.nn.Module) -> None:
-        """Let each rank draw its own random numbers after a colwise layer of a module."""
-        column.register_forward_hook(functools.partial(_draw_own, self._streams, id(owner)))
-
-    def draw_alike(self, row: torch.nn.Module) -> None:
-        """Let all ranks draw alike from a rowwise layer on."""
-        row.register_forward_pre_hook(functools.partial(_draw_alike, self._streams), prepend=True)
+        if draws_alike:
+            hook = functools.partial(_draw_alike, self.streams)
+            layer.register_forward_pre_hook(hook, prepend=True)
 
     def spread(self, tensor: torch.Tensor, place: Placement) -> DTensor:
         """An input as a whole DTensor. Collective along tp where it is split."""
@@ -105,26 +107,23 @@ def watch_owner(
     owner.register_forward_pre_hook(show, with_kwargs=True)
 
 
-def split_blocks(
-    modules: Sequence[torch.nn.Module], between: Between, streams: Streams, dim: int
-) -> None:
+def split_blocks(modules: Sequence[torch.nn.Module], between: Between, dim: int) -> None:
     """Split what goes through a list of blocks along the sequence; it is whole before and after.
 
     Args:
         modules: The blocks of one list and this stage, in order.
-        between: Of the model.
-        streams: Of the model: inside of blocks each rank draws its own numbers.
+        between: Of the model: inside of blocks each rank draws numbers of its own.
         dim: The sequence's.
     """
     for module in modules:
-        module.register_forward_pre_hook(functools.partial(_draw_own, streams, id(module)))
-        module.register_forward_hook(functools.partial(_draw_alike, streams))
+        module.register_forward_pre_hook(functools.partial(_draw_own, between.streams, id(module)))
+        module.register_forward_hook(functools.partial(_draw_alike, between.streams))
     first = functools.partial(_split_input, between, dim)
     modules[0].register_forward_pre_hook(first, with_kwargs=True, prepend=True)
     modules[-1].register_forward_hook(functools.partial(_gather_output, between, dim))
 
 
-def sum_gradient(parameter: torch.nn.Parameter) -> None:
+def sum_gradient(parameter: DTensor) -> None:
     """Let a DTensor's gradient lie as it does itself, once backward has it.
 
     Of a parameter that is whole while activations are split, each rank has a part of the sum.
@@ -133,7 +132,7 @@ def sum_gradient(parameter: torch.nn.Parameter) -> None:
     requires_grad = parameter.requires_grad
     # Also where it is frozen now: it may be thawed later.
     parameter.requires_grad_(True)
-    hook = functools.partial(_as_placed, _placements(parameter))
+    hook = functools.partial(_as_placed, parameter.placements)
     parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(requires_grad)
 
@@ -142,11 +141,6 @@ def _as_placed(placements: tuple[Placement, ...], gradient: torch.Tensor) -> tor
     if isinstance(gradient, DTensor) and gradient.placements != placements:
         return gradient.redistribute(placements=placements)
     return gradient
-
-
-def _placements(parameter: torch.Tensor) -> tuple[Placement, ...]:
-    assert isinstance(parameter, DTensor)
-    return parameter.placements
 
 
 def _draw_own(streams: Streams, owner: int, *_: Any) -> None:

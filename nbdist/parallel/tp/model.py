@@ -100,8 +100,10 @@ def _layer(
     attributes = vars(module)
     n_in, n_out = _sizes(module)
     weight = getattr(module, "weight", None)
-    heads = next((attributes[key] for key in HEAD_COUNTS if _is_count(attributes.get(key))), None)
-    size = next((attributes[key] for key in HEAD_SIZES if _is_count(attributes.get(key))), None)
+    heads, kv_heads, head_size = (
+        next((attributes[key] for key in names if _is_count(attributes.get(key))), None)
+        for names in (HEAD_COUNTS, KV_COUNTS, HEAD_SIZES)
+    )
     return Layer(
         kind=next((kind for kind, matches in _KINDS if matches(module)), "other"),
         n_in=n_in,
@@ -109,10 +111,8 @@ def _layer(
         weight=weights.get(id(weight), ""),
         n_own=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
         heads=heads,
-        kv_heads=next(
-            (attributes[key] for key in KV_COUNTS if _is_count(attributes.get(key))), None
-        ),
-        head_size=size,
+        kv_heads=kv_heads,
+        head_size=head_size,
         is_block=is_block,
         is_in_block=is_in_block,
     )

@@ -34,7 +34,10 @@ class Streams:
         self._group = grid.group("tp")
         self._index = grid.coordinate.tp
         self._generators = _generators(device)
-        self._seed = torch.zeros((), dtype=torch.int64, device=_seed_device(self._group, device))
+        # The host where the group can send from there: then nobody waits for the device.
+        has_host = "cpu:" in str(dist.get_backend_config(self._group))
+        seed_device = torch.device("cpu") if has_host else device
+        self._seed = torch.zeros((), dtype=torch.int64, device=seed_device)
         self._dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS)]
         # Whether the last forward in training drew any numbers; before the first one, whether
         # an attribute says that it will: not every dropout is a module.
@@ -152,9 +155,3 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     return generators
-
-
-def _seed_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """The host where the group can send from there: then nobody waits for the device."""
-    has_host = "cpu:" in str(dist.get_backend_config(group))
-    return torch.device("cpu") if has_host else device

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import BlockList, candidates, find_blocks
@@ -49,14 +47,19 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
         return Sequence()
     lists = _lists(job, plan)
     names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
+    attention_modules = [module for module in job.base.modules() if is_attention(module)]
     sequence = Sequence(
         lists=tuple(filter(None, (_own(job, blocks, layouts) for blocks in names))),
         blocks=frozenset(name for blocks in names for name in blocks),
-        dim=_dim(job.base),
+        dim=1 if all(module.batch_first for module in attention_modules) else 0,
     )
-    _refuse_flat(sequence, plan, layers)
-    norms = _norms(sequence, plan, layers)
-    return Sequence(sequence.lists, sequence.blocks, norms, sequence.dim)
+    for attention in attentions(plan, layers):
+        if attention.owner in sequence.blocks:
+            raise OptionError(
+                f"{attention.owner} computes attention in the block itself, with whole sequences. "
+                f"Put it into a module of its own. {_WITHOUT}"
+            )
+    return replace(sequence, norms=_norms(sequence, plan, layers))
 
 
 def _lists(job: ModelBuild, plan: Plan) -> list[BlockList]:
@@ -95,21 +98,6 @@ def _own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str,
         return all(holders is None or stage in holders for holders in stages)
 
     return tuple(block for block in blocks if is_own(block))
-
-
-def _dim(base: torch.nn.Module) -> int:
-    attention = [module for module in base.modules() if is_attention(module)]
-    return 0 if any(not module.batch_first for module in attention) else 1
-
-
-def _refuse_flat(sequence: Sequence, plan: Plan, layers: Layers) -> None:
-    """Refuse blocks that split heads themselves: they see a part of the sequence."""
-    for attention in attentions(plan, layers):
-        if attention.owner in sequence.blocks:
-            raise OptionError(
-                f"{attention.owner} computes attention in the block itself, with whole sequences. "
-                f"Put it into a module of its own. {_WITHOUT}"
-            )
 
 
 def _norms(sequence: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,28 +30,8 @@ from torch.distributed.tensor.parallel import (
 
 from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter
 from nbdist.parallel.tp.model import is_conv1d
-from nbdist.parallel.tp.rng import Streams
 from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.strategy.tp_plan import Style
-
-
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """What a layer's style has to know of the layer's surroundings.
-
-    Attributes:
-        streams: The ranks' random numbers.
-        sequence_dim: The dim along which what goes out of a rowwise layer is split, where it is
-            in a block with sequence parallelism; None where it is whole.
-    """
-
-    streams: Streams
-    sequence_dim: int | None = None
-
-    @property
-    def output(self) -> Placement:
-        """How what goes out of a rowwise layer lies."""
-        return Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
 
 
 def split_dims(module: torch.nn.Module, style: Style) -> dict[str, int]:
@@ -82,7 +62,7 @@ def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> Ten
     return replace(layout, tp_dim=dim, tp_parts=parts)
 
 
-def torch_style(module: torch.nn.Module, style: Style, context: LayerContext) -> ParallelStyle:
+def torch_style(module: torch.nn.Module, style: Style, context: TpContext) -> ParallelStyle:
     """What does to a module what its plan says."""
     make = _CONV1D if is_conv1d(module) else _STYLES
     return make[style.kind](module, context)
@@ -129,16 +109,15 @@ class SplitEmbedding(ParallelStyle):
     Unlike torch's RowwiseParallel, whose gradient is of the whole vocabulary on every rank.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, context: TpContext) -> None:
         super().__init__()
-        self._streams = streams
+        self._context = context
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         assert isinstance(module, torch.nn.Embedding)
         weight = split_parameter(module.weight, device_mesh, Shard(0))
         module.register_parameter("weight", weight)
-        context = TpContext(device_mesh, self._streams, None)
-        lookup: Any = functools.partial(_look_up, module, context)
+        lookup: Any = functools.partial(_look_up, module, self._context)
         module.forward = functools.update_wrapper(lookup, module.forward)  # type: ignore[method-assign]
         return module
 
@@ -163,15 +142,13 @@ def _look_up(module: torch.nn.Embedding, context: TpContext, words: torch.Tensor
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
-def _embedding_style(module: torch.nn.Module, context: LayerContext) -> ParallelStyle:
+def _embedding_style(module: torch.nn.Module, context: TpContext) -> ParallelStyle:
     # A subclass's forward does more than look up; torch's style leaves it as it is.
     is_plain = type(module).forward is torch.nn.Embedding.forward
-    return (
-        SplitEmbedding(context.streams) if is_plain else RowwiseParallel(input_layouts=Replicate())
-    )
+    return SplitEmbedding(context) if is_plain else RowwiseParallel(input_layouts=Replicate())
 
 
-_Maker = Callable[[torch.nn.Module, LayerContext], ParallelStyle]
+_Maker = Callable[[torch.nn.Module, TpContext], ParallelStyle]
 
 _STYLES: dict[str, _Maker] = {
     "colwise": lambda _module, _context: ColwiseParallel(),
@@ -181,7 +158,7 @@ _STYLES: dict[str, _Maker] = {
     # What comes in is split by heads, which are in another dim than that of the norm. It is
     # the same to it which one: a part of the batch's gradients, too, adds up to the whole.
     "shared": lambda _module, _context: SequenceParallel(sequence_dim=0, use_local_output=True),
-    "attention": lambda _module, context: SplitAttention(context.streams, context.sequence_dim),
+    "attention": lambda _module, context: SplitAttention(context),
 }
 _CONV1D: dict[str, _Maker] = {
     "colwise": lambda _module, _context: Conv1DParallel(

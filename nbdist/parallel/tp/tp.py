@@ -20,19 +20,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
-from nbdist.parallel.tp.attention import check_attention, close_fast_paths
+from nbdist.parallel.tp.attention import TpContext, check_attention, close_fast_paths
 from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
 from nbdist.parallel.tp.model import divided_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
-from nbdist.parallel.tp.styles import (
-    LayerContext,
-    norm_style,
-    split_dims,
-    split_layout,
-    torch_style,
-)
+from nbdist.parallel.tp.styles import norm_style, split_dims, split_layout, torch_style
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.tp_plan import (
     Attention,
@@ -85,18 +79,23 @@ def _lay_out(job: ModelBuild) -> None:
     ties = [names for names in _names(base) if len(names) > 1]
     for name, style in planned.plan.items():
         if style.kind != "divide":
-            _split(base, name, planned, between, streams)
+            _split(base, name, planned, between)
     sequence = planned.sequence
     for name in sequence.norms:
         norm = norm_style(sequence.dim)
         parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
-    _tie(base, ties)
+    for tied in ties:  # one parameter again
+        parameters = [base.get_parameter(name) for name in tied]
+        shared = next((p for p in parameters if isinstance(p, DTensor)), parameters[0])
+        for name in tied:
+            path, _, key = name.rpartition(".")
+            base.get_submodule(path).register_parameter(key, shared)
     for name, owner in planned.owners.items():
         vars(base.get_submodule(name)).update(owner.values)
     _watch_owners(base, planned, between)
     for blocks in sequence.lists:
         modules = [base.get_submodule(name) for name in blocks]
-        split_blocks(modules, between, streams, sequence.dim)
+        split_blocks(modules, between, sequence.dim)
     close_fast_paths(base)
     streams.attach(job.root)
     step_by_mesh()
@@ -181,26 +180,21 @@ def _is_mirror(name: str, tied: Iterable[str], splits: Mapping[str, object]) -> 
     )
 
 
-def _split(
-    base: torch.nn.Module, name: str, planned: SplitPlan, between: Between, streams: Streams
-) -> None:
+def _split(base: torch.nn.Module, name: str, planned: SplitPlan, between: Between) -> None:
     """Split one layer of the plan, and watch what goes in and out."""
     module, style = base.get_submodule(name), planned.plan[name]
     sequence = planned.sequence
     dim = sequence.dim if sequence.has(name) else None
-    torchs = torch_style(module, style, LayerContext(streams, dim))
+    torchs = torch_style(module, style, TpContext(between.mesh, between.streams, dim))
     parallelize_module(module, between.mesh, torchs, src_data_rank=None)
     owner = name.rpartition(".")[0]
     if style.kind == "colwise":
         # Elsewhere the module that it is in has gathered its input.
         is_split = dim is not None and owner in sequence.blocks
-        between.watch_column(module, Shard(sequence.dim) if is_split else Replicate())
-        if dim is None:
-            between.draw_own(module, base.get_submodule(owner))
+        place = Shard(sequence.dim) if is_split else Replicate()
+        between.watch_column(module, place, base.get_submodule(owner) if dim is None else None)
     elif style.kind == "rowwise":
-        between.watch_row(module)
-        if dim is None:
-            between.draw_alike(module)
+        between.watch_row(module, draws_alike=dim is None)
 
 
 def _watch_owners(base: torch.nn.Module, planned: SplitPlan, between: Between) -> None:
@@ -227,18 +221,6 @@ def _names(base: torch.nn.Module) -> list[tuple[str, ...]]:
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(parameter), []).append(name)
     return [tuple(names) for names in names_by_id.values()]
-
-
-def _tie(base: torch.nn.Module, names: Iterable[tuple[str, ...]]) -> None:
-    """Make tied parameters one again, after each of their layers has been split."""
-    for tied in names:
-        parameters = [base.get_parameter(name) for name in tied]
-        shared = next(
-            (parameter for parameter in parameters if isinstance(parameter, DTensor)), parameters[0]
-        )
-        for name in tied:
-            path, _, key = name.rpartition(".")
-            base.get_submodule(path).register_parameter(key, shared)
 
 
 STEP = Transform(_plan, _lay_out, _wrap)
