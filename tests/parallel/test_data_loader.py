@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler
 
 from nbdist.parallel.accelerator.batch_sampler import (
@@ -46,9 +47,8 @@ def test_each_rank_gets_what_accelerate_gives_it(
     for n_samples, size in itertools.product(range(31), [1, 2, 3, 5]):
         whole = size * count if is_split else size
         batches = BatchSampler(range(n_samples), whole, drops_last)
-        shard = ShardedBatchSampler(
-            batches, SamplerSettings(None, is_split=is_split, is_even=is_even)
-        )
+        config = DataLoaderConfiguration(split_batches=is_split, even_batches=is_even)
+        shard = ShardedBatchSampler(batches, SamplerSettings(None, config))
         for index in range(count):
             theirs = BatchSamplerShard(
                 batches, count, index, split_batches=is_split, even_batches=is_even

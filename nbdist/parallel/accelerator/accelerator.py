@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from nbdist.parallel.accelerator import (
     model_state,
     save_state,
 )
-from nbdist.parallel.accelerator.batch_sampler import current_share, settings_of, share_of
+from nbdist.parallel.accelerator.batch_sampler import SamplerSettings, current_share, share_of
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.loader_state import Position
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
@@ -149,7 +150,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
             self._dataloaders.append(data_loader)
             return data_loader
         is_placed = self.device_placement if device_placement is None else device_placement
-        settings = settings_of(self, is_placed=is_placed, slice_fn=slice_fn_for_dispatch)
+        settings = SamplerSettings(
+            self.device if is_placed else None,
+            dataclasses.replace(self.dataloader_config),
+            tuple(str(getattr(kind, "value", kind)) for kind in self.rng_types),
+            slice_fn_for_dispatch,
+        )
         loader = iterable_loader.prepare(data_loader, settings, is_dispatched=self.dispatch_batches)
         self._dataloaders.append(loader)
         return loader
@@ -399,7 +405,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     def batch_and_rate(self) -> tuple[int | None, float | None]:
         """(the size of a loader's batches that each rank has whole, the learning rate), if any."""
         all_settings = [getattr(loader, "_settings", None) for loader in self._dataloaders]
-        is_whole = [settings is not None and not settings.is_split for settings in all_settings]
+        is_whole = [
+            settings is not None and not settings.config.split_batches for settings in all_settings
+        ]
         # With several loaders nobody knows which one is trained with.
         samplers = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
         sizes = {getattr(sampler, "batch_size", None) for sampler in samplers}

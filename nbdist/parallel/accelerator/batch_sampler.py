@@ -10,11 +10,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler
 
 from nbdist.errors import OptionError
@@ -34,46 +35,19 @@ class DataShard:
 
 @dataclass(frozen=True, slots=True)
 class SamplerSettings:
-    """What an Accelerator says about its loaders; Accelerate's DataLoaderConfiguration, mostly.
+    """What an Accelerator says about its loaders.
 
     Attributes:
         device: Where batches go; None leaves them where they are.
-        is_split: A batch is cut into pieces; otherwise each rank has whole batches.
-        is_even: The last round is filled up with the first samples.
+        config: Accelerate's, as it was when a loader was prepared.
         rng_types: What all ranks take over from rank 0 at the start of an epoch.
-        is_seedable: A random order that follows from seed and epoch alone.
-        seed: For that; torch's seed where None.
-        is_non_blocking: Copies to the device do not wait.
-        is_stateful: On torchdata's StatefulDataLoader.
         slice_fn: How a dispatched batch is cut; Accelerate's way where None.
     """
 
     device: torch.device | None
-    is_split: bool = False
-    is_even: bool = True
-    rng_types: tuple[str, ...] = ("generator",)
-    is_seedable: bool = False
-    seed: int | None = None
-    is_non_blocking: bool = False
-    is_stateful: bool = False
+    config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    rng_types: tuple[str, ...] = ()
     slice_fn: Callable[..., Any] | None = None
-
-
-def settings_of(
-    accelerator: Any, *, is_placed: bool, slice_fn: Callable[..., Any] | None
-) -> SamplerSettings:
-    """What an Accelerator was made with."""
-    return SamplerSettings(
-        device=accelerator.device if is_placed else None,
-        is_split=accelerator.split_batches,
-        is_even=accelerator.even_batches,
-        rng_types=tuple(str(getattr(kind, "value", kind)) for kind in accelerator.rng_types),
-        is_seedable=accelerator.use_seedable_sampler,
-        seed=accelerator.dataloader_config.data_seed,
-        is_non_blocking=accelerator.non_blocking,
-        is_stateful=accelerator.use_stateful_dataloader,
-        slice_fn=slice_fn,
-    )
 
 
 def share_of(choice: Strategy, rank: int) -> DataShard:
@@ -146,8 +120,8 @@ class ShardedBatchSampler(BatchSampler):
             start: How many of all batches each epoch leaves out at its beginning.
         """
         self.batch_sampler = batches
-        self.split_batches = settings.is_split
-        self.even_batches = settings.is_even
+        self.split_batches = settings.config.split_batches
+        self.even_batches = settings.config.even_batches
         self._size: int | None = getattr(batches, "batch_size", None)
         self.batch_size = self._size  # type: ignore[assignment]  # Accelerate asks for it
         self.drop_last = getattr(batches, "drop_last", False)

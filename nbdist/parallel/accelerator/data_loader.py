@@ -74,9 +74,9 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
             device=settings.device,
             rng_types=rng_types or None,
             synchronized_generator=generator,
-            use_stateful_dataloader=settings.is_stateful,
+            use_stateful_dataloader=settings.config.use_stateful_dataloader,
             _drop_last=source.drop_last,
-            _non_blocking=settings.is_non_blocking,
+            _non_blocking=settings.config.non_blocking,
             iteration=getattr(source, "iteration", 0),
             **drawn,
             **arguments(source),
@@ -229,14 +229,14 @@ def _fix_order(batches: Any, settings: SamplerSettings) -> torch.Generator | Non
     Accelerate does the same. Otherwise each rank would draw from its own torch's generator.
     """
     sampler: Any = getattr(batches, "sampler", None)
-    if isinstance(sampler, RandomSampler) and settings.is_seedable:
+    if isinstance(sampler, RandomSampler) and settings.config.use_seedable_sampler:
         if not isinstance(sampler, SeedableRandomSampler):
             batches.sampler = SeedableRandomSampler(
                 data_source=sampler.data_source,
                 replacement=sampler.replacement,
                 num_samples=sampler.num_samples,
                 generator=sampler.generator,
-                data_seed=settings.seed,
+                data_seed=settings.config.data_seed,
             )
         return None
     if not hasattr(sampler, "generator"):

@@ -78,10 +78,10 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
             drawn = {"batch_size": source.batch_size, "drop_last": source.drop_last}
         super().__init__(
             source.dataset,
-            split_batches=settings.is_split,
-            use_stateful_dataloader=settings.is_stateful,
+            split_batches=settings.config.split_batches,
+            use_stateful_dataloader=settings.config.use_stateful_dataloader,
             _drop_last=source.drop_last,
-            _non_blocking=settings.is_non_blocking,
+            _non_blocking=settings.config.non_blocking,
             slice_fn=settings.slice_fn,
             iteration=getattr(source, "iteration", 0),
             **drawn,
@@ -220,7 +220,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             stream = stream.dataset
         share = current_share()
         size = source.batch_size or 1
-        if settings.is_split:
+        if settings.config.split_batches:
             refuse_uneven(size, share)
         parts = _Parts(
             stream,
@@ -228,7 +228,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             drop_last=source.drop_last,
             num_processes=share.count,
             process_index=share.index,
-            split_batches=settings.is_split,
+            split_batches=settings.config.split_batches,
         )
         generator: torch.Generator | None = getattr(stream, "generator", None)
         super().__init__(
@@ -237,11 +237,11 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             rng_types=list(settings.rng_types) if generator is not None else None,
             synchronized_generator=generator,
             skip_batches=n_skipped,
-            use_stateful_dataloader=settings.is_stateful,
+            use_stateful_dataloader=settings.config.use_stateful_dataloader,
             _drop_last=source.drop_last,
-            _non_blocking=settings.is_non_blocking,
+            _non_blocking=settings.config.non_blocking,
             iteration=getattr(source, "iteration", 0),
-            batch_size=size // share.count if settings.is_split else size,
+            batch_size=size // share.count if settings.config.split_batches else size,
             drop_last=source.drop_last,
             **arguments(source),
         )
@@ -254,13 +254,13 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
 
     def __iter__(self) -> Iterator[Any]:
         share = current_share()
-        if self._settings.is_split and share != self._opened:
+        if self._settings.config.split_batches and share != self._opened:
             raise OptionError(
                 f"This loader cuts batches for {self._opened.count} ranks, and now {share.count} "
                 "see different data. Prepare it again."
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
-        step = 1 if self._settings.is_split else share.count
+        step = 1 if self._settings.config.split_batches else share.count
         position, is_resumed = self._opened_at(0)
         n_used = position // step  # another number of ranks may repeat a part of a round
         drawn = torch.random.get_rng_state()

@@ -77,14 +77,13 @@ def _of_engine(engine: Any) -> Portable:
         if name in firsts.values()
     }
     return Portable(
-        base, firsts, shapes, functools.partial(deepspeed.full_state, engine),
-        functools.partial(_load_engine, engine), functools.partial(_state_dict, base),
-    )  # fmt: skip
-
-
-def _load_engine(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
-    # It takes all values or none.
-    deepspeed.load_full(engine, {**deepspeed.full_state(engine), **values})
+        base=base,
+        firsts=firsts,
+        shapes=shapes,
+        values=functools.partial(deepspeed.full_state, engine),
+        load=functools.partial(deepspeed.load_full, engine),
+        listed=functools.partial(_state_dict, base),
+    )
 
 
 def _state_dict(base: torch.nn.Module) -> Mapping[str, Any]:

@@ -54,13 +54,8 @@ class Attended:
     lse: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionGradients:
-    """Gradients with respect to the queries, keys and values of a `Problem`."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+# Of the queries, keys and values of a `Problem`.
+AttentionGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ def _plain_backward(
     grad_weights = grad_out @ value.mT
     mean = (grad_out * joined.out.float()).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - mean) * problem.scale
-    return AttentionGradients(grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out)
+    return grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out
 
 
 def _scores(problem: Problem) -> torch.Tensor:
@@ -131,7 +126,8 @@ def _flash_forward(problem: Problem, operator: str = "flash_attention") -> Atten
 def _cpu_backward(problem: Problem, grad_out: torch.Tensor, joined: Attended) -> AttentionGradients:
     rest = (joined.out, joined.lse, 0.0, problem.is_causal)
     flash = _aten("flash_attention_for_cpu_backward")
-    return AttentionGradients(*flash(grad_out, *problem.qkv, *rest, scale=problem.scale))
+    gradients: AttentionGradients = flash(grad_out, *problem.qkv, *rest, scale=problem.scale)
+    return gradients
 
 
 def _flash_backward(
@@ -142,7 +138,8 @@ def _flash_backward(
     lengths = (None, None, problem.query.shape[2], problem.key.shape[2])
     rest = (joined.out, joined.lse, *lengths, 0.0, problem.is_causal, none, none)
     flash = _aten("flash_attention_backward")
-    return AttentionGradients(*flash(grad_out, *problem.qkv, *rest, scale=problem.scale))
+    gradients: AttentionGradients = flash(grad_out, *problem.qkv, *rest, scale=problem.scale)
+    return gradients
 
 
 def _efficient_forward(problem: Problem) -> Attended:
@@ -159,8 +156,8 @@ def _efficient_backward(
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     rest = (None, joined.out, lse, none, none, 0.0, [True, True, True, False], problem.is_causal)
     efficient = _aten("efficient_attention_backward")
-    *gradients, _ = efficient(grad_out, *problem.qkv, *rest, scale=problem.scale)
-    return AttentionGradients(*gradients)
+    gradients = efficient(grad_out, *problem.qkv, *rest, scale=problem.scale)
+    return gradients[0], gradients[1], gradients[2]
 
 
 def _fits_cpu(problem: Problem) -> bool:

@@ -49,17 +49,7 @@ def ring_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
-@dataclass(slots=True)
-class _Round:
-    """One piece of keys and values on its way.
-
-    Attributes:
-        place: Along the ring, where it comes from.
-        parts: Keys and values.
-    """
-
-    place: int
-    parts: tuple[torch.Tensor, torch.Tensor]
+Parts = tuple[torch.Tensor, torch.Tensor]  # keys and values on their way
 
 
 @dataclass(slots=True)
@@ -109,23 +99,26 @@ class _Circle:
         ]
         return _Transfer(dist.batch_isend_irecv(ops), received, sent)
 
-    def rounds(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[_Round]:
-        """Each piece of keys and values, the own one first; the next comes meanwhile."""
+    def rounds(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, Parts]]:
+        """Each piece of keys and values and the place that it comes from.
+
+        The own one is the first; the next comes meanwhile.
+        """
         parts = (key, value)
         for step in range(self.size):
             transfer = self.pass_on(*parts) if step + 1 < self.size else None
-            yield _Round((self.place - step) % self.size, parts)
+            yield (self.place - step) % self.size, parts
             if transfer is not None:
                 parts = (transfer.wait()[0], transfer.received[1])
 
-    def problem(self, query: torch.Tensor, turn: _Round) -> Problem:
+    def problem(self, query: torch.Tensor, place: int, parts: Parts) -> Problem:
         """This rank's queries with a piece of keys, as many heads of these as of queries."""
-        key, value = (_expand_heads(part, query.shape[1]) for part in turn.parts)
-        return Problem(query, key, value, self.is_causal and turn.place == self.place, self.scale)
+        key, value = (_expand_heads(part, query.shape[1]) for part in parts)
+        return Problem(query, key, value, self.is_causal and place == self.place, self.scale)
 
-    def sees(self, turn: _Round) -> bool:
+    def sees(self, place: int) -> bool:
         """Whether this rank's queries see a piece."""
-        return not self.is_causal or turn.place <= self.place
+        return not self.is_causal or place <= self.place
 
 
 class _Ring(torch.autograd.Function):
@@ -136,9 +129,9 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, circle: _Circle
     ) -> torch.Tensor:
         joined: Attended | None = None
-        for turn in circle.rounds(key.contiguous(), value.contiguous()):
-            if circle.sees(turn):
-                problem = circle.problem(query, turn)
+        for place, parts in circle.rounds(key.contiguous(), value.contiguous()):
+            if circle.sees(place):
+                problem = circle.problem(query, place, parts)
                 joined = _join(joined, choose(problem).forward(problem))
         assert joined is not None
         out = joined.out.to(query.dtype)
@@ -156,16 +149,13 @@ class _Ring(torch.autograd.Function):
         grad_query = torch.zeros_like(query, dtype=torch.float32)
         # What ranks have found so far for the keys of a round follows them to the next rank.
         sums: _Transfer | None = None
-        for turn in circle.rounds(key.contiguous(), value.contiguous()):
-            shares = [torch.zeros_like(part, dtype=torch.float32) for part in turn.parts]
-            if circle.sees(turn):
-                problem = circle.problem(query, turn)
+        for place, parts in circle.rounds(key.contiguous(), value.contiguous()):
+            shares = [torch.zeros_like(part, dtype=torch.float32) for part in parts]
+            if circle.sees(place):
+                problem = circle.problem(query, place, parts)
                 gradients = choose(problem).backward(problem, grad_out, joined)
-                grad_query += gradients.query
-                shares = [
-                    _fold_heads(gradients.key, key.shape[1]),
-                    _fold_heads(gradients.value, value.shape[1]),
-                ]
+                grad_query += gradients[0]
+                shares = [_fold_heads(gradient, key.shape[1]) for gradient in gradients[1:]]
             if sums is not None:
                 shares = [
                     share + received for share, received in zip(shares, sums.wait(), strict=True)

@@ -214,27 +214,22 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def load_full(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters and buffers the values of `full_state`, on every rank the same.
+    """Give parameters and buffers values of `full_state`, on every rank the same.
 
-    The optimizer's state stays as it is. Collective: every rank.
-
-    Raises:
-        OptionError: If names differ from the model's.
+    What is not among them stays, and so does the optimizer's state. Collective: every rank.
     """
     set_fp32 = importlib.import_module("deepspeed.utils").safe_set_full_fp32_param
-    module: torch.nn.Module = engine.module
-    expected = {*dict(module.named_parameters()), *dict(module.named_buffers())}
-    if expected != set(state):
-        names = ", ".join(sorted(expected ^ set(state))[:5])
-        raise OptionError(f"these are not the values of this model; names that differ: {names}")
-    for name, parameter in module.named_parameters():
+    for name, parameter in engine.module.named_parameters():
+        if name not in state:
+            continue
         value = state[name].to(engine.device)
         with _gathered_parameter(engine, parameter, is_changed=True), torch.no_grad():
             parameter.copy_(value)
         if parameter.requires_grad:
             set_fp32(parameter, value)
-    for name, buffer in module.named_buffers():
-        buffer.copy_(state[name])
+    for name, buffer in engine.module.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
 
 
 def refuse(options: Options, device: torch.device) -> None:

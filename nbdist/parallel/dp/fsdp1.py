@@ -44,8 +44,10 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
     """
     options = job.choice.options
     units = set(units_of(job))
+    policy = None
     if options.precision in DTYPES:  # batch norms are left fp32 by FSDP1 itself
         cast_norm_inputs(job.root, job.device)
+        policy = MixedPrecision(DTYPES[options.precision], reduce_dtype=torch.float32)
     axes = ("dp_replicate", "dp_shard") if options.shard == "hybrid" else ("dp_shard",)
     return FullyShardedDataParallel(
         outer,
@@ -53,17 +55,11 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
         sharding_strategy=_STRATEGIES[options.shard],
         cpu_offload=CPUOffload(offload_params=False),
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
-        mixed_precision=_policy(options.precision),
+        mixed_precision=policy,
         # Without it FSDP1 takes "cpu:0" for the CPU and refuses parameters on "cpu".
         device_id=job.device,
         use_orig_params=True,
     )
-
-
-def _policy(precision: str) -> MixedPrecision | None:
-    if precision not in DTYPES:
-        return None
-    return MixedPrecision(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
 STEP = Transform(plan=_plan, wrap=_wrap)

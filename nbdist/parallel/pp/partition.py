@@ -159,51 +159,48 @@ def _holders(
     places: dict[str, set[int]] = {name: set() for name in layouts}
     stage_of = {position: stage for stage, span in enumerate(spans) for position in span}
     prefixes = {f"{blocks.block_name(n)}.": stage % ranks for n, stage in stage_of.items()}
-    outside = _Outside(base, layouts, blocks)
+    ends = _homes_of_ends(base, layouts, blocks, ranks)
+    everywhere = tuple(getattr(base, EVERYWHERE, ()))
     for path, module in base.named_modules(remove_duplicate=False):
         for key, tensor in _own_tensors(module):
             name = f"{path}.{key}" if path else key
             home = next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None)
-            homes = outside.homes(name, module, ranks) if home is None else {home}
-            places[first[id(tensor)]] |= homes
+            is_named = any(name == p or name.startswith(f"{p}.") for p in everywhere)
+            if home is not None:
+                places[first[id(tensor)]].add(home)
+            elif is_named or module not in ends:
+                places[first[id(tensor)]].update(range(ranks))
+            else:
+                places[first[id(tensor)]] |= ends[module]
     return {n: None if len(held) == ranks else frozenset(held) for n, held in places.items()}
 
 
-class _Outside:
-    """What stands outside of the blocks: embeddings, the head, and the rest."""
+def _homes_of_ends(
+    base: torch.nn.Module, layouts: Layouts, blocks: BlockList, ranks: int
+) -> dict[torch.nn.Module, set[int]]:
+    """Coordinates along pp of embeddings and heads; what else is outside of blocks is on all."""
+    first = _first_names(base)
+    inside = {module for block in blocks.modules for module in block.modules()}
+    modules = [module for module in base.modules() if module not in inside]
+    behind = modules[modules.index(blocks.container) + 1 :]
 
-    def __init__(self, base: torch.nn.Module, layouts: Layouts, blocks: BlockList) -> None:
-        self.everywhere = tuple(getattr(base, EVERYWHERE, ()))
-        first = _first_names(base)
-        inside = {module for block in blocks.modules for module in block.modules()}
-        modules = [module for module in base.modules() if module not in inside]
-        behind = modules[modules.index(blocks.container) + 1 :]
+    def rows(module: torch.nn.Module) -> int:
+        """Of a matrix of the module's own, whole, whatever split it is in now."""
+        weight = getattr(module, "weight", None)
+        if id(weight) not in first:
+            return 0
+        shape = layouts[first[id(weight)]].shape
+        return shape[0] if len(shape) == 2 else 0
 
-        def rows(module: torch.nn.Module) -> int:
-            """Of a matrix of the module's own, whole, whatever split it is in now."""
-            weight = getattr(module, "weight", None)
-            if id(weight) not in first:
-                return 0
-            shape = layouts[first[id(weight)]].shape
-            return shape[0] if len(shape) == 2 else 0
-
-        self.embeddings = {m: rows(m) for m in modules if isinstance(m, torch.nn.Embedding)}
-        counts = set(self.embeddings.values()) - {0}
-        self.heads = {m: rows(m) for m in behind if rows(m) in counts and m not in self.embeddings}
-        weights = {id(getattr(m, "weight", None)) for m in self.embeddings}
-        # On the first stage for their weight, so all of theirs is: a module is in one piece.
-        self.tied = {m for m in self.heads if id(getattr(m, "weight", None)) in weights}
-
-    def homes(self, name: str, module: torch.nn.Module, ranks: int) -> set[int]:
-        """The coordinates that hold a tensor of this module."""
-        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in self.everywhere):
-            return set(range(ranks))
-        if module in self.heads:
-            return {0, ranks - 1} if module in self.tied else {ranks - 1}
-        if module not in self.embeddings:
-            return set(range(ranks))
-        has_head = self.embeddings[module] in self.heads.values()
-        return {0} if has_head else {0, ranks - 1}
+    embeddings = {m: rows(m) for m in modules if isinstance(m, torch.nn.Embedding)}
+    counts = set(embeddings.values()) - {0}
+    heads = {m: rows(m) for m in behind if rows(m) in counts and m not in embeddings}
+    weights = {id(getattr(m, "weight", None)) for m in embeddings}
+    # A tied head is on the first stage for its weight, so all of it is: a module is in one piece.
+    return {
+        **{m: {0} if n in heads.values() else {0, ranks - 1} for m, n in embeddings.items()},
+        **{m: {0, ranks - 1} if id(m.weight) in weights else {ranks - 1} for m in heads},
+    }
 
 
 def _first_names(base: torch.nn.Module) -> dict[int, str]:

@@ -7,20 +7,21 @@ goes from stage to stage before torch's schedule, which must know it, runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node, get_gradient_edge
 
 from nbdist.errors import NbdistError
 from nbdist.parallel.dp.fsdp import settle
 from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cache
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
-from nbdist.parallel.pp.split_backward import params_with_shared_grad
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.tensors import digest
 
@@ -265,7 +266,7 @@ def _unsplit(root: Stages, part: StageModule, batch: FlatValue, received: Any) -
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
         outputs = (loss_of(result),) if part.is_last else pack(result).tensors
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
-    return tuple(params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
+    return tuple(_params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 
 
 def _check_result(part: StageModule, batch: FlatValue, received: Any, result: Any) -> None:
@@ -316,3 +317,61 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
         finally:
             for name, buffer in buffers.items():
                 buffer.copy_(copies[name])
+
+
+def _params_with_shared_grad(
+    outputs: Iterable[torch.Tensor],
+    inputs: Iterable[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """The parameters whose gradient has several sources, by name. This rank alone.
+
+    The zero bubble schedule puts the second halves of backwards, gradients of weights, where a
+    rank would wait. torch runs one backward for each group of parameters and frees what it has
+    gone through; a parameter whose gradient has several sources among the results of the inputs
+    takes away what another one's needs.
+    """
+    users = _users(tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None)
+    on_the_way: set[Any] = set()
+    for leaf in inputs:
+        on_the_way |= _above(_leaf(leaf), users, set())
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+        and len(_above(_leaf(parameter), users, on_the_way) & on_the_way) > 1
+    ]
+
+
+def _leaf(tensor: torch.Tensor) -> Any:
+    return get_gradient_edge(tensor).node
+
+
+def _users(roots: Iterable[Node]) -> dict[Any, list[Any]]:
+    """Each node of the graph -> the nodes that have used its result."""
+    users: dict[Any, list[Any]] = defaultdict(list)
+    todo: list[Any] = list(roots)
+    visited = set(todo)
+    while todo:
+        node = todo.pop()
+        for source, _ in node.next_functions:
+            if source is None:
+                continue
+            users[source].append(node)
+            if source not in visited:
+                visited.add(source)
+                todo.append(source)
+    return users
+
+
+def _above(node: Any, users: Mapping[Any, list[Any]], ends: set[Any]) -> set[Any]:
+    """What depends on a node; nothing beyond the ends."""
+    dependents: set[Any] = set()
+    todo = [node]
+    while todo:
+        for user in users.get(todo.pop(), ()):
+            if user not in dependents:
+                dependents.add(user)
+                if user not in ends:
+                    todo.append(user)
+    return dependents
