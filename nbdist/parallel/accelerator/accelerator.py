@@ -331,9 +331,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's whole state, by the names of the user's module. Collective: every rank.
 
-        Args:
-            model: A prepared one, or any other.
-            unwrap: Of no effect: names are the same under every strategy.
+        `unwrap` is of no effect: names are the same under every strategy.
 
         Returns:
             Whole tensors, tied ones under each of their names; not those that the module does
@@ -359,10 +357,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Read what `save_state` wrote under any strategy. Collective: every rank.
 
-        Args:
-            input_dir: The folder; every rank reads it.
-            load_kwargs: For torch.load.
-            kwargs: `strict=False` leaves out what does not fit by name.
+        `strict=False` leaves out what does not fit by name.
 
         Raises:
             NbdistError: It does not fit the models, before anything changes.

@@ -75,12 +75,7 @@ class BatchQueue(Generic[T]):
     """The batches of one epoch, in order, kept from the first on that was not handed out."""
 
     def __init__(self, batches: Iterable[T], n_first: int) -> None:
-        """Take the batches of one epoch; none is drawn before `take`.
-
-        Args:
-            batches: All of the epoch.
-            n_first: How many of the first ones stay in `first`.
-        """
+        """Take the batches of one epoch, of which so many first ones stay; `take` draws them."""
         self.first: list[T] = []
         self._source = iter(batches)
         self._pending: deque[T] = deque()
@@ -112,13 +107,7 @@ class ShardedBatchSampler(BatchSampler):
     """
 
     def __init__(self, batches: Any, settings: SamplerSettings, start: int = 0) -> None:
-        """Share out a batch sampler.
-
-        Args:
-            batches: The batch sampler of all data.
-            settings: How.
-            start: How many of all batches each epoch leaves out at its beginning.
-        """
+        """Share out all batches, but for so many first ones of each epoch."""
         self.batch_sampler = batches
         self.split_batches = settings.config.split_batches
         self.even_batches = settings.config.even_batches

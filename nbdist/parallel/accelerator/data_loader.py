@@ -52,12 +52,9 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
     remainder: int
 
     def __init__(self, source: DataLoader[Any], settings: SamplerSettings, start: int = 0) -> None:
-        """Prepare a loader of a dataset that is asked by index. `prepare` is collective.
+        """Prepare a loader of a dataset that is asked by index, or another one of this class.
 
-        Args:
-            source: The user's, or another one of this class.
-            settings: How it is shared out.
-            start: How many of all batches each epoch leaves out.
+        Each epoch leaves out the first `start` of all batches. `prepare` is collective.
 
         Raises:
             OptionError: It has no batches, or they do not divide as asked.
@@ -184,11 +181,7 @@ def _check_alike(batch: Any, index: int) -> None:
     """Compare a batch with those of the ranks that share a model's copy with this one.
 
     Collective under tp, pp and cp: every rank. Nothing is done elsewhere: there no two ranks see
-    the same data, or each rank is by itself.
-
-    Args:
-        batch: Tensors in lists, tuples and dicts.
-        index: Which part of the data it is of; equal for ranks that share a copy.
+    the same data, or each rank is by itself. Ranks that share a copy have one index.
 
     Raises:
         NbdistError: They differ, on all ranks: a model's parts would each compute with

@@ -25,14 +25,11 @@ _REDUCTIONS = {
 
 
 def gather(data: Any) -> Any:
-    """Tensors of all parts of the data, one behind the other along their first dim.
+    """Tensors (in lists, tuples and dicts) of all parts of the data, along their first dim.
 
     Collective: every rank, with tensors of equal shapes. Scalars become vectors. Ranks that
     share a copy of the model (tp, pp, cp) count once: the result has `num_processes` times the
     length, on every rank. A DTensor's whole value counts as this rank's.
-
-    Args:
-        data: Tensors in lists, tuples and dicts.
 
     Raises:
         TypeError: There is something else in it.
@@ -64,12 +61,8 @@ def gather_objects(data: Any) -> Any:
 def reduce(data: Any, reduction: str = "sum") -> Any:
     """Tensors combined over all parts of the data. Collective: every rank. As `gather`.
 
-    Args:
-        data: Tensors in lists, tuples and dicts; they stay as they are.
-        reduction: sum, mean, max or none.
-
     Raises:
-        OptionError: Another reduction.
+        OptionError: A reduction that is neither sum, mean, max nor none.
     """
     if reduction not in _REDUCTIONS:
         raise OptionError(f"There is no reduction {reduction!r}. Use {', '.join(_REDUCTIONS)}.")
@@ -95,10 +88,7 @@ def first_of(data: Any, count: int) -> Any:
 def part_of(inputs: Any, state: Any, *, is_padded: bool) -> AbstractContextManager[Any]:
     """This rank's part of inputs that are given whole, as Accelerate's split_between_processes.
 
-    Args:
-        inputs: A list, tuple, tensor or dict of these.
-        state: Accelerate's.
-        is_padded: The last parts are filled up with the last element.
+    Padded, the last parts are filled up with the last element.
     """
     share = current_share()
     # Accelerate's method on an object that has our numbers in place of the world's.

@@ -35,10 +35,7 @@ _state = _State()
 
 
 def watch(strategy: Callable[[], str]) -> None:
-    """Tell, once on this rank, when Accelerate's own class is used under another strategy.
-
-    Args:
-        strategy: The name of the one that counts.
+    """Tell, once on this rank, when Accelerate's own class is used and the strategy is not ddp.
 
     Its constructor is wrapped: nothing of Accelerate's says that one was made. The class stays
     what it is.

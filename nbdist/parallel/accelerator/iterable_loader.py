@@ -37,10 +37,7 @@ def prepare(
 ) -> Any:
     """The loader that gives each rank its part. Collective under `single`, else alike on all.
 
-    Args:
-        source: The user's.
-        settings: How it is shared out.
-        is_dispatched: Rank 0 reads and sends; where None, what cannot be asked by index.
+    Dispatched, rank 0 reads and sends; where that is None, streams for a device are.
 
     Raises:
         OptionError: It cannot be shared out as asked.
@@ -66,13 +63,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
     """
 
     def __init__(self, source: DataLoader[Any], settings: SamplerSettings, start: int = 0) -> None:
-        """Prepare any loader of tensors.
-
-        Args:
-            source: The user's, or another one of this class.
-            settings: How it is shared out.
-            start: How many of all batches each epoch leaves out.
-        """
+        """Prepare any loader of tensors; each epoch leaves out the first `start` of all batches."""
         drawn: dict[str, Any] = {"batch_sampler": source.batch_sampler}
         if source.batch_sampler is None or isinstance(source.dataset, IterableDataset):
             drawn = {"batch_size": source.batch_size, "drop_last": source.drop_last}
@@ -208,13 +199,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
     def __init__(
         self, source: DataLoader[Any], settings: SamplerSettings, n_skipped: int = 0
     ) -> None:
-        """Prepare a loader of a stream.
-
-        Args:
-            source: The user's, or another one of this class.
-            settings: How it is shared out.
-            n_skipped: How many of its own batches each epoch leaves out.
-        """
+        """Prepare a loader of a stream; each epoch leaves out so many of its own batches."""
         stream: Any = source.dataset
         if isinstance(stream, _Parts):
             stream = stream.dataset

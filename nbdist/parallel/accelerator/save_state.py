@@ -110,11 +110,7 @@ def agree(accelerator: Any, *, is_collected: bool = False) -> None:
     """Leave out what is prepared on some ranks only. Collective: every rank.
 
     An old model is gone when Python has collected it, on each rank at another time; what is
-    not there on one rank cannot be saved by all.
-
-    Args:
-        accelerator: Whose lists are meant.
-        is_collected: Python has just done so.
+    not there on one rank cannot be saved by all. `is_collected`: Python has just done so.
     """
     if not is_collected:
         gc.collect()

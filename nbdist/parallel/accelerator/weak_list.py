@@ -18,11 +18,7 @@ class WeakList:
     """
 
     def __init__(self, view: Callable[[Any], Any] = lambda obj: obj) -> None:
-        """Begin without entries.
-
-        Args:
-            view: What is shown in place of what is held; None for nothing.
-        """
+        """Begin empty. A view is shown in place of what is held; None for nothing."""
         self._view = view
         self._entries: list[tuple[int, Callable[[], Any]]] = []
 

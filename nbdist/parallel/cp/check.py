@@ -61,14 +61,7 @@ class OutputSplit:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A call of the model that `examine` runs whole and in pieces.
-
-    Attributes:
-        base: The user's model.
-        call: The arguments of its forward, for the whole sequence.
-        attend: Attention over pieces.
-        grid: The mesh.
-    """
+    """A call of a model, with the whole sequence, that `examine` runs whole and in pieces."""
 
     base: torch.nn.Module
     call: inspect.BoundArguments

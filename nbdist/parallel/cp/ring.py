@@ -22,10 +22,6 @@ def ring_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tensor:
     on without being computed, so later ranks compute more than earlier ones.
     Source: Ring Attention (Liu, Zaharia, Abbeel; arXiv 2310.01889).
 
-    Args:
-        problem: Of this rank's queries, keys and values.
-        group: The ranks of the sequence.
-
     Returns:
         (B, H, T, last dim of the values), this rank's piece.
 
@@ -68,13 +64,7 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Circle:
-    """The ranks of a sequence as a ring, and what their attention is.
-
-    Attributes:
-        group: The ranks.
-        is_causal: Each position sees itself and earlier ones.
-        scale: What scores are multiplied with.
-    """
+    """The ranks of a sequence as a ring, and what their attention is, as in a `Problem`."""
 
     group: dist.ProcessGroup
     is_causal: bool

@@ -51,10 +51,7 @@ def length(call: inspect.BoundArguments) -> int:
 def why_whole(call: inspect.BoundArguments, config: Any, size: int) -> str:
     """Why a call's sequence cannot be split over `size` ranks, and what to do; "" if it can.
 
-    Args:
-        call: The arguments of forward.
-        config: The model's, as transformers has it, or None.
-        size: Ranks of the sequence.
+    The config is the model's, as transformers has it, or None.
     """
     n_positions = length(call)
     if not n_positions:

@@ -20,10 +20,6 @@ def ulysses_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tenso
     more than the heads of keys and values allow, these are repeated first.
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
-    Args:
-        problem: Of this rank's queries, keys and values.
-        group: The ranks of the sequence.
-
     Returns:
         (B, H, T, last dim of the values), this rank's piece.
 
@@ -49,11 +45,7 @@ def ulysses_attention(problem: Problem, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def check_heads(n_heads: int, degree: int) -> None:
-    """Refuse a degree that does not divide the heads.
-
-    Raises:
-        OptionError: Lists those that do.
-    """
+    """Raises an OptionError if a degree does not divide the heads; it lists those that do."""
     if n_heads % degree:
         fitting = [str(d) for d in range(1, n_heads + 1) if n_heads % d == 0]
         choices = f"{', '.join(fitting[:-1])} or {fitting[-1]}" if n_heads > 1 else "1"

@@ -255,11 +255,7 @@ def refuse(options: Options, device: torch.device) -> None:
 
 
 def refuse_op(package: ModuleType, options: Options, device: torch.device) -> None:
-    """Refuse what DeepSpeed says that it cannot do here.
-
-    Raises:
-        OptionError: Names libaio, or the dtype.
-    """
+    """Raises an OptionError for what DeepSpeed says that it cannot do here: NVMe, fp16."""
     accelerator = package.accelerator.get_accelerator()
     if options.offload == "nvme":
         builder = accelerator.create_op_builder("AsyncIOBuilder")

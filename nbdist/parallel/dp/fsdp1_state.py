@@ -67,14 +67,9 @@ def local_state_dict(base: torch.nn.Module) -> dict[str, torch.Tensor]:
 def only_model(
     names: Mapping[str, tuple[Prepared, str, torch.Tensor]], others: Sized
 ) -> tuple[Prepared, dict[str, str]] | None:
-    """The model under FSDP1 to which an optimizer's parameters belong; None if none does.
+    """The model under FSDP1 to which an optimizer's parameters belong, and first name -> key.
 
-    Args:
-        names: The optimizer's parameters, as `registry.names_in` gives them.
-        others: Those of no prepared model.
-
-    Returns:
-        The model, and first name -> key in `names`.
+    None if none does. The names are those of `registry.names_in`, the others of no prepared model.
 
     Raises:
         OptionError: Some are of that model, and some are not.
@@ -96,10 +91,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """As `full_state.full_optimizer_state`. Collective: every rank.
 
-    Args:
-        model: The model.
-        optimizer: Of its parameters alone.
-        keys: First name of each -> its key in what is returned.
+    The optimizer has parameters of the model alone; keys are first name -> key in the result.
     """
     # By default (torch 2.11 to 2.13) what is gathered is moved to the host, which on the CPU leaves
     # all moments of a parameter in the one buffer that they were gathered in: each is the last

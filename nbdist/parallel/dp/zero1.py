@@ -42,11 +42,7 @@ def owners(layouts: Mapping[str, TensorLayout], world_size: int) -> dict[str, in
 
 
 def check(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that looks at all parameters at once.
-
-    Raises:
-        OptionError: It is LBFGS.
-    """
+    """Raises an OptionError for an optimizer that looks at all parameters at once: LBFGS."""
     if isinstance(optimizer, LBFGS):
         raise OptionError(
             "LBFGS looks at all gradients at once, so zero1 cannot split its state. Use ddp, or "
@@ -56,14 +52,7 @@ def check(optimizer: Optimizer) -> None:
 
 @dataclass(slots=True)
 class _Share:
-    """What one optimizer's hooks remember.
-
-    Attributes:
-        rank: This one.
-        owner_of: id of a parameter -> who steps it.
-        group: All ranks; None for the default group.
-        hidden: Gradients that are put back after the step.
-    """
+    """What one optimizer's hooks remember: who steps a parameter (by id), and hidden gradients."""
 
     rank: int
     owner_of: Mapping[int, int]
@@ -116,12 +105,8 @@ def attach(
 ) -> Callable[[], None]:
     """Let an optimizer step this rank's share only; what is returned ends that.
 
-    From then on `optimizer.step()` is collective: every rank.
-
-    Args:
-        optimizer: The user's.
-        owner_of: id of a parameter -> the rank that steps it. Others are stepped on all.
-        group: All ranks; None for the default group.
+    From then on `optimizer.step()` is collective: every rank. Parameters without an owner, by id,
+    are stepped on all. The group is that of all ranks; None for the default group.
     """
     share = _Share(dist.get_rank(), owner_of, group)
     handles = (

@@ -13,15 +13,11 @@ from nbdist.parallel.pp.pytree import pack, unpack
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """What goes from one stage to the next.
+    """What goes from one stage to the next: the skeleton of a value, and its tensors' kinds.
 
     torch's schedules need its shapes before a step, and want a gradient for each tensor. So
     what has none (integers, bools) travels as its bytes, in fp32: numbers up to 255 are the
     same in every dtype that a step in between casts to.
-
-    Attributes:
-        skeleton: Of the value that a block returns.
-        kinds: Shape and dtype of each tensor in it.
     """
 
     skeleton: bytes

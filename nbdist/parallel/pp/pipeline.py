@@ -36,12 +36,7 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline schedule of torch, and how many stages a rank has in it.
-
-    Attributes:
-        kind: The class.
-        is_looped: Each rank has two stages, where the model has blocks enough.
-    """
+    """A class of torch's; looped, each rank has two stages, where the model has blocks enough."""
 
     kind: Any
     is_looped: bool = False
@@ -57,12 +52,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How batches of one shape run.
-
-    Attributes:
-        findings: What the first micro-batch has shown.
-        schedule: torch's object, for these shapes.
-    """
+    """How batches of one shape run: what the first one has shown, and torch's object for them."""
 
     findings: Findings
     schedule: Any

@@ -136,12 +136,7 @@ def batch_size(packed: FlatValue) -> int:
 
 
 def split_batch(packed: FlatValue, count: int) -> list[FlatValue]:
-    """A value as pieces: tensors whose first dim is the batch are cut, others are in each.
-
-    Args:
-        packed: With a batch that `count` divides.
-        count: How many pieces.
-    """
+    """A value in pieces: tensors whose first dim is the batch are cut, others are in each."""
     size = batch_size(packed)
 
     def pieces(leaf: Any) -> Iterable[Any]:

@@ -28,15 +28,7 @@ from nbdist.parallel.tensors import digest
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which rank has which stage of a pipeline, seen from this one.
-
-    Attributes:
-        group: The ranks of one pipeline.
-        here: This one among them.
-        ranks: How many they are.
-        stages: How many stages: one or two on each.
-        device: Where tensors are.
-    """
+    """Which rank has which stage of a pipeline, seen from this one: rank `here` of the group."""
 
     group: dist.ProcessGroup
     here: int
@@ -51,13 +43,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class StageFailure:
-    """A stage's error, as the other ranks hear of it.
-
-    Attributes:
-        stage: Which.
-        rank: Of the whole run.
-        text: Class and message.
-    """
+    """A stage's error, as the other ranks hear of it: class and message; on a rank of the run."""
 
     stage: int
     rank: int
@@ -210,12 +196,7 @@ def _run_through(
 ) -> _Run:
     """Run this rank's stages, between receiving and sending. A failure is passed on as well.
 
-    Args:
-        root: This rank's stages.
-        batch: What each of them is called with.
-        route: The pipeline.
-        is_checked: Refuse what stages use and do not have.
-        is_halved: As `infer`.
+    Checked, what stages use and do not have is refused.
     """
     run = _Run()
     for part in _parts(root):

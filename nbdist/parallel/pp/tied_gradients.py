@@ -30,11 +30,8 @@ def all_reduce_tied(shares: Sequence[GradientShare], group: dist.ProcessGroup) -
     """Sum each gradient over its holders. Collective: every rank of the pipeline.
 
     A gradient that is None everywhere stays None, as in one process: optimizers leave such a
-    parameter alone. The sum is the same, to the last bit, on all holders.
-
-    Args:
-        shares: Of every parameter that is trained and held here, in the model's order.
-        group: The pipeline.
+    parameter alone. The sum is the same, to the last bit, on all holders. The shares are of
+    every parameter that is trained and held here, in the model's order.
     """
     everyone = frozenset(range(dist.get_world_size(group)))
     together: dict[tuple[tuple[int, ...], str], list[GradientShare]] = {}

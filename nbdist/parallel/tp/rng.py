@@ -60,8 +60,7 @@ class Streams:
     def enter(self, owner: int) -> None:
         """From here on draw numbers of this rank's own, until `leave`. No rank is met.
 
-        Args:
-            owner: Of the module for which it is. Again for the same one does nothing.
+        Again for the same owner, the id of a module, it does nothing.
         """
         if self._is_alike and self._owner != owner:
             self._enter(owner)

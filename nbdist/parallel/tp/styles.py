@@ -50,14 +50,7 @@ def split_dims(module: torch.nn.Module, style: Style) -> dict[str, int]:
 
 
 def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> TensorLayout:
-    """The layout of a parameter that a style splits.
-
-    Args:
-        layout: Before.
-        name: Of the parameter in its module.
-        dim: From `split_dims`.
-        style: Its module's.
-    """
+    """The layout of a parameter, by its name in its module, after a style has split a dim of it."""
     parts = SplitAttention.PARTS.get(name, 1) if style.kind == "attention" else style.parts
     return replace(layout, tp_dim=dim, tp_parts=parts)
 

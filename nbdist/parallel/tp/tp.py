@@ -42,13 +42,7 @@ from nbdist.strategy.tp_user_plan import headless, incomplete, read_plan, unknow
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """What planning leaves for laying out.
-
-    Attributes:
-        plan: Module -> style.
-        owners: Module with split heads -> what changes in it.
-        sequence: What is split along the sequence.
-    """
+    """What planning leaves for laying out; owners are modules with split heads."""
 
     plan: Plan
     owners: Mapping[str, AttentionFit]
