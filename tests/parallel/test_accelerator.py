@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -55,8 +55,7 @@ def test_the_same_cell_trains_alike_under_every_strategy(
     tmp_path: Path, size: int, rows: list[object]
 ) -> None:
     """Loss, norm and rate of each step, with accumulation too; ranks' seeds do not matter."""
-    with TorchRanks(tmp_path, size, MODEL + ROWS, ROWS=json.dumps(rows)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, size, MODEL + ROWS, ROWS=json.dumps(rows))
 
     for result in results:
         for row, difference in result["found"].items():

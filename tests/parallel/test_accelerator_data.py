@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -77,8 +77,7 @@ VALUES = """
 def test_ranks_that_see_different_data_count(tmp_path: Path) -> None:
     """num_processes, gather, reduce, loaders, splits and schedulers under ddp, pp and single."""
     rows = [("ddp", {}), ("fsdp", {}), ("pp", {}), ("tp", {}), ("single", {})]
-    with TorchRanks(tmp_path, 2, MODEL + VALUES, ROWS=json.dumps(rows)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + VALUES, ROWS=json.dumps(rows))
 
     for rank, result in enumerate(results):
         for row, outcome in result["found"].items():
@@ -147,8 +146,7 @@ ALIKE = """
 
 def test_different_batches_within_one_copy_of_the_model_are_refused(tmp_path: Path) -> None:
     """With the way out, which works; where ranks see different data anyway nothing is asked."""
-    with TorchRanks(tmp_path, 2, MODEL + ALIKE) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + ALIKE)
 
     assert results[0]["text"] == results[1]["text"]
     assert "Ranks 0-1 share one copy of the model and got different batches" in results[0]["text"]

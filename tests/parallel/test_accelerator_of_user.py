@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -75,8 +75,7 @@ OWN = """
 
 def test_ours_accelerates_and_the_lazy_one(tmp_path: Path) -> None:
     """Accelerate's own says once that it means ddp; plugins are refused; seeds of epochs hold."""
-    with TorchRanks(tmp_path, 2, MODEL + OWN) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + OWN)
 
     for result in results:
         assert result["is_lazy"]
@@ -130,8 +129,7 @@ DEEPSPEED = """
 @needs_deepspeed
 def test_the_same_cell_trains_under_deepspeed(tmp_path: Path) -> None:
     """Stages 2 and 3, accumulated too; what it saves is loaded under ddp, but for moments."""
-    with TorchRanks(tmp_path / "run", 2, MODEL + DEEPSPEED, FOLDER=str(tmp_path)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path / "run", 2, MODEL + DEEPSPEED, FOLDER=str(tmp_path))
 
     for result in results:
         for row, difference in result["found"].items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -94,8 +94,7 @@ ORDERS = """
 )
 def test_any_order_gives_the_same_training(tmp_path: Path, rows: list[str]) -> None:
     """And the same object for what is prepared already; nothing of it stays once it is dropped."""
-    with TorchRanks(tmp_path, 2, MODEL + ORDERS, ROWS=json.dumps(rows)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + ORDERS, ROWS=json.dumps(rows))
 
     for result in results:
         assert len(result["found"]) == len(rows) * 7

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -115,8 +115,7 @@ LONG = [
 @pytest.mark.parametrize("paths", [SHORT, pytest.param(LONG, marks=pytest.mark.parity)])
 def test_a_loop_goes_on_with_all_that_belongs_to_it(tmp_path: Path, paths: list[object]) -> None:
     """Each path's losses and rates are those of the loop without a switch; so is the generator."""
-    with TorchRanks(tmp_path, 2, MODEL + GOES_ON, PATHS=json.dumps(paths)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + GOES_ON, PATHS=json.dumps(paths))
 
     for result in results:
         for path, curve in result["curves"].items():
@@ -126,8 +125,7 @@ def test_a_loop_goes_on_with_all_that_belongs_to_it(tmp_path: Path, paths: list[
 
 def test_scaler_and_accumulation_follow_the_options(tmp_path: Path) -> None:
     """fp16's scale is kept, also while another precision counts; it doubles with each step."""
-    with TorchRanks(tmp_path, 2, MODEL + SCALES) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + SCALES)
 
     for result in results:
         assert result["facts"] == [

@@ -9,7 +9,7 @@ from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.clip_grad import clip_grad_norm
 from nbdist.strategy.choice import Degrees
 from tests.support.sides import SIDES
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -98,8 +98,7 @@ CLIPS = (
 
 def test_parts_clip_as_the_whole_does(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Plain, DTensor, mixed, on some stages only: norm and gradients to 1e-6, one all_reduce."""
-    with TorchRanks(tmp_path_factory.mktemp("norms") / "run", 4, CLIPS) as four:
-        results = four.results()
+    results = run_ranks(tmp_path_factory.mktemp("norms") / "run", 4, CLIPS)
 
     for result in results:
         for name, (worst, reductions) in result["result"].items():

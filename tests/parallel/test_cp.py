@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.cp_ranks import COMMON
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -81,10 +81,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """What every rank has found about attention in pieces, and about training with it."""
     text = COMMON + PIECES + "    pieces = results\n" + TRAINS
     folder = tmp_path_factory.mktemp("ranks")
-    with TorchRanks(
-        folder, request.param, text + "    done(pieces=pieces, trains=results)"
-    ) as ranks:
-        return ranks.results()
+    return run_ranks(folder, request.param, text + "    done(pieces=pieces, trains=results)")
 
 
 def test_attention_in_pieces_and_its_gradients_are_those_of_the_whole(run: Any) -> None:
@@ -157,8 +154,7 @@ LLAMA = """
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
 def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> None:
     """Labels are shifted over the borders of pieces, positions go on; outputs are whole."""
-    with TorchRanks(tmp_path, size, COMMON + LLAMA) as ranks:
-        ends = ranks.results()
+    ends = run_ranks(tmp_path, size, COMMON + LLAMA)
 
     for end in ends:
         for name, errors in end["results"].items():
@@ -294,8 +290,7 @@ MODELS = """
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
 def test_models_of_other_kinds_are_right_or_refused(tmp_path: Path, size: int) -> None:
     """Torch's own layers, full attention, recomputation; what cannot be split says why."""
-    with TorchRanks(tmp_path, size, COMMON + MODELS) as ranks:
-        ends = ranks.results()
+    ends = run_ranks(tmp_path, size, COMMON + MODELS)
 
     for end in ends:
         for name, errors in end["results"].items():

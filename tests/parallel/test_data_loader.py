@@ -17,7 +17,7 @@ from nbdist.parallel.accelerator.batch_sampler import (
     share_of,
 )
 from nbdist.strategy.choose import choose
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -245,8 +245,7 @@ LOADERS = """
 
 def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
     """ddp, tp, ddp in one epoch: with workers, shuffled, with own samplers, streams."""
-    with TorchRanks(tmp_path, 2, LOADERS) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, LOADERS)
 
     for result in results:
         for kind, outcome in result["found"].items():

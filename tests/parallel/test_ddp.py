@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import TRAINING
 
 pytestmark = pytest.mark.engine
@@ -52,8 +52,7 @@ OPTIONS = """
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.parity)])
 def test_options_of_ddp(tmp_path: Path, size: int) -> None:
     """Buckets, static graph and unused parameters change nothing; compression changes little."""
-    with TorchRanks(tmp_path, size, TRAINING + OPTIONS) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, size, TRAINING + OPTIONS)
 
     for result in results:
         for exact in ("plain", "bucket", "static", "unused"):

@@ -12,7 +12,7 @@ from nbdist.parallel.dp import deepspeed
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -168,8 +168,7 @@ TRAINS = """
 @pytest.mark.timeout(300)
 def test_stages_and_offload_train_as_one_process(tmp_path: Path) -> None:
     """Losses and parameters, with two groups, a scheduler, tied weights and clipping."""
-    with TorchRanks(tmp_path, 2, TRAINS) as ranks:
-        ends = ranks.results()
+    ends = run_ranks(tmp_path, 2, TRAINS)
 
     for end in ends:
         for name, differences in end["results"].items():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import TEXT
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 FP32 = 2e-6
 # Loss against fp32 of one process: what plain torch differs by, too.
@@ -93,8 +93,7 @@ def _check(results: list[dict[str, Any]]) -> None:
 
 def test_it_trains_as_one_process(tmp_path: Path) -> None:
     """Loss, gradients and three AdamW steps; uneven, tied and frozen parameters; no block list."""
-    with TorchRanks(tmp_path, 2, TRAINS) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINS)
 
     _check(results)
 
@@ -130,8 +129,7 @@ done(fp32=fp32, half=half)
 )
 def test_every_combination_trains_as_one_process(tmp_path: Path, size: int, shard: str) -> None:
     """What is split, times checkpointing, accumulation, offload and precision; pieces of 0."""
-    with TorchRanks(tmp_path, size, MATRIX, SHARD=shard) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, size, MATRIX, SHARD=shard)
 
     _check(results)
 
@@ -221,8 +219,7 @@ done(
 
 def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
     """Pieces by torch.chunk; collectives are counted; bf16 inside, fp32 held and returned."""
-    with TorchRanks(tmp_path, 2, SENT) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, SENT)
 
     halves = [result["split"] for result in results]
     assert [half["words.weight"] for half in halves] == [[19, 10], [18, 10]]
@@ -293,8 +290,7 @@ done(
 
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     """Before anything changes; parameters that blocks share stay one parameter."""
-    with TorchRanks(tmp_path, 2, REFUSED) as ranks:
-        first, other = ranks.results()
+    first, other = run_ranks(tmp_path, 2, REFUSED)
 
     assert first == other
     assert "cannot split temperature" in first["scalar"]

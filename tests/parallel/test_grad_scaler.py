@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
 pytestmark = pytest.mark.engine
@@ -101,8 +101,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         ("fsdp", {}, "value"),
         ("pp", {}, ""),
     ]
-    with TorchRanks(tmp_path, 2, MODEL + OVERFLOW, ROWS=json.dumps(rows)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MODEL + OVERFLOW, ROWS=json.dumps(rows))
 
     for result in results:
         for row, outcome in result["found"].items():

@@ -32,19 +32,6 @@ def test_a_parameter_gets_the_very_gradient(factor: float, unscale: float) -> No
     assert loss.item() == 3.0
 
 
-def test_gradients_add_up_over_steps() -> None:
-    """A second loss's are added to the first one's."""
-    first, parameters, _ = make_loss()
-    first.backward()
-    second = loss_node.LossNode.apply(
-        torch.tensor(1.0), 1.0, [torch.ones(2), torch.ones(2)],
-        torch.zeros((), requires_grad=True), *parameters,
-    )  # fmt: skip  # type: ignore[no-untyped-call]
-    (second / 2).backward()
-
-    assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[1.5, 2.5], [0.5, 0.5]]
-
-
 @pytest.mark.parametrize("can_ask", [True, False])
 def test_retain_graph_lets_backward_run_again(
     can_ask: bool, monkeypatch: pytest.MonkeyPatch
@@ -70,9 +57,3 @@ def test_a_second_backward_is_refused_as_torch_does() -> None:
 
     assert parameters[0].grad is not None
     assert parameters[0].grad.tolist() == [1.0, 2.0]
-
-
-def test_torch_can_be_asked() -> None:
-    """The private function is there in this version; outside of a backward it says no."""
-    assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
-    assert loss_node.retains_graph() is True or loss_node.retains_graph() is False

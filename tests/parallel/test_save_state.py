@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL, SAVED
 
 pytestmark = pytest.mark.engine
@@ -38,20 +39,18 @@ SAVE = (
         loader = accelerator.skip_first_batches(parts[3], 3)
         return run(parts, loader)
 
-    def pairs():
-        outcomes = {}
-        for name, options, kind in json.loads(os.environ["SAVED"]):
-            losses, parts = tried(first, name, options, globals()[kind])
-            del parts
-            outcomes[f"{name}{kind}"] = losses
-        return outcomes
-"""
-)
-TWO = """
-    saved, loaded = pairs(), {}
+    saved, loaded = {}, {}
+    for name, options, kind in json.loads(os.environ["SAVED"]):
+        losses, parts = first(name, options, globals()[kind])
+        saved[name + kind] = losses
+        del parts
     for name, options, kind, source in json.loads(os.environ["LOADED"]):
         key = f"{name}{kind} {source}{kind}"
         loaded[key] = tried(second, name, options, globals()[kind], source)
+"""
+)
+DONE = "    done(saved=saved, loaded=loaded)\n"
+MISFITS = """
     texts = []
     use("ddp")
     model = accelerator.prepare(Net(width=32))
@@ -64,6 +63,15 @@ TWO = """
     same = all(torch.equal(v, head[k]) for k, v in accelerator.get_state_dict(model).items())
     done(saved=saved, loaded=loaded, texts=texts, same=same)
 """
+
+
+def save_and_load(
+    folder: Path, size: int, saved: list[Any], loaded: list[Any], end: str = DONE
+) -> list[dict[str, Any]]:
+    """What was saved under one strategy, and loaded under another."""
+    rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
+    text = MODEL + SAVE + end
+    return run_ranks(folder / f"run{size}", size, text, FOLDER=str(folder), **rows)
 
 
 def check(saved: dict[str, list[float]], loaded: dict[str, list[float] | str]) -> None:
@@ -83,9 +91,7 @@ def test_a_state_goes_on_under_another_strategy(tmp_path: Path) -> None:
         ("fsdp", {}, "Tied", "pp"),
         ("single", {}, "Tied", "pp"),
     ]
-    rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
-    with TorchRanks(tmp_path / "run", 2, MODEL + SAVE + TWO, FOLDER=str(tmp_path), **rows) as ranks:
-        results = ranks.results()
+    results = save_and_load(tmp_path, 2, saved, loaded, MISFITS)
 
     for result in results:
         check(result["saved"], result["loaded"])
@@ -110,29 +116,13 @@ def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
         ("fsdp1", {}, "Tied", "fsdp1"),
         ("fsdp1", {}, "Net", "zero1"),
     ]
-    rows = {"SAVED": json.dumps(saved), "LOADED": json.dumps(loaded)}
-    text = MODEL + SAVE + OTHERS
-    with TorchRanks(tmp_path / "run", 2, text, FOLDER=str(tmp_path), **rows) as ranks:
-        results = ranks.results()
+    results = save_and_load(tmp_path, 2, saved, loaded)
 
     for result in results:
         check(result["saved"], result["loaded"])
     tensors = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
     assert tensors["blocks.0.up_proj.weight"].shape == (32, 16)
     assert "spare" not in tensors
-
-
-OTHERS = """
-    saved, loaded = {}, {}
-    for name, options, kind in json.loads(os.environ["SAVED"]):
-        losses, parts = first(name, options, globals()[kind])
-        saved[name + kind] = losses
-        del parts
-    for name, options, kind, source in json.loads(os.environ["LOADED"]):
-        key = f"{name}{kind} {source}{kind}"
-        loaded[key] = tried(second, name, options, globals()[kind], source)
-    done(saved=saved, loaded=loaded)
-"""
 
 
 @pytest.mark.parity
@@ -147,13 +137,9 @@ def test_a_state_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     ]
     curves: dict[str, list[float]] = {}
     for size, first, second in runs:
-        rows = {"SAVED": json.dumps(first), "LOADED": json.dumps(second)}
-        with TorchRanks(
-            tmp_path / f"run{size}", size, MODEL + SAVE + OTHERS, FOLDER=str(tmp_path), **rows
-        ) as ranks:
-            for result in ranks.results():
-                curves |= result["saved"]
-                check(curves, result["loaded"])
+        for result in save_and_load(tmp_path, size, first, second):
+            curves |= result["saved"]
+            check(curves, result["loaded"])
 
 
 PLAIN = """
@@ -191,8 +177,7 @@ PLAIN = """
 
 def test_a_state_of_accelerates_own_is_read(tmp_path: Path) -> None:
     """Saved by plain Accelerate under DDP, in both of its formats, gone on with here."""
-    with TorchRanks(tmp_path / "run", 2, MODEL + PLAIN, FOLDER=str(tmp_path)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path / "run", 2, MODEL + PLAIN, FOLDER=str(tmp_path))
 
     for result in results:
         for row, losses in result["found"].items():

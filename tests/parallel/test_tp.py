@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import tp_models
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 TOLERANCE = 2e-6
@@ -122,8 +122,7 @@ def test_models_train_as_in_one_process(tmp_path):
     done(cases=cases)
     """
     )
-    with TorchRanks(tmp_path, 2, text) as ranks:
-        check(ranks.results(), len(tp_models.MODELS) + 6)
+    check(run_ranks(tmp_path, 2, text), len(tp_models.MODELS) + 6)
 
 
 def test_optimizers_random_numbers_and_errors(tmp_path):
@@ -226,8 +225,7 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
     )
     """
     )
-    with TorchRanks(tmp_path, 2, text) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, text)
 
     check(results, 5)
     on_rank_0 = results[0]
@@ -324,8 +322,7 @@ def test_torchs_attention_is_the_same_on_own_heads(tmp_path):
     done(cases=cases, fast=(a - b).abs().max().item())
     """
     )
-    with TorchRanks(tmp_path, 2, text) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, text)
 
     check(results, 8, most=5e-6)  # of sums, not of means: larger numbers
     assert all(result["fast"] <= TOLERANCE for result in results)
@@ -371,5 +368,4 @@ FOUR_RANKS = {
 def test_four_ranks(tmp_path, case):
     """tp at four, with FSDP and in a pipeline, sequence parallelism in each; uneven vocabulary."""
     begin, end = "\n    cases, adamw = {}, torch.optim.AdamW\n", "\n    done(cases=cases)"
-    with TorchRanks(tmp_path, 4, COMPARE + begin + FOUR_RANKS[case] + end) as ranks:
-        check(ranks.results(), 4)
+    check(run_ranks(tmp_path, 4, COMPARE + begin + FOUR_RANKS[case] + end), 4)

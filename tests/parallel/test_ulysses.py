@@ -11,7 +11,7 @@ from nbdist.parallel.cp import cp, ulysses
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -97,8 +97,7 @@ FORWARD = """
 
 def test_what_only_forward_shows(tmp_path: Path) -> None:
     """Heads that no attribute tells are found at the first call; dropout is each rank's own."""
-    with TorchRanks(tmp_path, 2, FORWARD) as ranks:
-        ends = ranks.results()
+    ends = run_ranks(tmp_path, 2, FORWARD)
 
     for end in ends:
         assert "3 heads are not divisible by 2 (3 % 2 = 1). Use cp=1 or 3" in end["told"]

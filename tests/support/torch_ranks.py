@@ -232,6 +232,12 @@ class TorchRanks:
             )
 
 
+def run_ranks(folder: Path, size: int, text: str, **env: str) -> list[dict[str, Any]]:
+    """What ranks have ended with that ran a text, as `TorchRanks` has it."""
+    with TorchRanks(folder, size, text, **env) as ranks:
+        return ranks.results()
+
+
 def forked_rank(rank: int, text: str, env: Mapping[str, str], log: Path) -> Forked:
     """Run a text in a fork that has imported torch, on the CPU, and has joined nothing."""
     return _server(rank).fork(text, notebook_env({**ENV, **env}), log)
