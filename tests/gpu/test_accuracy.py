@@ -2,11 +2,10 @@
 
 import pytest
 
-import nbdist
 from nbdist.commands.plan import check_step
-from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.planner.view.check_view import PlanCheckView
 from nbdist.planner.workload import Workload
+from tests.support.ranks import started
 
 _MODEL = """
 import torch
@@ -23,12 +22,9 @@ lm, lm_opt = accelerator.prepare(lm, lm_opt)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_states_are_exact_and_the_peak_is_close(strategy: str) -> None:
     """By max_memory_allocated, which rounds each tensor up to 512 bytes."""
-    session = nbdist.start(2, gpus="0", strategy=strategy)
-    try:
+    with started(2, gpus="0", strategy=strategy) as session:
         session.run(_MODEL)
         view = check_step("lm", "", Workload(batch=2, sequence=256))
-    finally:
-        NOTEBOOK.stop()
 
     assert isinstance(view, PlanCheckView)
     rows = {check.what: check for check in view.checks}

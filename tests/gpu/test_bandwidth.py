@@ -2,20 +2,16 @@
 
 import pytest
 
-import nbdist
 from nbdist.bandwidth.results import OPS
-from nbdist.notebook.notebook import NOTEBOOK
+from tests.support.ranks import started
 
 
 @pytest.mark.gpu(1)
 def test_ranks_that_share_a_gpu_are_said_to_measure_no_links() -> None:
     """Every operation that Gloo has for a GPU's tensors is right; the others are left out."""
-    session = nbdist.start(2, gpus="0")
-    try:
+    with started(2, gpus="0") as session:
         found = session.bench(sizes="4K,1M", limit_s=20.0)
         again = session.run("x = torch.ones(1, device=device); dist.all_reduce(x); print(x.item())")
-    finally:
-        NOTEBOOK.stop()
 
     assert "copied from each GPU and back. Gloo: 2 ranks share 1 GPU" in found.caveat
     assert {row.op for row in found.rows} | {one.partition(":")[0] for one in found.left_out} == {
@@ -29,11 +25,8 @@ def test_ranks_that_share_a_gpu_are_said_to_measure_no_links() -> None:
 @pytest.mark.gpu(2)
 def test_nccl_measures_links() -> None:
     """Every operation is right, and nothing is said against the numbers."""
-    session = nbdist.start(2, gpus="0,1")
-    try:
+    with started(2, gpus="0,1") as session:
         found = session.bench(sizes="4K:64M", limit_s=20.0)
-    finally:
-        NOTEBOOK.stop()
 
     assert (found.caveat, found.left_out) == ("", ())
     assert {row.op for row in found.rows} == set(OPS)

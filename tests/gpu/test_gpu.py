@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import nbdist
 from nbdist.notebook.session import Session
+from tests.support.ranks import started
 
 # Each collective with tensors on the rank's device, and the result that every rank must print.
 # `one` is rank + 1, so with two ranks the sum is 3.
@@ -75,17 +75,8 @@ print(torch.allclose(gradient, plain.weight.grad, atol=1e-12), gradient.device =
 @pytest.fixture(scope="module")
 def shared_gpu() -> Iterator[Session]:
     """Two ranks on the first GPU."""
-    session = nbdist.start(2, gpus="0")
-    yield session
-    session.stop()
-    _forget()
-
-
-def _forget() -> None:
-    from nbdist.notebook.notebook import NOTEBOOK
-
-    if NOTEBOOK.is_running:
-        NOTEBOOK.stop()
+    with started(2, gpus="0") as session:
+        yield session
 
 
 def _printed(session: Session, code: str) -> set[str]:
@@ -95,16 +86,13 @@ def _printed(session: Session, code: str) -> set[str]:
 @pytest.mark.gpu(1)
 def test_one_rank_on_its_own_gpu_uses_nccl() -> None:
     """One rank and one GPU give NCCL, with a group for tensors on the CPU as well."""
-    session = nbdist.start(1, gpus="0")
-    try:
+    with started(1, gpus="0") as session:
         printed = _printed(
             session,
             "a, b = torch.ones(2, device=device), torch.ones(2)\n"
             "dist.all_reduce(a); dist.all_reduce(b); print(a.tolist(), b.tolist(), device)",
         )
         trained = _printed(session, DDP)
-    finally:
-        _forget()
 
     assert session.topology.backend == "nccl"
     assert session.topology.is_scaling
@@ -142,14 +130,11 @@ def test_ddp_on_a_shared_gpu(shared_gpu: Session) -> None:
 @pytest.mark.gpu(2)
 def test_two_gpus_use_nccl() -> None:
     """With a GPU for each rank NCCL is chosen and adds up."""
-    session = nbdist.start(2)
-    try:
+    with started(2) as session:
         printed = _printed(
             session, "x = torch.ones(1, device=device); dist.all_reduce(x); print(x.item())"
         )
         trained = _printed(session, DDP)
-    finally:
-        _forget()
 
     assert session.topology.backend == "nccl"
     assert printed == {"2.0"}

@@ -2,7 +2,6 @@
 
 import pytest
 
-import nbdist
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -14,7 +13,7 @@ from nbdist.memory.snapshot import (
     MemoryOptions,
     RankMemory,
 )
-from nbdist.notebook.notebook import NOTEBOOK
+from tests.support.ranks import started
 
 _TRAIN = """
 model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
@@ -50,8 +49,7 @@ def peak(one: RankMemory) -> int:
 @pytest.mark.gpu(1)
 def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
     """To the allocator's peak; parameters, gradients and state to the bytes of their elements."""
-    session = nbdist.start(1, gpus="0")
-    try:
+    with started(1, gpus="0") as session:
         session.run(_TRAIN)
         with session.memories.recording(MemoryOptions()):
             session.run("for _ in range(2): step()")
@@ -63,8 +61,6 @@ def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
             "print(torch.autograd.backward.__module__, torch._C._cuda_isHistoryEnabled())"
         )
         (now,) = session.memories.now().ranks
-    finally:
-        NOTEBOOK.stop()
 
     assert (one.problem, one.lost, one.device) == ("", 0, "cuda")
     assert one.device_name

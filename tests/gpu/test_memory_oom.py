@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import nbdist
 from nbdist.errors import DistributedError
 from nbdist.notebook.session import Session
+from tests.support.ranks import started
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.cluster]
 
@@ -26,9 +26,8 @@ train()
 @pytest.fixture
 def session() -> Iterator[Session]:
     """One rank on a GPU."""
-    session = nbdist.start(1, gpus="0")
-    yield session
-    session.stop()
+    with started(1, gpus="0") as session:
+        yield session
 
 
 def test_out_of_memory_is_explained(session: Session) -> None:

@@ -5,10 +5,9 @@ import time
 import pynvml
 import pytest
 
-import nbdist
 from nbdist.cluster.kernel import gpus
 from nbdist.core.nvml import Nvml
-from nbdist.notebook.notebook import NOTEBOOK
+from tests.support.ranks import started
 
 GIB = 2**30
 
@@ -16,8 +15,7 @@ GIB = 2**30
 @pytest.mark.gpu(1)
 def test_a_ranks_gpu_is_found_and_its_memory_is_that_of_torch() -> None:
     """The reading is that of the rank's own GPU; the allocator's numbers are the rank's alone."""
-    session = nbdist.start(1, gpus="0")
-    try:
+    with started(1, gpus="0") as session:
         session.run("held = torch.ones(2**28, device=device)")  # 1 GiB
         monitor = session.monitor
         end_s = time.monotonic() + 30
@@ -25,8 +23,6 @@ def test_a_ranks_gpu_is_found_and_its_memory_is_that_of_torch() -> None:
         while (sample.gpu is None or sample.allocator is None) and time.monotonic() < end_s:
             sample = monitor.wait(sample.time_s, 10)[0]
         problems = monitor.problems
-    finally:
-        NOTEBOOK.stop()
 
     assert problems == ()
     assert sample.gpu is not None

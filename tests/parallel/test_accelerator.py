@@ -1,4 +1,4 @@
-"""One cell of plain Accelerate code trains under every strategy as one process does."""
+"""Plain Accelerate code trains as one process does: any strategy, order of preparing, switch."""
 
 import json
 from pathlib import Path
@@ -63,3 +63,229 @@ def test_the_same_cell_trains_alike_under_every_strategy(
             assert difference < 2e-6, row
         assert len(result["found"]) == 2 * len(rows)
         assert result["lists"] == [0, 0, 0, 0]  # what cells left behind is gone
+
+
+ORDERS = """
+    accelerator = Accelerator()
+
+    def step(model, optimizer):
+        x, y = tokens[:BATCH], labels[:BATCH]
+        loss = model(x, labels=y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def before():
+        net, optimizer, _ = make(0)
+        group = optimizer.param_groups[0]
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(net)
+        assert group is optimizer.optimizer.param_groups[0]
+        return model, optimizer
+    def after():
+        net, optimizer, _ = make(0)
+        model = accelerator.prepare(net)
+        return model, accelerator.prepare(optimizer)
+    def made_after():
+        net, _, _ = make(0)
+        model = accelerator.prepare(net)
+        return model, accelerator.prepare(torch.optim.AdamW(groups(model), lr=1e-2))
+    def without():
+        net, _, _ = make(0)
+        model = accelerator.prepare(net)
+        return model, torch.optim.AdamW(groups(model), lr=1e-2)
+    def twice():
+        net, optimizer, _ = make(0)
+        model, first = accelerator.prepare(net, optimizer)
+        again, two = accelerator.prepare(net, optimizer)
+        third, three = accelerator.prepare(model, first)
+        assert model is again is third and first is two is three
+        return model, first
+    def group_added():
+        net, _, _ = make(0)
+        halves = groups(net)
+        optimizer = torch.optim.AdamW([halves[0]], lr=1e-2)
+        model, optimizer = accelerator.prepare(net, optimizer)
+        optimizer.add_param_group(halves[1])
+        return model, optimizer
+    def several():
+        "Two models with an optimizer each; and one optimizer for both."
+        nets = [make(0)[0] for _ in range(2)]
+        both = torch.optim.AdamW([g for net in nets for g in groups(net)], lr=1e-2)
+        model, two, optimizer = accelerator.prepare(*nets, both)
+        step(model, optimizer)
+        assert [p.grad for p in two.parameters()].count(None) == len(list(two.parameters()))
+        return two, optimizer
+
+    use("ddp")
+    model, optimizer = after()
+    losses = torch.tensor([step(model, optimizer) for _ in range(3)])
+    reference = accelerator.reduce(losses, "mean").tolist()
+    del model, optimizer
+    differences, named = {}, {}
+    for name in json.loads(os.environ["ROWS"]):
+        use(name)
+        for way in (before, after, made_after, without, twice, group_added, several):
+            model, optimizer = way()
+            losses = [step(model, optimizer) for _ in range(3)]
+            mean = accelerator.reduce(torch.tensor(losses), "mean").tolist()
+            differences[f"{name} {way.__name__}"] = max(
+                abs(a - b) for a, b in zip(mean, reference, strict=True))
+            base = accelerator.unwrap_model(model)
+            named[f"{name} {way.__name__}"] = (
+                type(base).__name__, base is accelerator.unwrap_model(base))
+            alive = weakref.ref(base)
+            del model, optimizer, base
+            gc.collect()
+            assert alive() is None, (name, way.__name__)
+            assert not [*accelerator._models, *accelerator._optimizers]
+    done(found=differences, named=named)
+"""
+
+
+@pytest.mark.parametrize(
+    "rows", [["ddp", "fsdp"], pytest.param(["zero1", "pp", "tp"], marks=pytest.mark.parity)]
+)
+def test_any_order_gives_the_same_training(tmp_path: Path, rows: list[str]) -> None:
+    """And the same object for what is prepared already; nothing of it stays once it is dropped."""
+    results = run_ranks(tmp_path, 2, MODEL + ORDERS, ROWS=json.dumps(rows))
+
+    for result in results:
+        assert len(result["found"]) == len(rows) * 7
+        assert max(result["found"].values()) < 2e-6, result["found"]
+        # fully_shard makes the class FSDPNet.
+        assert {name for name, _ in result["named"].values()} <= {"Net", "FSDPNet"}
+        assert all(is_same for _, is_same in result["named"].values())
+
+
+GOES_ON = """
+    from nbdist.switch.rank.switch import switch
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+    def cell(path):
+        "One loop over the data; each step but the first begins with a switch."
+        global model
+        torch.manual_seed(rank + 1)
+        loader = DataLoader(
+            data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+        net, optimizer, scheduler = make(0)
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            net, optimizer, scheduler, loader)
+        same = [id(item) for item in (optimizer, optimizer.optimizer, scheduler, loader)]
+        losses, loop, drawn = [], iter(loader), torch.get_rng_state()
+        for at, (x, y) in enumerate(loop):
+            with accelerator.accumulate(model):
+                loss = model(x, labels=y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if at % 2 and path:
+                name, options = path.pop(0)
+                done_ = switch(choose(name, options, n))
+                # A variable of a cell is rebound by the switch; this one is a function's.
+                model = registry.prepared_of(net).outer
+                del done_
+        assert same == [id(item) for item in (optimizer, optimizer.optimizer, scheduler, loader)]
+        assert torch.equal(drawn, torch.get_rng_state())
+        return losses + scheduler.get_last_lr()
+
+    curves = {}
+    for path in ([], *json.loads(os.environ["PATHS"])):
+        use("ddp")
+        curves[" ".join(["ddp", *(name for name, _ in path)])] = tried(cell, list(path))
+        model = None
+    done(curves=curves)
+"""
+# The scaler is kept while fp16 is, and accumulation follows the option.
+SCALES = """
+    from nbdist.switch.rank.switch import switch
+
+    use("ddp", precision="fp16", accumulate=4)
+    other = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=64.0, growth_interval=1)])
+    net = make(0)[0]
+    model = other.prepare(net)
+    optimizer = other.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    facts = [[other.mixed_precision, other.gradient_accumulation_steps]]
+    scaler = other.scaler
+    def backwards(count):
+        "Four are a step; which of them ended one."
+        synced = []
+        for _ in range(count):
+            with other.accumulate(model):
+                other.backward(model(tokens[:4], labels=labels[:4]))
+                optimizer.step()
+                optimizer.zero_grad()
+            synced.append(other.sync_gradients)
+        return synced
+    backwards(4)
+    scales = [scaler.get_scale()]
+    ways = {"precision": "fp16", "accumulate": 4}, {"precision": "bf16"}, {"precision": "fp16"}
+    begun = []
+    for options in ways:
+        if other.gradient_accumulation_steps > 1:
+            backwards(1)  # of an accumulation that the switch ends
+        switch(choose("fsdp", options, n))
+        begun.append(other.sync_gradients)
+        model = registry.prepared_of(net).outer
+        facts.append([other.mixed_precision, other.gradient_accumulation_steps,
+                      other.scaler is scaler, optimizer.scaler is other.scaler])
+        begun.append(backwards(4))
+        scales.append(scaler.get_scale())
+    # What an optimizer has no implementation of is refused while nothing has changed.
+    rprop = other.prepare(torch.optim.Rprop(net.parameters(), lr=0.1))
+    before_ids = [id(p) for p in rprop.param_groups[0]["params"]]
+    try:
+        switch(choose("ddp", {"fused": True}, n))
+        refused = ""
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    after = [id(p) for p in rprop.param_groups[0]["params"]]
+    is_kept = registry.current().name == "fsdp" and after == before_ids
+    done(facts=facts, scales=scales, begun=begun, refused=refused, kept=is_kept)
+"""
+
+
+SHORT = [[("fsdp", {}), ("zero1", {})], [("pp", {}), ("tp", {})]]
+LONG = [
+    [("fsdp", {}), ("ddp", {})],
+    [("zero1", {}), ("pp", {})],
+    [("tp", {}), ("fsdp", {"shard": "grad-op"})],
+]
+
+
+@pytest.mark.parametrize("paths", [SHORT, pytest.param(LONG, marks=pytest.mark.parity)])
+def test_a_loop_goes_on_with_all_that_belongs_to_it(tmp_path: Path, paths: list[object]) -> None:
+    """Each path's losses and rates are those of the loop without a switch; so is the generator."""
+    results = run_ranks(tmp_path, 2, MODEL + GOES_ON, PATHS=json.dumps(paths))
+
+    for result in results:
+        for path, curve in result["curves"].items():
+            assert not isinstance(curve, str), f"{path}\n{curve}"
+            assert curve == pytest.approx(result["curves"]["ddp"], abs=2e-6), path
+
+
+def test_scaler_and_accumulation_follow_the_options(tmp_path: Path) -> None:
+    """fp16's scale is kept, also while another precision counts; it doubles with each step."""
+    results = run_ranks(tmp_path, 2, MODEL + SCALES)
+
+    for result in results:
+        assert result["facts"] == [
+            ["fp16", 4],
+            ["fp16", 4, True, True],
+            ["bf16", 1, False, True],
+            ["fp16", 1, True, True],
+        ]
+        assert result["scales"] == [128.0, 256.0, 256.0, 4096.0]
+        assert result["refused"].startswith("OptionError")
+        assert "Rprop" in result["refused"]
+        assert result["kept"]
+        # Gradients were cleared, so an accumulation begins anew, with its first backward.
+        assert result["begun"] == [True, [False, False, False, True], *[True, [True] * 4] * 2]

@@ -244,11 +244,8 @@ def test_optimizers_random_numbers_and_errors(tmp_path):
     assert on_rank_0["drops"]["again"]["losses"] == on_rank_0["drops"]["nano"]["losses"]
     assert on_rank_0["drops"]["nano"]["fresh"] == 3 * 7  # a mask of its own for each call
     for result in results:
-        assert result["heads"] == [2, 4]
-        assert result["same"] == 0.0
-        assert result["tied"]
-        assert result["frozen"]
-        assert result["again"]
+        assert (result["heads"], result["same"]) == ([2, 4], 0.0)
+        assert all(result[name] for name in ("tied", "frozen", "again"))
         assert "out of range" in result["outside"]
         assert "a sequence of 7 cannot be split over tp=2" in result["uneven"]
         assert "Run it again" in result["surprise"]

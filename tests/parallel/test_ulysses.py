@@ -11,6 +11,7 @@ from nbdist.parallel.cp import cp, ulysses
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
+from tests.support.cp_ranks import COMMON
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -52,14 +53,7 @@ def test_one_head_leaves_ring_attention() -> None:
 
 
 FORWARD = """
-    import torch.nn.functional as F
-    from nbdist.strategy.choice import Strategy, Degrees, Options
-    from nbdist.parallel.cp import cp
-    from nbdist.parallel.mesh import build_mesh
-    from nbdist.parallel.transform import ModelBuild
-    from nbdist.errors import OptionError
-
-    class Model(torch.nn.Module):
+    class Heads(torch.nn.Module):
         def __init__(self, heads, dropout=0.0):
             super().__init__()
             self.mix, self.parts, self.dropout = torch.nn.Linear(24, 72), heads, dropout
@@ -69,23 +63,14 @@ FORWARD = """
             p = self.dropout if self.training else 0.0
             return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)
 
-    def split(base):
-        choice = Strategy("ulysses", Degrees(cp=n), n, Options(context="ulysses"))
-        job = ModelBuild(base, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
-        cp.STEP.plan(job, {})
-        return cp.STEP.wrap(job, base)
-
     torch.manual_seed(0)
-    uneven, even, x = Model(3), Model(4, 0.5), torch.randn(1, 64, 24)
-    try:
-        split(uneven)(x)
-    except OptionError as error:
-        message = str(error)
+    uneven, even, x = Heads(3), Heads(4, 0.5), torch.randn(1, 64, 24)
+    message = refused(lambda: split(uneven, context="ulysses")(x))
     with torch.no_grad():
-        alone = (split(uneven)(x) - uneven(x)).abs().max().item()
+        alone = (split(uneven, context="ulysses")(x) - uneven(x)).abs().max().item()
         # Weights are dropped, and the rest is scaled up: far from the whole, near it on average.
         torch.manual_seed(rank)
-        expected, model = even.eval()(x), split(even)
+        expected, model = even.eval()(x), split(even, context="ulysses")
         calm = (model.eval()(x) - expected).abs().max().item()
         model.base.train()
         drawn = torch.stack([model(x) for _ in range(200)])
@@ -97,7 +82,7 @@ FORWARD = """
 
 def test_what_only_forward_shows(tmp_path: Path) -> None:
     """Heads that no attribute tells are found at the first call; dropout is each rank's own."""
-    ends = run_ranks(tmp_path, 2, FORWARD)
+    ends = run_ranks(tmp_path, 2, COMMON + FORWARD)
 
     for end in ends:
         assert "3 heads are not divisible by 2 (3 % 2 = 1). Use cp=1 or 3" in end["told"]

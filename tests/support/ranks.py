@@ -6,15 +6,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+import nbdist
 from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.outputs import CellResult, Event
 from nbdist.cluster.kernel import run_dir, start
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel.restart import names as names_on
+from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.session import Session
 from nbdist.notebook.session import start as start_session
 from tests.support import processes
@@ -47,6 +50,16 @@ def temporary_folder(path: Path) -> Iterator[Path]:
         yield path / run_dir.base().name
     finally:
         tempfile.tempdir = before
+
+
+@contextlib.contextmanager
+def started(n: int, **options: Any) -> Iterator[Session]:
+    """Ranks that a user's notebook has started, for as long as the block."""
+    try:
+        yield nbdist.start(n, **options)
+    finally:
+        if NOTEBOOK.is_running:
+            NOTEBOOK.stop()
 
 
 @pytest.fixture
