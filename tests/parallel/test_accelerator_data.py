@@ -124,22 +124,13 @@ ALIKE = """
     accelerator = Accelerator()
     use("pp")
     loader = accelerator.prepare(DataLoader(Noisy(), batch_size=2))
-    text = ""
-    try:
-        next(iter(loader))
-    except NbdistError as error:
-        text = str(error)
+    text = refusal(lambda: next(iter(loader)))
     sent = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     rows = [batch.tolist() for batch in sent.prepare(DataLoader(Noisy(), batch_size=2))]
     use("ddp")
     free = len(list(accelerator.prepare(DataLoader(Noisy(), batch_size=2))))
-    refused = ""
-    use("ddp")
     split = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    try:
-        split.prepare(DataLoader(Noisy(), batch_size=3))
-    except NbdistError as error:
-        refused = str(error)
+    refused = refusal(lambda: split.prepare(DataLoader(Noisy(), batch_size=3)))
     done(text=text, rows=rows, free=free, refused=refused)
 """
 

@@ -23,18 +23,11 @@ OWN = """
     from torch.distributed.device_mesh import DeviceMesh
     from nbdist.parallel.accelerator.accelerator import LazyAccelerator
 
-    def refusal(function, *args, **kwargs):
-        try:
-            function(*args, **kwargs)
-        except NbdistError as error:
-            return str(error)
-        return ""
-
     lazy = LazyAccelerator()
     is_lazy = isinstance(lazy, accelerate.Accelerator) and not vars(lazy)
     refused = [
-        refusal(Accelerator, fsdp_plugin=object()),
-        refusal(Accelerator, dynamo_backend="inductor"),
+        refusal(lambda: Accelerator(fsdp_plugin=object())),
+        refusal(lambda: Accelerator(dynamo_backend="inductor")),
     ]
     use("fsdp")
     text = io.StringIO()
@@ -67,7 +60,7 @@ OWN = """
         return [x for batch in loader for x in seeded.gather(batch).tolist()]
     orders = [order(0), order(3), order(0)]
     objects = [type(part).__name__ for part in (loader, loader.batch_sampler)]
-    none = refusal(seeded.prepare, DataLoader(Set(), batch_size=None))
+    none = refusal(lambda: seeded.prepare(DataLoader(Set(), batch_size=None)))
     done(is_lazy=is_lazy, refused=refused, text=text.getvalue(), plain=plain, names=names,
          kinds=kinds, orders=orders, is_loader=isinstance(loader, DataLoader), none=none)
 """
@@ -107,11 +100,7 @@ DEEPSPEED = """
         differences[f"{stage} {k}"] = got if isinstance(got, str) else apart(got, expected[k])
     accelerator.gradient_accumulation_steps = 1
     net, optimizer, scheduler = make(0)
-    text = ""
-    try:
-        accelerator.prepare(net)
-    except NbdistError as error:
-        text = str(error)
+    text = refusal(lambda: accelerator.prepare(net))
     model, optimizer = accelerator.prepare(net, optimizer)
     accelerator.save_state(folder)
     whole = accelerator.get_state_dict(model)

@@ -393,11 +393,7 @@ scaled = [inside[0] / max(plain_seen), inside[1] - loss.item()]
 # A second backward without retain_graph, as torch refuses it elsewhere.
 again = put(make())(batch(0))
 again.backward()
-try:
-    again.backward()
-    refused = ""
-except RuntimeError as error:
-    refused = str(error)
+refused = refusal(again.backward, RuntimeError)
 
 # Random numbers: the first step, which looks ahead, draws none that later ones do not.
 base = make(drop=0.5)

@@ -51,15 +51,11 @@ SAVE = (
 )
 DONE = "    done(saved=saved, loaded=loaded)\n"
 MISFITS = """
-    texts = []
     use("ddp")
     model = accelerator.prepare(Net(width=32))
     head = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
-    for source in ("fsdpNet", "nowhere"):
-        try:
-            accelerator.load_state(f"{folder}/{source}")
-        except (NbdistError, ValueError) as error:
-            texts.append(str(error))
+    texts = [refusal(lambda: accelerator.load_state(f"{folder}/{source}"), NbdistError, ValueError)
+             for source in ("fsdpNet", "nowhere")]
     same = all(torch.equal(v, head[k]) for k, v in accelerator.get_state_dict(model).items())
     done(saved=saved, loaded=loaded, texts=texts, same=same)
 """

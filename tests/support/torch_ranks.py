@@ -110,6 +110,14 @@ def broken_off(call, after=lambda: None):
     thread.join()
     return "", count[0]
 
+def refusal(call, *kinds):
+    "What the error says with which a call ends: one of nbdist's, or of these kinds."
+    try:
+        call()
+    except kinds or NbdistError as error:
+        return str(error)
+    return ""
+
 def counts():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
