@@ -79,9 +79,13 @@ def current() -> Strategy:
     return _live.choice or default_choice(world_size())
 
 
+def _current_name() -> str:
+    return current().name
+
+
 def set_choice(choice: Strategy) -> None:
     """Let models be prepared under a strategy from now on; those that there are stay."""
-    guard.watch(lambda: current().name)
+    guard.watch(_current_name)
     _live.choice = choice
 
 

@@ -27,8 +27,7 @@ from nbdist.parallel.accelerator import (
 from nbdist.parallel.accelerator.batch_sampler import SamplerSettings, current_share, share_of
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.loader_state import Position
-from nbdist.parallel.accelerator.optimizer import OptimizerWrapper
-from nbdist.parallel.accelerator.scheduler import Scheduler
+from nbdist.parallel.accelerator.optimizer import OptimizerWrapper, Scheduler
 from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.dp import deepspeed, deepspeed_engine, fsdp
 from nbdist.parallel.precision import DTYPES

@@ -13,20 +13,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-_MARK = "_nbdist_by_mesh"
 
-
+@functools.cache  # once in a process
 def step_by_mesh() -> None:
     """Let torch's foreach and fused optimizers step lists of mixed tensors, mesh by mesh.
 
     They sort tensors by device and dtype before they step them, in one place; from now on by
-    mesh, too. Lists of one kind are stepped as before. May be called again. This process.
+    mesh, too. Lists of one kind are stepped as before. This process.
     """
     # Private: nothing public says how tensors are put together, and with foreach=False, the
     # way round, a step on CUDA launches a kernel for every tensor and operation.
     sort = Optimizer._group_tensors_by_device_and_dtype  # noqa: SLF001
-    if hasattr(sort, _MARK):
-        return
 
     @functools.wraps(sort)
     def sort_by_mesh(lists: Any, with_indices: bool = False) -> Any:
@@ -41,7 +38,6 @@ def step_by_mesh() -> None:
             for part, group in _split(key, sorted_lists, indices).items()
         }
 
-    setattr(sort_by_mesh, _MARK, True)
     Optimizer._group_tensors_by_device_and_dtype = staticmethod(sort_by_mesh)  # type: ignore[assignment]  # noqa: SLF001
 
 

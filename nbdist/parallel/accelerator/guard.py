@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import accelerate
@@ -25,41 +24,32 @@ _PLUGINS = {
 }
 
 
-@dataclass(slots=True)
-class _State:
-    is_installed: bool = False
-    has_warned: bool = False
-
-
-_state = _State()
-
-
+@functools.cache  # once in a process
 def watch(strategy: Callable[[], str]) -> None:
     """Tell, once on this rank, when Accelerate's own class is used and the strategy is not ddp.
 
     Its constructor is wrapped: nothing of Accelerate's says that one was made. The class stays
     what it is.
     """
-    if _state.is_installed:
-        return
-    _state.is_installed = True
     cls: Any = accelerate.Accelerator
     construct = cls.__init__
 
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        name = strategy()
-        if type(self) is not cls or name == "ddp" or _state.has_warned:
-            return
-        _state.has_warned = True
-        print(  # noqa: T201  # into the cell's output
-            f"The strategy is {name}. Accelerate's own Accelerator() does not know it and always "
-            "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
-            file=sys.stderr,
-        )
+        if type(self) is cls and strategy() != "ddp":
+            _warn(strategy)
 
     cls.__init__ = init
+
+
+@functools.cache  # once in a process
+def _warn(strategy: Callable[[], str]) -> None:
+    print(  # noqa: T201  # into the cell's output
+        f"The strategy is {strategy()}. Accelerate's own Accelerator() does not know it and always "
+        "uses ddp: use `accelerator`, or make yours with `from nbdist import Accelerator`.",
+        file=sys.stderr,
+    )
 
 
 def refuse_strategies(arguments: Mapping[str, Any]) -> None:

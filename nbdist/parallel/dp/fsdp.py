@@ -74,9 +74,10 @@ def _lay_out(job: ModelBuild) -> None:
     if options.offload:
         offload = CPUOffloadPolicy(pin_memory=job.device.type != "cpu")  # pinned for copies
     does_reshard = options.shard != "grad-op"
-    policy = _policy(options.precision)
+    policy = MixedPrecisionPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
-    if options.precision in DTYPES:
+    if options.precision in DTYPES:  # gathered in half the bytes; gradients are summed in fp32
+        policy = MixedPrecisionPolicy(DTYPES[options.precision], reduce_dtype=torch.float32)
         for norm in _separate_units(_modules_of(job.root, _BATCH_NORMS), job.root):
             shard(norm, reshard_after_forward=does_reshard)
         cast_norm_inputs(job.root, job.device)
@@ -195,13 +196,6 @@ def _mesh(job: ModelBuild) -> DeviceMesh | None:
     if "dp_shard" not in names:
         return None
     return job.grid.submesh(*(axis for axis in _AXES if axis in names))
-
-
-def _policy(precision: str) -> MixedPrecisionPolicy:
-    """Parameters are gathered in half the bytes; gradients are summed in fp32."""
-    if precision not in DTYPES:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
 def _as_weight(norm: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -104,13 +104,7 @@ def optimizer_state(
             model.outer, StateDictType.FULL_STATE_DICT, optim_state_dict_config=copies
         ):
             state = FullyShardedDataParallel.optim_state_dict(model.outer, optimizer)
-    return {
-        "state": {keys[name]: values for name, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [keys[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    return _rename(state, keys)
 
 
 def load_optimizer_state(
@@ -118,14 +112,7 @@ def load_optimizer_state(
 ) -> None:
     """As `full_state.load_full_optimizer_state`. Collective: every rank, with an equal state."""
     groups, old_groups = optimizer.param_groups, list(optimizer.param_groups)
-    names = {key: name for name, key in keys.items()}
-    named = {
-        "state": {names[key]: dict(values) for key, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[key] for key in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    named = _rename(state, {key: name for name, key in keys.items()})
     parts = FullyShardedDataParallel.optim_state_dict_to_load(model.outer, optimizer, named)
     optimizer.load_state_dict(parts)
     # torch has made the groups anew; who holds the old ones, such as a cell, is to see the new.
@@ -133,3 +120,14 @@ def load_optimizer_state(
         old.update(new)
     groups[:] = old_groups
     optimizer.param_groups = groups
+
+
+def _rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """An optimizer's state with other keys of its parameters."""
+    return {
+        "state": {names[key]: dict(values) for key, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

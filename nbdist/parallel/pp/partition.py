@@ -25,7 +25,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import BlockList, find_blocks
 from nbdist.parallel.build import names_of, tensors_of
-from nbdist.parallel.pp.pipeline import SCHEDULES, Pipeline
+from nbdist.parallel.pp.pipeline import LOOPED, SCHEDULES, Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
@@ -66,7 +66,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             "NAME."
         )
     _refuse_options(job)
-    per_rank = 2 if SCHEDULES[options.schedule].is_looped and count >= 2 * ranks else 1
+    per_rank = 2 if options.schedule in LOOPED and count >= 2 * ranks else 1
     if per_rank == 2:
         _refuse_two(job)
     spans = spans_of(count, per_rank * ranks)
@@ -114,7 +114,6 @@ def _refuse_options(job: ModelBuild) -> None:
         raise OptionError(
             f"There is no pipeline schedule {options.schedule}. Use one of {', '.join(SCHEDULES)}."
         )
-    is_looped = SCHEDULES[options.schedule].is_looped
     if options.schedule == "zb" and (options.is_compiled or options.checkpoint):
         what = "--compile" if options.is_compiled else f"--checkpoint {options.checkpoint}"
         raise OptionError(
@@ -125,7 +124,7 @@ def _refuse_options(job: ModelBuild) -> None:
     count = options.microbatches
     if count is not None and count < 1:
         raise OptionError(f"--microbatches {count}: a batch has at least one micro-batch.")
-    if count is not None and is_looped and count % max(1, count // degrees.pp):
+    if count is not None and options.schedule in LOOPED and count % max(1, count // degrees.pp):
         # What torch's schedules ask for: equal rounds over the ranks.
         below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp
         raise OptionError(
@@ -137,7 +136,7 @@ def _refuse_options(job: ModelBuild) -> None:
 def _refuse_two(job: ModelBuild) -> None:
     """What does not go with two stages on a rank."""
     options, degrees = job.choice.options, job.choice.degrees
-    others = " or ".join(name for name, schedule in SCHEDULES.items() if not schedule.is_looped)
+    others = " or ".join(name for name in SCHEDULES if name not in LOOPED)
     start = f"--schedule {options.schedule} puts two stages on each rank"
     if degrees.dp > 1:
         raise OptionError(

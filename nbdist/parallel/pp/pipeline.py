@@ -34,20 +34,14 @@ from nbdist.parallel.transform import ModelBuild
 _REMEMBERED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A class of torch's; looped, each rank has two stages, where the model has blocks enough."""
-
-    kind: Any
-    is_looped: bool = False
-
-
-SCHEDULES = {
-    "gpipe": Schedule(ScheduleGPipe),
-    "1f1b": Schedule(Schedule1F1B),
-    "interleaved": Schedule(ScheduleInterleaved1F1B, is_looped=True),
-    "zb": Schedule(ScheduleInterleavedZeroBubble, is_looped=True),
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb": ScheduleInterleavedZeroBubble,
 }
+# Each rank has two stages in these, where the model has blocks enough.
+LOOPED = frozenset({"interleaved", "zb"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +271,11 @@ class Pipeline(torch.nn.Module):
         name = self._job.choice.options.schedule
         if name == "1f1b" and count < route.stages:
             name = "gpipe"  # the same order then, which torch's 1F1B refuses to make
-        kind = SCHEDULES[name].kind
-        argument = stages if SCHEDULES[name].is_looped else stages[0]
+        argument = stages if name in LOOPED else stages[0]
         # The micro-batches' losses are divided beforehand, so torch need not divide gradients.
-        return kind(argument, count, loss_fn=lambda output, _target: output, scale_grads=False)
+        return SCHEDULES[name](
+            argument, count, loss_fn=lambda output, _target: output, scale_grads=False
+        )
 
     def _count(self, size: int) -> int:
         """How many micro-batches: by itself as many as divide the batch, two per rank at most.
