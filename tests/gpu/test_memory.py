@@ -1,7 +1,10 @@
 """What a cell allocates on a real GPU, against the allocator's own counts."""
 
+import re
+
 import pytest
 
+from nbdist.errors import DistributedError
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BACKWARD,
@@ -77,3 +80,36 @@ def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
     assert now.duration_ns == 0
     assert (now.blocks.end_ns == STAYS).all()
     assert total(now, 0, PARAMETER) == _BYTES
+
+
+# Written without a GPU at hand, and like the code that it tests not verified on one.
+FAILS = """
+def train():
+    hidden = [torch.ones(2**28, device=device)]  # 1 GiB each
+    while True:
+        hidden.append(hidden[-1] * 2)
+train()
+"""
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.cluster
+def test_out_of_memory_is_explained() -> None:
+    """The allocator's numbers, the frame's list by name, remedies; afterwards all of it is free."""
+    with started(1, gpus="0") as session:
+        with pytest.raises(DistributedError, match="out of memory") as caught:
+            session.run(FAILS)
+        (memory,) = session.memory().ranks
+        done = session.run(
+            "import sys, gc; sys.last_value = sys.last_traceback = None; gc.collect()\n"
+            "torch.cuda.empty_cache(); print(torch.cuda.memory_allocated() < 2**30)"
+        )
+
+    lines = caught.value.advice.splitlines()
+    assert re.match(r"rank 0 ran out of memory of its GPU 0: 1\.1 GB requested", lines[0])
+    assert any("hidden in train" in line for line in lines)
+    assert any(line.startswith("  half the batch") for line in lines)
+    held = int(memory.blocks.size_bytes.sum())
+    assert held > 0.8 * memory.limit_bytes - 2 * 2**30
+    assert memory.device == "cuda"
+    assert done[0].text.strip() == "True"

@@ -1,11 +1,17 @@
-"""One sequence on several ranks: ring attention, and the model that is called whole."""
+"""One sequence on several ranks: attention in pieces, by ring or heads; the model called whole."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nbdist.errors import OptionError
+from nbdist.parallel.cp import cp, kernels, ulysses
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.support.cp_ranks import COMMON
+from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -308,3 +314,120 @@ def test_models_of_other_kinds_are_right_or_refused(tmp_path: Path, size: int) -
         assert f"23 % {size} = {23 % size}). Cut or pad it to {below} or 24" in error["length"]
         assert "no sequence to split" in error["no sequence"]
         assert "Leave --compile out" in error["compile"]
+
+
+def job(base: torch.nn.Module, degree: int, context: str) -> ModelBuild:
+    choice = Strategy(context, Degrees(cp=degree), degree, Options(context=context))
+    return build_alone(base, choice)
+
+
+def torchs_own() -> torch.nn.Module:
+    return torch.nn.TransformerEncoderLayer(48, 6, 64)
+
+
+def configured() -> torch.nn.Module:
+    """As transformers' models say it."""
+    model: Any = torch.nn.Linear(2, 2)
+    model.config = type("Config", (), {"num_attention_heads": 6})()
+    return model
+
+
+@pytest.mark.parametrize("build", [torchs_own, configured])
+def test_a_model_that_tells_its_heads_is_refused_before_anything_changes(build: Any) -> None:
+    """With the degrees that divide them; ring attention has no such need."""
+    base = build()
+    with pytest.raises(OptionError, match=r"cp=4 .*6 heads .*\(6 % 4 = 2\)\. Use cp=1, 2, 3 or 6"):
+        cp.STEP.plan(job(base, 4, "ulysses"), {})
+
+    assert cp.STEP.plan(job(base, 3, "ulysses"), {}) == {}
+    assert cp.STEP.plan(job(base, 4, "ring"), {}) == {}
+
+
+def test_one_head_leaves_ring_attention() -> None:
+    """There is no other degree to name."""
+    with pytest.raises(OptionError, match=r"1 head is .* Use cp=1, or the strategy cp \(ring"):
+        ulysses.check_heads(1, 2)
+
+
+FORWARD = """
+    class Heads(torch.nn.Module):
+        def __init__(self, heads, dropout=0.0):
+            super().__init__()
+            self.mix, self.parts, self.dropout = torch.nn.Linear(24, 72), heads, dropout
+        def forward(self, x):
+            b, t, _ = x.shape
+            q, k, v = self.mix(x).view(b, t, 3, self.parts, -1).permute(2, 0, 3, 1, 4)
+            p = self.dropout if self.training else 0.0
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    uneven, even, x = Heads(3), Heads(4, 0.5), torch.randn(1, 64, 24)
+    message = refused(lambda: split(uneven, context="ulysses")(x))
+    with torch.no_grad():
+        alone = (split(uneven, context="ulysses")(x) - uneven(x)).abs().max().item()
+        # Weights are dropped, and the rest is scaled up: far from the whole, near it on average.
+        torch.manual_seed(rank)
+        expected, model = even.eval()(x), split(even, context="ulysses")
+        calm = (model.eval()(x) - expected).abs().max().item()
+        model.base.train()
+        drawn = torch.stack([model(x) for _ in range(200)])
+    apart, mean = (drawn[0] - expected).abs().mean().item(), (drawn.mean(0) - expected).abs().mean()
+    done(told=message, alone=alone, calm=calm, apart=apart, mean=mean.item(),
+         sums=drawn.sum().item())
+"""
+
+
+def test_what_only_forward_shows(tmp_path: Path) -> None:
+    """Heads that no attribute tells are found at the first call; dropout is each rank's own."""
+    ends = run_ranks(tmp_path, 2, COMMON + FORWARD)
+
+    for end in ends:
+        assert "3 heads are not divisible by 2 (3 % 2 = 1). Use cp=1 or 3" in end["told"]
+        assert end["alone"] == 0.0, "without gradients each rank computes the whole"
+        assert end["calm"] < 2e-6
+        assert end["mean"] < 0.2 * end["apart"], end
+    assert ends[0]["sums"] == ends[1]["sums"], "outputs are whole, and so the same"
+
+
+def problem(device: str, dtype: torch.dtype, size: int, *, is_causal: bool) -> kernels.Problem:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 40, size, generator=generator) for _ in range(3))
+    parts = (t.to(device, dtype) for t in (query, key, value))
+    return kernels.Problem(*parts, is_causal, 0.3)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu(1), pytest.mark.parity])]
+)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-6), (torch.bfloat16, 4e-2)])
+def test_every_kernel_gives_what_the_plain_one_does(
+    device: str, dtype: torch.dtype, limit: float, is_causal: bool
+) -> None:
+    """Output, log-sum-exp and, from those of more keys, gradients."""
+    tried = problem(device, dtype, 16, is_causal=is_causal)
+    grad = torch.randn(tried.query.shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(device, dtype)
+    exact = kernels.PLAIN.forward(tried)
+    # As if there were as many further keys, whose values are 0.
+    joined = kernels.Attended((exact.out / 2).to(dtype), exact.lse + torch.tensor(2.0).log())
+    expected = kernels.PLAIN.backward(tried, grad, joined)
+    able = [k for k in kernels.KERNELS if k.device in ("", device) and k.fits(tried)]
+    assert len(able) > 1
+
+    for kernel in able:
+        attended = kernel.forward(tried)
+        grads = kernel.backward(tried, grad, joined)
+        found, wholes = (attended.out, attended.lse, *grads), (exact.out, exact.lse, *expected)
+        for actual, wanted in zip(found, wholes, strict=True):
+            assert actual.shape == wanted.shape
+            assert (actual.float() - wanted.float()).abs().max() < limit, kernel.name
+
+
+def test_heads_that_a_kernel_does_not_take_get_the_plain_one() -> None:
+    """Values of another size than queries have no flash kernel on the CPU."""
+    usual = problem("cpu", torch.float32, 16, is_causal=True)
+    other = kernels.Problem(usual.query, usual.key, usual.value[..., :5], is_causal=True, scale=1.0)
+
+    assert kernels.choose(usual).name == "flash"
+    assert kernels.choose(other) is kernels.PLAIN

@@ -9,9 +9,9 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.dp import deepspeed
-from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
+from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -186,10 +186,7 @@ def test_stages_and_offload_train_as_one_process(tmp_path: Path) -> None:
 
 def job(**options: Any) -> ModelBuild:
     choice = Strategy("deepspeed", Degrees(dp_replicate=2), 2, Options(**options))
-    device = torch.device("cpu")
-    return ModelBuild(
-        torch.nn.Linear(2, 2), choice, ParallelMesh(choice.degrees, 0, Degrees(), None), device
-    )
+    return build_alone(torch.nn.Linear(2, 2), choice)
 
 
 @pytest.mark.skipif(IS_THERE, reason="deepspeed is installed")

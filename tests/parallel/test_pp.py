@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.pp import partition
-from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
-from tests.support.parity import TEXT
+from tests.support.parity import TEXT, build_alone
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -638,12 +636,10 @@ class _Net(nn.Module):
 
 
 def _layouts(model: nn.Module, ranks: int, **options: Any) -> dict[str, frozenset[int] | None]:
-    degrees = Degrees(pp=ranks)
-    choice = Strategy("pp", degrees, ranks, Options(**options))
-    grid = ParallelMesh(degrees, 0, degrees.coordinate(0), None)
+    choice = Strategy("pp", Degrees(pp=ranks), ranks, Options(**options))
     tensors = [*model.named_parameters(), *model.named_buffers()]
     layouts = {name: TensorLayout(tuple(tensor.shape)) for name, tensor in tensors}
-    planned = partition.STEP.plan(ModelBuild(model, choice, grid, torch.device("cpu")), layouts)
+    planned = partition.STEP.plan(build_alone(model, choice), layouts)
     return {name: layout.stages for name, layout in planned.items()}
 
 

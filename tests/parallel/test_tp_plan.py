@@ -4,32 +4,26 @@ import copy
 import re
 
 import pytest
-import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.tp import tp
 from nbdist.parallel.tp.attention_check import fit
 from nbdist.parallel.tp.model import layers_of
-from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.strategy.tp_plan import attentions, find_plan
 from tests.support import tp_models
+from tests.support.parity import build_alone
 
 pytestmark = pytest.mark.engine
 
 
 def planned(model, degree=2, world_size=None, **options):
     """What planning says of a model, without ranks."""
-    degrees = Degrees(tp=degree)
-    choice = Strategy("tp", degrees, world_size or degree, Options(**options))
-    job = ModelBuild(
-        model, choice, ParallelMesh(degrees, 0, degrees.coordinate(0), None), torch.device("cpu")
-    )
+    choice = Strategy("tp", Degrees(tp=degree), world_size or degree, Options(**options))
     shapes = {name: TensorLayout(tuple(p.shape)) for name, p in model.named_parameters()}
-    return tp.STEP.plan(job, shapes)
+    return tp.STEP.plan(build_alone(model, choice), shapes)
 
 
 def test_layouts_say_what_is_split():

@@ -1,5 +1,13 @@
 """What texts of ranks share that compare a strategy with one process: models, batches, steps."""
 
+import torch
+
+from nbdist.parallel.mesh import ParallelMesh
+from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.choice import Strategy
+
+CPU = torch.device("cpu")
+
 # Behind torch_ranks.PRELUDE. A case trains `steps` times on the same global batches as `alone`.
 TEXT = """
 import copy, dataclasses
@@ -146,3 +154,9 @@ def refusal(call):
         return str(error)
     return ""
 """
+
+
+def build_alone(base: torch.nn.Module, choice: Strategy) -> ModelBuild:
+    """A model that is planned in this process, as on rank 0, without other ranks."""
+    place = choice.degrees.coordinate(0)
+    return ModelBuild(base, choice, ParallelMesh(choice.degrees, 0, place, None), CPU)
