@@ -56,7 +56,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """
         guard.refuse_strategies(kwargs)
         super().__init__(*args, **kwargs)
-        guard.refuse_precision(self.state.mixed_precision)
+        if self.state.mixed_precision not in ("no", "bf16", "fp16"):
+            raise OptionError(
+                f"mixed_precision={self.state.mixed_precision!r} does not work here. Use 'no', "
+                "'bf16' or 'fp16'."
+            )
         self._own_steps = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()

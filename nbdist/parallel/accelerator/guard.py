@@ -61,11 +61,3 @@ def refuse_strategies(arguments: Mapping[str, Any]) -> None:
                 "the code, so that they can be switched. Leave it out and use, for example, "
                 f"{instead}"
             )
-
-
-def refuse_precision(mixed_precision: str) -> None:
-    """Raises an OptionError if an Accelerator computes in what no strategy here does."""
-    if mixed_precision not in ("no", "bf16", "fp16"):
-        raise OptionError(
-            f"mixed_precision={mixed_precision!r} does not work here. Use 'no', 'bf16' or 'fp16'."
-        )

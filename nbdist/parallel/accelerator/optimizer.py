@@ -102,11 +102,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         """Whose steps it goes by: its own one, or all if that is not prepared."""
         prepared = list(self._prepared)
         optimizer = getattr(self.scheduler, "optimizer", None)
-        return [
-            wrapper
-            for wrapper in prepared
-            if wrapper is optimizer or wrapper.optimizer is optimizer
-        ] or prepared
+        return [w for w in prepared if optimizer in (w, w.optimizer)] or prepared
 
     @optimizers.setter
     def optimizers(self, _: Sequence[OptimizerWrapper]) -> None:

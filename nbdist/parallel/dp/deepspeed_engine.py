@@ -92,16 +92,9 @@ def prepare_engine(arguments: Sequence[Any]) -> tuple[Any, ...]:
     Raises:
         OptionError: Not one model with one optimizer, or DeepSpeed cannot run as asked.
     """
-    models = [
-        argument
-        for argument in arguments
-        if isinstance(argument, torch.nn.Module) and not is_engine(argument)
-    ]
-    optimizers = [
-        argument
-        for argument in arguments
-        if isinstance(argument, torch.optim.Optimizer) and not isinstance(argument, EngineOptimizer)
-    ]
+    models = [a for a in arguments if isinstance(a, torch.nn.Module) and not is_engine(a)]
+    optimizers = [a for a in arguments if isinstance(a, torch.optim.Optimizer)]
+    optimizers = [o for o in optimizers if not isinstance(o, EngineOptimizer)]
     if not models and not optimizers:
         return tuple(arguments)
     if len(models) != 1 or len(optimizers) != 1:

@@ -86,6 +86,12 @@ def split_parameter(
     return torch.nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
+def spread(part: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A part as a whole DTensor. Collective along tp, except where it is whole."""
+    split = DTensor.from_local(part, mesh, [placement], run_check=False)
+    return split.redistribute(placements=[Replicate()])
+
+
 def close_fast_paths(base: torch.nn.Module) -> None:
     """Let torch's encoders run layer by layer in evaluation, too; by attributes of theirs.
 
@@ -170,9 +176,7 @@ def _inputs(
 
 def _whole(context: TpContext, tensor: torch.Tensor, sequence_dim: int | None) -> torch.Tensor:
     before = Replicate() if sequence_dim is None else Shard(sequence_dim)
-    split = DTensor.from_local(tensor, context.mesh, [before], run_check=False)
-    gathered = split.redistribute(placements=[Replicate()])
-    return gathered.to_local(grad_placements=[Partial()])
+    return spread(tensor, context.mesh, before).to_local(grad_placements=[Partial()])
 
 
 def _projections(
@@ -242,8 +246,6 @@ def _gather_weights(
 ) -> torch.Tensor:
     """The weights of attention, of all heads."""
     if not is_averaged:
-        split = DTensor.from_local(weights, context.mesh, [Shard(1)], run_check=False)
-        return split.redistribute(placements=[Replicate()]).to_local()
+        return spread(weights, context.mesh, Shard(1)).to_local()
     mean = weights.sum(dim=1) / module.num_heads
-    part = DTensor.from_local(mean, context.mesh, [Partial()], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local()
+    return spread(mean, context.mesh, Partial()).to_local()

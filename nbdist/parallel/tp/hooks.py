@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nbdist.errors import OptionError
+from nbdist.parallel.tp.attention import spread
 from nbdist.parallel.tp.rng import Streams
 
 # By which name models pass what goes from block to block, where it has no place.
@@ -56,11 +57,6 @@ class Between:
             hook = functools.partial(_draw_alike, self.streams)
             layer.register_forward_pre_hook(hook, prepend=True)
 
-    def spread(self, tensor: torch.Tensor, place: Placement) -> DTensor:
-        """An input as a whole DTensor. Collective along tp where it is split."""
-        split = DTensor.from_local(tensor, self.mesh, [place], run_check=False)
-        return split.redistribute(placements=[Replicate()])
-
     def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
         """What colwise layers get in place of a tensor, until the next rowwise one."""
         self._input = tensor
@@ -72,7 +68,7 @@ class Between:
             return None
         tensor = args[0]
         if self._input is not tensor or self._has_gradient != torch.is_grad_enabled():
-            self.remember(tensor, self.spread(tensor, place))
+            self.remember(tensor, spread(tensor, self.mesh, place))
         return (self._whole, *args[1:])
 
     def _forget(self, *_: Any) -> None:
@@ -97,7 +93,7 @@ def watch_owner(
         if key is None:
             return None
         tensor = args[key] if isinstance(key, int) else kwargs[key]
-        whole = between.spread(tensor, place)
+        whole = spread(tensor, between.mesh, place)
         shown = tensor if place == Replicate() else whole.to_local()
         if n_shown is not None:
             shown = shown.detach()[..., :n_shown]
@@ -181,7 +177,7 @@ def _gather_output(
     between: Between, dim: int, _block: torch.nn.Module, _args: Any, result: Any
 ) -> Any:
     if isinstance(result, torch.Tensor):
-        return between.spread(result, Shard(dim)).to_local()
+        return spread(result, between.mesh, Shard(dim)).to_local()
     if isinstance(result, tuple | list) and result:
         first = _gather_output(between, dim, _block, _args, result[0])
         return type(result)((first, *result[1:]))

@@ -167,5 +167,4 @@ def _share(value: Any, place: str, degree: int) -> int:
         raise OptionError(f"tp_plan: {place} is to be divided, but it is {value!r}, not a number.")
     if value % degree:
         raise OptionError(f"tp={degree} does not divide {place} = {value}. Use a divisor of it.")
-    share: int = value // degree
-    return share
+    return int(value // degree)

@@ -108,14 +108,7 @@ def _norms(sequence: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:
         is_in_block = name in sequence.blocks or sequence.has(name)
         if name in plan or not layer.n_own or not is_in_block:
             continue
-        owner = next(
-            (
-                candidate
-                for candidate in owners
-                if name == candidate or name.startswith(f"{candidate}.")
-            ),
-            None,
-        )
+        owner = next((o for o in owners if name == o or name.startswith(f"{o}.")), None)
         if layer.kind != "norm" or owner is not None:
             raise OptionError(
                 f"{name} has parameters of its own{f' inside {owner}' if owner else ''}, and "

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter
+from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter, spread
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.strategy.tensor_layout import TensorLayout
 from nbdist.strategy.tp_plan import Style
@@ -131,8 +131,7 @@ def _look_up(module: torch.nn.Embedding, context: TpContext, words: torch.Tensor
         padding = padding - first if first <= padding < first + n_own else None
     embedded = torch.nn.functional.embedding(row, rows, padding)
     embedded = embedded.masked_fill(~is_own.unsqueeze(-1), 0.0)
-    part = DTensor.from_local(embedded, context.mesh, [Partial()], run_check=False)
-    return part.redistribute(placements=[Replicate()]).to_local()
+    return spread(embedded, context.mesh, Partial()).to_local()
 
 
 def _embedding_style(module: torch.nn.Module, context: TpContext) -> ParallelStyle:
