@@ -122,16 +122,6 @@ class ShardedBatchSampler(BatchSampler):
         """How many ranks see different data now. Accelerate asks for it under this name."""
         return current_share().count
 
-    @property
-    def process_index(self) -> int:
-        """Which of them this rank is."""
-        return current_share().index
-
-    @property
-    def total_length(self) -> int:
-        """How many batches all ranks have together."""
-        return len(self.batch_sampler)
-
     def set_epoch(self, epoch: int) -> None:
         """Tell a batch sampler that has epochs of its own."""
         if hasattr(self.batch_sampler, "set_epoch"):

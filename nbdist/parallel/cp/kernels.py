@@ -63,7 +63,6 @@ class Kernel:
     """One way to compute attention.
 
     Attributes:
-        name: As torch calls it.
         device: cpu or cuda; "" for any.
         fits: Whether it takes this problem.
         forward: Attention to these keys alone.
@@ -71,7 +70,6 @@ class Kernel:
             log-sum-exp, this piece's share of the gradients.
     """
 
-    name: str
     device: str
     fits: Callable[[Problem], bool]
     forward: Callable[[Problem], Attended]
@@ -182,13 +180,13 @@ def _fits_efficient(problem: Problem) -> bool:
 
 _cpu_forward = functools.partial(_flash_forward, operator="flash_attention_for_cpu")
 
-PLAIN = Kernel("math", "", lambda _problem: True, _plain_forward, _plain_backward)
+PLAIN = Kernel("", lambda _problem: True, _plain_forward, _plain_backward)
 
 # The first that fits is used. cudnn's is left out: nothing says that its backward takes a
 # log-sum-exp over more keys than it is given.
 KERNELS = (
-    Kernel("flash", "cpu", _fits_cpu, _cpu_forward, _cpu_backward),
-    Kernel("flash", "cuda", _fits_flash, _flash_forward, _flash_backward),
-    Kernel("efficient", "cuda", _fits_efficient, _efficient_forward, _efficient_backward),
+    Kernel("cpu", _fits_cpu, _cpu_forward, _cpu_backward),
+    Kernel("cuda", _fits_flash, _flash_forward, _flash_backward),
+    Kernel("cuda", _fits_efficient, _efficient_forward, _efficient_backward),
     PLAIN,
 )

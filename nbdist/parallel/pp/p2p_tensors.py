@@ -36,12 +36,10 @@ class StageBoundary:
             for shape, dtype in self.kinds
         )
 
-    def has_form_of(self, other: StageBoundary) -> bool:
-        """Whether both have the same structure and shapes. Dtypes change on the way."""
-        return (self.skeleton, [shape for shape, _ in self.kinds]) == (
-            other.skeleton,
-            [shape for shape, _ in other.kinds],
-        )
+    @property
+    def form(self) -> tuple[bytes, list[torch.Size]]:
+        """Structure and shapes. Dtypes change on the way."""
+        return self.skeleton, [shape for shape, _ in self.kinds]
 
     def __str__(self) -> str:
         return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype in self.kinds) or "no tensor"

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel.pp.loss_node import LossNode
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
-from nbdist.parallel.pp.shape_inference import Findings, Route, StageFailure, evaluate, infer
+from nbdist.parallel.pp.shape_inference import Findings, Route, evaluate, failure_of, infer
 from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
 from nbdist.parallel.transform import ModelBuild
@@ -200,10 +200,10 @@ class Pipeline(torch.nn.Module):
         dist.all_reduce(totals, group=self._route.group)
         if not totals[1].item():
             return totals[0]
-        own_report = StageFailure.of(*failures[0]) if failures else None
-        reports: list[StageFailure | None] = [None] * self._route.ranks
+        own_report = failure_of(*failures[0]) if failures else None
+        reports: list[NbdistError | None] = [None] * self._route.ranks
         dist.all_gather_object(reports, own_report, group=self._route.group)
-        raise failures[0][1] if failures else next(filter(None, reports)).reason()
+        raise failures[0][1] if failures else next(filter(None, reports))
 
     def _plan_for(self, pieces: Sequence[FlatValue]) -> PipelinePlan:
         leaves = [leaf for leaf in pieces[0].leaves if isinstance(leaf, torch.Tensor)]

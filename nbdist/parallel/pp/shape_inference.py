@@ -42,27 +42,6 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class StageFailure:
-    """A stage's error, as the other ranks hear of it: class and message; on a rank of the run."""
-
-    stage: int
-    rank: int
-    text: str
-
-    @staticmethod
-    def of(stage: int, error: Exception) -> StageFailure:
-        """An error of this rank's model, as text that others can be told."""
-        return StageFailure(stage, dist.get_rank(), f"{type(error).__name__}: {error}")
-
-    def reason(self) -> NbdistError:
-        """What the other ranks raise."""
-        return NbdistError(
-            f"pipeline stage {self.stage}, on rank {self.rank}, failed, so this rank's step "
-            f"was cancelled too: {self.text}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
     """What a micro-batch shows of all that have its shape.
 
@@ -95,7 +74,7 @@ class _Run:
 
     ends: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     error: Exception | None = None
-    failed: StageFailure | None = None
+    failed: NbdistError | None = None
     whole: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
 
 
@@ -110,10 +89,18 @@ class _Report:
         changed: Its buffers that have changed.
     """
 
-    failed: StageFailure | None
+    failed: NbdistError | None
     digest: str
     output: tuple[bytes, torch.dtype] | None
     changed: tuple[str, ...]
+
+
+def failure_of(stage: int, error: Exception) -> NbdistError:
+    """An error of this rank's model, as the other ranks raise it."""
+    return NbdistError(
+        f"pipeline stage {stage}, on rank {dist.get_rank()}, failed, so this rank's step was "
+        f"cancelled too: {type(error).__name__}: {error}"
+    )
 
 
 def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
@@ -128,8 +115,8 @@ def evaluate(root: Stages, batch: FlatValue, route: Route) -> Any:
     if route.here == last:
         value = run.failed or without_cache(run.ends[-1][1])
     value = broadcast(value, last, route.group, route.device)
-    if isinstance(value, StageFailure):
-        raise run.error or value.reason()
+    if isinstance(value, NbdistError):
+        raise run.error or value
     return value
 
 
@@ -205,15 +192,15 @@ def _run_through(
             source = route.rank_of(part.index - 1)
             received = receive(source, route.group, route.device)
         result = received
-        if not isinstance(received, StageFailure):
+        if not isinstance(received, NbdistError):
             try:
                 result = _result(root, part, batch, received, is_checked=is_checked)
                 # torch does not split the first stage's backward.
                 is_split = is_halved and not part.is_first
                 run.whole.append(_unsplit(root, part, batch, received) if is_split else ())
             except Exception as error:  # noqa: BLE001  # the model's code raises what it likes
-                run.error, result = error, StageFailure.of(part.index, error)
-        if isinstance(result, StageFailure):
+                run.error, result = error, failure_of(part.index, error)
+        if isinstance(result, NbdistError):
             run.failed = run.failed or result
         run.ends.append((received, result))
         if not part.is_last:
@@ -273,7 +260,7 @@ def _check_result(part: StageModule, batch: FlatValue, received: Any, result: An
 def _check(reports: Sequence[_Report]) -> None:
     failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
-        raise failed.reason()
+        raise failed
     if len({report.digest for report in reports}) > 1:
         raise NbdistError(
             "the ranks of one pipeline were given different batches: each stage computes with its "

@@ -293,7 +293,7 @@ class StageModule(torch.nn.Module):
             # A scaled loss does not fit into fp16.
             return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.current.factor
         border = StageBoundary.of(value)
-        if not border.has_form_of(self.outgoing):
+        if border.form != self.outgoing.form:
             raise NbdistError(
                 f"{self.last_name} returned {border}, but {self.outgoing} before, for a batch of "
                 "the same shape: in a pipeline the form of results must depend on the batch's "
