@@ -3,6 +3,7 @@
 Written without a GPU at hand. Like the code that they test they are not verified on one.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,17 +37,8 @@ AFTER = "x = torch.ones(3, device=device); dist.all_reduce(x); print(kept, x.tol
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Callable[[int], Session]]:
     """Start so many ranks, each on its own GPU; they end with the test."""
-    with temporary_folder(tmp_path / "tmp"):
-        sessions = []
-
-        def start(n: int) -> Session:
-            manager = session_of(StartOptions(n))
-            sessions.append(manager)
-            return manager.__enter__()
-
-        yield start
-        for manager in sessions:
-            manager.__exit__(None, None, None)
+    with temporary_folder(tmp_path / "tmp"), contextlib.ExitStack() as stack:
+        yield lambda n: stack.enter_context(session_of(StartOptions(n)))
 
 
 @pytest.mark.gpu(1)

@@ -1,6 +1,7 @@
 """Norms of gradients in parts, against torch's clipping of the whole ones in one process."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,9 +97,9 @@ CLIPS = (
 )
 
 
-def test_parts_clip_as_the_whole_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_parts_clip_as_the_whole_does(tmp_path: Path) -> None:
     """Plain, DTensor, mixed, on some stages only: norm and gradients to 1e-6, one all_reduce."""
-    results = run_ranks(tmp_path_factory.mktemp("norms") / "run", 4, CLIPS)
+    results = run_ranks(tmp_path, 4, CLIPS)
 
     for result in results:
         for name, (worst, reductions) in result["result"].items():

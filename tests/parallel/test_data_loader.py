@@ -63,11 +63,7 @@ def test_one_rank_gets_the_batches_as_they_are() -> None:
     batches = BatchSampler(range(7), 3, drop_last=False)
     shard = ShardedBatchSampler(batches, SamplerSettings(None))
 
-    assert local_batches(shard, BatchQueue(batches, 1), DataShard(1, 0)) == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6],
-    ]
+    assert local_batches(shard, BatchQueue(batches, 1), DataShard(1, 0)) == list(batches)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2), (2, 4), (1, 3), (3, 2)])
