@@ -113,15 +113,8 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
             self._take_over()
         if self.synchronized_generator is not None:
             self._order = self.synchronized_generator.get_state()
-        self.begin()
-        self.set_epoch(self.iteration)
-        try:
-            yield from self._batches()
-        finally:
-            self.end()
+        yield from self._loop()
         self._order = None
-        self._used = 0
-        self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
         shard, feed = self._shard, self._shard.feed()

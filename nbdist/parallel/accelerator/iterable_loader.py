@@ -98,14 +98,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         return n_batches // step if self._drop_last else -(-n_batches // step)
 
     def __iter__(self) -> Iterator[Any]:
-        self.begin()
-        self.set_epoch(self.iteration)
-        try:
-            yield from self._batches()
-        finally:
-            self.end()
-        self._used = 0
-        self.iteration += 1
+        return self._loop()
 
     def _batches(self) -> Iterator[Any]:
         is_alone = registry.current().name == "single"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ class Position:
     # Accelerate's loaders have these.
     iteration: int
     set_epoch: Callable[[int], None]
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    # Ours have these; what is given for each step, and the same without the first steps.
+    _batches: Callable[[], Iterator[Any]]
     skip: Callable[[int], Any]
     _used = 0
     _resumed = 0
@@ -42,6 +46,17 @@ class Position:
         """Let the next loop go on where `state` was taken; those after it have all batches."""
         self.set_epoch_state(state)
         self._used = self._resumed = state["position"]
+
+    def _loop(self) -> Iterator[Any]:
+        """One epoch, or what is left of it."""
+        self.begin()
+        self.set_epoch(self.iteration)
+        try:
+            yield from self._batches()
+        finally:
+            self.end()
+        self._used = 0
+        self.iteration += 1
 
     def _opened_at(self, start: int) -> tuple[int, bool]:
         """Where a loop begins, and whether that is in the middle of an epoch that was loaded."""

@@ -248,9 +248,8 @@ def _read(folder: Path, index: int) -> dict[str, torch.Tensor]:
                 "pytorch_model.bin. Prepare as many models as were saved, in the same order."
             )
         tensors = load(path, map_location="cpu", mmap=True)
-    if tensors and all(
-        name.startswith("module.") for name in tensors
-    ):  # Accelerate's own under DDP
+    # Accelerate's own under DDP.
+    if tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
 

@@ -80,14 +80,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank tells the others about the first run.
-
-    Attributes:
-        failed: It has seen a stage fail.
-        digest: Of the batch.
-        output: Skeleton of the last stage's output, and dtype of its loss.
-        changed: Its buffers that have changed.
-    """
+    """What one rank tells the others of the first run; the output's skeleton, its loss's dtype."""
 
     failed: NbdistError | None
     digest: str
