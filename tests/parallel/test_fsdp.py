@@ -147,10 +147,8 @@ def sent(**settings):
     there = []
     with Counted() as mode:
         for number, piece in enumerate(batch(0, rank, n).chunk(accumulate)):
-            if number < accumulate - 1:
-                with fsdp.no_sync(outer):
-                    outer(piece).backward()
-            else:
+            is_last = number == accumulate - 1
+            with contextlib.nullcontext() if is_last else fsdp.no_sync(outer):
                 outer(piece).backward()
             there.append(base.head.weight.grad is not None)
     return [mode.counts.get("_allgather_base_"), mode.counts.get("_reduce_scatter_base_"), there]

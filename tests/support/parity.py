@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 # Behind torch_ranks.PRELUDE. A case trains `steps` times on the same global batches as `alone`.
 TEXT = """
-import copy, dataclasses
+import contextlib, copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
 from nbdist.strategy.choice import Strategy, Degrees, Options
@@ -88,13 +88,9 @@ def train(outer, base, part=0, parts=1, steps=3, accumulate=1, scale=1.0, no_syn
         pieces = batch(step, part, parts).chunk(accumulate)
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            context = no_sync(outer) if no_sync and not is_last else None
-            if context:
-                context.__enter__()
-            loss = outer(piece) / accumulate
-            (loss * scale).backward()
-            if context:
-                context.__exit__(None, None, None)
+            with no_sync(outer) if no_sync and not is_last else contextlib.nullcontext():
+                loss = outer(piece) / accumulate
+                (loss * scale).backward()
             total += loss.item()
         if step == 0:
             first = {n: g / scale for n, g in gradients(outer, base).items()}
