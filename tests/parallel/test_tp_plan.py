@@ -147,7 +147,7 @@ def test_attention_is_tried_out_before_it_is_split():
         (lambda: nn.TransformerEncoderLayer(30, 3, 64), 4, "3 heads of self_attn.*tp=1 on 8"),
         (tp_models.MODELS["grouped"], 4, "2 key and value heads of layers.0.attn"),
         # Four heads of half the width have all the right shapes, and would give wrong numbers.
-        (lambda: block(Elsewhere()), 2, r"Elsewhere does not compute the same if each.*divide:n_heads"),
+        (lambda: block(Elsewhere()), 2, r"Elsewhere does not compute the same.*divide:n_heads"),
         # torch's own; rarely used.
         (lambda: nn.Sequential(nn.MultiheadAttention(32, 4, add_bias_kv=True)), 2, "add_bias_kv"),
     ],
