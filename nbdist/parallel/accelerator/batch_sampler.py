@@ -132,7 +132,7 @@ class ShardedBatchSampler(BatchSampler):
         return 1 if self.split_batches else share.count
 
     @contextmanager
-    def opened(self, feed: BatchQueue[Sequence[int]], position: int) -> Iterator[None]:
+    def continue_at(self, feed: BatchQueue[Sequence[int]], position: int) -> Iterator[None]:
         """Iterators that are made in here go on with this feed, at this number of all batches."""
         self._opening = (feed, position)
         try:

@@ -118,7 +118,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
 
     def _batches(self) -> Iterator[Any]:
         shard, feed = self._shard, self._shard.feed()
-        position, is_resumed = self._opened_at(shard.start)
+        position, is_resumed = self._find_start(shard.start)
         share: DataShard | None = None
         inner: Iterator[Any] | None = None
         batch = _END
@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         # torch draws a seed for its workers; what comes after a switch is not to depend on it,
         # nor what comes after a load in the middle of an epoch: it was drawn before the save.
         same = torch.random.fork_rng(devices=[], enabled=not draws)
-        with same, self._shard.opened(feed, position):
+        with same, self._shard.continue_at(feed, position):
             return iter(self.base_dataloader)
 
     def _take_over(self) -> None:

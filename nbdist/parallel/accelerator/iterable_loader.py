@@ -105,7 +105,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         reads = is_alone or dist.get_rank() == 0
         # torch's data pipes meet all ranks where an iterator is made.
         is_opened = reads or isinstance(self.dataset, IterDataPipe)
-        position, is_resumed = self._opened_at(self._first)
+        position, is_resumed = self._find_start(self._first)
         # torch draws a seed for workers; the epoch that goes on has drawn it before.
         with torch.random.fork_rng(devices=[], enabled=is_resumed):
             inner = iter(self.base_dataloader) if is_opened else iter(())
@@ -239,7 +239,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
         step = 1 if self._settings.config.split_batches else share.count
-        position, is_resumed = self._opened_at(0)
+        position, is_resumed = self._find_start(0)
         n_used = position // step  # another number of ranks may repeat a part of a round
         drawn = torch.random.get_rng_state()
         for number, batch in enumerate(super().__iter__()):

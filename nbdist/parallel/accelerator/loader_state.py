@@ -58,7 +58,7 @@ class Position:
         self._used = 0
         self.iteration += 1
 
-    def _opened_at(self, start: int) -> tuple[int, bool]:
+    def _find_start(self, start: int) -> tuple[int, bool]:
         """Where a loop begins, and whether that is in the middle of an epoch that was loaded."""
         is_resumed = self._resumed > 0
         self._used, self._resumed = max(start, self._resumed), 0

@@ -70,14 +70,14 @@ def loading(accelerator: Any, *, is_strict: bool) -> Iterator[None]:
     agree(accelerator)
 
     def hook(models: list[torch.nn.Module], folder: str) -> None:
-        def planned() -> None:
+        def plan_all() -> None:
             loads.extend(
                 _plan(model, folder, number, is_strict=is_strict)
                 for number, model in enumerate(models)
             )
 
         loads: list[tuple[Portable, dict[str, torch.Tensor]]] = []
-        all_or_none(f"Loading {folder}", planned)
+        all_or_none(f"Loading {folder}", plan_all)
         for model, values in loads:
             model.load(values)
         models.clear()

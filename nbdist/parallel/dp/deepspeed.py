@@ -205,7 +205,7 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     fp32_of = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
     state = {}
     for name, parameter in engine.module.named_parameters():
-        with _gathered_parameter(engine, parameter):
+        with _gather_parameter(engine, parameter):
             value = fp32_of(parameter) if parameter.requires_grad else None
             value = parameter.detach() if value is None else value
             state[name] = value.to("cpu", torch.float32, copy=True)
@@ -223,7 +223,7 @@ def load_full(engine: Any, state: Mapping[str, torch.Tensor]) -> None:
         if name not in state:
             continue
         value = state[name].to(engine.device)
-        with _gathered_parameter(engine, parameter, is_changed=True), torch.no_grad():
+        with _gather_parameter(engine, parameter, is_changed=True), torch.no_grad():
             parameter.copy_(value)
         if parameter.requires_grad:
             set_fp32(parameter, value)
@@ -303,7 +303,7 @@ def _compile_op(package: ModuleType) -> None:
             builder.load(verbose=False)
 
 
-def _gathered_parameter(
+def _gather_parameter(
     engine: Any, parameter: torch.nn.Parameter, *, is_changed: bool = False
 ) -> Any:
     """A context in which a parameter is whole on this rank: stage 3 has a part of it.

@@ -134,9 +134,9 @@ def infer(
         NbdistError: As `evaluate`; ranks were given different batches; there is no loss; or the
             model uses what its stage does not have.
     """
-    with torch.no_grad(), _without_trace(route.device, buffers) as changed:
+    with torch.no_grad(), _without_trace(route.device, buffers) as find_changed:
         run = _run_through(root, batch, route, is_checked=True, is_halved=is_halved)
-        names = tuple(changed())
+        names = tuple(find_changed())
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
         packed = pack(run.ends[-1][1])
@@ -233,7 +233,7 @@ def _unsplit(root: Stages, part: StageModule, batch: FlatValue, received: Any) -
 def _check_result(part: StageModule, batch: FlatValue, received: Any, result: Any) -> None:
     if not has_nan(result) or has_nan(received):
         return
-    wrong = part.guessed_wrong(batch, received)
+    wrong = part.find_wrong_guess(batch, received)
     if wrong == part.blocks.block_name(0):
         raise NbdistError(
             f"forward uses what blocks before {part.blocks.block_name(part.span[0])} return for "
@@ -267,14 +267,14 @@ def _without_trace(device: torch.device, buffers: dict[str, Any]) -> Iterator[An
     """Put random numbers and buffers back. Yields a function that says which have changed."""
     copies = {name: buffer.clone() for name, buffer in buffers.items()}
 
-    def changed() -> Iterator[str]:
+    def find_changed() -> Iterator[str]:
         # NaN is not equal to itself, and here it is a change.
         return (name for name, buffer in buffers.items() if not torch.equal(buffer, copies[name]))
 
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
-            yield changed
+            yield find_changed
         finally:
             for name, buffer in buffers.items():
                 buffer.copy_(copies[name])

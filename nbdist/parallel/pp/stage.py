@@ -205,7 +205,7 @@ class StageModule(torch.nn.Module):
         modules = {key: self._stand_in(n, block) for n, (key, block) in enumerate(table.items())}
         self._wiring = Wiring(model, root, modules, tuple(_missing(model, inside, device)), device)
 
-    def guessed_wrong(self, batch: FlatValue, received: Any) -> str:
+    def find_wrong_guess(self, batch: FlatValue, received: Any) -> str:
         """What this stage uses and does not have: a parameter, or the first block for all blocks.
 
         Empty if the result depends on nothing such. Called where the result has NaN: the model

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.tp.model import divided_attributes, is_conv1d
+from nbdist.parallel.tp.model import divide_attributes, is_conv1d
 from nbdist.parallel.tp.styles import split_dims
 from nbdist.strategy.tp_plan import Plan, Style
 
@@ -81,7 +81,7 @@ def fit(
     Raises:
         OptionError: Nothing makes the ranks compute their parts of the whole.
     """
-    values = divided_attributes(module, name, plan, columns, degree)
+    values = divide_attributes(module, name, plan, columns, degree)
     trial = _prepare(module, name, plan, columns, degree) if _can_try(module) else None
     if trial is None:
         return AttentionFit(values)

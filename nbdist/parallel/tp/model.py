@@ -56,7 +56,7 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.MultiheadAttention)
 
 
-def divided_attributes(
+def divide_attributes(
     module: torch.nn.Module, name: str, plan: Plan, columns: Sequence[str], degree: int
 ) -> dict[str, int]:
     """A module's attributes for heads and widths on one rank: name -> value.

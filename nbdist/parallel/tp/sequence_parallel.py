@@ -49,7 +49,7 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
     names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
     attention_modules = [module for module in job.base.modules() if is_attention(module)]
     sequence = Sequence(
-        lists=tuple(filter(None, (_own(job, blocks, layouts) for blocks in names))),
+        lists=tuple(filter(None, (_select_own(job, blocks, layouts) for blocks in names))),
         blocks=frozenset(name for blocks in names for name in blocks),
         dim=1 if all(module.batch_first for module in attention_modules) else 0,
     )
@@ -89,7 +89,7 @@ def _lists(job: ModelBuild, plan: Plan) -> list[BlockList]:
     return lists
 
 
-def _own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
+def _select_own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
     """The blocks of this rank's stage."""
     stage = job.grid.coordinate.pp
 

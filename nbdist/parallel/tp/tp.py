@@ -23,7 +23,7 @@ from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
 from nbdist.parallel.tp.attention import TpContext, check_attention, close_fast_paths
 from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
-from nbdist.parallel.tp.model import divided_attributes, layers_of
+from nbdist.parallel.tp.model import divide_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
 from nbdist.parallel.tp.styles import norm_style, split_dims, split_layout, torch_style
@@ -123,7 +123,7 @@ def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionF
     """What changes in modules that split heads; modules that are alike are tried out once."""
     base, degree = job.base, job.grid.degrees.tp
     owners = {
-        name: AttentionFit(divided_attributes(base.get_submodule(name), name, plan, (), degree))
+        name: AttentionFit(divide_attributes(base.get_submodule(name), name, plan, (), degree))
         for name, style in plan.items()
         if style.kind == "divide"
     }
