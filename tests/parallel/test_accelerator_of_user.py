@@ -19,8 +19,7 @@ needs_deepspeed = pytest.mark.skipif(
 OWN = """
     import contextlib, io
     import accelerate
-    from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
-    from torch.distributed.device_mesh import DeviceMesh
+    from accelerate.utils import AutocastKwargs
     from nbdist.parallel.accelerator.accelerator import LazyAccelerator
 
     lazy = LazyAccelerator()
@@ -59,7 +58,6 @@ OWN = """
         loader.set_epoch(epoch)
         return [x for batch in loader for x in seeded.gather(batch).tolist()]
     orders = [order(0), order(3), order(0)]
-    objects = [type(part).__name__ for part in (loader, loader.batch_sampler)]
     none = refusal(lambda: seeded.prepare(DataLoader(Set(), batch_size=None)))
     done(is_lazy=is_lazy, refused=refused, text=text.getvalue(), plain=plain, names=names,
          kinds=kinds, orders=orders, is_loader=isinstance(loader, DataLoader), none=none)

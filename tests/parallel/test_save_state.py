@@ -16,7 +16,6 @@ pytestmark = pytest.mark.engine
 SAVE = (
     SAVED
     + """
-    import random
     folder = os.environ["FOLDER"]
 
     def first(name, options, kind):
@@ -25,7 +24,7 @@ SAVE = (
         parts = made(0, kind)
         loop = iter(parts[3])
         run(parts, (next(loop) for _ in range(3)))
-        where = accelerator.save_state(f"{folder}/{name}{kind.__name__}")
+        accelerator.save_state(f"{folder}/{name}{kind.__name__}")
         return run(parts, loop), parts
 
     def second(name, options, kind, source):
