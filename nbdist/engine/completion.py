@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from IPython import get_ipython
 
 from nbdist.cells.completion import Reply, inspect_reply
 
@@ -18,7 +19,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
     """IPython's completions on this rank, and its names with their types. In the main thread."""
-    shell = _shell()
+    shell = get_ipython()
     # Jedi reads sources for a second or more; what is asked here is mostly about live objects.
     shell.Completer.use_jedi = False
     return shell.kernel.do_complete(code, cursor), attributes(())
@@ -26,7 +27,7 @@ def complete(code: str, cursor: int) -> tuple[Reply, dict[str, str]]:
 
 def inspection(code: str, cursor: int, detail: int) -> Reply:
     """What IPython says of the name at the cursor. In the main thread."""
-    reply: Reply = _shell().kernel.do_inspect(code, cursor, detail)
+    reply: Reply = get_ipython().kernel.do_inspect(code, cursor, detail)
     return reply
 
 
@@ -37,20 +38,16 @@ def attributes(path: tuple[str, ...]) -> dict[str, str]:
     it can be asked of the control thread while the main thread is anywhere.
     """
     if not path:
-        shell = _shell()
-        variables = dict(shell.user_ns)
+        shell = get_ipython()
         hidden = shell.user_ns_hidden
         return {
             name: _type(value)
-            for name, value in variables.items()
+            for name, value in dict(shell.user_ns).items()
             if name not in hidden or hidden[name] is not value
         }
     value = _value(path)
-    return (
-        {}
-        if value is _NOTHING
-        else {name: _type(member) for name, member in _tables(value).items()}
-    )
+    members = {} if value is _NOTHING else _tables(value)
+    return {name: _type(member) for name, member in members.items()}
 
 
 def glance(path: tuple[str, ...]) -> Reply:
@@ -71,7 +68,7 @@ def glance(path: tuple[str, ...]) -> Reply:
 
 
 def _value(path: tuple[str, ...]) -> Any:
-    space = _shell().user_ns
+    space = get_ipython().user_ns
     value = space.get(path[0], getattr(builtins, path[0], _NOTHING))
     for part in path[1:]:
         value = _tables(value).get(part, _NOTHING)
@@ -104,9 +101,3 @@ def _type(value: Any) -> str:
     if isinstance(value, type):
         return "class"
     return "function" if inspect.isroutine(value) else "instance"
-
-
-def _shell() -> Any:
-    from IPython import get_ipython
-
-    return get_ipython()

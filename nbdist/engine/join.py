@@ -19,8 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from IPython import get_ipython
 
 from nbdist.cluster import nccl_env
 from nbdist.core import topology
@@ -64,18 +66,15 @@ def join_at_start(run_dir: Path, start: dict[str, Any]) -> None:
     try:
         check_torch(str(torch.__version__), sys.executable)
         store = dist.FileStore(str(run_dir / "store"), start["world_size"])
+        world_size = start["world_size"]
         report = replace(
-            facts.describe(rank),
-            rank_hint=rank,
-            size_hint=start["world_size"],
-            local_hint=rank,
-            job_id="",
+            facts.describe(rank), rank_hint=rank, size_hint=world_size, local_hint=rank, job_id=""
         )
         if not report.has_cuda:
             # Then torch sees no GPU; with those of the machine the reason can be told.
             report = replace(report, gpus=tuple(Gpu(*gpu) for gpu in start["gpus"]))
         (run_dir / f"arrived.{rank}").touch()
-        reports = exchange_reports(store, report, start["world_size"], start["deadline_s"])
+        reports = exchange_reports(store, report, world_size, start["deadline_s"])
         plan = topology.plan(reports, start["backend"], threads=torch.get_num_threads())
         join(plan, rank, store)
     except Exception as error:  # noqa: BLE001  # any reason at all is to reach the notebook
@@ -211,8 +210,6 @@ def prepare(seed: int | None = None) -> Topology:
 
     On every rank, in the engine's main thread, once the group is formed.
     """
-    from IPython import get_ipython
-
     this = this_rank()
     place = this.place
     if place.device != "cpu":
@@ -325,8 +322,6 @@ def adopt_notebook(sys_path: list[str], folder: str) -> None:
 
 def memory_bytes() -> dict[str, int]:
     """This rank's memory: resident on the host, and allocated and reserved on its GPU."""
-    import psutil
-
     used = {"resident": int(psutil.Process().memory_info().rss)}
     if this_rank().place.device != "cpu":
         used["allocated"] = torch.cuda.memory_allocated()

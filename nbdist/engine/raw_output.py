@@ -3,7 +3,6 @@
 # ruff: noqa: SLF001 - ipykernel has no public way to its pipes
 from __future__ import annotations
 
-import array
 import codecs
 import contextlib
 import fcntl
@@ -68,8 +67,8 @@ class RawReader:
         end_s = time.monotonic() + DRAIN_DEADLINE_S
         while time.monotonic() < end_s:
             with self._lock:
-                if not _waiting_bytes(self._stream._fid):
-                    return
+                if not any(fcntl.ioctl(self._stream._fid, termios.FIONREAD, bytes(4))):
+                    return  # no bytes wait
             time.sleep(0.001)
 
     def _run(self) -> None:
@@ -87,12 +86,6 @@ class RawReader:
                     # to go on: writers would block for ever on a pipe that nobody reads.
                     with contextlib.suppress(OSError):
                         os.write(stream._original_stdstream_copy, raw)
-
-
-def _waiting_bytes(descriptor: int) -> int:
-    count = array.array("i", [0])
-    fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    return count[0]
 
 
 def install(shell: Any) -> None:

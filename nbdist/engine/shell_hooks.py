@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
 from IPython.core import page
@@ -186,12 +186,6 @@ def refuse_input(kernel: Any) -> None:
     sys.breakpointhook = refuse
 
 
-class _MainThread:
-    """What ipykernel asks of a shell-channel thread when it runs an async cell."""
-
-    parent_thread = threading.main_thread()
-
-
 def refuse_exit(shell: Any) -> None:
     """Let exit() and quit() fail: they would end the engine a moment after the cell passed."""
 
@@ -219,7 +213,7 @@ def top_level_await(cell: CellContext) -> Iterator[None]:
     if getattr(kernel, "shell_channel_thread", kernel) is not None:
         yield
         return
-    kernel.shell_channel_thread = _MainThread
+    kernel.shell_channel_thread = SimpleNamespace(parent_thread=threading.main_thread())
     try:
         yield
     finally:

@@ -85,18 +85,13 @@ class CallLogWriter:
         self._lock = threading.RLock()  # a signal handler may call while the lock is held
         self._sequence = 0
         self._run = 0
-        self._generation = 0
+        self.generation = 0  # how often the groups have been recovered
         self._channels: dict[str | tuple[int, int, int], int] = {}
         self._used = self._free_text = 0
         self._dropped: list[int] = []
         self._words[_RANK], self._words[_PID] = rank, pid
         self._doubles[_SINCE] = monotonic()
         self._words[_MAGIC] = MAGIC  # last: before this nobody reads it
-
-    @property
-    def generation(self) -> int:
-        """How often the groups have been recovered."""
-        return self._generation
 
     def set_cell(self, run: int, state: str) -> None:
         """Tell that cell run `run` is "running", "finished" or "raised"."""
@@ -107,7 +102,7 @@ class CallLogWriter:
     def reset(self, generation: int) -> None:
         """Count from 0 again. Calls of an earlier generation are read as raised."""
         with self._lock:
-            self._generation = generation
+            self.generation = generation
             for channel in self._channels.values():
                 self._words[_channel_at(channel) + _COUNT] = 0
             self._words[_GENERATION] = generation
@@ -159,8 +154,8 @@ class CallLogWriter:
                 at = _HEADER_WORDS + channel * _CHANNEL_WORDS + _COUNT
                 number = words[at] = words[at] + 1
             sequence = self._sequence = self._sequence + 1
-            generation = self._generation
-            # As in _write: a call less, in what every collective pays for.
+            generation = self.generation
+            # As in `wait`, and not by one function: every collective would pay for its call.
             at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
             words[at] = 0
             _pack_record(
@@ -172,12 +167,17 @@ class CallLogWriter:
 
     def wait(self, entry: Entry, place: bytes) -> Entry:
         """Record that an issued call is waited for from now on, at another place."""
-        sequence, number, _, channel, what, peer = entry
-        if self._words[_record_at(sequence)] != sequence:
+        sequence, number, generation, channel, what, peer = entry
+        words, at = self._words, _record_at(sequence)
+        if words[at] != sequence:
             # The ring has gone round: a new record, under its old number.
             return self.begin(channel, what, place, peer, number)
         with self._lock:
-            self._write(entry, place)
+            words[at] = 0
+            fields = (number, self._run, channel, peer, generation, what, place)
+            start = (at + 1) * WORD_BYTES
+            _pack_record(self.memory, start, WAITING, monotonic(), 0.0, *fields)
+            words[at] = sequence
         return entry
 
     def end(self, entry: Entry, state: int) -> None:
@@ -200,18 +200,8 @@ class CallLogWriter:
             if self._words[at] == sequence and self._words[at + _STATE] != WAITING:
                 return
             self.end(entry, RAISED)
-            if number and generation == self._generation:
+            if number and generation == self.generation:
                 self._words[_channel_at(channel) + _COUNT] -= 1
-
-    def _write(self, entry: Entry, place: bytes) -> None:
-        sequence, number, generation, channel, what, peer = entry
-        words = self._words
-        at = _RECORD_WORDS * (sequence % MAX_RECORDS) + _RECORDS_WORD
-        words[at] = 0
-        start = (at + 1) * WORD_BYTES
-        fields = (number, self._run, channel, peer, generation, what, place)
-        _pack_record(self.memory, start, WAITING, monotonic(), 0.0, *fields)
-        words[at] = sequence
 
     def _new_channel(
         self, key: str | tuple[int, int, int], fields: tuple[int, int, int, int], text: bytes
@@ -306,6 +296,7 @@ def read(source: bytes | memoryview | mmap) -> CallLog:
         )
     run, state = divmod(words[_RUN], len(CELL_STATES))
     names, groups, transfers = _read_channels(data, words)
+    slots = sorted((words[_record_at(slot)], slot) for slot in range(MAX_RECORDS))
     return CallLog(
         rank=words[_RANK],
         pid=words[_PID],
@@ -315,7 +306,11 @@ def read(source: bytes | memoryview | mmap) -> CallLog:
         since_s=memoryview(data).cast("d")[_SINCE],
         groups=groups,
         transfers=transfers,
-        calls=_read_calls(data, words, names),
+        calls=tuple(
+            _read_call(data, slot, names, words[_GENERATION])
+            for sequence, slot in slots
+            if sequence and sequence % MAX_RECORDS == slot
+        ),
     )
 
 
@@ -339,9 +334,8 @@ def _read_channels(
     # A transfer's group has been made before it, but can stand behind it: groups first.
     in_use = [c for c in range(MAX_CHANNELS) if words[_channel_at(c) + _KIND] != _UNUSED]
     for channel in sorted(in_use, key=lambda c: not words[_channel_at(c) + _TEXT_BYTES]):
-        kind, count, start, size, group, source, destination = words[
-            _channel_at(channel) : _channel_at(channel) + _DESTINATION + 1
-        ]
+        at = _channel_at(channel)
+        kind, count, start, size, group, source, destination = words[at : at + _DESTINATION + 1]
         if size:
             text = data[_TEXT_AT + start : _TEXT_AT + start + size]
             name, _, ranks = text.partition(b"\0")
@@ -353,15 +347,6 @@ def _read_channels(
             if kind == _IS_TRANSFER:
                 transfers[names[channel], source, destination] = count
     return names, groups, transfers
-
-
-def _read_calls(data: bytes, words: Sequence[int], names: Mapping[int, str]) -> tuple[Call, ...]:
-    slots = [(words[_record_at(slot)], slot) for slot in range(MAX_RECORDS)]
-    return tuple(
-        _read_call(data, slot, names, words[_GENERATION])
-        for sequence, slot in sorted(slots)
-        if sequence and sequence % MAX_RECORDS == slot
-    )
 
 
 def _read_call(data: bytes, slot: int, names: Mapping[int, str], now: int) -> Call:

@@ -97,16 +97,14 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     for groups in lists:
         place = 0
         for group in groups:
-            index = next(
-                (i for i, known_group in enumerate(merged) if known_group.name == group.name), None
-            )
-            if index is None:
+            names = [other.name for other in merged]
+            if group.name in names:
+                place = names.index(group.name)
+                if group.is_member and not merged[place].is_member:
+                    merged[place] = group
+            else:
                 merged.insert(place, group)
-                place += 1
-                continue
-            if group.is_member and not merged[index].is_member:
-                merged[index] = group
-            place = index + 1
+            place += 1
     return tuple(merged)
 
 
@@ -116,20 +114,14 @@ def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
     Args:
         results: Rank -> what it answered.
     """
-    return (
-        *_group_notes(results),
-        *_gradient_notes(results),
-        *parameter_differences({rank: result.checksums for rank, result in results.items()}),
-    )
-
-
-def _gradient_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
-    names = {
+    lines = _group_notes(results)
+    models = {
         n: None for result in results.values() for n, count in result.gradients.items() if count
     }
-    if not names:
-        return []
-    return [f"gradients of {', '.join(names)} were cleared: they may be incomplete"]
+    if models:
+        lines.append(f"gradients of {', '.join(models)} were cleared: they may be incomplete")
+    checksums = {rank: result.checksums for rank, result in results.items()}
+    return (*lines, *parameter_differences(checksums))
 
 
 def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:

@@ -188,16 +188,18 @@ def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]])
         waits: Those that are told together, by rank.
         needs: What each of them lacks.
     """
-    with_causes = _with_causes(waits, needs)
     blocks: dict[frozenset[BlockingRank], list[WaitText]] = {}
-    for main, causes in with_causes:
+    for main, causes in _with_causes(waits, needs):
         blocks.setdefault(causes, []).extend(main)
-    is_cycle = not any(causes for _, causes in with_causes)
-    clauses = [
-        *(text for causes, block in blocks.items() if causes for text in _block(block, causes)),
-        *_consequences(blocks.get(frozenset(), []), needs, is_cycle=is_cycle),
-    ]
-    return "; ".join(clauses)
+    within = blocks.pop(frozenset(), [])  # they wait for others of this line alone
+    if not blocks:
+        return "; ".join([*_clauses(within), "they wait for each other"])
+    whom = {
+        wait.rank: f" for {ranks_phrase(sorted({need.rank for need in needs[wait.rank]}))}"
+        for wait in within
+    }
+    reasons = (text for causes, block in blocks.items() for text in _block(block, causes))
+    return "; ".join([*reasons, *_clauses(within, whom)])
 
 
 def blamed_ranks(
@@ -216,27 +218,16 @@ def _with_causes(
     for wait in waits:
         calls.setdefault(wait.key, []).append(wait)
     here = {wait.rank for wait in waits}
-    mains = [_main(of_call) for of_call in calls.values()]
-    return [(main, _causes(main, needs, here)) for main in mains]
-
-
-def _main(waits: Sequence[WaitText]) -> list[WaitText]:
-    """Those in one call that do what most of them do; the others are told as a reason."""
-    kinds = [wait.act.kind for wait in waits]
-    most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
-    return [wait for wait in waits if wait.act.kind == most]
-
-
-def _causes(
-    main: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]], here: set[int]
-) -> frozenset[BlockingRank]:
-    """What these lack, ranks aside that are told as waiting themselves."""
-    return frozenset(
-        need
-        for wait in main
-        for need in needs[wait.rank]
-        if need.kind != "waiting" or need.rank not in here
-    )
+    with_causes = []
+    for of_call in calls.values():
+        # Those that do what most of them do; the others are told as a reason.
+        kinds = [wait.act.kind for wait in of_call]
+        most = max(kinds, key=kinds.count)  # the lowest rank's where two are as many
+        main = [wait for wait in of_call if wait.act.kind == most]
+        lacks = (need for wait in main for need in needs[wait.rank])
+        causes = frozenset(n for n in lacks if n.kind != "waiting" or n.rank not in here)
+        with_causes.append((main, causes))
+    return with_causes
 
 
 def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[str]:
@@ -260,21 +251,6 @@ def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[st
     return _clauses(waits) + _few(
         [(ranks, texts[len(ranks) > 1]) for texts, ranks in ranks_by_text.items()],
         "are needed as well",
-    )
-
-
-def _consequences(
-    waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]], *, is_cycle: bool
-) -> list[str]:
-    """Ranks that wait for others of this line alone."""
-    if is_cycle:
-        return [*_clauses(waits), "they wait for each other"]
-    return _clauses(
-        waits,
-        {
-            wait.rank: f" for {ranks_phrase(sorted({need.rank for need in needs[wait.rank]}))}"
-            for wait in waits
-        },
     )
 
 

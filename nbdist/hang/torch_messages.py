@@ -22,7 +22,8 @@ _OPS = {
     "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all_single",
 }
-_DTYPES = {
+# C++'s names of types; those that are not Python's in small letters.
+DTYPES = {
     "Float": "float32",
     "Double": "float64",
     "Half": "float16",
@@ -44,12 +45,11 @@ def readable(message: str) -> str:
     calls = sorted((int(rank), *rest) for rank, *rest in _CALL.findall(message))
     if _SIGN not in message or len(calls) < 2:
         return message
-    parts = ", ".join(f"rank {rank} {_call(*rest)}" for rank, *rest in calls)
-    return f"the calls of the ranks do not match: {parts} (numbers are those within the group)"
-
-
-def _call(op: str, shape: str, dtype: str) -> str:
-    name = _OPS.get(op, op.lower().strip("_"))
-    if not dtype:
-        return f"is in {name}"
-    return f"is in {name}({_DTYPES.get(dtype, dtype)}[{shape}])"
+    parts = []
+    for rank, op, shape, dtype in calls:
+        tensor = f"({DTYPES.get(dtype, dtype)}[{shape}])" if dtype else ""
+        parts.append(f"rank {rank} is in {_OPS.get(op, op.lower().strip('_'))}{tensor}")
+    return (
+        f"the calls of the ranks do not match: {', '.join(parts)} "
+        "(numbers are those within the group)"
+    )

@@ -246,9 +246,18 @@ class WaitGraph:
         return None
 
     def _history(self, box: CallLog, group: str) -> _CallHistory:
-        if (box.rank, group) not in self._histories:
-            self._histories[box.rank, group] = _history_of(box, group)
-        return self._histories[box.rank, group]
+        history = self._histories.get((box.rank, group))
+        if history is None:
+            count = count_in(box, group)
+            by_number = {
+                call.number: call  # the newest of a number: older ones were before a recovery
+                for call in box.calls
+                if call.group == group and 0 < call.number <= count and not is_transfer(call)
+            }
+            calls = dict(sorted(by_number.items()))
+            ops = tuple((number, call.op) for number, call in calls.items())
+            history = self._histories[box.rank, group] = _CallHistory(calls, ops)
+        return history
 
     def _transfer_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if call.peer is None:
@@ -290,9 +299,10 @@ class WaitGraph:
     def _missing(self, q: int, *, is_open: bool = False) -> BlockingRank:
         """That q has not come, and what it does instead."""
         state = self.states[q]
+        look = self.views[q].look
         is_done = q in self.waits or state in {"finished", "raised"}
-        if is_done and (threads := self._free_threads(q)):
-            return BlockingRank(q, "threaded", ", ".join(threads), is_open=True)
+        if is_done and look is not None and look.free_threads:
+            return BlockingRank(q, "threaded", ", ".join(look.free_threads), is_open=True)
         if state == "running" and q in self.waits:
             return BlockingRank(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
         if is_open and state in OVER:
@@ -324,11 +334,6 @@ class WaitGraph:
     def _newest(self, rank: int, group: str) -> FlightRecorderEntry | None:
         look = self.views[rank].look
         return None if look is None else look.newest.get(group)
-
-    def _free_threads(self, rank: int) -> tuple[str, ...]:
-        """The rank's threads beside the main one that may still make a call."""
-        view = self.views[rank]
-        return () if view.look is None else view.look.free_threads
 
     def _is_at_work(self, rank: int) -> bool:
         """Whether it is not the main thread that waits: that one may still end the cell."""
@@ -382,17 +387,6 @@ class _CallHistory:
 
     calls: Mapping[int, Call]
     ops: tuple[tuple[int, str], ...]
-
-
-def _history_of(box: CallLog, group: str) -> _CallHistory:
-    count = count_in(box, group)
-    by_number = {
-        call.number: call  # the newest of a number: older ones were before a recovery
-        for call in box.calls
-        if call.group == group and 0 < call.number <= count and not is_transfer(call)
-    }
-    calls = dict(sorted(by_number.items()))
-    return _CallHistory(calls, tuple((number, call.op) for number, call in calls.items()))
 
 
 def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:

@@ -33,16 +33,9 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return getattr(import_module(module), function)(*args, **kwargs)
     except BaseException as error:
-        _let_go(error)
+        # The engine's shell remembers its last error, and with it models that the user has deleted.
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
         raise
-
-
-def _let_go(error: BaseException) -> None:
-    """Clear what the functions held that raised it.
-
-    The engine's shell remembers its last error, and with it models that the user has deleted.
-    """
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__

@@ -47,7 +47,7 @@ def space(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     variables = {"model": model, "loud": Loud(), "t": torch.ones(2, 3), "np": types, "In": own,
                  "slots": Slots(), "f": len}  # fmt: skip
     shell = types.SimpleNamespace(user_ns=variables, user_ns_hidden={"In": own})
-    monkeypatch.setattr(completion, "_shell", lambda: shell)
+    monkeypatch.setattr(completion, "get_ipython", lambda: shell)
     return variables
 
 

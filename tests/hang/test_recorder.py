@@ -193,7 +193,10 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(start: Any) -> None:
             dist.new_group([0, 1])
         except KeyboardInterrupt:
             say(raised="KeyboardInterrupt", calls=1)
-        threading.Thread(target=lambda: (sys.stdin.readline(), blackbox.cancel_meetings())).start()
+        from nbdist.hang.rank import rendezvous
+        threading.Thread(
+            target=lambda: (sys.stdin.readline(), rendezvous.cancel_meetings())
+        ).start()
         try:
             dist.new_group([0, 1])
         except RuntimeError as error:
@@ -206,7 +209,6 @@ def test_meeting_ends_at_an_interrupt_and_at_an_abort(start: Any) -> None:
             dist.all_reduce(torch.ones(1))
         except RuntimeError as error:
             say(refused=str(error))
-        from nbdist.hang.rank import rendezvous
         rendezvous.forget_meetings()  # as a recovery does
     """
     both = """

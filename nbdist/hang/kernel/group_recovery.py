@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.ranks import Ranks
@@ -62,98 +62,77 @@ class GroupRecovery:
         self.outcome: RecoveryOutcome | None = None
         self._ranks = ranks
         self._health = health
-        self._newest: dict[int, Future[Any]] = {}
-        self._comparing: dict[int, Future[Any]] = {}
-        self._recovering: dict[int, Future[Any]] = {}
+        self._stage: Literal["count", "compare", "recover"] = "count"
         self._end_s = now_s + COUNT_S
+        self._futures: dict[int, Future[Any]] = {}
         if is_certain:
             self._recover(now_s)
         else:
-            self._newest = self._listen(ranks.ask_all(newest))
+            self._listen(ranks.ask_all(newest))
 
     def step(self, now_s: float) -> float | None:
         """Take in what has come; how long to wait at most in seconds, or None when it is over."""
-        if self.outcome is None and (self._has_all() or now_s >= self._end_s):
-            if self._recovering and not self._is_any_lost():
+        is_recovering = self._stage == "recover"
+        lost = {rank for rank in self._futures if not self._ranks.is_connected(rank)}
+        missing = [rank for rank, f in self._futures.items() if not (f.done() or rank in lost)]
+        if self.outcome is None and (not missing or now_s >= self._end_s):
+            if self._stage == "compare":
+                lines = recovery.parameter_differences(self._answers())
+                self.outcome = RecoveryOutcome(lines=lines)
+            elif is_recovering and not lost:
                 self.outcome = self._recovery_outcome()
-            elif self._comparing:
-                self.outcome = self._comparison_outcome()
-            elif self._recovering or self._is_out_of_step():
+            elif is_recovering or self._is_out_of_step():
                 self._recover(now_s)
             else:
                 self._compare(now_s)
-        elif self.outcome is None and self._is_any_lost():
-            self._break_off()
+        elif self.outcome is None and is_recovering and lost:  # the others would wait for it
+            for rank in missing:
+                self._ranks.interrupt(rank)
         if self.outcome is not None:
             return None
-        return max(0.0, min(self._end_s - now_s, LOOK_S if self._recovering else COUNT_S))
+        pause_s = LOOK_S if self._stage == "recover" else COUNT_S
+        return max(0.0, min(self._end_s - now_s, pause_s))
 
     def give_up(self) -> None:
         """End now: the next cell begins with what is still to be done."""
-        if self.outcome is None and self._comparing:
+        if self.outcome is None and self._stage == "compare":
             self.outcome = RecoveryOutcome()
         elif self.outcome is None:
             self._health.needs_recovery = True
             self.outcome = RecoveryOutcome(problem="the groups are recreated before the next cell")
 
-    def _listen(self, futures: dict[int, Future[Any]]) -> dict[int, Future[Any]]:
+    def _listen(self, futures: dict[int, Future[Any]]) -> None:
+        self._futures = futures
         for future in futures.values():
             future.add_done_callback(lambda _: self.on_answer())
-        return futures
 
-    def _has_all(self) -> bool:
-        is_reachable = self._ranks.is_connected
-        return all(
-            future.done() or not is_reachable(rank)
-            for asked in (self._newest, self._comparing, self._recovering)
-            for rank, future in asked.items()
-        )
-
-    def _is_any_lost(self) -> bool:
-        """Whether a rank has ended in this recovery: the others would wait for it."""
-        return not all(map(self._ranks.is_connected, self._recovering))
-
-    def _break_off(self) -> None:
-        for rank, future in self._recovering.items():
-            if not future.done() and self._ranks.is_connected(rank):
-                self._ranks.interrupt(rank)
-
-    def _is_out_of_step(self) -> bool:
-        newest: dict[int, Mapping[str, FlightRecorderEntry]] = {
+    def _answers(self) -> dict[int, Any]:
+        return {
             rank: future.result()
-            for rank, future in self._newest.items()
+            for rank, future in self._futures.items()
             if future.done() and future.exception() is None
         }
+
+    def _is_out_of_step(self) -> bool:
         boxes = self._health.boxes()
-        living = [box for rank, box in boxes.items() if rank in self._newest]
-        return diagnose.counts_differ(living, newest)
+        living = [box for rank, box in boxes.items() if rank in self._futures]
+        return diagnose.counts_differ(living, self._answers())
 
     def _compare(self, now_s: float) -> None:
         """A rank may have taken its step and another not, with equal calls before."""
-        ranks, self._newest = self._ranks, {}
+        ranks, self._stage = self._ranks, "compare"
         has_calls = any(
             group.calls for box in self._health.boxes().values() for group in box.groups.values()
         )
-        if not has_calls or ranks.busy_ranks:
+        living = [rank for rank in ranks.ranks if ranks.is_connected(rank)]
+        if not has_calls or ranks.busy_ranks or not living:
             self.outcome = RecoveryOutcome()
             return
         self._end_s = now_s + COMPARE_S
-        self._comparing = self._listen(
-            {r: checksums(ranks.call, r) for r in ranks.ranks if ranks.is_connected(r)}
-        )
-        if not self._comparing:
-            self.outcome = RecoveryOutcome()
-
-    def _comparison_outcome(self) -> RecoveryOutcome:
-        by_rank = {
-            rank: future.result()
-            for rank, future in self._comparing.items()
-            if future.done() and future.exception() is None
-        }
-        return RecoveryOutcome(lines=recovery.parameter_differences(by_rank))
+        self._listen({rank: checksums(ranks.call, rank) for rank in living})
 
     def _recover(self, now_s: float) -> None:
-        self._newest = {}
+        self._stage = "recover"
         busy = self._ranks.busy_ranks
         if busy:
             self._health.needs_recovery = True
@@ -161,12 +140,12 @@ class GroupRecovery:
             self.outcome = RecoveryOutcome(problem=problem)
             return
         self._end_s = now_s + RECOVER_S
-        self._recovering = self._listen(self._health.begin_recovery())
-        if not self._recovering:
+        self._listen(self._health.begin_recovery())
+        if not self._futures:
             self.outcome = RecoveryOutcome()
 
     def _recovery_outcome(self) -> RecoveryOutcome:
-        failed = {rank: reason for rank, f in self._recovering.items() if (reason := _failure(f))}
+        failed = {rank: reason for rank, f in self._futures.items() if (reason := _failure(f))}
         self._health.needs_recovery = bool(failed)
         # Space on the disk for the next recovery: the last one has used it.
         run_dir.reserve(self._ranks.cluster.run_dir)
@@ -177,8 +156,7 @@ class GroupRecovery:
                 f"(rank {rank}: {why}); %dist_reset starts afresh"
             )
             return RecoveryOutcome(problem=problem)
-        results = {rank: future.result() for rank, future in self._recovering.items()}
-        return RecoveryOutcome(is_recovered=True, lines=recovery.notes(results))
+        return RecoveryOutcome(is_recovered=True, lines=recovery.notes(self._answers()))
 
 
 def _failure(future: Future[Any]) -> str:

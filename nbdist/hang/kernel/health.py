@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import signal
@@ -62,11 +61,7 @@ class Health:
     def box(self, rank: int) -> CallLog | None:
         """The rank's black box; of a rank on another host as it was at its last answer."""
         box = self._boxes.read(rank)
-        if box is not None:
-            return box
-        self._take_snapshot(rank)
-        self._ask_snapshot(rank)
-        return self._remote.get(rank)
+        return self._remote_box(rank) if box is None else box
 
     def close(self) -> None:
         """Let go of the ranks' files; a map keeps its descriptor open."""
@@ -226,14 +221,10 @@ class Health:
         boxes = self.boxes()
         busy = self._ranks.busy_ranks
         newest = max((boxes[rank].run for rank in busy if rank in boxes), default=0)
-        states: dict[int, tuple[str, str]] = {}
-        for rank in self._ranks.ranks:
-            box = boxes.get(rank)
-            has_part = box is not None and box.run == newest
-            if rank in busy:
-                states[rank] = "running" if has_part else "busy", ""
-            else:
-                states[rank] = box.state if box is not None and has_part else "absent", ""
+        states = {rank: ("busy" if rank in busy else "absent", "") for rank in self._ranks.ranks}
+        for rank, box in boxes.items():
+            if box.run == newest:
+                states[rank] = "running" if rank in busy else box.state, ""
         return {view.rank: view for view in self.views(states)}
 
     def _view(self, rank: int, state: str, how: str) -> RankView:
@@ -246,27 +237,26 @@ class Health:
         look, looked_s = self._looks.get(rank), self._looked_s.get(rank, 0.0)
         return RankView(rank, state, how, self.box(rank), look, looked_s)
 
-    def _ask_snapshot(self, rank: int) -> None:
+    def _remote_box(self, rank: int) -> CallLog | None:
+        """What the rank has answered last; asks again."""
+        came_s, (their_now_s, content) = self._arrived.pop(rank, (0.0, (0.0, None)))
+        if content is not None:
+            self._remote[rank] = call_log.read(content).shift_clock(came_s - their_now_s)
+
+        def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
+            if sent.exception() is None:
+                # By our clock, as its times are told by theirs. In one step: this is the client's
+                # thread, and the main thread takes it.
+                self._arrived[rank] = time.monotonic(), sent.result()
+
         now_s = time.monotonic()
         asked, asked_s = self._snapshots.get(rank, (None, 0.0))
-        if asked is not None and not asked.done() and now_s < asked_s + ANSWER_S:
-            return
-        sent = self._ranks.ask(snapshot, rank)
-        if sent is not None:
-            self._snapshots[rank] = (sent, now_s)
-            sent.add_done_callback(functools.partial(self._note_snapshot, rank))
-
-    def _note_snapshot(self, rank: int, sent: Future[tuple[float, bytes | None]]) -> None:
-        """Note when an answer came by our clock: its times are told by theirs."""
-        if sent.exception() is None:
-            # In one step: this is the client's thread, and the main thread takes it.
-            self._arrived[rank] = time.monotonic(), sent.result()
-
-    def _take_snapshot(self, rank: int) -> None:
-        if arrived := self._arrived.pop(rank, None):
-            came_s, (their_now_s, content) = arrived
-            if content is not None:
-                self._remote[rank] = call_log.read(content).shift_clock(came_s - their_now_s)
+        if asked is None or asked.done() or now_s >= asked_s + ANSWER_S:
+            sent = self._ranks.ask(snapshot, rank)
+            if sent is not None:
+                self._snapshots[rank] = (sent, now_s)
+                sent.add_done_callback(note_arrival)
+        return self._remote.get(rank)
 
 
 class BoxFiles:

@@ -111,9 +111,14 @@ def restart(
     controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
     also = [rank for rank in replaced if rank not in named]
-    steps = _Restart(ranks, health, replaced, began_s + deadline_s)
-    steps.check_idle()
-    missing_names = steps.run(progress)
+    busy = [rank for rank in ranks.busy_ranks if rank not in replaced]
+    if busy:
+        raise RankBusy(
+            f"{ranks_are(busy)} still running a cell, and the groups can only be formed again "
+            f"with all ranks. Wait, interrupt the cell, or restart all of them: "
+            f"%dist_restart {rank_label(sorted({*busy, *replaced}))}"
+        )
+    missing_names = _Restart(ranks, health, replaced, began_s + deadline_s).run(progress)
     notes = [
         controller_note,
         f"{ranks_phrase(also)} had ended too, and restarted as well" if also else "",
@@ -134,41 +139,28 @@ class _Restart:
         self._replaced = replaced
         self._staying = tuple(rank for rank in ranks.ranks if rank not in replaced)
         self._end_s = end_s
-        self._is_interrupted = False
-
-    def check_idle(self) -> None:
-        """Refuse where a rank that stays cannot take part in forming the groups."""
-        busy = [rank for rank in self._ranks.busy_ranks if rank in self._staying]
-        if busy:
-            label = rank_label(sorted({*busy, *self._replaced}))
-            raise RankBusy(
-                f"{ranks_are(busy)} still running a cell, and the groups can only be formed again "
-                f"with all ranks. Wait, interrupt the cell, or restart all of them: "
-                f"%dist_restart {label}"
-            )
+        self._pressed = sigint.PendingInterrupts()
 
     def run(self, progress: Progress) -> list[str]:
         """Do it; the names that ranks who stay have, and the new ones lack."""
         with sigint.deferred_sigint() as pressed:
-            pressed.send_to(self._press)
+            self._pressed = pressed
             groups = merge_groups(self._all(created_groups, self._staying, "report their groups"))
-            self._cluster.restart_engines(
-                [self._engine(rank) for rank in self._replaced],
-                {REPLACES: "1"},
-                self._remaining_s(),
-                progress,
-                self._check,
-            )
+            engines = [self._ranks.topology.engine_of_rank(rank) for rank in self._replaced]
+            left_s = self._end_s - time.monotonic()
+            self._cluster.restart_engines(engines, {REPLACES: "1"}, left_s, progress, self._check)
             for rank in self._replaced:
                 self._ranks.free(rank)
             try:
                 self._form(groups, progress)
-                return self._missing_names()
+                there = self._all(names, self._staying, "report their variables")
+                here = self._all(names, self._replaced[:1], "report their variables")[0]
             except BaseException:
                 self._health.needs_recovery = True
-                engines = [self._engine(rank) for rank in self._replaced]
                 self._cluster.end_engines(engines)
                 raise
+        # In the order in which the first rank that stays has made them.
+        return list(dict.fromkeys(name for names in there for name in names if name not in here))
 
     def _form(self, groups: tuple[GroupSpec, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
@@ -220,12 +212,6 @@ class _Restart:
                 self._ranks.interrupt(rank)
             time.sleep(INTERRUPT_PAUSE_S)
 
-    def _missing_names(self) -> list[str]:
-        """In the order in which the first rank that stays has made them."""
-        there = self._all(names, self._staying, "report their variables")
-        here = set(self._all(names, self._replaced[:1], "report their variables")[0])
-        return list(dict.fromkeys(name for names in there for name in names if name not in here))
-
     def _all(
         self, function: Callable[..., Future[Any]], ranks: Iterable[int], what: str
     ) -> list[Any]:
@@ -234,13 +220,13 @@ class _Restart:
     def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
         while late := [rank for rank, future in futures.items() if not future.done()]:
             self._check()
-            gone = [rank for rank in futures if self._engine(rank) in self._cluster.exits]
-            if gone:
+            ends = [(rank, end) for rank in futures if (end := self._ranks.exit_of(rank))]
+            if ends:
                 raise NbdistError(
-                    f"{ranks_phrase(gone)} ended "
-                    f"({self._cluster.exits[self._engine(gone[0])].how}) before it could {what}"
+                    f"{ranks_phrase([rank for rank, _ in ends])} ended ({ends[0][1].how}) "
+                    f"before it could {what}"
                 )
-            if self._remaining_s() <= 0:
+            if time.monotonic() >= self._end_s:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
             if any(future.done() and future.exception() for future in futures.values()):
                 break  # the others would wait for it
@@ -252,21 +238,14 @@ class _Restart:
                 raise NbdistError(f"rank {rank} could not {what}: {name}: {message}") from error
         return [future.result() for future in futures.values()]
 
-    def _press(self) -> None:
-        self._is_interrupted = True
-
     def _check(self) -> None:
-        if self._is_interrupted:
+        try:
+            self._pressed.check()
+        except KeyboardInterrupt:
             raise Interrupted(
                 f"{ranks_phrase(self._replaced)} not restarted; %dist_restart "
                 f"{rank_label(self._replaced)} tries again"
-            )
-
-    def _remaining_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-    def _engine(self, rank: int) -> int:
-        return self._ranks.topology.engine_of_rank(rank)
+            ) from None
 
 
 def _missing_names_note(replaced: Collection[int], missing_names: Sequence[str]) -> str:
@@ -299,7 +278,7 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
         return ""
     began_s = time.monotonic()
     cluster.restart_controller(deadline_s)
-    cluster.unheard = {rank for rank in ranks.busy_ranks if rank in _living(ranks)}
+    cluster.unheard = set(ranks.busy_ranks)
     _await_answers(ranks, began_s + deadline_s)
     _await_unheard(ranks, time.monotonic() + UNHEARD_S)
     still_busy = (
@@ -312,8 +291,7 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
 
 
 def _living(ranks: Ranks) -> list[int]:
-    engine = ranks.topology.engine_of_rank
-    return [rank for rank in ranks.ranks if engine(rank) not in ranks.cluster.exits]
+    return [rank for rank in ranks.ranks if ranks.exit_of(rank) is None]
 
 
 def _await_answers(ranks: Ranks, end_s: float) -> None:
@@ -324,7 +302,7 @@ def _await_answers(ranks: Ranks, end_s: float) -> None:
     while waiting:
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + PING_PAUSE_S
-            asked += [(rank, _ping(ranks, rank)) for rank in waiting]
+            asked += [(rank, memory_bytes(ranks.call, rank)) for rank in waiting]
             _ping_unheard(ranks)
         answered = {rank for rank, future in asked if future.done() and not future.exception()}
         waiting = (waiting - answered).intersection(_living(ranks))
@@ -356,8 +334,4 @@ def _ping_unheard(ranks: Ranks) -> None:
                 unheard.discard(rank)
                 ranks.free(rank)
 
-        _ping(ranks, rank).add_done_callback(mark_heard)
-
-
-def _ping(ranks: Ranks, rank: int) -> Future[Any]:
-    return memory_bytes(ranks.call, rank)
+        memory_bytes(ranks.call, rank).add_done_callback(mark_heard)

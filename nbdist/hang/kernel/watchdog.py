@@ -24,7 +24,11 @@ States = Mapping[int, tuple[str, str]]
 
 
 class Watchdog:
-    """The waits of one cell."""
+    """The waits of one cell.
+
+    Attributes:
+        next_s: When to look again.
+    """
 
     def __init__(self, health: Health, began_s: float, grace_s: float, *, is_quiet: bool = False):
         """Watch from now on.
@@ -38,7 +42,7 @@ class Watchdog:
         self._health = health
         self._grace_s = grace_s
         self._is_quiet = is_quiet
-        self._next_s = began_s + AFTER_S - PAUSE_S
+        self.next_s = began_s + AFTER_S - PAUSE_S
         self._was_urgent = False
         self._views: list[RankView] = []
         self._last: tuple[WaitFinding, ...] = ()
@@ -50,11 +54,6 @@ class Watchdog:
         self._late_again_s = 0.0
         self._states: dict[int, str] = {}
         health.forget_looks()
-
-    @property
-    def next_s(self) -> float:
-        """When to look again."""
-        return self._next_s
 
     @property
     def deadlock(self) -> WaitFinding | None:
@@ -102,13 +101,17 @@ class Watchdog:
             is_urgent: Ask the ranks what they do, whether or not somebody seems to wait.
         """
         if is_urgent and not self._was_urgent:
-            self._next_s = now_s  # who waits now has to be known, not who waited a moment ago
+            self.next_s = now_s  # who waits now has to be known, not who waited a moment ago
         self._was_urgent = is_urgent
-        if now_s < self._next_s:
+        if now_s < self.next_s:
             return []
-        self._next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
+        self.next_s = now_s + (URGENT_PAUSE_S if is_urgent else PAUSE_S)
         cell_states = states()
-        self._forget_older(cell_states)
+        for rank, (state, _) in cell_states.items():
+            # Of a rank that has ended its cell, only what it answers afterwards counts.
+            if state != self._states.get(rank) and state != "running":
+                self._health.forget_look(rank)
+            self._states[rank] = state
         self._views = self._health.views(cell_states)
         findings = diagnose.diagnose(self._views, now_s, AFTER_S)
         before, self._findings = self._findings, self._findings_since(findings, now_s)
@@ -126,13 +129,6 @@ class Watchdog:
         if not any(finding.is_certain for finding in findings):
             self._reported_s = None
         return [*self._stopped_lines(), *self._report(steady, now_s)]
-
-    def _forget_older(self, cell_states: States) -> None:
-        """Of a rank that has ended its cell, only what it answers afterwards counts."""
-        for rank, (state, _) in cell_states.items():
-            if state != self._states.get(rank) and state != "running":
-                self._health.forget_look(rank)
-            self._states[rank] = state
 
     def _is_quiet_too_long(self, now_s: float) -> bool:
         """Whether somebody is done, or nobody has made a call for a while: is it in C++?"""
@@ -161,17 +157,12 @@ class Watchdog:
             return True
         _, since_s = self._findings[finding.waiting]
         ranks = {view.rank for view in self._views}
-        if self._is_all_in_boxes(finding):  # else every recorder counts, also for what it lacks
+        boxes = [view.box for view in self._views if view.rank in finding.waiting]
+        if all(box is not None and box.waiting is not None for box in boxes):
+            # Else every recorder counts, also for what it lacks.
             ranks = {*finding.waiting, *finding.blamed}
         needed = [v for v in self._views if v.rank in ranks and v.state != "ended"]
         return since_s < now_s and all(v.look and v.looked_s >= since_s for v in needed)
-
-    def _is_all_in_boxes(self, finding: WaitFinding) -> bool:
-        return all(
-            view.box is not None and view.box.waiting is not None
-            for view in self._views
-            if view.rank in finding.waiting
-        )
 
     def _report(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
         lines = []

@@ -14,22 +14,9 @@ from typing import Any
 from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter, consistent_copy
 from nbdist.hang.rank import dataloader_workers, rendezvous
 from nbdist.hang.rank.recorder import CallRecorder
-from nbdist.hang.rank.rendezvous import cancel_meetings
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_RUN
-
-__all__ = [
-    "around_cell",
-    "cancel_meetings",
-    "install",
-    "name_cells",
-    "open_box",
-    "problem",
-    "reset",
-    "snapshot",
-    "uninstall",
-]
 
 FOLDER = "boxes"
 
@@ -125,16 +112,12 @@ def around_cell(cell: CellContext) -> Iterator[None]:
     finally:
         _set_cell(run, state)
     if state == "raised":
-        _end_loaders()
-
-
-def _end_loaders() -> None:
-    try:
-        dataloader_workers.end_abandoned(getattr(sys, "last_value", None))
-    except KeyboardInterrupt:
-        return  # one press more: the cell has ended already
-    except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
-        warnings.warn(f"DataLoader workers of this cell may be left: {error!r}", stacklevel=1)
+        try:
+            dataloader_workers.end_abandoned(getattr(sys, "last_value", None))
+        except KeyboardInterrupt:
+            return  # one press more: the cell has ended already
+        except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
+            warnings.warn(f"DataLoader workers of this cell may be left: {error!r}", stacklevel=1)
 
 
 def _set_cell(run: int, state: str) -> None:

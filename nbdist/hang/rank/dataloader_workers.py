@@ -8,10 +8,9 @@ with it. Then Python's collector runs its finalizer, wherever it happens to star
 from __future__ import annotations
 
 import gc
-import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -36,12 +35,9 @@ def end_abandoned(error: BaseException | None) -> int:
     """
     frames = list(_frames(error))
     iterators = {id(iterator): iterator for frame in frames for iterator in _iterators(frame)}
-    if not iterators:
-        return 0
-    abandoned = [
-        iterator for iterator in iterators.values() if _is_abandoned(iterator, frames, iterators)
-    ]
-    return _end(abandoned)
+    return _end(
+        [iterator for iterator in iterators.values() if _is_abandoned(iterator, frames, iterators)]
+    )
 
 
 def _frames(error: BaseException | None) -> Iterator[FrameType]:
@@ -59,10 +55,12 @@ def _iterators(frame: FrameType) -> Iterator[Any]:
     if kind is None:
         return
     for value in list(frame.f_locals.values()):
-        if isinstance(value, kind) and all(hasattr(value, name) for name in _OWN):
-            is_over = value._shutdown or value._persistent_workers  # noqa: SLF001
-            if not is_over:
-                yield value
+        if (
+            isinstance(value, kind)
+            and all(hasattr(value, name) for name in _OWN)
+            and not (value._shutdown or value._persistent_workers)  # noqa: SLF001
+        ):
+            yield value
 
 
 def _is_abandoned(iterator: Any, frames: list[FrameType], iterators: dict[int, Any]) -> bool:
@@ -85,19 +83,22 @@ def _is_abandoned(iterator: Any, frames: list[FrameType], iterators: dict[int, A
     return False
 
 
-def _end(iterators: Iterable[Any]) -> int:
+def _end(iterators: Sequence[Any]) -> int:
     workers = []
     for iterator in iterators:
         if iterator._worker_pids_set:  # noqa: SLF001
             # Else torch raises in this thread that workers have been killed.
             dataloader._utils.signal_handling._remove_worker_pids(id(iterator))  # noqa: SLF001
             iterator._worker_pids_set = False  # noqa: SLF001
-        _end_pinning(iterator)
+        # The thread that copies to pinned memory, before what it reads from is broken.
+        if (thread := getattr(iterator, "_pin_memory_thread", None)) is not None:
+            iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
+            iterator._worker_result_queue.put((None, None))  # noqa: SLF001
+            thread.join(JOIN_S)
         workers += iterator._workers  # noqa: SLF001
         iterator._shutdown = True  # its finalizer has nothing more to do  # noqa: SLF001
     # torch's own way is to tell them through locks that an interrupted worker may hold for good.
-    _signal(workers, signal.SIGTERM)
-    _signal(workers, signal.SIGKILL)
+    _end_workers(workers)
     for iterator in iterators:
         for queue in iterator._index_queues:  # noqa: SLF001
             queue.cancel_join_thread()
@@ -105,19 +106,11 @@ def _end(iterators: Iterable[Any]) -> int:
     return len(workers)
 
 
-def _end_pinning(iterator: Any) -> None:
-    """Let the thread that copies to pinned memory end, before what it reads from is broken."""
-    thread = getattr(iterator, "_pin_memory_thread", None)
-    if thread is not None:
-        iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
-        iterator._worker_result_queue.put((None, None))  # noqa: SLF001
-        thread.join(JOIN_S)
-
-
-def _signal(workers: Iterable[Any], number: int) -> None:
-    alive = [worker for worker in workers if worker.is_alive()]
-    for worker in alive:
-        worker.terminate() if number == signal.SIGTERM else worker.kill()
-    until_s = time.monotonic() + JOIN_S
-    for worker in alive:
-        worker.join(max(0.0, until_s - time.monotonic()))
+def _end_workers(workers: Sequence[Any]) -> None:
+    for end in ("terminate", "kill"):
+        alive = [worker for worker in workers if worker.is_alive()]
+        for worker in alive:
+            getattr(worker, end)()
+        until_s = time.monotonic() + JOIN_S
+        for worker in alive:
+            worker.join(max(0.0, until_s - time.monotonic()))

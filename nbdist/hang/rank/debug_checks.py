@@ -9,8 +9,6 @@ below, and the checking backend comes in afterwards, under a type that nobody as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,25 +41,18 @@ def install() -> bool:
     _installed.append(helper)
 
     def checking(*args: Any, **kwargs: Any) -> Any:
-        with _level(dist.DebugLevel.INFO):
-            result = helper(*args, **kwargs)
-        group, store = result
+        level = dist.get_debug_level()
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        try:
+            group, store = result = helper(*args, **kwargs)
+        finally:
+            dist.set_debug_level(level)
         if isinstance(group, dist.ProcessGroup):  # else this rank is no member
             _check(group, store)
         return result
 
     c10d._new_process_group_helper = checking  # noqa: SLF001
     return True
-
-
-@contextmanager
-def _level(level: Any) -> Iterator[None]:
-    before = dist.get_debug_level()
-    dist.set_debug_level(level)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(before)
 
 
 def _check(group: Any, store: dist.Store) -> None:

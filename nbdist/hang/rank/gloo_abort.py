@@ -193,10 +193,17 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def _note_devices(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember the epolls of the Gloo devices that are made."""
+
     @functools.wraps(make)
     def create(*args: Any, **kwargs: Any) -> Any:
-        with _note_new_loops():
-            return make(*args, **kwargs)
+        with _state.lock:
+            before = _epolls()
+            device = make(*args, **kwargs)
+            fresh = (_loop_of(number) for number in _epolls() - before)
+            alive = [loop for loop in _state.loops if _members(loop)]
+            _state.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
+            return device
 
     return create
 
@@ -228,25 +235,18 @@ def _options(timeout: timedelta | None) -> Any:
     return options
 
 
-@contextmanager
-def _note_new_loops() -> Iterator[None]:
-    """Remember the epolls of the Gloo devices that are made meanwhile."""
-    with _state.lock:
-        before = _epolls()
-        yield
-        fresh = (_loop_of(number) for number in _epolls() - before)
-        alive = [loop for loop in _state.loops if _members(loop)]
-        _state.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
-
-
 def _loop_of(epoll: int) -> _Loop | None:
     """The device whose epoll this is; None for one that another thread made meanwhile.
 
     A new device holds one socket, and that one listens.
     """
-    sockets = [(number, inode) for number, inode in _read(epoll) if _is_socket(number, inode)]
-    if len(sockets) == 1 and _listens(*sockets[0]):
-        return _Loop(epoll, sockets[0])
+    listens_by_socket = {}
+    for member in _read(epoll):
+        with _open_socket(*member) as connection:
+            if connection is not None:
+                listens_by_socket[member] = _listens(connection)
+    if list(listens_by_socket.values()) == [True]:
+        return _Loop(epoll, *listens_by_socket)
     return None
 
 
@@ -284,7 +284,7 @@ def _shut(number: int, inode: int) -> bool:
     sockets that this process has closed, under numbers that others may use by now.
     """
     with _open_socket(number, inode) as connection:
-        if connection is None or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if connection is None or _listens(connection):
             return False
         try:
             connection.shutdown(socket.SHUT_RDWR)
@@ -293,16 +293,8 @@ def _shut(number: int, inode: int) -> bool:
         return True
 
 
-def _is_socket(number: int, inode: int) -> bool:
-    with _open_socket(number, inode) as connection:
-        return connection is not None
-
-
-def _listens(number: int, inode: int) -> bool:
-    with _open_socket(number, inode) as connection:
-        return connection is not None and bool(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        )
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 @contextmanager

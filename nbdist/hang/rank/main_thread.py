@@ -23,6 +23,7 @@ from nbdist.core.stacks import Frame
 from nbdist.hang.rank import free_threads as hang_free_threads
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
+from nbdist.hang.torch_messages import DTYPES
 from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
@@ -146,17 +147,15 @@ class _FlightRecorder:
         with self.lock:
             # 0.1 ms; with its 2000 entries it is 20.
             status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
-            if status is None or status != self.status or self._is_old():
+            is_pending = any(entry.is_pending for entry in self.calls.values())
+            # An end can be noted after the status.
+            is_old = is_pending and time.monotonic() > self.read_s + PENDING_S
+            if status is None or status != self.status or is_old:
                 entries = self.entries()
                 self.calls = newest_of(entries, self.mark, self.base)
                 self.status = status if is_complete(status, entries) else None
                 self.read_s = time.monotonic()
             return self.calls
-
-    def _is_old(self) -> bool:
-        # An end can be noted after the status.
-        is_pending = any(entry.is_pending for entry in self.calls.values())
-        return is_pending and time.monotonic() > self.read_s + PENDING_S
 
     def mark_recovered(self) -> None:
         with self.lock:
@@ -217,19 +216,7 @@ def _detail(entry: Mapping[str, Any]) -> str:
     return f"{_DTYPES.get(name, name.lower())}{entry['input_sizes'][0]}"
 
 
-# The recorder has C++'s names of types; those that are not Python's in small letters.
-_DTYPES = {
-    "Byte": "uint8",
-    "Char": "int8",
-    "Short": "int16",
-    "Int": "int32",
-    "Long": "int64",
-    "Half": "float16",
-    "Float": "float32",
-    "Double": "float64",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
+_DTYPES = DTYPES | {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
 
 
 # Private: torch has no public way to read its flight recorder from inside the process. Without

@@ -80,8 +80,15 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
     errors: list[BaseException] = []
 
     def abort_all() -> None:
+        # One by one, an abort can wait for a communicator that is aborted after it (pytorch issue
+        # 119797). torch's own _abort_process_group does this, but forgets the groups as well.
         try:
-            _abort_together(aborted)
+            aborted[0]._group_start()  # noqa: SLF001
+            try:
+                for nccl in aborted:
+                    nccl.abort()
+            finally:
+                aborted[0]._group_end()  # noqa: SLF001
         except BaseException as error:  # noqa: BLE001  # handed on below
             errors.append(error)
 
@@ -99,17 +106,6 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
             f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
         ) from errors[0]
     return len(aborted)
-
-
-def _abort_together(nccl_backends: list[Any]) -> None:
-    # One by one, an abort can wait for a communicator that is aborted after it (pytorch issue
-    # 119797). torch's own _abort_process_group does this, but forgets the groups as well.
-    nccl_backends[0]._group_start()  # noqa: SLF001
-    try:
-        for nccl in nccl_backends:
-            nccl.abort()
-    finally:
-        nccl_backends[0]._group_end()  # noqa: SLF001
 
 
 def void(error: type[BaseException] = Void) -> bool:

@@ -59,15 +59,12 @@ class _DeadlineStore(dist.Store):
         self._until_s = time.monotonic() + deadline_s
 
     def set(self, key: str, value: Any) -> None:
-        """Hand the value on."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Hand the question on."""
         return self._store.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Hand the question on."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -249,14 +246,16 @@ def _connect(pg: Any, store: dist.Store) -> _NewBackends:
     kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
     fresh = _NewBackends(pg, group_store, {}, [])
     for device, kind in kinds.items():
-        if kind == c10d.Backend.GLOO:
-            hurried = _DeadlineStore(group_store, DEADLINE_S)
-            backend = _gloo(pg, dist.PrefixStore(f"{device}/", hurried), device)
-            fresh.stores.append(hurried)
-        else:
+        if kind == c10d.Backend.NCCL:
             # In this place, as a new rank makes one group after the other, and each whole.
-            _renew_other(pg, group_store, device, kind)
+            old = pg._get_backend(torch.device(device))  # noqa: SLF001
+            timeout = getattr(old, "wrapped_pg", old).options._timeout  # noqa: SLF001
+            nccl_abort.renew(pg, group_store, timeout)
+        if kind != c10d.Backend.GLOO:
             continue
+        hurried = _DeadlineStore(group_store, DEADLINE_S)
+        backend = _gloo(pg, dist.PrefixStore(f"{device}/", hurried), device)
+        fresh.stores.append(hurried)
         # One kind for all devices: torch makes it once, under the first device's prefix.
         if len(set(kinds.values())) == 1:
             fresh.backends.update(dict.fromkeys(kinds, backend))
@@ -278,28 +277,13 @@ def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
         backend.options.group_name = name
         backend._set_sequence_number_for_group()  # noqa: SLF001  # as torch's helper does
         if inner is not old:  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-            backend = c10d._create_process_group_wrapper(  # noqa: SLF001
-                wrapped_pg=backend,
-                store_prefix=name,
-                store=store,
-                rank=pg.rank(),
-                world_size=pg.size(),
-                timeout=timeout,
-            )
+            backend = debug_checks.around(backend, pg, store, timeout)
     except (RuntimeError, NbdistError) as error:
         raise NbdistError(
             f"group {name} (ranks {rank_label(world.pg_group_ranks[pg])}) could not be connected "
             f"again within {DEADLINE_S:.0f} s: {str(error).splitlines()[0]}"
         ) from error
     return backend
-
-
-def _renew_other(pg: Any, store: dist.Store, device: str, kind: str) -> None:
-    """Connect a backend that is not Gloo's and put it in its place; others than NCCL stay."""
-    if kind != "nccl":
-        return
-    old = pg._get_backend(torch.device(device))  # noqa: SLF001
-    nccl_abort.renew(pg, store, getattr(old, "wrapped_pg", old).options._timeout)  # noqa: SLF001
 
 
 def _register(world: Any, fresh: _NewBackends) -> None:

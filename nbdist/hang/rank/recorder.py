@@ -57,11 +57,7 @@ _INSIDE: Entry = (0, 0, 0, NO_CHANNEL, b"", NO_PEER)
 
 
 class _Thread(threading.local):
-    """What one thread is in.
-
-    Attributes:
-        entry: The record of the call that it is in; None outside of all.
-    """
+    """The record of the call that one thread is in; None outside of all."""
 
     entry: Entry | None = None
 
@@ -202,7 +198,8 @@ class CallRecorder:
                 if entry is not None and work is not None and work() is awaited:
                     entry = self.box.wait(entry, place)
                 else:
-                    entry = self.box.begin(NO_CHANNEL, _waited_for(awaited), place)
+                    detail = tensor_label(awaited) if isinstance(awaited, torch.Tensor) else ""
+                    entry = self.box.begin(NO_CHANNEL, pack_what("wait", detail), place)
                 thread.entry = entry
                 result = original(awaited, *args, **kwargs)
                 self.box.end(entry, DONE)
@@ -240,7 +237,13 @@ class CallRecorder:
             self._thread.entry = _INSIDE
             try:
                 place = self.places.pack_line(sys._getframe(1))  # noqa: SLF001
-                entry = self._begin_meeting(op, ranks, arguments.get("ranks") or ranks, place)
+                world = group_name(None)
+                channel = NO_CHANNEL if world is None else self.channel(world)
+                what = pack_what(op, f"ranks {rank_label(arguments.get('ranks') or ranks)}")
+                # One that not all ranks come to is not counted: the others' counts would differ.
+                number = None if len(ranks) == dist.get_world_size() else 0
+                entry = self.box.begin(channel, what, place, number=number)
+                self._thread.entry = entry
                 rendezvous.meet(ranks, self.box.generation, arguments.get("timeout"), op)
                 result = original(*args, **kwargs)
                 self.know_groups()
@@ -253,17 +256,6 @@ class CallRecorder:
             return result
 
         return call
-
-    def _begin_meeting(
-        self, op: str, meeting_ranks: Sequence[int], ranks: Sequence[int], place: bytes
-    ) -> Entry:
-        # One that not all ranks come to is not counted: the others' counts would differ.
-        number = None if len(meeting_ranks) == dist.get_world_size() else 0
-        world = group_name(None)
-        channel = NO_CHANNEL if world is None else self.channel(world)
-        what = pack_what(op, f"ranks {rank_label(ranks)}")
-        entry = self._thread.entry = self.box.begin(channel, what, place, number=number)
-        return entry
 
 
 def _who_meets(op: str, arguments: Mapping[str, Any]) -> Sequence[int] | None:
@@ -293,9 +285,3 @@ def _holders(owner: Any, name: str, original: Any) -> list[tuple[Any, str]]:
         for attribute, value in list(getattr(module, "__dict__", {}).items())
         if value is original
     ]
-
-
-def _waited_for(awaited: Any) -> bytes:
-    if isinstance(awaited, torch.Tensor):
-        return pack_what("wait", tensor_label(awaited))
-    return pack_what("wait", "")

@@ -11,6 +11,8 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 from nbdist.hang.rank import rendezvous
@@ -49,49 +51,35 @@ def abortable(original: Function) -> Function:
         age = _issued.get(work)
         if age is None:
             return original(work, *args, **kwargs)
-        return _Wait(functools.partial(original, work, *args, **kwargs), age).result()
+        return _wait_beside(functools.partial(original, work, *args, **kwargs), age)
 
     return wait
 
 
-class _Wait:
-    """One wait, in a thread of its own."""
+def _wait_beside(call: Callable[[], Any], age: int) -> Any:
+    """What the call returns or raises in a thread of its own."""
+    answer: Future[Any] = Future()
 
-    def __init__(self, call: Callable[[], Any], age: int) -> None:
-        self._call = call
-        self._age = age
-        self._ended = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._interrupt: KeyboardInterrupt | None = None
-
-    def result(self) -> Any:
-        """Wait, and return or raise what torch does."""
-        thread = threading.Thread(target=self._run, name="nbdist recv", daemon=True)
-        self._defer_interrupt(thread.start)
-        while not self._ended.is_set():
-            self._defer_interrupt(functools.partial(self._ended.wait, LOOK_S))
-            if rendezvous.is_over(self._age) and not self._ended.is_set():
-                raise self._interrupt or RuntimeError(
-                    "This rank waited for a message from any rank until the wait was aborted. "
-                    "Another rank has to send one."
-                )
-        error = self._error or self._interrupt
-        if error is not None:
-            raise error
-        return self._result
-
-    def _defer_interrupt(self, step: Callable[[], object]) -> None:
-        """Keep an interrupt for the end."""
+    def run() -> None:
         try:
-            step()
-        except KeyboardInterrupt as interrupt:
-            self._interrupt = interrupt
-
-    def _run(self) -> None:
-        try:
-            self._result = self._call()
+            answer.set_result(call())
         except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-            self._error = error
-        finally:
-            self._ended.set()
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, name="nbdist recv", daemon=True)
+    interrupt: KeyboardInterrupt | None = None
+    while not answer.done():
+        try:
+            if thread.ident is None:
+                thread.start()
+            futures.wait([answer], LOOK_S)
+        except KeyboardInterrupt as pressed:
+            interrupt = pressed
+        if rendezvous.is_over(age) and not answer.done():
+            raise interrupt or RuntimeError(
+                "This rank waited for a message from any rank until the wait was aborted. "
+                "Another rank has to send one."
+            )
+    if interrupt is not None and answer.exception() is None:
+        raise interrupt
+    return answer.result()

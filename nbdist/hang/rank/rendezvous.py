@@ -64,9 +64,12 @@ def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what
     Raises:
         RuntimeError: When it was cancelled, or after the deadline, naming who has not come.
     """
-    store = _default_store()
-    if store is None or len(ranks) < 2:
+    # torch hands out the default group's store, in which its members' groups are formed as well,
+    # by a private function alone. Without it there is no meeting.
+    getter = getattr(c10d, "_get_default_store", None)
+    if getter is None or not dist.is_initialized() or len(ranks) < 2:
         return
+    store: dist.Store = getter()
     deadline_s = (deadline or DEFAULT_DEADLINE).total_seconds()
     members = tuple(sorted(ranks))
     number = _met[members]
@@ -98,12 +101,3 @@ def _wait(store: dist.Store, keys: list[str], deadline_s: float, what: str) -> N
             )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _default_store() -> dist.Store | None:
-    """The store of the default group, in which its members' groups are formed as well.
-
-    torch hands it out by a private function alone. Without it there is no meeting.
-    """
-    getter = getattr(c10d, "_get_default_store", None)
-    return getter() if getter is not None and dist.is_initialized() else None

@@ -224,11 +224,10 @@ def _settle_by_reply(answer: Future[Any], reply: Message) -> None:
             value = pickle.loads(reply["buffers"][0])  # noqa: S301
         except Exception as error:  # noqa: BLE001  # whatever it is belongs to whoever waits
             value = error
-        _settle(answer, value)
-        return
-    failure = NbdistError(f"{content['ename']}: {content['evalue']}")
-    failure.add_note(content["traceback"])
-    _settle(answer, failure)
+    else:
+        value = NbdistError(f"{content['ename']}: {content['evalue']}")
+        value.add_note(content["traceback"])
+    _settle(answer, value)
 
 
 def _settle(answer: Future[Any], value: Any) -> None:

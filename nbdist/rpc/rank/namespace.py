@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from IPython import get_ipython
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import OptionError
@@ -17,7 +18,7 @@ _MOST_NAMES = 8
 
 def names() -> tuple[str, ...]:
     """What the user's code has defined on this rank, in order, without IPython's own names."""
-    shell = _shell()
+    shell = get_ipython()
     hidden = shell.user_ns_hidden
     return tuple(
         name
@@ -28,7 +29,7 @@ def names() -> tuple[str, ...]:
 
 def everything() -> Mapping[str, Any]:
     """Every name that the user's code can use on this rank, those of `prepare` included."""
-    variables: Mapping[str, Any] = _shell().user_ns
+    variables: Mapping[str, Any] = get_ipython().user_ns
     return variables
 
 
@@ -52,7 +53,7 @@ def name_groups(variables: Mapping[str, str]) -> None:
 
 def values_of(kind: type[T]) -> dict[str, T]:
     """Variable -> value, for the user's variables of a type."""
-    variables = _shell().user_ns
+    variables = get_ipython().user_ns
     return {name: variables[name] for name in names() if isinstance(variables[name], kind)}
 
 
@@ -89,10 +90,4 @@ def _models() -> str:
 
 def push(variables: Mapping[str, object]) -> None:
     """Give the user's code these variables."""
-    _shell().push(dict(variables))
-
-
-def _shell() -> Any:
-    from IPython import get_ipython
-
-    return get_ipython()
+    get_ipython().push(dict(variables))
