@@ -19,6 +19,7 @@ class Holder:
             self.drop()
             self._ranks = Ranks.start(n)
         self._ranks.is_whole = False
+        self._ranks.set_kept()
         return self._ranks
 
     def drop(self) -> None:
@@ -41,9 +42,9 @@ def _holder() -> Iterator[Holder]:
 
 
 @pytest.fixture
-def ranks_of(_holder: Holder) -> Iterator[Callable[[int], Ranks]]:
-    """`ranks_of(n)`: n ranks that a test sets `is_whole` on when a next one may use them."""
-    yield _holder.get
+def ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
+    """As many ranks as the test's `n` says; `conclude` leaves them to the next test."""
+    yield _holder.get(n)
     _holder.drop_broken()
 
 
@@ -54,6 +55,7 @@ def own_ranks() -> Iterator[Callable[..., Ranks]]:
 
     def start(*args: object, **options: object) -> Ranks:
         started.append(Ranks.start(*args, **options))  # type: ignore[arg-type]
+        started[-1].set_kept()
         return started[-1]
 
     yield start

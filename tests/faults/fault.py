@@ -55,17 +55,12 @@ class Fault:
         """What the told line has to contain."""
         waiting = self.waiting or tuple(rank for rank in range(world_size) if rank != 1)
         verb = "wait" if len(waiting) > 1 else "waits"
-        place = f"line {self._line}"
+        lines = ["%%distributed", *self.code.splitlines()]
+        place = f"line {1 + next((i for i, line in enumerate(lines) if self.source in line), -1)}"
         if cell_number is not None:
             place += f" of cell [{cell_number}]: {self.source}"
         named = {"waiting": f"{ranks_phrase(waiting)} {verb}", "place": place}
         return [fragment.format(**named) for fragment in self.on_stderr]
-
-    @property
-    def _line(self) -> int:
-        """Of `source` in the whole cell; 0 where there is none."""
-        lines = ["%%distributed", *self.code.splitlines()]
-        return 1 + next((i for i, line in enumerate(lines) if self.source in line), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +106,8 @@ def _kill(which: signal.Signals) -> Act:
     return act
 
 
-def _nothing(ranks: Ranks, handle: Handle) -> float:
-    return ranks.begin_s(handle)
-
-
 ACTS: dict[str, Act] = {
-    "nothing": _nothing,
+    "nothing": Ranks.begin_s,
     "press": _press(1, 0.0),
     "press twice": _press(2, 0.05),
     "press on": _press(100, 0.05),

@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 from tests.support.faults import DEATH_TOLD_S, LATE_TOLD_S
 
 _MISSING = "if rank != 1:\n    go()\n    {}"
+_P2P, _IN_RECV = "point to point", "{waiting} in recv(float32[3]"
 _LOOP = "go()\nwhile True:\n    {}"
 _COLLECTIVES = "go()\nwhile True:\n    dist.all_reduce(x)"
 _TRAIN = """go()
@@ -27,6 +28,21 @@ def _missing(
     code = _MISSING.format(source)
     fragments = (line, "{place}", "rank 1")
     return Fault(name, kind, code, on_stderr=fragments, source=source, is_short=is_short)
+
+
+def _alone(
+    name: str,
+    kind: str,
+    source: str,
+    line: str = "{waiting} in",
+    *,
+    unnamed: tuple[int, ...] = (2, 3),
+    is_short: bool = True,
+) -> Fault:
+    """Rank 0 alone runs a line that waits for rank 1, or for any rank where none is unnamed."""
+    code = f"if rank == 0:\n    go()\n    {source}"
+    fragments = (line, "{place}", "rank 1" if unnamed else "rank")
+    return Fault(name, kind, code, fragments, source, (0,), unnamed, is_short=is_short)
 
 
 HANGS = (
@@ -58,49 +74,16 @@ HANGS = (
         on_stderr=("{waiting} in all_reduce(float32[3])", "rank 1"),
         is_short=True,
     ),
-    Fault(
-        "hang in a subgroup",
-        "group",
-        "if rank == 0:\n    go()\n    dist.all_reduce(x, group=pair)",
-        source="dist.all_reduce(x, group=pair)",
-        waiting=(0,),
-        unnamed=(2, 3),
-        is_short=True,
-    ),
+    _alone("hang in a subgroup", "group", "dist.all_reduce(x, group=pair)"),
     _missing(
         "new_group on one rank only",
         "group",
         "dist.new_group(list(range(world_size)))",
         "{waiting} in new_group",
     ),
-    Fault(
-        "send without recv",
-        "point to point",
-        "if rank == 0:\n    go()\n    dist.send(x, 1)",
-        on_stderr=("{waiting} in send(float32[3]", "{place}", "rank 1"),
-        source="dist.send(x, 1)",
-        waiting=(0,),
-        unnamed=(2, 3),
-        is_short=True,
-    ),
-    Fault(
-        "recv without send",
-        "point to point",
-        "if rank == 0:\n    go()\n    dist.recv(x, 1)",
-        on_stderr=("{waiting} in recv(float32[3]", "{place}", "rank 1"),
-        source="dist.recv(x, 1)",
-        waiting=(0,),
-        unnamed=(2, 3),
-    ),
-    Fault(
-        "recv from any rank",
-        "point to point",
-        "if rank == 0:\n    go()\n    dist.recv(x)",
-        on_stderr=("{waiting} in recv(float32[3]", "{place}", "rank"),
-        source="dist.recv(x)",
-        waiting=(0,),
-        is_short=True,
-    ),
+    _alone("send without recv", _P2P, "dist.send(x, 1)", "{waiting} in send(float32[3]"),
+    _alone("recv without send", _P2P, "dist.recv(x, 1)", _IN_RECV, is_short=False),
+    _alone("recv from any rank", _P2P, "dist.recv(x)", _IN_RECV, unnamed=()),
     Fault(
         "backward on one rank, DDP",
         "model",

@@ -1,6 +1,5 @@
 """A save is broken off: the checkpoint before it is whole and loads, and nothing is left behind."""
 
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -8,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.checkpoint import folder as checkpoint_checkpoint_folder
+from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint import manifest
 from tests.faults.test_resources import _own_mount
-from tests.support.cells import Cell
+from tests.support.cells import Handle
 from tests.support.faults import BACK_S, DEATH_TOLD_S, GONE_S, Measured, Ranks, record
+from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -56,39 +56,34 @@ _FREE = "%%distributed\ndel net, trained, steps\ngc.collect();"
 
 def _begun(ranks: Ranks, path: str = "one") -> float:
     """A checkpoint at `one`, whole, and training goes on; what its weights came to."""
-    ranks.set_kept()
-    (ranks.folder / "end").unlink(missing_ok=True)
     ranks.ok(_MODEL)
     ranks.ok(f"%dist_save {path}")
-    total: float = ranks.values("total()", [0])[0]
+    total = _total(ranks)
     ranks.ok("%%distributed\ntrain()")
     return total
 
 
-def _writing(ranks: Ranks, line: str = "%dist_save one") -> object:
+def _total(ranks: Ranks) -> float:
+    return float(ranks.values("total()", [0])[0])
+
+
+def _writing(ranks: Ranks, line: str = "%dist_save one") -> Handle:
     """Start a save, and wait until every rank is in the middle of it."""
-    for rank in range(ranks.n):
-        (ranks.folder / f"writing{rank}").unlink(missing_ok=True)
+    for path in _marks(ranks):
+        path.unlink(missing_ok=True)
     handle = ranks.kernel.start(line)
     end_s = time.monotonic() + 20
-    while not all((ranks.folder / f"writing{rank}").exists() for rank in range(ranks.n)):
+    while not all(path.exists() for path in _marks(ranks)):
         assert time.monotonic() < end_s, ranks.kernel.so_far(handle).visible
         assert ranks.kernel.so_far(handle).status == "running", ranks.kernel.so_far(handle).visible
         time.sleep(0.005)
-    ranks.kernel.wait_output(handle, "writing", 20)  # type: ignore[arg-type]
+    ranks.kernel.wait_output(handle, "writing", 20)
     return handle
-
-
-def _refused(cell: Cell, name: str, *texts: str) -> None:
-    assert cell.error is not None, cell.visible
-    assert cell.error.ename == name, cell.visible
-    for text in texts:
-        assert re.search(text, cell.error.evalue), (text, cell.error.evalue)
 
 
 def _is_whole(folder: Path) -> None:
     """Every byte is as its manifest says."""
-    checkpoint_checkpoint_folder.recover(folder)
+    checkpoint_folder.recover(folder)
     manifest.check_files(folder, manifest.read(folder), reads_all=True)
 
 
@@ -97,7 +92,7 @@ def _goes_on(ranks: Ranks, total: float, case: str, back_s: float, told_s: float
     _is_whole(ranks.folder / "one")
     (ranks.folder / "end").touch()
     ranks.ok("%dist_load one")
-    assert ranks.values("total()", [0])[0] == total
+    assert _total(ranks) == total
     ranks.ok("%dist_save one")
     assert [path.name for path in ranks.folder.glob(".one*")] == []
     ranks.ok(_FREE)
@@ -105,9 +100,8 @@ def _goes_on(ranks: Ranks, total: float, case: str, back_s: float, told_s: float
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
-def test_a_rank_may_write_no_more(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_rank_may_write_no_more(n: int, ranks: Ranks) -> None:
     """A limit of one rank's file size is told with rank and numbers; no rank's file is left."""
-    ranks = ranks_of(n)
     total = _begun(ranks)
     limit = "%%rank[1]\nresource.setrlimit(resource.RLIMIT_FSIZE, ({}, -1))"
     ranks.ok(limit.format(100_000))
@@ -116,7 +110,7 @@ def test_a_rank_may_write_no_more(n: int, ranks_of: Callable[[int], Ranks]) -> N
     back_s = time.monotonic() - began_s
     ranks.ok(limit.format(-1))
 
-    _refused(cell, "CheckpointError", "rank 1", r"ulimit -f", r"had written [\d,]+ bytes")
+    cell.check_failure("CheckpointError", "rank 1", r"ulimit -f", r"had written [\d,]+ bytes")
     assert [path.name for path in ranks.folder.glob(".one*")] == []
     _goes_on(ranks, total, "a rank may not write while it saves", back_s, None)
 
@@ -139,12 +133,12 @@ def test_the_disk_is_full(n: int, own_ranks: Callable[..., Ranks]) -> None:
     back_s = time.monotonic() - began_s
     names = ranks.ok("import os, shutil\nprint(os.listdir('disk'))")
     ranks.ok("%dist_load disk/one")
-    assert ranks.values("total()", [0])[0] == total
+    assert _total(ranks) == total
     ranks.ok("shutil.rmtree('disk/one')")
     ranks.ok("%dist_save disk/one")
     ranks.ok(_FREE)
 
-    _refused(cell, "CheckpointError", "the disk is full", r"[\d,]+ of [\d,]+ bytes are free")
+    cell.check_failure("CheckpointError", "the disk is full", r"[\d,]+ of [\d,]+ bytes are free")
     assert names.text.strip() == "['one']"
     ranks.conclude("disk full while it is saved to", "checkpoint", None, back_s)
 
@@ -153,20 +147,19 @@ def test_the_disk_is_full(n: int, own_ranks: Callable[..., Ranks]) -> None:
     ("n", "dead"),
     [(2, 1), *(pytest.param(n, dead, marks=long) for n, dead in ((2, 0), (4, 0), (4, 3)))],
 )
-def test_a_rank_is_killed_while_it_saves(
-    n: int, dead: int, ranks_of: Callable[[int], Ranks]
-) -> None:
+def test_a_rank_is_killed_while_it_saves(n: int, dead: int, ranks: Ranks) -> None:
     """Told with the rank at once; after its restart the checkpoint before it goes on."""
-    ranks = ranks_of(n)
     total = _begun(ranks)
     ranks.ok(_SLOW.format("slow"))
     handle = _writing(ranks)
     killed_s = time.monotonic()
     ranks.engines[dead].send_signal(signal.SIGKILL)
-    cell = ranks.finish(handle)  # type: ignore[arg-type]
+    cell = ranks.finish(handle)
     back_s = time.monotonic() - killed_s
 
-    _refused(cell, "CheckpointError", rf"rank {dead}.* ended", "What was at that path is unchanged")
+    cell.check_failure(
+        "CheckpointError", rf"rank {dead}.* ended", "What was at that path is unchanged"
+    )
     assert back_s < DEATH_TOLD_S + 2 + ranks.load_s
     _is_whole(ranks.folder / "one")
     ranks.ok(
@@ -179,11 +172,8 @@ def test_a_rank_is_killed_while_it_saves(
 
 @long
 @pytest.mark.parametrize(("n", "dead"), [(2, 0), (2, 1)])
-def test_a_rank_is_killed_before_it_writes(
-    n: int, dead: int, ranks_of: Callable[[int], Ranks]
-) -> None:
+def test_a_rank_is_killed_before_it_writes(n: int, dead: int, ranks: Ranks) -> None:
     """While all ranks agree on what is saved: the others do not wait for it."""
-    ranks = ranks_of(n)
     total = _begun(ranks)
     ranks.ok(
         f"%%rank[{dead}]\nfrom nbdist.checkpoint.rank import save as saving\n"
@@ -193,7 +183,7 @@ def test_a_rank_is_killed_before_it_writes(
     cell = ranks.kernel.run("%dist_save one")
     back_s = time.monotonic() - began_s
 
-    _refused(cell, "RankGone", "one was not saved", rf"rank {dead} has ended")
+    cell.check_failure("RankGone", "one was not saved", rf"rank {dead} has ended")
     ranks.revive([dead])
     ranks.ok(_MODEL)
     _goes_on(ranks, total, f"rank {dead} killed before it saves", back_s, back_s)
@@ -202,20 +192,19 @@ def test_a_rank_is_killed_before_it_writes(
 @pytest.mark.parametrize(
     ("n", "how"), [(2, "slow"), *(pytest.param(n, "stuck", marks=long) for n in (2, 4))]
 )
-def test_a_save_is_interrupted(n: int, how: str, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_save_is_interrupted(n: int, how: str, ranks: Ranks) -> None:
     """The notebook is back within 5 s, also where the disk does not answer at all."""
-    ranks = ranks_of(n)
     total = _begun(ranks)
     ranks.ok(_SLOW.format(how))
     handle = _writing(ranks)
     pressed_s = time.monotonic()
     ranks.kernel.interrupt()
-    cell = ranks.finish(handle)  # type: ignore[arg-type]
+    cell = ranks.finish(handle)
     back_s = time.monotonic() - pressed_s
     (ranks.folder / "end").touch()
     ranks.ok(_END)
 
-    _refused(cell, "KeyboardInterrupt", "was not saved")
+    cell.check_failure("KeyboardInterrupt", "was not saved")
     assert back_s < BACK_S + ranks.load_s
     _goes_on(ranks, total, f"interrupt while it saves, disk {how}", back_s, None)
 
@@ -240,8 +229,8 @@ def test_the_kernel_is_killed_while_it_saves(
     record(Measured(f"kernel killed while it saves{more}", "checkpoint", n, None, gone_s))
     assert (ranks.folder / ".one.nbdist-new").is_dir()
     _is_whole(path)
-    checkpoint_checkpoint_folder.prepare(path)
-    checkpoint_checkpoint_folder.abandon(path)
+    checkpoint_folder.prepare(path)
+    checkpoint_folder.abandon(path)
     assert [path.name for path in ranks.folder.glob(".one*")] == []
     _is_whole(path)
 
@@ -249,7 +238,9 @@ def test_the_kernel_is_killed_while_it_saves(
 def _async(ranks: Ranks) -> None:
     """A save beside training that has begun on every rank."""
     ranks.ok("%dist_save one --async")
-    end_s = time.monotonic() + 20
-    while not all((ranks.folder / f"writing{rank}").exists() for rank in range(ranks.n)):
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
+    assert until(lambda: all(path.exists() for path in _marks(ranks)), 20)
+
+
+def _marks(ranks: Ranks) -> list[Path]:
+    """What each rank makes when it begins to write."""
+    return [ranks.folder / f"writing{rank}" for rank in range(ranks.n)]

@@ -49,7 +49,6 @@ def test_nothing_outlives_the_kernel(
     """Within 5 s no process, no folder and no /dev/shm file is left; a stranger lives on."""
     with psutil.Popen(["sleep", "300"], start_new_session=True) as stranger:
         ranks = own_ranks(n)
-        ranks.set_kept()
         if is_busy:
             ranks.begin_s(ranks.kernel.start(_STUCK), n)
         everything = ranks.everything()
@@ -82,12 +81,8 @@ def test_nothing_outlives_the_kernel(
         pytest.param(4, False, id="4-idle", marks=long),
     ],
 )
-def test_the_controller_is_killed(
-    n: int, *, is_busy: bool, ranks_of: Callable[[int], Ranks]
-) -> None:
+def test_the_controller_is_killed(n: int, *, is_busy: bool, ranks: Ranks) -> None:
     """The running cell fails at once with a plain line; the next one works, all variables kept."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
     controller = ranks.look()[2][0]
     if is_busy:
         handle = ranks.kernel.start("%%distributed\ngo()\nuntil_end()")
@@ -105,9 +100,7 @@ def test_the_controller_is_killed(
 
     assert told_s < DEATH_TOLD_S + BACK_S + ranks.load_s
     if is_busy or cell.status != "ok":  # sent before the end was noticed
-        assert cell.error is not None
-        assert cell.error.ename == "RankGone"
-        assert "controller ended (signal SIGKILL)" in cell.error.evalue
+        cell.check_failure("RankGone", r"controller ended \(signal SIGKILL\)")
     else:
         assert "controller had ended (signal SIGKILL)" in cell.visible
     case = f"controller killed, {'mid-cell' if is_busy else 'idle'}"

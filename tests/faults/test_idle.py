@@ -2,18 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.support import processes
-from tests.support.faults import (
-    ABORT_S,
-    DEATH_TOLD_S,
-    GRACE_S,
-    TOLD_S,
-    Ranks,
-)
+from tests.support.faults import ABORT_S, DEATH_TOLD_S, GRACE_S, TOLD_S, Ranks
+from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -53,17 +47,14 @@ _STOP_TABLE = [
 def _until_status(ranks: Ranks, text: str, timeout_s: float) -> float:
     """How long until %dist_status says it."""
     began_s = time.monotonic()
-    while text not in (shown := ranks.ok("%dist_status").visible):
-        assert time.monotonic() - began_s < timeout_s, shown
+    assert until(lambda: text in ranks.ok("%dist_status").visible, timeout_s), text
     return time.monotonic() - began_s
 
 
 @pytest.mark.parametrize(("n", "name"), _TABLE)
-def test_a_rank_that_ends_while_idle(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_rank_that_ends_while_idle(n: int, name: str, ranks: Ranks) -> None:
     """The status and the next cell name it, survivors work on, and a restart makes all whole."""
     which, how = _ENDS[name]
-    ranks = ranks_of(n)
-    ranks.set_kept()
     if which is None:
         ranks.ok(_EXIT_SOON)
         assert processes.wait_gone([ranks.engines[1]]) == []
@@ -73,19 +64,14 @@ def test_a_rank_that_ends_while_idle(n: int, name: str, ranks_of: Callable[[int]
     cell = ranks.kernel.run("%%distributed\nkept")
     ranks.revive([1])
 
-    assert cell.error is not None
-    assert cell.error.ename == "RankGone"
-    assert f"rank 1: {how}" in cell.error.evalue
-    assert "%dist_restart" in cell.error.evalue
+    cell.check_failure("RankGone", f"rank 1: {how}", "%dist_restart")
     assert told_s < DEATH_TOLD_S + ranks.load_s
     ranks.conclude(f"{name} idle", "death", told_s, None)
 
 
 @pytest.mark.parametrize(("n", "name"), _STOP_TABLE)
-def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_stopped_rank(n: int, name: str, ranks: Ranks) -> None:
     """It is told, nothing is aborted however long it lasts, and after SIGCONT the cell passes."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
     handle = ranks.kernel.start(_STOPS[name])
     ranks.begin_s(handle, n)
     stopped_s = time.monotonic()
@@ -93,7 +79,7 @@ def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> 
     try:
         ranks.kernel.wait_output(handle, "rank 1 is stopped", 20)
         told_s = time.monotonic() - stopped_s
-        _pause(GRACE_S + TOLD_S + ABORT_S)
+        signal.sigtimedwait([], GRACE_S + TOLD_S + ABORT_S)  # in which nothing may happen
         so_far = ranks.kernel.so_far(handle)
     finally:
         (ranks.folder / "end").touch()
@@ -114,10 +100,8 @@ def test_a_stopped_rank(n: int, name: str, ranks_of: Callable[[int], Ranks]) -> 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_rank_that_is_stopped_while_idle(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_rank_that_is_stopped_while_idle(n: int, ranks: Ranks) -> None:
     """The status says so, and a cell waits for SIGCONT."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
     ranks.engines[1].suspend()
     try:
         told_s = _until_status(ranks, "stopped", 10)
@@ -132,32 +116,23 @@ def test_a_rank_that_is_stopped_while_idle(n: int, ranks_of: Callable[[int], Ran
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
-def test_a_wrong_small_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_wrong_small_shape(n: int, ranks: Ranks) -> None:
     """Whether Gloo hangs or mixes the numbers up, both shapes are named and nothing is lost."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
-    handle = ranks.kernel.start(
-        "%%distributed\ngo()\ndist.all_reduce(torch.ones(4 if rank == 1 else 3))"
+    cell, back_s = ranks.run_fault(
+        "%%distributed\ngo()\ndist.all_reduce(torch.ones(4 if rank == 1 else 3))", n
     )
-    began_s = ranks.begin_s(handle, n)
-    cell = ranks.finish(handle)
-    back_s = time.monotonic() - began_s
 
     assert "float32[3]" in cell.stderr, cell.visible
     assert "float32[4]" in cell.stderr, cell.visible
-    if cell.status != "ok":
-        assert cell.error is not None
-        assert cell.error.ename in {"Deadlock", "DistributedError"}, cell.visible
+    assert cell.status == "ok" or cell.failure.ename in {"Deadlock", "DistributedError"}
     assert back_s < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("wrong small shape", "shape", None, back_s)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_wrong_large_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_wrong_large_shape(n: int, ranks: Ranks) -> None:
     """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
     handle = ranks.kernel.start(
         "%%distributed\ngo()\ndist.all_reduce(torch.ones(10 if rank == 1 else 10**6))"
     )
@@ -169,14 +144,7 @@ def test_a_wrong_large_shape(n: int, ranks_of: Callable[[int], Ranks]) -> None:
     dead = [rank for rank, process in ranks.engines.items() if not processes.is_alive(process)]
     ranks.revive(dead)
 
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "SIGABRT" in cell.error.evalue
+    cell.check_failure("DistributedError", "SIGABRT")
     for shape in ("float32[10]", "float32[1000000]"):
-        assert shape in cell.error.evalue + cell.stderr, cell.visible
+        assert shape in cell.failure.evalue + cell.stderr, cell.visible
     ranks.conclude("wrong large shape", "shape", told_s, back_s)
-
-
-def _pause(seconds: float) -> None:
-    """Let a time pass in which nothing may happen."""
-    signal.sigtimedwait([], seconds)

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import (
-    ABORT_S,
-    DEATH_TOLD_S,
-    GRACE_S,
-    TOLD_S,
-    Measured,
-    Ranks,
-    record,
-)
+from tests.support.faults import ABORT_S, DEATH_TOLD_S, GRACE_S, TOLD_S, Measured, Ranks, record
 from tests.support.kernel import Kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.faults]
@@ -74,48 +66,35 @@ def _memory_group(limit_bytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_rank_is_killed_for_its_memory(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_rank_is_killed_for_its_memory(n: int, ranks: Ranks) -> None:
     """The kernel's out-of-memory kill is told as such; the others keep all, a restart heals."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
     resident = ranks.engines[1].memory_info().rss
     with _memory_group(resident + _LIMIT_BYTES) as group:
         (group / "cgroup.procs").write_text(str(ranks.engines[1].pid))
-        handle = ranks.kernel.start(
+        cell, back_s = ranks.run_fault(
             "%%distributed\ngo()\n"
             f"hog = bytearray({2 * (resident + _LIMIT_BYTES)}) if rank == 1 else None\n"
             "if rank == 1: hog[::4096] = b'1' * len(hog[::4096])\n"
-            "dist.all_reduce(x)"
+            "dist.all_reduce(x)",
+            n,
         )
-        began_s = ranks.begin_s(handle, n)
-        cell = ranks.finish(handle)
-        back_s = time.monotonic() - began_s
         ranks.revive([1])
 
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "rank 1 ended (signal SIGKILL" in cell.error.evalue
-    assert "memory" in cell.error.evalue
+    cell.check_failure("DistributedError", r"rank 1 ended \(signal SIGKILL", "memory")
     assert back_s < 10 + DEATH_TOLD_S + ABORT_S + ranks.load_s  # the first is for the filling
     ranks.conclude("memory limit of a control group", "resource", None, back_s)
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_rank_cannot_allocate(n: int, ranks_of: Callable[[int], Ranks]) -> None:
+def test_a_rank_cannot_allocate(n: int, ranks: Ranks) -> None:
     """An allocation that fails on one rank while others wait for it costs no variable."""
-    ranks = ranks_of(n)
-    ranks.set_kept()
-    handle = ranks.kernel.start(
+    cell, back_s = ranks.run_fault(
         "%%distributed\ngo()\n"
-        "hog = torch.empty(2**60 if rank == 1 else 1, dtype=torch.uint8)\ndist.all_reduce(x)"
+        "hog = torch.empty(2**60 if rank == 1 else 1, dtype=torch.uint8)\ndist.all_reduce(x)",
+        n,
     )
-    began_s = ranks.begin_s(handle, n)
-    cell = ranks.finish(handle)
-    back_s = time.monotonic() - began_s
 
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "rank 1 raised RuntimeError" in cell.error.evalue
+    cell.check_failure("DistributedError", "rank 1 raised RuntimeError")
     assert back_s < TOLD_S + GRACE_S + ABORT_S + ranks.load_s
     ranks.conclude("allocation fails", "resource", None, back_s)
 
@@ -132,9 +111,7 @@ def test_no_disk_for_the_start(tmp_path: Path) -> None:
         folders = kernel.run(f"!ls {tmp_path}")
 
     record(Measured("disk full at the start", "resource", 2, back_s, back_s))
-    assert cell.error is not None
-    assert cell.error.ename == "StartError", cell.visible
-    assert "space" in cell.error.evalue or "disk" in cell.error.evalue, cell.error.evalue
+    cell.check_failure("StartError", "space|disk")
     assert "nbdist" not in folders.text
 
 
@@ -142,7 +119,6 @@ def test_no_disk_for_the_start(tmp_path: Path) -> None:
 def test_the_disk_fills_while_ranks_run(n: int, own_ranks: Callable[..., Ranks]) -> None:
     """Cells go on without a byte of disk, a hang is told and ended, and no rank dies of it."""
     ranks = own_ranks(n, lambda folder: _own_mount(folder, "16m"))
-    ranks.set_kept()
     ranks.ok("!dd if=/dev/zero of=$TMPDIR/full bs=4k 2>/dev/null; df $TMPDIR | tail -1")
     output = ranks.ok("%%distributed\nfor i in range(3000): print('line', i)")
     handle = ranks.kernel.start("%%distributed\nif rank != 1:\n    go()\n    dist.all_reduce(x)")
@@ -155,8 +131,7 @@ def test_the_disk_fills_while_ranks_run(n: int, own_ranks: Callable[..., Ranks])
     ranks.ok("import os; os.unlink(os.environ['TMPDIR'] + '/full')")
 
     assert "line 2999" in output.text
-    assert cell.error is not None
-    assert cell.error.ename == "Deadlock", cell.visible
+    cell.check_failure("Deadlock")
     assert told_s < TOLD_S + ranks.load_s
     ranks.conclude("disk full while ranks run", "resource", told_s, back_s)
 
@@ -169,30 +144,22 @@ def test_no_shared_memory_for_the_start(tmp_path: Path) -> None:
         cell = kernel.run("%dist_init -n 2", 60)
 
     record(Measured("/dev/shm full at the start", "resource", 2, cell.seconds, cell.seconds))
-    assert cell.error is not None
-    assert cell.error.ename == "StartError"
-    assert "/dev/shm has 1 MiB free" in cell.error.evalue
-    assert "--shm-size" in cell.error.evalue
+    cell.check_failure("StartError", "/dev/shm has 1 MiB free", "--shm-size")
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_shared_memory_fills_while_ranks_run(n: int, own_ranks: Callable[..., Ranks]) -> None:
     """A loader's worker that dies of it fails its rank's cell; the others come back."""
     ranks = own_ranks(n, lambda _: _own_mount("/dev/shm", "32m"))
-    ranks.set_kept()
     ranks.ok("!dd if=/dev/zero of=/dev/shm/full bs=64k 2>/dev/null; df /dev/shm | tail -1")
-    handle = ranks.kernel.start(
+    cell, back_s = ranks.run_fault(
         "%%distributed\ngo()\nif rank == 1:\n"
         "    next(iter(DataLoader(torch.ones(64, 10**6), batch_size=8, num_workers=1)))\n"
-        "dist.all_reduce(x)"
+        "dist.all_reduce(x)",
+        n,
     )
-    began_s = ranks.begin_s(handle, n)
-    cell = ranks.finish(handle)
-    back_s = time.monotonic() - began_s
     ranks.ok("import os; os.unlink('/dev/shm/full')")
 
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError", cell.visible
-    assert re.search(r"rank 1 raised (RuntimeError|OSError)", cell.error.evalue)
+    cell.check_failure("DistributedError", "rank 1 raised (RuntimeError|OSError)")
     assert re.search(r"shared memory|shm|No space left", cell.visible), cell.visible
     ranks.conclude("/dev/shm full while ranks run", "resource", None, back_s)

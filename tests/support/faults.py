@@ -20,6 +20,7 @@ from nbdist.core.ranks import parse_ranks, rank_label
 from tests.support import processes
 from tests.support.cells import Cell, Handle
 from tests.support.kernel import Kernel
+from tests.support.ranks import until
 
 # What is promised, in seconds, and what a busy machine of two cores may add to each.
 TOLD_S = 2.0  # from the begin of a wait until its line
@@ -195,10 +196,7 @@ class Ranks:
         """Whether an all_reduce, and a step of the old DDP and FSDP2 objects, come out right."""
         self.steps += 1
         weight = -self.steps * (self.n + 1) / 2
-        right = {
-            "total": [self.n * (self.n + 1) / 2] * 3,
-            "weights": [[weight], [weight]],
-        }
+        right = {"total": [self.n * (self.n + 1) / 2] * 3, "weights": [[weight], [weight]]}
         return self.values("check()") == dict.fromkeys(range(self.n), right)
 
     @property
@@ -248,34 +246,34 @@ class Ranks:
         As in any notebook the last error holds its frames, and so the workers of a loader that
         was interrupted; another error lets them go.
         """
-        if not self._is_back_to(self._n_processes, 1.0):
+
+        def is_back() -> bool:
+            return len(self.processes()) <= self._n_processes
+
+        if not until(is_back, 1.0):
             self.kernel.run("%%distributed\nraise ValueError('another error')")
             self.ok("%%distributed\nimport gc\ngc.collect();")
-            self._is_back_to(self._n_processes, GONE_S)
+            until(is_back, GONE_S)
         return max(len(self.processes()) - self._n_processes, 0)
-
-    def _is_back_to(self, n: int, timeout_s: float) -> bool:
-        end_s = time.monotonic() + timeout_s
-        while (is_more := len(self.processes()) > n) and time.monotonic() < end_s:
-            time.sleep(0.05)
-        return not is_more
 
     def finish(self, handle: Handle, timeout_s: float = 40.0) -> Cell:
         """Wait for a cell's end."""
         return self.kernel.finish(handle, timeout_s)
 
+    def run_fault(self, code: str, n_blocked: int = 1) -> tuple[Cell, float]:
+        """A cell at its end, and how long after the fault's begin that was, in seconds."""
+        handle = self.kernel.start(code)
+        began_s = self.begin_s(handle, n_blocked)
+        return self.finish(handle), time.monotonic() - began_s
+
     def begin_s(self, handle: Handle, n_blocked: int = 1, timeout_s: float = 20.0) -> float:
         """When the last of the ranks that say so went into the fault; the host's clock."""
         self.kernel.wait_output(handle, "go ", timeout_s)
         end_s = time.monotonic() + timeout_s
-        while len(times := _began(self.kernel.so_far(handle))) < n_blocked:
+        while len(times := _BEGAN.findall(self.kernel.so_far(handle).text)) < n_blocked:
             assert time.monotonic() < end_s, f"{len(times)} of {n_blocked} ranks began"
             time.sleep(0.01)
-        return max(times)
-
-
-def _began(cell: Cell) -> list[float]:
-    return [float(text) for text in _BEGAN.findall(cell.text)]
+        return max(map(float, times))
 
 
 def shm_files(owners: Iterable[psutil.Process]) -> list[Path]:
