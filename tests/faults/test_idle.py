@@ -129,8 +129,7 @@ def test_a_wrong_small_shape(n: int, ranks: Ranks) -> None:
     ranks.conclude("wrong small shape", "shape", None, back_s)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
 def test_a_wrong_large_shape(n: int, ranks: Ranks) -> None:
     """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals."""
     handle = ranks.kernel.start(
@@ -145,6 +144,6 @@ def test_a_wrong_large_shape(n: int, ranks: Ranks) -> None:
     ranks.revive(dead)
 
     cell.check_failure("DistributedError", "SIGABRT")
-    for shape in ("float32[10]", "float32[1000000]"):
-        assert shape in cell.failure.evalue + cell.stderr, cell.visible
+    for text in ("called all_reduce with different shapes", "float32[10]", "float32[1000000]"):
+        assert text in cell.failure.evalue + cell.stderr, cell.visible
     ranks.conclude("wrong large shape", "shape", told_s, back_s)

@@ -128,9 +128,7 @@ def test_an_error_inside_another_magic_fails_the_cell(kernel: Kernel) -> None:
     """%%time passes a rank's failure on (%%capture passes over every error, IPython's too)."""
     cell = kernel.run("%%time\n%%distributed\n1 / 0")
 
-    assert cell.status == "error"
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
+    cell.check_failure("DistributedError")
 
 
 def test_queued_cells_run_in_order(kernel: Kernel) -> None:

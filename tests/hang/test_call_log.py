@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,12 @@ def new_writer() -> tuple[bytearray, CallLogWriter]:
     """Memory of its own, and its writer."""
     memory = bytearray(SIZE_BYTES)
     return memory, CallLogWriter(memory, rank=3, pid=99)
+
+
+def new_pair() -> tuple[bytearray, CallLogWriter, int]:
+    """The same with the channel of a world of two ranks."""
+    memory, writer = new_writer()
+    return memory, writer, writer.group("0", (0, 1))
 
 
 def read(memory: bytearray) -> CallLog:
@@ -99,8 +105,7 @@ def test_long_texts_are_cut_and_stay_readable() -> None:
 
 def test_the_newest_call_tells_its_cell() -> None:
     """Of an empty box, in a cell without a call, in one with calls, and round the ring."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     runs = [call_log.newest_run(memory)]
     for run, calls in ((7, 1), (8, 0), (9, MAX_RECORDS + 3), (10, 0)):
         writer.set_cell(run, "running")
@@ -114,8 +119,7 @@ def test_the_newest_call_tells_its_cell() -> None:
 
 def test_ring_keeps_the_newest() -> None:
     """Of 1000 calls the last 256 are read, oldest first, and the count is 1000."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     for _ in range(1000):
         writer.end(writer.begin(world, b"barrier\0", b""), DONE)
     box = read(memory)
@@ -126,8 +130,7 @@ def test_ring_keeps_the_newest() -> None:
 
 def test_issued_call_that_is_waited_for() -> None:
     """It waits again under its number at another place, also when the ring has gone round."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     entry = writer.begin(world, pack_what("all_reduce", ""), pack_place(PLACE))
     writer.end(entry, ISSUED)
     assert [(c.state, c.ended_s) for c in read(memory).calls] == [("issued", None)]
@@ -146,8 +149,7 @@ def test_issued_call_that_is_waited_for() -> None:
 
 def test_end_of_an_overwritten_call_touches_no_other() -> None:
     """The record that took its slot stays as it is."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     old = writer.begin(world, b"old\0", b"")
     for _ in range(MAX_RECORDS):
         writer.begin(world, b"new\0", b"")
@@ -158,8 +160,7 @@ def test_end_of_an_overwritten_call_touches_no_other() -> None:
 
 def test_raised_call_is_taken_back() -> None:
     """The next call has its number; a call of an earlier generation takes nothing back."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     first = writer.begin(world, b"a\0", b"")
     writer.take_back(first)
     assert read(memory).calls[0].state == "raised"
@@ -177,8 +178,7 @@ def test_raised_call_is_taken_back() -> None:
 
 def test_reset_counts_from_nothing_and_nothing_waits() -> None:
     """Calls that waited are read as raised; later ones of the new generation wait."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     transfer = writer.transfer(world, 0, 1)
     writer.begin(world, b"a\0", b"")
     writer.begin(transfer, b"send\0", b"", peer=1)
@@ -208,15 +208,7 @@ def test_transfers_are_counted_apart() -> None:
 
 @pytest.mark.parametrize(
     "ranks",
-    [
-        (0,),
-        (5,),
-        (0, 1, 2, 3),
-        (1, 3, 5),
-        (3, 1, 2),
-        (0, 1, 4, 9, 10, 11),
-        tuple(range(0, 4096, 8)),
-    ],
+    [(5,), (0, 1, 2, 3), (1, 3, 5), (3, 1, 2), (0, 1, 4, 9, 10, 11), tuple(range(0, 4096, 8))],
 )
 def test_members_are_read_as_given(ranks: tuple[int, ...]) -> None:
     """Members come back in their order."""
@@ -317,8 +309,7 @@ def test_box_is_read_while_another_process_writes(tmp_path: Path) -> None:
 
 def test_threads_never_share_a_number() -> None:
     """Four threads, 2000 calls each: 8000 numbers."""
-    memory, writer = new_writer()
-    world = writer.group("0", (0, 1))
+    memory, writer, world = new_pair()
     numbers: list[int] = []
 
     def calls() -> None:
@@ -327,11 +318,9 @@ def test_threads_never_share_a_number() -> None:
             numbers.append(entry[1])
             writer.end(entry, DONE)
 
-    threads = [threading.Thread(target=calls) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(calls)
 
     assert sorted(numbers) == list(range(1, 8001))
     assert read(memory).groups["0"].calls == 8000

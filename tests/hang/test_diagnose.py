@@ -22,6 +22,7 @@ from tests.support.boxes import (
 
 HEAD = f"rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
 PAIR = {WORLD: (0, 1)}
+WAITS = view(0, "running", reduce("waiting"))
 
 
 @pytest.mark.parametrize(
@@ -31,36 +32,23 @@ PAIR = {WORLD: (0, 1)}
         ("raised", "ValueError", "rank 1 raised ValueError before it"),
         ("ended", "signal SIGKILL", "rank 1 ended (signal SIGKILL) before it"),
         ("absent", "", "rank 1 does not run this cell"),
+        ("stopped", "", "rank 1 is stopped (SIGSTOP)"),
+        ("busy", "", "rank 1 still runs an earlier cell"),
+        ("running", "", "rank 1 has not come to it yet (still running)"),
     ],
 )
 def test_a_rank_that_will_not_come_is_blamed(state: str, how: str, text: str) -> None:
-    """A deadlock, certain, with the reason that the other rank's state is."""
-    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state, how=how))
+    """With its state as the reason; nothing is certain while the other rank can still call it."""
+    finding = only_finding(WAITS, view(1, state, how=how))
+    is_certain = state not in {"stopped", "busy", "running"}
 
-    assert finding == WaitFinding(HEAD + text, is_certain=True, waiting=(0,), blamed=(1,))
-
-
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
-        ("stopped", "rank 1 is stopped (SIGSTOP)"),
-        ("busy", "rank 1 still runs an earlier cell"),
-        ("running", "rank 1 has not come to it yet (still running)"),
-    ],
-)
-def test_a_rank_that_may_come_is_told_of_but_not_blamed(state: str, text: str) -> None:
-    """Nothing is certain while the other rank can still call it."""
-    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state))
-
-    assert finding == WaitFinding(HEAD + text, is_certain=False, waiting=(0,), blamed=())
+    assert finding == WaitFinding(HEAD + text, is_certain, (0,), (1,) if is_certain else ())
 
 
 def test_where_a_late_rank_is_stands_in_the_line() -> None:
     """Its look says the line."""
     late = view(1, "running", look=look(at(9, "time.sleep(60)"), is_asleep=False))
-    finding = only_finding(view(0, "running", reduce("waiting")), late)
-
-    assert finding.text.endswith(
+    assert only_finding(WAITS, late).text.endswith(
         "rank 1 has not come to it yet (still running: line 9 of cell [12]: time.sleep(60))"
     )
 
@@ -80,17 +68,15 @@ def test_short_waits_are_no_finding_alone_but_stand_beside_a_long_one() -> None:
 
 def test_nothing_is_found_when_all_have_come() -> None:
     """A long collective that everybody is in is no finding, nor is one that is over."""
-    assert diagnose([view(r, "running", reduce("waiting")) for r in (0, 1)], NOW_S) == ()
-    assert (
-        diagnose([view(0, "running", reduce("waiting")), view(1, "running", reduce())], 1e9) == ()
-    )
+    assert diagnose([WAITS, view(1, "running", reduce("waiting"))], NOW_S) == ()
+    assert diagnose([WAITS, view(1, "running", reduce())], 1e9) == ()
     assert diagnose([view(0, "running"), view(1, "finished")], NOW_S) == ()
 
 
 def test_another_op_at_the_same_number_is_told() -> None:
     """Wrong order; the other rank waits too and is told by what it called."""
     other = call("broadcast", "float32[3], src=0", line=3, state="waiting")
-    finding = only_finding(view(0, "running", reduce("waiting")), view(1, "running", other))
+    finding = only_finding(WAITS, view(1, "running", other))
 
     assert finding.text == HEAD + "rank 1 called broadcast(float32[3], src=0) at line 3 instead"
     assert (finding.is_certain, finding.waiting, finding.blamed) == (True, (0, 1), (1,))
@@ -98,12 +84,8 @@ def test_another_op_at_the_same_number_is_told() -> None:
 
 def test_the_first_number_that_differs_is_the_reason() -> None:
     """A broadcast's source goes on to the next call; the mistake was at the broadcast."""
-    ahead = view(
-        0,
-        "running",
-        call("broadcast", "float32[3], src=0", line=2),
-        call("barrier", line=5, state="waiting", source="dist.barrier()"),
-    )
+    barrier = call("barrier", line=5, state="waiting", source="dist.barrier()")
+    ahead = view(0, "running", call("broadcast", "float32[3], src=0", line=2), barrier)
     finding = only_finding(ahead, view(1, "running", reduce("waiting", place=at(3, REDUCE))))
 
     assert finding.is_certain
@@ -128,7 +110,7 @@ def test_an_earlier_difference_that_both_have_passed_is_told() -> None:
 def test_another_shape_is_told(state: str) -> None:
     """Certain once the other rank has finished with what it got, not while it computes."""
     other = reduce(detail="float32[4]", place=at(2))
-    finding = only_finding(view(0, "running", reduce("waiting")), view(1, state, other))
+    finding = only_finding(WAITS, view(1, state, other))
 
     assert finding.text == HEAD + "rank 1 called it with float32[4] at line 2"
     assert finding.is_certain == (state == "finished")
@@ -146,13 +128,8 @@ def test_shapes_may_differ_where_they_may() -> None:
 def test_a_rank_that_died_inside_the_call_is_told_with_its_shape() -> None:
     """A much larger shape kills a rank; its box is read after its death."""
     big = reduce("waiting", detail="float32[1000000]", place=at(4))
-    finding = only_finding(
-        view(0, "running", reduce("waiting")), view(1, "ended", big, how="signal SIGABRT")
-    )
-    alike = only_finding(
-        view(0, "running", reduce("waiting")),
-        view(1, "ended", reduce("waiting"), how="signal SIGKILL"),
-    )
+    finding = only_finding(WAITS, view(1, "ended", big, how="signal SIGABRT"))
+    alike = only_finding(WAITS, view(1, "ended", reduce("waiting"), how="signal SIGKILL"))
 
     assert finding.text == HEAD + (
         "rank 1 ended (signal SIGABRT) in all_reduce(float32[1000000]) at line 4"
@@ -164,21 +141,14 @@ def test_a_rank_that_died_inside_the_call_is_told_with_its_shape() -> None:
 
 def test_a_rank_that_raised_inside_the_call_is_told() -> None:
     """It has called it, but its part will never be there."""
-    finding = only_finding(
-        view(0, "running", reduce("waiting")),
-        view(1, "raised", reduce("raised"), how="RuntimeError"),
-    )
+    finding = only_finding(WAITS, view(1, "raised", reduce("raised"), how="RuntimeError"))
 
     assert finding == WaitFinding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
 
 
 def test_a_call_that_was_caught_may_be_tried_again() -> None:
     """The rank goes on after its call has raised: it can still come."""
-    finding = only_finding(
-        view(0, "running", reduce("waiting")), view(1, "running", reduce("raised"))
-    )
-
-    assert not finding.is_certain
+    assert not only_finding(WAITS, view(1, "running", reduce("raised"))).is_certain
 
 
 def test_only_members_are_blamed() -> None:
@@ -333,15 +303,10 @@ def test_the_one_that_differs_is_told_not_the_others(odd: int) -> None:
 
 def test_a_line_about_64_ranks_stays_readable() -> None:
     """A ring of recvs; and 63 ranks that are late, each on a line of its own."""
-    ring = [
-        view(
-            r,
-            "running",
-            call("recv", f"f[3], src={(r - 1) % 64}", peer=(r - 1) % 64, state="waiting"),
-            world=64,
-        )
-        for r in range(64)
-    ]
+    recvs = (
+        call("recv", f"f[3], src={p % 64}", peer=p % 64, state="waiting") for p in range(-1, 63)
+    )
+    ring = [view(r, "running", recv, world=64) for r, recv in enumerate(recvs)]
     late = [view(r, "running", world=64, look=look(at(r), is_asleep=False)) for r in range(1, 64)]
 
     shapes = (reduce("waiting", detail=f"float32[{r}]") for r in range(64))
@@ -378,17 +343,16 @@ def test_the_box_of_another_cell_counts_as_nothing() -> None:
 
 def test_a_box_may_be_ahead_of_the_reply_or_behind_it() -> None:
     """Ahead: the rank has finished. Behind: what it counts is not the end, so nothing is sure."""
-    waits = view(0, "running", reduce("waiting"))
     ahead = RankView(1, "running", "", box(1, groups=PAIR, state="finished"))
     behind = RankView(1, "finished", "", box(1, groups=PAIR, state="running"))
 
-    assert only_finding(waits, ahead).text.endswith("rank 1 finished the cell without calling it")
-    assert not only_finding(waits, behind).is_certain
+    assert only_finding(WAITS, ahead).text.endswith("rank 1 finished the cell without calling it")
+    assert not only_finding(WAITS, behind).is_certain
 
 
 def test_a_rank_without_a_box_makes_nothing_certain() -> None:
     """What it has called is not known."""
-    finding = only_finding(view(0, "running", reduce("waiting")), RankView(1, "finished"))
+    finding = only_finding(WAITS, RankView(1, "finished"))
 
     assert not finding.is_certain
     assert finding.text == HEAD + "rank 1 may have called it or not: its calls cannot be read"

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.hang.kernel.group_recovery import COUNT_S, LOOK_S, RECOVER_S, GroupRecovery
+from nbdist.hang.kernel.group_recovery import (
+    COUNT_S,
+    LOOK_S,
+    RECOVER_S,
+    GroupRecovery,
+    RecoveryOutcome,
+)
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import CallLog, GroupRecord
+from nbdist.hang.records import CallLog
 from nbdist.hang.recovery import RecoveryResult
+from tests.support.boxes import WORLD, box, reduce
 
 RECOVERED = RecoveryResult(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
-
-
-def box(rank: int, calls: int) -> CallLog:
-    return CallLog(rank, 1, 0, 3, "raised", 0.0, {"0": GroupRecord("0", (0, 1), calls)}, {}, ())
 
 
 def done(value: Any) -> Future[Any]:
@@ -37,7 +40,10 @@ class FakeHealth:
 
     def boxes(self) -> dict[int, CallLog]:
         """Rank -> what its box says."""
-        return {rank: box(rank, calls) for rank, calls in enumerate(self.calls)}
+        groups = {WORLD: (0, 1)}
+        return {
+            rank: box(rank, *[reduce()] * n, groups=groups) for rank, n in enumerate(self.calls)
+        }
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
         """Futures that the test completes."""
@@ -84,14 +90,19 @@ def begin(session: FakeRanks, *, is_certain: bool = False) -> GroupRecovery:
     )
 
 
+def outcome_of(aftermath: GroupRecovery) -> RecoveryOutcome:
+    """What it came to; it is over."""
+    assert aftermath.step(100.3) is None
+    assert aftermath.outcome is not None
+    return aftermath.outcome
+
+
 def test_groups_in_step_are_left_alone() -> None:
     """Both ranks have made the same calls: over at once."""
     session = FakeRanks(3, 3)
     aftermath = begin(session)
 
-    assert aftermath.step(100.0) is None
-    assert aftermath.outcome is not None
-    assert not aftermath.outcome.is_recovered
+    assert not outcome_of(aftermath).is_recovered
     assert session.recoveries == []
 
 
@@ -107,10 +118,9 @@ def test_groups_out_of_step_are_made_anew() -> None:
 
     assert pause_s == LOOK_S
     assert len(woken) == 2
-    assert aftermath.step(100.2) is None
-    assert aftermath.outcome is not None
-    assert aftermath.outcome.is_recovered
-    assert "model" in " ".join(aftermath.outcome.lines)
+    outcome = outcome_of(aftermath)
+    assert outcome.is_recovered
+    assert "model" in " ".join(outcome.lines)
     assert not session.health.needs_recovery
 
 
@@ -137,9 +147,7 @@ def test_a_busy_rank_puts_the_recovery_off() -> None:
     session = FakeRanks(3, 3, busy=(1,))
     aftermath = begin(session, is_certain=True)
 
-    assert aftermath.step(100.0) is None
-    assert aftermath.outcome is not None
-    assert "once rank 1 is back" in aftermath.outcome.problem
+    assert "once rank 1 is back" in outcome_of(aftermath).problem
     assert session.health.needs_recovery
     assert session.recoveries == []
 
@@ -153,13 +161,11 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     failed.recoveries[0][0].set_result(RECOVERED)
     failed.recoveries[0][1].set_exception(RuntimeError("no store"))
 
-    assert first.step(100.1) is None
+    problem = outcome_of(first).problem
+    assert "rank 1 could not recreate the groups (rank 1: no store)" in problem
     assert second.step(100.1) is not None
     assert second.step(100.0 + RECOVER_S) is None
-    assert first.outcome is not None
-    assert second.outcome is not None
-    assert "rank 1 could not recreate the groups (rank 1: no store)" in first.outcome.problem
-    assert "ranks 0-1 could not" in second.outcome.problem
+    assert "ranks 0-1 could not" in outcome_of(second).problem
     assert failed.health.needs_recovery
     assert silent.health.needs_recovery
 
@@ -176,10 +182,8 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
 
     assert pause_s == LOOK_S
     assert session.interrupted == [0]
-    assert aftermath.step(100.3) is None
+    assert outcome_of(aftermath).is_recovered
     assert [set(recovery) for recovery in session.recoveries] == [{0, 1}, {0}]
-    assert aftermath.outcome is not None
-    assert aftermath.outcome.is_recovered
     assert not session.health.needs_recovery
 
 
@@ -189,9 +193,7 @@ def test_with_nobody_left_there_is_nothing_to_recover() -> None:
     aftermath = begin(session, is_certain=True)
     session.health.lost |= {0, 1}
 
-    assert aftermath.step(100.1) is None
-    assert aftermath.outcome is not None
-    assert not aftermath.outcome.problem
+    assert not outcome_of(aftermath).problem
 
 
 def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
@@ -211,10 +213,9 @@ def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> Non
     aftermath = begin(session)
     aftermath.step(100.0)
 
-    assert aftermath.step(100.1) is None
-    assert aftermath.outcome is not None
-    assert not aftermath.outcome.is_recovered
-    (line,) = aftermath.outcome.lines
+    outcome = outcome_of(aftermath)
+    assert not outcome.is_recovered
+    (line,) = outcome.lines
     assert line.startswith("model: the parameters of rank 0 and rank 1 differ")
     assert "%dist_sync_model" in line
 
@@ -225,6 +226,4 @@ def test_models_are_not_compared_where_nobody_has_made_a_call() -> None:
     session.checksums = {0: {"model": "aa/b"}, 1: {"model": "ee/b"}}
     aftermath = begin(session)
 
-    assert aftermath.step(100.0) is None
-    assert aftermath.outcome is not None
-    assert aftermath.outcome.lines == ()
+    assert outcome_of(aftermath).lines == ()

@@ -13,12 +13,8 @@ from tests.support.boxes import NOW_S, at, call, inner, look, only_finding, redu
 
 def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> ThreadSnapshot:
     """A rank in the backward of DDP."""
-    place = at(3, "loss.backward()")
-    return look(
-        place,
-        is_asleep=is_asleep,
-        g0=inner("all_reduce", "float32[20]", number, is_pending=is_pending),
-    )
+    call = inner("all_reduce", "float32[20]", number, is_pending=is_pending)
+    return look(at(3, "loss.backward()"), is_asleep=is_asleep, g0=call)
 
 
 INNER = "rank 0 waits in all_reduce(float32[20]) inside line 3 of cell [12]: loss.backward(); "
@@ -42,10 +38,8 @@ def test_a_collective_from_cxx_is_named(number: int | None) -> None:
 def test_a_pending_call_alone_proves_nothing() -> None:
     """The recorder never sees some end: the thread has to sleep, and a peer to be behind."""
     assert diagnose(backward("finished", 4), NOW_S) == ()
-    assert (
-        diagnose([view(0, "running", look=step(4, is_asleep=False)), view(1, "finished")], 1e9)
-        == ()
-    )
+    awake = view(0, "running", look=step(4, is_asleep=False))
+    assert diagnose([awake, view(1, "finished")], 1e9) == ()
     done = view(0, "running", look=step(4, is_pending=False))
     assert diagnose([done, view(1, "finished", look=step(3))], NOW_S) == ()
 
@@ -53,9 +47,7 @@ def test_a_pending_call_alone_proves_nothing() -> None:
 def test_a_peer_that_computes_is_late_in_a_collective_from_cxx() -> None:
     """Known to be behind or not known at all: not certain."""
     for number in (3, None):
-        finding = only_finding(
-            *backward("running", number, is_asleep=False) if number else backward("running", None)
-        )
+        finding = only_finding(*backward("running", number, is_asleep=False))
         assert not finding.is_certain
         assert finding.text.startswith(INNER + "rank 1 has not come to it yet (still running")
 
@@ -64,16 +56,12 @@ def test_backward_against_barrier_is_certain() -> None:
     """Uneven batches: one rank is through with its loop, the other still in a step."""
     barrier = call("barrier", line=5, source="dist.barrier()", state="waiting")
     at_barrier = look(at(5), g0=inner("barrier", "", 4))
-    finding = only_finding(
-        view(0, "running", look=step(4)), view(1, "running", barrier, look=at_barrier)
-    )
+    waits = view(0, "running", look=step(4))
+    finding = only_finding(waits, view(1, "running", barrier, look=at_barrier))
 
     assert finding.is_certain
     assert finding.text.startswith(INNER + "rank 1 called barrier() at line 5 instead; ")
-    assert not only_finding(
-        view(0, "running", look=step(4)),
-        view(1, "running", barrier),
-    ).is_certain
+    assert not only_finding(waits, view(1, "running", barrier)).is_certain
 
 
 def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,13 +33,13 @@ class Ranks:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._number = 100
+        self.cell = 100  # the number of the newest cell
 
     def run(self, rank: int, code: str) -> Callable[[], Any]:
         """Start a cell; the result waits for its end and fails the test if it raised."""
         done: SimpleQueue[Any] = SimpleQueue()
-        self._number += 1
-        metadata = {CELL_NUMBER: self._number}
+        self.cell += 1
+        metadata = {CELL_NUMBER: self.cell}
         self.channel.execute(rank, code, metadata, lambda _: None, done.put)
 
         def end() -> None:
@@ -53,11 +54,6 @@ class Ranks:
         ends = [self.run(rank, code) for rank in (0, 1)]
         for end in ends:
             end()
-
-    @property
-    def cell(self) -> int:
-        """The number of the newest cell."""
-        return self._number
 
     def look(self, rank: int) -> ThreadSnapshot:
         look = health.look(self.channel.ask, rank).result(DEADLINE_S)
@@ -85,88 +81,87 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield Ranks(session.cluster.channel)
 
 
-def waits_in_torch(look: ThreadSnapshot) -> bool:
-    return look.is_in_torch and look.is_asleep
-
-
 def waits_beyond(number: int) -> Callable[[ThreadSnapshot], bool]:
     """Whether a rank waits in torch, and more calls are noted (torch does so a moment later)."""
-    return lambda look: waits_in_torch(look) and number_of(look) > number
+    return lambda look: look.is_in_torch and look.is_asleep and number_of(look) > number
 
 
 def number_of(look: ThreadSnapshot) -> int:
     return look.newest[WORLD].number if WORLD in look.newest else 0
 
 
-def test_a_collective_that_waits(ranks: Ranks) -> None:
-    """Place and source line, torch's function innermost, and the call by its name and shape."""
+@dataclass(frozen=True)
+class Wait:
+    """A cell that waits on rank 0 until rank 1 runs its own.
+
+    Attributes:
+        code: Rank 0's cell.
+        line: Of it, the one that is told.
+        op: As the flight recorder has it.
+        detail: Likewise.
+        other: Rank 1's cell; the line of rank 0's that is told where it is empty.
+        before: Run on both first.
+        innermost: File of the last frame, as far as it is known.
+    """
+
+    code: str
+    line: int
+    op: str
+    detail: str
+    other: str = ""
+    before: str = "pass"
+    innermost: str = ""
+
+    @property
+    def source(self) -> str:
+        return self.code.splitlines()[self.line - 1].strip()
+
+
+WAITS = {
+    "a collective": Wait(
+        "x = torch.ones(3)\n\ndist.all_reduce(x)", 3, "all_reduce", "float32[3]",
+        "dist.all_reduce(torch.ones(3))", innermost="torch/distributed/distributed_c10d.py",
+    ),
+    # wait() has no Python frame of torch's own, and is a wait in torch even so.
+    "an asynchronous one": Wait(
+        "work = dist.all_reduce(torch.ones(2), async_op=True)\nwork.wait()", 2, "all_reduce",
+        "float32[2]", "dist.all_reduce(torch.ones(2))",
+    ),
+    # What C++ calls inside of backward() is told by the recorder.
+    "DDP's backward": Wait(
+        "def step():\n    loss.backward()\n\nstep()", 2, "all_reduce", "float32[25]",
+        before="m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5))\n"
+        "loss = m(torch.ones(2, 4)).sum()",
+    ),
+    # The sharded parameters' gather, with the cell's line and not FSDP's own.
+    "FSDP2's forward": Wait(
+        "y = f(torch.ones(2, 8))", 1, "all_gather", "float32[36]",
+        before="from torch.distributed.fsdp import fully_shard\n"
+        "f = fully_shard(torch.nn.Linear(8, 8))",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_told_with_its_line_and_its_call(ranks: Ranks, name: str) -> None:
+    """Place, stack and the call by its name and shape, one ahead of the idle peer's."""
+    wait = WAITS[name]
+    ranks.both(wait.before)
     before = number_of(ranks.look(1))
-    end = ranks.run(0, "x = torch.ones(3)\n\ndist.all_reduce(x)")
+    end = ranks.run(0, wait.code)
+    cell = ranks.cell
     look = ranks.look_when(0, waits_beyond(before))
     other = ranks.look(1)
-    ranks.run(1, "dist.all_reduce(torch.ones(3))")()
+    ranks.run(1, wait.other or wait.source)()
     end()
 
-    assert look.place == SourceLine(ranks.cell - 1, "", 3, "dist.all_reduce(x)")
-    assert look.stack[0] == f"cell [{ranks.cell - 1}], line 3: dist.all_reduce(x)"
-    assert "torch/distributed/distributed_c10d.py" in look.stack[-1]
-    assert look.newest[WORLD] == FlightRecorderEntry(
-        "all_reduce", "float32[3]", before + 1, is_pending=True
-    )
-    assert other.place is None
-    assert other.stack == ()
-    assert number_of(other) == before
-
-
-def test_an_asynchronous_collective_that_is_waited_for(ranks: Ranks) -> None:
-    """wait() has no Python frame of torch's own, and is a wait in torch even so."""
-    before = number_of(ranks.look(1))
-    end = ranks.run(0, "work = dist.all_reduce(torch.ones(2), async_op=True)\nwork.wait()")
-    look = ranks.look_when(0, waits_beyond(before))
-    ranks.run(1, "dist.all_reduce(torch.ones(2))")()
-    end()
-
-    assert look.place == SourceLine(ranks.cell - 1, "", 2, "work.wait()")
-    assert look.newest[WORLD].is_pending
-
-
-def test_ddp_waits_in_backward(ranks: Ranks) -> None:
-    """What C++ calls inside of backward() is told by the recorder, one ahead of the peer's."""
-    ranks.both(
-        "m = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 5))\n"
-        "loss = m(torch.ones(2, 4)).sum()"
-    )
-    before = number_of(ranks.look(1))
-    end = ranks.run(0, "def step():\n    loss.backward()\n\nstep()")
-    look = ranks.look_when(0, waits_beyond(before))
-    other = ranks.look(1)
-    ranks.run(1, "loss.backward()")()
-    end()
-
-    assert look.place == SourceLine(ranks.cell - 1, "", 2, "loss.backward()")
-    assert look.newest[WORLD] == FlightRecorderEntry(
-        "all_reduce", "float32[25]", before + 1, is_pending=True
-    )
-    assert number_of(other) == before
-
-
-def test_fsdp_waits_in_forward(ranks: Ranks) -> None:
-    """The sharded parameters' gather, with the cell's line and not FSDP's own."""
-    ranks.both(
-        "from torch.distributed.fsdp import fully_shard\nf = fully_shard(torch.nn.Linear(8, 8))"
-    )
-    before = number_of(ranks.look(1))
-    end = ranks.run(0, "y = f(torch.ones(2, 8))")
-    look = ranks.look_when(0, waits_beyond(before))
-    other = ranks.look(1)
-    ranks.run(1, "y = f(torch.ones(2, 8))")()
-    end()
-
-    assert look.place == SourceLine(ranks.cell - 1, "", 1, "y = f(torch.ones(2, 8))")
-    assert look.newest[WORLD] == FlightRecorderEntry(
-        "all_gather", "float32[36]", before + 1, is_pending=True
-    )
-    assert number_of(other) == before
+    *_, last = lines = wait.code.splitlines()
+    assert look.place == SourceLine(cell, "", wait.line, wait.source)
+    assert look.stack[0] == f"cell [{cell}], line {len(lines)}: {last}"
+    assert wait.innermost in look.stack[-1]
+    call = FlightRecorderEntry(wait.op, wait.detail, before + 1, is_pending=True)
+    assert look.newest[WORLD] == call
+    assert (other.place, other.stack, number_of(other)) == (None, (), before)
 
 
 def test_sleep_is_no_wait_in_torch(ranks: Ranks, tmp_path: Path) -> None:
@@ -304,11 +299,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 def test_entries_that_do_not_count() -> None:
     """Sends, groups without a name, and what was before the mark."""
-    others = [
-        entry(is_p2p=True),
-        entry(process_group=("", "")),
-        entry(record_id=3),
-    ]
+    others = [entry(is_p2p=True), entry(process_group=("", "")), entry(record_id=3)]
 
     assert main_thread.newest_of(others, mark=3, base={}) == {}
     assert main_thread.newest_of([*others, entry()], mark=3, base={0: 1}) == {

@@ -9,32 +9,25 @@ import pytest
 from nbdist.hang.kernel.health import LOOK_PAUSE_S, Health
 from nbdist.hang.kernel.watchdog import AFTER_S, LATE_S, PAUSE_S, Watchdog
 from nbdist.hang.records import (
-    Call,
     CallLog,
     FlightRecorderEntry,
     GroupRecord,
     RankView,
-    SourceLine,
     ThreadSnapshot,
 )
+from tests.support import boxes
+from tests.support.boxes import WORLD, reduce
 
-RUN = 7
-WORLD = GroupRecord("0", (0, 1), 0)
 GRACE_S = 5.0
 
 
-def box(rank: int, state: str = "running", waits_since_s: float | None = None) -> CallLog:
+def box(
+    rank: int, state: str = "running", waits_since_s: float | None = None, world: int = 2
+) -> CallLog:
     """A rank that has made no call, or waits in its first one."""
-    calls: tuple[Call, ...] = ()
-    if waits_since_s is not None:
-        place = SourceLine(12, "", 7, "dist.all_reduce(x)")
-        calls = (
-            Call(
-                "all_reduce", "float32[3]", "0", 1, None, place, RUN, waits_since_s, None, "waiting"
-            ),
-        )
-    group = GroupRecord("0", (0, 1), len(calls))
-    return CallLog(rank, 100 + rank, 0, RUN, state, 0.0, {"0": group}, {}, calls)
+    calls = [] if waits_since_s is None else [reduce("waiting", began_s=waits_since_s)]
+    groups = {WORLD: tuple(range(world))}
+    return replace(boxes.box(rank, *calls, groups=groups, state=state), since_s=0.0)
 
 
 class FakeHealth:
@@ -60,23 +53,13 @@ class FakeHealth:
             self.asked.append(rank)
             _, looked_s = self.looks.get(rank, (None, 0.0))
             if not self.is_deaf and not newer_than_s <= looked_s > now_s - LOOK_PAUSE_S:
-                self.looks[rank] = (
-                    self.answers.get(rank, ThreadSnapshot(None, (), False, False)),
-                    now_s,
-                )
+                idle = ThreadSnapshot(None, (), False, False)
+                self.looks[rank] = self.answers.get(rank, idle), now_s
 
-    def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
+    def views(self, states: dict[int, tuple[str, str]]) -> list[RankView]:
         """As Health does, without processes."""
-        return [
-            RankView(
-                r,
-                "stopped" if r in self.stopped else states[r][0],
-                states[r][1],
-                box,
-                *self.looks.get(r, ()),
-            )
-            for r, box in self.boxes.items()
-        ]
+        now = states | dict.fromkeys(self.stopped, ("stopped", ""))
+        return [RankView(r, *now[r], box, *self.looks.get(r, ())) for r, box in self.boxes.items()]
 
 
 class Watch:
@@ -254,16 +237,13 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
 
 def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
     """And aborted only then: the rank that computes is left alone."""
-    boxes = {0: box(0, waits_since_s=0.1), 1: box(1, "finished"), 2: box(2)}
-    world = {"0": GroupRecord("0", (0, 1, 2), 0)}
-    boxes = {r: replace(box, groups=world) for r, box in boxes.items()}
-    boxes[0] = replace(boxes[0], groups={"0": GroupRecord("0", (0, 1, 2), 1)})
-    watch = Watch(boxes)
+    waiting = box(0, waits_since_s=0.1, world=3)
+    watch = Watch({0: waiting, 1: box(1, "finished", world=3), 2: box(2, world=3)})
     watch.states[1] = "finished", ""
     watch.until(20.0)
     lines = list(watch.reported)
     abort_s = watch.dog.abort_s
-    watch.health.boxes[2] = replace(boxes[0], rank=2)
+    watch.health.boxes[2] = replace(waiting, rank=2)
     watch.until(30.0)
 
     assert len(lines) == 1

@@ -12,6 +12,8 @@ import pytest
 from nbdist.errors import CheckpointError, NbdistError, OptionError, RankGone
 from nbdist.rpc.kernel.gather import gather_results, remote_error_message, wait_done
 
+LOST = "Connection closed by peer [127.0.0.1]:1"
+
 
 def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
@@ -34,12 +36,22 @@ def test_answers_come_in_rank_order() -> None:
     assert gather_results({0: done("a"), 1: done("b")}, 1.0, lives) == ["a", "b"]
 
 
-def test_the_root_cause_is_told_and_not_the_lost_connection() -> None:
-    """Rank 0 has failed because rank 1 had."""
-    futures = {0: failed("Connection closed by peer [127.0.0.1]:1"), 1: failed("out of memory")}
-
-    with pytest.raises(NbdistError, match=r"^rank 1: out of memory$"):
-        gather_results(futures, 1.0, lives)
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        # Rank 0 has failed because rank 1 had: the root cause is told, not the lost connection.
+        ([failed(LOST), failed("out of memory")], "rank 1: out of memory"),
+        # Who waits for one that failed is not waited for, also where it is asked first.
+        ([failed("boom"), Future()], "rank 0: boom"),
+        ([Future(), failed("boom")], "rank 1: boom"),
+        # What others still answer is no failure.
+        ([done("a"), failed("boom"), done("c")], "rank 1: boom"),
+    ],
+)
+def test_a_failure_is_told_at_once(answers: list[Future[Any]], message: str) -> None:
+    """Long before the deadline, with the rank that has failed."""
+    with pytest.raises(NbdistError, match=f"^{message}$"):
+        gather_results(dict(enumerate(answers)), 60.0, lives)
 
 
 def test_the_end_of_a_rank_is_told_as_such_once_it_is_known() -> None:
@@ -56,7 +68,7 @@ def test_the_end_of_a_rank_is_told_as_such_once_it_is_known() -> None:
     error = RuntimeError("Engine 0 died while running task 'c2'")
     error.ename = "EngineError"  # type: ignore[attr-defined]
     died.set_exception(error)
-    follower = failed("Connection closed by peer [127.0.0.1]:1")
+    follower = failed(LOST)
 
     with pytest.raises(RankGone, match="signal SIGKILL"):
         gather_results({0: died, 1: follower}, 1.0, ends_soon)
@@ -74,24 +86,6 @@ def test_the_end_of_the_controller_ends_the_wait() -> None:
     """Long before the deadline."""
     with pytest.raises(RankGone, match=r"controller ended \(signal SIGKILL\)"):
         gather_results({0: Future()}, 60.0, lambda: "signal SIGKILL")
-
-
-def test_a_rank_that_waits_for_one_that_failed_is_not_waited_for() -> None:
-    """The failure is told at once, long before the deadline."""
-    with pytest.raises(NbdistError, match=r"^rank 0: boom$"):
-        gather_results({0: failed("boom"), 1: Future()}, 60.0, lives)
-
-
-def test_the_rank_that_failed_may_be_a_later_one() -> None:
-    """Rank 0 waits for rank 1 in a collective, and is asked first."""
-    with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
-        gather_results({0: Future(), 1: failed("boom")}, 60.0, lives)
-
-
-def test_an_answer_that_comes_with_a_failure_is_no_failure() -> None:
-    """What rank 0 still answers counts; only rank 1 is told."""
-    with pytest.raises(NbdistError, match=r"^rank 1: boom$"):
-        gather_results({0: done("a"), 1: failed("boom"), 2: done("c")}, 60.0, lives)
 
 
 def test_calls_may_end_by_themselves_after_an_interrupt() -> None:
