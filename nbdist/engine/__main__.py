@@ -17,19 +17,20 @@ URL_FILE_OPTION = "--IPEngine.url_file="
 CONTROLLER_DEADLINE_S = 60.0
 
 
-def wait_for_controller(arguments: list[str], deadline_s: float = CONTROLLER_DEADLINE_S) -> None:
+def wait_for_controller(arguments: list[str]) -> None:
     """Return once the controller's connection file is there and whole.
 
     ipyparallel's own waiting looks every 0.1 s and reads a file that may be half written.
     """
     paths = [a.removeprefix(URL_FILE_OPTION) for a in arguments if a.startswith(URL_FILE_OPTION)]
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + CONTROLLER_DEADLINE_S
     while paths:
         try:
             json.loads(Path(paths[0]).read_text())
         except (OSError, ValueError):
             if time.monotonic() > end:
-                sys.exit(f"the controller did not write {paths[0]} within {deadline_s:.0f} s")
+                limit = f"{CONTROLLER_DEADLINE_S:.0f} s"
+                sys.exit(f"the controller did not write {paths[0]} within {limit}")
             time.sleep(0.01)
         else:
             return

@@ -17,10 +17,6 @@ def begin(has_run: Callable[[], bool], modules: Sequence[str] = MODULES) -> None
     """Import modules once the running event loop has been left alone for AFTER_S.
 
     One by one, since a cell that comes meanwhile waits for the one that is being imported.
-
-    Args:
-        has_run: Whether a cell of the user's has run.
-        modules: In this order.
     """
     loop = asyncio.get_running_loop()
     waiting = list(modules)

@@ -32,7 +32,7 @@ from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
 from nbdist.engine import child_sockets, facts, idle_imports, responder, shell_hooks
 from nbdist.errors import NbdistError, StartError
-from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups
+from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
@@ -100,14 +100,11 @@ def exchange_reports(
     keys = [f"report/{rank}" for rank in range(world_size)]
     # Bytes are taken too; torch's type annotation knows only text.
     store.set(f"report/{report.engine_id}", pickle.dumps(report))  # type: ignore[arg-type]
-    try:
-        store.wait(keys, timedelta(seconds=deadline_s))
-    except (dist.DistError, RuntimeError) as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    if missing := rendezvous.await_keys(store, keys, deadline_s):
         raise StartError(
             f"rank {report.engine_id} waited {deadline_s:.0f} s for rank(s) "
             f"{rank_label(missing)} to join the group"
-        ) from error
+        )
     # The file is in a folder that only this user can read, written by the other ranks.
     return [pickle.loads(store.get(key)) for key in keys]  # noqa: S301
 
@@ -173,16 +170,7 @@ def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[Gro
     """Take the place of a rank of this host that has ended.
 
     On a new process, while every other rank is in `process_groups.recover` with the same
-    generation, or in this as well.
-
-    Args:
-        plan: The assignment of the first start.
-        rank: This process's.
-        generation: How often the groups have been recovered once this is done.
-        user_groups: The user's groups that the others have.
-
-    Raises:
-        NbdistError: If other ranks do not come.
+    generation, or in this as well. The plan is that of the first start; else as `join`.
     """
     store = dist.FileStore(str(Path(os.environ["NBDIST_RUN"]) / "store"), plan.world_size)
     join(plan, rank, store, generation, user_groups)
@@ -333,8 +321,7 @@ def barrier(key: str, deadline_s: float) -> float:
     """Wait for all ranks and return how long this one waited, in seconds.
 
     Collective: every rank, with the same new key. It goes through the store, which names who
-    is missing and leaves no collective hanging when a rank does not come. It looks again and
-    again instead of waiting inside the store, so that an interrupt ends it.
+    is missing and leaves no collective hanging when a rank does not come.
 
     Raises:
         NbdistError: After the deadline, naming the ranks that have not come.
@@ -343,14 +330,9 @@ def barrier(key: str, deadline_s: float) -> float:
     began_s = time.monotonic()
     keys = [f"sync/{key}/{rank}" for rank in range(this.topology.world_size)]
     this.store.set(keys[this.place.rank], "here")
-    pause_s = 0.001
-    while not this.store.check(keys):
-        if time.monotonic() > began_s + deadline_s:
-            missing = [rank for rank, key in enumerate(keys) if not this.store.check([key])]
-            raise NbdistError(
-                f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
-                f"{rank_label(missing)}"
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
+    if missing := rendezvous.await_keys(this.store, keys, deadline_s):
+        raise NbdistError(
+            f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+            f"{rank_label(missing)}"
+        )
     return time.monotonic() - began_s

@@ -50,8 +50,7 @@ def all_stacks() -> str:
 def abort(generation: int) -> int:
     """Break off every collective that this rank waits in; how many connections and groups.
 
-    Args:
-        generation: Of the groups that are meant; newer ones are left alone.
+    Groups of a newer generation are left alone.
 
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.

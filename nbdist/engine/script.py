@@ -15,10 +15,7 @@ _programs: list[tuple[str, str, tuple[str, ...]]] = []
 def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
     """Keep a program for `run`, so that the cell that runs it is one short line.
 
-    Args:
-        path: Of its file on the notebook's host; here it may not exist.
-        text: The whole of it.
-        arguments: What follows the path in sys.argv.
+    Its file is on the notebook's host, and may not exist here. The arguments follow it in sys.argv.
     """
     _programs[:] = [(path, text, arguments)]
 

@@ -68,12 +68,9 @@ Entry = tuple[int, int, int, int, bytes, int]
 
 
 class CallLogWriter:
-    """The writing end. Calls may come from several threads and from a signal handler.
+    """The writing end, in SIZE_BYTES of memory, all zero, for a rank and its process.
 
-    Args:
-        memory: SIZE_BYTES, writable, all zero.
-        rank: The rank.
-        pid: Its process.
+    Calls may come from several threads and from a signal handler.
     """
 
     def __init__(self, memory: mmap | bytearray, rank: int, pid: int) -> None:
@@ -355,27 +352,22 @@ def _read_call(data: bytes, slot: int, names: Mapping[int, str], now: int) -> Ca
     if state in (WAITING, ISSUED) and generation != now:
         state = RAISED  # the groups have been replaced under it
     op, _, detail = what.rstrip(b"\0").decode(errors="ignore").partition("\0")
+    cell, line = _PLACE.unpack_from(place)
+    text = place[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
+    file, _, source = text.partition("\0")
+    source_line = SourceLine(None if cell == _NO_CELL else cell, file, line, source)
     return Call(
         op=op,
         detail=detail,
         group=names.get(channel, ""),
         number=number,
         peer=None if peer == NO_PEER else peer,
-        place=_unpack_place(place),
+        place=source_line if line else None,
         run=run,
         began_s=began_s,
         ended_s=ended_s if ended_s and state in (DONE, RAISED) else None,
         state=CALL_STATES[state],
     )
-
-
-def _unpack_place(packed: bytes) -> SourceLine | None:
-    cell, line = _PLACE.unpack_from(packed)
-    if not line:
-        return None
-    text = packed[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
-    file, _, source = text.partition("\0")
-    return SourceLine(cell=None if cell == _NO_CELL else cell, file=file, line=line, source=source)
 
 
 def _channel_at(channel: int) -> int:

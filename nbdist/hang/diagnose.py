@@ -53,13 +53,9 @@ def diagnose(
 
 
 def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
-    """Calls of one cell that ended on all ranks, but did not fit together.
+    """Calls of one cell run that ended on all ranks, whose boxes these are, but did not fit.
 
     In ops that need the same shape on every rank Gloo gives wrong data then, without an error.
-
-    Args:
-        boxes: Of all ranks.
-        run: The cell run.
     """
     calls_by_number: dict[tuple[int, str, int], dict[int, Call]] = {}
     for box in boxes:
@@ -84,26 +80,15 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
     Gloo ends a process by SIGABRT that gets more bytes than its own part of a call has: then it
-    is told who called it with what. At once, as a recovery counts all calls anew.
-
-    Args:
-        boxes: Of all ranks, the ended one's too.
-        rank: The ended one.
-        is_abort: It ended by SIGABRT.
+    is told who called it with what. At once, as a recovery counts all calls anew. The boxes are
+    those of all ranks, the ended one's too.
     """
-    ended_box = next((box for box in boxes if box.rank == rank), None)
-    if (
-        ended_box is None
-        or ended_box.state != "running"
-        or not any(c.run == ended_box.run for c in ended_box.calls[-1:])
-    ):
+    ended_box = next((box for box in boxes if box.rank == rank and box.state == "running"), None)
+    if ended_box is None or not any(c.run == ended_box.run for c in ended_box.calls[-1:]):
         return ""
     for call in reversed(ended_box.calls if is_abort else ()):
-        if (
-            call.run == ended_box.run
-            and call.state in {"waiting", "issued"}
-            and not is_transfer(call)
-        ):
+        is_open = call.run == ended_box.run and call.state in {"waiting", "issued"}
+        if is_open and not is_transfer(call):
             parts = {box.rank: part for box in boxes if (part := _part(box, ended_box, call))}
             if len({act_of(part).kind for part in parts.values()}) > 1:
                 return _mismatch(parts)
@@ -113,11 +98,7 @@ def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
 def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
     """A rank's part in another one's call, whatever became of it; None where it has none."""
     key = (call.group, call.number, call.run)
-    parts = (
-        candidate
-        for candidate in reversed(box.calls)
-        if (candidate.group, candidate.number, candidate.run) == key
-    )
+    parts = (c for c in reversed(box.calls) if (c.group, c.number, c.run) == key)
     same = None if box.generation != caller_box.generation else next(parts, None)
     return None if same is None or is_transfer(same) else same
 

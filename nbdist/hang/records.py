@@ -75,13 +75,10 @@ class CallLog:
     """A rank's black box at one moment.
 
     Attributes:
-        rank: The rank.
-        pid: Its process.
         generation: How often its groups have been recovered.
         run: The cell run that it runs, or ran last; 0 before the first.
         state: "running", "finished" or "raised", of that run.
         since_s: When the state began; the host's monotonic clock.
-        groups: By name.
         transfers: (group, source, destination) -> sends and recvs of this rank so far; by
             global ranks.
         calls: The newest calls, oldest first.
@@ -160,7 +157,6 @@ class RankView:
     """All that the notebook knows of one rank while a cell runs.
 
     Attributes:
-        rank: The rank.
         state: "running", "finished", "raised", "ended" (its process), "stopped" (SIGSTOP),
             "absent" (idle, the cell was not sent to it) or "busy" (with an earlier cell).
         how: For "raised" the exception's class, for "ended" how ("signal SIGKILL").

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 
 # All living ranks have to come to a recovery by then, and then to be connected as soon.
@@ -22,19 +23,14 @@ class RecoveryResult:
     """What `process_groups.recover` did on one rank.
 
     Attributes:
-        generation: How often the groups have been recovered now.
-        renewed: torch's names of the groups that work again.
-        skipped: Name -> global ranks of the groups that stay broken.
-        models: Names of the DDP and FSDP2 models that were reset.
-        gradients: Model -> how many of its parameters had a gradient that was cleared.
+        skipped: torch's name -> global ranks of the groups that stay broken.
+        gradients: DDP or FSDP2 model that was reset -> how many of its parameters had a gradient
+            that was cleared.
         checksums: Model -> checksum of its parameters, HALVES, checksum of its buffers;
             SHARDED for a model of which each rank holds a part.
     """
 
-    generation: int
-    renewed: tuple[str, ...]
     skipped: Mapping[str, tuple[int, ...]]
-    models: tuple[str, ...]
     gradients: Mapping[str, int]
     checksums: Mapping[str, str]
 
@@ -109,11 +105,7 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
 
 
 def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
-    """What a person has to know after a recovery, one plain line each, most important last.
-
-    Args:
-        results: Rank -> what it answered.
-    """
+    """What a person has to know after a recovery, one plain line each, most important last."""
     lines = _group_notes(results)
     models = {
         n: None for result in results.values() for n, count in result.gradients.items() if count
@@ -125,11 +117,7 @@ def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
 
 
 def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
-    """A line per model whose parameters differ between ranks.
-
-    Args:
-        checksums: Rank -> model -> checksum, as in RecoveryResult.
-    """
+    """A line per model whose parameters differ; checksums are by rank and model."""
     lines = []
     for name in dict.fromkeys(n for by_model in checksums.values() for n in by_model):
         ranks_of: dict[str, list[int]] = {}
@@ -138,7 +126,7 @@ def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[s
                 # Buffers such as running means differ between ranks in a sound run too.
                 ranks_of.setdefault(text.split(HALVES)[0], []).append(rank)
         if len(ranks_of) > 1:
-            who = " and ".join(_ranks(ranks) for ranks in ranks_of.values())
+            who = " and ".join(ranks_phrase(ranks) for ranks in ranks_of.values())
             lines.append(
                 f"{name}: the parameters of {who} differ (one has stepped, the other has not): "
                 "%dist_sync_model makes them equal"
@@ -160,8 +148,7 @@ def _group_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
         missing = sorted({rank for ranks in lacking for rank in ranks}.difference(results))
         lines.append(
             f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
-            f"until {_ranks(missing)} {'is' if len(missing) == 1 else 'are'} back: %dist_restart "
-            f"{rank_label(missing)}"
+            f"until {ranks_are(missing)} back: %dist_restart {rank_label(missing)}"
         )
     return lines
 
@@ -169,14 +156,10 @@ def _group_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
 def _groups(groups: Sequence[tuple[int, ...]], everybody: Collection[int]) -> str:
     """`the group of all ranks`, `the groups of ranks 0-1 and of ranks 1,3`: torch has no names."""
     names = [
-        "of all ranks" if set(ranks) == set(everybody) else f"of {_ranks(ranks)}"
+        "of all ranks" if set(ranks) == set(everybody) else f"of {ranks_phrase(ranks)}"
         for ranks in groups[:SHOWN_GROUPS]
     ]
     if len(groups) > SHOWN_GROUPS:
         names.append(f"{len(groups) - SHOWN_GROUPS} more")
     listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
     return f"the group{'s' if len(groups) > 1 else ''} {listed}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {rank_label(ranks)}"

@@ -85,9 +85,7 @@ class WaitText:
     """A rank that waits.
 
     Attributes:
-        rank: The rank.
         key: Equal for ranks that wait in the same call.
-        act: The call.
         members: The ranks of a group that is not the world; else empty.
         partner: "a send to" or "a recv from" for a transfer: what the other rank owes this one.
         since_s: The host's monotonic clock; a C++ wait may have begun later.
@@ -182,12 +180,7 @@ def state_of(box: CallLog | None, view: RankView) -> str:
 
 
 def line(waits: Sequence[WaitText], needs: Mapping[int, Sequence[BlockingRank]]) -> str:
-    """Who waits where, and for what, in one line.
-
-    Args:
-        waits: Those that are told together, by rank.
-        needs: What each of them lacks.
-    """
+    """Who waits where, and for what, in one line; told together, and by rank."""
     blocks: dict[frozenset[BlockingRank], list[WaitText]] = {}
     for main, causes in _with_causes(waits, needs):
         blocks.setdefault(causes, []).extend(main)
@@ -284,11 +277,10 @@ def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -
 
 def _few(clauses: Sequence[tuple[list[int], str]], rest_text: str) -> list[str]:
     """The clauses with their ranks, those above MANY_CLAUSES in one."""
-    shown = [f"{ranks_phrase(ranks)} {text}" for ranks, text in clauses[:MANY_CLAUSES]]
-    rest = sorted({rank for ranks, _ in clauses[MANY_CLAUSES:] for rank in ranks})
-    if len(clauses) == MANY_CLAUSES + 1:  # one more takes no more room than to say so
-        ranks, text = clauses[MANY_CLAUSES]
-        return [*shown, f"{ranks_phrase(ranks)} {text}"]
+    # One more takes no more room than to say so.
+    n_shown = MANY_CLAUSES + (len(clauses) == MANY_CLAUSES + 1)
+    shown = [f"{ranks_phrase(ranks)} {text}" for ranks, text in clauses[:n_shown]]
+    rest = sorted({rank for ranks, _ in clauses[n_shown:] for rank in ranks})
     return [*shown, f"{ranks_phrase(rest)} {rest_text}"] if rest else shown
 
 

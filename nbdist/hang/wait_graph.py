@@ -194,16 +194,9 @@ class WaitGraph:
 
     def _broken_in(self, box: CallLog, call: Call) -> Call | None:
         """A rank's call of this number in this cell that raised, for which it is not counted."""
-        same = (self.run, call.group, call.number, "raised")
-        calls = (candidate for candidate in reversed(box.calls) if not is_transfer(candidate))
-        return next(
-            (
-                candidate
-                for candidate in calls
-                if (candidate.run, candidate.group, candidate.number, candidate.state) == same
-            ),
-            None,
-        )
+        key = self.run, call.group, call.number
+        raised = (c for c in reversed(box.calls) if c.state == "raised" and not is_transfer(c))
+        return next((c for c in raised if (c.run, c.group, c.number) == key), None)
 
     def _unfit(
         self, q: int, mine: CallText, theirs: Call, *, fits_any: bool = False
@@ -391,17 +384,9 @@ class _CallHistory:
 
 def _other_end(box: CallLog, call: Call, rank: int) -> Call | None:
     """The call of the same number at the other end of a transfer."""
-    is_send = "send" in call.op
-    return next(
-        (
-            other
-            for other in reversed(box.calls)
-            if (other.group, other.number, other.peer) == (call.group, call.number, rank)
-            and is_transfer(other)
-            and ("send" in other.op) != is_send
-        ),
-        None,
-    )
+    key, is_send = (call.group, call.number, rank), "send" in call.op
+    transfers = (c for c in reversed(box.calls) if is_transfer(c) and ("send" in c.op) != is_send)
+    return next((c for c in transfers if (c.group, c.number, c.peer) == key), None)
 
 
 def _differ(mine: FlightRecorderEntry, theirs: FlightRecorderEntry) -> bool:

@@ -5,9 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -20,94 +19,52 @@ from nbdist.core.topology import EngineReport
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
 from tests.support.kernel import notebook_env
+from tests.support.torch_ranks import ENV, TorchRanks
 
 pytestmark = pytest.mark.engine
 
 RANK = """
-    import json, sys
-    from pathlib import Path
-    from nbdist.engine import join
-    from nbdist.core.rank import this_rank
-    run_dir = Path(sys.argv[1])
-    join.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
-    import os, torch, torch.distributed as dist
-    total = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(total)
-    late = int(sys.argv[2])
-    first = join.barrier("first", 20.0)
-    try:
-        # The last one to come to the barrier is the one that is named.
-        alone = join.barrier("second", 1.0) if late != dist.get_rank() else 0.0
-    except Exception as error:
-        alone = f"{type(error).__name__}: {error}"
     plan = this_rank().topology
-    print(json.dumps({
-        "rank": dist.get_rank(), "total": total.item(), "backend": plan.backend,
-        "ranks": [p.rank for p in plan.ranks], "pids": [p.pid for p in plan.ranks],
-        "pid": os.getpid(), "alone": alone, "local_rank": os.environ["LOCAL_RANK"],
-        "cpu": os.environ["ACCELERATE_USE_CPU"], "why": plan.why,
-    }), flush=True)
-    sys.stdin.readline()
-    os._exit(0)
+    done(
+        rank=dist.get_rank(), total=total(), backend=plan.backend, pid=os.getpid(),
+        pids=[place.pid for place in plan.ranks], local_rank=os.environ["LOCAL_RANK"],
+        cpu=os.environ["ACCELERATE_USE_CPU"],
+    )
+"""
+JOIN = """
+import json, sys
+from pathlib import Path
+from nbdist.engine import join
+join.join_at_start(Path(sys.argv[1]), json.loads(sys.argv[2]))
 """
 
 
-def rank_process(run_dir: Path, rank: int, world_size: int, late: int) -> subprocess.Popen[str]:
-    env = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(RANK), str(run_dir), str(late)],
-        env=notebook_env(env),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def write_start(run_dir: Path, world_size: int, deadline_s: float) -> None:
-    start = {"world_size": world_size, "backend": "auto", "deadline_s": deadline_s, "gpus": []}
-    (run_dir / "start.json").write_text(json.dumps(start))
-
-
 def test_two_processes_join_over_a_file(tmp_path: Path) -> None:
-    """Both have the same plan, an all_reduce over them is right, and a barrier names the absent."""
-    write_start(tmp_path, 2, 30.0)
-    processes = [rank_process(tmp_path, rank, 2, late=1) for rank in (0, 1)]
-    try:
-        outputs = []
-        for process in processes:
-            assert process.stdout is not None
-            outputs.append(process.stdout.readline())
-    finally:
-        for process in processes:
-            with process:
-                process.kill()
-    seen = [json.loads(output) for output in outputs]
+    """Both have the same plan, and an all_reduce over them is right."""
+    with TorchRanks(tmp_path, 2, RANK) as ranks:
+        results = ranks.results()
 
-    assert [one["rank"] for one in seen] == [0, 1]
-    assert [one["total"] for one in seen] == [3.0, 3.0]
-    assert [one["local_rank"] for one in seen] == ["0", "1"]
-    assert {one["backend"] for one in seen} == {"gloo"}
-    assert [one["cpu"] for one in seen] == ["true", "true"]
-    assert seen[0]["pids"] == seen[1]["pids"] == [one["pid"] for one in seen]
-    assert seen[0]["alone"] == "NbdistError: rank 0 waited 1 s at %sync for rank(s) 1"
+    assert [result["rank"] for result in results] == [0, 1]
+    assert [result["total"] for result in results] == [3.0, 3.0]
+    assert [result["local_rank"] for result in results] == ["0", "1"]
+    assert {result["backend"] for result in results} == {"gloo"}
+    assert [result["cpu"] for result in results] == ["true", "true"]
+    assert results[0]["pids"] == results[1]["pids"] == [result["pid"] for result in results]
     assert sorted(path.name for path in tmp_path.glob("arrived.*")) == ["arrived.0", "arrived.1"]
 
 
 def test_a_rank_that_waits_in_vain_writes_down_for_whom(tmp_path: Path) -> None:
     """A failed start is left as a record that names the missing ranks, and ends the process."""
-    write_start(tmp_path, 4, 1.0)
-    with rank_process(tmp_path, 1, 4, late=-1) as process:
-        process.communicate(timeout=60)
+    start = {"world_size": 4, "backend": "auto", "deadline_s": 1.0, "gpus": []}
+    ended = subprocess.run(
+        [sys.executable, "-c", JOIN, str(tmp_path), json.dumps(start)],
+        env=notebook_env({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **ENV}),
+        timeout=60,
+        check=False,
+    )
     written = json.loads((tmp_path / "failed.1").read_text())
 
-    assert process.returncode == 1
+    assert ended.returncode == 1
     assert written["kind"] == "StartError"
     assert written["is_explained"]
     assert written["message"] == "rank 1 waited 1 s for rank(s) 0,2-3 to join the group"
@@ -119,19 +76,15 @@ def report(rank: int) -> EngineReport:
 
 def test_reports_are_exchanged_in_rank_order(tmp_path: Path) -> None:
     """Every rank gets the reports of all, whoever came first."""
-    found: dict[int, list[EngineReport]] = {}
 
-    def one(rank: int) -> None:
+    def exchange(rank: int) -> list[EngineReport]:
         store = dist.FileStore(str(tmp_path / "store"), 3)
-        found[rank] = join.exchange_reports(store, report(rank), 3, 20.0)
+        return join.exchange_reports(store, report(rank), 3, 20.0)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in (2, 0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        exchanged = list(threads.map(exchange, (2, 0, 1)))
 
-    assert found == {rank: [report(0), report(1), report(2)] for rank in range(3)}
+    assert exchanged == [[report(0), report(1), report(2)]] * 3
 
 
 def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
@@ -173,10 +126,8 @@ def test_an_engine_describes_itself() -> None:
 
 def test_a_launchers_variables_become_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's numbering is taken over; text that is no number is none."""
-    for names in (facts.RANK_VARIABLES, facts.SIZE_VARIABLES, facts.LOCAL_VARIABLES):
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
-    for name in facts.JOB_VARIABLES:
+    ranks, sizes = facts.RANK_VARIABLES, facts.SIZE_VARIABLES
+    for name in (*ranks, *sizes, *facts.LOCAL_VARIABLES, *facts.JOB_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     without = facts.describe(0)
     monkeypatch.setenv("SLURM_PROCID", "3")

@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 from nbdist.engine import shell_hooks
 from nbdist.hang import call_log as layout
 from nbdist.hang.rank import call_log
-from nbdist.hang.rank.describe_call import GROUP_CALLS, TRANSFERS
-from nbdist.hang.records import Call, CallLog
+from nbdist.hang.rank.recorder import GROUP_CALLS, TRANSFERS
+from nbdist.hang.records import Call, CallLog, SourceLine
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RUN
 
@@ -68,13 +68,8 @@ def test_call_is_recorded_with_its_place(box: layout.CallLogWriter) -> None:
 
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.state, call.peer) == ("done", None)
-    assert call.place is not None
-    assert (call.place.cell, call.place.file, call.place.line) == (
-        None,
-        "test_call_log_rank.py",
-        line,
-    )
-    assert call.place.source == "dist.all_reduce(torch.ones(3))"
+    source = "dist.all_reduce(torch.ones(3))"
+    assert call.place == SourceLine(None, "test_call_log_rank.py", line, source)
     assert now().groups["0"].calls == 1
 
 
@@ -190,9 +185,8 @@ def test_new_and_destroyed_groups(box: layout.CallLogWriter) -> None:
     counted = now()
     dist.destroy_process_group(pair)
 
-    assert (formed.op, formed.detail, formed.group, formed.number) == (
-        "new_group", "ranks 0", "0", 1,
-    )  # fmt: skip
+    forming = ("new_group", "ranks 0", "0", 1)
+    assert (formed.op, formed.detail, formed.group, formed.number) == forming
     assert {name: g.calls for name, g in before.groups.items()} == {"0": 1, "1": 0}
     assert {name: g.calls for name, g in counted.groups.items()} == {"0": 1, "1": 1}
     assert [*now().groups] == ["0"]

@@ -12,7 +12,7 @@ from types import FrameType, SimpleNamespace
 
 import pytest
 
-from nbdist.hang.rank import free_threads, recorder
+from nbdist.hang.rank import main_thread, recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
 
 pytestmark = pytest.mark.engine
@@ -78,7 +78,7 @@ def seen_while(
         end_s = time.monotonic() + DEADLINE_S
         while not began or not is_waiting(sys._current_frames()[main_ident]):
             assert time.monotonic() < end_s
-        answers.append(free_threads.free(places or UserFrameFinder(), waits_inside=False))
+        answers.append(main_thread.free_threads(places or UserFrameFinder(), waits_inside=False))
         looked.set()
         for blocked in release:
             blocked.may_go.set()
@@ -147,7 +147,7 @@ def test_nothing_that_threads_hold_is_kept() -> None:
     def looked_at() -> weakref.ref[Kept]:
         in_frame = Kept()
         thread = threading.Thread(
-            target=lambda: free_threads.free(UserFrameFinder(), waits_inside=False)
+            target=lambda: main_thread.free_threads(UserFrameFinder(), waits_inside=False)
         )
         thread.start()
         thread.join(DEADLINE_S)

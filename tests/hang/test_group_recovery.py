@@ -19,7 +19,7 @@ from nbdist.hang.records import CallLog
 from nbdist.hang.recovery import RecoveryResult
 from tests.support.boxes import WORLD, box, reduce
 
-RECOVERED = RecoveryResult(1, ("0",), {}, ("model",), {"model": 2}, {"model": "aa/bb"})
+RECOVERED = RecoveryResult({}, {"model": 2}, {"model": "aa/bb"})
 
 
 def done(value: Any) -> Future[Any]:

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
-from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.core.topology import Topology
 from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
 from nbdist.hang.kernel.health import Health
 
@@ -46,34 +45,6 @@ class FakeChannel:
         return self.asked[-1]
 
 
-class FakeCluster:
-    """A rank on another host: no process of this machine, and no file."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.channel = FakeChannel()
-        self.exits: dict[int | None, object] = {}
-
-    def pids(self) -> dict[int, int]:
-        """No rank runs on this host."""
-        return {}
-
-
-class OneRank:
-    """A topology in which rank 0 is engine 0."""
-
-    class Place:
-        """A rank's place in the topology."""
-
-        rank = engine_id = 0
-
-    ranks = (Place(),)
-
-    def engine_of_rank(self, rank: int) -> int:
-        """Engine and rank have the same number here."""
-        return rank
-
-
 def content() -> bytes:
     """A box of another host, whose clock is ahead."""
     box = CallLogWriter(bytearray(SIZE_BYTES), 0, 77)
@@ -84,10 +55,14 @@ def content() -> bytes:
 
 def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:
     """In the moment in which it is done and not noted yet nothing is known, and nothing fails."""
-    cluster = FakeCluster(tmp_path)
-    health = Health(Ranks(cast("Cluster", cluster), cast("Topology", OneRank())))
+    channel = FakeChannel()
+    # A rank on another host: no process of this machine, and no file. It is engine 0.
+    cluster: Any = SimpleNamespace(run_dir=tmp_path, channel=channel, exits={}, pids=dict)
+    place = SimpleNamespace(rank=0, engine_id=0)
+    topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
+    health = Health(Ranks(cluster, topology))
     assert health.box(0) is None
-    (first,) = cluster.channel.asked
+    (first,) = channel.asked
     written = content()
     asked_s = time.monotonic()
     first.set_result((asked_s + AHEAD_S, written))
@@ -101,4 +76,4 @@ def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> Non
     assert (box.rank, box.run, box.state) == (0, 3, "running")
     # Their clock's times, told by ours: the box was written before it was sent.
     assert asked_s - AHEAD_S - 60 < box.calls[0].began_s <= noted_s - AHEAD_S
-    assert len(cluster.channel.asked) == 2, "one that is on its way is not asked again"
+    assert len(channel.asked) == 2, "one that is on its way is not asked again"

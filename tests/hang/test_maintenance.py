@@ -5,11 +5,11 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.errors import DistributedError, Interrupted, NbdistError
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RELEASE_S, Maintenance
@@ -46,45 +46,37 @@ class FakeHealth:
         self.aborts += 1
 
 
-class FakeSession:
-    """A session of one idle rank."""
-
-    busy_ranks = ()
-
-    def __init__(self) -> None:
-        self.health = FakeHealth()
-        self.upkeep = Maintenance(cast("Ranks", self), cast("Health", self.health))
-
-    def is_connected(self, _rank: int) -> bool:
-        """Every rank lives here."""
-        return True
+def upkeep(health: FakeHealth) -> Maintenance:
+    """Of one idle rank."""
+    ranks: Any = SimpleNamespace(busy_ranks=(), is_connected=lambda _rank: True)
+    return Maintenance(ranks, cast("Health", health))
 
 
 def test_ranks_that_answer_by_themselves_are_not_broken_off() -> None:
     """An abort would cost the gradients of all models."""
-    session, late = FakeSession(), Future[Any]()
+    health, late = FakeHealth(), Future[Any]()
     timer = threading.Timer(RELEASE_S / 10, late.set_result, [None])
     timer.start()
-    session.upkeep.release([late])
+    upkeep(health).release([late])
     timer.join()
 
-    assert session.health.aborts == 0
-    session.upkeep.release([Future()])
-    assert session.health.aborts == 1
+    assert health.aborts == 0
+    upkeep(health).release([Future()])
+    assert health.aborts == 1
 
 
 def test_a_press_ends_a_recovery_that_hangs() -> None:
     """It is left to the next cell."""
-    session = FakeSession()
+    health = FakeHealth()
     timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
     began_s = time.monotonic()
     timer.start()
     with pytest.raises(Interrupted, match="before the next cell"):
-        session.upkeep.recover()
+        upkeep(health).recover()
     timer.join()
 
     assert time.monotonic() - began_s < 3.0
-    assert session.health.needs_recovery
+    assert health.needs_recovery
 
 
 @pytest.mark.cluster

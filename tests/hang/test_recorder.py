@@ -2,77 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import mmap
-import os
-import select
-import signal
 import textwrap
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nbdist.hang import call_log as layout
 from nbdist.hang.records import Call, CallLog
-from tests.support.torch_ranks import forked_rank
+from tests.support.ranks import until
+from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
 
 DEADLINE_S = 30.0
 
-PEER = """
-    import json, os, sys, threading, time
-    from datetime import timedelta
-    from pathlib import Path
-    import torch, torch.distributed as dist
-    from nbdist.hang.rank import call_log as blackbox
-    folder, rank, size = (kind(os.environ[name]) for kind, name in
-                          ((Path, "FOLDER"), (int, "RANK"), (int, "WORLD_SIZE")))
-    sys.stdin, sys.stdout = open(folder / f"in{rank}"), open(folder / f"out{rank}", "w")
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size
-    )
-    box = blackbox.open_box(folder, rank)
-    blackbox.install(box)
-    def say(**facts):
-        print(json.dumps(facts), flush=True)
-    say(pid=os.getpid())
-"""
 
+class Peers(TorchRanks):
+    """Ranks whose boxes can be read without asking them, until they are told to go on."""
 
-class Peers:
-    """Processes of a group that run one program each."""
+    def __init__(self, folder: Path, size: int, text: str) -> None:
+        joined = 'say("joined")\n' + textwrap.dedent(text)
+        super().__init__(folder, size, joined, NBDIST_RUN=str(folder))
+        for rank in range(size):
+            self.wait_for("joined", rank)
 
-    def __init__(self, folder: Path, *programs: str) -> None:
-        self.folder = folder
-        self.processes = []
-        self._pipes = []
-        for rank, program in enumerate(programs):
-            pipes = [folder / f"{name}{rank}" for name in ("in", "out")]
-            for path in pipes:
-                os.mkfifo(path)
-            # Unbuffered, and for both ways: neither side waits for the other to open its end.
-            self._pipes.append([path.open("r+b", buffering=0) for path in pipes])
-            env = {"FOLDER": str(folder), "RANK": str(rank), "WORLD_SIZE": str(len(programs))}
-            text = textwrap.dedent(PEER) + textwrap.dedent(program)
-            self.processes.append(forked_rank(rank, text, env, folder / f"log{rank}"))
-        for rank in range(len(programs)):
-            assert self.hear(rank)["pid"] == self.processes[rank].pid
-
-    def hear(self, rank: int) -> dict[str, Any]:
-        """The next that a rank says."""
-        stdout = self._pipes[rank][1]
-        if not select.select([stdout], [], [], DEADLINE_S)[0]:
-            raise AssertionError((self.folder / f"log{rank}").read_text())
-        heard: dict[str, Any] = json.loads(stdout.readline())
-        return heard
-
-    def tell(self, rank: int) -> None:
-        """Let it go on."""
-        self._pipes[rank][0].write(b"\n")
+    def tell(self, what: str) -> None:
+        """Let a rank go on that waits for this."""
+        (self.folder / f"{what}.test").touch()
 
     def box(self, rank: int) -> CallLog:
         """Its box, read without asking it."""
@@ -82,35 +39,10 @@ class Peers:
 
     def waiting(self, rank: int) -> Call:
         """The call in which the rank is, once it is in one."""
-        end_s = time.monotonic() + DEADLINE_S
-        while (call := self.box(rank).waiting) is None:
-            assert time.monotonic() < end_s, self.box(rank)
-            time.sleep(0.01)
+        assert until(lambda: self.box(rank).waiting is not None, DEADLINE_S), self.report()
+        call = self.box(rank).waiting
+        assert call is not None
         return call
-
-    def end(self) -> None:
-        """End every process of these ranks."""
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for pipe in (pipe for pipes in self._pipes for pipe in pipes):
-            pipe.close()
-
-
-@pytest.fixture(name="start")
-def _start(tmp_path: Path) -> Iterator[Any]:
-    started: list[Peers] = []
-
-    def start(*programs: str) -> Peers:
-        started.append(Peers(tmp_path, *programs))
-        return started[-1]
-
-    yield start
-    for peers in started:
-        peers.end()
-
-
-ASLEEP = "sys.stdin.readline()"
 
 
 @pytest.mark.parametrize(
@@ -125,26 +57,30 @@ ASLEEP = "sys.stdin.readline()"
     ],
 )  # fmt: skip
 def test_blocked_rank_is_read_without_asking(
-    start: Any, program: str, op: str, detail: str, number: int
+    tmp_path: Path, program: str, op: str, detail: str, number: int
 ) -> None:
     """Rank 0 is blocked in C++; its box tells in what. Rank 1's tells that it made one call."""
-    peers = start("dist.barrier()\n" + program, "dist.barrier()\nsay(done=1)\n" + ASLEEP)
-    call = peers.waiting(0)
-    while call.number != number or (op != "barrier" and call.op == "barrier"):
-        call = peers.waiting(0)
-    peers.hear(1)
+    text = f"""
+        dist.barrier()
+        say("made")
+        {program} if rank == 0 else wait_for("end", ["test"])
+    """
+    with Peers(tmp_path, 2, text) as peers:
+        peers.wait_for("made", 0)
+        peers.wait_for("made", 1)
+        call, other = peers.waiting(0), peers.box(1)
 
-    assert call.op == op
+    assert (call.op, call.number) == (op, number)
     assert not detail or call.detail == detail.replace(", src=1", "")
     assert call.place is not None
     assert call.peer == (1 if op == "irecv" else None)
-    assert peers.box(1).groups["0"].calls == 1
-    assert peers.box(1).waiting is None
+    assert other.groups["0"].calls == 1
+    assert other.waiting is None
 
 
-def test_transfers_by_global_rank(start: Any) -> None:
+def test_transfers_by_global_rank(tmp_path: Path) -> None:
     """In a group of ranks 1 and 2, group ranks become global; each end counts its direction."""
-    program = """
+    text = """
         pair = dist.new_group([1, 2])
         x = torch.ones(2)
         if rank == 1:
@@ -159,13 +95,13 @@ def test_transfers_by_global_rank(start: Any) -> None:
             dist.send(x, 1, pair)
             dist.recv_object_list([None], 1)
             dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
-        say(done=1)
-        sys.stdin.readline()
+        say("made")
+        wait_for("end", ["test"])
     """
-    peers = start(program, program, program)
-    for rank in range(3):
-        peers.hear(rank)
-    boxes = [peers.box(rank) for rank in range(3)]
+    with Peers(tmp_path, 3, text) as peers:
+        for rank in range(3):
+            peers.wait_for("made", rank)
+        boxes = [peers.box(rank) for rank in range(3)]
     pair = next(name for name in boxes[1].groups if name != "0")
 
     assert boxes[0].transfers == {}
@@ -183,68 +119,60 @@ def test_transfers_by_global_rank(start: Any) -> None:
     assert [*boxes[0].groups] == ["0"]
 
 
-def test_meeting_ends_at_an_interrupt_and_at_an_abort(start: Any) -> None:
+def test_meeting_ends_at_an_interrupt_and_at_an_abort(tmp_path: Path) -> None:
     """Alone in new_group: SIGINT raises KeyboardInterrupt, cancel_meetings RuntimeError.
 
     Neither is counted, and when all come the group is formed and its sum is right.
     """
-    alone = """
-        try:
-            dist.new_group([0, 1])
-        except KeyboardInterrupt:
-            say(raised="KeyboardInterrupt", calls=1)
+    text = """
+        from datetime import timedelta
         from nbdist.hang.rank import rendezvous
-        threading.Thread(
-            target=lambda: (sys.stdin.readline(), rendezvous.cancel_meetings())
-        ).start()
-        try:
-            dist.new_group([0, 1])
-        except RuntimeError as error:
-            say(raised=str(error))
-        try:
-            dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
-        except RuntimeError as error:
-            say(raised=str(error))
-        try:
-            dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            say(refused=str(error))
-        rendezvous.forget_meetings()  # as a recovery does
-    """
-    both = """
-        sys.stdin.readline()
+        def cancel():
+            wait_for("cancel", ["test"])
+            rendezvous.cancel_meetings()
+        def refused(call):
+            try:
+                call()
+            except (KeyboardInterrupt, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}".encode()
+        if rank == 0:
+            say("interrupted", refused(lambda: dist.new_group([0, 1])))
+            threading.Thread(target=cancel).start()
+            say("cancelled", refused(lambda: dist.new_group([0, 1])))
+            say("late", refused(lambda: dist.new_group([0, 1], timeout=timedelta(seconds=0.2))))
+            say("refused", refused(lambda: dist.all_reduce(torch.ones(1))))
+            rendezvous.forget_meetings()  # as a recovery does
+        wait_for(f"go{rank}", ["test"])
         group = dist.new_group([0, 1])
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total, group=group)
-        say(total=total.item())
-        sys.stdin.readline()
+        say("total", str(total(group)).encode())
+        wait_for("end", ["test"])
     """
-    peers = start(textwrap.dedent(alone) + textwrap.dedent(both), both)
-    assert peers.waiting(0).op == "new_group"
-    peers.processes[0].send_signal(signal.SIGINT)
-    assert peers.hear(0)["raised"] == "KeyboardInterrupt"
-    assert peers.waiting(0).number == 1
-    peers.tell(0)
-    assert "until the wait was aborted" in peers.hear(0)["raised"]
-    assert "for 0.2 s; rank(s) 1 did not come" in peers.hear(0)["raised"]
-    assert peers.hear(0)["refused"].startswith("all_reduce was not called: the collectives")
-    peers.tell(0)
-    assert peers.waiting(0).number == 1
-    peers.tell(1)
-    assert [peers.hear(rank)["total"] for rank in (0, 1)] == [3.0, 3.0]
-    assert peers.box(0).groups["0"].calls == peers.box(1).groups["0"].calls == 1
+    with Peers(tmp_path, 2, text) as peers:
+        assert peers.waiting(0).op == "new_group"
+        peers.interrupt(0)
+        assert peers.wait_for("interrupted", 0).startswith(b"KeyboardInterrupt")
+        assert peers.waiting(0).number == 1
+        peers.tell("cancel")
+        assert b"RuntimeError: rank 0 waited in new_group" in peers.wait_for("cancelled", 0)
+        assert b"until the wait was aborted" in peers.wait_for("cancelled", 0)
+        assert b"for 0.2 s; rank(s) 1 did not come" in peers.wait_for("late", 0)
+        refused = peers.wait_for("refused", 0)
+        assert refused.startswith(b"RuntimeError: all_reduce was not called: the collectives")
+        peers.tell("go0")
+        assert peers.waiting(0).number == 1
+        peers.tell("go1")
+        assert [peers.wait_for("total", rank) for rank in (0, 1)] == [b"3.0", b"3.0"]
+        assert [peers.box(rank).groups["0"].calls for rank in (0, 1)] == [1, 1]
 
 
-def test_only_members_meet_when_they_say_so(start: Any) -> None:
+def test_only_members_meet_when_they_say_so(tmp_path: Path) -> None:
     """use_local_synchronization=True: rank 2 never calls it, and the others' group works."""
-    members = """
-        group = dist.new_group([0, 1], use_local_synchronization=True)
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total, group=group)
-        say(total=total.item())
-        sys.stdin.readline()
+    text = """
+        if rank < 2:
+            group = dist.new_group([0, 1], use_local_synchronization=True)
+            say("total", str(total(group)).encode())
+        wait_for("end", ["test"])
     """
-    peers = start(members, members, ASLEEP)
-
-    assert [peers.hear(rank)["total"] for rank in (0, 1)] == [3.0, 3.0]
-    assert [peers.box(rank).groups["0"].calls for rank in range(3)] == [0, 0, 0]
+    with Peers(tmp_path, 3, text) as peers:
+        assert [peers.wait_for("total", rank) for rank in (0, 1)] == [b"3.0", b"3.0"]
+        assert [peers.box(rank).groups["0"].calls for rank in range(3)] == [0, 0, 0]

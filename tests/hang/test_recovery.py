@@ -9,7 +9,7 @@ def recovered(
     gradients: dict[str, int] | None = None,
     skipped: dict[str, tuple[int, ...]] | None = None,
 ) -> RecoveryResult:
-    return RecoveryResult(1, ("0",), skipped or {}, (), gradients or {}, checksums or {})
+    return RecoveryResult(skipped or {}, gradients or {}, checksums or {})
 
 
 def group_spec(

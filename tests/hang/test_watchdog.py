@@ -67,7 +67,7 @@ class Watch:
 
     def __init__(self, boxes: Mapping[int, CallLog], *, is_quiet: bool = False):
         self.health = FakeHealth(boxes)
-        self.states: dict[int, tuple[str, str]] = dict.fromkeys(boxes, ("running", ""))
+        self.states = {rank: (box.state, "") for rank, box in boxes.items()}
         self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
         self.reported: list[tuple[float, str]] = []
 
@@ -81,7 +81,6 @@ class Watch:
 def test_a_missing_call_is_told_once_within_two_seconds() -> None:
     """By the line, and after the grace it is due to be aborted."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
-    watch.states[1] = "finished", ""
     watch.until(20.0)
     (reported_s, line), *others = watch.reported
 
@@ -130,7 +129,6 @@ def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
 def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
     """A peer that was thought to be done makes the call from another thread."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
-    watch.states[1] = "finished", ""
     watch.until(3.0)
     was_due = watch.dog.abort_s
     watch.health.boxes = {0: box(0), 1: box(1, "finished")}
@@ -196,7 +194,6 @@ def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
 def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
     """Else nobody knows whether a rank that has ended the cell has a thread that goes on."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
-    watch.states[1] = "finished", ""
     watch.health.is_deaf = True
     watch.until(8.0)
     deaf = list(watch.reported)
@@ -210,7 +207,6 @@ def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
 def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
     """It has finished the cell, and may make the call all the same."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
-    watch.states[1] = "finished", ""
     watch.health.answers[1] = ThreadSnapshot(None, (), False, False, free_threads=("loader",))
     watch.until(30.0)
 
@@ -224,7 +220,6 @@ def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
 def test_the_next_call_of_the_same_line_is_another_finding() -> None:
     """In a loop the words are the same: only one that lasts is told."""
     watch = Watch({0: box(0, waits_since_s=0.0), 1: box(1, "finished")})
-    watch.states[1] = "finished", ""
     for number in range(1, 40):
         call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
         group = GroupRecord("0", (0, 1), number)
@@ -239,7 +234,6 @@ def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there()
     """And aborted only then: the rank that computes is left alone."""
     waiting = box(0, waits_since_s=0.1, world=3)
     watch = Watch({0: waiting, 1: box(1, "finished", world=3), 2: box(2, world=3)})
-    watch.states[1] = "finished", ""
     watch.until(20.0)
     lines = list(watch.reported)
     abort_s = watch.dog.abort_s

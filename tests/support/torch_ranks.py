@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -188,12 +187,14 @@ class TorchRanks:
 
     def replace(self, rank: int, *rejoin: Any) -> None:
         """Kill a rank and start a process in its place, which joins with the arguments."""
-        process = self._processes[rank]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        self.kill(rank)
         path = self.folder / f"rejoin.{rank}.pickle"
         path.write_bytes(pickle.dumps(rejoin))
         self._start(rank, TEST_REJOIN=str(path))
+
+    def interrupt(self, rank: int) -> None:
+        """SIGINT a rank."""
+        self._processes[rank].send_signal(signal.SIGINT)
 
     def kill(self, rank: int) -> None:
         """SIGKILL a rank and wait for its end."""
@@ -244,11 +245,6 @@ def run_ranks(folder: Path, size: int, text: str, **env: str) -> list[dict[str, 
     """What ranks have ended with that ran a text, as `TorchRanks` has it."""
     with TorchRanks(folder, size, text, **env) as ranks:
         return ranks.results()
-
-
-def forked_rank(rank: int, text: str, env: Mapping[str, str], log: Path) -> Forked:
-    """Run a text in a fork that has imported torch, on the CPU, and has joined nothing."""
-    return _server(rank).fork(text, notebook_env({**ENV, **env}), log)
 
 
 @functools.cache

@@ -50,13 +50,9 @@ class GroupRecovery:
     """
 
     def __init__(self, ranks: Ranks, health: Health, now_s: float, *, is_certain: bool):
-        """Begin; `step` goes on.
+        """Begin, with ranks that are idle or have been given up on; `step` goes on.
 
-        Args:
-            ranks: They are idle, or have been given up on.
-            health: Theirs.
-            now_s: Monotonic clock.
-            is_certain: The groups are broken in any case.
+        If it is certain, the groups are broken in any case.
         """
         self.on_answer: Callable[[], None] = lambda: None
         self.outcome: RecoveryOutcome | None = None

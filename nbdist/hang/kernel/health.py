@@ -79,8 +79,7 @@ class Health:
 
     def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
-        boxes = {rank: self.box(rank) for rank in self._ranks.ranks}
-        return {rank: box for rank, box in boxes.items() if box is not None}
+        return {rank: box for rank in self._ranks.ranks if (box := self.box(rank)) is not None}
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the rank's process was stopped by a signal (seen on this host only)."""
@@ -123,10 +122,7 @@ class Health:
     def ask_looks(self, ranks: Iterable[int], now_s: float, *, newer_than_s: float = 0.0) -> None:
         """Ask ranks what they are doing, those that have been asked and are late aside.
 
-        Args:
-            ranks: Who is asked.
-            now_s: Monotonic clock.
-            newer_than_s: An answer to an older question will not do, however new it is.
+        An answer to a question older than `newer_than_s` will not do, however new it is.
         """
         for rank in ranks:
             asked = self._asked.get(rank)

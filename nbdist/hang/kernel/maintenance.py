@@ -96,12 +96,7 @@ class Maintenance:
         deadline_s: float,
         progress: Callable[[str], None],
     ) -> RestartResult:
-        """Put new processes in the place of ranks.
-
-        Args:
-            ranks: None for those that have ended.
-            deadline_s: For all of it.
-            progress: Told what is waited for.
+        """Put new processes in the place of ranks; None for those that have ended.
 
         Raises:
             NotRunning: After the ranks were stopped.
@@ -144,8 +139,7 @@ class Maintenance:
     def release(self, futures: Sequence[Future[Any]]) -> None:
         """Break off what ranks still wait in when another one of them has failed.
 
-        Args:
-            futures: What they were asked; those that answer soon by themselves are left alone.
+        Those that answer soon by themselves are left alone.
         """
         end_s = time.monotonic() + RELEASE_S
         try:
@@ -161,8 +155,7 @@ class Maintenance:
     def recover(self, *, is_certain: bool = True) -> RecoveryOutcome:
         """Make the groups anew and wait for it.
 
-        Args:
-            is_certain: Otherwise only where the ranks have made different numbers of calls.
+        Unless it is certain, only where the ranks have made different numbers of calls.
 
         Raises:
             Interrupted: If the user interrupted it; the next cell begins with it.

@@ -84,15 +84,9 @@ def restart(
     """Put new processes in the place of ranks, and make all groups whole again.
 
     Ranks that have ended and were not named come back as well: no group of all ranks could be
-    formed without them. The others keep variables, groups and models. An interrupt, or a failure,
-    leaves the ranks ended that were to be replaced, and the next restart brings them.
-
-    Args:
-        ranks: Of the local profile. All but the replaced ones have to be idle.
-        health: Theirs.
-        named: Those that are to be replaced: living or not, idle or not.
-        deadline_s: For all of it.
-        progress: Told what is waited for.
+    formed without them. The others have to be idle, and keep variables, groups and models. An
+    interrupt, or a failure, leaves the ranks ended that were to be replaced, and the next restart
+    brings them. The deadline is for all of it, and `progress` is told what is waited for.
 
     Raises:
         OptionError: On another profile than local.
@@ -182,25 +176,19 @@ class _Restart:
             raise
         self._results(adopted, "switch to the notebook's folder")
         self._all(lambda c, rank: prepare(c, rank, self._ranks.seed), new, "prepare")
-        self._take_strategy()
+        chosen = self._ranks.strategy_chosen
+        if chosen is not None:  # else it is what every rank begins with
+            current = self._all(current_strategy, self._staying[:1], "report the strategy")
+            choice = (*current, chosen)[0]
+            self._all(lambda c, rank: set_strategy(c, rank, choice), new, "set the strategy")
         if self._staying:  # otherwise there is nobody to catch up with
-            variables: dict[str, str] = {}
-            for group_variables in self._all(group_names, self._staying, "report their groups"):
-                variables.update(group_variables)
+            by_rank = self._all(group_names, self._staying, "report their groups")
+            variables = {name: group for by_name in by_rank for name, group in by_name.items()}
             self._all(lambda c, rank: name_groups(c, rank, variables), new, "prepare")
             meshes = self._all(mesh_names, self._staying, "report their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
         health.needs_recovery = False
-
-    def _take_strategy(self) -> None:
-        """Let the new ranks prepare models as the others do."""
-        choice = self._ranks.strategy_chosen
-        if choice is None:
-            return  # nothing was chosen, so it is what every rank begins with
-        for current in self._all(current_strategy, self._staying[:1], "report the strategy"):
-            choice = current
-        self._all(lambda c, rank: set_strategy(c, rank, choice), self._replaced, "set the strategy")
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""
@@ -254,14 +242,13 @@ def _missing_names_note(replaced: Collection[int], missing_names: Sequence[str])
     shown = ", ".join(missing_names[:SHOWN_NAMES])
     if len(missing_names) > SHOWN_NAMES:
         shown += f" and {len(missing_names) - SHOWN_NAMES} more"
-    verb = "is" if len(replaced) == 1 else "are"
     return (
-        f"{ranks_phrase(sorted(replaced))} {verb} missing {shown}: define what you need "
+        f"{ranks_are(sorted(replaced))} missing {shown}: define what you need "
         f"again with %%rank [{rank_label(sorted(replaced))}], then run %dist_sync_model"
     )
 
 
-def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
+def reconnect(ranks: Ranks) -> str:
     """Start a new controller where the old one has ended; what was done, or "" for nothing.
 
     A rank that was in a cell goes on with it, unheard, and counts as busy until it has answered
@@ -274,16 +261,22 @@ def reconnect(ranks: Ranks, deadline_s: float = RECONNECT_DEADLINE_S) -> str:
     cluster = ranks.cluster
     end = cluster.exits.get(None)
     if end is None:
-        _ping_unheard(ranks)
+        for rank in tuple(cluster.unheard):  # the answer comes when they are idle
+            _ping(ranks, rank, cluster.unheard)
         return ""
     began_s = time.monotonic()
-    cluster.restart_controller(deadline_s)
+    end_s = began_s + RECONNECT_DEADLINE_S
+    cluster.restart_controller(RECONNECT_DEADLINE_S)
     cluster.unheard = set(ranks.busy_ranks)
-    _await_answers(ranks, began_s + deadline_s)
-    _await_unheard(ranks, time.monotonic() + UNHEARD_S)
-    still_busy = (
-        f"; {ranks_are(sorted(cluster.unheard))} still in a cell" if cluster.unheard else ""
-    )
+    late = _await_answers(ranks, set(_living(ranks)) - cluster.unheard, end_s)
+    if late:
+        raise StartError(
+            f"{ranks_phrase(sorted(late))} did not find the new controller. %dist_reset "
+            "starts afresh."
+        )
+    # These count as busy, and may not be.
+    late = _await_answers(ranks, cluster.unheard, time.monotonic() + UNHEARD_S)
+    still_busy = f"; {ranks_are(sorted(late))} still in a cell" if late else ""
     return (
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
         f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{still_busy}."
@@ -294,44 +287,26 @@ def _living(ranks: Ranks) -> list[int]:
     return [rank for rank in ranks.ranks if ranks.exit_of(rank) is None]
 
 
-def _await_answers(ranks: Ranks, end_s: float) -> None:
-    """Return once every living rank that was idle has answered."""
-    waiting = set(_living(ranks)) - ranks.cluster.unheard
-    asked: list[tuple[int, Future[Any]]] = []
+def _await_answers(ranks: Ranks, silent: set[int], end_s: float) -> set[int]:
+    """Ask until these have answered, and those that are unheard; who lives and has not."""
     next_s = 0.0
-    while waiting:
+    while (late := silent.intersection(_living(ranks))) and time.monotonic() < end_s:
         if time.monotonic() >= next_s:
             next_s = time.monotonic() + PING_PAUSE_S
-            asked += [(rank, memory_bytes(ranks.call, rank)) for rank in waiting]
-            _ping_unheard(ranks)
-        answered = {rank for rank, future in asked if future.done() and not future.exception()}
-        waiting = (waiting - answered).intersection(_living(ranks))
-        if time.monotonic() > end_s:
-            raise StartError(
-                f"{ranks_phrase(sorted(waiting))} did not find the new controller. %dist_reset "
-                "starts afresh."
-            )
+            for rank in late | ranks.cluster.unheard:
+                _ping(ranks, rank, silent)
         time.sleep(POLL_S)
+    return late
 
 
-def _await_unheard(ranks: Ranks, end_s: float) -> None:
-    """Give ranks that count as busy, and may not be, time to find the new controller."""
-    next_s = 0.0
-    while ranks.cluster.unheard.intersection(_living(ranks)) and time.monotonic() < end_s:
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + PING_PAUSE_S
-            _ping_unheard(ranks)
-        time.sleep(POLL_S)
-
-
-def _ping_unheard(ranks: Ranks) -> None:
-    """Ask ranks whose cell's end can no longer be heard; the answer comes when they are idle."""
+def _ping(ranks: Ranks, rank: int, silent: set[int]) -> None:
     unheard = ranks.cluster.unheard
-    for rank in unheard.intersection(ranks.ranks):
 
-        def mark_heard(answer: Future[Any], rank: int = rank) -> None:
-            if rank in unheard and answer.exception() is None:
+    def mark_heard(answer: Future[Any]) -> None:
+        if answer.exception() is None:
+            if rank in unheard:
                 unheard.discard(rank)
                 ranks.free(rank)
+            silent.discard(rank)  # may be the same set
 
-        memory_bytes(ranks.call, rank).add_done_callback(mark_heard)
+    memory_bytes(ranks.call, rank).add_done_callback(mark_heard)

@@ -169,19 +169,17 @@ class Watchdog:
         for finding in steady:
             if finding.is_certain:
                 self._reported_s = now_s if self._reported_s is None else self._reported_s
-            if _is_firm(finding) and not self._is_reported(finding):
+            # It may have been told before further ranks began to wait as well.
+            is_reported = any(
+                set(old.waiting) <= set(finding.waiting) and set(old.blamed) >= set(finding.blamed)
+                for old in self._reported
+            )
+            if _is_firm(finding) and not is_reported:
                 self._reported.append(finding)
                 lines.append(finding.text)
         if any(finding.is_certain for finding in steady) or self._is_quiet:
             return lines
         return lines + self._late([finding for finding in steady if not _is_firm(finding)], now_s)
-
-    def _is_reported(self, finding: WaitFinding) -> bool:
-        """Whether it was told, maybe before further ranks began to wait as well."""
-        return any(
-            set(old.waiting) <= set(finding.waiting) and set(old.blamed) >= set(finding.blamed)
-            for old in self._reported
-        )
 
     def _late(self, steady: Sequence[WaitFinding], now_s: float) -> list[str]:
         """Who is only late; seldom, since a slow rank may be late in every step."""

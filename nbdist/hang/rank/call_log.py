@@ -25,15 +25,11 @@ _problem = ""
 
 
 def open_box(folder: Path | None, rank: int) -> CallLogWriter:
-    """A new, empty box: `folder`/boxes/RANK, or one in memory alone.
+    """A new, empty box: `folder`/boxes/RANK, or one in memory alone where it is on another host.
 
     A process of that rank before this one keeps its own, which readers must open anew. All its
     space is taken now: a disk that is full later would end the process at its first collective.
     If there is none now, the box is in memory alone, and `problem` says so.
-
-    Args:
-        folder: The run's folder; None where it is on another host.
-        rank: Its rank.
     """
     global _problem  # noqa: PLW0603  # one box per process
     _problem = ""

@@ -9,6 +9,7 @@ below, and the checking backend comes in afterwards, under a type that nobody as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -28,14 +29,14 @@ def are_on() -> bool:
     return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
-def install() -> bool:
-    """Check every group that is made from now on; False if no checks were asked for.
+def install() -> None:
+    """Check every group that is made from now on, if checks were asked for.
 
     Once per process, before its first group. Where this torch lacks what is needed, its own
     way of checking stays, with its faults.
     """
     if _installed or not are_on() or not hasattr(c10d, "_create_process_group_wrapper"):
-        return bool(_installed)
+        return
     # Below init_process_group, new_group and init_device_mesh: they all look it up by this name.
     helper = c10d._new_process_group_helper  # noqa: SLF001
     _installed.append(helper)
@@ -52,43 +53,48 @@ def install() -> bool:
         return result
 
     c10d._new_process_group_helper = checking  # noqa: SLF001
-    return True
 
 
 def _check(group: Any, store: dist.Store) -> None:
     """Put checking backends before the group's own. Collective: its members."""
     world = c10d._world  # noqa: SLF001  # torch keeps a group's kinds nowhere else
-    name = world.pg_names[group]
     config = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[group]))
     kinds = config.get_device_backend_map()
-    # One kind for all devices: torch makes it once, under the first device's prefix.
-    is_shared = len(set(kinds.values())) == 1
+    backends: dict[str, Any] = {}
     for device, kind in kinds.items():
         if kind not in _CHECKED:
             continue
         backend = group._get_backend(torch.device(device))  # noqa: SLF001  # there is no other way
         timeout = backend.options._timeout  # noqa: SLF001
         checked = around(backend, group, dist.PrefixStore(f"{device}/", store), timeout)
-        unused = unused_type(group)
-        for covered in kinds if is_shared else (device,):
-            group._register_backend(torch.device(covered), unused, checked)  # noqa: SLF001
-        if is_shared:
+        # One kind for all devices: torch makes it once, under the first device's prefix.
+        if len(set(kinds.values())) == 1:
+            backends = dict.fromkeys(kinds, checked)
             break
+        backends[device] = checked
+    register(group, backends)
+
+
+def register(group: Any, backends: Mapping[str, Any]) -> None:
+    """Put backends, by device, in the place of the group's own; each gets one new type.
+
+    The default backend stays a name, "gloo": an unknown number there fails DDP.
+    """
+    kinds: dict[int, Any] = {}
+    for device, backend in backends.items():
+        if id(backend) not in kinds:
+            kinds[id(backend)] = unused_type(group)
+        group._register_backend(torch.device(device), kinds[id(backend)], backend)  # noqa: SLF001
     # The group tells its backends too, and torch's flight recorder shows what they know.
-    group._set_group_name(name)  # noqa: SLF001
+    group._set_group_name(c10d._world.pg_names[group])  # noqa: SLF001
     group._set_group_desc(group.group_desc)  # noqa: SLF001
 
 
 def around(backend: Any, group: Any, store: dist.Store, timeout: timedelta) -> Any:
-    """The backend inside torch's checks if they are on, else the backend itself.
+    """The backend of a group inside torch's checks if they are on, else the backend itself.
 
-    Collective: every member. Register the result under a type that has no name.
-
-    Args:
-        backend: A Gloo or NCCL backend of this rank.
-        group: The group that it is for.
-        store: New, with the prefix of group and device.
-        timeout: For the checks.
+    Collective: every member, with a new store that has the prefix of group and device. Register
+    the result under a type that has no name.
     """
     # Private; without it the group works, but is no longer checked.
     wrap = getattr(c10d, "_create_process_group_wrapper", None)

@@ -12,7 +12,7 @@ on either side. So no connection is shut down in the middle of one as long as it
 abort on the recorder lets no new call begin, and what is under way is given time to arrive. Where a
 peer has died in the middle of a large message nothing helps (docs/limits.md).
 
-Without /proc (macOS) nothing can be ended: `is_supported` is False and `abort` returns 0.
+Without /proc (macOS) nothing can be ended: `abort` returns 0.
 """
 
 from __future__ import annotations
@@ -94,15 +94,11 @@ def install() -> None:
     # torch builds groups in several places (its own helper, the wrapper of debug mode, the user
     # by hand), all through this class; wrapping its constructor keeps its type as it is.
     gloo: Any = dist.ProcessGroupGloo
-    _wrap(gloo, "create_device", _note_devices)
-    _wrap(gloo, "create_default_device", _note_devices)
+    for name in ("create_device", "create_default_device"):
+        if make := getattr(gloo, name, None):  # one that this torch lacks is left out
+            setattr(gloo, name, staticmethod(_note_devices(make)))
     gloo.__init__ = _with_shared_device(gloo.__init__)
     os.register_at_fork(after_in_child=_forget)
-
-
-def is_supported() -> bool:
-    """Whether a waiting collective of this process can be ended."""
-    return any(_members(loop) for loop in _state.loops)
 
 
 def abort(generation: int | None = None) -> int | None:
@@ -121,26 +117,16 @@ def abort(generation: int | None = None) -> int | None:
             return None
         # A new group's members meet through the store, where there is no connection to shut down.
         rendezvous.cancel_meetings()
-        _drain()
+        # Until no message is under way. At once where all ranks wait: Gloo sends a message only
+        # when its receiver is ready for it, so a call to which somebody does not come has none.
+        end_s = time.monotonic() + DRAIN_S
+        while not all(_is_at_rest(*c) for c in _connections()) and time.monotonic() < end_s:
+            time.sleep(_DRAIN_PAUSE_S)
         return sum(_shut(number, inode) for number, inode in _connections())
 
 
 def _connections() -> set[tuple[int, int]]:
     return {member for loop in tuple(_state.loops) for member in _members(loop)}
-
-
-def _drain() -> None:
-    """Return once no message is under way, or after DRAIN_S.
-
-    At once where all ranks wait: Gloo sends a message only when its receiver is ready for it, so
-    a call to which somebody does not come has no bytes under way.
-    """
-    end_s = time.monotonic() + DRAIN_S
-    while (
-        not all(_is_at_rest(*connection) for connection in _connections())
-        and time.monotonic() < end_s
-    ):
-        time.sleep(_DRAIN_PAUSE_S)
 
 
 def _is_at_rest(number: int, inode: int) -> bool:
@@ -186,12 +172,6 @@ def shared_devices() -> list[Any]:
         return list(_state.shared)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a static method of torch's class; one that this torch lacks is left out."""
-    if original := getattr(owner, name, None):
-        setattr(owner, name, staticmethod(wrapper(original)))
-
-
 def _note_devices(make: Callable[..., Any]) -> Callable[..., Any]:
     """Remember the epolls of the Gloo devices that are made."""
 
@@ -214,25 +194,17 @@ def _with_shared_device(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def init(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
         first = args[0] if args else kwargs.get("options", kwargs.get("timeout"))
+        options: Any = first
         if first is None or isinstance(first, timedelta):
-            options = _options(first)
-        elif first._devices:  # noqa: SLF001  # the only name it has
-            options = first
-        else:
-            first._devices = shared_devices()  # noqa: SLF001
-            options = first
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()  # noqa: SLF001  # the public name, Options, is the base class
+        if isinstance(first, timedelta):
+            options._timeout = first  # noqa: SLF001
+        if not options._devices:  # noqa: SLF001  # the only name it has
+            options._devices = shared_devices()  # noqa: SLF001
         construct(self, store, rank, size, options)
 
     return init
-
-
-def _options(timeout: timedelta | None) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001  # the public name, Options, is the base class
-    options._devices = shared_devices()  # noqa: SLF001
-    if timeout is not None:
-        options._timeout = timeout  # noqa: SLF001
-    return options
 
 
 def _loop_of(epoll: int) -> _Loop | None:

@@ -1,14 +1,15 @@
-"""What this rank's main thread is doing, seen from another thread of the process."""
+"""What this rank's main thread is doing, and which threads are free, seen from another thread."""
 
 from __future__ import annotations
 
+import asyncio
 import linecache
 import os
 import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ from torch._C import _distributed_c10d
 
 from nbdist.core import procfs, stacks
 from nbdist.core.stacks import Frame
-from nbdist.hang.rank import free_threads as hang_free_threads
+from nbdist.hang.rank import recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
 from nbdist.hang.torch_messages import DTYPES
@@ -54,7 +55,7 @@ def snapshot() -> ThreadSnapshot:
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
     is_in_torch = place is not None and is_torch(frames[-1].file)
-    is_free, free_threads = hang_free_threads.free(_places, waits_inside=is_in_torch and is_asleep)
+    is_free, others = free_threads(_places, waits_inside=is_in_torch and is_asleep)
     return ThreadSnapshot(
         place=place,
         stack=tuple(stacks.frame_text(entry, crash_files.cells) for entry in shown),
@@ -63,7 +64,7 @@ def snapshot() -> ThreadSnapshot:
         # Last: a backend notes a call in a thread of its own, a moment after it was made.
         newest=newest_collectives(),
         is_free=is_free,
-        free_threads=free_threads,
+        free_threads=others,
     )
 
 
@@ -122,6 +123,71 @@ def _main_state() -> str:
     # The main thread's number is the process's.
     stat = procfs.text(procfs.PROC / f"self/task/{os.getpid()}/stat")
     return next(iter(procfs.parse_stat(stat)), "")
+
+
+def free_threads(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, tuple[str, ...]]:
+    """(whether the main thread is free, the names of the other free threads and tasks).
+
+    Free is who is neither inside a recorded call nor joins a thread that is. Of the other
+    threads only those count that run the user's code. Tasks of asyncio run in the main thread,
+    so they are as free as it is. From any other thread than the main one.
+
+    Args:
+        places: Knows the user's code.
+        waits_inside: The main thread waits in a call that C++ made.
+    """
+    main = threading.main_thread().ident
+    current = sys._current_frames()  # noqa: SLF001  # there is no other way
+    # This function's own frame would hold itself, and with it every thread's variables, until
+    # Python next looks for such circles.
+    del current[threading.get_ident()]
+    calling = {ident for ident, frame in current.items() if _is_in_call(frame)}
+    idle = {
+        ident: frame
+        for ident, frame in current.items()
+        if ident not in calling and _awaited_thread(frame) not in calling
+    }
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    others = sorted(
+        names.get(ident, f"thread {ident}")
+        for ident, frame in idle.items()
+        if ident != main and places.is_users(frame)
+    )
+    is_free = main in idle and not waits_inside
+    return is_free, (*others, *(_tasks(places) if is_free else ()))
+
+
+def _tasks(places: UserFrameFinder) -> Iterator[str]:
+    """The user's tasks that go on when the cell that made them has ended."""
+    # The loop in which cells run; a kernel without one has no tasks.
+    kernel = getattr(places.shell, "kernel", None)
+    loop = getattr(getattr(kernel, "io_loop", None), "asyncio_loop", None)
+    for task in asyncio.all_tasks(loop) if loop is not None else ():
+        work = task.get_coro()
+        if places.is_users(getattr(work, "cr_frame", None)):
+            yield f"task {getattr(work, '__name__', task.get_name())}"
+
+
+def _is_in_call(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == recorder.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _awaited_thread(frame: FrameType | None) -> int | None:
+    """The thread that this one waits for in join(), however long it takes; None otherwise."""
+    for _ in range(2):  # before Python 3.13 join calls another function
+        if frame is None or frame.f_code.co_filename != threading.__file__:
+            return None
+        if frame.f_code.co_name == "join":
+            arguments = frame.f_locals
+            thread = arguments.get("self")
+            is_endless = arguments.get("timeout") is None
+            return thread.ident if is_endless and isinstance(thread, threading.Thread) else None
+        frame = frame.f_back
+    return None
 
 
 @dataclass(slots=True)
@@ -200,20 +266,15 @@ def newest_of(
         # A backend that was put in by hand has no name until it is given one.
         if entry["is_p2p"] or not name or entry.get("record_id", mark + 1) <= mark:
             continue
+        kind = (entry["input_dtypes"] or [""])[0]
+        sizes = entry["input_sizes"]
         newest[name] = FlightRecorderEntry(
             op=entry["profiling_name"].rpartition(":")[2],
-            detail=_detail(entry),
+            detail=f"{_DTYPES.get(kind, kind.lower())}{sizes[0]}" if sizes else "",
             number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
             is_pending=not entry["retired"],
         )
     return newest
-
-
-def _detail(entry: Mapping[str, Any]) -> str:
-    if not entry["input_sizes"]:
-        return ""
-    name = entry["input_dtypes"][0] if entry["input_dtypes"] else ""
-    return f"{_DTYPES.get(name, name.lower())}{entry['input_sizes'][0]}"
 
 
 _DTYPES = DTYPES | {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
@@ -230,7 +291,8 @@ _recorders = [
 
 def newest_collectives() -> dict[str, FlightRecorderEntry]:
     """Group name -> newest collective, C++ callers included; empty without a recorder."""
-    return {name: call for recorder in _recorders for name, call in recorder.newest().items()}
+    by_recorder = [flight_recorder.newest() for flight_recorder in _recorders]
+    return {name: call for newest in by_recorder for name, call in newest.items()}
 
 
 def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
@@ -245,12 +307,12 @@ def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:
             entry["process_group"][0],
             [list(sizes) for sizes in entry["input_sizes"]],
         )
-        for recorder in _recorders
-        for entry in recorder.entries()
+        for flight_recorder in _recorders
+        for entry in flight_recorder.entries()
     ]
 
 
 def mark_recovered() -> None:
     """Count collectives from here on: every rank has new backends in its groups."""
-    for recorder in _recorders:
-        recorder.mark_recovered()
+    for flight_recorder in _recorders:
+        flight_recorder.mark_recovered()

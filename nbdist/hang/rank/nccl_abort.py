@@ -108,8 +108,8 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
     return len(aborted)
 
 
-def void(error: type[BaseException] = Void) -> bool:
-    """Let the running cell fail with `error` as soon as it is back in Python.
+def void() -> bool:
+    """Let the running cell fail with `Void` as soon as it is back in Python.
 
     From another thread than the main one, before NCCL is aborted. Returns False, and does
     nothing, if no cell is running. The interpreter raises it between two steps of Python code,
@@ -117,13 +117,10 @@ def void(error: type[BaseException] = Void) -> bool:
 
     An exception of our own and not SIGINT: that would look like an interrupt by the user, is
     ignored by ipykernel when it comes early, and cannot be taken back.
-
-    Args:
-        error: A class that needs no arguments; the interpreter makes the instance.
     """
     if not _in_cell():
         return False
-    _raise_in_main(error)
+    _raise_in_main(Void)  # the interpreter makes the instance
     if _in_cell():
         return True
     # The cell ended between the two looks: nothing outside of it is to be hit.
@@ -134,7 +131,7 @@ def void(error: type[BaseException] = Void) -> bool:
 def _in_cell() -> bool:
     """Whether the main thread is inside the code of a cell."""
     # Documented as for debugging: there is no other way to another thread's frames.
-    frame = sys._current_frames().get(_main_thread())  # noqa: SLF001
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     while frame is not None:
         if frame.f_code.co_name == CELL_FUNCTION and "IPython" in frame.f_code.co_filename:
             return True
@@ -144,25 +141,16 @@ def _in_cell() -> bool:
 
 def _raise_in_main(error: type[BaseException] | None) -> None:
     raised = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(_main_thread()), raised)
-
-
-def _main_thread() -> int:
-    identifier = threading.main_thread().ident
-    assert identifier is not None
-    return identifier
+    ident = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, raised)
 
 
 def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> None:
     """Put a new NCCL backend in the place of the group's old one, connected and ready.
 
     Collective: every member, in the main thread, after `abort`. Nothing happens for a group
-    without NCCL. The group object stays, and with it DDP, FSDP, meshes and the user's names.
-
-    Args:
-        group: Any group of this rank.
-        store: New for this recovery, with the group's own prefix.
-        timeout: For its calls.
+    without NCCL. The group object stays, and with it DDP, FSDP, meshes and the user's names. The
+    store is new for this recovery, with the group's own prefix.
 
     Raises:
         torch.AcceleratorError, RuntimeError: If the abort left the GPU in an error from which

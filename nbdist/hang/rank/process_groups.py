@@ -22,7 +22,14 @@ from torch.distributed import distributed_c10d as c10d
 from nbdist.core.rank import this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
-from nbdist.hang.rank import call_log, debug_checks, gloo_abort, main_thread, nccl_abort
+from nbdist.hang.rank import (
+    call_log,
+    debug_checks,
+    gloo_abort,
+    main_thread,
+    nccl_abort,
+    rendezvous,
+)
 from nbdist.hang.recovery import DEADLINE_S, GroupSpec, RecoveryResult
 from nbdist.rpc.rank import gc_pause
 
@@ -68,13 +75,8 @@ class _DeadlineStore(dist.Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait in small steps, so that an interrupt ends it."""
-        pause_s = 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > self._until_s:
-                raise NbdistError(f"nobody has written {', '.join(keys)} for {DEADLINE_S:.0f} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
+        if rendezvous.await_keys(self._store, keys, self._until_s - time.monotonic()):
+            raise NbdistError(f"nobody has written {', '.join(keys)} for {DEADLINE_S:.0f} s")
 
 
 def install() -> None:
@@ -131,8 +133,10 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     gloo_abort.outdate(generation)
     nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
     fresh = [_connect(pg, store) for pg in whole]
-    for backends in fresh:
-        _register(world, backends)
+    for new in fresh:
+        debug_checks.register(new.pg, new.backends)
+        world.pg_map[new.pg] = (world.pg_map[new.pg][0], new.store)
+        _registry.stores.setdefault(new.pg, []).extend(new.stores)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
     # Half a second of torch, which no start should wait for.
@@ -144,10 +148,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     call_log.reset(generation)
     main_thread.mark_recovered()
     return RecoveryResult(
-        generation=generation,
-        renewed=tuple(str(world.pg_names[pg]) for pg in whole),
         skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
-        models=tuple(gradients),
         gradients=gradients,
         checksums=reset_models.checksums(models),
     )
@@ -161,17 +162,14 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
     Raises:
         NbdistError: After DEADLINE_S, naming who is missing.
     """
-    keys = {other: f"here/{other}" for other in living}
-    store.set(keys[rank], "here")
-    try:
-        _DeadlineStore(store, DEADLINE_S).wait(list(keys.values()))
-    except NbdistError as error:
-        missing = [other for other, key in keys.items() if not store.check([key])]
+    store.set(f"here/{rank}", "here")
+    missing = rendezvous.await_keys(store, [f"here/{other}" for other in living], DEADLINE_S)
+    if missing:
         raise NbdistError(
             f"rank {rank} waited {DEADLINE_S:.0f} s to recover the process groups, and rank(s) "
-            f"{rank_label(missing)} did not come. Their cell may still run: %dist_status shows "
-            "it, and %dist_restart replaces them."
-        ) from error
+            f"{rank_label([living[place] for place in missing])} did not come. Their cell may "
+            "still run: %dist_status shows it, and %dist_restart replaces them."
+        )
 
 
 def created_groups() -> tuple[GroupSpec, ...]:
@@ -188,10 +186,8 @@ def rejoin(specs: Iterable[GroupSpec]) -> tuple[str, ...]:
     """Make the groups that others made before this process came, and return their names.
 
     On a rank that takes a dead one's place, while the others are in `recover`; once the
-    default group is formed. It waits for the members of each group and for nobody else.
-
-    Args:
-        specs: `merge_groups` of the survivors' `created_groups`.
+    default group is formed, with `merge_groups` of the survivors' `created_groups`. It waits for
+    the members of each group and for nobody else.
     """
     world = _world()
     rank = dist.get_rank()
@@ -284,22 +280,6 @@ def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
             f"again within {DEADLINE_S:.0f} s: {str(error).splitlines()[0]}"
         ) from error
     return backend
-
-
-def _register(world: Any, fresh: _NewBackends) -> None:
-    """Put the new backends in the old ones' place."""
-    pg = fresh.pg
-    kinds: dict[int, Any] = {}
-    for device, backend in fresh.backends.items():
-        if id(backend) not in kinds:
-            kinds[id(backend)] = debug_checks.unused_type(pg)
-        # The default backend stays a name, "gloo": an unknown number there fails DDP.
-        pg._register_backend(torch.device(device), kinds[id(backend)], backend)  # noqa: SLF001
-    # The helper tells the backends too, and torch's flight recorder shows what they know.
-    pg._set_group_name(world.pg_names[pg])  # noqa: SLF001
-    pg._set_group_desc(pg.group_desc)  # noqa: SLF001
-    world.pg_map[pg] = (world.pg_map[pg][0], fresh.store)
-    _registry.stores.setdefault(pg, []).extend(fresh.stores)
 
 
 def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -68,10 +68,12 @@ def _wait_beside(call: Callable[[], Any], age: int) -> Any:
 
     thread = threading.Thread(target=run, name="nbdist recv", daemon=True)
     interrupt: KeyboardInterrupt | None = None
+    try:
+        thread.start()
+    except KeyboardInterrupt as pressed:
+        interrupt = pressed
     while not answer.done():
         try:
-            if thread.ident is None:
-                thread.start()
             futures.wait([answer], LOOK_S)
         except KeyboardInterrupt as pressed:
             interrupt = pressed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,17 +52,11 @@ def is_broken_off() -> bool:
 def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what: str) -> None:
     """Return once each of these ranks, of which this is one, has come to the same meeting.
 
-    Collective: these ranks. It goes through the store and looks again and again, so that an
-    interrupt and `cancel_meetings` end it.
-
-    Args:
-        ranks: Global ranks.
-        generation: How often the groups were recovered.
-        deadline: How long to wait; None for torch's own.
-        what: For what, for the message.
+    Collective: these ranks. It goes through the store; an interrupt and `cancel_meetings` end it.
 
     Raises:
-        RuntimeError: When it was cancelled, or after the deadline, naming who has not come.
+        RuntimeError: When it was cancelled, or after the deadline (None: torch's own), naming
+            what it waited in and who has not come.
     """
     # torch hands out the default group's store, in which its members' groups are formed as well,
     # by a private function alone. Without it there is no meeting.
@@ -76,28 +70,45 @@ def meet(ranks: Sequence[int], generation: int, deadline: timedelta | None, what
     label = f"nbdist/meet/{generation}/{','.join(map(str, members))}/{number}"
     keys = [f"{label}/{rank}" for rank in members]
     own_key = f"{label}/{dist.get_rank()}"
+    waited = f"rank {dist.get_rank()} waited in {what} for other ranks"
+    cancelled = _cancelled
+
+    def check_cancelled() -> None:
+        if cancelled != _cancelled:
+            raise RuntimeError(f"{waited} until the wait was aborted. Every rank has to call it.")
+
     store.set(own_key, "here")
+    absent = list(range(len(keys)))
     try:
-        _wait(store, keys, deadline_s, what)
-    except BaseException:
-        store.delete_key(own_key)  # else the next one to come would think that this rank is here
-        raise
+        absent = await_keys(store, keys, deadline_s, check_cancelled)
+    finally:
+        if absent:  # else the next one to come would think that this rank is here
+            store.delete_key(own_key)
+    if absent:
+        raise RuntimeError(
+            f"{waited} for {deadline_s:g} s; rank(s) {rank_label([members[p] for p in absent])} "
+            "did not come. Every rank has to call it."
+        )
     _met[members] += 1
 
 
-def _wait(store: dist.Store, keys: list[str], deadline_s: float, what: str) -> None:
-    cancelled = _cancelled
-    began_s = time.monotonic()
+def await_keys(
+    store: dist.Store,
+    keys: Sequence[str],
+    deadline_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> list[int]:
+    """The places of the keys that nobody has written by the deadline.
+
+    It looks again and again instead of waiting inside the store, so that an interrupt ends it, and
+    whatever `check` raises.
+    """
+    end_s = time.monotonic() + deadline_s
     pause_s = FIRST_PAUSE_S
-    while not store.check(keys):
-        missing = f"rank {dist.get_rank()} waited in {what} for other ranks"
-        if cancelled != _cancelled:
-            raise RuntimeError(f"{missing} until the wait was aborted. Every rank has to call it.")
-        if time.monotonic() > began_s + deadline_s:
-            absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
-            raise RuntimeError(
-                f"{missing} for {deadline_s:g} s; rank(s) {rank_label(absent)} did not come. "
-                "Every rank has to call it."
-            )
+    while not store.check(list(keys)):
+        check()
+        if time.monotonic() > end_s:
+            return [place for place, key in enumerate(keys) if not store.check([key])]
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return []

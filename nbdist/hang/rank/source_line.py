@@ -22,11 +22,8 @@ _NOT_THE_USERS = ("stdlib", "platstdlib", "purelib", "platlib")
 class UserFrameFinder:
     """Finds the innermost line of a cell, or of a file that no package installed.
 
-    What it found is kept by instruction, so that a collective in a loop costs little.
-
-    Args:
-        shell: The rank's IPython shell, which knows which file name is which cell; may be
-            given later, as an attribute.
+    What it found is kept by instruction, so that a collective in a loop costs little. The rank's
+    IPython shell knows which file name is which cell; it may be given later, as an attribute.
     """
 
     def __init__(self, shell: Any = None) -> None:
@@ -34,7 +31,11 @@ class UserFrameFinder:
         self._is_users: dict[str, bool] = {}
         # With the code, so that no other can come to have its id.
         self._packed: dict[tuple[int, int], tuple[bytes, CodeType]] = {}
-        self._folders = _package_folders()
+        # Python's own folders, where packages are installed, and nbdist.
+        paths = sysconfig.get_paths()
+        names = [*(paths[name] for name in _NOT_THE_USERS), *site.getsitepackages()]
+        folders = {*map(Path, names), Path(site.getusersitepackages()), stacks.PACKAGE}
+        self._folders = tuple(folders | {folder.resolve() for folder in folders})
 
     def forget(self) -> None:
         """Look again: the same text can be run as a cell of another number."""
@@ -107,12 +108,3 @@ class UserFrameFinder:
         source = linecache.getline(file, line).strip()[:MAX_SOURCE_CHARS]
         name = "" if cell is not None else Path(file).name
         return SourceLine(cell=cell, file=name, line=line, source=source)
-
-
-def _package_folders() -> tuple[Path, ...]:
-    """Python's own folders, where packages are installed, and nbdist."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in _NOT_THE_USERS]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
-    package_folders = {Path(folder) for folder in folders} | {stacks.PACKAGE}
-    return tuple(package_folders | {folder.resolve() for folder in package_folders})

@@ -148,13 +148,9 @@ class Channel:
         its own requests (abort, shutdown, signal) this way. (ipyparallel 9.2; checked by
         tests/rpc/test_channel.py.)
 
-        Args:
-            engine_id: Whom.
-            name: A name of the engine's table (nbdist/engine/responder.py).
-            args: What the function takes.
-
         Returns:
-            A future of its result. It raises NbdistError with the engine's text where the
+            A future of what the function of this name in the engine's table returns
+            (nbdist/engine/responder.py). It raises NbdistError with the engine's text where the
             function raised, and where the engine is gone, or goes before it has answered.
         """
         answer: Future[Any] = Future()

@@ -6,20 +6,17 @@ and compares its types with the function's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Caller(Protocol):
-    """Something that can call a function by name on one rank or engine."""
-
-    def __call__(self, target: int, name: str, /, *args: Any) -> Future[Any]:
-        """A future of the function's result."""
-        ...
+# Calls a function on one rank or engine, by its name; a future of the function's result.
+Caller = Callable[Concatenate[int, str, ...], Future[Any]]
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,9 @@ class RankFunction(Generic[P, T]):
     name: str
 
     def __call__(self, call: Caller, rank: int, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """A future of the result.
+        """A future of the result on a rank; for a caller that knows engines, on an engine.
 
-        Args:
-            call: The way there.
-            rank: Which; for a caller that knows engines, the engine.
-            args: Of the function.
-            kwargs: None: what crosses the wire has no names.
+        What crosses the wire has no names, so there are no `kwargs`.
         """
         assert not kwargs
         return call(rank, self.name, *args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from nbdist.core.failures import is_follower, ranks_phrase
@@ -34,40 +34,49 @@ def gather_results(
         NbdistError: Who has not answered by the deadline; or what a rank raised, the root cause
             of several.
     """
-    end_s = time.monotonic() + deadline_s
-    answers: list[Any] = []
-    errors: dict[int, Exception] = {}
-    for rank, future in futures.items():
-        try:
-            answers.append(_result(future, end_s, controller_end, futures))
-        except TimeoutError as error:
-            if errors or _has_failure(futures):
-                continue  # it waits for the rank that has failed
-            late = [rank_ for rank_, other in futures.items() if not other.done()]
-            raise NbdistError(
-                f"{ranks_phrase(late)} did not answer within {deadline_s:g} s"
-            ) from error
-        except RankGone:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever a rank raised is told
-            errors[rank] = error
-            end_s = min(end_s, time.monotonic() + PAUSE_S)
+    late = _await_all(futures, deadline_s, controller_end)
+    errors = {
+        rank: error
+        for rank, future in futures.items()
+        if rank not in late and (error := future.exception()) is not None
+    }
     if errors:
         if any(getattr(error, "ename", "") == ENGINE_DIED for error in errors.values()):
-            _tell_end(controller_end)
+            # Let it be told as the end of a rank, with how it ended, once that is known.
+            until_s = time.monotonic() + END_KNOWN_S
+            while not controller_end() and time.monotonic() < until_s:
+                time.sleep(POLL_S)
         messages = {rank: str(getattr(error, "evalue", error)) for rank, error in errors.items()}
         # A rank whose peer has failed loses its connection: that is no root cause.
         first = min(errors, key=lambda rank: (is_follower(messages[rank]), rank))
         raise NbdistError(f"rank {first}: {messages[first]}") from errors[first]
-    return answers
+    if late:
+        raise NbdistError(f"{ranks_phrase(late)} did not answer within {deadline_s:g} s")
+    return [future.result() for future in futures.values()]
+
+
+def _await_all(
+    futures: Mapping[int, Future[Any]], deadline_s: float, controller_end: Callable[[], str]
+) -> list[int]:
+    """The ranks that have not answered by the deadline, or soon after another one has failed."""
+    end_s = time.monotonic() + deadline_s
+    late = set(futures.values())
+    while late and (left_s := end_s - time.monotonic()) > 0:
+        done, late = wait(late, min(left_s, PAUSE_S), FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            end_s = min(end_s, time.monotonic() + PAUSE_S)
+        if late and (end := controller_end()):
+            raise RankGone(
+                f"The cluster's controller ended ({end}) while the ranks were answering. Their "
+                "variables are kept. Try again: that starts a new controller."
+            )
+    return [rank for rank, future in futures.items() if future in late]
 
 
 def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:
     """What a rank has refused, in its own words; None where it failed otherwise.
 
-    Args:
-        error: Of `gather_results`, whose cause is the rank's.
-        kinds: Errors that a rank raises to refuse.
+    It refuses by an error of these kinds, which is the cause of that of `gather_results`.
     """
     cause = error.__cause__
     for kind in kinds:
@@ -82,36 +91,3 @@ def wait_done(futures: Sequence[Future[Any]], patience_s: float) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < end_s and not all(future.done() for future in futures):
             time.sleep(POLL_S)
-
-
-def _tell_end(controller_end: Callable[[], str]) -> None:
-    """Let it be told as the end of a rank, with how it ended, once that is known."""
-    until_s = time.monotonic() + END_KNOWN_S
-    while not controller_end() and time.monotonic() < until_s:
-        time.sleep(POLL_S)
-
-
-def _has_failure(futures: Mapping[int, Future[Any]]) -> bool:
-    return any(future.done() and future.exception() for future in futures.values())
-
-
-def _result(
-    future: Future[Any],
-    end_s: float,
-    controller_end: Callable[[], str],
-    futures: Mapping[int, Future[Any]],
-) -> Any:
-    """One answer; TimeoutError after the deadline, or soon after another rank has failed."""
-    while True:
-        left_s = max(0.0, end_s - time.monotonic())
-        try:
-            return future.result(min(left_s, PAUSE_S))
-        except TimeoutError:
-            end = controller_end()
-            if end:
-                raise RankGone(
-                    f"The cluster's controller ended ({end}) while the ranks were "
-                    "answering. Their variables are kept. Try again: that starts a new controller."
-                ) from None
-            if left_s <= PAUSE_S or _has_failure(futures):
-                raise

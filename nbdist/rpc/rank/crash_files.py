@@ -40,12 +40,8 @@ def note_cells(compiler: Any, run_dir: Path | None, rank: int) -> None:
     """Note of every cell from now on which number its code's file name stands for.
 
     faulthandler writes file names only. Wraps `get_code_name`, which IPython calls with the
-    cell's number before it compiles a cell (a hook of its compiler class, IPython 8 and 9).
-
-    Args:
-        compiler: The shell's.
-        run_dir: Where the notebook can read it; None on another host.
-        rank: This rank.
+    cell's number before it compiles a cell (a hook of its compiler class, IPython 8 and 9). The
+    notebook cannot read it on another host: the run folder is None there.
 
     Raises:
         OSError: If the file cannot be made.
