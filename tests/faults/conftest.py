@@ -28,11 +28,6 @@ class Holder:
         if ranks is not None:
             assert ranks.end() == []
 
-    def drop_broken(self) -> None:
-        """End the ranks if the last test did not leave them whole."""
-        if self._ranks is not None and not self._ranks.is_whole:
-            self.drop()
-
 
 @pytest.fixture(scope="session")
 def _holder() -> Iterator[Holder]:
@@ -44,8 +39,10 @@ def _holder() -> Iterator[Holder]:
 @pytest.fixture
 def ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
     """As many ranks as the test's `n` says; `conclude` leaves them to the next test."""
-    yield _holder.get(n)
-    _holder.drop_broken()
+    ranks = _holder.get(n)
+    yield ranks
+    if not ranks.is_whole:
+        _holder.drop()
 
 
 @pytest.fixture

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from nbdist.core.failures import ranks_phrase
 from tests.support.cells import Cell, Handle
@@ -78,6 +82,14 @@ class Outcome:
     line: str
     told_s: float | None
     back_s: float
+
+
+def cases(short: tuple[object, ...], *axes: Iterable[object]) -> list[Any]:
+    """Every combination as parameters of a test; all but the short one run by `make faults`."""
+    return [
+        pytest.param(*case, marks=() if case == short else pytest.mark.faults)
+        for case in itertools.product(*axes)
+    ]
 
 
 Act = Callable[[Ranks, Handle], float]

@@ -1,9 +1,12 @@
 """Every fault that happens in a cell, as a table: hangs, interrupts and deaths."""
 
+from typing import Any
+
 from tests.faults.fault import Fault
 from tests.support.faults import DEATH_TOLD_S, LATE_TOLD_S
 
 _MISSING = "if rank != 1:\n    go()\n    {}"
+_ALONE = "if rank == 0:\n    go()\n    {}"
 _P2P, _IN_RECV = "point to point", "{waiting} in recv(float32[3]"
 _LOOP = "go()\nwhile True:\n    {}"
 _COLLECTIVES = "go()\nwhile True:\n    dist.all_reduce(x)"
@@ -21,30 +24,22 @@ for batch in DataLoader(Stuck(), batch_size=4, num_workers=1):
 """
 
 
-def _missing(
-    name: str, kind: str, source: str, line: str = "{waiting} in", *, is_short: bool = False
-) -> Fault:
-    """Every rank but rank 1 runs a line that waits for rank 1."""
-    code = _MISSING.format(source)
-    fragments = (line, "{place}", "rank 1")
-    return Fault(name, kind, code, on_stderr=fragments, source=source, is_short=is_short)
-
-
-def _alone(
+def _missing(  # a fault has many fields
     name: str,
     kind: str,
     source: str,
     line: str = "{waiting} in",
     *,
-    unnamed: tuple[int, ...] = (2, 3),
-    is_short: bool = True,
+    before: str = "",
+    blamed: str = "rank 1",
+    **fields: Any,
 ) -> Fault:
-    """Rank 0 alone runs a line that waits for rank 1, or for any rank where none is unnamed."""
-    code = f"if rank == 0:\n    go()\n    {source}"
-    fragments = (line, "{place}", "rank 1" if unnamed else "rank")
-    return Fault(name, kind, code, fragments, source, (0,), unnamed, is_short=is_short)
+    """Every rank but rank 1 runs a line that waits for it; rank 0 alone where only that waits."""
+    code = before + (_ALONE if "waiting" in fields else _MISSING).format(source)
+    return Fault(name, kind, code, (line, "{place}", blamed), source, **fields)
 
 
+_ZERO: dict[str, Any] = {"waiting": (0,), "unnamed": (2, 3)}
 HANGS = (
     _missing(
         "missing call",
@@ -74,36 +69,47 @@ HANGS = (
         on_stderr=("{waiting} in all_reduce(float32[3])", "rank 1"),
         is_short=True,
     ),
-    _alone("hang in a subgroup", "group", "dist.all_reduce(x, group=pair)"),
+    _missing(
+        "hang in a subgroup", "group", "dist.all_reduce(x, group=pair)", is_short=True, **_ZERO
+    ),
     _missing(
         "new_group on one rank only",
         "group",
         "dist.new_group(list(range(world_size)))",
         "{waiting} in new_group",
     ),
-    _alone("send without recv", _P2P, "dist.send(x, 1)", "{waiting} in send(float32[3]"),
-    _alone("recv without send", _P2P, "dist.recv(x, 1)", _IN_RECV, is_short=False),
-    _alone("recv from any rank", _P2P, "dist.recv(x)", _IN_RECV, unnamed=()),
-    Fault(
+    _missing(
+        "send without recv",
+        _P2P,
+        "dist.send(x, 1)",
+        "{waiting} in send(float32[3]",
+        is_short=True,
+        **_ZERO,
+    ),
+    _missing("recv without send", _P2P, "dist.recv(x, 1)", _IN_RECV, **_ZERO),
+    _missing(
+        "recv from any rank",
+        _P2P,
+        "dist.recv(x)",
+        _IN_RECV,
+        blamed="rank",
+        waiting=(0,),
+        is_short=True,
+    ),
+    _missing(
         "backward on one rank, DDP",
         "model",
-        "loss = ddp(data).sum()\nif rank != 1:\n    go()\n    loss.backward()",
-        source="loss.backward()",
+        "loss.backward()",
+        before="loss = ddp(data).sum()\n",
         said="gradients of ddp were cleared",
         is_short=True,
     ),
-    Fault(
-        "forward on one rank, FSDP2",
-        "model",
-        "if rank != 1:\n    go()\n    sharded(data)",
-        source="sharded(data)",
-        is_short=True,
-    ),
-    Fault(
+    _missing("forward on one rank, FSDP2", "model", "sharded(data)", is_short=True),
+    _missing(
         "backward on one rank, FSDP2",
         "model",
-        "loss = sharded(data).sum()\nif rank != 1:\n    go()\n    loss.backward()",
-        source="loss.backward()",
+        "loss.backward()",
+        before="loss = sharded(data).sum()\n",
     ),
     _missing("accelerator.prepare", "model", "accelerator.prepare(nn.Linear(4, 4))"),
     Fault(
@@ -117,29 +123,11 @@ HANGS = (
     ),
 )
 
-_BACK = ("back", "variables kept")
 
-
-def _pressed(
-    name: str,
-    code: str,
-    on_stderr: tuple[str, ...] = (),
-    *,
-    act: str = "press",
-    is_short: bool = False,
-) -> Fault:
-    """What is told of at all before the press is only late."""
-    return Fault(
-        name,
-        "interrupt",
-        code,
-        on_stderr=on_stderr,
-        ename="KeyboardInterrupt",
-        error=_BACK,
-        act=act,
-        is_short=is_short,
-        promise_s=LATE_TOLD_S,
-    )
+def _pressed(name: str, code: str, *on_stderr: str, act: str = "press", **fields: Any) -> Fault:
+    """What is told of at all before the press is only late; the error is as that of a hang."""
+    told: dict[str, Any] = {"ename": "KeyboardInterrupt", "promise_s": LATE_TOLD_S}
+    return Fault(name, "interrupt", code, on_stderr, act=act, **told, **fields)
 
 
 _HANG = _MISSING.format("dist.all_reduce(x)")
@@ -153,23 +141,14 @@ INTERRUPTS = (
     _pressed("interrupt in a DataLoader loop", _TRAIN),
     _pressed("interrupt twice", _HANG, act="press twice"),
     _pressed("interrupt during a recovery", _HANG, act="press on", is_short=True),
-    _pressed("DataLoader worker stuck", _STUCK, ("{waiting} in all_reduce",)),
+    _pressed("DataLoader worker stuck", _STUCK, "{waiting} in all_reduce"),
 )
 
 
-def _death(name: str, code: str, how: str, *, act: str, is_short: bool = False) -> Fault:
-    return Fault(
-        name,
-        "death",
-        code,
-        on_stderr=(f"rank 1 ended ({how}",),
-        ename="DistributedError",
-        error=(f"rank 1 ended ({how}",),
-        act=act,
-        dead=(1,),
-        is_short=is_short,
-        promise_s=DEATH_TOLD_S,
-    )
+def _death(name: str, code: str, how: str, **fields: Any) -> Fault:
+    told: dict[str, Any] = dict.fromkeys(("on_stderr", "error"), (f"rank 1 ended ({how}",))
+    told |= {"ename": "DistributedError", "dead": (1,), "promise_s": DEATH_TOLD_S}
+    return Fault(name, "death", code, **told, **fields)
 
 
 _BUSY = "go()\nuntil_end()"

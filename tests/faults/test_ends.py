@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
 
+from tests.faults.fault import cases
 from tests.support import processes
 from tests.support.faults import (
     BACK_S,
@@ -20,7 +20,6 @@ from tests.support.faults import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-long = pytest.mark.faults
 # Workers of a loader, a child in a session of its own, and a rank that waits for ever.
 _STUCK = """%%distributed
 import subprocess
@@ -35,16 +34,13 @@ _ENDS = ("shutdown", "restart", "kill")
 _LATER = "kill after a restart"
 
 
-def _table() -> list[Any]:
-    cases = [(n, end, is_busy) for n in (2, 4) for end in _ENDS for is_busy in (False, True)]
-    return [
-        pytest.param(n, end, is_busy, id=f"{n}-{end}-{'mid-cell' if is_busy else 'idle'}",
-                     marks=() if (n, end, is_busy) == (2, "kill", True) else (long,))
-        for n, end, is_busy in [*cases, (2, _LATER, True)]
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("n", "end", "is_busy"), _table())
+@pytest.mark.parametrize(
+    ("n", "end", "is_busy"),
+    [
+        *cases((2, "kill", True), (2, 4), _ENDS, (False, True)),
+        *cases((), (2,), (_LATER,), (True,)),
+    ],
+)
 def test_nothing_outlives_the_kernel(
     n: int, end: str, *, is_busy: bool, own_ranks: Callable[..., Ranks]
 ) -> None:
@@ -78,15 +74,7 @@ def test_nothing_outlives_the_kernel(
     assert is_alive
 
 
-@pytest.mark.parametrize(
-    ("n", "is_busy"),
-    [
-        pytest.param(2, True, id="2-mid-cell"),
-        pytest.param(2, False, id="2-idle", marks=long),
-        pytest.param(4, True, id="4-mid-cell", marks=long),
-        pytest.param(4, False, id="4-idle", marks=long),
-    ],
-)
+@pytest.mark.parametrize(("n", "is_busy"), cases((2, True), (2, 4), (True, False)))
 def test_the_controller_is_killed(n: int, *, is_busy: bool, ranks: Ranks) -> None:
     """The running cell fails at once with a plain line; the next one works, all variables kept."""
     controller = ranks.look()[2][0]

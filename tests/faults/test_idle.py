@@ -5,13 +5,13 @@ import time
 
 import pytest
 
+from tests.faults.fault import cases
 from tests.support import processes
 from tests.support.faults import ABORT_S, DEATH_TOLD_S, GRACE_S, TOLD_S, Ranks
 from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-long = pytest.mark.faults
 _EXIT_SOON = "%%rank[1]\nimport threading\nthreading.Timer(0.3, os._exit, (3,)).start()"
 _ENDS = {
     "SIGKILL": (signal.SIGKILL, "signal SIGKILL"),
@@ -31,17 +31,6 @@ _STOPS = {
     "SIGSTOP mid-cell": "%%distributed\ngo()\nuntil_end()\nprint('passed')",
     "SIGSTOP in a collective": _AGREED_LOOP,
 }
-_TABLE = [
-    pytest.param(2, "SIGKILL", id="2-SIGKILL"),
-    pytest.param(2, "SIGSEGV", id="2-SIGSEGV", marks=long),
-    pytest.param(2, "os._exit", id="2-os._exit", marks=long),
-    *(pytest.param(4, name, id=f"4-{name}", marks=long) for name in _ENDS),
-]
-_STOP_TABLE = [
-    pytest.param(2, "SIGSTOP in a collective", id="2-collective"),
-    pytest.param(2, "SIGSTOP mid-cell", id="2-mid-cell", marks=long),
-    *(pytest.param(4, name, id=f"4-{name}", marks=long) for name in _STOPS),
-]
 
 
 def _until_status(ranks: Ranks, text: str, timeout_s: float) -> float:
@@ -51,7 +40,7 @@ def _until_status(ranks: Ranks, text: str, timeout_s: float) -> float:
     return time.monotonic() - began_s
 
 
-@pytest.mark.parametrize(("n", "name"), _TABLE)
+@pytest.mark.parametrize(("n", "name"), cases((2, "SIGKILL"), (2, 4), _ENDS))
 def test_a_rank_that_ends_while_idle(n: int, name: str, ranks: Ranks) -> None:
     """The status and the next cell name it, survivors work on, and a restart makes all whole."""
     which, how = _ENDS[name]
@@ -69,7 +58,7 @@ def test_a_rank_that_ends_while_idle(n: int, name: str, ranks: Ranks) -> None:
     ranks.conclude(f"{name} idle", "death", told_s, None)
 
 
-@pytest.mark.parametrize(("n", "name"), _STOP_TABLE)
+@pytest.mark.parametrize(("n", "name"), cases((2, "SIGSTOP in a collective"), (2, 4), _STOPS))
 def test_a_stopped_rank(n: int, name: str, ranks: Ranks) -> None:
     """It is told, nothing is aborted however long it lasts, and after SIGCONT the cell passes."""
     handle = ranks.kernel.start(_STOPS[name])
@@ -115,7 +104,7 @@ def test_a_rank_that_is_stopped_while_idle(n: int, ranks: Ranks) -> None:
     ranks.conclude("SIGSTOP idle", "stop", told_s, None)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
+@pytest.mark.parametrize("n", cases((2,), (2, 4)))
 def test_a_wrong_small_shape(n: int, ranks: Ranks) -> None:
     """Whether Gloo hangs or mixes the numbers up, both shapes are named and nothing is lost."""
     cell, back_s = ranks.run_fault(
@@ -129,7 +118,7 @@ def test_a_wrong_small_shape(n: int, ranks: Ranks) -> None:
     ranks.conclude("wrong small shape", "shape", None, back_s)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=long)])
+@pytest.mark.parametrize("n", cases((2,), (2, 4)))
 def test_a_wrong_large_shape(n: int, ranks: Ranks) -> None:
     """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals."""
     handle = ranks.kernel.start(
