@@ -31,15 +31,10 @@ if rank != 1:
     dist.all_reduce(x)
 time.sleep(3600)"""
 _ENDS = ("shutdown", "restart", "kill")
-_LATER = "kill after a restart"
 
 
 @pytest.mark.parametrize(
-    ("n", "end", "is_busy"),
-    [
-        *cases((2, "kill", True), (2, 4), _ENDS, (False, True)),
-        *cases((), (2,), (_LATER,), (True,)),
-    ],
+    ("n", "end", "is_busy"), cases((2, "kill", True), (2, 4), _ENDS, (False, True))
 )
 def test_nothing_outlives_the_kernel(
     n: int, end: str, *, is_busy: bool, own_ranks: Callable[..., Ranks]
@@ -47,17 +42,13 @@ def test_nothing_outlives_the_kernel(
     """Within 5 s no process, no folder and no /dev/shm file is left; a stranger lives on."""
     with psutil.Popen(["sleep", "300"], start_new_session=True) as stranger:
         ranks = own_ranks(n)
-        if end == _LATER:  # new engines and a new controller end as those of the first start do
-            ranks.look()[2][0].kill()
-            ranks.ok("%dist_restart 1")
-            ranks.make()
         if is_busy:
             ranks.begin_s(ranks.kernel.start(_STUCK), n)
         everything = ranks.everything()
         if end == "restart":  # the new kernel is below the same manager, and nobody's rank
             everything = [p for p in everything if p.pid != ranks.kernel.pid]
         began_s = time.monotonic()
-        getattr(ranks.kernel, end.split(maxsplit=1)[0])()
+        getattr(ranks.kernel, end)()
         remaining = processes.wait_gone(everything, GONE_S + ranks.load_s)
         gone_s = time.monotonic() - began_s
         is_alive = processes.is_alive(stranger)

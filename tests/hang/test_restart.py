@@ -31,6 +31,7 @@ from nbdist.hang.kernel import restart as hang_restart
 from nbdist.notebook.session import Session
 from nbdist.notebook.session import start as start_session
 from tests.support import processes
+from tests.support.kernel import Kernel
 from tests.support.ranks import session_of, silent, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -350,3 +351,41 @@ def test_another_profile_is_refused_with_what_to_do() -> None:
     session: Any = SimpleNamespace(cluster=SimpleNamespace(can_restart=False), health=None)
     with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
         restart(session, 1)
+
+
+@pytest.mark.faults
+def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> None:
+    """New engines and a new controller end with the kernel, as those of the first start do."""
+    (tmp_path / "tmp").mkdir()
+    code = """
+        import os, signal, time, nbdist
+        from nbdist.hang.kernel import restart as repair
+        session = nbdist.session()
+        os.kill(session.cluster.controller_pid(), signal.SIGKILL)
+        while None not in session.cluster.exits: time.sleep(0.01)
+        repair.restart(session, session.health, (1,), 60, lambda step: None)
+        print(session.cluster.run_dir)
+    """
+    with Kernel(cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")}) as kernel:
+        kernel.run("%load_ext nbdist\n%dist_init -n 2")
+        cell = kernel.run(textwrap.dedent(code))
+        assert cell.status == "ok", cell.visible
+        run_dir = Path(cell.text.splitlines()[-1])
+        kernel.wait_output(
+            kernel.start("%%distributed\nimport time\nprint('on', flush=True)\ntime.sleep(300)"),
+            "on",
+        )
+        everything = [
+            *processes.processes_of_run(str(run_dir)),
+            *(
+                p
+                for p in processes.descendants(kernel.pid)
+                if "guardian.py" in " ".join(p.cmdline())
+            ),
+        ]
+        kernel.kill()
+
+        assert len(everything) >= 7  # guardian, controller and its child, engines, nannies
+        assert processes.wait_gone(everything, 5.0) == []
+        assert processes.processes_of_run(str(run_dir)) == []
+        assert not run_dir.exists()
