@@ -6,12 +6,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -26,17 +24,15 @@ _ATEN = torch.ops.aten
 
 # What selective keeps: products of matrices and attention, which cost most to compute again.
 # Norms, activations and dropout are cheap and hold as much memory.
-_KEPT = frozenset(
-    {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN.bmm.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-        _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-        _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-    }
-)
+_KEPT = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+]
 
 
 def blocks_to_checkpoint(how: str, blocks: BlockList) -> tuple[torch.nn.Module, ...]:
@@ -80,36 +76,26 @@ def _run_checkpointed(
         return run(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     inner = functools.partial(with_backend, sdpa, run) if sdpa else run
-    contexts = _selective if is_selective else noop_context_fn
+    contexts: Any = noop_context_fn
+    if is_selective:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
     # A compiled block is no place for it: dynamo traces no mode of functions.
     if not torch.compiler.is_compiling() and is_split():
         contexts = functools.partial(_with_attention, contexts)
     return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
-
-
-def _selective() -> _Contexts:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _with_attention(contexts: Callable[[], _Contexts]) -> _Contexts:
+def _with_attention(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Of the forward and of its repetition, which is to find attention split as it is now."""
     first, again = contexts()
-    return first, _both(again, same_attention())
+    attention = same_attention()
 
+    @contextlib.contextmanager
+    def again_with_attention() -> Iterator[None]:
+        with again, attention:
+            yield
 
-@contextlib.contextmanager
-def _both(*managers: AbstractContextManager[object]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield
-
-
-def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return first, again_with_attention()
 
 
 def _without_caches(
@@ -123,11 +109,8 @@ def _without_caches(
     library = sys.modules.get("transformers.cache_utils")
     if library is None:
         return args, kwargs
-    kinds = (library.Cache,)
-
-    def without_cache(value: Any) -> Any:
-        return None if isinstance(value, kinds) else value
-
-    return tuple(without_cache(value) for value in args), {
-        key: without_cache(v) for key, v in kwargs.items()
-    }
+    kind = library.Cache
+    return (
+        tuple(None if isinstance(value, kind) else value for value in args),
+        {key: None if isinstance(value, kind) else value for key, value in kwargs.items()},
+    )

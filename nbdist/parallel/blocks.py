@@ -47,7 +47,13 @@ def find_blocks(model: torch.nn.Module, name: str = "") -> BlockList:
         OptionError: There is no such list, or several are the largest. Lists the candidates.
     """
     if name:
-        return _find_named(model, name)
+        for blocks in _all(model):
+            if blocks.name == ("" if name == ITSELF else name):
+                return blocks
+        raise OptionError(
+            f"--blocks {name}: {type(model).__name__} has no ModuleList or Sequential of that "
+            f"name. {_lists(model)}"
+        )
     ranked = sorted(candidates(model), key=_size, reverse=True)
     if not ranked:
         raise OptionError(
@@ -68,17 +74,6 @@ def find_blocks(model: torch.nn.Module, name: str = "") -> BlockList:
 def candidates(model: torch.nn.Module) -> tuple[BlockList, ...]:
     """The lists that can be a model's blocks, in the model's order."""
     return tuple(blocks for blocks in _all(model) if _are_alike(blocks.modules))
-
-
-def _find_named(model: torch.nn.Module, name: str) -> BlockList:
-    wanted = "" if name == ITSELF else name
-    for blocks in _all(model):
-        if blocks.name == wanted:
-            return blocks
-    raise OptionError(
-        f"--blocks {name}: {type(model).__name__} has no ModuleList or Sequential of that name. "
-        f"{_lists(model)}"
-    )
 
 
 def _all(model: torch.nn.Module) -> Iterator[BlockList]:

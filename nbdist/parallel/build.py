@@ -1,27 +1,25 @@
 """A model is put under a strategy: planned, changed, and filled with values, without a collective.
 
-    built = plan(job)                       # refuses what cannot be; nothing changes
-    ...                                     # bring this rank's local tensors (exchange)
-    commit(built, local)                    # the model is laid out anew
-
-`build(job, values)` does it in one go where every rank has all values, as tests of a step do.
+built = plan(job)                       # refuses what cannot be; nothing changes
+...                                     # bring this rank's local tensors (exchange)
+commit(built, local)                    # the model is laid out anew
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nbdist.errors import NbdistError, OptionError
+from nbdist.errors import OptionError
 from nbdist.parallel import module_patches, transforms
 from nbdist.parallel.consensus import interrupts_held
 from nbdist.parallel.tensors import like, local_of
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
-from nbdist.strategy.choice import Degrees
+from nbdist.strategy.choice import Degrees, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
 
 
@@ -62,19 +60,23 @@ class Built:
         return (kinds or [type(self.job.base)])[0].__name__
 
 
-def plan(job: ModelBuild, own_steps: Sequence[Transform] | None = None) -> Built:
+def plan(job: ModelBuild) -> Built:
     """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.
 
     Args:
         job: The model: whole, real or on meta. Under another strategy it is so in `bare`.
-        own_steps: Instead of the choice's.
 
     Raises:
-        OptionError: The model does not allow it; or a parameter has no values or no shape yet.
+        OptionError: The model does not allow it; or a parameter has no shape yet.
     """
-    _refuse_lazy(job.base)
-    steps = transforms.steps_for(job.choice) if own_steps is None else tuple(own_steps)
     names, tensors = names_of(job.base), tensors_of(job.base)
+    lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
+    if lazy:
+        raise OptionError(
+            f"{lazy[0]} has no shape before the model's first forward. Run it once on a small "
+            "batch before prepare()."
+        )
+    steps = transforms.named(steps_of(job.choice))
     layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
     for step in steps:
         layouts = step.plan(job, layouts)
@@ -112,30 +114,6 @@ def commit(
     built.outer = outer
     built.changes = module_patches.diff(snapshots)
     return outer
-
-
-def build(
-    job: ModelBuild,
-    values: Mapping[str, torch.Tensor],
-    own_steps: Sequence[Transform] | None = None,
-) -> torch.nn.Module:
-    """Put a model under its strategy and return what is called. This rank alone.
-
-    For tests of steps: every rank has all values, where `prepare.prepare_model` sends them.
-
-    Args:
-        job: The model.
-        values: Whole tensors, by the names of base's parameters and buffers (its state_dict).
-        own_steps: Instead of the choice's.
-    """
-    built = plan(job, own_steps)
-    tensors = {**tensors_of(job.base), **values}
-    local = {}
-    for name, layout in built.layouts.items():
-        part = part_of(tensors[name].detach(), layout, job.grid.degrees, job.grid.rank)
-        if part is not None:
-            local[name] = part.to(job.device, copy=True)
-    return commit(built, local)
 
 
 @contextlib.contextmanager
@@ -195,20 +173,7 @@ def buffers_of(base: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def own_name(name: str) -> str:
     """A name as the user's module had it, before FSDP1 put its wrapper around each block."""
-    return name.replace(_FSDP1_WRAPPER, "")
-
-
-# FSDP1 calls a wrapped module so; the name is in every state_dict that it writes.
-_FSDP1_WRAPPER = "_fsdp_wrapped_module."
-
-
-def _refuse_lazy(base: torch.nn.Module) -> None:
-    for name, tensor in tensors_of(base).items():
-        if torch.nn.parameter.is_lazy(tensor):
-            raise OptionError(
-                f"{name} has no shape before the model's first forward. Run it once on a small "
-                "batch before prepare()."
-            )
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def _to_meta(built: Built) -> dict[str, torch.Tensor]:
@@ -232,7 +197,9 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
     for name, names in built.names.items():
         fresh = _fill_tensor(built, name, tensors[name], local.get(name))
         if isinstance(fresh, torch.nn.Parameter):
-            _keep_attributes(old[name], fresh)
+            # What was set on a parameter: libraries and users mark them so. The one is torch's.
+            marks = {key: mark for key, mark in vars(old[name]).items() if key != "_is_param"}
+            vars(fresh).update(marks)
             built.parameters[name] = fresh
             built.index[id(fresh)] = name
         for alias in names:
@@ -267,16 +234,6 @@ def _fill_tensor(
     return torch.nn.Parameter(whole, requires_grad=shell.requires_grad)
 
 
-def _keep_attributes(old: torch.Tensor, fresh: torch.Tensor) -> None:
-    """Carry over what was set on a parameter: libraries and users mark them so."""
-    attributes = {key: value for key, value in vars(old).items() if key not in _TORCHS_OWN}
-    vars(fresh).update(attributes)
-
-
-# What torch itself sets on a parameter that is a subclass of Tensor.
-_TORCHS_OWN = frozenset({"_is_param"})
-
-
 def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, leaf = name.rpartition(".")
     module = base.get_submodule(path)
@@ -287,5 +244,5 @@ def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     if leaf in parameters:
         parameters[leaf] = tensor  # type: ignore[assignment]
     else:
-        assert leaf in buffers, NbdistError(name)
+        assert leaf in buffers, name
         buffers[leaf] = tensor

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +27,6 @@ _ROUND_BYTES, _SLOT_BYTES = 1 << 18, 1 << 14
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """One rank's result, or why it has none."""
-
-    value: Any = None
-    failure: str = ""
-
-
 def world_size() -> int:
     """Ranks; 1 in a process without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -53,18 +44,17 @@ def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
         BaseException: What the function raised on this rank, an interrupt too.
         NbdistError: It failed on other ranks only; says what was tried, where, and why.
     """
-    own_outcome, error = _Outcome(), None
+    value: Any = None
+    error = None
     try:
-        own_outcome = _Outcome(function())
+        value = function()
     except BaseException as caught:  # noqa: BLE001  # raised below, once the others know
-        error, own_outcome = caught, _Outcome(failure=one_line(caught))
-    outcomes = all_gather_object(own_outcome)
+        error = caught
+    outcomes = all_gather_object((value, "" if error is None else one_line(error)))
     if error is not None:
         raise error
-    raise_failures(
-        what, {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure}
-    )
-    return [outcome.value for outcome in outcomes]
+    raise_failures(what, {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure})
+    return [rank_value for rank_value, _ in outcomes]
 
 
 def all_gather_object(obj: T) -> list[T]:
@@ -147,13 +137,13 @@ class CommitVote:
         while not self._store.check(self._keys) and time.monotonic() < until_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return {r: text for r, key in enumerate(self._keys) if (text := self._read(key))}
-
-    def _read(self, key: str) -> str:
-        assert self._store is not None
-        if not self._store.check([key]):
-            return f"no answer within {COMMIT_DEADLINE_S:.0f} s"
-        return self._store.get(key).decode()[1:]
+        failures = {
+            rank: self._store.get(key).decode()[1:]
+            if self._store.check([key])
+            else f"no answer within {COMMIT_DEADLINE_S:.0f} s"
+            for rank, key in enumerate(self._keys)
+        }
+        return {rank: failure for rank, failure in failures.items() if failure}
 
 
 @contextlib.contextmanager

@@ -18,12 +18,6 @@ on_prepare: list[Callable[[str, Iterable[torch.Tensor]], None]] = []
 on_backward: list[Callable[[torch.Tensor, int], AbstractContextManager[None]]] = []
 
 
-def preparing(title: str, tensors: Iterable[torch.Tensor]) -> None:
-    """A model of this class is about to be prepared."""
-    for act in on_prepare:
-        act(title, tensors)
-
-
 def backward(loss: torch.Tensor, divisor: int) -> ExitStack:
     """What an Accelerator's backward of this loss runs in; called by `backward` itself."""
     stack = ExitStack()

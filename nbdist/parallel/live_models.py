@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbdist.errors import NbdistError
 from nbdist.parallel import registry
 from nbdist.parallel.prepared import is_retired
+from nbdist.parallel.reshard import rebind
 from nbdist.rpc.wire import CELL_FOR_ALL
 
 
@@ -45,15 +45,8 @@ class NamedModel:
     is_named: bool = True
 
 
-@dataclass(slots=True)
-class _State:
-    """Whether this rank builds models that the others have already."""
-
-    is_catching_up: bool = False
-    is_installed: bool = False
-
-
-_state = _State()
+# Whether this rank builds models that the others have already.
+_is_catching_up = False
 
 
 def find() -> tuple[NamedModel, ...]:
@@ -75,7 +68,14 @@ def _find() -> tuple[NamedModel, ...]:
         m for m in modules if issubclass(type(m), DistributedDataParallel) and hasattr(m, "reducer")
     ]
     shards = [m for m in modules if issubclass(type(m), FSDPModule)]
-    split = _split(ddps)
+    replicas = {id(m) for m in ddps}
+    # What is called of prepared models of which each rank has a part: under fsdp, tp, pp.
+    split = [
+        model.outer
+        for model in registry.prepared()
+        if model.degrees.product > 1
+        and not any(id(module) in replicas for module in model.outer.modules())
+    ]
     outermost = [*split, *shards]
     inner = {id(child) for m in outermost for child in m.modules() if child is not m}
     roots = {id(m): m for m in outermost if id(m) not in inner}
@@ -88,17 +88,6 @@ def _find() -> tuple[NamedModel, ...]:
     return tuple(sorted(models, key=lambda model: model.name))
 
 
-def _split(replicated: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """What is called of prepared models of which each rank has a part: under fsdp, tp, pp."""
-    with_reducer = {id(module) for module in replicated}
-    return [
-        model.outer
-        for model in registry.prepared()
-        if model.degrees.product > 1
-        and not any(id(module) in with_reducer for module in model.outer.modules())
-    ]
-
-
 def optimizers(model: NamedModel) -> tuple[tuple[str, Optimizer], ...]:
     """The optimizers that step this model's parameters, with their names, by name."""
     parameter_ids = {id(p) for p in model.module.parameters()}
@@ -107,12 +96,8 @@ def optimizers(model: NamedModel) -> tuple[tuple[str, Optimizer], ...]:
         for optimizer in live_optimizers()
         if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
     ]
-    titles = names(matching)
-    return tuple(
-        sorted(
-            ((titles[id(optimizer)], optimizer) for optimizer in matching), key=lambda pair: pair[0]
-        )
-    )
+    titles = names(matching)  # no two are equal
+    return tuple(sorted((titles[id(optimizer)], optimizer) for optimizer in matching))
 
 
 def live_optimizers() -> list[Optimizer]:
@@ -127,11 +112,7 @@ def live_optimizers() -> list[Optimizer]:
 
 def schedulers(optimizer: Optimizer) -> tuple[LRScheduler, ...]:
     """The learning rate schedulers of an optimizer, by class."""
-    matching = [
-        scheduler
-        for scheduler in live(LRScheduler)
-        if getattr(scheduler, "optimizer", None) is optimizer
-    ]
+    matching = [s for s in live(LRScheduler) if getattr(s, "optimizer", None) is optimizer]
     return tuple(sorted(matching, key=lambda scheduler: type(scheduler).__name__))
 
 
@@ -141,21 +122,19 @@ def catching_up(is_on: bool) -> None:
     Except in a cell that all ranks run: there they build it together. It ends with
     `sync_model`.
     """
-    if not _state.is_installed:
-        _state.is_installed = True
-        cls: Any = DistributedDataParallel
-        cls.__init__ = _quiet_at_times(cls.__init__)
-    _state.is_catching_up = is_on
+    global _is_catching_up  # noqa: PLW0603  # one process is one rank
+    _watch_constructor()
+    _is_catching_up = is_on
 
 
 def is_catching_up() -> bool:
     """Whether this rank replaces another one and has not got its models' values yet."""
-    return _state.is_catching_up
+    return _is_catching_up
 
 
 def is_alone() -> bool:
     """Whether this rank builds by itself what the others have, while they do something else."""
-    return _state.is_catching_up and not _runs_on_all()
+    return _is_catching_up and not _runs_on_all()
 
 
 def rebuild_reducer(module: DistributedDataParallel) -> None:
@@ -181,20 +160,23 @@ def rebuild_reducer(module: DistributedDataParallel) -> None:
         ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)  # noqa: SLF001
 
 
-def _quiet_at_times(construct: Any) -> Any:
-    """DDP's constructor, without its collectives while this rank is catching up."""
+@functools.cache  # once is enough
+def _watch_constructor() -> None:
+    """Keep DDP's constructor from its collectives while this rank is catching up."""
+    cls: Any = DistributedDataParallel
+    construct = cls.__init__
 
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # The sixth argument after the module, which nobody gives by place.
-        if _state.is_catching_up and len(args) <= 5 and not _runs_on_all():
+        is_quiet = len(args) <= 5 and is_alone()
+        if is_quiet:
             kwargs["init_sync"] = False
-            construct(self, *args, **kwargs)
-            self.register_forward_pre_hook(_refuse_alone)
-            return
         construct(self, *args, **kwargs)
+        if is_quiet:
+            self.register_forward_pre_hook(_refuse_alone)
 
-    return init
+    cls.__init__ = init
 
 
 def _refuse_alone(*_: Any) -> None:
@@ -203,7 +185,7 @@ def _refuse_alone(*_: Any) -> None:
     Raises:
         NbdistError: In a cell of all ranks, which would train different models without a word.
     """
-    if _state.is_catching_up and _runs_on_all():
+    if _is_catching_up and _runs_on_all():
         raise NbdistError(
             "this rank built its model alone, after a restart, and does not have the other ranks' "
             "values yet. Run %dist_sync_model to copy them"
@@ -294,7 +276,4 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _namespace() -> Mapping[str, Any]:
     """The names that the user's cells have made."""
-    from IPython import get_ipython
-
-    shell = get_ipython()
-    return dict(shell.user_ns if shell is not None else vars(sys.modules["__main__"]))
+    return dict(rebind.variables())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -36,10 +37,7 @@ class ParallelMesh:
 
     def size(self, *axes: str) -> int:
         """How many ranks differ from this one in no other axes."""
-        size = 1
-        for axis in axes:
-            size *= getattr(self.degrees, axis)
-        return size
+        return math.prod(getattr(self.degrees, axis) for axis in axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in these axes only; None where it is alone.
@@ -56,19 +54,14 @@ class ParallelMesh:
     def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         assert self.mesh is not None
         if len(axes) == 1:
-            own_group: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
-            assert own_group is not None
-            return own_group
-        if self.size(*axes) == dist.get_world_size():
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        own_group = None
-        for ranks in groups_along(self.degrees, axes):
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                own_group = group
-        assert own_group is not None
-        return own_group
+            group: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
+        elif self.size(*axes) == dist.get_world_size():
+            group = dist.group.WORLD
+        else:
+            groups = _ranks_along(self.degrees, axes)
+            group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+        assert group is not None
+        return group
 
 
 def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
@@ -83,12 +76,12 @@ def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
     return ParallelMesh(degrees, rank, degrees.coordinate(rank), mesh)
 
 
-def groups_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:
+def _ranks_along(degrees: Degrees, axes: tuple[str, ...]) -> list[list[int]]:
     """All ranks, in lists of those that differ in these axes only."""
 
     def others(rank: int) -> tuple[int, ...]:
         coordinate = degrees.coordinate(rank)
         return tuple(getattr(coordinate, axis) for axis in AXES if axis not in axes)
 
-    ranks = sorted(range(degrees.product), key=lambda rank: (others(rank), rank))
+    ranks = sorted(range(degrees.product), key=others)
     return [list(members) for _, members in itertools.groupby(ranks, key=others)]

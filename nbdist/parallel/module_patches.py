@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class ModuleSnapshot:
     """One module as it was.
 
     Attributes:
-        module: It.
         kind: Its class.
         attributes: Its `__dict__`; the values themselves.
         tables: What the dicts in it held: hooks, submodules, parameters, buffers.
@@ -48,12 +47,11 @@ class ModuleSnapshot:
     shard_state: Any
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ModuleChange:
     """What steps did to one module: (key -> what was there, what they put there).
 
     Attributes:
-        module: It.
         kind: Its class before.
         attributes: Of its `__dict__`.
         tables: Of its hooks and submodules, by the name of the table.
@@ -61,8 +59,8 @@ class ModuleChange:
 
     module: torch.nn.Module
     kind: type
-    attributes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    tables: dict[str, dict[Any, tuple[Any, Any]]] = field(default_factory=dict)
+    attributes: dict[str, tuple[Any, Any]]
+    tables: dict[str, dict[Any, tuple[Any, Any]]]
 
 
 def snapshot_modules(base: torch.nn.Module) -> list[ModuleSnapshot]:
@@ -105,17 +103,12 @@ def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
         module = snapshot.module
         attributes = vars(module)
         tables = {key: _difference(snapshot.tables[key], attributes[key]) for key in _TABLES}
-        change = ModuleChange(
-            module,
-            snapshot.kind,
-            {
-                key: pair
-                for key, pair in _difference(snapshot.attributes, attributes).items()
-                if key not in (*_TABLES, *_VALUES)
-            },
-            {key: table for key, table in tables.items() if table},
-        )
-        changes.append(change)
+        others = {
+            key: pair
+            for key, pair in _difference(snapshot.attributes, attributes).items()
+            if key not in (*_TABLES, *_VALUES)
+        }
+        changes.append(ModuleChange(module, snapshot.kind, others, tables))
     return changes
 
 
@@ -128,9 +121,11 @@ def revert(changes: Iterable[ModuleChange]) -> None:
         attributes = vars(module)
         _undo(attributes, change.attributes)
         for key in _TABLES:
-            _undo(attributes[key], change.tables.get(key, {}))
+            _undo(attributes[key], change.tables[key])
             for late in [k for k, hook in attributes[key].items() if _is_late(hook)]:
-                _drop_hook(attributes, late)
+                # Wherever its number stands: some tables only say how others are called.
+                for hooks in set(_TABLES) - {"_modules"}:
+                    attributes[hooks].pop(late, None)
         _set_shard_state(states, module, None)
         for key in _registry_keys():
             attributes.pop(key, None)
@@ -150,13 +145,6 @@ def _undo(table: dict[Any, Any], pairs: dict[Any, tuple[Any, Any]]) -> None:
             del table[key]
         else:
             table[key] = old
-
-
-def _drop_hook(attributes: dict[str, Any], number: Any) -> None:
-    """Remove a hook wherever its number stands: some tables only say how others are called."""
-    for key in _TABLES:
-        if key != "_modules":
-            attributes[key].pop(number, None)
 
 
 def _is_late(hook: Any) -> bool:

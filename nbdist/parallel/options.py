@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +26,13 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
         blocks_to_checkpoint(options.checkpoint, _blocks(job, f"--checkpoint {options.checkpoint}"))
     if options.is_compiled:
         _blocks(job, "--compile")
-        _refuse_without_compiler(job.device)
+        # torch.compile makes C++ for the CPU, at the first step: too late to say that it cannot.
+        compiler = os.environ.get("CXX") or "g++"
+        if job.device.type == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
+            raise OptionError(
+                f"--compile: there is no C++ compiler ({compiler}) on this machine, and the CPU "
+                "needs one. Install g++, or leave --compile out."
+            )
     return layouts
 
 
@@ -62,26 +67,8 @@ def _blocks(job: ModelBuild, what: str) -> BlockList:
     return find_blocks(job.base, job.choice.options.blocks)
 
 
-def _refuse_without_compiler(device: torch.device) -> None:
-    """torch.compile makes C++ for the CPU, at the first step: too late to say that it cannot."""
-    compiler = os.environ.get("CXX") or "g++"
-    if device.type == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
-        raise OptionError(
-            f"--compile: there is no C++ compiler ({compiler}) on this machine, and the CPU needs "
-            "one. Install g++, or leave --compile out."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a parameter group said before its step was fused."""
-
-    is_fused: bool | None
-    is_foreach: bool | None
-
-
-# The groups of an optimizer as they were, in order, while its step is fused by `set_fused`.
-_before: WeakKeyDictionary[torch.optim.Optimizer, list[_Before]] = WeakKeyDictionary()
+# What an optimizer's groups said, in order, while its step is fused by `set_fused`.
+_before: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def refuse_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -127,13 +114,17 @@ def set_fused(optimizer: torch.optim.Optimizer, *, is_on: bool) -> None:
         for device in {p.device for group in groups for p in group["params"]}:
             refuse_fused(optimizer, device)
         before = _before.setdefault(optimizer, [])
-        before += [_Before(g["fused"], g["foreach"]) for g in groups[len(before) :]]
+        before += [{key: g[key] for key in ("fused", "foreach")} for g in groups[len(before) :]]
         for group in groups:
             group.update(fused=True, foreach=False)
     else:
         for group, old in zip(groups, _before.pop(optimizer, []), strict=False):
-            group.update(fused=old.is_fused, foreach=old.is_foreach)
-    _place_steps(optimizer)
+            group.update(old)
+    for group in groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(step_device(group, parameter))
 
 
 def step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
@@ -144,14 +135,6 @@ def step_device(group: dict[str, Any], parameter: torch.Tensor) -> torch.device:
     """
     is_in_kernel = group.get("fused") or group.get("capturable")
     return parameter.device if is_in_kernel else torch.device("cpu")
-
-
-def _place_steps(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(step_device(group, parameter))
 
 
 STEP = Transform(plan=_plan, lay_out=_lay_out)

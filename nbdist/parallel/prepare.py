@@ -17,7 +17,7 @@ from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import (
     agree_on_numbers,
-    bound,
+    bound_optimizers,
     current,
     device,
     grid,
@@ -61,15 +61,17 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         if live_models.is_alone():
             job = ModelBuild(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
             built = build.plan(job)
-            return _commit(built, _own_values(built))
+            tensors = build.tensors_of(model)
+            own = {name: tensors[name].detach().to(job.device) for name in built.layouts}
+            return _commit(built, own)
         job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
         sketches = all_or_none(what, lambda: _sketch(planned, job))
         agree_on_numbers(all_or_none(what, lambda: _compare(sketches)))
-        events.preparing(type(model).__name__, build.tensors_of(model).values())
-        local = _first_values(planned[0])
-        return _commit(planned[0], local)
+        for act in events.on_prepare:
+            act(type(model).__name__, build.tensors_of(model).values())
+        return _commit(planned[0], _first_values(planned[0]))
 
 
 def bind(optimizer: Optimizer) -> None:
@@ -96,7 +98,6 @@ def bind(optimizer: Optimizer) -> None:
         old = {key: names[key][0].whole(names[key][1]) for key in before}
         shard_into(optimizer, before, after, old, new)
         replace_parameters(optimizer, {id(before[key]): after[key] for key in before})
-    bound(optimizer)
     attach_steps(optimizer, prepared())
 
 
@@ -109,17 +110,18 @@ def replace_parameters(optimizer: Optimizer, fresh: Mapping[int, torch.Tensor]) 
 
 def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
     """Add to an optimizer's step what the strategy needs, in place of what it has. This rank."""
-    binding = bound(optimizer)
-    if binding.detach is not None:
-        binding.detach()
-        binding.detach = None
+    bound = bound_optimizers()
+    detach = bound.get(optimizer)
+    if detach is not None:
+        detach()
+    bound[optimizer] = None
     if "zero1" in steps_of(current()):
         owners = {
             id(model.parameters[name]): owner
             for model in models
             for name, owner in owner_names(model.built).items()
         }
-        binding.detach = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
+        bound[optimizer] = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
 def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:
@@ -141,16 +143,8 @@ def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
     for rank, sketch in enumerate(sketches):
         if sketch == sketches[0]:
             continue
-        ours, theirs = dict.fromkeys(sketches[0]), dict.fromkeys(sketch)
-        odd = next(
-            iter(
-                [
-                    *(t for t in sketch if t not in ours),
-                    *(t for t in sketches[0] if t not in theirs),
-                ]
-            ),
-            None,
-        )
+        differing = set(sketch) ^ set(sketches[0])
+        odd = next((tensor for tensor in (*sketch, *sketches[0]) if tensor in differing), None)
         detail = f"{odd[0]} {odd[1]} is on only one of them" if odd else "the order differs"
         raise NbdistError(
             f"The model of rank {rank} differs from rank 0's: {detail}. Build the same model on "
@@ -179,12 +173,6 @@ def _first_values(built: build.Built) -> dict[str, torch.Tensor]:
     }
 
 
-def _own_values(built: build.Built) -> dict[str, torch.Tensor]:
-    """This rank's own values, whole."""
-    tensors = build.tensors_of(built.job.base)
-    return {name: tensors[name].detach().to(built.job.device) for name in built.layouts}
-
-
 def _grid_alone(choice: Strategy) -> ParallelMesh:
     """A mesh that needs no other rank: of ddp, over all ranks.
 
@@ -210,13 +198,13 @@ def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.M
     base = built.job.base
     snapshots = module_patches.snapshot_modules(base)
     tensors = build.tensors_of(base)
-    old = {name: tensors[name] for name in built.names}
+    old = {name: tensors[name] for name in built.parameter_names}
     try:
         outer = build.commit(built, local)
     except BaseException:
         module_patches.restore(snapshots)
         raise
     model = Prepared(next_number(), built)
-    model.remember({name: t for name, t in old.items() if isinstance(t, torch.nn.Parameter)})
+    model.remember(old)
     register(model)
     return outer

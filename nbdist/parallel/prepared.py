@@ -24,7 +24,7 @@ class Prepared:
     """A model under a strategy on this rank.
 
     Attributes:
-        number: Counts models and optimizers; the same on all ranks.
+        number: Counts models; the same on all ranks.
         built: What was made of it.
         own_names: Variables that mean the user's module itself, where it has a wrapper.
         former: id -> (parameter that it had before, first name): optimizers may hold it.
@@ -91,7 +91,7 @@ class Prepared:
         """Nothing: a copy of a module is not prepared."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _nothing, ()
+        return type(None), ()
 
 
 def attach(prepared: Prepared) -> None:
@@ -127,7 +127,3 @@ def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
     """What a wrapper is around: DDP's module, a compiled one's original."""
     children = wrapper._modules  # noqa: SLF001  # as torch's own tools
     return children.get("module", children.get("_orig_mod")) if len(children) == 1 else None
-
-
-def _nothing() -> None:
-    return None

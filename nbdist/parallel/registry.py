@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,19 +34,6 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class Bound:
-    """An optimizer whose parameters are those of prepared models.
-
-    Attributes:
-        number: Counts models and optimizers; the same on all ranks.
-        detach: Ends what a strategy has added to its step.
-    """
-
-    number: int
-    detach: Any = None
-
-
-@dataclass(slots=True)
 class _Live:
     """The strategy of this rank, and all that was made under one.
 
@@ -54,15 +41,15 @@ class _Live:
         choice: The strategy; None until one is chosen: the default counts.
         grids: Meshes that were made, by (is single, degrees).
         prepared: Models, in order.
-        bound: Optimizers; with what is known of them.
+        bound: Optimizers, in order; with what ends that which a strategy has added to its step.
         watchers: In order.
-        numbers: How many were given to models and optimizers.
+        numbers: How many were given to models.
     """
 
     choice: Strategy | None = None
     grids: dict[tuple[bool, Degrees], ParallelMesh] = field(default_factory=dict)
     prepared: list[weakref.ref[Prepared]] = field(default_factory=list)
-    bound: weakref.WeakKeyDictionary[Optimizer, Bound] = field(
+    bound: weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     watchers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -126,12 +113,6 @@ def ask(old: Strategy, new: Strategy) -> None:
         watcher.before_switch(old, new)
 
 
-def tell(old: Strategy, new: Strategy) -> None:
-    """Tell the watchers of a switch."""
-    for watcher in watchers():
-        watcher.after_switch(old, new)
-
-
 def watchers() -> list[Watcher]:
     """The watchers that still live, in the order of `watch`."""
     return [watcher for ref in _live.watchers if (watcher := ref()) is not None]
@@ -139,17 +120,12 @@ def watchers() -> list[Watcher]:
 
 def prepared() -> list[Prepared]:
     """The prepared models that live on this rank, in order."""
-    models = [reference() for reference in _live.prepared]
-    return [model for model in models if model is not None]
+    return [model for reference in _live.prepared if (model := reference()) is not None]
 
 
 def keep(numbers: set[int]) -> None:
     """Forget prepared models but these: others are left of a cell that failed on some ranks."""
-    _live.prepared = [
-        reference
-        for reference in _live.prepared
-        if (p := reference()) is not None and p.number in numbers
-    ]
+    _live.prepared = [weakref.ref(model) for model in prepared() if model.number in numbers]
 
 
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
@@ -167,7 +143,7 @@ def register(model: Prepared) -> None:
 
 
 def next_number() -> int:
-    """For a model or an optimizer; the same on all ranks, as preparing is."""
+    """For a model; the same on all ranks, as preparing is."""
     _live.numbers += 1
     return _live.numbers - 1
 
@@ -199,19 +175,9 @@ def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
     return None
 
 
-def bound(optimizer: Optimizer) -> Bound:
-    """What is known of an optimizer."""
-    return _live.bound.setdefault(optimizer, Bound(next_number()))
-
-
-def bound_optimizers() -> list[Optimizer]:
-    """The optimizers that `bound` was asked for and that still live."""
-    return list(_live.bound)
-
-
-def is_bound(optimizer: Optimizer) -> bool:
-    """Whether an optimizer was bound."""
-    return optimizer in _live.bound
+def bound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None]:
+    """Those of prepared models that still live, in order; each with what detaches its steps."""
+    return _live.bound
 
 
 def names_in(optimizer: Optimizer) -> dict[str, tuple[Prepared, str, torch.Tensor]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +46,13 @@ def refuse_backend(job: ModelBuild) -> None:
             f"--sdpa {wanted}: this kernel supports only bf16 and fp16, and the model is fp32. "
             "Add --bf16 or --fp16, or use efficient or math."
         )
-    _refuse_own_attention(job, wanted)
+    # A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen.
+    implementation = getattr(getattr(job.base, "config", None), "_attn_implementation", None)
+    if implementation not in (None, "sdpa"):
+        raise OptionError(
+            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention '{implementation}', "
+            'not torch\'s. Load it with attn_implementation="sdpa", or leave --sdpa out.'
+        )
 
 
 def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> None:
@@ -81,8 +86,14 @@ def _run_with_backend(
     # Evaluation may take torch's fast path, which needs no such call.
     if not (is_unseen[0] and root.training and torch.is_grad_enabled()):
         return with_backend(name, run, *args, **kwargs)
-    with _refused_without_attention(root, name):
+    with _Sees() as sees:
         outputs = with_backend(name, run, *args, **kwargs)
+    if not sees.has_seen:
+        raise OptionError(
+            f"--sdpa {name}: the forward of {type(root).__name__} never calls "
+            "torch.nn.functional.scaled_dot_product_attention, so there is no kernel to choose. "
+            "Leave --sdpa out, or let the model use that function."
+        )
     is_unseen[0] = False
     return outputs
 
@@ -90,9 +101,7 @@ def _run_with_backend(
 class _Sees(TorchFunctionMode):
     """Notes whether scaled_dot_product_attention is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_seen = False
+    has_seen = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -100,18 +109,6 @@ class _Sees(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.has_seen = True
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _refused_without_attention(root: torch.nn.Module, name: str) -> Iterator[None]:
-    with _Sees() as sees:
-        yield
-    if not sees.has_seen:
-        raise OptionError(
-            f"--sdpa {name}: the forward of {type(root).__name__} never calls "
-            "torch.nn.functional.scaled_dot_product_attention, so there is no kernel to choose. "
-            "Leave --sdpa out, or let the model use that function."
-        )
 
 
 def _available(device: torch.device) -> tuple[str, ...]:
@@ -128,15 +125,3 @@ def _available(device: torch.device) -> tuple[str, ...]:
         and capability >= (8, 0),
     }
     return tuple(name for name, there in is_there.items() if there)
-
-
-def _refuse_own_attention(job: ModelBuild, wanted: str) -> None:
-    """A Hugging Face model says which attention it uses; only sdpa's kernel can be chosen."""
-    config = getattr(job.base, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in (None, "sdpa"):
-        raise OptionError(
-            f"--sdpa {wanted}: {type(job.base).__name__} uses its attention "
-            f"'{implementation}', not torch's. "
-            'Load it with attn_implementation="sdpa", or leave --sdpa out.'
-        )

@@ -81,9 +81,8 @@ class Strategies:
     def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""
         self._ranks.recover_if_needed()
-        self._ranks.strategy_chosen = (
-            self._ranks.strategy_chosen or choice
-        )  # it may count, however this ends
+        # It may count, however this ends.
+        self._ranks.strategy_chosen = self._ranks.strategy_chosen or choice
         try:
             with progress.of_ranks(self._ranks, "switch"):
                 reports = self._ranks.call_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nbdist.core.ranks import rank_label
 from nbdist.strategy.choice import Strategy
@@ -20,7 +21,7 @@ class RankSwitchReport:
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.
-        moved_bytes: Sent between all ranks; the same number on each.
+        moved_bytes: Received from other ranks; of all ranks' reports, the most of one.
         elapsed_s: From the call to its end.
         batch: Samples that one step sees before and after, and the learning rate; None where no
             loader that depends on it, or no optimizer, is prepared.
@@ -28,13 +29,13 @@ class RankSwitchReport:
 
     before: Strategy
     after: Strategy
-    models: tuple[str, ...]
-    rebound: tuple[str, ...]
-    lists: tuple[str, ...]
-    stale: tuple[str, ...]
-    notes: tuple[str, ...]
-    moved_bytes: int
-    elapsed_s: float
+    models: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    moved_bytes: int = 0
+    elapsed_s: float = 0.0
     batch: tuple[int, int, float] | None = None
 
 
@@ -44,13 +45,13 @@ def merge_reports(reports: Sequence[RankSwitchReport]) -> RankSwitchReport:
     What is not the same on all ranks has its ranks in front: `[0] best = model`. The time is that
     of the slowest.
     """
+    phrases: dict[str, Any] = {
+        name: _merge_phrases([getattr(report, name) for report in reports])
+        for name in ("models", "rebound", "lists", "stale", "notes")
+    }
     return replace(
         reports[0],
-        models=_merge_phrases([report.models for report in reports]),
-        rebound=_merge_phrases([report.rebound for report in reports]),
-        lists=_merge_phrases([report.lists for report in reports]),
-        stale=_merge_phrases([report.stale for report in reports]),
-        notes=_merge_phrases([report.notes for report in reports]),
+        **phrases,
         moved_bytes=max(report.moved_bytes for report in reports),
         elapsed_s=max(report.elapsed_s for report in reports),
     )

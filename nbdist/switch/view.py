@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
 
 from nbdist.core import units
 from nbdist.core.view import View, table
@@ -20,36 +19,29 @@ _NOTHING = "-"
 
 def current(choice: Strategy) -> View:
     """What %dist_strategy shows: the current strategy, and every row on these ranks."""
-    rows = [_cells(row, choice) for row in ROWS.values()]
+    n_ranks, recipe = ranks(choice.world_size), footprint.RECIPES["fp32"]
+    dp, accumulated = choice.degrees.dp, choice.options.accumulate
+    times = f" x {accumulated} accumulated" if accumulated > 1 else ""
+    batch = f"effective batch: {dp} x the loader's batch{times}"
+    legend = (
+        f"B: bytes per parameter on {n_ranks}. Held between steps: {recipe.total} ({recipe.name}) "
+        "where not sharded. Sent per step: gradients and parameters, 4 each. Activations add to "
+        "both."
+    )
+    more = (
+        "%dist_strategy NAME switches; %dist_strategy --help has degrees and options; "
+        "docs/strategies.md explains each."
+    )
     return table(
         ["", "strategy", "splits", "B held", "B sent", "use it when"],
-        rows,
-        before=[f"strategy: {described(choice)}", _batch(choice), ""],
-        after=["", _legend(choice), _MORE],
+        [_cells(row, choice) for row in ROWS.values()],
+        before=[
+            f"strategy: {described(choice)}",
+            f"{batch} (data-parallel degree {dp} on {n_ranks})",
+            "",
+        ],
+        after=["", legend, more],
     )
-
-
-_MORE = (
-    "%dist_strategy NAME switches; %dist_strategy --help has degrees and options; "
-    "docs/strategies.md explains each."
-)
-
-
-def _legend(choice: Strategy) -> str:
-    recipe = footprint.RECIPES["fp32"]
-    return (
-        f"B: bytes per parameter on {ranks(choice.world_size)}. Held between steps: "
-        f"{recipe.total} ({recipe.name}) where not sharded. Sent per step: gradients and "
-        "parameters, 4 each. Activations add to both."
-    )
-
-
-def _batch(choice: Strategy) -> str:
-    dp, accumulated = choice.degrees.dp, choice.options.accumulate
-    text = f"effective batch: {dp} x the loader's batch"
-    if accumulated > 1:
-        text += f" x {accumulated} accumulated"
-    return f"{text} (data-parallel degree {dp} on {ranks(choice.world_size)})"
 
 
 def _cells(row: StrategyRow, current_choice: Strategy) -> list[str]:
@@ -75,7 +67,16 @@ def switch_result(report: RankSwitchReport) -> View:
     """What a switch prints: what changed, rebound variables, what still holds old objects."""
     if report.before == report.after:
         return _lines([f"The strategy is already {described(report.after)}. Nothing was changed."])
-    lines = [_head(report), *_changes(report), *report.notes]
+    changes = {
+        "Models": report.models,
+        "Rebound variables": report.rebound,
+        "Updated lists of parameters": report.lists,
+    }
+    lines = [
+        _head(report),
+        *(f"{what}: {', '.join(names)}" for what, names in changes.items() if names),
+        *report.notes,
+    ]
     if report.stale:
         lines.append("These still hold the old model or its parameters. Assign them again:")
         lines += [f"  {phrase}" for phrase in report.stale]
@@ -95,16 +96,6 @@ def _head(report: RankSwitchReport) -> str:
     )
 
 
-def _changes(report: RankSwitchReport) -> list[str]:
-    changes = {
-        "Models": report.models,
-        "Rebound variables": report.rebound,
-        "Updated lists of parameters": report.lists,
-    }
-    return [f"{what}: {', '.join(names)}" for what, names in changes.items() if names]
-
-
-def _lines(lines: Iterable[str]) -> View:
-    shown = list(lines)
-    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in shown)
-    return View("\n".join(shown), body)
+def _lines(lines: list[str]) -> View:
+    body = "".join(f'<div style="white-space:pre-wrap">{html.escape(line)}</div>' for line in lines)
+    return View("\n".join(lines), body)

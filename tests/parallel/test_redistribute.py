@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbdist.parallel.reshard.redistribute import Reshard, moved_bytes, redistribute, room_for
+from nbdist.parallel.reshard.redistribute import Reshard, _routes, redistribute, room_for
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
@@ -190,8 +190,11 @@ def test_holders_share_the_sending() -> None:
     whole = Placement(TensorLayout((64, 8)), Degrees(dp_replicate=4))
     moves = [Reshard(f"w{i}", torch.float32, half, whole) for i in range(4)]
 
-    assert moved_bytes(moves, 4) == 4 * 4 * 32 * 8 * 4
-    assert sent_by_rank(moves, 4) == [4 * 32 * 8 * 4] * 4
+    sent = [0] * 4
+    for route in _routes(moves, 4):
+        if route.source != route.transfer.target:
+            sent[route.source] += route.size_bytes
+    assert sent == [4 * 32 * 8 * 4] * 4
 
 
 def test_one_process_needs_no_group() -> None:
@@ -202,17 +205,6 @@ def test_one_process_needs_no_group() -> None:
     assert redistribute(
         [Reshard("w", torch.float32, whole, whole)], {"w": value}, value.device
     ) == {"w": value}
-
-
-def sent_by_rank(moves: list[Reshard], size: int) -> list[int]:
-    """Bytes that each rank sends, from the list of deliveries."""
-    from nbdist.parallel.reshard.redistribute import _sources
-
-    sent = [0] * size
-    for move, piece, source in _sources(moves, size):
-        if source != piece.target:
-            sent[source] += torch.Size(piece.shape).numel() * move.dtype.itemsize
-    return sent
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (257, 1031), (1024, 1025)])

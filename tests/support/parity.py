@@ -14,7 +14,8 @@ import contextlib, copy, dataclasses
 import torch.nn.functional as F
 from torch import nn
 from nbdist.strategy.choice import Strategy, Degrees, Options
-from nbdist.parallel.build import build
+from unittest import mock
+from nbdist.parallel import build as building, transforms
 from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
 from nbdist.errors import OptionError
@@ -129,7 +130,14 @@ def job_of(base, choice):
 
 def put_under(job, *steps):
     "Steps on a model with values that are equal on all ranks."
-    return build(job, {}, steps)
+    with mock.patch.object(transforms, "named", lambda names: steps):
+        built = building.plan(job)
+    tensors, local = building.tensors_of(job.base), {}
+    for name, layout in built.layouts.items():
+        part = building.part_of(tensors[name].detach(), layout, job.grid.degrees, job.grid.rank)
+        if part is not None:
+            local[name] = part.clone()
+    return building.commit(built, local)
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

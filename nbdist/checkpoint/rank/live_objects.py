@@ -123,8 +123,7 @@ class PreparedOptimizer:
     def record(self, models: Mapping[str, str] | None = None) -> SavedOptimizer:
         """The manifest's record of it; with other names of models, as `labels_as`."""
         groups = self.groups(models)
-        agreed = self.stepper.agreed
-        keys = dict.fromkeys(key for _, key in (agreed.entries if agreed else ()))
+        keys = dict.fromkeys(key for _, key in self.stepper.agreed.entries)
         return SavedOptimizer(
             type(self.optimizer).__name__,
             tuple(tuple(group["params"]) for group in groups),

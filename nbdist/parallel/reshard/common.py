@@ -5,6 +5,9 @@ A switch and a save both begin with them.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +41,7 @@ class OptimizerHandle:
     optimizer: Optimizer
     names: dict[str, tuple[Prepared, str, torch.Tensor]]
     local: LocalState
-    agreed: MergedState | None = None
+    agreed: MergedState
 
 
 def common_models(what: str) -> list[Prepared]:
@@ -78,53 +81,25 @@ def common_optimizers(
         is_quick: Those that were prepared will do where they step every parameter. Otherwise they
             are looked for among all of Python's objects, which takes a tenth of a second.
     """
-    optimizers = _optimizers(models if is_quick else ())
+    optimizers = prepared_optimizers(models) if is_quick else None
+    if optimizers is None:
+        # Those that were bound first, then those that nobody has prepared.
+        places = {optimizer: place for place, optimizer in enumerate(registry.bound_optimizers())}
+        optimizers = [o for o in live_models.live_optimizers() if registry.names_in(o)]
+        optimizers.sort(key=lambda optimizer: places.get(optimizer, len(places)))
     sketches_by_rank = all_or_none(what, lambda: [_sketch(optimizer) for optimizer in optimizers])
-    local_sketches = sketches_by_rank[rank()]
-    shared = [
-        key for key in sketches_by_rank[0] if all(key in sketches for sketches in sketches_by_rank)
+    shared = functools.reduce(operator.and_, map(Counter, sketches_by_rank))
+    chosen: list[Optimizer] = []
+    for key, count in shared.items():
+        sketches = zip(optimizers, sketches_by_rank[rank()], strict=True)
+        chosen += [optimizer for optimizer, sketch in sketches if sketch == key][:count]
+    names = [registry.names_in(optimizer) for optimizer in chosen]
+    states = [
+        read(optimizer, {key: parameter for key, (_, _, parameter) in mine.items()}, number)
+        for number, (optimizer, mine) in enumerate(zip(chosen, names, strict=True))
     ]
-    chosen = []
-    for key in dict.fromkeys(shared):
-        count = min(sketches.count(key) for sketches in sketches_by_rank)
-        same = [
-            optimizer
-            for optimizer, sketch in zip(optimizers, local_sketches, strict=True)
-            if sketch == key
-        ]
-        chosen += same[:count]
-    handles = []
-    for number, optimizer in enumerate(chosen):
-        names = registry.names_in(optimizer)
-        local = read(
-            optimizer, {key: parameter for key, (_, _, parameter) in names.items()}, number
-        )
-        handles.append(OptimizerHandle(optimizer, names, local))
-    for handle, merged in zip(
-        handles, merge_across_ranks([handle.local for handle in handles]), strict=True
-    ):
-        handle.agreed = merged
-    return handles
-
-
-def _optimizers(models: Sequence[Prepared] = ()) -> list[Optimizer]:
-    """This rank's, those that were bound first; also those that nobody has prepared.
-
-    Args:
-        models: If those that were prepared step all of these models' parameters, they are all.
-    """
-    prepared = prepared_optimizers(models)
-    if prepared is not None:
-        return prepared
-    optimizers = [
-        optimizer for optimizer in live_models.live_optimizers() if registry.names_in(optimizer)
-    ]
-    return sorted(
-        optimizers,
-        key=lambda optimizer: (
-            registry.bound(optimizer).number if registry.is_bound(optimizer) else 1 << 60
-        ),
-    )
+    handles = zip(chosen, names, states, merge_across_ranks(states), strict=True)
+    return [OptimizerHandle(*parts) for parts in handles]
 
 
 def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
@@ -132,21 +107,13 @@ def prepared_optimizers(models: Sequence[Prepared]) -> list[Optimizer] | None:
 
     Then there may be others, that only a look at all of Python's objects finds.
     """
-    optimizers = [
-        optimizer for optimizer in registry.bound_optimizers() if registry.names_in(optimizer)
-    ]
-    stepped = {
-        id(p)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    wanted = [p for model in models for p in model.parameters.values() if p.requires_grad]
-    if not wanted or any(id(parameter) not in stepped for parameter in wanted):
-        return None
-    return sorted(optimizers, key=lambda optimizer: registry.bound(optimizer).number)
+    optimizers = [o for o in registry.bound_optimizers() if registry.names_in(o)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    wanted = {id(p) for model in models for p in model.parameters.values() if p.requires_grad}
+    return optimizers if wanted and wanted <= stepped else None
 
 
 def _sketch(optimizer: Optimizer) -> tuple[Any, ...]:
     names = registry.names_in(optimizer)
-    return type(optimizer).__name__, tuple(names), registry.is_bound(optimizer)
+    return type(optimizer).__name__, tuple(names), optimizer in registry.bound_optimizers()

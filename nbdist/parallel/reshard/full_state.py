@@ -18,7 +18,6 @@ from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import device, names_in, state_side
 from nbdist.parallel.reshard.optimizer_state import (
     MergedState,
-    StateEntry,
     merge_across_ranks,
     plan,
     read,
@@ -163,9 +162,9 @@ def shard_into(
     local = read(optimizer, before)
     if not local.entries:
         return
-    merged = MergedState(
-        local.optimizer, local.number, local.names, broadcast_entries(local.entries)
-    )
+    everywhere = frozenset(range(consensus.world_size()))
+    entries = {place: replace(entry, ranks=everywhere) for place, entry in local.entries.items()}
+    merged = MergedState(local.optimizer, local.number, local.names, entries)
     plan(merged, old, new)  # refuses what cannot be cut
     parts = {}
     for place in local.entries:
@@ -189,14 +188,6 @@ def dtypes_of(model: Prepared) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer, by first name."""
     tensors = {**build.buffers_of(model.base), **model.parameters}
     return {name: tensors[name].dtype for name in model.layouts}
-
-
-def broadcast_entries(
-    entries: Mapping[tuple[str, str], StateEntry],
-) -> dict[tuple[str, str], StateEntry]:
-    """The same entries, as those that every rank has."""
-    ranks = frozenset(range(consensus.world_size()))
-    return {place: replace(entry, ranks=ranks) for place, entry in entries.items()}
 
 
 def _others(optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import consensus
 from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.options import step_device
 from nbdist.parallel.reshard.redistribute import Reshard
 from nbdist.parallel.tensors import like, local_as
 from nbdist.strategy.tensor_layout import Placement, is_same, local_runs, missing_on_ranks
@@ -53,35 +54,14 @@ class StateEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalState:
-    """One rank's part of an optimizer's state.
+class MergedState:
+    """An optimizer's state over all ranks, without its elements. Equal on all ranks.
 
     Attributes:
         optimizer: Its class's name.
         number: Which one, of several that are switched together; part of the labels.
         names: Of the parameters that were asked for.
         entries: By place; parameters without state have none.
-        tensors: Local parts of the entries of kind "tensor", by label: `redistribute`'s `local`.
-    """
-
-    optimizer: str
-    number: int
-    names: tuple[str, ...]
-    entries: dict[Place, StateEntry]
-    tensors: dict[str, torch.Tensor]
-
-    def label(self, place: Place) -> str:
-        """The name under which an entry's tensor is."""
-        return _label(self.number, place)
-
-
-@dataclass(frozen=True, slots=True)
-class MergedState:
-    """An optimizer's state over all ranks, without its elements. Equal on all ranks.
-
-    Attributes:
-        optimizer, number, names: As of LocalState.
-        entries: Of all ranks, by place.
     """
 
     optimizer: str
@@ -91,7 +71,19 @@ class MergedState:
 
     def label(self, place: Place) -> str:
         """The name under which an entry's tensor moves."""
-        return _label(self.number, place)
+        name, key = place
+        return f"{self.number}:{name} [{key}]"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState(MergedState):
+    """The same of this rank alone, with the elements that it has.
+
+    Attributes:
+        tensors: Local parts of the entries of kind "tensor", by label: `redistribute`'s `local`.
+    """
+
+    tensors: dict[str, torch.Tensor]
 
 
 def read(
@@ -108,14 +100,13 @@ def read(
             order on all ranks. State of other parameters is left alone.
         number: Of this optimizer among those that are switched together.
     """
-    entries: dict[Place, StateEntry] = {}
-    tensors: dict[str, torch.Tensor] = {}
+    local = LocalState(type(optimizer).__name__, number, tuple(parameters), {}, {})
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            entry = entries[name, key] = _entry(value, parameter)
+            entry = local.entries[name, key] = _entry(value, parameter)
             if entry.kind == "tensor":
-                tensors[_label(number, (name, key))] = local_as(value, parameter)
-    return LocalState(type(optimizer).__name__, number, tuple(parameters), entries, tensors)
+                local.tensors[local.label((name, key))] = local_as(value, parameter)
+    return local
 
 
 def merge_across_ranks(local: Sequence[LocalState]) -> list[MergedState]:
@@ -125,9 +116,8 @@ def merge_across_ranks(local: Sequence[LocalState]) -> list[MergedState]:
         NbdistError: Ranks differ in the number or classes of optimizers, in a dtype, or in a
             number such as the step. Raised on all ranks.
     """
-    outlines = [(state.optimizer, state.number, state.names, state.entries) for state in local]
-    by_rank = all_gather_object(outlines)
-    classes = [[(optimizer, names) for optimizer, _, names, _ in theirs] for theirs in by_rank]
+    by_rank = all_gather_object([replace(state, tensors={}) for state in local])
+    classes = [[(state.optimizer, state.names) for state in theirs] for theirs in by_rank]
     for rank, theirs in enumerate(classes):
         if theirs != classes[0]:
             raise NbdistError(
@@ -136,15 +126,7 @@ def merge_across_ranks(local: Sequence[LocalState]) -> list[MergedState]:
                 f"{_describe_optimizers(theirs)}. Create the same ones on all ranks, in the same "
                 "order."
             )
-    return [
-        MergedState(
-            optimizer,
-            number,
-            names,
-            _merge_entries(optimizer, [states[index][3] for states in by_rank]),
-        )
-        for index, (optimizer, number, names, _) in enumerate(by_rank[0])
-    ]
+    return [_merge(states) for states in zip(*by_rank, strict=True)]
 
 
 def plan(
@@ -203,7 +185,7 @@ def write(
         new: As in `plan`.
     """
     rank = consensus.rank()
-    capturable = _with_step_on_device(optimizer, before, after)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     states: dict[str, dict[str, Any]] = {}
     for (name, key), entry in merged.entries.items():
         if local_runs(new[name].layout, new[name].degrees, rank) is None:
@@ -212,7 +194,8 @@ def write(
         if entry.kind == "tensor":
             state[key] = like(after[name], tensors[merged.label((name, key))])
         elif entry.kind == "number":
-            state[key] = _number(entry, after[name], _is_there(key, entry, name in capturable))
+            group = groups.get(id(after[name])) or groups.get(id(before[name]), {})
+            state[key] = _number(key, entry, after[name], group)
         elif rank in entry.ranks:
             state[key] = optimizer.state[before[name]][key]
     for name in merged.names:
@@ -238,27 +221,26 @@ def _entry(value: Any, parameter: torch.Tensor) -> StateEntry:
     return StateEntry("other", value.dtype, f"shape {tuple(value.shape)}, not {tuple(wanted)}")
 
 
-def _merge_entries(
-    optimizer: str, by_rank: Sequence[Mapping[Place, StateEntry]]
-) -> dict[Place, StateEntry]:
-    """All ranks' entries, each with the ranks that have it.
+def _merge(by_rank: Sequence[LocalState]) -> MergedState:
+    """One optimizer's entries of all ranks, each with the ranks that have it.
 
     Raises:
         NbdistError: Two ranks have different numbers or dtypes.
     """
-    merged: dict[Place, StateEntry] = {}
-    for rank, entries in enumerate(by_rank):
-        for place, entry in entries.items():
-            first = merged.setdefault(place, entry)
+    first_rank = by_rank[0]
+    entries: dict[Place, StateEntry] = {}
+    for rank, state in enumerate(by_rank):
+        for place, entry in state.entries.items():
+            first = entries.setdefault(place, entry)
             if _equal_part(first) != _equal_part(entry):
                 name, key = place
                 raise NbdistError(
-                    f"{optimizer}'s {key!r} of {name} differs: {_describe_entry(first)} on rank "
-                    f"{min(first.ranks)}, {_describe_entry(entry)} on rank {rank}. The ranks "
+                    f"{state.optimizer}'s {key!r} of {name} differs: {_describe_entry(first)} on "
+                    f"rank {min(first.ranks)}, {_describe_entry(entry)} on rank {rank}. The ranks "
                     "have not made the same steps. Load a checkpoint on all ranks, then switch."
                 )
-            merged[place] = replace(first, ranks=first.ranks | {rank})
-    return merged
+            entries[place] = replace(first, ranks=first.ranks | {rank})
+    return MergedState(first_rank.optimizer, first_rank.number, first_rank.names, entries)
 
 
 def _equal_part(entry: StateEntry) -> tuple[Any, ...]:
@@ -291,34 +273,13 @@ def _on_ranks(side: Placement, ranks: Iterable[int]) -> Placement:
     return Placement(replace(side.layout, ranks=frozenset(ranks)), side.degrees)
 
 
-def _with_step_on_device(
-    optimizer: Optimizer, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
-) -> set[str]:
-    """Names of parameters whose group wants its step on the device. Source: torch.optim.Adam."""
-    ids = {
-        id(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if group.get("fused") or group.get("capturable")
-    }
-    return {name for name in after if id(after[name]) in ids or id(before[name]) in ids}
-
-
-def _is_there(key: str, entry: StateEntry, wants_step: bool) -> bool:
-    """Whether a 0-dim tensor goes to the parameter's device. A fused option may have changed."""
-    return wants_step if key == "step" else entry.is_on_device
-
-
-def _number(entry: StateEntry, parameter: torch.Tensor, is_there: bool) -> Any:
+def _number(key: str, entry: StateEntry, parameter: torch.Tensor, group: dict[str, Any]) -> Any:
     if entry.dtype is None:
         return entry.value
-    device = parameter.device if is_there else torch.device("cpu")
+    device = parameter.device if entry.is_on_device else torch.device("cpu")
+    if key == "step":  # a fused option may have changed
+        device = step_device(group, parameter)
     return torch.tensor(entry.value, dtype=entry.dtype, device=device)
-
-
-def _label(number: int, place: Place) -> str:
-    name, key = place
-    return f"{number}:{name} [{key}]"
 
 
 def _describe_entry(entry: StateEntry) -> str:

@@ -283,7 +283,7 @@ class _Search:
 
     def _describe(self, item: Any, way: str) -> str:
         if isinstance(item, types.FunctionType):
-            closure = [cell.cell_contents for cell in item.__closure__ or () if _is_full(cell)]
+            closure = gc.get_referents(*(item.__closure__ or ()))
             is_inside = any(id(cell_value) in map(id, self._targets) for cell_value in closure)
             is_inside = is_inside or any(id(cell_value) in self._owners for cell_value in closure)
             where = "the closure of" if is_inside else "a default argument of"
@@ -362,14 +362,6 @@ def is_internal(item: Any) -> bool:
     if isinstance(item, types.FunctionType | types.ModuleType):
         return f"{getattr(item, '__module__', None) or item.__name__}.".startswith(_INTERNAL)
     return f"{type(item).__module__}.".startswith(_INTERNAL)
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _is_shown(name: str) -> bool:

@@ -129,11 +129,10 @@ def redistribute(
         carrier = _carrier(device)
         is_direct = carrier == device
         local_routes, direct, bundled = [], [], []
-        for reshard, transfer, source in _sources(reshards, size):
-            route = _Route(reshard, transfer, source)
-            if source == transfer.target:
-                local_routes += [route] if source == rank else []
-            elif is_direct and transfer.is_stretch and route.size_bytes >= DIRECT_BYTES:
+        for route in _routes(reshards, size):
+            if route.source == route.transfer.target:
+                local_routes += [route] if route.source == rank else []
+            elif is_direct and route.transfer.is_stretch and route.size_bytes >= DIRECT_BYTES:
                 direct.append(route)
             else:
                 bundled.append(route)
@@ -148,15 +147,6 @@ def redistribute(
         if rounds := list(_rounds(bundled, size)):
             _BucketedP2P(local, new, rounds, carrier).deliver(transferred)
     return new
-
-
-def moved_bytes(reshards: Sequence[Reshard], world_size: int) -> int:
-    """How many bytes all ranks together send in an exchange. This rank alone."""
-    return sum(
-        math.prod(transfer.shape) * reshard.dtype.itemsize
-        for reshard, transfer, source in _sources(reshards, world_size)
-        if source != transfer.target
-    )
 
 
 def _start_result(
@@ -176,7 +166,7 @@ def _start_result(
     return None if shape is None else room_for(shape, reshard.dtype, device)
 
 
-def _sources(reshards: Sequence[Reshard], size: int) -> Iterator[tuple[Reshard, Transfer, int]]:
+def _routes(reshards: Sequence[Reshard], size: int) -> Iterator[_Route]:
     """Each transfer with the rank that sends it; the same on all ranks.
 
     A rank takes from itself what it has. Else the rank that has sent least so far sends, and
@@ -187,11 +177,12 @@ def _sources(reshards: Sequence[Reshard], size: int) -> Iterator[tuple[Reshard, 
         for transfer in transfers(reshard.old, reshard.new, size):
             target = transfer.target
             if target in transfer.sources:
-                yield reshard, transfer, target
+                yield _Route(reshard, transfer, target)
                 continue
             source = min(transfer.sources, key=lambda rank: (sent_bytes[rank], abs(rank - target)))
-            sent_bytes[source] += math.prod(transfer.shape) * reshard.dtype.itemsize
-            yield reshard, transfer, source
+            route = _Route(reshard, transfer, source)
+            sent_bytes[source] += route.size_bytes
+            yield route
 
 
 def _copy_own(
@@ -213,9 +204,7 @@ def _send_directly(
     Collective. What is yielded is to be waited for before the next ones are sent.
     """
     rank = consensus.rank()
-    limited = [
-        limited_route for route in routes for limited_route in _split_route(route, _CALL_BYTES)
-    ]
+    limited = [part for route in routes for part in _split_route(route, _CALL_BYTES)]
     for first in range(0, max(1, len(limited)), _DIRECT_COUNT):
         calls = []
         for number, route in enumerate(limited[first : first + _DIRECT_COUNT]):

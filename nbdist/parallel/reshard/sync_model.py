@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.core.ranks import rank_label
@@ -173,8 +172,8 @@ def _send(model: live_models.NamedModel, source: int, *, is_rebuilt: bool) -> No
         _send_optimizer(optimizer, source, ddp.process_group)
     for parameter in model.module.parameters():
         parameter.grad = None
-    if is_rebuilt and isinstance(model.module, DistributedDataParallel):
-        live_models.rebuild_reducer(model.module)
+    if is_rebuilt:
+        live_models.rebuild_reducer(ddp)
 
 
 def _send_optimizer(optimizer: Optimizer, source: int, group: Any) -> None:

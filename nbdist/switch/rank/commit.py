@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,21 +30,6 @@ class ModelMove:
     next: Built
 
 
-@dataclass(slots=True)
-class ReceivedShards:
-    """This rank's parts under the new strategy.
-
-    Attributes:
-        values: Of parameters and buffers, by unique name.
-        states: Of optimizers, by label.
-        received_bytes: From other ranks.
-    """
-
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
-    received_bytes: int = 0
-
-
 class Commit:
     """The change itself, and the way back."""
 
@@ -53,11 +38,19 @@ class Commit:
         choice: Strategy,
         moves: list[ModelMove],
         handles: list[OptimizerHandle],
-        received: ReceivedShards,
+        shards: dict[str, torch.Tensor],
     ) -> None:
-        """Keep what a rollback needs. Nothing changes yet."""
+        """Keep what a rollback needs. Nothing changes yet.
+
+        Args:
+            choice: The new strategy.
+            moves: The models.
+            handles: Their optimizers.
+            shards: This rank's parts under it: of parameters and buffers by unique name, of
+                optimizers' states by label. Emptied at the end.
+        """
         self._choice, self._before = choice, registry.current()
-        self._moves, self._handles, self._received = moves, handles, received
+        self._moves, self._handles, self._shards = moves, handles, shards
         self._built = [move.model.built for move in moves]
         self._snapshots = [module_patches.snapshot_modules(move.model.base) for move in moves]
         self._groups = [
@@ -88,8 +81,8 @@ class Commit:
         new: dict[str, torch.Tensor] = {}
         for move, old in zip(self._moves, self._built, strict=True):
             names = {name: registry.unique_name(move.place, name) for name in move.next.layouts}
-            values = self._received.values
-            local = {name: values[key] for name, key in names.items() if key in values}
+            shards = self._shards
+            local = {name: shards[key] for name, key in names.items() if key in shards}
             build.commit(move.next, local, before=old.changes)
             move.model.built = move.next
             new |= {names[name]: parameter for name, parameter in move.next.parameters.items()}
@@ -104,9 +97,7 @@ class Commit:
             }
             fresh = {id(before[key]): after[key] for key in before}
             prepare.replace_parameters(handle.optimizer, fresh)
-            assert handle.agreed is not None
-            states = self._received.states
-            write(handle.optimizer, handle.agreed, states, before, after, sides)
+            write(handle.optimizer, handle.agreed, self._shards, before, after, sides)
             prepare.attach_steps(handle.optimizer, models)
 
     def _roll_back(self) -> None:
@@ -148,8 +139,7 @@ class Commit:
             self._states,
             self._handles,
             self._moves,
-            self._received.values,
-            self._received.states,
+            self._shards,
         ):
             records.clear()
         return dead, modules, own_names

@@ -40,7 +40,7 @@ from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Strategy, label, rows_of, steps_of
 from nbdist.strategy.tensor_layout import transfers
-from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, ReceivedShards, display_name
+from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, display_name
 from nbdist.switch.report import RankSwitchReport
 
 # Of its progress.
@@ -61,9 +61,8 @@ def switch(choice: Strategy) -> RankSwitchReport:
     choice, before = precision.with_accelerator_precision(choice), registry.current()
     if choice == before:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
-        return RankSwitchReport(
-            before, choice, (), (), (), (), (note,), 0, time.perf_counter() - began_s
-        )
+        elapsed_s = time.perf_counter() - began_s
+        return RankSwitchReport(before, choice, notes=(note,), elapsed_s=elapsed_s)
     if len(registry.prepared()) > 1 or _fixed_reason(before, choice):
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
@@ -80,7 +79,8 @@ def switch(choice: Strategy) -> RankSwitchReport:
             rebinds, notes, received = _move(choice, models)
     if not models:
         registry.set_choice(choice)
-    registry.tell(before, choice)
+    for watcher in registry.watchers():
+        watcher.after_switch(before, choice)
     return RankSwitchReport(
         before=before,
         after=choice,
@@ -128,8 +128,7 @@ def _move(choice: Strategy, prepared: list[Prepared]) -> tuple[RebindReport, tup
         fsdp.settle(model.built.job.root)
     moves = _plan(choice, prepared)
     handles = common_optimizers(WHAT, prepared)
-    shards = _bring(moves, handles)
-    received = shards.received_bytes
+    shards, received_bytes = _bring(moves, handles)
     with interrupts_held():
         try:
             progress.tell("agreeing")
@@ -141,7 +140,7 @@ def _move(choice: Strategy, prepared: list[Prepared]) -> tuple[RebindReport, tup
         commit = Commit(choice, moves, handles, shards)
         commit.run(ballot)
         rebinds, notes = commit.finish()
-    return rebinds, notes, received
+    return rebinds, notes, received_bytes
 
 
 def _plan(choice: Strategy, models: Sequence[Prepared]) -> list[ModelMove]:
@@ -174,67 +173,42 @@ def _refuse_changed(model: Prepared) -> None:
         )
 
 
-def _bring(model_moves: list[ModelMove], handles: list[OptimizerHandle]) -> ReceivedShards:
-    """Bring this rank's new parts. Collective; may be refused, alike on all ranks, at first."""
-    old = {
-        key: registry.state_side(model.built, n)
-        for handle in handles
-        for key, (model, n, _) in handle.names.items()
-    }
-    planned = {id(move.model): move.next for move in model_moves}
-    new = {
-        key: registry.state_side(planned[id(model)], n)
-        for handle in handles
-        for key, (model, n, _) in handle.names.items()
-    }
-    reshards: list[Reshard] = []
+def _bring(
+    moves: list[ModelMove], handles: list[OptimizerHandle]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Bring this rank's new parts. Collective; may be refused, alike on all ranks, at first.
+
+    Returns:
+        Those of parameters and buffers by unique name, of optimizers' states by label; and how
+        many bytes have come from other ranks.
+    """
+    job = moves[0].next.job
+    planned = {id(move.model): move.next for move in moves}
+    # What lies where parameters do, and buffers, which always lie on the device.
+    homed: list[Reshard] = []
+    buffers: list[Reshard] = []
+    local: dict[str, torch.Tensor] = {}
     for handle in handles:
-        assert handle.agreed is not None
-        if "zero1" in steps_of(model_moves[0].next.job.choice):
+        if "zero1" in steps_of(job.choice):
             zero1.check(handle.optimizer)
-        reshards += plan(handle.agreed, old, new)
-    states = {label: tensor for handle in handles for label, tensor in handle.local.tensors.items()}
-    parameters, buffers, local = _values(model_moves)
-    job = model_moves[0].next.job
-    home = fsdp.parameter_device(job.choice, job.device)
-    shards = ReceivedShards(received_bytes=_received_bytes([*reshards, *parameters, *buffers]))
-    everything = redistribute([*parameters, *reshards], {**local, **states}, home)
-    shards.states = {
-        reshard.name: everything[reshard.name] for reshard in reshards if reshard.name in everything
-    }
-    shards.values = {
-        reshard.name: everything[reshard.name]
-        for reshard in parameters
-        if reshard.name in everything
-    }
-    shards.values |= redistribute(buffers, local, job.device)
-    return shards
-
-
-def _received_bytes(reshards: list[Reshard]) -> int:
-    """What this rank gets from others."""
+        places = {key: (model, name) for key, (model, name, _) in handle.names.items()}
+        old = {key: registry.state_side(m.built, name) for key, (m, name) in places.items()}
+        new = {key: registry.state_side(planned[id(m)], name) for key, (m, name) in places.items()}
+        homed += plan(handle.agreed, old, new)
+        local |= handle.local.tensors
+    for move in moves:
+        for name, tensor in local_state(move.model).items():
+            local[registry.unique_name(move.place, name)] = tensor
+        for name, dtype in dtypes_of(move.model).items():
+            key = registry.unique_name(move.place, name)
+            reshard = Reshard(key, dtype, move.model.side(name), move.next.side(name))
+            (homed if name in move.model.parameters else buffers).append(reshard)
     here = rank()
-    return sum(
+    received_bytes = sum(
         math.prod(transfer.shape) * reshard.dtype.itemsize
-        for reshard in reshards
+        for reshard in (*homed, *buffers)
         for transfer in transfers(reshard.old, reshard.new, world_size())
         if transfer.target == here and here not in transfer.sources
     )
-
-
-def _values(
-    moves: list[ModelMove],
-) -> tuple[list[Reshard], list[Reshard], dict[str, torch.Tensor]]:
-    """The moves of parameters, and of buffers, by unique name; and what this rank has of them."""
-    parameters: list[Reshard] = []
-    buffers: list[Reshard] = []
-    local = {}
-    for move in moves:
-        model, dtypes = move.model, dtypes_of(move.model)
-        for name, tensor in local_state(model).items():
-            local[registry.unique_name(move.place, name)] = tensor
-        for name, dtype in dtypes.items():
-            key = registry.unique_name(move.place, name)
-            reshard = Reshard(key, dtype, model.side(name), move.next.side(name))
-            (parameters if name in model.parameters else buffers).append(reshard)
-    return parameters, buffers, local
+    shards = redistribute(homed, local, fsdp.parameter_device(job.choice, job.device))
+    return shards | redistribute(buffers, local, job.device), received_bytes
