@@ -63,8 +63,7 @@ class Built:
 def plan(job: ModelBuild) -> Built:
     """Say how a model will lie. Nothing is changed, no rank is met; the same on all ranks.
 
-    Args:
-        job: The model: whole, real or on meta. Under another strategy it is so in `bare`.
+    The model is whole, real or on meta. Under another strategy it is so in `bare`.
 
     Raises:
         OptionError: The model does not allow it; or a parameter has no shape yet.
@@ -76,7 +75,7 @@ def plan(job: ModelBuild) -> Built:
             f"{lazy[0]} has no shape before the model's first forward. Run it once on a small "
             "batch before prepare()."
         )
-    steps = transforms.named(steps_of(job.choice))
+    steps = transforms.load(steps_of(job.choice))
     layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
     for step in steps:
         layouts = step.plan(job, layouts)
@@ -197,7 +196,7 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
     for name, names in built.names.items():
         fresh = _fill_tensor(built, name, tensors[name], local.get(name))
         if isinstance(fresh, torch.nn.Parameter):
-            # What was set on a parameter: libraries and users mark them so. The one is torch's.
+            # Libraries and users mark parameters by attributes of theirs; `_is_param` is torch's.
             marks = {key: mark for key, mark in vars(old[name]).items() if key != "_is_param"}
             vars(fresh).update(marks)
             built.parameters[name] = fresh

@@ -63,9 +63,6 @@ def all_gather_object(obj: T) -> list[T]:
     torch's all_gather_object asks for the lengths first, in a call of its own, and most of what a
     call takes is waiting for the last rank's processor. Here objects of some kilobytes come with
     their lengths; where one is longer, all are sent again with as much room as it needs.
-
-    Args:
-        obj: This rank's; can be pickled.
     """
     size = world_size()
     if size == 1:

@@ -18,8 +18,7 @@ class ParallelMesh:
 
     Attributes:
         degrees: How many ranks lie along each axis.
-        rank: This one.
-        coordinate: Where it is along each axis.
+        coordinate: Where this rank is along each axis.
         mesh: The mesh with the axes that count; None where every rank is by itself.
     """
 

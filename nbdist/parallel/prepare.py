@@ -24,7 +24,6 @@ from nbdist.parallel.registry import (
     grid_for,
     last_number,
     names_in,
-    next_number,
     owner_names,
     prepared,
     prepared_of,
@@ -62,8 +61,8 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
             job = ModelBuild(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
             built = build.plan(job)
             tensors = build.tensors_of(model)
-            own = {name: tensors[name].detach().to(job.device) for name in built.layouts}
-            return _commit(built, own)
+            values = {name: tensors[name].detach().to(job.device) for name in built.layouts}
+            return _commit(built, values)
         job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []
@@ -204,7 +203,5 @@ def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.M
     except BaseException:
         module_patches.restore(snapshots)
         raise
-    model = Prepared(next_number(), built)
-    model.remember(old)
-    register(model)
+    register(built, old)
     return outer

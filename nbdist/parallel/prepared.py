@@ -99,7 +99,7 @@ def attach(prepared: Prepared) -> None:
     vars(prepared.base)[_ATTRIBUTE] = prepared
 
 
-def attached(module: torch.nn.Module) -> Prepared | None:
+def find_prepared(module: torch.nn.Module) -> Prepared | None:
     """What is known of a module or of the wrapper around it."""
     candidate: torch.nn.Module | None = module
     while candidate is not None:

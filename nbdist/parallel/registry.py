@@ -16,7 +16,7 @@ from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import all_or_none, world_size
 from nbdist.parallel.dp import fsdp1_state, zero1
 from nbdist.parallel.mesh import ParallelMesh, build_mesh
-from nbdist.parallel.prepared import Prepared, attach, attached
+from nbdist.parallel.prepared import Prepared, attach, find_prepared
 from nbdist.parallel.training_state import same_random
 from nbdist.strategy.choice import Degrees, Strategy, steps_of
 from nbdist.strategy.choose import default_choice
@@ -40,9 +40,7 @@ class _Live:
     Attributes:
         choice: The strategy; None until one is chosen: the default counts.
         grids: Meshes that were made, by (is single, degrees).
-        prepared: Models, in order.
         bound: Optimizers, in order; with what ends that which a strategy has added to its step.
-        watchers: In order.
         numbers: How many were given to models.
     """
 
@@ -55,8 +53,6 @@ class _Live:
     watchers: list[weakref.ref[Any]] = field(default_factory=list)
     numbers: int = 0
 
-
-_OWNERS = "zero1"
 
 _live = _Live()
 
@@ -130,22 +126,22 @@ def keep(numbers: set[int]) -> None:
 
 def prepared_of(module: torch.nn.Module) -> Prepared | None:
     """What is known of a model: the user's module, what was returned for it, or one around it."""
-    attachment = attached(module)
-    if attachment is not None:
-        return attachment
-    return next((model for model in prepared() if model.outer is module), None)
+    attachment = find_prepared(module)
+    return attachment or next((model for model in prepared() if model.outer is module), None)
 
 
-def register(model: Prepared) -> None:
-    """Remember a model for as long as it lives."""
+def register(built: Built, replaced: dict[str, torch.Tensor]) -> None:
+    """Remember a model for as long as it lives.
+
+    Args:
+        built: What was made of it. Its number is the same on all ranks, as preparing is.
+        replaced: The parameters that it had before, by first name.
+    """
+    model = Prepared(_live.numbers, built)
+    _live.numbers += 1
+    model.remember(replaced)
     attach(model)
     _live.prepared.append(weakref.ref(model))
-
-
-def next_number() -> int:
-    """For a model; the same on all ranks, as preparing is."""
-    _live.numbers += 1
-    return _live.numbers - 1
 
 
 def last_number() -> int:
@@ -214,10 +210,10 @@ def state_side(built: Built, name: str) -> Placement:
 
 def owner_names(built: Built) -> dict[str, int]:
     """Who steps each parameter under zero1, by first name."""
-    if _OWNERS not in built.job.step_data:
+    if "zero1" not in built.job.step_data:
         layouts = {name: built.layouts[name] for name in built.parameter_names}
-        built.job.step_data[_OWNERS] = zero1.owners(layouts, world_size())
-    owners: dict[str, int] = built.job.step_data[_OWNERS]
+        built.job.step_data["zero1"] = zero1.owners(layouts, world_size())
+    owners: dict[str, int] = built.job.step_data["zero1"]
     return owners
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,22 +77,20 @@ def same_random() -> contextlib.AbstractContextManager[None]:
 
 def keep_modes(model: torch.nn.Module) -> PutBack:
     """Of each module, whether it trains."""
-    modes = [(module, module.training) for module in model.modules()]
-
-    def put_back() -> None:
-        for module, is_training in modes:
-            module.training = is_training
-
-    return put_back
+    return _keep_attribute(model.modules(), "training")
 
 
 def keep_gradients(model: torch.nn.Module) -> PutBack:
     """The gradient of each parameter: the tensor itself, no copy of it."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    return _keep_attribute(model.parameters(), "grad")
+
+
+def _keep_attribute(objects: Iterable[object], name: str) -> PutBack:
+    values = [(obj, getattr(obj, name)) for obj in objects]
 
     def put_back() -> None:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for obj, value in values:
+            setattr(obj, name, value)
 
     return put_back
 

@@ -23,6 +23,6 @@ STEPS = {
 }
 
 
-def named(names: Iterable[str]) -> tuple[Transform, ...]:
+def load(names: Iterable[str]) -> tuple[Transform, ...]:
     """What these names stand for in the table, in the same order."""
     return tuple(pkgutil.resolve_name(f"nbdist.parallel.{STEPS[name]}") for name in names)

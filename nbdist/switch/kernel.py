@@ -33,14 +33,8 @@ class Strategies:
         ranks: Ranks,
         after: Callable[[RankSwitchReport], RankSwitchReport] = lambda done: done,
     ):
-        """Keep the ranks; nothing is sent to them yet.
-
-        Args:
-            ranks: Of the session.
-            after: Completes a switch's report, for example with lints.
-        """
         self._ranks = ranks
-        self._after = after
+        self._after = after  # completes a switch's report, for example with lints
         self.compared: Any = None  # the last %dist_compare, which a user may ask for
 
     def current(self) -> Strategy:

@@ -21,7 +21,7 @@ class RankSwitchReport:
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.
-        moved_bytes: Received from other ranks; of all ranks' reports, the most of one.
+        moved_bytes: Received from other ranks; of several reports, the largest.
         elapsed_s: From the call to its end.
         batch: Samples that one step sees before and after, and the learning rate; None where no
             loader that depends on it, or no optimizer, is prepared.

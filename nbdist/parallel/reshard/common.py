@@ -32,7 +32,6 @@ class OptimizerHandle:
     """One optimizer of prepared models, and its state.
 
     Attributes:
-        optimizer: torch's object.
         names: Unique name -> (model, first name, the parameter in its groups).
         local: Its state on this rank.
         agreed: Its state over all ranks.
@@ -48,9 +47,6 @@ def common_models(what: str) -> list[Prepared]:
     """The prepared models that are on all ranks. Collective.
 
     A cell that failed on one rank may leave a model there, in the error.
-
-    Args:
-        what: The operation, for messages.
     """
     models = registry.prepared()
     by_rank = all_or_none(
@@ -95,8 +91,8 @@ def common_optimizers(
         chosen += [optimizer for optimizer, sketch in sketches if sketch == key][:count]
     names = [registry.names_in(optimizer) for optimizer in chosen]
     states = [
-        read(optimizer, {key: parameter for key, (_, _, parameter) in mine.items()}, number)
-        for number, (optimizer, mine) in enumerate(zip(chosen, names, strict=True))
+        read(optimizer, {key: parameter for key, (_, _, parameter) in here.items()}, number)
+        for number, (optimizer, here) in enumerate(zip(chosen, names, strict=True))
     ]
     handles = zip(chosen, names, states, merge_across_ranks(states), strict=True)
     return [OptimizerHandle(*parts) for parts in handles]

@@ -47,11 +47,9 @@ def full_state(model: Prepared) -> dict[str, torch.Tensor]:
 
 
 def load_full(model: Prepared, values: Mapping[str, torch.Tensor]) -> None:
-    """Put values into a model, in place. Every rank, with equal ones; collective under fsdp1.
+    """Put whole tensors, by first name, into a model, in place. What is not among them stays.
 
-    Args:
-        model: The model.
-        values: Whole tensors by first name; what is not in them stays.
+    Every rank, with equal ones; collective under fsdp1.
 
     Raises:
         NbdistError: A name or a shape is not the model's; nothing was changed.

@@ -51,13 +51,7 @@ _MAX_LEVEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """An object and what stands in its place from now on.
-
-    Attributes:
-        old: The object that was replaced.
-        new: Its replacement.
-        label: What it is, for messages: "model", or a parameter's name.
-    """
+    """An object, what stands in its place from now on, and what it is called in messages."""
 
     old: Any
     new: Any

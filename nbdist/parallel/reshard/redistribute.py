@@ -49,7 +49,6 @@ class Reshard:
 
     Attributes:
         name: Key in `local` and in the result.
-        dtype: Of its elements.
         old: Placement now. Together the ranks have every element that is needed.
         new: Placement afterwards.
     """
@@ -267,14 +266,16 @@ class _BucketedP2P:
         """Send and receive bucket by bucket. Collective: every rank."""
         for sent, received in zip(self._sent, self._received, strict=True):
             for view, route in self._views(self._outbox, sent):
-                _copy(view, self._local[route.reshard.name], _to_box(route.transfer.dims))
+                cuts = _box_cuts(route.transfer.dims, is_sent=True)
+                _copy(view, self._local[route.reshard.name], cuts)
             to_each = self._totals(sent, "target")
             from_each = self._totals(received, "source")
             dist.all_to_all_single(
                 self._inbox[: sum(from_each)], self._outbox[: sum(to_each)], from_each, to_each
             )
             for view, route in self._views(self._inbox, received):
-                _copy(self._new[route.reshard.name], view, _from_box(route.transfer.dims))
+                cuts = _box_cuts(route.transfer.dims, is_sent=False)
+                _copy(self._new[route.reshard.name], view, cuts)
             transferred.gone([*sent, *received])
 
     def _mine(self, routes: list[_Route], role: str, other: str) -> list[_Route]:
@@ -320,24 +321,15 @@ def _box(tensor: torch.Tensor, block: Sequence[tuple[int, int]]) -> torch.Tensor
     return tensor
 
 
-def _to_box(dims: tuple[Cuts, ...]) -> tuple[Cuts, ...]:
-    """Cuts from the source's tensor to the piece by itself."""
-    return tuple(
-        tuple((old, at, n) for (old, _, n), at in zip(cuts, _starts(cuts), strict=True))
-        for cuts in dims
-    )
-
-
-def _from_box(dims: tuple[Cuts, ...]) -> tuple[Cuts, ...]:
-    """Cuts from the piece by itself to the target's tensor."""
-    return tuple(
-        tuple((at, new, n) for (_, new, n), at in zip(cuts, _starts(cuts), strict=True))
-        for cuts in dims
-    )
-
-
-def _starts(cuts: Cuts) -> list[int]:
-    return list(itertools.accumulate((n for *_, n in cuts[:-1]), initial=0))
+def _box_cuts(dims: tuple[Cuts, ...], *, is_sent: bool) -> tuple[Cuts, ...]:
+    """Cuts from the source's tensor to the piece by itself, or from that to the target's tensor."""
+    boxed = []
+    for cuts in dims:
+        starts = itertools.accumulate((n for *_, n in cuts[:-1]), initial=0)
+        pairs = zip(cuts, starts, strict=True)
+        of_dim = ((old, at, n) if is_sent else (at, new, n) for (old, new, n), at in pairs)
+        boxed.append(tuple(of_dim))
+    return tuple(boxed)
 
 
 def _carrier(device: torch.device) -> torch.device:

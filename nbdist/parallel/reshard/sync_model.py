@@ -20,15 +20,12 @@ class _Sketch:
     """What has to be equal on two ranks before values are sent.
 
     Attributes:
-        tensors: Name, type and shape of each parameter and buffer.
-        optimizers: Name and class of each optimizer, and its parameters' names by group.
-        schedulers: Classes of each optimizer's schedulers.
+        parts: Each parameter and buffer, each optimizer, its parameters and schedulers, under
+            the names that a message gives them.
         ranks: Global ranks among which it is replicated.
     """
 
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    optimizers: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...]
-    schedulers: tuple[tuple[str, ...], ...]
+    parts: dict[str, Any]
     ranks: tuple[int, ...]
 
 
@@ -78,28 +75,17 @@ def sync_model(source: int) -> list[str]:
 
 
 def _sketch(model: live_models.NamedModel) -> _Sketch:
-    names = {id(p): name for name, p in model.module.named_parameters()}
-    optimizers = live_models.optimizers(model)
     ddp: Any = model.module
-    return _Sketch(
-        tensors=tuple((n, str(t.dtype), tuple(t.shape)) for n, t in _tensors(model)),
-        optimizers=tuple(
-            (
-                name,
-                type(optimizer).__name__,
-                tuple(
-                    tuple(names.get(id(p), "?") for p in g["params"])
-                    for g in optimizer.param_groups
-                ),
-            )
-            for name, optimizer in optimizers
-        ),
-        schedulers=tuple(
-            tuple(type(s).__name__ for s in live_models.schedulers(optimizer))
-            for _, optimizer in optimizers
-        ),
-        ranks=tuple(dist.get_process_group_ranks(ddp.process_group)),
-    )
+    names = {id(p): name for name, p in ddp.named_parameters()}
+    parts: dict[str, Any] = {n: f"{t.dtype} {list(t.shape)}" for n, t in _tensors(model)}
+    for name, optimizer in live_models.optimizers(model):
+        groups = [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups]
+        sizes = "+".join(str(len(group)) for group in groups)
+        schedulers = tuple(type(s).__name__ for s in live_models.schedulers(optimizer))
+        parts[f"optimizer {name}"] = f"{type(optimizer).__name__} of {sizes} parameters"
+        parts[f"parameters of optimizer {name}"] = tuple(map(tuple, groups))
+        parts[f"schedulers of optimizer {name}"] = schedulers
+    return _Sketch(parts, tuple(dist.get_process_group_ranks(ddp.process_group)))
 
 
 def _refuse(offers: list[_Offer], source: int) -> dict[str, str]:
@@ -144,22 +130,11 @@ def _difference(name: str, ours: _Sketch, theirs: _Sketch | None) -> str:
         return f"no DDP model named {name}"
     if ours.ranks != theirs.ranks:
         return f"{name} is in a group of ranks {rank_label(theirs.ranks)}"
-    mine, other = _parts(ours), _parts(theirs)
+    mine, other = ours.parts, theirs.parts
     for key in dict.fromkeys((*mine, *other)):
         if mine.get(key) != other.get(key):
             return f"{name}: {key} is {other.get(key, 'missing')}, not {mine.get(key, 'missing')}"
     return ""
-
-
-def _parts(sketch: _Sketch) -> dict[str, Any]:
-    """The sketch as named parts, for a message that names the one that differs."""
-    parts: dict[str, Any] = {n: f"{kind} {list(shape)}" for n, kind, shape in sketch.tensors}
-    for (name, kind, groups), schedulers in zip(sketch.optimizers, sketch.schedulers, strict=True):
-        sizes = "+".join(str(len(group)) for group in groups)
-        parts[f"optimizer {name}"] = f"{kind} of {sizes} parameters"
-        parts[f"parameters of optimizer {name}"] = groups
-        parts[f"schedulers of optimizer {name}"] = schedulers
-    return parts
 
 
 def _send(model: live_models.NamedModel, source: int, *, is_rebuilt: bool) -> None:

@@ -42,12 +42,8 @@ class Commit:
     ) -> None:
         """Keep what a rollback needs. Nothing changes yet.
 
-        Args:
-            choice: The new strategy.
-            moves: The models.
-            handles: Their optimizers.
-            shards: This rank's parts under it: of parameters and buffers by unique name, of
-                optimizers' states by label. Emptied at the end.
+        `shards` are this rank's new parts: of parameters and buffers by unique name, of states of
+        optimizers by label. They are emptied at the end.
         """
         self._choice, self._before = choice, registry.current()
         self._moves, self._handles, self._shards = moves, handles, shards

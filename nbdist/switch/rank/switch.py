@@ -15,6 +15,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +34,6 @@ from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
 from nbdist.parallel.reshard.optimizer_state import plan
-from nbdist.parallel.reshard.rebind import RebindReport
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.training_state import same_random
 from nbdist.parallel.transform import ModelBuild
@@ -63,33 +63,34 @@ def switch(choice: Strategy) -> RankSwitchReport:
         note = f"{label(choice)} with these options is the current strategy; nothing was done"
         elapsed_s = time.perf_counter() - began_s
         return RankSwitchReport(before, choice, notes=(note,), elapsed_s=elapsed_s)
-    if len(registry.prepared()) > 1 or _fixed_reason(before, choice):
+    # Why no live model goes from one to the other, if a row says so.
+    rows = [*rows_of(before), *rows_of(choice)]
+    reason = next((row.fixed for row in rows if row.fixed), "")
+    if len(registry.prepared()) > 1 or reason:
         gc.collect()  # of cells that were run again, or what was deleted to make way
     with same_random(), progress.during(NAME):
         progress.tell("planning")
         models = common_models(WHAT)
-        if models:
-            _refuse_fixed(before, choice)
+        if models and reason:
+            raise OptionError(
+                f"Live models cannot be switched from {label(before)} to {label(choice)}: "
+                f"{reason}. Save with accelerator.save_state(DIR), start afresh with "
+                f"%dist_reset --strategy {choice.name}, prepare again, and load with "
+                "accelerator.load_state(DIR)."
+            )
         # Loaders and optimizers that cannot follow refuse before anything changes.
         all_or_none(WHAT, lambda: registry.ask(before, choice))
         registry.grid_for(choice)
-        notes: tuple[str, ...] = ()
-        rebinds, received = RebindReport(), 0
+        report = RankSwitchReport(before, choice)
         if models:
-            rebinds, notes, received = _move(choice, models)
-    if not models:
-        registry.set_choice(choice)
+            report = _move(report, models)
+        else:
+            registry.set_choice(choice)
     for watcher in registry.watchers():
         watcher.after_switch(before, choice)
-    return RankSwitchReport(
-        before=before,
-        after=choice,
+    return replace(
+        report,
         models=tuple(display_name(model.built) for model in models),
-        rebound=tuple(rebinds.names),
-        lists=tuple(rebinds.lists),
-        stale=tuple(rebinds.stale),
-        notes=notes,
-        moved_bytes=received,
         elapsed_s=time.perf_counter() - began_s,
         batch=_batch(before, choice),
     )
@@ -105,28 +106,11 @@ def _batch(before: Strategy, after: Strategy) -> tuple[int, int, float] | None:
     return None
 
 
-def _fixed_reason(before: Strategy, after: Strategy) -> str:
-    """Why no live model goes from one to the other, if a row says so."""
-    rows = [row for choice in (before, after) for row in rows_of(choice)]
-    return next((row.fixed for row in rows if row.fixed), "")
-
-
-def _refuse_fixed(before: Strategy, after: Strategy) -> None:
-    reason = _fixed_reason(before, after)
-    if reason:
-        raise OptionError(
-            f"Live models cannot be switched from {label(before)} to {label(after)}: "
-            f"{reason}. Save with accelerator.save_state(DIR), start afresh with "
-            f"%dist_reset --strategy {after.name}, prepare again, and load with "
-            "accelerator.load_state(DIR)."
-        )
-
-
-def _move(choice: Strategy, prepared: list[Prepared]) -> tuple[RebindReport, tuple[str, ...], int]:
+def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchReport:
     ballot = CommitVote(str(all_or_none(WHAT, time.time_ns)[0]))
     for model in prepared:
         fsdp.settle(model.built.job.root)
-    moves = _plan(choice, prepared)
+    moves = _plan(report.after, prepared)
     handles = common_optimizers(WHAT, prepared)
     shards, received_bytes = _bring(moves, handles)
     with interrupts_held():
@@ -137,10 +121,17 @@ def _move(choice: Strategy, prepared: list[Prepared]) -> tuple[RebindReport, tup
             ballot.answer(one_line(error), is_waiting=False)  # some may have gone on
             raise
         progress.tell("committing")
-        commit = Commit(choice, moves, handles, shards)
+        commit = Commit(report.after, moves, handles, shards)
         commit.run(ballot)
         rebinds, notes = commit.finish()
-    return rebinds, notes, received_bytes
+    return replace(
+        report,
+        rebound=tuple(rebinds.names),
+        lists=tuple(rebinds.lists),
+        stale=tuple(rebinds.stale),
+        notes=notes,
+        moved_bytes=received_bytes,
+    )
 
 
 def _plan(choice: Strategy, models: Sequence[Prepared]) -> list[ModelMove]:
@@ -191,9 +182,10 @@ def _bring(
     for handle in handles:
         if "zero1" in steps_of(job.choice):
             zero1.check(handle.optimizer)
-        places = {key: (model, name) for key, (model, name, _) in handle.names.items()}
-        old = {key: registry.state_side(m.built, name) for key, (m, name) in places.items()}
-        new = {key: registry.state_side(planned[id(m)], name) for key, (m, name) in places.items()}
+        old, new = {}, {}
+        for key, (model, name, _) in handle.names.items():
+            old[key] = registry.state_side(model.built, name)
+            new[key] = registry.state_side(planned[id(model)], name)
         homed += plan(handle.agreed, old, new)
         local |= handle.local.tensors
     for move in moves:
