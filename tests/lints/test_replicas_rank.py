@@ -86,11 +86,6 @@ def test_what_ranks_hold_alike_is_compared_under_each_strategy(tmp_path: Path) -
     assert result["fsdp"][2][0][2] == [0]
 
 
-ONE = """
-    STRATEGIES = {os.environ["ONE"]: STRATEGIES[os.environ["ONE"]]}
-"""
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("name", "groups"),
@@ -103,8 +98,9 @@ ONE = """
 )
 def test_products_on_four_ranks(tmp_path: Path, name: str, groups: list[list[int]] | None) -> None:
     """Of two axes only the one that replicates is compared; the ranks that agree are named."""
-    text = TRAINING + LOOKS + PRODUCTS + ONE + EACH
-    with TorchRanks(tmp_path, 4, text, ODD="3", ONE=name) as ranks:
+    strategies = {name: PRODUCTS[name]}
+    text = TRAINING + LOOKS + f"    STRATEGIES = {strategies}\n" + EACH
+    with TorchRanks(tmp_path, 4, text, ODD="3") as ranks:
         clean, apart, bad = ranks.results()[0]["result"][name]
 
     assert clean[0], clean

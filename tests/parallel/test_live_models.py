@@ -103,17 +103,10 @@ REFUSED = (
         model = fully_shard(net())
     else:
         live_models.catching_up(True)
-        first = DDP(net() if rank == 0 or kind != "shape" else torch.nn.Linear(6, 3))
-        if rank == 1 and kind == "name":
-            other = first
-            del first
-        else:
-            model = first
-            del first
+        name = "other" if rank == 1 and kind == "name" else "model"
+        globals()[name] = DDP(net() if rank == 0 or kind != "shape" else torch.nn.Linear(6, 3))
         if rank == 0 or kind != "optimizer":
-            trained = other if rank == 1 and kind == "name" else model
-            opt = torch.optim.SGD(trained.parameters(), 0.1)
-            del trained
+            opt = torch.optim.SGD(globals()[name].parameters(), 0.1)
     before, text = reset_models.checksums(), ""
     try:
         sync.sync_model(0)
@@ -147,7 +140,7 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, say
 
 def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
     """A failed cell's error holds its model on one rank alone; named models still have to fit."""
-    sketch = sync_model._Sketch((("w", "torch.float32", (2,)),), (), (), (0, 1))
+    sketch = sync_model._Sketch({"w": "torch.float32 [2]"}, (0, 1))
     ours = sync_model._Offer(
         {"model": sketch, "Linear": sketch}, (), frozenset({"Linear"}), is_new=False
     )

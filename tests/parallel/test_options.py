@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.options import set_fused, step_device
+from nbdist.parallel.options import set_fused
 from tests.support.parity import TEXT
 from tests.support.torch_ranks import TorchRanks
 
@@ -131,6 +131,18 @@ done(
 )
 
 
+REFUSED = {
+    "no blocks": "--checkpoint full works block by block",
+    "no blocks compile": "--compile works block by block",
+    "too few": "layers has 3 blocks, so none would be recomputed. Use a number from 1 to 3",
+    "efficient": "the CPU has no such kernel here. Use flash or math",
+    "cudnn": "the CPU has no such kernel here. Use flash or math",
+    "never": "Plain never calls",
+    "eager": "'eager'",
+    "compiler": "no C++ compiler (none)",
+}
+
+
 def test_they_work_under_each_strategy(tmp_path: Path) -> None:
     """Numbers stay, under ddp and fsdp; blocks run again, kernels are the ones asked for."""
     with TorchRanks(tmp_path, 2, WORKS) as ranks:
@@ -157,19 +169,8 @@ def test_they_work_under_each_strategy(tmp_path: Path) -> None:
     assert first["values"][0] != first["values"][1]
     assert first["signature"] == ["tokens"]
 
-    _check_refusals(first["refused"])
-
-
-def _check_refusals(refused: dict[str, str]) -> None:
-    assert "--checkpoint full works block by block" in refused["no blocks"]
-    assert "--compile works block by block" in refused["no blocks compile"]
-    assert "layers has 3 blocks" in refused["too few"]
-    assert "from 1 to 3" in refused["too few"]
-    assert "the CPU has no such kernel here. Use flash or math" in refused["efficient"]
-    assert "the CPU has no such kernel here. Use flash or math" in refused["cudnn"]
-    assert "Plain never calls" in refused["never"]
-    assert "'eager'" in refused["eager"]
-    assert "no C++ compiler (none)" in refused["compiler"]
+    for what, message in REFUSED.items():
+        assert message in first["refused"][what], what
 
 
 COMPILED = (
@@ -266,16 +267,6 @@ def test_a_group_added_later_is_fused_too() -> None:
     fused = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], fused=True)
     set_fused(fused, is_on=False)
     assert fused.param_groups[0]["fused"] is True
-
-
-def test_counts_of_steps_lie_where_the_step_looks() -> None:
-    """With the parameter where a kernel counts, else on the host."""
-    parameter = torch.empty(2, device="meta")
-
-    assert step_device({"fused": True}, parameter).type == "meta"
-    assert step_device({"capturable": True, "fused": None}, parameter).type == "meta"
-    assert step_device({"fused": None}, parameter).type == "cpu"
-    assert step_device({}, parameter).type == "cpu"
 
 
 def test_an_optimizer_without_a_fused_step_is_refused() -> None:

@@ -35,7 +35,7 @@ def put(base, degrees=None, accelerator=None, **settings):
     job.accelerator = accelerator
     axes = {"tp": job.grid.degrees.tp, "fsdp": job.grid.degrees.dp_shard}
     wanted = ("pp", "tp", "options", "fsdp", "precision", "pipeline")
-    return put_under(job, *steps.named(name for name in wanted if axes.get(name) != 1))
+    return put_under(job, *steps.load(name for name in wanted if axes.get(name) != 1))
 
 def gathered(outer, base, what):
     "Every rank's own tensors as one model's; those that several hold are equal."

@@ -23,7 +23,7 @@ def test_every_row_can_be_put_together(name: str) -> None:
     """Each of its steps exists, with every option that adds one."""
     choice = choose(name, {"bf16": True, "checkpoint": "full"}, 4)
 
-    assert all(isinstance(step, Transform) for step in transforms.named(steps_of(choice)))
+    assert all(isinstance(step, Transform) for step in transforms.load(steps_of(choice)))
 
 
 def test_ranks_begin_with_the_default() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.support.torch_ranks import TorchRanks
 
 LOG = "NBDIST_PARITY_LOG"
 """Names the JSON lines file that every comparison is added to."""
@@ -27,6 +31,8 @@ class Tolerance:
 
 
 EXACT = 2e-6
+# Moments are compared by their largest value, and drift over hundreds of steps; a lost one is 1.
+LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 # Word of what is typed -> how close. In half precision the process by itself computes in it too.
 ROUNDED = {
     # Gradients: bf16's relative error, 2 ** -8, of the norm 0.5. FSDP2's bf16 parameters round
@@ -47,12 +53,7 @@ def tolerance_of(typed: str) -> Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison.
-
-    Attributes:
-        typed: As behind %dist_strategy.
-        model: A key of the texts' MODELS.
-    """
+    """One comparison: what is typed behind %dist_strategy, and a key of the texts' MODELS."""
 
     typed: str
     model: str = "plain"
@@ -67,7 +68,6 @@ class Measured:
         typed: The strategy; of a switch the one before, of a checkpoint the one that it was saved
             under.
         after: Of a switch, the strategy after it; of a checkpoint, under which it was loaded.
-        model: Which one.
         n: Ranks; of a checkpoint, those that loaded it.
         loss, gradients, parameters: Largest difference to one process; None where not looked at.
         tolerance: That the loss's had to stay below.
@@ -84,6 +84,29 @@ class Measured:
     tolerance: float
     after: str = ""
     before_n: int = 0
+
+
+def worst_of_ranks(
+    ranks: TorchRanks, cases: Sequence[tuple[object, Mapping[str, float | None]]]
+) -> list[dict[str, Any]]:
+    """The largest differences of any rank in each comparison, none of which is too large.
+
+    Args:
+        ranks: They end with `found`: for each case its differences, or an error's text.
+        cases: For each what it is, for messages, and its limits; None where there is none.
+    """
+    results = [result["found"] for result in ranks.results()]
+    worst = []
+    for number, (case, limits) in enumerate(cases):
+        differences = [result[number] for result in results]
+        for of_rank in differences:
+            assert isinstance(of_rank, dict), f"{case}\n{of_rank}"
+        values = {key: [of_rank[key] for of_rank in differences] for key in differences[0]}
+        worst.append({key: None if None in each else max(each) for key, each in values.items()})
+        far = {key: worst[-1][key] for key, limit in limits.items() if limit is not None}
+        far = {key: value for key, value in far.items() if value and value > limits[key]}
+        assert not far, (case, far)
+    return worst
 
 
 def record(measured: Measured) -> None:

@@ -10,35 +10,30 @@ from tests.parity.case import Case
 LEFT_OUT = frozenset({"is_compiled", "blocks", "stage"})
 # A package of its own, which need not be there; the process is its own from then on.
 DEEPSPEED = tuple(
-    Case(f"deepspeed --stage {stage}{more}")
-    for stage, more in (
-        (1, ""),
-        (1, " --sdpa math"),
-        (2, " --accumulate 2"),
-        (2, " --checkpoint full"),
-        (3, ""),
-        (3, " --checkpoint selective"),
-        (3, " --offload cpu"),
+    Case(f"deepspeed --stage {stage}")
+    for stage in (
+        "1",
+        "1 --sdpa math",
+        "2 --accumulate 2",
+        "2 --checkpoint full",
+        "3",
+        "3 --checkpoint selective",
+        "3 --offload cpu",
     )
 )
 NAMES = tuple(name for name in ROWS if name != "deepspeed")
 
 _PRECISIONS = tuple(Case(f"{name} --{half}") for name in NAMES for half in ("bf16", "fp16"))
+_KERNELS = ("--checkpoint 2 --sdpa math", "--fused --sdpa flash")
 _COMMON = tuple(
-    Case(f"{name}{option}")
+    Case(f"{name} {option}")
     for name in NAMES
     for option in (
-        " --accumulate 2",
-        " --checkpoint full",
-        " --checkpoint selective --accumulate 2",
-        " --checkpoint 2 --sdpa math",
-        " --fused --sdpa flash",
+        "--accumulate 2",
+        "--checkpoint full",
+        "--checkpoint selective --accumulate 2",
+        *(("--checkpoint 2", "--fused") if name in OPTIONS["sdpa"].never else _KERNELS),
     )
-    if not ("--sdpa" in option and name in OPTIONS["sdpa"].never)
-) + tuple(
-    Case(f"{name}{option}")
-    for name in OPTIONS["sdpa"].never
-    for option in (" --checkpoint 2", " --fused")
 )
 _OWN = tuple(
     Case(typed)
@@ -153,9 +148,6 @@ SWITCHED = {
     4: (*_ONE_AXIS, "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2"),
 }
 """Strategies between which a live model is switched, each to each, by number of ranks."""
-
-WALKED = {2: SWITCHED[2], 4: ("ddp", "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2")}
-"""Those of them that are walked through, one after the other."""
 
 SAVED = {
     1: ("ddp", "fsdp"),

@@ -5,8 +5,9 @@ python -m tests.parity.report build/parity.jsonl docs/parity.md
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbdist.strategy.table import ROWS
 from tests.parity.case import Measured
@@ -44,28 +45,14 @@ def rows_table(measured: Sequence[Measured]) -> str:
 def switch_table(measured: Sequence[Measured], n: int) -> str:
     """Rows are the strategies before, columns those after; the loss's largest difference."""
     off = {(m.typed, m.after): m for m in measured if m.kind == "switch" and m.n == n}
-    head = (f"{n} ranks: from, to", *map(_code, SWITCHED[n]))
-    return tables.table(
-        head,
-        [
-            (_code(before), *(_told(off.get((before, after))) for after in SWITCHED[n]))
-            for before in SWITCHED[n]
-        ],
-    )
+    return _square(f"{n} ranks: from, to", {name: _code(name) for name in SWITCHED[n]}, off)
 
 
 def checkpoint_table(measured: Sequence[Measured]) -> str:
     """Rows are those who have saved, columns those who loaded; the loss's largest difference."""
-    everybody = [(n, name) for n, names in SAVED.items() for name in names]
     off = {((m.before_n, m.typed), (m.n, m.after)): m for m in measured if m.kind == "checkpoint"}
-    head = ("saved by, loaded by", *(f"{n}: {_code(name)}" for n, name in everybody))
-    return tables.table(
-        head,
-        [
-            (f"{old[0]}: {_code(old[1])}", *(_told(off.get((old, new))) for new in everybody))
-            for old in everybody
-        ],
-    )
+    titles = {(n, name): f"{n}: {_code(name)}" for n, names in SAVED.items() for name in names}
+    return _square("saved by, loaded by", titles, off)
 
 
 def text(measured: Sequence[Measured]) -> str:
@@ -83,6 +70,12 @@ def text(measured: Sequence[Measured]) -> str:
     has_any = any(one.kind == "checkpoint" for one in measured)
     parts += ["### Checkpoints", checkpoint_table(measured) if has_any else "Not loaded this time."]
     return "\n\n".join(parts)
+
+
+def _square(corner: str, titles: Mapping[Any, str], measured: Mapping[Any, Measured]) -> str:
+    """From each to each, by their titles."""
+    rows = [(titles[old], *(_told(measured.get((old, new))) for new in titles)) for old in titles]
+    return tables.table((corner, *titles.values()), rows)
 
 
 def _split(typed: str) -> tuple[str, str]:

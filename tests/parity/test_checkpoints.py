@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.case import EXACT, Measured, record
+from tests.parity.case import EXACT, LIMITS, Measured, record, worst_of_ranks
 from tests.parity.cases import SAVED
 from tests.parity.texts_checkpoint import CHECKPOINTS
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
-# As for switches: moments are compared by their largest value.
-LIMITS = {"loss": EXACT, "parameters": EXACT, "moments": 1e-5}
 Jobs = Sequence[Sequence[object]]
 
 
@@ -71,14 +69,4 @@ def _run(folder: Path, n: int, jobs: Jobs, **env: str) -> list[dict[str, float]]
     limit_s = 80.0 if len(jobs) == 1 else 200.0 + 20.0 * len(jobs)
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
     with TorchRanks(run_dir, n, CHECKPOINTS, limit_s, **own) as ranks:
-        results = [result["found"] for result in ranks.results()]
-    found = []
-    for number, job in enumerate(jobs):
-        told = [result[number] for result in results]
-        for one in told:
-            assert isinstance(one, dict), f"{job} on {n} ranks\n{one}"
-        worst = {key: max(one[key] for one in told) for key in told[0]}
-        far = {key: value for key, value in worst.items() if value > LIMITS[key]}
-        assert not far, (job, n, far)
-        found.append(worst)
-    return found
+        return worst_of_ranks(ranks, [(job, LIMITS) for job in jobs])

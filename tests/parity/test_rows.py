@@ -3,12 +3,13 @@
 import importlib.util
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from nbdist.strategy.options import OPTIONS
-from tests.parity.case import Case, Measured, record, tolerance_of
+from tests.parity.case import Case, Measured, record, tolerance_of, worst_of_ranks
 from tests.parity.cases import DEEPSPEED, LEFT_OUT, LONG, NAMES, SHORT
 from tests.parity.texts import ROWS
 from tests.support.torch_ranks import LIMIT_S, TorchRanks
@@ -58,38 +59,12 @@ def test_the_cases_have_every_row_and_option() -> None:
 def _compare(folder: Path, n: int, cases: Iterable[Case], limit_s: float = LIMIT_S) -> None:
     cases = list(cases)
     given = json.dumps([(case.typed, case.model) for case in cases])
+    allowed = [tolerance_of(case.typed) for case in cases]
+    limits = [
+        {**asdict(tolerance), "rate": 1e-12, "norm": tolerance.parameters} for tolerance in allowed
+    ]
     with TorchRanks(folder, n, ROWS, limit_s, CASES=given, STEPS=str(STEPS)) as ranks:
-        results = [result["found"] for result in ranks.results()]
-    for number, case in enumerate(cases):
-        found = [result[number] for result in results]
-        for one in found:
-            assert isinstance(one, dict), f"{case.typed}, {case.model}\n{one}"
-        _check(n, case, found)
-
-
-def _check(n: int, case: Case, found: list[dict[str, float]]) -> None:
-    """The worst of all ranks is close enough; it is noted for docs/parity.md."""
-    worst = {
-        key: max(values) if None not in values else None
-        for key, values in ((key, [one[key] for one in found]) for key in found[0])
-    }
-    allowed = tolerance_of(case.typed)
-    record(
-        Measured(
-            "row",
-            case.typed,
-            case.model,
-            n,
-            worst["loss"],
-            worst["gradients"],
-            worst["parameters"],
-            allowed.loss,
-        )
-    )
-    limits = {"loss": allowed.loss, "rate": 1e-12, "parameters": allowed.parameters}
-    if worst["gradients"] is not None:
-        limits["gradients"] = allowed.gradients
-    if allowed.parameters is not None:
-        limits["norm"] = allowed.parameters
-    far = {key: worst[key] for key, limit in limits.items() if limit and worst[key] > limit}
-    assert not far, (case, n, far)
+        worst = worst_of_ranks(ranks, list(zip(cases, limits, strict=True)))
+    for case, tolerance, off in zip(cases, allowed, worst, strict=True):
+        differences = off["loss"], off["gradients"], off["parameters"]
+        record(Measured("row", case.typed, case.model, n, *differences, tolerance.loss))

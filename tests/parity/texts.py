@@ -4,7 +4,7 @@ from tests.support.training import MODEL
 
 # Behind MODEL. Everything whole is gathered beside the cell, whose lines a user could have typed.
 COMMON = """
-    import functools
+    import copy, functools
     from torch.distributed.fsdp import FullyShardedDataParallel
     from nbdist.parallel.dp import fsdp1_state
     from nbdist.parallel.reshard import full_state as wholes
@@ -83,6 +83,31 @@ COMMON = """
         optimizer = torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         return net, optimizer, scheduler
+
+    def rate(step):
+        "Always another one, and never small: a lost step of a moment or a rate is to be seen."
+        return 0.75 + 0.25 * (-1) ** step / (1 + step % 5)
+
+    def step_alone(net, optimizer, scheduler, batches):
+        "A step of one process; its loss, and the rates after it."
+        x, y = next(batches)
+        loss = loss_of(net(x, labels=y))
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss.item(), scheduler.get_last_lr()
+
+    def moments_off(optimizer, moments):
+        "The largest difference of each kind of state, by its largest value; steps are equal."
+        state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
+        def worst(kind):
+            size = max(wanted[kind].abs().max().item() for wanted in moments.values())
+            return max((state[name][kind] - wanted[kind]).abs().max().item() / size
+                       for name, wanted in moments.items())
+        assert worst("step") == 0
+        return max(worst("exp_avg"), worst("exp_avg_sq"))
 
     def samples(count):
         "A label for each word, other ones every 12 batches: there is always much to be learned."
@@ -226,21 +251,7 @@ SWITCHES = (
     PATH, EACH = json.loads(os.environ["SWITCHED"]), 3
     data = samples(EACH * len(PATH))
 
-    def rate(step):
-        "Always another one, and never small: a lost step of a moment or a rate is to be seen."
-        return 0.75 + 0.25 * (-1) ** step / (1 + step % 5)
-
-    alone_net, alone_optimizer, alone_scheduler = made("plain", 0, rate)
-    alone_batches = iter(DataLoader(data, batch_size=GLOBAL))
-    def alone():
-        x, y = next(alone_batches)
-        loss = loss_of(alone_net(x, labels=y))
-        loss.backward()
-        nn.utils.clip_grad_norm_(alone_net.parameters(), LIMIT)
-        alone_optimizer.step()
-        alone_scheduler.step()
-        alone_optimizer.zero_grad()
-        return loss.item(), alone_scheduler.get_last_lr()
+    alone = *made("plain", 0, rate), iter(DataLoader(data, batch_size=GLOBAL))
 
     switch.switch(read(PATH[0]))
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
@@ -267,25 +278,16 @@ SWITCHES = (
             optimizer, raw, raw.param_groups, *raw.param_groups,
             *(group["params"] for group in raw.param_groups), scheduler, loader, batches)]
 
-    def moments():
-        "The largest difference of each kind of state, by its largest value; steps are equal."
-        found = wholes.full_optimizer_state(optimizer.optimizer)["state"]
-        wanted = {name: alone_optimizer.state[p] for name, p in alone_net.named_parameters()}
-        def worst(key):
-            size = max(own[key].abs().max().item() for own in wanted.values())
-            return max((found[name][key] - wanted[name][key]).abs().max().item() / size
-                       for name in wanted)
-        assert worst("step") == 0
-        return max(worst("exp_avg"), worst("exp_avg_sq"))
-
     def compare():
         loss = 0.0
         for _ in range(EACH):
-            (found, found_rate), (wanted, wanted_rate) = train(), alone()
+            (found, found_rate), (wanted, wanted_rate) = train(), step_alone(*alone)
             assert found_rate == wanted_rate, (found_rate, wanted_rate)
             loss = max(loss, abs(found - wanted))
-        return {"loss": loss, "moments": moments(),
-                "parameters": far(accelerator.get_state_dict(model), alone_net.state_dict())}
+        net, state = alone[0], alone[1].state
+        moments = {name: state[p] for name, p in net.named_parameters()}
+        return {"loss": loss, "moments": moments_off(optimizer, moments),
+                "parameters": far(accelerator.get_state_dict(model), net.state_dict())}
 
     def go(after):
         began_s = time.perf_counter()

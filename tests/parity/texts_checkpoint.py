@@ -16,10 +16,6 @@ CHECKPOINTS = (
     # The same on any number of ranks: the other texts' models grow with them.
     MODELS["plain"] = Plain
 
-    def rate(step):
-        "Always another one, and never small: a lost step of a moment or a rate is to be seen."
-        return 0.75 + 0.25 * (-1) ** step / (1 + step % 5)
-
     def shuffled(seed):
         order = torch.Generator().manual_seed(seed)
         return DataLoader(samples(EPOCH), batch_size=GLOBAL, shuffle=True, generator=order)
@@ -30,31 +26,20 @@ CHECKPOINTS = (
             yield from loader
 
     def states(net, optimizer):
-        "Whole parameters, and each kind of moment by name."
-        own = optimizer.state
-        found = {name: own[p] for name, p in net.named_parameters()}
-        kinds = ("exp_avg", "exp_avg_sq", "step")
-        return {k: v.clone() for k, v in net.state_dict().items()}, {
-            kind: {name: one[kind].clone() for name, one in found.items()} for kind in kinds}
+        "Whole parameters and moments, by name."
+        state = {name: optimizer.state[p] for name, p in net.named_parameters()}
+        return copy.deepcopy((net.state_dict(), state))
 
     @functools.cache
     def alone():
         "One process from beginning to end: losses, rates, and what there is after each part."
         net, optimizer, scheduler = made(KIND, 0, rate)
-        batches, found, rates, kept = endless(shuffled(0)), [], [], []
+        batches, steps, kept = endless(shuffled(0)), [], []
         for at in range(BEFORE + AFTER):
-            x, y = next(batches)
-            loss = loss_of(net(x, labels=y))
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-            rates.append(scheduler.get_last_lr())
+            steps.append(step_alone(net, optimizer, scheduler, batches))
             if at + 1 in (BEFORE, BEFORE + AFTER):
                 kept.append(states(net, optimizer))
-        return found, rates, kept
+        return *zip(*steps), kept
 
     def train(parts, batches, first, count):
         "Steps, compared with those of one process; then parameters and moments."
@@ -75,17 +60,9 @@ CHECKPOINTS = (
         return {"loss": far_off, **compared(parts, kept[0 if first == 0 else 1])}
 
     def compared(parts, kept):
-        model, optimizer, _, _ = parts
         wanted, moments = kept
-        state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
-        def worst(kind):
-            size = max(one.abs().max().item() for one in moments[kind].values())
-            return max(
-                (state[name][kind] - one).abs().max().item() / size
-                for name, one in moments[kind].items())
-        assert worst("step") == 0
-        return {"parameters": far(accelerator.get_state_dict(model), wanted),
-                "moments": max(worst("exp_avg"), worst("exp_avg_sq"))}
+        return {"parameters": far(accelerator.get_state_dict(parts[0]), wanted),
+                "moments": moments_off(parts[1], moments)}
 
     def prepared(typed, seed):
         switch.switch(read(typed))

@@ -130,7 +130,7 @@ def job_of(base, choice):
 
 def put_under(job, *steps):
     "Steps on a model with values that are equal on all ranks."
-    with mock.patch.object(transforms, "named", lambda names: steps):
+    with mock.patch.object(transforms, "load", lambda names: steps):
         built = building.plan(job)
     tensors, local = building.tensors_of(job.base), {}
     for name, layout in built.layouts.items():

@@ -9,7 +9,6 @@ import atexit
 import functools
 import json
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap

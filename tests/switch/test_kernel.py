@@ -11,7 +11,6 @@ import pytest
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.ranks import Ranks, current_strategy
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.core.topology import RankPlace, Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.lints.kernel.lints import Lints
 from nbdist.notebook import session
@@ -19,16 +18,9 @@ from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import StrategySpec, choose, default_choice
 from nbdist.switch.kernel import Strategies, switch_strategy
 from nbdist.switch.report import RankSwitchReport
+from tests.cluster.test_view import CPU
 
 Reply = Callable[[Strategy], Any]
-CPU = Topology(
-    tuple(
-        RankPlace(engine_id=rank, rank=rank, local_rank=rank, local_world_size=2, node_rank=0,
-                  host="box", pid=0, device="cpu", device_name="", device_uuid="", threads=1)
-        for rank in range(2)
-    ),
-    "gloo", "why", is_scaling=False, n_hosts=1,
-)  # fmt: skip
 DDP, FSDP = default_choice(2), choose("fsdp", {}, 2)
 
 
@@ -59,7 +51,7 @@ def strategies(*replies: Any) -> tuple[Strategies, FakeSession]:
 
 
 def told(before: Strategy, after: Strategy) -> RankSwitchReport:
-    return RankSwitchReport(before, after, ("model",), (), (), (), (), 10, 0.1)
+    return RankSwitchReport(before, after, ("model",), moved_bytes=10, elapsed_s=0.1)
 
 
 class RemoteError(Exception):
@@ -107,31 +99,30 @@ def test_a_wrong_option_asks_no_rank() -> None:
     assert ranks.strategy_chosen is None
 
 
-def test_what_ranks_refuse_is_an_option_error_without_their_number() -> None:
-    """They refuse alike, before anything changes; afterwards they are asked."""
-    strategy, _ = strategies(from_rank("OptionError", "6 heads cannot be split 4 ways"), [DDP] * 2)
-    with pytest.raises(OptionError) as caught:
+@pytest.mark.parametrize(
+    ("remote", "kind", "says"),
+    [
+        ("OptionError", OptionError, "6 heads cannot be split 4 ways"),
+        ("RuntimeError", NbdistError, "rank 0: 6 heads cannot be split 4 ways"),
+    ],
+)
+def test_only_what_ranks_refuse_alike_has_no_rank(
+    remote: str, kind: type[NbdistError], says: str
+) -> None:
+    """An option error of all; another failure names its rank. What counts now is asked."""
+    strategy, _ = strategies(from_rank(remote, "6 heads cannot be split 4 ways"), [DDP] * 2)
+    with pytest.raises(NbdistError) as caught:
         strategy.switch("tp")
 
-    assert str(caught.value) == "6 heads cannot be split 4 ways"
-    assert strategy.current() == DDP
-
-
-def test_another_failure_of_a_rank_stays_what_it_is() -> None:
-    """It names its rank, and what counts now is asked."""
-    strategy, _ = strategies(from_rank("RuntimeError", "connection lost"), [DDP] * 2)
-    with pytest.raises(NbdistError, match="rank 0: connection lost"):
-        strategy.switch("fsdp")
-
+    assert (type(caught.value), str(caught.value)) == (kind, says)
     assert strategy.current() == DDP
 
 
 def test_an_interrupted_switch_says_how_to_see_what_counts() -> None:
     """It may have come too late to be taken back."""
     strategy, _ = strategies(Interrupted("ranks 0-1 had not answered"))
-    with pytest.raises(
-        Interrupted, match="had not answered; %dist_strategy shows the current strategy"
-    ):
+    says = "had not answered; %dist_strategy shows the current strategy"
+    with pytest.raises(Interrupted, match=says):
         strategy.switch("fsdp")
 
 
@@ -158,8 +149,7 @@ def test_what_was_typed_is_kept_until_the_ranks_are_known() -> None:
 def test_a_session_knows_what_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes a rank's place is given it."""
     monkeypatch.setattr(start, "start", lambda *_: (None, CPU, ()))
-    make_ranks = lambda *_, **__: SimpleNamespace(strategy_chosen=None)  # noqa: E731
-    monkeypatch.setattr(session, "Session", make_ranks)
+    monkeypatch.setattr(session, "Session", lambda *_, **__: SimpleNamespace(strategy_chosen=None))
     chosen_at_start = [
         session.start(StartOptions(strategy=typed), cast(Any, None), print).session.strategy_chosen
         for typed in (None, StrategySpec("fsdp"))

@@ -1,9 +1,11 @@
 """Strategies change under a live model, and the loss curve is that of a single process."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.parity.cases import circuit
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -105,84 +107,61 @@ TRAINING = """
         optimizer, scheduler = optimizer_for(model)
         live.bind(optimizer)
 """
-PRODUCTS = """
-    STRATEGIES = {
-        "zero1": ("zero1", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}),
-        "pp x fsdp": ("pp", {"pp": 2, "dp": 2}), "pp x tp": ("pp", {"pp": 2, "tp": 2}),
-        "hybrid": ("fsdp", {"shard": "hybrid", "replicas": 2}),
-    }
-    FIRST, LAST = 0, None
-"""
-
-# A walk over every ordered pair: each row of a complete graph, once.
+# Each row of a complete graph, once: a walk over every ordered pair.
 PAIRS = """
-    def walk(count):
-        "The numbers 0 to count - 1, each followed by each other one exactly once."
-        left = {a: [b for b in range(count) if b != a] for a in range(count)}
-        path, stack = [], [0]
-        while stack:
-            if left[stack[-1]]:
-                stack.append(left[stack[-1]].pop())
-            else:
-                path.append(stack.pop())
-        return path[::-1]
-    names = list(STRATEGIES)
-    path = walk(len(names))[FIRST : LAST]
-    begin(*STRATEGIES[names[path[0]]][:1], **STRATEGIES[names[path[0]]][1])
+    STRATEGIES = json.loads(os.environ["STRATEGIES"])
+    path = json.loads(os.environ["WALK"])
+    name, given = STRATEGIES[path[0]]
+    begin(name, **given)
     kept = identities()
     worst_pair = {}
     train(2)
     for before, after in zip(path, path[1:]):
-        name, given = STRATEGIES[names[after]]
+        name, given = STRATEGIES[after]
         told = switch.switch(pick(name, **given))
         assert told.stale == (), told
         assert base.head.weight is base.embed.weight
         train(2)
         expect(len(losses))
         off = max(abs(a - b) for a, b in zip(losses[-2:], expected[-2:]))
-        worst_pair[f"{names[before]} > {names[after]}"] = off
+        worst_pair[f"{before} > {after}"] = off
     done(
         pairs=len(worst_pair), worst=worst(), is_same=identities() == kept,
         bad={pair: off for pair, off in worst_pair.items() if off > 2e-6},
     )
 """
-
-TWO = """
-    STRATEGIES = {
-        "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
-        "zero1": ("zero1", {}), "tp": ("tp", {}), "pp": ("pp", {}),
-    }
-    FIRST, LAST = 0, None
-"""
-FOUR = """
-    STRATEGIES = {
-        "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
-        "hybrid": ("fsdp", {"shard": "hybrid", "replicas": 2}), "zero1": ("zero1", {}),
-        "tp": ("tp", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}), "pp": ("pp", {}),
-    }
-"""
+TWO = {
+    "ddp": ("ddp", {}), "fsdp": ("fsdp", {}), "grad-op": ("fsdp", {"shard": "grad-op"}),
+    "zero1": ("zero1", {}), "tp": ("tp", {}), "pp": ("pp", {}),
+}  # fmt: skip
+PRODUCTS = {
+    "zero1": ("zero1", {}), "fsdp x tp": ("fsdp", {"dp": 2, "tp": 2}),
+    "pp x fsdp": ("pp", {"pp": 2, "dp": 2}), "pp x tp": ("pp", {"pp": 2, "tp": 2}),
+    "hybrid": ("fsdp", {"shard": "hybrid", "replicas": 2}),
+}  # fmt: skip
 
 
 # Something fails in each half of a switch; training goes on as if nothing had been.
 FAILURES = """
     import dataclasses
-    from nbdist.parallel import consensus, transforms as steps
-    from nbdist.parallel.dp import fsdp, ddp
+    from nbdist.parallel.dp import fsdp
+    from nbdist.parallel.tp import tp
     says = []
-    def broken(part, error):
-        "A switch whose step fails on rank 1 alone; what each rank is told."
-        real = fsdp.STEP
+    def broken(part, error, to="fsdp", on=(1,)):
+        "A switch whose step fails, by default on rank 1 alone; what each rank is told."
+        module = {"fsdp": fsdp, "tp": tp}[to]
+        real = module.STEP
         def fail(job, *args):
-            if rank == 1:
+            if rank in on:
                 raise error
             return getattr(real, part)(job, *args)
-        fsdp.STEP = dataclasses.replace(real, **{part: fail})
+        module.STEP = dataclasses.replace(real, **{part: fail})
         try:
-            switch.switch(pick("fsdp"))
+            switch.switch(pick(to))
         except BaseException as caught:
             says.append(f"{type(caught).__name__}: {caught}")
         finally:
-            fsdp.STEP = real
+            module.STEP = real
     def everything():
         "All that a switch could have changed."
         tables = [
@@ -214,19 +193,7 @@ FAILURES = """
     unchanged("wrap", RuntimeError("tp stays"))
     switch.switch(pick("fsdp"))  # and now FSDP's own objects come back
     train(2)
-    real_tp = steps.named(["tp"])[0]
-    from nbdist.parallel.tp import tp
-    def fail(job, outer):
-        raise RuntimeError("tp fails")
-    tp.STEP = dataclasses.replace(real_tp, wrap=fail)
-    before = everything()
-    try:
-        switch.switch(pick("tp"))
-    except RuntimeError as error:
-        says.append(str(error))
-    tp.STEP = real_tp
-    same.append(everything() == before)
-    train(2)
+    unchanged("wrap", RuntimeError("tp fails"), "tp", range(n))
 
     # An interrupt in the commit waits for its end.
     def pressed(job):
@@ -316,31 +283,20 @@ NAMES = """
 """
 
 
-def test_every_pair_at_two_ranks(tmp_path: Path) -> None:
-    """All 30 switches between six strategies leave the curve, and every object of the user."""
-    _all_pairs(tmp_path, 2, TWO, 30)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("part", ["FIRST, LAST = 0, 29", "FIRST, LAST = 28, None"])
-def test_every_pair_at_four_ranks(tmp_path: Path, part: str) -> None:
-    """All 56 switches between eight strategies at four ranks, FSDP x TP among them."""
-    _all_pairs(tmp_path, 4, FOUR + f"    {part}\n", 28)
-
-
-@pytest.mark.parity
-def test_every_pair_of_products_at_four_ranks(tmp_path: Path) -> None:
-    """All 20 switches between meshes of two axes, and zero1."""
-    _all_pairs(tmp_path, 4, PRODUCTS, 20)
-
-
-def _all_pairs(folder: Path, size: int, strategies: str, count: int) -> None:
-    with TorchRanks(folder, size, TRAINING + strategies + PAIRS) as ranks:
+@pytest.mark.parametrize(
+    ("n", "strategies"),
+    [(2, TWO), pytest.param(4, PRODUCTS, marks=pytest.mark.parity)],
+    ids=["one axis", "products"],
+)
+def test_every_pair(tmp_path: Path, n: int, strategies: dict[str, object]) -> None:
+    """All switches between strategies leave the curve, and every object of the user."""
+    env = {"STRATEGIES": json.dumps(strategies), "WALK": json.dumps(circuit(list(strategies)))}
+    with TorchRanks(tmp_path, n, TRAINING + PAIRS, **env) as ranks:
         results = ranks.results()
 
     for result in results:
         assert result["bad"] == {}
-        assert result["pairs"] == count
+        assert result["pairs"] == len(strategies) * (len(strategies) - 1)
         assert result["worst"] < CLOSE
         assert result["is_same"]
 
@@ -359,7 +315,7 @@ def test_a_switch_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert first["says"][1].endswith("There: KeyboardInterrupt")
     assert first["says"][2].endswith("There: RuntimeError: lay_out fails")
     assert second["says"][3] == "KeyboardInterrupt: "
-    assert first["says"][-1] == second["says"][-1] == "tp fails"
+    assert first["says"][-1] == second["says"][-1] == "RuntimeError: tp fails"
     assert first["held"] == second["held"] == "fsdp"
     assert max(first["worst"], second["worst"]) < CLOSE
 
