@@ -9,6 +9,7 @@ import atexit
 import functools
 import json
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
