@@ -76,13 +76,14 @@ def _run_checkpointed(
         return run(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     inner = functools.partial(with_backend, sdpa, run) if sdpa else run
-    contexts: Any = noop_context_fn
+    # dynamo does not trace torch's default when it is given, nor a mode of functions.
+    contexts: dict[str, Any] = {}
     if is_selective:
-        contexts = functools.partial(create_selective_checkpoint_contexts, _KEPT)
-    # A compiled block is no place for it: dynamo traces no mode of functions.
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
     if not torch.compiler.is_compiling() and is_split():
-        contexts = functools.partial(_with_attention, contexts)
-    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        chosen = contexts.get("context_fn", noop_context_fn)
+        contexts["context_fn"] = functools.partial(_with_attention, chosen)
+    return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
 
 
 def _with_attention(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -707,7 +707,8 @@ def test_every_schedule_trains_as_one_process(tmp_path: Path, size: int) -> None
     """Schedules, depths that stages divide or not, accumulation, micro-batches, checkpointing."""
     results = run_ranks(tmp_path, size, MATRIX)
 
-    _check(results)
+    # Of three AdamW steps; by how much rounding differs depends on the processor's kernels.
+    _check(results, 2 * FP32)
 
 
 PRODUCTS = (
