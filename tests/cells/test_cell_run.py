@@ -35,6 +35,7 @@ def fake_session(**health: Any) -> Any:
     blind.waiting, blind.places, blind.look = {}, {}, lambda *_, **__: []
     session = SimpleNamespace(
         grace_s=5.0,
+        ranks=(),
         busy_ranks=(),
         silent=set[int](),
         health=SimpleNamespace(

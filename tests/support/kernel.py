@@ -141,6 +141,12 @@ class Kernel:
         """Interrupt as the stop button does: SIGINT to the kernel's process group."""
         self._manager.interrupt_kernel()
 
+    def restart(self, *, now: bool = False) -> None:
+        """Restart and wait until the new process answers; `now` kills the old one unasked."""
+        self._disconnect()
+        self._manager.restart_kernel(now=now)
+        self._connect()
+
     def shutdown(self, *, now: bool = False) -> None:
         """Stop the kernel, harmless when it has ended; `now` kills its process group unasked."""
         self._disconnect()
