@@ -280,22 +280,6 @@ def test_broken_rule_is_told(module: str, line: str, sentence: str) -> None:
     assert sentence in sentences[0]
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("nbdist.core.units", "import numpy as np\nfrom nbdist.errors import NbdistError"),
-        ("nbdist.trace.rank", "import torch\nfrom nbdist.core.topology import RankPlace"),
-        ("nbdist.trace.kernel.x", "import ipyparallel\nfrom nbdist.trace import trace"),
-        ("nbdist.trace.view.image", "import IPython\nfrom nbdist.core import view"),
-        ("nbdist.engine.__main__", "from ipyparallel.apps.ipengineapp import launch_new_instance"),
-        ("nbdist.commands.trace", "from nbdist.trace.view import image"),
-    ],
-)
-def test_allowed_import_passes(module: str, line: str) -> None:
-    """Made-up source that keeps the rules is not reported."""
-    assert problems(f'"""A made-up file."""\n{line}\n', module) == []
-
-
 def test_missing_docstring_is_told() -> None:
     """A module without a docstring is reported."""
     assert problems("import os\n", "nbdist.core.units") == ["nbdist.core.units has no docstring"]

@@ -22,18 +22,10 @@ CELLS = {
         "    time.sleep(0.2)"
     ),
     "after": "%%distributed\nx + 1",
-    "error": "%%distributed\nif rank == 1:\n    raise ValueError('boom')\nprint('fine')",
     "bar": (
         "%%distributed\n"
         "from tqdm.auto import tqdm\n"
         "for _ in tqdm(range(5), desc=f'of rank {rank}'): time.sleep(0.02)"
-    ),
-    "figure": (
-        "%%distributed\n"
-        "import matplotlib.pyplot as plt\n"
-        "plt.plot([rank, 1])\n"
-        "plt.show()\n"
-        "print('drawn')"
     ),
     "tabs": (
         "%%distributed --tabs\n"
@@ -124,29 +116,12 @@ def test_output_is_live_and_the_stop_button_brings_the_ranks_back(tab: Tab) -> N
     assert tab.run("after").startswith("[0-1] 42")
 
 
-def test_an_error_is_told_once_with_its_rank(tab: Tab) -> None:
-    """The other rank's output stands above the error."""
-    text = tab.run("error")
-
-    assert text.startswith("[0] fine rank 1 raised ValueError:")
-    assert text.endswith("DistributedError: rank 1 raised ValueError: boom")
-
-
 def test_a_bar_of_a_rank_is_a_live_widget(tab: Tab) -> None:
     """tqdm's widget of rank 0 is updated on the page; rank 1's is counted."""
     text = tab.run("bar")
 
     assert text.startswith("of rank 0: 100% 5/5")
     assert text.endswith("not shown: 1 display of rank 1 (%%distributed --tabs shows all)")
-
-
-def test_a_figure_is_shown_once(tab: Tab) -> None:
-    """The figure of rank 0 is an image below the cell."""
-    text = tab.run("figure")
-
-    assert tab.notebook.output(NUMBER["figure"]).locator("img").count() == 1
-    assert "[0-1] drawn" in text
-    assert "not shown: 1 display of rank 1" in text
 
 
 def test_tabs_show_each_rank(tab: Tab) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from nbdist.memory.snapshot import ACTIVATION, CATEGORIES, OutOfMemory, Snapshot
+from nbdist.memory.snapshot import ACTIVATION, OutOfMemory, Snapshot
 from nbdist.memory.timeline import changes, curve, peak_ns, totals
 from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
 from tests.support.live import LivePicture, opened
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.browser
 
 MEMORY = training(device="cuda")
 WHOLE_NS = max(rank.duration_ns for rank in MEMORY.ranks)
-STATE = "h.5.mlp.w"
 
 
 class Picture(LivePicture):
@@ -58,36 +57,6 @@ def picture(shown: Picture) -> Picture:
     """All of it is seen."""
     shown.reset()
     return shown
-
-
-def optimizer_block() -> tuple[float, float, list[str]]:
-    """(time, height in bytes) in rank 0's last block of Adam's state, and what is told of it."""
-    rank = MEMORY.ranks[0]
-    blocks = rank.blocks
-    layers = [CATEGORIES.index(name) for name in ("parameters", "buffers", "optimizer state")]
-    base = sum(int(blocks.size_bytes[blocks.category == layer].sum()) for layer in layers)
-    at = np.flatnonzero(blocks.category == layers[-1])[-1]
-    start_ns = int(blocks.start_ns[at])
-    return (
-        WHOLE_NS * 0.7,
-        base - blocks.size_bytes[at] / 2,
-        [
-            f"{STATE}: {blocks.size_bytes[at] / 1e6:.1f} MB",
-            "optimizer state, aten::zeros_like",
-            "at cell 3:33 forward",
-            "called at cell 3:40 <module>",
-            "via nn/modules/linear.py:134 forward",
-            f"rank 0, from {start_ns / 1e6:.3f} ms in optimizer of step 0, stays",
-        ],
-    )
-
-
-def test_pointing_at_a_block_tells_its_bytes_and_its_lines(picture: Picture) -> None:
-    """Name, size, category, operator, the user's lines first, when, in which phase."""
-    ns, size_bytes, lines = optimizer_block()
-    picture.move_to(ns, size_bytes)
-
-    assert picture.tip == lines
 
 
 def test_pointing_above_tells_what_is_in_use_then(picture: Picture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,18 +64,6 @@ CELLS = {
         "sum(p.to_local().numel() if hasattr(p, 'to_local') else p.numel() "
         "for p in net.parameters()))"
     ),
-    # A switch stops half-way until a file is there.
-    "hold": (
-        "%%distributed\nimport pathlib, time\n"
-        "from nbdist.parallel.reshard import redistribute as way_module\n"
-        "way_gone = way_module._Progress.gone\n"
-        "def held(way, parcels):\n"
-        "    way_gone(way, parcels[:len(parcels) // 2])\n"
-        "    while parcels and not pathlib.Path('moved').exists(): time.sleep(0.05)\n"
-        "    way_gone(way, parcels[len(parcels) // 2:])\n"
-        "way_module._Progress.gone = held"
-    ),
-    "let go": "%%distributed\nway_module._Progress.gone = way_gone",
     "local": "print('begun', flush=True)\nimport time\ntime.sleep(600)",
     # PyDLL keeps the interpreter's lock, so no thread of the kernel can run.
     "locked": "print('begun', flush=True)\nimport ctypes, time\ntime.sleep(1)\n"
@@ -85,7 +72,6 @@ CELLS = {
     "while not pathlib.Path('go').exists(): time.sleep(0.05)",
     "kill": "%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "count": "%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())",
-    "stop": "%dist_shutdown",
 }
 NUMBER = {name: index for index, name in enumerate(CELLS)}
 DEADLINE_S = 40.0
@@ -176,8 +162,7 @@ _DRAWN = "() => Number(document.querySelector('.np-age').dataset.drawn)"
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A server."""
     folder = tmp_path_factory.mktemp("lab")
-    for name in ("a", "b"):
-        write_notebook(folder / f"{name}.ipynb", *CELLS.values())
+    write_notebook(folder / "a.ipynb", *CELLS.values())
     with Lab(folder, {"PYTHONPATH": str(ROOT), "NBDIST_TEST": ""}) as lab:
         yield lab
 
@@ -337,29 +322,6 @@ def test_a_strategy_is_switched_by_mouse_and_the_loss_goes_on(tab: Tab) -> None:
     assert after.strip() == "[0-1] True 6240"
 
 
-def test_a_switch_that_lasts_shows_how_far_it_is(tab: Tab, lab: Lab) -> None:
-    """A bar with bytes, while ranks are in it; it goes with the switch."""
-    choose = tab.panel.get_by_label("strategy", exact=True)
-    tab.run("define")
-    choose.select_option("fsdp")
-    tab.click("Apply", "ddp, dp 2 -> fsdp, dp 2")
-    tab.run("hold")
-    choose.select_option("ddp")
-    tab.click("Apply", "%dist_strategy ddp begins")
-    tab.wait_panel("switch: moving")
-    progress = tab.panel.locator(".np-progress")
-    progress.locator(".np-bar").wait_for(timeout=DEADLINE_S * 1000)
-    tab.picture("progress")
-    told = progress.inner_text()
-    (lab.root / "moved").touch()
-    tab.wait_panel("fsdp, dp 2 -> ddp, dp 2")
-    progress.wait_for(state="detached", timeout=DEADLINE_S * 1000)
-    tab.run("let go")
-    (lab.root / "moved").unlink()
-
-    assert re.fullmatch(r"switch: moving \d+\.\d kB of 49\.9 kB, \d\d%", told.strip()), told
-
-
 def test_during_a_cell_a_switch_is_queued_and_can_be_taken_back(tab: Tab, lab: Lab) -> None:
     """It says so at once, and happens when the cell ends; after Cancel it does not."""
     choose = tab.panel.get_by_label("strategy", exact=True)
@@ -436,43 +398,6 @@ def test_after_a_reload_in_the_middle_of_a_cell_the_panel_lives(tab: Tab) -> Non
     tab.click("Interrupt", "interrupting cell [")
     tab.wait_rank(0, "idle")
     tab.wait_idle()
-
-    assert tab.run("count").strip() == "[0-1] 2.0"
-
-
-@MORE
-def test_two_notebooks_have_panels_of_their_own(tab: Tab, lab: Lab) -> None:
-    """Interrupt in one ends its cell, and not the other's."""
-    browser = tab.page.context.browser
-    assert browser is not None
-    second = browser.new_page(viewport={"width": 1150, "height": 1000})
-    try:
-        other = Tab(second, lab, "b.ipynb")
-        for name in ("load", "start", "panel"):
-            other.run(name)
-        tab.begin("sleep")
-        other.begin("sleep")
-        other.click("Interrupt", "interrupting cell [")
-        other.wait_done(NUMBER["sleep"], DEADLINE_S)
-        other.wait_rank(0, "idle")
-        still_runs = tab.is_running("sleep")
-        other.run("stop")
-    finally:
-        second.close()
-    tab.click("Interrupt", "interrupting cell [")
-    tab.wait_done(NUMBER["sleep"], DEADLINE_S)
-
-    assert still_runs
-
-
-@MORE
-def test_without_ranks_it_says_so_and_starts_some(tab: Tab) -> None:
-    """The panel goes on with the new ranks."""
-    tab.run("stop")
-    tab.wait_panel("no ranks are running")
-    tab.picture("gone")
-    tab.click("Start ranks", "%dist_init begins")
-    tab.wait_rank(1, "idle")
 
     assert tab.run("count").strip() == "[0-1] 2.0"
 

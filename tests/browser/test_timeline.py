@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.core.finding import WARN, Finding, Spot
 from nbdist.trace.breakdown import TimeBreakdown
-from nbdist.trace.trace import COMMUNICATION, KINDS
+from nbdist.trace.trace import KINDS
 from nbdist.trace.view.report import trace_report
 from tests.support.drawn_traces import training
 from tests.support.live import LivePicture, opened
@@ -53,31 +53,6 @@ def timeline(shown: Timeline) -> Timeline:
     """All of it is seen."""
     shown.reset()
     return shown
-
-
-def all_reduce() -> tuple[float, list[str]]:
-    """The middle of rank 0's second all-reduce, and what the tooltip has to say of it."""
-    rank = TRACE.ranks[0]
-    at = np.flatnonzero(rank.events.kind == COMMUNICATION)[1]
-    start_ns, took_ns = int(rank.events.start_ns[at]), int(rank.events.duration_ns[at])
-    size_mb = rank.events.size_bytes[at] / 1e6
-    return start_ns + took_ns / 2, [
-        f"all_reduce {size_mb:.1f} MB",
-        f"communication, takes {float(f'{took_ns / 1e3:.4g}'):g} us",
-        "group world",
-        f"rank 0, gloo 1, starts at {start_ns / 1e6:.3f} ms",
-    ]
-
-
-ALL_REDUCE_ROW = 5  # main thread has three levels, autograd two
-
-
-def test_pointing_at_an_event_tells_its_bytes_and_its_group(timeline: Timeline) -> None:
-    """Name, size, kind, how long, where and when."""
-    ns, tip = all_reduce()
-    timeline.move_to(ns, ALL_REDUCE_ROW)
-
-    assert timeline.tip == tip
 
 
 def test_keys_go_from_event_to_event(timeline: Timeline) -> None:

@@ -13,7 +13,6 @@ from nbdist.cells.line_merger import (
     Bar,
     Line,
     LineMerger,
-    label_lines,
     overwrite,
 )
 
@@ -112,15 +111,6 @@ def test_lines_that_all_have_written_are_shown_at_once(
     assert merger.hidden_bar_ranks == hidden
 
 
-def test_one_rank_is_never_delayed() -> None:
-    """A rank that was chosen alone is shown line by line at once."""
-    merger = LineMerger("stdout", [2])
-    merger.feed(2, "a\nb", 0)
-
-    assert shown(merger, 0) == "[2] a\n"
-    assert merger.next_due_s() == BEHIND_S  # for the unfinished `b`
-
-
 def test_a_rank_that_ends_early_is_not_waited_for() -> None:
     """Lines beyond the last one of an ended rank are shown at once."""
     merger = LineMerger("stdout", range(2))
@@ -131,24 +121,26 @@ def test_a_rank_that_ends_early_is_not_waited_for() -> None:
     assert shown(merger, 0) == "[0-1] a\n[1] b\n[1] c\n"
 
 
-def test_different_numbers_of_lines() -> None:
-    """Ranks that print 1, 2 and 3 lines are grouped as long as each has lines."""
-    merger = LineMerger("stdout", range(3))
-    for rank in range(3):
-        merger.feed(rank, "x\n" * (rank + 1), 0)
-
-    assert ended(merger, range(3)) == "[0-2] x\n[1-2] x\n[2] x\n"
-
-
 # Time
-
-
-_FIGURES = ["[0-1] a\n", "<0>", "<1>", "[0-1] b\n"]
 
 
 @pytest.mark.parametrize(
     ("n_ranks", "steps"),
     [
+        # A rank alone is never waited for.
+        (1, [(0.0, {0: "a\nb"}, ["[0] a\n"])]),
+        # One that prints alone is waited with for a second once, then shown immediately.
+        (
+            4,
+            [
+                (10.0, {0: "1\n"}, []),
+                (10.999, {}, []),
+                (11.0, {}, ["[0] 1\n"]),
+                (11.5, {0: "2\n"}, ["[0] 2\n"]),
+            ],
+        ),
+        # The second runs from the first rank that has the line, not from the last.
+        (3, [(0.0, {2: "x\n"}, []), (0.9, {1: "x\n"}, []), (1.0, {}, ["[1-2] x\n"])]),
         # Line k waits for every rank, within the first second.
         (2, [(0.5, {0: "a\nb\n"}, []), (0.9, {1: "a\n"}, ["[0-1] a\n"])]),
         # A queue that grew while a rank was waited for is shown as a whole after the second.
@@ -215,6 +207,16 @@ _FIGURES = ["[0-1] a\n", "<0>", "<1>", "[0-1] b\n"]
         ),
         # Dots that are printed one by one are shown as they come after the first second.
         (1, [(0.0, {0: "."}, []), (1.0, {}, ["bar [0] ."]), (2.0, {0: "."}, ["bar [0] .."])]),
+        # That second is the unfinished line's own, not one of an earlier line.
+        (
+            1,
+            [
+                (0.0, {0: "a"}, []),
+                (5.0, {0: "\na"}, ["[0] a\n"]),
+                (5.9, {}, []),
+                (6.0, {}, ["bar [0] a"]),
+            ],
+        ),
         # A figure has its place among the lines, for which it waits; without any it does not.
         (
             2,
@@ -240,32 +242,6 @@ def test_what_is_due_in_time(
                 merger.feed(rank, after, now_s)
 
         assert texts(merger.due(now_s)) == due
-
-
-def test_only_rank_0_prints() -> None:
-    """A rank that prints alone is waited with for a second once, then shown immediately."""
-    merger = LineMerger("stdout", range(4))
-    merger.feed(0, "1\n", 10.0)
-    early = shown(merger, 10.999)
-    due_s = merger.next_due_s()
-    first = shown(merger, 11.0)
-    merger.feed(0, "2\n", 11.5)
-
-    assert early == ""
-    assert due_s == 11.0
-    assert first == "[0] 1\n"
-    assert shown(merger, 11.5) == "[0] 2\n"
-    assert merger.next_due_s() is None
-
-
-def test_the_oldest_line_counts() -> None:
-    """The second runs from the first rank that has the line, not from the last."""
-    merger = LineMerger("stdout", range(3))
-    merger.feed(2, "x\n", 0.0)
-    merger.feed(1, "x\n", 0.9)
-
-    assert merger.next_due_s() == 1.0
-    assert shown(merger, 1.0) == "[1-2] x\n"
 
 
 def test_next_due_is_never_in_the_past() -> None:
@@ -449,15 +425,6 @@ def test_an_unfinished_line_at_the_end_is_a_line() -> None:
     assert ended(merger, range(2)) == "[0-1] done\n"
 
 
-def test_blocks_are_compared_as_one() -> None:
-    """A result of several lines is one line k, indented under its label."""
-    merger = LineMerger("stdout", range(3))
-    for rank in range(3):
-        merger.block(rank, "tensor([[1],\n        [2]])" if rank < 2 else "None", 0)
-
-    assert shown(merger, 0) == "[0-1] tensor([[1],\n              [2]])\n[2] None\n"
-
-
 def test_a_block_ends_an_unfinished_line() -> None:
     """What was printed without a newline before a result stands before it."""
     merger = LineMerger("stdout", [0])
@@ -485,11 +452,6 @@ def test_a_block_ends_an_unfinished_line() -> None:
 def test_overwritten(text: str, expected: str) -> None:
     """Carriage returns overwrite as in a terminal, and erase codes erase."""
     assert overwrite(text) == expected
-
-
-def test_labelled_indents_further_lines() -> None:
-    """All lines of a text begin in the same column."""
-    assert label_lines((0, 1, 3), "a\nb") == "[0-1,3] a\n        b"
 
 
 # Bars
@@ -528,42 +490,6 @@ def test_a_million_redraws_take_no_memory() -> None:
 
     assert len(merger._ranks[0].partial) < 100
     assert merger.due(0) == [Bar("stderr", "[0]  19999 of 20000")]
-
-
-def test_a_prompt_is_shown_after_a_second() -> None:
-    """Text without a newline is shown as it is once it has stood for a second."""
-    merger = LineMerger("stdout", range(2))
-    merger.feed(1, "computing ...", 3.0)
-    early = merger.due(3.9)
-    due_s = merger.next_due_s()
-
-    assert early == []
-    assert due_s == 4.0
-    assert merger.due(4.0) == [Bar("stdout", "[1] computing ...")]
-    assert merger.next_due_s() is None
-
-
-def test_a_new_prompt_begins_its_own_second() -> None:
-    """The second runs from the unfinished line's own beginning, not from an earlier one's."""
-    merger = LineMerger("stdout", [0])
-    merger.feed(0, "a", 0)
-    merger.feed(0, "\na", 5)
-    merger.due(5)
-
-    assert merger.next_due_s() == 6
-
-
-# Attachments
-
-
-def test_an_update_leaves_an_unfinished_line_alone() -> None:
-    """What changes a display elsewhere does not cut the line that is being written."""
-    merger = LineMerger("stdout", [0])
-    merger.feed(0, "1 ", 0)
-    merger.attach(0, "update", 0, ends_line=False)
-    merger.feed(0, "2\n", 0)
-
-    assert texts(merger.due(0)) == ["<0>", "[0] 1 2\n"]
 
 
 # Size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +11,7 @@ from typing import Any
 import pytest
 
 from nbdist.cells.line_merger import Bar, Line
-from nbdist.cells.outputs import (
-    CellResult,
-    ClearOutput,
-    DisplayOutput,
-    Event,
-    OutputReducer,
-    RankResult,
-)
+from nbdist.cells.outputs import CellResult, ClearOutput, DisplayOutput, Event, RankResult
 from nbdist.cells.view import live_cell
 from nbdist.cells.view.live_cell import LiveCell, clear, publish
 
@@ -122,20 +114,16 @@ def test_displays_come_between_their_lines(notebook: Notebook) -> None:
     assert notebook.written == [("stdout", "a\n"), ("display", ""), ("stdout", "b\n")]
 
 
-def test_displays_are_passed_on(notebook: Notebook) -> None:
-    """Data, metadata, display_id and whether it is an update reach IPython unchanged."""
-    notebook.cell().draw(
-        [DisplayOutput(0, {"a": 1}, {"m": 1}, {"display_id": "d"}, is_update=True)]
-    )
+def test_displays_and_clears_are_passed_on(notebook: Notebook) -> None:
+    """Data, metadata, display_id, whether it is an update and `wait` reach IPython unchanged."""
+    changed = DisplayOutput(0, {"a": 1}, {"m": 1}, {"display_id": "d"}, is_update=True)
+    notebook.cell().draw([changed, ClearOutput(0, wait=True), ClearOutput(0, wait=False)])
 
-    assert notebook.published == [({"a": 1}, {"m": 1}, {"display_id": "d"}, {"is_update": True})]
-
-
-def test_clear_is_passed_on(notebook: Notebook) -> None:
-    """clear_output() keeps its `wait`."""
-    notebook.cell().draw([ClearOutput(0, wait=True), ClearOutput(0, wait=False)])
-
-    assert notebook.published == [("clear", {"wait": True}), ("clear", {"wait": False})]
+    assert notebook.published == [
+        ({"a": 1}, {"m": 1}, {"display_id": "d"}, {"is_update": True}),
+        ("clear", {"wait": True}),
+        ("clear", {"wait": False}),
+    ]
 
 
 def test_a_short_cell_leaves_nothing_else(notebook: Notebook) -> None:
@@ -259,26 +247,6 @@ def test_both_ends_of_what_came_after_clear_output(notebook: Notebook) -> None:
     assert notebook.path.read_text().splitlines() == [f"[0] {n}" for n in range(5000, 7000)]
 
 
-def test_from_messages_to_the_file(notebook: Notebook) -> None:
-    """100,000 lines of each of two ranks, different ones, reach the file in seconds."""
-    began_s = time.monotonic()
-    feed, cell = OutputReducer(range(2)), notebook.cell()
-    for start in range(0, 100_000, 1000):
-        for rank in range(2):
-            text = "".join(f"{rank} {number}\n" for number in range(start, start + 1000))
-            content = {"name": "stdout", "text": text}
-            feed.feed(rank, {"header": {"msg_type": "stream"}, "content": content}, 0.0)
-        cell.draw(feed.due(0.0))
-    cell.close(RESULT)
-    elapsed_s = time.monotonic() - began_s
-    lines = notebook.path.read_text().splitlines()
-
-    assert "... 199,000 lines not shown" in notebook.text()
-    assert lines[0::2] == [f"[0] 0 {number}" for number in range(100_000)]
-    assert lines[1::2] == [f"[1] 1 {number}" for number in range(100_000)]
-    assert elapsed_s < 20
-
-
 # Bars
 
 
@@ -298,27 +266,17 @@ def test_a_bar_is_erased_before_lines(notebook: Notebook) -> None:
     assert notebook.screen() == ["[0] x", "[0] 50%"]
 
 
-def test_a_bar_is_redrawn_ten_times_a_second(notebook: Notebook) -> None:
-    """A thousand redraws in one second are shown ten times."""
+@pytest.mark.parametrize("lines", [[], [out(7)]])
+def test_a_bar_is_redrawn_ten_times_a_second(notebook: Notebook, lines: list[Event]) -> None:
+    """A thousand redraws in one second are shown ten times, also between a thousand lines."""
     cell = notebook.cell()
     for number in range(1000):
         notebook.now_s = 100 + number / 1000
-        cell.draw([Bar("stderr", f"[0] {number}")])
-
-    assert len(notebook.written) == 10
-    assert [text for _, text in notebook.written][:3] == ["\r[0] 0", "\r[0] 100", "\r[0] 200"]
-
-
-def test_lines_do_not_make_bars_redraw_more_often(notebook: Notebook) -> None:
-    """Between a thousand lines in one second the bar still comes ten times."""
-    cell = notebook.cell()
-    for number in range(1000):
-        notebook.now_s = 100 + number / 1000
-        cell.draw([out(number), Bar("stderr", f"[0] {number}")])
+        cell.draw([*lines, Bar("stderr", f"[0] {number}")])
     cell.close(RESULT)
     drawn = [text for _, text in notebook.written if text.startswith("\r[")]
 
-    assert len(drawn) == 10
+    assert drawn == [f"\r[0] {number}" for number in range(0, 1000, 100)]
 
 
 _FIGURE = DisplayOutput(0, {}, {}, {})
@@ -362,17 +320,6 @@ def test_a_bar_leaves_nothing_of_itself(
         cell.close(RESULT)
 
     assert notebook.screen() == screen
-
-
-def test_a_withdrawn_bar_is_erased(notebook: Notebook) -> None:
-    """A bar that ended without a line leaves nothing on the screen."""
-    cell = notebook.cell()
-    cell.draw([Bar("stderr", "[0] 50%")])
-    cell.draw([Bar("stderr", "")])
-    cell.close(RESULT)
-
-    assert notebook.screen() == [""]
-    assert len(notebook.written) == 2
 
 
 def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:

@@ -123,6 +123,15 @@ _X, _Y = {"text/plain": "'x'"}, {"text/plain": "'y'"}
             ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"],
             "1 display of rank 1",
         ),
+        # So are bars.
+        (
+            [
+                (rank, stream(f"\r 50%|  | {rank}.1it/s\r100%|##| {rank}.2it/s\n", "stderr"))
+                for rank in range(3)
+            ],
+            ["[0] 100%|##| 0.2it/s"],
+            "progress bars of ranks 1-2",
+        ),
         ([(3, display()), (2, display())], ["2 shows iVBORw0K"], "1 display of rank 3"),
         (
             [(0, display()), (1, display()), (3, display()), (2, display()), (2, display())],
@@ -286,15 +295,6 @@ def test_a_higher_rank_shows_once_the_lower_ended_without() -> None:
     assert feed.hidden() == ""
 
 
-def test_late_figures_keep_their_order() -> None:
-    """A figure that waited for the lower rank's end comes before one that came after it."""
-    feed = OutputReducer(range(2))
-    fed(feed, (1, display(png("first"))))
-    feed.end(0, 0)
-
-    assert told(fed(feed, (1, display(png("second"))))) == ["1 shows first", "1 shows second"]
-
-
 def test_a_figure_that_still_waits_counts() -> None:
     """Rank 0 has ended but its figure waits behind a line: rank 1's is not shown instead."""
     feed = OutputReducer(range(2))
@@ -361,18 +361,6 @@ def test_what_is_shown_at_once_and_at_the_end(
     assert feed.hidden() == (
         f"not shown: {hidden} (%%distributed --tabs shows all)" if hidden else ""
     )
-
-
-def test_hidden_bars_are_told() -> None:
-    """Progress bars that are not shown are told with their ranks."""
-    feed = OutputReducer(range(3))
-    for rank in range(3):
-        text = f"\r 50%|  | {rank}.1it/s\r100%|##| {rank}.2it/s\n"
-        feed.feed(rank, stream(text, "stderr"), 0)
-    events = feed.due(0)
-
-    assert events == [Line("stderr", "[0] 100%|##| 0.2it/s\n")]
-    assert feed.hidden() == "not shown: progress bars of ranks 1-2 (%%distributed --tabs shows all)"
 
 
 def test_hidden_figures_are_not_kept_in_memory() -> None:

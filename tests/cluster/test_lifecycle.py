@@ -314,21 +314,6 @@ def test_a_forked_child_of_the_notebook_does_not_end_the_ranks(shared: Kernel) -
     assert works.text == "[0-1] 2\n"
 
 
-def test_a_dead_rank_does_not_outlive_a_stop(shared: Kernel) -> None:
-    """After one rank's death the others are named, and a reset starts all again."""
-    run = look(shared)
-    run.engines[1].kill()
-    processes.wait_gone([run.engines[1]])
-    cell = shared.run("%%distributed\nprint(rank)")
-    reset = shared.run("%dist_reset")
-    works = shared.run("%%distributed\nprint(world_size)")
-
-    assert "rank 1" in cell.failure.evalue
-    assert "SIGKILL" in cell.failure.evalue
-    assert reset.status == "ok", reset.visible
-    assert "[0-1] 2" in works.text
-
-
 def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
     """Starting ranks leaves nothing in the user's IPython folder but IPython's own."""
     cell = shared.run(

@@ -158,30 +158,6 @@ def test_a_wrong_option_is_refused_with_the_choices(
     assert processes.open_run_dirs(runs) == []
 
 
-def test_magics_refuse_wrong_options_as_errors(tmp_path: Path) -> None:
-    """In a notebook each wrong option is an error output, and makes no profile folder."""
-    lines = {
-        "%dist_init --profile nope": "no profile 'nope'",
-        "%dist_init --backend mpi": "auto, nccl, gloo",
-        "%dist_init --backend nccl": "needs a GPU for each rank",
-        "%dist_init --gpus 9": "GPU 9 does not exist",
-        "%dist_reset --backend mpi": "auto, nccl, gloo",
-        "%dist_shutdown": "No ranks are running",
-    }
-    ipython_dir = tmp_path / "ipython"
-    with Kernel(env={"IPYTHONDIR": str(ipython_dir), "CUDA_VISIBLE_DEVICES": ""}) as kernel:
-        kernel.run("%load_ext nbdist")
-        cells = [kernel.run(line) for line in lines]
-
-    assert [cell.status for cell in cells] == ["error"] * len(lines)
-    errors = [cell.error for cell in cells if cell.error is not None]
-    assert len(errors) == len(lines)
-    pairs = zip(errors, lines.values(), strict=True)
-    assert [error.evalue for error, word in pairs if word not in error.evalue] == []
-    assert not [e for e in errors if e.ename == "UsageError"]
-    assert [path.name for path in ipython_dir.glob("profile_*")] == ["profile_default"]
-
-
 # Ranks that do not come up.
 
 

@@ -68,6 +68,7 @@ _CELLS = [
     ("%timeline_debug", "%timeline_debug: no timeline is kept.*"),
     ("%timeline_clear", "%timeline_clear: no timeline is kept.*"),
     ("%dist_init -n 2 -a localhost", "-a: not needed.*ranks 0-1 are already running.*"),
+    ("%dist_init -n 2 --master-addr=localhost", "--master-addr: not needed.*already running.*"),
     ("%dist_reset --nuclear", "--nuclear: %dist_reset always .*2 ranks on 1 host, ready in .*"),
     ("%dist_init --num-processes 2", "ranks 0-1 are already running.*"),
     ("'x' in dir(), rank", re.escape(_BOTH.format("(False, 0)", "(False, 1)"))),

@@ -17,7 +17,7 @@ from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.errors import DistributedError, NotRunning, OptionError
+from nbdist.errors import NotRunning, OptionError
 from nbdist.monitor.kernel import monitor as monitors
 from nbdist.monitor.kernel.monitor import Monitor, Samples
 from nbdist.monitor.samples import Sample
@@ -28,7 +28,6 @@ from tests.support.ranks import session_of, temporary_folder, until
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 SOON_S = 10.0
-HANG = "import torch.distributed as dist\nif rank == 0:\n    dist.all_reduce(torch.ones(3))\n"
 
 
 @pytest.fixture(scope="module")
@@ -143,20 +142,6 @@ def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Sessio
     assert spent_s[1] < 1
     assert busy[0].age_s == 0.0
     assert busy[0].utilisation == busy[0].cpu_percent
-
-
-def test_a_hung_collective_is_seen_as_waiting(session: Session) -> None:
-    """The rank in it waits, the one that has finished is idle; the samples go on all the time."""
-    before = len(session.monitor.history)
-    one = begin(session, HANG)
-    samples = seen(session.monitor, lambda samples: waited_s(samples[0]) > 2)
-    session.health.abort()
-    with pytest.raises(DistributedError):
-        end(one)
-
-    assert states(samples) == ["waiting", "idle"]
-    assert "all_reduce(float32[3])" in samples[0].doing.text
-    assert len(session.monitor.history) >= before + 2
 
 
 def test_listeners_are_called_and_their_errors_kept(session: Session) -> None:

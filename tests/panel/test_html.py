@@ -1,5 +1,7 @@
 """The panel as text and HTML, without widgets."""
 
+from dataclasses import replace
+
 import pytest
 
 from nbdist.panel.state import LogEntry, PanelState, RankRow
@@ -69,6 +71,15 @@ def test_a_bar_is_no_longer_than_its_place() -> None:
     assert "width:50%" in body
     assert "width:100%" in body
     assert "width:150%" not in body
+
+
+def test_what_lasts_has_a_bar_as_long_as_it_is_far() -> None:
+    """With its words, and only while it lasts."""
+    body = top_html(replace(STATE, doing="switch: moving 9 kB of 36 kB, 25%"))
+
+    assert "width:25%" in body
+    assert "switch: moving 9 kB of 36 kB" in body
+    assert "np-progress" not in top_html(STATE)
 
 
 def test_only_the_live_one_counts_its_age() -> None:
