@@ -14,9 +14,7 @@ from nbdist.hang import torch_messages
 def explain(failure: RankFailure, has_name: Callable[[str], bool]) -> RankFailure:
     """The failure in plain words, with what to do added to its message where that is known.
 
-    Args:
-        failure: As the rank showed it.
-        has_name: Whether the notebook itself has a variable of a name.
+    `has_name` says whether the notebook itself has a variable of a name.
     """
     # torch's message in one sentence, which reads the same on all ranks.
     message = torch_messages.readable(failure.message)

@@ -42,9 +42,7 @@ class Line:
 class Bar:
     """The unfinished line of one stream, which replaces the one shown before.
 
-    Attributes:
-        stream: "stdout" or "stderr".
-        text: Without a newline; empty when there is no unfinished line any more.
+    The text has no newline, and is empty when there is no unfinished line any more.
     """
 
     stream: str

@@ -63,7 +63,6 @@ class RankResult:
             an interrupt: the rank is still in C code).
         elapsed_s: From sending the cell to the rank's last word.
         text: What it printed (stdout and results), the last million characters.
-        failure: Why it failed, or None.
         outputs: Everything it wrote and displayed, in order, as notebook outputs, updates and
             clear_output() carried out. Of a longer text the last KEPT_TEXT_CHARACTERS, and
             a line that says so. Only where it was asked for.

@@ -13,7 +13,8 @@ from nbdist.core.units import shown
 from nbdist.core.view import View, lines_html, table
 
 
-def _ranks_and_hosts(topology: Topology) -> str:
+def ranks_and_hosts(topology: Topology) -> str:
+    """`2 ranks on 1 host`."""
     n, hosts = topology.world_size, topology.n_hosts
     return f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}"
 
@@ -42,7 +43,7 @@ def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) 
     return table(
         ["rank", "host", "device", "backend", "threads"],
         rows,
-        before=[f"{_ranks_and_hosts(topology)}, ready in {units.seconds(elapsed_s)}"],
+        before=[f"{ranks_and_hosts(topology)}, ready in {units.seconds(elapsed_s)}"],
         after=[*_why(topology), *notes],
     )
 
@@ -71,7 +72,7 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
                 _memory(state.memory_bytes),
             ]
         )
-    head = f"{_ranks_and_hosts(topology)}, {topology.backend}, up for {units.seconds(running_s)}"
+    head = f"{ranks_and_hosts(topology)}, {topology.backend}, up for {units.seconds(running_s)}"
     view = table(
         ["rank", "host", "pid", "device", "state", "memory"],
         rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from collections import Counter
@@ -129,17 +130,11 @@ def meaning(name: str, line: str) -> Magic | None:
         read = _MEANINGS.get(name)
         return Magic() if read is None or parsed.wants_help else read(parsed.values)
     except OptionError as error:
-        if verb.as_line is not None and _is_read(verb.as_line, line):
-            return Magic()
+        if verb.as_line is not None:
+            with contextlib.suppress(OptionError):
+                parse(verb.as_line, line)
+                return Magic()
         return Magic(problem=f"{verb.typed} {line}: {str(error).partition(chr(10))[0]}")
-
-
-def _is_read(verb: Verb, line: str) -> bool:
-    try:
-        parse(verb, line)
-    except OptionError:
-        return False
-    return True
 
 
 def _of_cell(values: Namespace) -> Magic:

@@ -40,7 +40,12 @@ def dist_memory(values: Namespace) -> View:
     asked = [name for name in ("keep", "since", "save") if getattr(values, name) is not None]
     if len(asked) > 1:
         raise OptionError(f"%dist_memory: --{' and --'.join(asked)} cannot be combined.")
-    snapshot = _snapshot(folder, is_now=values.is_now)
+    if folder is not None:
+        snapshot = memory_file.read_folder(folder)
+    elif values.is_now:
+        snapshot = NOTEBOOK.session.memories.now()
+    else:
+        snapshot = NOTEBOOK.session.memory()
     if values.keep is not None:
         NOTEBOOK.session.memories.keep(values.keep, snapshot)
         return View(f"kept as {values.keep}; %dist_memory --since {values.keep} shows what grew")
@@ -50,14 +55,6 @@ def dist_memory(values: Namespace) -> View:
     if values.since is not None:
         return _growth(values.since, snapshot)
     return snapshot_view(snapshot)
-
-
-def _snapshot(folder: Path | None, *, is_now: bool) -> Snapshot:
-    """The saved snapshots of a folder, or of the ranks: of now, or what was recorded last."""
-    if folder is not None:
-        return memory_file.read_folder(folder)
-    session = NOTEBOOK.session
-    return session.memories.now() if is_now else session.memory()
 
 
 def _growth(since: str, snapshot: Snapshot) -> View:

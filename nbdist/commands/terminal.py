@@ -67,14 +67,15 @@ def _chosen(named: Sequence[str], *, is_all: bool) -> list[Run]:
                 f"nbdist stop: {len(living)} clusters run. Name one, or end all with --all.{listed}"
             )
         return living
-    chosen = {name: run for name in named for run in living if _is_named(run, name)}
+    chosen = {
+        name: run
+        for name in named
+        for run in living
+        if name in {run.folder, run.name, run.name.removeprefix("run-")}
+    }
     if missing := [name for name in named if name not in chosen]:
         raise OptionError(f"nbdist stop: there is no cluster {', '.join(missing)}.{listed}")
     return list({run.folder: run for run in chosen.values()}.values())
-
-
-def _is_named(run: Run, name: str) -> bool:
-    return name in {run.folder, run.name, run.name.removeprefix("run-")}
 
 
 def run(values: Namespace) -> None:

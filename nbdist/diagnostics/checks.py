@@ -268,6 +268,10 @@ def _run(run: Run) -> Finding:
     if run.state == run_owner.RUNNING:
         whose = f"{kernel} ({run.owner.where})" if run.owner else "whose kernel is not known"
         return Finding(name, f"{state}, {whose}")
+    pids = " ".join(str(process.pid) for process in run.processes)
+    todo = [f"kill {pids}"] if pids else []
+    todo += [f"rm -r {run.folder}"] if run.has_folder else []
+    by_hand = f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left to remove'}"
     rows = {
         run_owner.STOPPED: (
             OK,
@@ -284,16 +288,9 @@ def _run(run: Run) -> Finding:
             "it belongs to another host or container, so it is not known whether it is alive",
             f"if it does not, remove {run.folder} by hand",
         ),
-        run_owner.UNKNOWN: (WARN, "no owner is recorded, so it is left alone", _by_hand(run)),
+        run_owner.UNKNOWN: (WARN, "no owner is recorded, so it is left alone", by_hand),
     }
     return Finding(name, state, *rows[run.state])
-
-
-def _by_hand(run: Run) -> str:
-    pids = " ".join(str(process.pid) for process in run.processes)
-    todo = [f"kill {pids}"] if pids else []
-    todo += [f"rm -r {run.folder}"] if run.has_folder else []
-    return f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left to remove'}"
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (

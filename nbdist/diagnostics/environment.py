@@ -25,7 +25,6 @@ class HostContext:
     """What a value is judged against.
 
     Attributes:
-        interfaces: Names of the network interfaces.
         gpus: Numbers and UUIDs of all GPUs.
         threads_per_rank: Cores that each rank has for itself.
     """
@@ -44,12 +43,9 @@ FINE: Judged = (OK, "", "")
 def settings(
     environ: Mapping[str, str], launched: Mapping[str, str], around: HostContext
 ) -> Iterator[Finding]:
-    """A finding for each variable that is set, and for those of SHOWN_UNSET.
+    """A finding for each variable of the notebook that is set, and for those of SHOWN_UNSET.
 
-    Args:
-        environ: The notebook's.
-        launched: What nbdist's launcher gives local ranks beside or instead of that.
-        around: What values are judged against.
+    `launched` is what nbdist's launcher gives local ranks beside or instead of that.
     """
     listed = {n for n in (*environ, *launched) if n in RULES or n.startswith(PREFIXES)}
     for name in sorted(listed | SHOWN_UNSET):
@@ -74,15 +70,12 @@ def _finding(name: str, typed: str | None, launched: str | None, around: HostCon
     return Finding(name, value_text, WARN, why, what.rstrip("."))
 
 
-def _is_on(value: str) -> bool:
-    return value.strip().lower() not in {"", "0", "false", "no", "n", "off"}
-
-
 def switch(why: str) -> Judge:
     """A rule for what should not be on."""
 
     def judge(value: str, _around: HostContext) -> Judged:
-        return (WARN, why, _REMOVE) if _is_on(value) else FINE
+        is_on = value.strip().lower() not in {"", "0", "false", "no", "n", "off"}
+        return (WARN, why, _REMOVE) if is_on else FINE
 
     return judge
 

@@ -41,7 +41,6 @@ class Facts:
     """What was found on this machine.
 
     Attributes:
-        platform: sys.platform.
         packages: Name -> version of what nbdist needs; None where it is not installed.
         gpus: All of this machine, whatever CUDA_VISIBLE_DEVICES leaves out.
         links: (GPU, GPU, how they are connected as `nvidia-smi topo -m` calls it).
@@ -54,7 +53,6 @@ class Facts:
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
         launched: Variables that the launcher of the profile local sets for ranks.
-        interfaces: Names of the network interfaces.
         runs: Of this user, as far as this machine knows.
     """
 

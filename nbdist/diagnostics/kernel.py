@@ -29,14 +29,15 @@ _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
 def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None = None) -> Facts:
-    """What is to be known of this machine.
+    """What is to be known of this machine, with the --debug and --gpus of the ranks that run.
 
-    Args:
-        world_size: Ranks that run; None for those that would be started without -n.
-        debug: The --debug of those that run.
-        gpus_typed: Their --gpus.
+    `world_size` is None where none run: then it is that of a start without -n.
     """
-    gpu_facts, problem = _gpus()
+    rows, problem = gpus.table(*_QUERY)
+    gpu_facts = tuple(
+        GpuFacts(Gpu(int(index), uuid, name), driver, _bytes(total), _bytes(used), mode)
+        for index, uuid, driver, total, used, mode, name in rows
+    )
     visible = gpus.filter_visible(
         tuple(gpu.gpu for gpu in gpu_facts), os.environ.get("CUDA_VISIBLE_DEVICES")
     )
@@ -79,15 +80,6 @@ def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
                 if columns.index(name) > columns.index(row[0]):
                     links.append((int(row[0][3:]), int(name[3:]), kind))
     return tuple(links)
-
-
-def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """(GPUs, why nvidia-smi could not tell)."""
-    rows, problem = gpus.table(*_QUERY)
-    return tuple(
-        GpuFacts(Gpu(int(index), uuid, name), driver, _bytes(total), _bytes(used), mode)
-        for index, uuid, driver, total, used, mode, name in rows
-    ), problem
 
 
 def _space(path: Path) -> Space | None:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from nbdist.cluster.run_owner import Run
 from nbdist.core.view import View, table
 
-_CLOCK = "%Y-%m-%d %H:%M:%S"
-
 
 def below(first: View, second: View) -> View:
     """Two views, one below the other."""

@@ -25,11 +25,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what was typed after `nbdist`; the exit code.
-
-    Args:
-        argv: The words; None for those of this process.
-    """
+    """Do what was typed after `nbdist`, by default for this process; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(words)

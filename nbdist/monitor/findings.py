@@ -227,12 +227,9 @@ RULES: tuple[Rule[MonitorContext], ...] = (
 def findings(
     history: SampleHistory, samples: Sequence[Sample], *, is_past: bool = False
 ) -> tuple[Finding, ...]:
-    """What stands out now by `RULES`, in their order; empty where nothing does.
+    """What stands out now by `RULES`, in their order, in the newest samples of every rank.
 
-    Args:
-        history: What was recorded.
-        samples: The newest of every rank.
-        is_past: Of ranks that run no cell, judge the utilisation in their last one.
+    With `is_past` ranks that run no cell are judged by the utilisation in their last one.
     """
     context = MonitorContext(history, tuple(samples), is_past)
     return tuple(rule.finding(hit) for rule in RULES if (hit := rule.look(context)) is not None)

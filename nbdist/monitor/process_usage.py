@@ -49,12 +49,7 @@ class _Slow:
 
 
 class Usages:
-    """Reads processes of this host.
-
-    Args:
-        psutil: The module, handed over by whoever has imported it.
-        clock: Monotonic.
-    """
+    """Reads processes of this host by the module psutil, of whoever has imported it."""
 
     def __init__(self, psutil: Any, clock: Callable[[], float] = time.monotonic):
         self._psutil = psutil

@@ -87,9 +87,7 @@ class Sample:
     """One rank at one moment; None is what nobody could tell.
 
     Attributes:
-        rank: The rank.
         time_s: When, by the monotonic clock of the notebook's host.
-        doing: What it does.
         usage: Its process with its children.
         cpu_percent: Processor time since the sample before, as a part of the cores that are its
             share (RankPlace.threads); over 100 where it uses more of them, as loaders' workers do.
@@ -168,10 +166,6 @@ def _most(first: float, second: float, _share: float) -> float:
     return float(np.fmax(first, second))
 
 
-def _last(_first: float, second: float, _share: float) -> float:
-    return second
-
-
 def read_of(path: str, convert: Callable[[Any], float] = float) -> Callable[[Sample], float | None]:
     """What reads a number in a sample, such as `gpu.power_w`; None where any of it is not known."""
 
@@ -202,19 +196,18 @@ COLUMNS: Mapping[str, Column] = {
     "collective_age": Column(
         "since the last collective (s)", read_of("doing.collective_age_s"), _most
     ),
-    "state": Column("state", read_of("doing.state", STATES.index), _last),
+    "state": Column(
+        "state", read_of("doing.state", STATES.index), lambda _first, last, _share: last
+    ),
 }
 _NUMBERS = {name: number for number, name in enumerate(COLUMNS)}
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One column of one rank over all that was recorded; None where nothing was known.
+    """One column of one rank over all that was recorded, each sample alike.
 
-    Attributes:
-        now: The newest value; None if that is not known.
-        mean: Over time, each sample alike.
-        peak: The most.
+    None is what was not known.
     """
 
     now: float | None
@@ -269,10 +262,7 @@ class _Rows:
 class SampleHistory:
     """The samples of all ranks as columns, bounded: when it is full the older half is thinned.
 
-    One thread appends; others may read at the same time.
-
-    Args:
-        capacity: Rows of each rank, 4 or more.
+    One thread appends; others may read at the same time. `capacity` is rows of each rank, from 4.
     """
 
     def __init__(self, capacity: int = CAPACITY):

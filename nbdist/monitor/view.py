@@ -76,11 +76,7 @@ def monitor(
 ) -> View:
     """Every rank now, with mean and peak since the recording began, and what stands out.
 
-    Args:
-        samples: The newest of each rank.
-        history: All that was recorded.
-        findings: By monitor.findings.
-        notes: What could not be read, and what else there is to say.
+    `samples` are the newest of each rank; `notes` say what could not be read, and what else.
     """
     fields = [field for field in _FIELDS if _is_known(history, field.column)]
     rows = [_row(sample, history, fields) for sample in samples]

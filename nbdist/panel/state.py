@@ -30,8 +30,6 @@ class RankRow:
     """One rank at one moment.
 
     Attributes:
-        rank: The rank.
-        host, device: Where it runs.
         kind: A key of SIGNS.
         doing: The same in words: "running cell [3]", "waiting in all_reduce(...) at line 3".
         busy_s: For how long it has been running, or waiting; 0 where it does neither.
@@ -98,7 +96,6 @@ class LogEntry:
 
     Attributes:
         at_s: When, in seconds since the epoch.
-        text: What happened.
         kind: "note", "done", "failed".
     """
 
@@ -113,7 +110,6 @@ class PanelState:
 
     Attributes:
         title: `2 ranks on 1 host, gloo`; why there are no ranks, where there are none.
-        is_running: There are ranks.
         ranks: In rank order.
         waits: Who waits for whom, a line for each cause.
         strategy: The one that counts, described.
@@ -159,7 +155,6 @@ class PanelPlan:
 
     Attributes:
         text: What each rank would hold, or why it cannot be had.
-        is_possible: It can be had.
         verdict: Of planner.plan: "safe", "risky", "no", "?"; "" where nothing was counted.
         share: Of the device's memory, in a step; None where that is not known.
     """
@@ -175,10 +170,7 @@ class Button:
     """One button: what it is called, what it stands for, and when it does something.
 
     Attributes:
-        name: Of its action.
-        label: On the button.
         magic: What does the same when it is typed.
-        help: One line.
         when: "now", also while a cell runs; "between" cells, queued while one runs; "arms" for
             what happens with the next cell.
         needs: Facts (see `missing`) without which it does nothing.

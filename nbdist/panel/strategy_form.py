@@ -37,7 +37,6 @@ class FormField:
         kind: "choice" (one of), "suggest" (one of these, or another text), "text" or "switch".
         choices: Of the first two; UNSET is not among them.
         default: What counts where it is left alone, in words.
-        help: One line.
         is_own: It belongs to this strategy and few others.
     """
 

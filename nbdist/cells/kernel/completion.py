@@ -43,7 +43,7 @@ async def complete(ranks: Ranks, rank: int, code: str, cursor: int) -> Reply:
         answer = await _within(COMPLETE_S, lambda: complete_there(ranks.call, rank, code, cursor))
         if answer is not None:
             reply, rank_names = answer
-            _remember(ranks, rank, rank_names)
+            _last_names.setdefault(ranks, {})[rank] = rank_names
             return reply
     *path, _ = path_before(code, cursor)
     names = await _within(
@@ -51,7 +51,7 @@ async def complete(ranks: Ranks, rank: int, code: str, cursor: int) -> Reply:
         lambda: ranks.ask(lambda ask, asked_rank: attributes(ask, asked_rank, tuple(path)), rank),
     )
     if names is not None and not path:
-        _remember(ranks, rank, names)
+        _last_names.setdefault(ranks, {})[rank] = names
     if names is None:
         names = {} if path else _last_names.get(ranks, {}).get(rank, {})
     return reply_of(names, code, cursor)
@@ -83,10 +83,6 @@ async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) 
 
 def _is_free(ranks: Ranks, rank: int) -> bool:
     return ranks.is_connected(rank) and rank not in ranks.busy_ranks
-
-
-def _remember(ranks: Ranks, rank: int, names: dict[str, str]) -> None:
-    _last_names.setdefault(ranks, {})[rank] = names
 
 
 async def _within(deadline_s: float, ask: Callable[[], Future[T] | None]) -> T | None:

@@ -10,6 +10,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from nbdist.cluster.kernel.ranks import Ranks
@@ -98,16 +99,14 @@ def during(
                 _tell(None)
 
 
-@contextlib.contextmanager
 def of_ranks(
     ranks: Ranks, name: str, chosen: Sequence[int] | None = None, period_s: float = PERIOD_S
-) -> Iterator[Tell]:
+) -> AbstractContextManager[Tell]:
     """The same of what ranks do: their control threads are asked, which meet nobody.
 
     What the notebook tells itself counts where no rank reports.
     """
-    with during(name, _Newest(ranks, chosen), period_s) as tell:
-        yield tell
+    return during(name, _Newest(ranks, chosen), period_s)
 
 
 class _Newest:

@@ -49,7 +49,6 @@ class StartOptions:
 
     Attributes:
         world_size: Ranks; None for one per GPU, or 2 without a GPU.
-        profile: Kind of cluster.
         gpus: "0,1", "none" for the CPU, None for all.
         backend: "auto", "nccl" or "gloo".
         seed: Set on every rank alike; None to leave the generators alone.

@@ -26,12 +26,9 @@ class ActivityReader:
         self._cached: dict[int, tuple[int, CallLog]] = {}
 
     def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
-        """What a rank does now, without asking it.
+        """What a rank does at this moment of the monotonic clock, without asking it.
 
-        Args:
-            rank: Which.
-            now_s: Monotonic clock.
-            is_here: Its box is a file of this host; else its newest answer is taken.
+        Where its box is no file of this host its newest answer is taken.
         """
         ranks, health = self._ranks, self._health
         box = self._box(rank) if is_here else health.box(rank)

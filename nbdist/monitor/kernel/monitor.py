@@ -107,11 +107,9 @@ class Monitor:
         return self._latest
 
     def wait(self, after_s: float, deadline_s: float) -> Samples:
-        """The first samples that were taken after a moment; those there are at the deadline.
+        """The first samples after a moment of the monotonic clock; those there are at the deadline.
 
-        Args:
-            after_s: Of the monotonic clock.
-            deadline_s: How long to wait at most.
+        So long it waits at most.
         """
         end_s = time.monotonic() + deadline_s
         self.start()
@@ -171,11 +169,7 @@ class Monitor:
         return served
 
     def findings(self, *, is_past: bool = False) -> tuple[Finding, ...]:
-        """What stands out in the newest samples and those just before, by monitor.findings.
-
-        Args:
-            is_past: Of ranks that run no cell now, judge the one that they ran last.
-        """
+        """What stands out in the newest samples and those just before; see monitor.findings."""
         return monitor_findings.findings(self.history, self._latest, is_past=is_past)
 
     def _close_exporter(self) -> None:

@@ -150,7 +150,9 @@ class _Answers:
         # Answers take some time: half a sample early is on time.
         is_due = now_s > known_s + period_s - PERIOD_S / 2
         if is_due and (pending is None or now_s > pending[1] + ANSWER_S):
-            self._ask(rank, now_s, is_remote=is_remote)
+            sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
+            if sent is not None:
+                self._pending[rank] = sent, now_s
         return self._newest.get(rank, (None, now_s))
 
     def allocator(self, answer: Answer | None, age_s: float) -> Allocator | None:
@@ -158,11 +160,6 @@ class _Answers:
         period_s = max(ALLOCATOR_PERIOD_S, self._least_s)
         is_new = age_s <= OLD_PERIODS * period_s
         return answer.allocator if answer is not None and is_new else None
-
-    def _ask(self, rank: int, now_s: float, *, is_remote: bool) -> None:
-        sent = self._ranks.ask(lambda ask, who: usage(ask, who, is_remote), rank)
-        if sent is not None:
-            self._pending[rank] = sent, now_s
 
     def _take(self, rank: int) -> None:
         pending = self._pending.get(rank)

@@ -19,6 +19,7 @@ from IPython.display import DisplayHandle, display
 
 from nbdist.cells.kernel import progress
 from nbdist.cells.view.live_cell import publish
+from nbdist.cluster.view import ranks_and_hosts
 from nbdist.core.progress import Progress
 from nbdist.core.units import is_stored
 from nbdist.errors import NbdistError
@@ -103,11 +104,7 @@ class Panel:
             ended(LOOK_S)
 
     def press(self, name: str) -> None:
-        """Press a button, from any thread. Returns at once; what goes wrong is in the log.
-
-        Args:
-            name: Of panel.state.BUTTONS.
-        """
+        """Press one of BUTTONS, from any thread. Returns at once; what goes wrong is in the log."""
         with self._logged(name):
             why = missing(name, self._facts())
             if why:
@@ -173,7 +170,7 @@ class Panel:
         rows, waits = ranks_panel.rows_and_waits(session)
         return replace(
             state,
-            title=ranks_panel.title(session),
+            title=f"{ranks_and_hosts(session.topology)}, {session.topology.backend}",
             is_running=True,
             ranks=rows,
             waits=waits,

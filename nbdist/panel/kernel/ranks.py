@@ -36,16 +36,6 @@ sketch_models: RankFunction[[], tuple[LiveModel, ...]] = RankFunction(
 )
 
 
-def title(session: Session) -> str:
-    """`2 ranks on 1 host, gloo`."""
-    topology = session.topology
-    n, hosts = topology.world_size, topology.n_hosts
-    return (
-        f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}, "
-        f"{topology.backend}"
-    )
-
-
 def rows_and_waits(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
     samples = {sample.rank: sample for sample in session.monitor.latest()}
