@@ -74,13 +74,9 @@ class Run:
 def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     """Whether a run's kernel lives: RUNNING, DEAD, ELSEWHERE or UNKNOWN.
 
-    What cannot be told for certain is never DEAD: dead runs are removed.
-
-    Args:
-        owner: As the run's folder tells.
-        here: This machine.
-        start_now: When the process that has the owner's pid here started, None without one, empty
-            where the system does not tell.
+    What cannot be told for certain is never DEAD: dead runs are removed. `start_now` is when the
+    process that has the owner's pid here started, None without one, empty where the system does not
+    tell.
     """
     if owner is None:
         return UNKNOWN

@@ -65,7 +65,10 @@ async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | N
             reply = await completion.complete(NOTEBOOK.session, 0, typed, len(typed))
             return shift_reply(reply, cursor - len(typed))
         if verb.name in _OF_NOTEBOOK:
-            return reply_of(dict.fromkeys(_own_names(), "instance"), code, cursor)
+            shell: Any = get_ipython()
+            hidden, variables = shell.user_ns_hidden, shell.user_ns.items()
+            names = [n for n, value in variables if n not in hidden or hidden[n] is not value]
+            return reply_of(dict.fromkeys(names, "instance"), code, cursor)
     place = _place(code, cursor)
     if place is None:
         return await _awaited(original(code, cursor_pos))
@@ -125,12 +128,6 @@ def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:
         verb = verb.as_line
     word = _WORD.search(code, begin, cursor)
     return None if verb is None else (verb, word.group() if word else "")
-
-
-def _own_names() -> list[str]:
-    shell: Any = get_ipython()
-    hidden = shell.user_ns_hidden
-    return [n for n, value in shell.user_ns.items() if n not in hidden or hidden[n] is not value]
 
 
 async def _awaited(reply: Any) -> Reply:

@@ -23,9 +23,7 @@ _usages = Usages(psutil)
 def usage(is_remote: bool) -> Answer:
     """What this process uses now. From any thread; it needs no other rank.
 
-    Args:
-        is_remote: The notebook is on another host: host and GPU, which it reads itself
-            otherwise, are wanted as well.
+    A notebook on another host wants host and GPU as well, which it reads itself otherwise.
     """
     place = this_rank().place
     is_gpu = place.device != "cpu"

@@ -22,7 +22,7 @@ class PanelJob:
 
     Attributes:
         name: Of a button.
-        typed: The magic that does the same, as it would be typed.
+        typed: The magic, as it would be typed.
         line: What stands behind the magic's name, where that is more than is worth showing.
     """
 
@@ -78,14 +78,10 @@ class JobQueue:
             return tuple(self._armed)
 
     def ask(self, job: PanelJob, cell: str) -> bool:
-        """Queue a job. One that waits already, or is under way, is not queued twice.
+        """Queue a job; whether there is something new to do.
 
-        Args:
-            job: The job; of a button whose jobs exclude each other the newest counts.
-            cell: The cell that has to end first, such as `cell [4]`; "" where none runs.
-
-        Returns:
-            Whether there is something new to do.
+        One that waits already, or is under way, is not queued twice; of strategies to apply the
+        newest counts. The cell, such as `cell [4]`, has to end first; "" where none runs.
         """
         with self._lock:
             if job == self._acting:

@@ -17,15 +17,6 @@ POLL_S = 0.005
 QUIET_S = 0.03
 
 
-def _counting(pid: int) -> tuple[MemoryGroup, ...]:
-    """Where the system counts what it kills for memory: the process's group and those above it.
-
-    Of a living process: its control group is gone with it.
-    """
-    groups = [group for group in memory_groups(pid) if group.oom_kills() is not None]
-    return tuple(group for group in groups if group.version == groups[0].version)
-
-
 def _oom_counts(groups: Sequence[MemoryGroup]) -> OomCounts:
     """The counts as they are now."""
     limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
@@ -43,15 +34,16 @@ class Postmortem:
         """Read the system's counts. Once the rank is started."""
         self._run_dir = run_dir
         self._rank = rank
-        self._groups = _counting(pid)
+        # Where the system counts what it kills for memory: the process's group and those above
+        # it. Of a living process: its control group is gone with it.
+        groups = [group for group in memory_groups(pid) if group.oom_kills() is not None]
+        self._groups = tuple(group for group in groups if group.version == groups[0].version)
         self._before = _oom_counts(self._groups)
 
     def cause(self, code: int | None, *, is_ours: bool = False) -> str:
         """Why the rank ended. At once: another process may take its place and its files.
 
-        Args:
-            code: Its exit code, negative for a signal; None where it is not known.
-            is_ours: nbdist itself killed it.
+        The exit code is negative for a signal, None where it is not known. Ours: nbdist killed it.
         """
         return exit_cause.cause(
             code,

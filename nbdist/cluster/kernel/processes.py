@@ -77,13 +77,8 @@ def terminate(pids: list[int], grace_s: float) -> None:
 def end_session(pid: int, start: str, deadline_s: float) -> bool:
     """Kill a process that leads its session, and whatever else is in that session.
 
-    Args:
-        pid: The leader, which may have ended already.
-        start: When it started (`guardian.start_ticks`); a stranger with the same pid is spared.
-        deadline_s: How long to go on.
-
-    Returns:
-        False where something was still there at the deadline.
+    The leader may have ended already: a stranger with its pid that did not start then
+    (`guardian.start_ticks`) is spared. False where something was still there at the deadline.
     """
     if not Path("/proc/self").is_dir():  # macOS: no list of sessions
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -35,12 +35,9 @@ class Exporter:
     """
 
     def __init__(self, text: Callable[[], str], port: int, run_dir: Path):
-        """Open the port, write the token to its file, and answer from now on.
+        """Open the port (0: any that is free), write the token to its file in the run's folder.
 
-        Args:
-            text: What is served; called for each request, in the request's thread.
-            port: 0 for any that is free.
-            run_dir: Of the run, for the token; it is removed with the run.
+        `text` gives what is served: called for each request from now on, in the request's thread.
 
         Raises:
             OptionError: If the port cannot be had.

@@ -78,7 +78,12 @@ class Panel:
         NOTEBOOK.before_cell, NOTEBOOK.on_bar = self.before_cell, self._take_bar
         if self._take_progress not in progress.listeners:
             progress.listeners.append(self._take_progress)
-        self._look()
+        session = self._now()
+        if session is not None and not self.board.acting:
+            # What is shown first, and stored, is complete.
+            ended = self._ask(session)
+            session.monitor.wait(time.monotonic(), LOOK_S)
+            ended(LOOK_S)
         if is_stored() or not hasattr(get_ipython(), "kernel"):
             publish(panel_view.still(self.state())._repr_mimebundle_())
             return
@@ -94,14 +99,6 @@ class Panel:
         handle = display(panel_view.still(self.state()), display_id=True)
         assert isinstance(handle, DisplayHandle)
         self._stills = [*self._stills, handle][-KEPT_STILLS:]
-
-    def _look(self) -> None:
-        """Know how everything is now: what is shown first, and stored, is complete."""
-        session = self._now()
-        if session is not None and not self.board.acting:
-            ended = self._ask(session)
-            session.monitor.wait(time.monotonic(), LOOK_S)
-            ended(LOOK_S)
 
     def press(self, name: str) -> None:
         """Press one of BUTTONS, from any thread. Returns at once; what goes wrong is in the log."""

@@ -93,10 +93,8 @@ def prepared(
 ) -> Callable[[float], object]:
     """Ask a rank for its strategy and models; `take` is called with them, in another thread.
 
-    Ranks that run a cell are not asked, and nothing is waited for.
-
-    Returns:
-        A function that waits until they have been taken, so many seconds at most.
+    Ranks that run a cell are not asked, and nothing is waited for. The function that is returned
+    waits until they have been taken, so many seconds at most.
     """
     rank = next(
         (r for r in session.ranks if session.is_connected(r) and not session.is_busy(r)),
