@@ -1,7 +1,6 @@
 """Holds what surrounds the code: dependencies, wheel, commands, changelog, notebook settings."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -159,19 +158,6 @@ def run_installed(site: Path, tmp_path: Path, program: str) -> str:
     """What a program prints that runs away from any checkout, with nbdist from the wheel."""
     apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
     return run(sys.executable, "-c", program, cwd=tmp_path, env=apart)
-
-
-def test_installed_wheel_finds_its_profiles(site: Path, tmp_path: Path) -> None:
-    """nbdist from a wheel, away from any checkout, finds the profiles inside the package."""
-    program = (
-        "import json, nbdist, nbdist.cluster.kernel.profiles as profiles\n"
-        "print(json.dumps([nbdist.__file__,"
-        " {name: str(path) for name, path in profiles.available().items()}]))"
-    )
-    package, found = json.loads(run_installed(site, tmp_path, program))
-
-    assert Path(package).is_relative_to(site)
-    assert Path(found["local"]) == site / "nbdist" / "profiles" / "local"
 
 
 def test_installed_wheel_starts_ranks(site: Path, tmp_path: Path) -> None:

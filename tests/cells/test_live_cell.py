@@ -143,10 +143,11 @@ def test_a_short_cell_leaves_nothing_else(notebook: Notebook) -> None:
     ("count", "step"), [(1001, 1001), (3_000, 1), (100_000, 7), (100_000, 100_000)]
 )
 def test_both_ends_of_a_long_output(notebook: Notebook, count: int, step: int) -> None:
-    """Up to 100,000 lines: 500 at once, one note, the last 500 at the end, all in the file."""
+    """500 lines at once, one note, the last 500 at the end, all in the file, in any pieces."""
     cell = notebook.cell()
     for start in range(0, count, step):
-        cell.draw([out(number) for number in range(start, min(start + step, count))])
+        numbers = range(start, min(start + step, count))
+        cell.draw([Line("stdout", "".join(f"[0] {number}\n" for number in numbers))])
     before = notebook.text().splitlines()
     in_file = notebook.path.read_text()  # whose path has been told while the cell runs
     cell.close(RESULT)
@@ -168,6 +169,15 @@ def test_both_ends_of_a_long_output(notebook: Notebook, count: int, step: int) -
     ]
     assert in_file == notebook.path.read_text() == "".join(f"[0] {n}\n" for n in range(count))
     assert notebook.files == 1
+
+
+def test_the_last_lines_keep_their_streams(notebook: Notebook) -> None:
+    """What is kept for the end comes back as what it was."""
+    cell = notebook.cell()
+    cell.draw([*(out(number) for number in range(1000)), Line("stderr", "w\n"), out(1)])
+    cell.close(RESULT)
+
+    assert notebook.written[-2:] == [("stderr", "w\n"), ("stdout", "[0] 1\n")]
 
 
 @pytest.mark.parametrize("count", [501, 999, 1000])

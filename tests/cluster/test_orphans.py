@@ -125,18 +125,6 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
     assert not base.exists()
 
 
-def test_without_clean_nothing_is_touched(base: Path, name: str) -> None:
-    """Looking only lists: processes and folder of a dead run are there afterwards."""
-    with dead_run(base, name) as (folder, left_behind):
-        collected = diagnostics_kernel.collect(None)
-        [dead] = [run for run in collected.runs if run.folder == str(folder)]
-
-        assert dead.state == states.DEAD
-        assert all(processes.is_alive(process) for process in left_behind)
-        assert folder.is_dir()
-        assert orphans.clean() != ()
-
-
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_what_nobody_is_known_to_own_is_shown_and_left_alone(
     base: Path, *, has_folder: bool

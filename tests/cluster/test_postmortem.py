@@ -75,24 +75,6 @@ def test_a_segmentation_fault_tells_its_line(tmp_path: Path) -> None:
     assert watched.cause(code).endswith("in string_at")
 
 
-@linux_only
-def test_an_exit_and_a_kill(tmp_path: Path) -> None:
-    """An exit code, somebody's SIGKILL, and our own."""
-    with rank_process(tmp_path, "import os; os._exit(3)") as process:
-        leaving = Postmortem(tmp_path, 0, process.pid)
-        code = end(process)
-    with rank_process(tmp_path, "") as process:
-        killed = Postmortem(tmp_path, 0, process.pid)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(DEADLINE_S)
-
-    assert (
-        leaving.cause(code) == "exit code 3: the process ended itself, by os._exit or in a library"
-    )
-    assert killed.cause(process.returncode) == "signal SIGKILL: sent by somebody else"
-    assert killed.cause(-9, is_ours=True) == "signal SIGKILL: sent by nbdist"
-
-
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group with 64 MB of memory, where this machine lets one be made."""

@@ -14,8 +14,6 @@ _IMPORTS = (
 )
 _NOT_SHOWN = "not shown: 1 display of rank 1 (%%distributed --tabs shows all)\n"
 _TEXTS = {
-    "equal lines once": ("print('same')", "[0-1] same\n"),
-    "different lines per rank": ("print('r', rank)", "[0] r 0\n[1] r 1\n"),
     "pieces of one line": (
         "for piece in 'abc': print(piece, end='', flush=True)\nprint()",
         "[0-1] abc\n",
@@ -35,7 +33,6 @@ _TEXTS = {
         ),
         "[0-1] thread\n",
     ),
-    "windows line ends": ("print('a\\r\\nb\\r')", "[0-1] a\n[0-1] b\n"),
     "text that is no UTF-8": ("os.write(1, b'a\\xff\\n');", "[0-1] a\ufffd\n"),
     "colours": ("print('\\x1b[31mred\\x1b[0m')", "[0-1] red\n"),
 }

@@ -53,7 +53,6 @@ def later(*names, when, **chosen):
 def always(): return True
 def submitted(): return bool(nbdist.session().readiness.running())
 def between_cells(): return not PANEL.turns.cell
-def acting(): return bool(PANEL.board.acting)
 """
 # A rank that a signal has stopped begins no cell, and takes no interrupt.
 _STOPPED = """
@@ -264,19 +263,6 @@ def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
 
     assert "interrupting %dist_strategy fsdp" in log
     assert log.splitlines()[-1].endswith(": interrupted")
-
-
-def test_interrupt_ends_what_the_panel_itself_does(panel: Kernel) -> None:
-    """A job that hangs is broken off; the log says so."""
-    panel.run(
-        "run_instead(lambda _: time.sleep(600))\n"
-        "press('apply', strategy='fsdp'); later('interrupt', when=acting)"
-    )
-    panel.run("PANEL.verbs = VERBS")
-    log = said(panel)
-
-    assert "interrupting %dist_strategy fsdp" in log
-    assert "interrupted" in log.splitlines()[-1]
 
 
 def test_the_notebooks_stop_button_ends_what_the_panel_does(

@@ -227,13 +227,6 @@ def test_status_shows_each_rank(kernel: Kernel) -> None:
     assert "<table>" in cell.data("text/html")[0]
 
 
-def test_sync_waits_for_all_ranks(kernel: Kernel) -> None:
-    """%sync says that the ranks are in step, again and again."""
-    cells = [kernel.run("%sync"), kernel.run("%sync --timeout 5")]
-
-    assert [cell.plain for cell in cells] == [["ranks 0-1 in step"]] * 2
-
-
 def test_a_timeout_interrupts_the_ranks_and_keeps_their_variables(kernel: Kernel) -> None:
     """%%distributed --timeout ends a cell that is still running, and says so."""
     kernel.run("%%distributed\nkept = rank")
