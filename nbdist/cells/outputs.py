@@ -31,7 +31,6 @@ class DisplayOutput:
     """A figure, table or other display of one rank.
 
     Attributes:
-        data: MIME bundle.
         transient: {"display_id": ...} where the display can be updated.
         is_update: Replaces an earlier display of the same display_id.
     """

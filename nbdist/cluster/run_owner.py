@@ -18,10 +18,8 @@ class RunOwner:
     """The kernel that has started a run.
 
     Attributes:
-        pid: Its process id.
         start: When it started, in clock ticks: a pid that was used again differs in it. Empty
             where the system does not tell.
-        machine: Where.
         since_s: When it made the run, in Unix time.
         where: Its notebook, or the folder that it worked in.
     """
@@ -46,10 +44,8 @@ class Run:
     """What was found of one run.
 
     Attributes:
-        folder: Its path.
         state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); DEAD; ELSEWHERE
             (another host's or container's); UNKNOWN (nobody is written down as its owner).
-        owner: Whose it is; None if unknown.
         hosts: Of each rank; empty before they are up.
         processes: Those of this machine, in order of their pids; a living kernel and its guardian
             are not among them.

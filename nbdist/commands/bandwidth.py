@@ -11,8 +11,7 @@ from nbdist.bandwidth import view as bandwidth_view
 from nbdist.bandwidth.kernel import BENCH_S, check_target, load, save
 from nbdist.bandwidth.results import OPS, Bench, parse_ops
 from nbdist.bandwidth.sizes import parse_sizes
-from nbdist.cluster import view as ranks_view
-from nbdist.commands.cluster import START_OPTIONS, start_options
+from nbdist.commands.cluster import START_OPTIONS, temporary_ranks
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -75,16 +74,12 @@ def bench(values: Namespace) -> View:
         check_target(values.path)
     if values.world_size == 1:
         raise OptionError("nbdist bench: 1 rank sends nothing. Use -n 2 or more.")
-    try:
-        started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        shown = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
-        sys.stderr.write(f"{shown.text}\n")  # stdout is the result's
-        result = measure(values.ops, values.sizes, values.limit_s, values.path, _tell)
+    with temporary_ranks(values):
+        try:
+            result = measure(values.ops, values.sizes, values.limit_s, values.path, _tell)
+        finally:
+            _tell("")
         return bandwidth_view.bench(result, has_picture=False)
-    finally:
-        _tell("")
-        if NOTEBOOK.is_running:
-            NOTEBOOK.stop()
 
 
 def _tell(text: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from nbdist.cells.view.live_cell import publish
@@ -14,7 +17,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
-from nbdist.notebook.session import StartedSession
+from nbdist.notebook.session import Session, StartedSession
 from nbdist.notebook.verb import (
     Option,
     Verb,
@@ -34,6 +37,19 @@ def start_and_show(options: StartOptions, title: str = "starting") -> StartedSes
         ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
     )
     return started
+
+
+@contextlib.contextmanager
+def temporary_ranks(values: Namespace) -> Iterator[Session]:
+    """Ranks for one command of a terminal: their table goes to stderr, stdout is the command's."""
+    try:
+        started = NOTEBOOK.start(start_options(values), lambda _text: None)
+        view = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
+        sys.stderr.write(f"{view.text}\n")
+        yield started.session
+    finally:
+        if NOTEBOOK.is_running:
+            NOTEBOOK.stop()
 
 
 def start_options(values: Namespace) -> StartOptions:

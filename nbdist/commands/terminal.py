@@ -10,10 +10,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbdist.cluster import view as ranks_view
 from nbdist.cluster.kernel import orphans, runs
 from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
-from nbdist.commands.cluster import START_OPTIONS, start_options
+from nbdist.commands.cluster import START_OPTIONS, temporary_ranks
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.versions import VERSION
 from nbdist.core.view import View
@@ -83,17 +82,10 @@ def run(values: Namespace) -> None:
     path, text = _program(values.file)
     # The ranks take over this process's sys.path: its first folder is a program's own.
     sys.path.insert(0, str(path.parent))
-    try:
-        started = NOTEBOOK.start(start_options(values), lambda _text: None)
-        view = ranks_view.start_view(started.session.topology, started.elapsed_s, started.notes)
-        sys.stderr.write(f"{view.text}\n")  # stdout is the program's
-        started.session.call_all(
-            take_script, str(path), text, tuple(values.rest), deadline_s=TAKE_DEADLINE_S
-        )
+    with temporary_ranks(values) as session:
+        rest = tuple(values.rest)
+        session.call_all(take_script, str(path), text, rest, deadline_s=TAKE_DEADLINE_S)
         NOTEBOOK.run(RUN_SCRIPT, CellOptions())
-    finally:
-        if NOTEBOOK.is_running:
-            NOTEBOOK.stop()
 
 
 def _program(named: Sequence[str]) -> tuple[Path, str]:

@@ -48,7 +48,6 @@ class Facts:
         cores: That this process may use.
         available_bytes: Memory that is free for new processes.
         world_size: Ranks that run, or that would be started without -n.
-        shm: /dev/shm; None without one.
         disk: Where runs have their folders.
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.

@@ -27,7 +27,6 @@ class Usage:
         host_used_bytes: What counts against `host_limit_bytes`, by all processes there.
         host_limit_bytes: Of the control group with the least room left, or of the machine: where
             it is reached the system kills a process.
-        is_group: The limit is a control group's.
     """
 
     cpu_s: float

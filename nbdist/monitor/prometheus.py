@@ -24,8 +24,6 @@ class Metric:
     """One number of each rank.
 
     Attributes:
-        name: As Prometheus sees it.
-        help: What it is, with its unit.
         of: The number in a sample; None where it is not known, which leaves the line out.
         is_gpu: It has the GPU's labels as well.
     """

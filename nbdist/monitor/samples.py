@@ -49,7 +49,6 @@ class Answer:
         gpu: Its GPU; None without one, or where nothing can be read of it.
         gpu_age_s: How old that reading is.
         allocator: None on a CPU, and before CUDA is used.
-        problems: What could not be read.
     """
 
     now_s: float
@@ -88,7 +87,6 @@ class Sample:
 
     Attributes:
         time_s: When, by the monotonic clock of the notebook's host.
-        usage: Its process with its children.
         cpu_percent: Processor time since the sample before, as a part of the cores that are its
             share (RankPlace.threads); over 100 where it uses more of them, as loaders' workers do.
         gpu: Its GPU, with all who use it.

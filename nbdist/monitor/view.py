@@ -31,9 +31,7 @@ class _Field:
     """A column of the table: now / mean / peak of a number.
 
     Attributes:
-        title: Its head.
         column: Of monitor.samples.COLUMNS.
-        text: A value as text.
         peak: The column whose peak is told; empty for the same one. What torch itself has counted
             lies between samples too.
     """

@@ -32,7 +32,6 @@ class Option:
         flags: As typed (`-n`, `--num-processes`); the long one names it. An argument has one
             name without dashes.
         kind: Turns the text into a value; None for a switch.
-        metavar: Stands for the value in the help.
         name: Its name in the parsed result.
     """
 

@@ -21,8 +21,6 @@ class PanelJob:
     """A button that was pressed, as the magic that does the same.
 
     Attributes:
-        name: Of a button.
-        typed: The magic, as it would be typed.
         line: What stands behind the magic's name, where that is more than is worth showing.
     """
 

@@ -139,7 +139,6 @@ class PreparedModel:
     Attributes:
         name: A variable that holds it, or its class.
         n_parameters: Of the whole model, tied ones once.
-        parameter_bytes: Of all of them.
     """
 
     name: str

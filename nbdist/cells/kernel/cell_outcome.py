@@ -89,11 +89,9 @@ class CellOutcome:
     Attributes:
         lost: Why nothing more can be heard from the ranks, and what to do; or "".
         is_interrupted: The user, or a timeout, interrupted it.
-        timeout_s: The timeout that it ran past, or None.
         aborted: Who waited for whom when the collectives were aborted; empty if they were not.
         is_deadlock: They were aborted because they could not end.
         grace_s: How long after that was told.
-        outcome: What became of the groups.
         replaced: Ranks in C code that the user gave up on.
         stopped: Ranks whose process a signal has stopped.
     """

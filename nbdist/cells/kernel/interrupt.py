@@ -28,7 +28,6 @@ class InterruptEscalation:
 
     Attributes:
         began_s: The first press, or the timeout; None before.
-        presses: How often the user has pressed.
         replace_s: When a press has asked for the replacement of ranks in C code.
     """
 

@@ -109,14 +109,10 @@ def watch_kernel(poller: select.poll, kernel: int) -> int:
 
 
 def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
-    """Note the processes that the pipe tells of now.
+    """Note the processes that the pipe tells of now, with their start times.
 
-    Args:
-        sessions: Where they are noted, with their start times.
-        text: The unfinished line of last time.
-
-    Returns:
-        The unfinished line, or None when the pipe has ended or said `stop`.
+    It goes on from the unfinished line of last time, and returns the new one, or None when the pipe
+    has ended or said `stop`.
     """
     while True:
         try:

@@ -65,7 +65,6 @@ class Ranks:
     see to" do nothing here.
 
     Attributes:
-        cluster: The cluster under the ranks.
         topology: Which engine has which rank.
         seed: Set on every rank, also on one that replaces another.
         cells: Rank -> the cell that it runs, since when; of idle ranks nothing.

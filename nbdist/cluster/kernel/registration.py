@@ -30,7 +30,6 @@ class EngineRegistration:
         run_dir: Where engines write why they could not join.
         expected: Their engine ids, which are ranks where it matters.
         exits: The ends so far of processes that matter: engine, None for the controller -> end.
-        registered: Those of the engines that are there now.
         output: What a process (engine, None for the controller) has written.
     """
 

@@ -42,8 +42,6 @@ class Chosen:
     """What is chosen on the panel.
 
     Attributes:
-        name: The strategy.
-        values: Its fields, those left alone too.
         rank: To be restarted; None for those that have ended.
     """
 

@@ -78,7 +78,6 @@ class PreparedModels:
     """What a rank has said of its prepared models.
 
     Attributes:
-        models: Their sizes.
         sketches: The same models as a plan takes them; empty where that failed.
         problem: Why; a phrase.
     """
