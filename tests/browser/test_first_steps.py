@@ -13,15 +13,6 @@ from tests.support.processes import descendants, processes_of_run, wait_gone
 CELLS = {
     "load": "%load_ext nbdist",
     "start": "%dist_init -n 2 --grace 600",
-    "loop": (
-        "%%distributed\n"
-        "import time\n"
-        "x = 41\n"
-        "for step in range(200):\n"
-        "    print('step', step)\n"
-        "    time.sleep(0.2)"
-    ),
-    "after": "%%distributed\nx + 1",
     "bar": (
         "%%distributed\n"
         "from tqdm.auto import tqdm\n"
@@ -98,22 +89,6 @@ def test_the_ranks_stand_in_a_table(tab: Tab) -> None:
     """%dist_init leaves one table with a row for each rank, and no progress line."""
     assert tab.text("start").startswith("2 ranks on 1 host, ready in")
     assert tab.notebook.output(NUMBER["start"]).locator("table tbody tr").count() == 2
-
-
-def test_output_is_live_and_the_stop_button_brings_the_ranks_back(tab: Tab) -> None:
-    """Lines are on the page while the cell runs; after the stop button the variables are there."""
-    tab.notebook.run_cell(NUMBER["loop"], wait=False)
-    tab.notebook.wait_text(NUMBER["loop"], "[0-1] step 3")
-    prompt = tab.notebook.prompt(NUMBER["loop"])
-    pressed_s = time.monotonic()
-    tab.notebook.interrupt()
-    tab.notebook.wait_done(NUMBER["loop"])
-    waited_s = time.monotonic() - pressed_s
-
-    assert prompt == "[*]:"
-    assert waited_s < 5
-    assert "KeyboardInterrupt: ranks 0-1 are back, variables kept" in tab.text("loop")
-    assert tab.run("after").startswith("[0-1] 42")
 
 
 def test_a_bar_of_a_rank_is_a_live_widget(tab: Tab) -> None:

@@ -50,7 +50,6 @@ _CELLS = {
         "[0-1] 3\n",
     ),
     "nothing but a comment": ("# nothing", ""),
-    "nothing": ("", ""),
     "blank lines": ("\n\n", ""),
     "unicode": ("print('é 日本 🎉')\n'ünï'", "[0-1] é 日本 🎉\n[0-1] 'ünï'\n"),
     "a line separator inside a string": ("'a\u2028b'", "[0-1] 'a\\u2028b'\n"),
