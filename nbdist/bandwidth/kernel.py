@@ -24,7 +24,6 @@ from nbdist.bandwidth.results import (
 )
 from nbdist.bandwidth.sizes import DEFAULT_SIZES, parse_sizes, size_text
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.cluster.kernel.registration import no_progress
 from nbdist.core.topology import Topology
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel.functions import RankFunction
@@ -84,7 +83,7 @@ class Bandwidth:
         ops: str | Sequence[str] | None = None,
         sizes: str | Sequence[int] | None = None,
         limit_s: float = BENCH_S,
-        progress: Callable[[str], None] = no_progress,
+        progress: Callable[[str], None] = lambda _text: None,
     ) -> Bench:
         """Measure operations at sizes between all ranks, and keep the result as `last`.
 

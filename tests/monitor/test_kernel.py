@@ -19,7 +19,8 @@ from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import NotRunning, OptionError
 from nbdist.monitor.kernel import monitor as monitors
-from nbdist.monitor.kernel.monitor import Monitor, Samples
+from nbdist.monitor.kernel.monitor import Monitor
+from nbdist.monitor.kernel.sampler import Samples
 from nbdist.monitor.samples import Sample
 from nbdist.notebook.session import Session
 from tests.support.gpus import SMI, Driver, DriverError

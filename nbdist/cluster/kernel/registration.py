@@ -18,10 +18,6 @@ POLL_S = 0.01
 LOG_LINES = 15
 
 
-def no_progress(_text: str) -> None:
-    """Progress of which nobody is told."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRegistration:
     """Engines on their way.

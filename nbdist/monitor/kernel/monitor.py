@@ -23,8 +23,6 @@ from nbdist.monitor.kernel.sampler import PERIOD_S, Sampler, Samples
 from nbdist.monitor.prometheus import exposition
 from nbdist.monitor.samples import SampleHistory
 
-__all__ = ["Listener", "Monitor", "Samples"]
-
 # Idle ranks of whom nobody wants to know anything for this long are sampled no more.
 UNASKED_S = 600.0
 END_S = 3.0
