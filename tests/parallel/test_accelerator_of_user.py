@@ -1,20 +1,15 @@
 """Whose Accelerator it is: ours, made lazily, Accelerate's own; and DeepSpeed's engine under it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.torch_ranks import run_ranks
-from tests.support.training import MODEL
+from tests.support.training import MODEL, needs_deepspeed
 
 pytestmark = pytest.mark.engine
 
-IS_THERE = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(
-    not IS_THERE, reason="deepspeed is not installed (the extra `deepspeed`)"
-)
 
 OWN = """
     import contextlib, io
@@ -89,14 +84,7 @@ def test_ours_accelerates_and_the_lazy_one(tmp_path: Path) -> None:
 DEEPSPEED = """
     folder = os.environ["FOLDER"]
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    expected = {k: alone(k) for k in (1, 2)}
-    differences = {}
-    for stage, k in ((2, 1), (2, 2), (3, 1)):
-        accelerator.gradient_accumulation_steps = k
-        use("deepspeed", stage=stage)
-        got = tried(cell, accelerator)
-        differences[f"{stage} {k}"] = got if isinstance(got, str) else apart(got, expected[k])
-    accelerator.gradient_accumulation_steps = 1
+    use("deepspeed", stage=3)
     net, optimizer, scheduler = make(0)
     text = refusal(lambda: accelerator.prepare(net))
     model, optimizer = accelerator.prepare(net, optimizer)
@@ -109,19 +97,16 @@ DEEPSPEED = """
     model, optimizer = accelerator.prepare(net, optimizer)
     accelerator.load_state(folder)
     same = all(torch.equal(v, whole[k]) for k, v in accelerator.get_state_dict(model).items())
-    done(found=differences, text=text, same=same, base=base)
+    done(text=text, same=same, base=base)
 """
 
 
 @needs_deepspeed
-def test_the_same_cell_trains_under_deepspeed(tmp_path: Path) -> None:
-    """Stages 2 and 3, accumulated too; what it saves is loaded under ddp, but for moments."""
+def test_what_deepspeed_saves_is_loaded_under_ddp(tmp_path: Path) -> None:
+    """But for moments; model and optimizer are prepared in one call."""
     results = run_ranks(tmp_path / "run", 2, MODEL + DEEPSPEED, FOLDER=str(tmp_path))
 
     for result in results:
-        for row, difference in result["found"].items():
-            assert isinstance(difference, float), f"{row}\n{difference}"
-            assert difference < 2e-6, row
         assert "Give both in one call" in result["text"]
         assert result["same"]
         assert result["base"]

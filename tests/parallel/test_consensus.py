@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -51,8 +51,7 @@ GATHER = """
 
 def test_objects_of_all_ranks_are_gathered_in_one_call_where_they_are_small(tmp_path: Path) -> None:
     """In order; in two where one is longer; torch's own way where no backend takes host memory."""
-    with TorchRanks(tmp_path / "run", 3, GATHER) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path / "run", 3, GATHER)
 
     for result in results:
         assert result["is_same"] == [True] * 5

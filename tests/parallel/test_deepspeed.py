@@ -1,6 +1,5 @@
 """DeepSpeed takes model and optimizer over; numbers stay those of one process."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,10 @@ from nbdist.parallel.transform import ModelBuild
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
+from tests.support.training import HAS_DEEPSPEED, needs_deepspeed
 
 pytestmark = pytest.mark.engine
 
-IS_THERE = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(
-    not IS_THERE, reason="deepspeed is not installed (the extra `deepspeed`)"
-)
 
 # Each case: options, the same model by itself, and under DeepSpeed. The seed differs by rank.
 TRAINS = """
@@ -181,7 +177,7 @@ def job(**options: Any) -> ModelBuild:
     return build_alone(torch.nn.Linear(2, 2), choice)
 
 
-@pytest.mark.skipif(IS_THERE, reason="deepspeed is installed")
+@pytest.mark.skipif(HAS_DEEPSPEED, reason="deepspeed is installed")
 def test_a_missing_package_is_named_with_the_way_to_get_it() -> None:
     """Before a model is touched; so are strategies that need none."""
     with pytest.raises(OptionError, match=r"nbdist\[deepspeed\].*Or use zero1"):

@@ -12,7 +12,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import reset_models
 from nbdist.parallel import live_models
 from nbdist.parallel.reshard import sync_model
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import TorchRanks, run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -79,8 +79,7 @@ def test_values_optimizer_and_scheduler_of_one_rank_are_everyones(
     tmp_path: Path, source: int
 ) -> None:
     """Bits are equal afterwards, the source's are untouched, and training goes on in step."""
-    with TorchRanks(tmp_path, 2, SYNC, SOURCE=str(source)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, SYNC, SOURCE=str(source))
 
     theirs = results[source]
     assert results[0]["apart"] != results[1]["apart"]
@@ -129,8 +128,7 @@ REFUSED = (
 )
 def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, says: str) -> None:
     """The same error everywhere, nothing changed, and the group still works."""
-    with TorchRanks(tmp_path, 2, REFUSED, KIND=kind) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, REFUSED, KIND=kind)
 
     for result in results:
         assert says in result["text"]
@@ -171,8 +169,7 @@ FORGOTTEN = (
 
 def test_a_model_that_a_cell_has_replaced_is_not_found(tmp_path: Path) -> None:
     """What nobody holds any more is not compared with what another rank's Python still has."""
-    with TorchRanks(tmp_path, 1, FORGOTTEN) as ranks:
-        result = ranks.results()[0]
+    result = run_ranks(tmp_path, 1, FORGOTTEN)[0]
 
     assert result["found"] == ["model"]
 
@@ -211,8 +208,7 @@ REPLACED = (
 def test_a_replaced_rank_trains_on_as_if_none_had_died(tmp_path: Path, static: str) -> None:
     """Its model is built alone, takes the others' values, and losses equal a run without death."""
     folder = tmp_path
-    with TorchRanks(folder / "calm", 2, REPLACED, DIES="0", STATIC=static) as ranks:
-        calm = ranks.results()
+    calm = run_ranks(folder / "calm", 2, REPLACED, DIES="0", STATIC=static)
     with TorchRanks(folder / "died", 2, REPLACED, DIES="1", STATIC=static) as ranks:
         plan, groups = pickle.loads(ranks.wait_for("made", 0))
         ranks.wait_for("made", 1)
@@ -243,8 +239,7 @@ HALF = (
 
 def test_gradients_are_cleared_and_counted(tmp_path: Path) -> None:
     """Six parameters of one model, by the name that the user gave it; the next step works."""
-    with TorchRanks(tmp_path, 2, HALF) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, HALF)
 
     for result in results:
         assert result["gradients"] == {"model": 6}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import TRAINING
 
 pytestmark = pytest.mark.engine
@@ -29,8 +29,7 @@ SIZES = """
 
 def test_sizes_are_the_whole_models_under_each_strategy(tmp_path: Path) -> None:
     """Parameters and bytes as one process counts them; the tied head and embedding once."""
-    with TorchRanks(tmp_path, 2, TRAINING + SIZES) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + SIZES)
 
     for result in results:
         assert {tuple(counts) for [counts] in result["told"].values()} == {tuple(result["own"])}

@@ -9,7 +9,7 @@ from nbdist.parallel.reshard import optimizer_state
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -224,8 +224,7 @@ TRAVELS = (
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Four ranks' results of all cases."""
-    with TorchRanks(tmp_path_factory.mktemp("states") / "run", 4, TRAVELS) as four:
-        return four.results()
+    return run_ranks(tmp_path_factory.mktemp("states") / "run", 4, TRAVELS)
 
 
 def test_state_travels_with_its_parameters(ranks: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.options import set_fused
 from tests.support.parity import TEXT
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import TorchRanks, run_ranks
 
 OPTIONS = (
     TEXT
@@ -145,8 +145,7 @@ REFUSED = {
 
 def test_they_work_under_each_strategy(tmp_path: Path) -> None:
     """Numbers stay, under ddp and fsdp; blocks run again, kernels are the ones asked for."""
-    with TorchRanks(tmp_path, 2, WORKS) as ranks:
-        first, other = ranks.results()
+    first, other = run_ranks(tmp_path, 2, WORKS)
 
     assert first == other
     for name, differences in first["same"].items():

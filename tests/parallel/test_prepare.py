@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import CLOSE, TRAINING
 
 pytestmark = pytest.mark.engine
@@ -200,8 +200,7 @@ RESETS = """
 
 def test_nothing_of_a_strategy_is_left(tmp_path: Path) -> None:
     """A module that was under FSDP2, TP or a pipeline can be copied, called and sharded again."""
-    with TorchRanks(tmp_path, 2, TRAINING + TRACES) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + TRACES)
 
     for result in results:
         assert result == dict.fromkeys(result, True)
@@ -209,8 +208,7 @@ def test_nothing_of_a_strategy_is_left(tmp_path: Path) -> None:
 
 def test_whole_states_under_each_strategy(tmp_path: Path) -> None:
     """Whole values are the single process's, and put back they are every rank's again."""
-    with TorchRanks(tmp_path, 2, TRAINING + STATES) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + STATES)
 
     total = 2 * sum(result["share"] for result in results)
     for result in results:
@@ -226,8 +224,7 @@ def test_whole_states_under_each_strategy(tmp_path: Path) -> None:
 
 def test_other_models_and_refusals(tmp_path: Path) -> None:
     """Two models under one optimizer that nobody prepared; what cannot be is refused by name."""
-    with TorchRanks(tmp_path, 2, TRAINING + OTHERS) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + OTHERS)
 
     for rank, result in enumerate(results):
         says = result["says"]
@@ -251,8 +248,7 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
 
 def test_models_of_any_strategy_are_found_and_reset(tmp_path: Path) -> None:
     """After a broken cell gradients are cleared under every strategy; each model counts once."""
-    with TorchRanks(tmp_path, 2, TRAINING + RESETS) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + RESETS)
 
     for result in results:
         for name, outcome in result["found"].items():

@@ -11,7 +11,7 @@ from nbdist.parallel.reshard.redistribute import Reshard, _routes, redistribute,
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -154,8 +154,7 @@ MOVES = (
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     """Four ranks' results of all cases."""
     folder: Path = tmp_path_factory.mktemp("exchange")
-    with TorchRanks(folder / "run", 4, MOVES) as four:
-        return four.results()
+    return run_ranks(folder / "run", 4, MOVES)
 
 
 def test_random_moves_end_as_slices_of_the_whole(ranks: list[dict[str, object]]) -> None:

@@ -29,7 +29,6 @@ _COMMON = tuple(
     Case(f"{name} {option}")
     for name in NAMES
     for option in (
-        "--accumulate 2",
         "--checkpoint full",
         "--checkpoint selective --accumulate 2",
         *(("--checkpoint 2", "--fused") if name in OPTIONS["sdpa"].never else _KERNELS),
@@ -117,8 +116,11 @@ _MODELS_AT_FOUR = tuple(
     Case(typed, model) for model in ("llama", "gpt2") for typed in (*_FOUR, "tp", "pp", "cp")
 )
 
-SHORT = {2: tuple(map(Case, NAMES)), 4: tuple(map(Case, _FOUR))}
-"""One of each strategy, and of each product: what `make test` compares, by number of ranks."""
+SHORT = {
+    2: tuple(Case(f"{name}{option}") for name in NAMES for option in ("", " --accumulate 2")),
+    4: tuple(map(Case, _FOUR)),
+}
+"""Each strategy, accumulated too, and each product: what `make test` compares, by ranks."""
 
 LONG = {
     (2, "precisions"): _PRECISIONS,

@@ -239,6 +239,10 @@ ROWS = (
         gc.collect()
         assert registry.prepared() == []
         print(typed, kind, found[-1], f"{time.perf_counter() - began_s:.2f} s", flush=True)
+    left = [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers,
+            *accelerator._dataloaders]
+    # DeepSpeed's engines live on by themselves.
+    assert typed.startswith("deepspeed") or not left, left
     done(found=found)
 """
 )

@@ -1,6 +1,15 @@
-"""A small language model, its data and the cell that trains it, for texts of TorchRanks."""
+"""A small language model and its data, for texts of TorchRanks; whether DeepSpeed is there."""
 
-# A small language model with a list of blocks, its data, and the loop in one process.
+import importlib.util
+
+import pytest
+
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(
+    not HAS_DEEPSPEED, reason="deepspeed is not installed (the extra `deepspeed`)"
+)
+
+# A small language model with a list of blocks, and its data.
 MODEL = """
     import gc, traceback, weakref
     import torch.nn.functional as F
@@ -64,47 +73,6 @@ MODEL = """
         optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
         return net, optimizer, scheduler
-
-    def alone(k=1):
-        "The reference: plain torch, whole batches, k of them for a step."
-        net, optimizer, scheduler = make(0)
-        history = []
-        for at in range(STEPS):
-            part = slice(at * BATCH, (at + 1) * BATCH)
-            loss = net(tokens[part], labels[part])
-            (loss / k).backward()
-            norm = None
-            if (at + 1) % k == 0:
-                norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5).item()
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            history.append((loss.item(), norm, scheduler.get_last_lr()[0]))
-        return history
-
-    def cell(accelerator):
-        "The cell: no word of a strategy in it."
-        net, optimizer, scheduler = make(rank)
-        loader = DataLoader(data, batch_size=BATCH)
-        optimizer, loader, model, scheduler = accelerator.prepare(optimizer, loader, net, scheduler)
-        history = []
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                loss = model(x, labels=y)
-                accelerator.backward(loss)
-                norm = None
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            mean = accelerator.reduce(loss.detach(), "mean").item()
-            history.append((mean, norm, scheduler.get_last_lr()[0]))
-        return history
-
-    def apart(a, b):
-        pairs = [pair for one, two in zip(a, b, strict=True) for pair in zip(one, two, strict=True)]
-        return max(abs(x - y) for x, y in pairs if x is not None)
 
     def tried(function, *args):
         "What it returns, or the traceback."

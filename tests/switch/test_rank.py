@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.cases import circuit
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 CLOSE = 2e-6
@@ -291,8 +291,7 @@ NAMES = """
 def test_every_pair(tmp_path: Path, n: int, strategies: dict[str, object]) -> None:
     """All switches between strategies leave the curve, and every object of the user."""
     env = {"STRATEGIES": json.dumps(strategies), "WALK": json.dumps(circuit(list(strategies)))}
-    with TorchRanks(tmp_path, n, TRAINING + PAIRS, **env) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, n, TRAINING + PAIRS, **env)
 
     for result in results:
         assert result["bad"] == {}
@@ -303,8 +302,7 @@ def test_every_pair(tmp_path: Path, n: int, strategies: dict[str, object]) -> No
 
 def test_a_switch_that_fails_changes_nothing(tmp_path: Path) -> None:
     """A failure or an interrupt on one rank, in either half, and training goes on as before."""
-    with TorchRanks(tmp_path, 2, TRAINING + FAILURES) as ranks:
-        first, second = ranks.results()
+    first, second = run_ranks(tmp_path, 2, TRAINING + FAILURES)
 
     assert all(first["same"])
     assert all(second["same"])
@@ -322,8 +320,7 @@ def test_a_switch_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 def test_names_lists_and_memory(tmp_path: Path) -> None:
     """The user's names and lists are put right, the rest is named, and the old parts are freed."""
-    with TorchRanks(tmp_path, 2, TRAINING + NAMES) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, TRAINING + NAMES)
 
     for result in results:
         assert result["rebound"] == ["model", "first_weight"]
