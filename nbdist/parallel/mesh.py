@@ -47,20 +47,17 @@ class ParallelMesh:
         if not wanted:
             return None
         if wanted not in self._groups:
-            self._groups[wanted] = self._make_group(wanted)
+            assert self.mesh is not None
+            if len(wanted) == 1:
+                group: dist.ProcessGroup | None = self.mesh[wanted[0]].get_group()
+            elif self.size(*wanted) == dist.get_world_size():
+                group = dist.group.WORLD
+            else:
+                groups = _ranks_along(self.degrees, wanted)
+                group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+            assert group is not None
+            self._groups[wanted] = group
         return self._groups[wanted]
-
-    def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        assert self.mesh is not None
-        if len(axes) == 1:
-            group: dist.ProcessGroup | None = self.mesh[axes[0]].get_group()
-        elif self.size(*axes) == dist.get_world_size():
-            group = dist.group.WORLD
-        else:
-            groups = _ranks_along(self.degrees, axes)
-            group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
-        assert group is not None
-        return group
 
 
 def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:

@@ -11,8 +11,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import gather
 from nbdist.rpc.kernel.functions import RankFunction
-from nbdist.strategy import choice as strategy_choice
-from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choice import Strategy, label
 from nbdist.strategy.choose import StrategySpec
 from nbdist.switch.report import RankSwitchReport, merge_reports
 
@@ -47,7 +46,7 @@ class Strategies:
         strategies = self._ranks.call_all(current_strategy, deadline_s=CURRENT_S)
         if any(strategy != strategies[0] for strategy in strategies):
             each = "; ".join(
-                f"{rank_label([rank])}: {strategy_choice.label(strategy)}"
+                f"{rank_label([rank])}: {label(strategy)}"
                 for rank, strategy in enumerate(strategies)
             )
             raise NbdistError(

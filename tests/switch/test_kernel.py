@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ipyparallel.error import RemoteError
 
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.ranks import Ranks, current_strategy
@@ -54,17 +55,9 @@ def told(before: Strategy, after: Strategy) -> RankSwitchReport:
     return RankSwitchReport(before, after, ("model",), moved_bytes=10, elapsed_s=0.1)
 
 
-class RemoteError(Exception):
-    """As ipyparallel's."""
-
-    def __init__(self, ename: str, evalue: str):
-        super().__init__(f"{ename}: {evalue}")
-        self.ename, self.evalue = ename, evalue
-
-
 def from_rank(ename: str, evalue: str) -> NbdistError:
     error = NbdistError(f"rank 0: {evalue}")
-    error.__cause__ = RemoteError(ename, evalue)
+    error.__cause__ = RemoteError(ename, evalue, "", None)
     return error
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS
 from nbdist.switch.report import RankSwitchReport, merge_reports
@@ -18,12 +17,10 @@ def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
-def record(before: Strategy, after: Strategy) -> RankSwitchReport:
-    """A switch of one model, as a rank tells it."""
-    return RankSwitchReport(before, after, ("model",), ("model",), (), (), (), 6_700_000, 0.14)
-
-
 DDP, FSDP = default_choice(2), choose("fsdp", {"bf16": True}, 2)
+
+
+MOVED = RankSwitchReport(DDP, FSDP, ("model",), ("model",), (), (), (), 6_700_000, 0.14)
 
 
 def test_current_shows_degrees_options_and_the_effective_batch() -> None:
@@ -64,7 +61,7 @@ def test_rows_that_these_ranks_cannot_form_have_no_numbers() -> None:
 def test_a_switch_tells_what_changed_and_what_is_still_the_old() -> None:
     """Strategy, time, bytes, rebound names, lists and stale references each have a line."""
     done = replace(
-        record(DDP, FSDP),
+        MOVED,
         lists=("decayed",),
         stale=("closure step in cell [4]: model", "best = model"),
         notes=("The loader goes on at batch 12.",),
@@ -82,25 +79,19 @@ def test_a_switch_tells_what_changed_and_what_is_still_the_old() -> None:
     )
 
 
-def test_a_switch_to_the_same_says_so() -> None:
-    """Nothing was done, and nothing else is told."""
-    done = replace(record(DDP, DDP), models=(), rebound=())
-
-    assert switch_result(done).text == "The strategy is already ddp, dp 2. Nothing was changed."
-
-
-def test_a_choice_without_a_model_is_for_those_to_come() -> None:
-    """Before anything is prepared the strategy is only set."""
-    done = replace(record(DDP, FSDP), models=(), rebound=())
-
-    assert switch_result(done).text == (
+def test_a_switch_without_a_model_has_one_line() -> None:
+    """To the same strategy nothing was done; to another one it is set for models to come."""
+    assert switch_result(RankSwitchReport(DDP, DDP)).text == (
+        "The strategy is already ddp, dp 2. Nothing was changed."
+    )
+    assert switch_result(RankSwitchReport(DDP, FSDP)).text == (
         "fsdp, dp 2, --bf16 from now on (before: ddp, dp 2). No model is prepared yet."
     )
 
 
 def test_html_is_escaped() -> None:
     """A name from the user's code cannot become markup."""
-    view = switch_result(replace(record(DDP, FSDP), stale=("<b>x</b>",)))
+    view = switch_result(replace(MOVED, stale=("<b>x</b>",)))
 
     assert "&lt;b&gt;x&lt;/b&gt;" in view.html
     assert "<b>" not in view.html
@@ -112,13 +103,13 @@ def test_times_and_bytes_are_placeholders_where_outputs_are_stored(
     """What differs from run to run does not fail a notebook."""
     monkeypatch.setenv("NBDIST_TEST", "1")
 
-    assert "in # s, # moved" in switch_result(record(DDP, FSDP)).text
+    assert "in # s, # moved" in switch_result(MOVED).text
 
 
 def test_ranks_records_become_one() -> None:
     """Bytes are those of all, the slowest counts, what is not on all ranks has its ranks."""
-    first = replace(record(DDP, FSDP), stale=("best = model",), elapsed_s=0.1)
-    other = replace(record(DDP, FSDP), notes=("late",), elapsed_s=0.3)
+    first = replace(MOVED, stale=("best = model",), elapsed_s=0.1)
+    other = replace(MOVED, notes=("late",), elapsed_s=0.3)
     both = merge_reports([first, other])
 
     assert both.models == ("model",)

@@ -97,36 +97,27 @@ def examine(trial: Trial) -> OutputSplit:
     n_positions = min(total, _POSITIONS * size)
     with torch.no_grad(), put_back_after(keep_modes(trial.base)):
         trial.base.eval()  # no dropout, and no statistics are taken
-        whole = _run_whole(trial, n_positions)
+        whole = _run(trial, n_positions)
         # Without a label that counts the loss is nan and says nothing.
         while n_positions < total and any(t.isnan().any() for t in whole.output if not t.ndim):
             n_positions = min(total, 2 * n_positions)
-            whole = _run_whole(trial, n_positions)
+            whole = _run(trial, n_positions)
         try:
-            local = _run_piece(trial, n_positions)
+            local = _run(trial, n_positions, is_split=True)
         except OptionError as error:  # of the attention, on every rank
             return OutputSplit(why=str(error))
         return _compare(trial.grid, local, whole)
 
 
-def _run_whole(trial: Trial, n_positions: int) -> _Run:
-    short = split_sequence.cut(trial.call, 0, n_positions, n_batch=1)
-    return _run(trial.base, short, attention.SplitSequence())
-
-
-def _run_piece(trial: Trial, n_positions: int) -> _Run:
-    grid = trial.grid
-    short = split_sequence.cut(trial.call, 0, n_positions, n_batch=1)
-    piece = split_sequence.piece(short, trial.base, grid.coordinate.cp, grid.size("cp"))
-    return _run(trial.base, piece, attention.SplitSequence(trial.attend, grid.group("cp")))
-
-
-def _run(
-    base: torch.nn.Module, call: inspect.BoundArguments, mode: attention.SplitSequence
-) -> _Run:
+def _run(trial: Trial, n_positions: int, *, is_split: bool = False) -> _Run:
+    call, grid = split_sequence.cut(trial.call, 0, n_positions, n_batch=1), trial.grid
+    mode = attention.SplitSequence()
+    if is_split:
+        call = split_sequence.piece(call, trial.base, grid.coordinate.cp, grid.size("cp"))
+        mode = attention.SplitSequence(trial.attend, grid.group("cp"))
     mode.attention_inputs = []
     with mode:
-        output = base(*call.args, **call.kwargs)
+        output = trial.base(*call.args, **call.kwargs)
     return _Run(list(split_sequence.tensors(output)), mode.attention_inputs)
 
 

@@ -68,20 +68,17 @@ class ContextParallel(torch.nn.Module):
             OptionError: If gradients are wanted and the sequence or the model cannot be split.
         """
         call = inspect.signature(self.base.forward).bind(*args, **kwargs)
-        why = split_sequence.why_whole(call, getattr(self.base, "config", None), self._size)
+        size = self._grid.size("cp")
+        why = split_sequence.why_whole(call, getattr(self.base, "config", None), size)
         split = None if why else self._split(call)
         if split is None or split.why:
             if torch.is_grad_enabled():
                 raise OptionError(why or split.why)  # type: ignore[union-attr]
             return self.base(*args, **kwargs)
-        piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, self._size)
+        piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, size)
         with attention.SplitSequence(self._attend, self._group):
             output = self.module(*piece.args, **piece.kwargs)
         return self._whole(output, split)
-
-    @property
-    def _size(self) -> int:
-        return self._grid.size("cp")
 
     def _split(self, call: inspect.BoundArguments) -> check.OutputSplit:
         kind = check.kind(call)

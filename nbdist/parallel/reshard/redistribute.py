@@ -125,7 +125,9 @@ def redistribute(
             for reshard in reshards
             if (tensor := _start_result(reshard, local, rank, device)) is not None
         }
-        carrier = _carrier(device)
+        # Gloo would bring a GPU's tensors to the host and back, piece by piece.
+        is_gloo = dist.is_initialized() and f"{device.type}:gloo" in dist.get_backend_config()
+        carrier = torch.device("cpu") if is_gloo else device
         is_direct = carrier == device
         local_routes, direct, bundled = [], [], []
         for route in _routes(reshards, size):
@@ -330,12 +332,6 @@ def _box_cuts(dims: tuple[Cuts, ...], *, is_sent: bool) -> tuple[Cuts, ...]:
         of_dim = ((old, at, n) if is_sent else (at, new, n) for (old, new, n), at in pairs)
         boxed.append(tuple(of_dim))
     return tuple(boxed)
-
-
-def _carrier(device: torch.device) -> torch.device:
-    """Where buckets lie. Gloo would bring a GPU's to the host and back, piece by piece."""
-    is_gloo = dist.is_initialized() and f"{device.type}:gloo" in dist.get_backend_config()
-    return torch.device("cpu") if is_gloo else device
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
@@ -48,8 +47,14 @@ def plan_sequence(job: ModelBuild, plan: Plan, layers: Layers, layouts: Layouts)
     lists = _lists(job, plan)
     names = [[blocks.block_name(index) for index in range(len(blocks.modules))] for blocks in lists]
     attention_modules = [module for module in job.base.modules() if is_attention(module)]
+    stage = job.grid.coordinate.pp
+
+    def is_own(block: str) -> bool:
+        stages = [layout.stages for name, layout in layouts.items() if name.startswith(f"{block}.")]
+        return all(holders is None or stage in holders for holders in stages)
+
     sequence = Sequence(
-        lists=tuple(filter(None, (_select_own(job, blocks, layouts) for blocks in names))),
+        lists=tuple(filter(None, (tuple(filter(is_own, blocks)) for blocks in names))),
         blocks=frozenset(name for blocks in names for name in blocks),
         dim=1 if all(module.batch_first for module in attention_modules) else 0,
     )
@@ -87,17 +92,6 @@ def _lists(job: ModelBuild, plan: Plan) -> list[BlockList]:
                 f"{blocks.name} has a block several times, so that none is its first. {_WITHOUT}"
             )
     return lists
-
-
-def _select_own(job: ModelBuild, blocks: Iterable[str], layouts: Layouts) -> tuple[str, ...]:
-    """The blocks of this rank's stage."""
-    stage = job.grid.coordinate.pp
-
-    def is_own(block: str) -> bool:
-        stages = [layout.stages for name, layout in layouts.items() if name.startswith(f"{block}.")]
-        return all(holders is None or stage in holders for holders in stages)
-
-    return tuple(block for block in blocks if is_own(block))
 
 
 def _norms(sequence: Sequence, plan: Plan, layers: Layers) -> tuple[str, ...]:
