@@ -86,7 +86,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 folder, out = sys.argv[1:]
 dcp_to_torch_save(folder, out)
 whole = torch.load(out, weights_only=True)
-name = "model.tied.blocks.0.up_proj.weight"
+name = "model.tied.blocks.0.mlp.up_proj.weight"
 part = {name: torch.empty(32, 16)}
 dcp.load(part, checkpoint_id=folder)
 model = whole["model"]["tied"]
@@ -94,7 +94,7 @@ steps = whole["optimizer"]["adamw"]["tied"]
 assert "nbdist" not in sys.modules
 print(json.dumps({
     "names": sorted(model), "tied": torch.equal(model["embed.weight"], model["head.weight"]),
-    "same": torch.equal(part[name], model["blocks.0.up_proj.weight"]),
+    "same": torch.equal(part[name], model["blocks.0.mlp.up_proj.weight"]),
     "moments": sorted(steps["head.bias"]), "step": steps["head.bias"]["step"].item(),
 }))
 """

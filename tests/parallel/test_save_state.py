@@ -116,7 +116,7 @@ def test_a_state_goes_from_fsdp1_and_to_it(tmp_path: Path) -> None:
     for result in results:
         check(result["saved"], result["loaded"])
     tensors = load_file(tmp_path / "fsdp1Tied" / "model.safetensors")
-    assert tensors["blocks.0.up_proj.weight"].shape == (32, 16)
+    assert tensors["blocks.0.mlp.up_proj.weight"].shape == (32, 16)
     assert "spare" not in tensors
 
 

@@ -15,51 +15,13 @@ COMMON = """
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-    class Attention(nn.Module):
-        def __init__(self, width, n_heads):
-            super().__init__()
-            self.head_dim = width // n_heads
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
-            self.o_proj = nn.Linear(width, width)
-        def forward(self, x):
-            q, k, v = (
-                p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                for p in (self.q_proj, self.k_proj, self.v_proj))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    class Perceptron(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
-        def forward(self, x):
-            return self.down_proj(torch.tanh(self.up_proj(x)))
-
-    class Layer(nn.Module):
-        def __init__(self, width, n_heads):
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.attention, self.mlp = Attention(width, n_heads), Perceptron(width)
-        def forward(self, h):
-            h = h + self.attention(self.norm1(h))
-            return h + self.mlp(self.norm2(h))
-
-    class Plain(nn.Module):
-        def __init__(self, width=16, n_layers=4, n_heads=8):
-            super().__init__()
-            self.embed = nn.Embedding(24, width)
-            self.layers = nn.ModuleList(Layer(width, n_heads) for _ in range(n_layers))
-            self.norm = nn.LayerNorm(width)
-            self.head = nn.Linear(width, 24)
-        def forward(self, tokens, labels):
-            h = self.embed(tokens)
-            for layer in self.layers:
-                h = layer(h)
-            logits = self.head(self.norm(h))
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    class Plain(Net):
+        def __init__(self, n_blocks=4):
+            super().__init__(n_blocks=n_blocks, n_heads=8)
+            self.norm = nn.LayerNorm(16)
 
     def plain():
-        return Plain(n_layers=max(4, min(2 * n, 8)))
+        return Plain(max(4, min(2 * n, 8)))
 
     def llama():
         from transformers import LlamaConfig, LlamaForCausalLM

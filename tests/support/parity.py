@@ -151,12 +151,6 @@ class Counted(TorchDispatchMode):
         self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 
-def refusal(call):
-    try:
-        call()
-    except OptionError as error:
-        return str(error)
-    return ""
 """
 
 

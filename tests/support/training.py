@@ -20,35 +20,47 @@ MODEL = """
     from nbdist.parallel.accelerator.accelerator import Accelerator
     from nbdist.parallel import registry
 
+    class Attention(nn.Module):
+        def __init__(self, width, n_heads):
+            super().__init__()
+            self.head_dim = width // n_heads
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+            self.o_proj = nn.Linear(width, width)
+        def forward(self, x):
+            q, k, v = (
+                p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for p in (self.q_proj, self.k_proj, self.v_proj))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    class Perceptron(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
+        def forward(self, x):
+            return self.down_proj(torch.tanh(self.up_proj(x)))
+
     class Block(nn.Module):
         def __init__(self, width, n_heads):
             super().__init__()
-            self.n_heads = n_heads
             self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
-            self.o_proj = nn.Linear(width, width)
-            self.up_proj, self.down_proj = nn.Linear(width, 32), nn.Linear(32, width)
+            self.attention, self.mlp = Attention(width, n_heads), Perceptron(width)
         def forward(self, h):
-            x = self.norm1(h)
-            q, k, v = (
-                p(x).view(*x.shape[:2], -1, x.shape[-1] // self.n_heads).transpose(1, 2)
-                for p in (self.q_proj, self.k_proj, self.v_proj)
-            )
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            h = h + self.o_proj(mixed.transpose(1, 2).flatten(2))
-            return h + self.down_proj(torch.tanh(self.up_proj(self.norm2(h))))
+            h = h + self.attention(self.norm1(h))
+            return h + self.mlp(self.norm2(h))
 
     class Net(nn.Module):
-        def __init__(self, width=16, n_blocks=4):
+        def __init__(self, width=16, n_blocks=4, n_heads=4):
             super().__init__()
             self.embed = nn.Embedding(24, width)
-            self.blocks = nn.ModuleList(Block(width, 4) for _ in range(n_blocks))
+            self.blocks = nn.ModuleList(Block(width, n_heads) for _ in range(n_blocks))
+            self.norm = nn.Identity()
             self.head = nn.Linear(width, 24)
         def forward(self, tokens, labels=None):
             h = self.embed(tokens)
             for block in self.blocks:
                 h = block(h)
-            logits = self.head(h)
+            logits = self.head(self.norm(h))
             if labels is None:
                 return logits
             return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
