@@ -28,7 +28,6 @@ class Built:
     """A model under a strategy on this rank, or the plan of one.
 
     Attributes:
-        job: The model, the choice and the mesh.
         steps: What the choice consists of.
         layouts: How each parameter and buffer lies.
         names: First name -> all names, of parameters and buffers; several where tied.

@@ -32,7 +32,6 @@ class ModuleSnapshot:
     """One module as it was.
 
     Attributes:
-        kind: Its class.
         attributes: Its `__dict__`; the values themselves.
         tables: What the dicts in it held: hooks, submodules, parameters, buffers.
         lists: What the lists in it held: an LSTM keeps its parameters in one as well.

@@ -25,7 +25,6 @@ class Prepared:
 
     Attributes:
         number: Counts models; the same on all ranks.
-        built: What was made of it.
         own_names: Variables that mean the user's module itself, where it has a wrapper.
         former: id -> (parameter that it had before, first name): optimizers may hold it.
     """

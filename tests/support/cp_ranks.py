@@ -107,9 +107,5 @@ COMMON = """
                 max((grads[k] - alone_grads[k]).abs().max().item() for k in grads)]
 
     def refused(call):
-        try:
-            call()
-        except OptionError as error:
-            return str(error)
-        return ""
+        return refusal(call, OptionError)
 """

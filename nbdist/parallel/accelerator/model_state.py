@@ -20,7 +20,6 @@ class Portable:
     """How a model's values are had and put back.
 
     Attributes:
-        base: The user's module.
         firsts: Every name of a parameter or buffer -> its first one; several where tied.
         shapes: Of the whole tensors, by first name.
         values: Gives whole tensors by first name, on every rank. Collective: every rank.
@@ -53,7 +52,22 @@ def portable(model: Any) -> Portable:
     """Of what prepare() returned for a model, or of the user's module."""
     prepared = registry.prepared_of(model)
     if prepared is None:
-        return _of_engine(model)
+        base: torch.nn.Module = model.module  # an engine's
+        firsts = build.firsts_of(base)
+        # The third stage leaves empty tensors, and notes their shapes.
+        shapes = {
+            name: tuple(getattr(tensor, "ds_shape", tensor.shape))
+            for name, tensor in build.tensors_of(base).items()
+            if name in firsts.values()
+        }
+        return Portable(
+            base=base,
+            firsts=firsts,
+            shapes=shapes,
+            values=functools.partial(deepspeed.full_state, model),
+            load=functools.partial(deepspeed.load_full, model),
+            listed=functools.partial(_state_dict, base),
+        )
     return Portable(
         base=prepared.base,
         firsts=build.firsts_of(prepared.base),
@@ -64,25 +78,6 @@ def portable(model: Any) -> Portable:
             fsdp1_state.local_state_dict if fsdp1_state.is_flat(prepared) else _state_dict,
             prepared.base,
         ),
-    )
-
-
-def _of_engine(engine: Any) -> Portable:
-    base: torch.nn.Module = engine.module
-    firsts = build.firsts_of(base)
-    # The third stage leaves empty tensors, and notes their shapes.
-    shapes = {
-        name: tuple(getattr(tensor, "ds_shape", tensor.shape))
-        for name, tensor in build.tensors_of(base).items()
-        if name in firsts.values()
-    }
-    return Portable(
-        base=base,
-        firsts=firsts,
-        shapes=shapes,
-        values=functools.partial(deepspeed.full_state, engine),
-        load=functools.partial(deepspeed.load_full, engine),
-        listed=functools.partial(_state_dict, base),
     )
 
 

@@ -136,10 +136,14 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     if not whole.attention_inputs:  # the same code runs on all ranks
         return OutputSplit(why=_NO_ATTENTION)
     differences = [inputs[0], max(inputs), max(errors["outputs"]), max(errors["losses"])]
+    assert grid.mesh is not None
+    # Each at its largest over all ranks.
+    worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
     # Attention was given float32, computed as such.
     is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in whole.attention_inputs)
     is_exact = not is_half and torch.get_float32_matmul_precision() == "highest"
-    return _verdict(_worst(differences, grid), tuple(dims), is_exact=is_exact)
+    return _verdict(worst.tolist(), tuple(dims), is_exact=is_exact)
 
 
 def _verdict(
@@ -209,11 +213,3 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     relative = float((difference.max() / largest).nan_to_num(math.inf))
     # A few roundings to the dtype it has; a loss in bf16 has two digits.
     return max(0.0, relative - 4 * torch.finfo(expected.dtype).eps)
-
-
-def _worst(differences: list[float], grid: ParallelMesh) -> list[float]:
-    """Each difference at its largest over all ranks. Collective."""
-    assert grid.mesh is not None
-    worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
-    return worst.tolist()

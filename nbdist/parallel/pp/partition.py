@@ -37,7 +37,6 @@ class Cuts:
     """A model cut into stages.
 
     Attributes:
-        blocks: Its list of blocks.
         spans: The blocks of each stage, as positions in the list.
         holders: First name of each parameter and buffer -> coordinates along pp; None for all.
     """
