@@ -242,7 +242,7 @@ def names(
 def variables() -> dict[int, str]:
     """Name, by id, what the user's variables hold, themselves or one step inside."""
     names: dict[int, str] = {}
-    namespace = {n: v for n, v in _namespace().items() if not n.startswith("_")}
+    namespace = _namespace()
     for name, value in namespace.items():
         names.setdefault(id(value), name)
     for name, value in namespace.items():
@@ -253,8 +253,7 @@ def variables() -> dict[int, str]:
 
 def user_modules() -> dict[str, torch.nn.Module]:
     """The modules that the user's variables hold themselves, by name."""
-    space = _namespace().items()
-    return {n: v for n, v in space if isinstance(v, torch.nn.Module) and n[:1] != "_"}
+    return {n: v for n, v in _namespace().items() if isinstance(v, torch.nn.Module)}
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
@@ -274,6 +273,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{key}", item) for key, item in inner.items())
 
 
-def _namespace() -> Mapping[str, Any]:
-    """The names that the user's cells have made."""
-    return dict(rebind.variables())
+def _namespace() -> dict[str, Any]:
+    """The names that the user's cells have made, but for those that begin with _."""
+    # A copy: other threads may make names meanwhile.
+    return {n: v for n, v in dict(rebind.variables()).items() if not n.startswith("_")}

@@ -7,12 +7,7 @@ layout of its own, so a live model can be switched neither to FSDP1 nor from it.
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from nbdist.errors import OptionError
@@ -53,7 +48,6 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
         outer,
         device_mesh=job.grid.submesh(*axes),
         sharding_strategy=_STRATEGIES[options.shard],
-        cpu_offload=CPUOffload(offload_params=False),
         auto_wrap_policy=CustomPolicy(lambda module: module in units),
         mixed_precision=policy,
         # Without it FSDP1 takes "cpu:0" for the CPU and refuses parameters on "cpu".
