@@ -1,7 +1,5 @@
 """A pipeline against one process at the same global batch: losses, gradients, outputs, errors."""
 
-import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -105,6 +103,10 @@ def plain(model):
         model.layers[position] = Plain()
     return model
 
+def own_bias(model):
+    model.head.bias = nn.Parameter(torch.zeros(WORDS))
+    return model
+
 def freeze(model):
     model.words.requires_grad_(False)
     model.layers[0].requires_grad_(False)
@@ -125,6 +127,7 @@ done(fp32={
     "two pieces": compare(microbatches=2),
     "more pieces": compare(microbatches=8, schedule="interleaved", made={"depth": 4}),
     "one piece": compare(microbatches=1),
+    "tied, with a bias of its own": compare(how=own_bias),
     "frozen": compare(how=freeze),
     "first stage frozen": compare(how=freeze, made={"depth": 2, "tied": False}),
     "checkpointed": compare(checkpoint="full"),
@@ -696,6 +699,8 @@ for schedule, depth, accumulate, microbatches in itertools.product(
 for checkpoint in ("full", "selective", "2"):
     fp32["checkpoint " + checkpoint] = compare(made={"depth": 5}, checkpoint=checkpoint,
                                                schedule="interleaved")
+if n == 4:
+    fp32["pieces"] = compare({"pp": 2, "dp_shard": 2}, shard="grad-op")
 done(fp32=fp32)
 """
 )
@@ -709,71 +714,3 @@ def test_every_schedule_trains_as_one_process(tmp_path: Path, size: int) -> None
 
     # Of three AdamW steps; by how much rounding differs depends on the processor's kernels.
     _check(results, 2 * FP32)
-
-
-PRODUCTS = (
-    PP
-    + """
-from tests.support import tp_models as T
-T.LAYERS, T.BATCH = 4, 8
-DEGREES, CASES = json.loads(os.environ["CASES"])
-
-def block():
-    return T.Block(T.GroupedAttention(), T.Gated())
-
-def compare(degrees, head, **settings):
-    torch.manual_seed(0)
-    alone = T.Model(block, is_tied=head != "own")
-    if head == "tied, own bias":
-        alone.head.bias = nn.Parameter(torch.zeros(T.WORDS))
-    nn.init.normal_(alone.emb.weight, std=0.1)      # 1.0, torch's, makes logits of 30
-    base = copy.deepcopy(alone)
-    outer = put(base, degrees, **settings)
-    place = job_of(base, choose("pp", degrees)).grid
-    part, parts = place.coordinate.dp_shard, place.degrees.dp
-    wanted = follow(alone, alone, lambda model, step: model(*T.batch(step)), gradients_of)
-    found = follow(
-        outer, base, lambda model, step: model(*(t.chunk(parts)[part] for t in T.batch(step))),
-        pp_gradients)
-    if parts > 1:
-        losses = torch.tensor([loss for loss, _ in found], dtype=torch.float64)
-        dist.all_reduce(losses)                         # tp and pp ranks have the same one
-        found = [(loss / n, own) for loss, (_, own) in zip(losses.tolist(), found)]
-    differences = gaps(found, wanted)
-    alone.eval(), outer.eval()
-    with torch.no_grad():
-        differences.append((outer(*T.batch(5)) - alone(*T.batch(5))).abs().item())
-    return differences
-
-done(fp32={f"{settings} {head}": compare(DEGREES, head, **settings)
-           for settings in CASES for head in ("own", "tied", "tied, own bias")})
-"""
-)
-ALL = [{"schedule": name} for name in ("gpipe", "1f1b", "interleaved", "zb")]
-SPLIT = {"has_sequence_parallel": True}
-SHARDED: list[dict[str, Any]] = [
-    {"schedule": "gpipe"},
-    {"shard": "grad-op"},
-    {"checkpoint": "full", "microbatches": 2},
-]
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    ("degrees", "cases"),
-    [
-        ({"pp": 2, "tp": 2}, ALL),
-        ({"pp": 2, "tp": 2}, [SPLIT]),
-        ({"pp": 2, "dp_shard": 2}, SHARDED),
-        ({"pp": 2, "dp_shard": 2, "tp": 2}, [{}]),
-        ({"pp": 4, "tp": 2}, [{}]),
-    ],
-)
-def test_products_train_as_one_process(
-    tmp_path: Path, degrees: dict[str, int], cases: list[dict[str, Any]]
-) -> None:
-    """Stages whose layers are split, sharded or both, on 4 and 8 ranks; tied and not."""
-    size = math.prod(degrees.values())
-    results = run_ranks(tmp_path, size, PRODUCTS, CASES=json.dumps([degrees, cases]))
-
-    _check(results)
