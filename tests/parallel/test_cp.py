@@ -47,22 +47,9 @@ TRAINS = """
     def ignoring(model, step):
         # The first rank's targets of one row count, of the others half or none.
         return model(*batch(step, ignored=[(0, 0, 13), (1, 2, 24), (2, 0, 24)]))
-    def accumulated(model, step):
-        "Two halves, the first without a reduction; gradients add up."
-        parts = [[t[at] for t in batch(step)] for at in (slice(0, 2), slice(2, 4))]
-        with contextlib.nullcontext() if model.__class__ is Model else model.no_sync():
-            first = model(*parts[0]) / 2
-            first.backward()
-        return first.detach() + model(*parts[1]) / 2
     def by_hand(model, step):
         x, y = batch(step)
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    def share(model, step):
-        x, y = batch(step, rows=8)
-        if model.__class__ is not Model:
-            x, y = (t.chunk(2)[rank // 2] for t in (x, y))
-        return model(x, y)
-
     results = {}
     for context in ("ring", "ulysses"):
         results[context] = apart(Model, loss, context=context)
@@ -71,11 +58,8 @@ TRAINS = """
             results[f"{context} checkpoint {kind}"] = apart(
                 Model, loss, context=context, checkpoint=kind)
     results["keyword"] = apart(Model, keyword)
-    results["accumulated"] = apart(Model, accumulated, whole=loss)
     results["ignored targets"] = apart(Model, ignoring)
     results["loss outside of the model"] = apart(Model, by_hand)
-    if n == 4:
-        results["x dp"] = apart(Model, share, degrees=Degrees(dp_replicate=2, cp=2))
 """
 
 

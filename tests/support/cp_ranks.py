@@ -54,9 +54,9 @@ COMMON = """
             logits = self.head(h)
             return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
-    def batch(step, rows=4, length=24, ignored=()):
+    def batch(step, ignored=()):
         generator = torch.Generator().manual_seed(100 + step)
-        x = torch.randint(0, 64, (rows, length + 1), generator=generator)
+        x = torch.randint(0, 64, (4, 25), generator=generator)
         y = x[:, 1:].clone()
         for row, start, stop in ignored:
             y[row, start:stop] = -100
@@ -66,9 +66,8 @@ COMMON = """
         torch.manual_seed(0)
         return build()
 
-    def split(base, degrees=None, context="ring", plan_only=False, **options):
-        degrees = degrees or Degrees(cp=n)
-        choice = Strategy("cp", degrees, n, Options(context=context, **options))
+    def split(base, context="ring", plan_only=False, **options):
+        choice = Strategy("cp", Degrees(cp=n), n, Options(context=context, **options))
         job = ModelBuild(base, choice, build_mesh(choice, "cpu"), torch.device("cpu"))
         cp.STEP.plan(job, {})
         if plan_only:
@@ -96,11 +95,11 @@ COMMON = """
             losses.append(mean.item() / n)
         return losses, grads
 
-    def apart(build, loss_of, whole=None, **kwargs):
+    def apart(build, loss_of, **kwargs):
         "Greatest difference of losses, and of gradients, to the model by itself."
         is_half = kwargs.get("precision") == "bf16"
         with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-            alone, alone_grads = trained(make(build), whole or loss_of)
+            alone, alone_grads = trained(make(build), loss_of)
         losses, grads = trained(split(make(build), **kwargs), loss_of)
         assert grads.keys() == alone_grads.keys(), (grads.keys(), alone_grads.keys())
         return [max(abs(a - b) for a, b in zip(losses, alone)),
