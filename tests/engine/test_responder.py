@@ -10,31 +10,12 @@ import pytest
 
 from nbdist.engine import responder
 from nbdist.errors import StartError
-from nbdist.rpc import wire
 
 pytestmark = pytest.mark.engine
 
 
 def request(name: str, *args: Any) -> dict[str, Any]:
     return {"content": {"name": name}, "buffers": [pickle.dumps(args)]}
-
-
-class Session:
-    """Keeps what a kernel's session would send."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[Any, ...]] = []
-
-    def send(self, stream: Any, kind: str, content: Any, **options: Any) -> None:
-        self.sent.append((stream, kind, content, options))
-
-
-def test_an_answer_is_the_functions_result() -> None:
-    """Status and the pickled value."""
-    content, [buffer] = responder.answer(request("ping"))
-
-    assert content == {"status": "ok"}
-    assert pickle.loads(buffer) == threading.current_thread().name
 
 
 @pytest.mark.parametrize(
@@ -54,19 +35,6 @@ def test_what_is_wrong_is_the_answer(message: dict[str, Any], name: str) -> None
     assert (content["status"], content["ename"]) == ("error", name)
     assert name in content["traceback"]
     assert buffers == []
-
-
-def test_the_kernels_table_gets_the_handler() -> None:
-    """The reply goes to who has asked, as the answer to the request."""
-    kernel = SimpleNamespace(control_handlers={"shutdown_request": None}, session=Session())
-    responder.install(kernel)
-    message = request("ping")
-    kernel.control_handlers[wire.CONTROL_REQUEST]("stream", [b"id"], message)
-    [(stream, kind, content, options)] = kernel.session.sent
-
-    assert (stream, kind, content) == ("stream", wire.CONTROL_REPLY, {"status": "ok"})
-    assert options["parent"] is message
-    assert options["ident"] == [b"id"]
 
 
 def test_an_ipykernel_without_the_table_is_named() -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,39 +93,30 @@ def cases(short: tuple[object, ...], *axes: Iterable[object]) -> list[Any]:
     ]
 
 
-Act = Callable[[Ranks, Handle], float]
-"""Does something to a cell that has begun; returns when, by the host's clock."""
+def _press(times: int, gap_s: float, ranks: Ranks, handle: Handle) -> float:
+    pressed_s = time.monotonic()
+    for _ in range(times):
+        if ranks.kernel.so_far(handle).status != "running":
+            break
+        ranks.kernel.interrupt()
+        signal.sigtimedwait([], gap_s)
+    return pressed_s
 
 
-def _press(times: int, gap_s: float) -> Act:
-    def act(ranks: Ranks, handle: Handle) -> float:
-        pressed_s = time.monotonic()
-        for _ in range(times):
-            if ranks.kernel.so_far(handle).status != "running":
-                break
-            ranks.kernel.interrupt()
-            signal.sigtimedwait([], gap_s)
-        return pressed_s
-
-    return act
+def _kill(which: signal.Signals, ranks: Ranks, _handle: Handle) -> float:
+    killed_s = time.monotonic()
+    ranks.engines[1].send_signal(which)
+    return killed_s
 
 
-def _kill(which: signal.Signals) -> Act:
-    def act(ranks: Ranks, handle: Handle) -> float:
-        killed_s = time.monotonic()
-        ranks.engines[1].send_signal(which)
-        return killed_s
-
-    return act
-
-
-ACTS: dict[str, Act] = {
+# Each does something to a cell that has begun, and returns when, by the host's clock.
+ACTS: dict[str, Callable[[Ranks, Handle], float]] = {
     "nothing": Ranks.begin_s,
-    "press": _press(1, 0.0),
-    "press twice": _press(2, 0.05),
-    "press on": _press(100, 0.05),
-    "SIGKILL": _kill(signal.SIGKILL),
-    "SIGSEGV": _kill(signal.SIGSEGV),
+    "press": partial(_press, 1, 0.0),
+    "press twice": partial(_press, 2, 0.05),
+    "press on": partial(_press, 100, 0.05),
+    "SIGKILL": partial(_kill, signal.SIGKILL),
+    "SIGSEGV": partial(_kill, signal.SIGSEGV),
 }
 
 

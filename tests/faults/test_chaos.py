@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -29,37 +29,16 @@ _SHORT_WEIGHTS = {"count": 4, "sum": 3, "train": 3, "hang": 1, "interrupt": 3, "
 _FAULTS = {"hang": HANGS, "interrupt": INTERRUPTS, "death": DEATHS}
 
 
-@dataclass(slots=True)
-class Model:
-    """What the ranks' variables have to be, kept without asking them.
-
-    Attributes:
-        counters: `counter` of each rank.
-        trails: `trail` of each rank: the numbers of the cells that it has run.
-    """
-
-    counters: list[int]
-    trails: list[list[int]]
-
-    def count(self, rank: int, number: int, amount: int) -> None:
-        """A rank has run the first line of a cell."""
-        self.counters[rank] += amount * (rank + 1)
-        self.trails[rank].append(number)
-
-    def forget(self, rank: int) -> None:
-        """A rank was replaced; its variables are as at the begin."""
-        self.counters[rank] = 0
-        self.trails[rank] = []
-
-
 class Chaos:
-    """Random cells on ranks, each compared with the model after it."""
+    """Random cells on ranks; after each their variables are as noted here without asking them."""
 
     def __init__(self, ranks: Ranks, seed: int, weights: dict[str, int]) -> None:
         self._ranks = ranks
         self._random = random.Random(seed)
         self._weights = weights
-        self._model = Model([0] * ranks.n, [[] for _ in range(ranks.n)])
+        # `counter` of each rank, and `trail`: the numbers of the cells that it has run.
+        self._counters = [0] * ranks.n
+        self._trails: list[list[int]] = [[] for _ in range(ranks.n)]
         self._number = 0
         ranks.ok("%%distributed\ncounter, trail = 0, []")
 
@@ -81,7 +60,8 @@ class Chaos:
 
     def _note(self, ranks: list[int], amount: int) -> None:
         for rank in ranks:
-            self._model.count(rank, self._number, amount)
+            self._counters[rank] += amount * (rank + 1)
+            self._trails[rank].append(self._number)
 
     def _count(self, amount: int) -> str:
         """An ordinary cell on some ranks."""
@@ -100,7 +80,7 @@ class Chaos:
             f"%%distributed\n{self._line(amount)}total = torch.tensor([counter])\n"
             "dist.all_reduce(total)\nprint('value', total.item())"
         )
-        assert self._ranks.printed(cell) == dict.fromkeys(everyone, sum(self._model.counters))
+        assert self._ranks.printed(cell) == dict.fromkeys(everyone, sum(self._counters))
         return "sum"
 
     def _train(self, amount: int) -> str:
@@ -132,13 +112,13 @@ class Chaos:
         label = ",".join(map(str, dead))
         self._ranks.ok(f"%%rank[{label}]\ncounter, trail = 0, []")
         for rank in dead:
-            self._model.forget(rank)
+            self._counters[rank], self._trails[rank] = 0, []
         self._ranks.note_processes()
 
     def _compare(self, ranks: list[int] | None = None) -> None:
         chosen = ranks or list(range(self._ranks.n))
         values = self._ranks.values("[counter, trail]", chosen)
-        expected = {r: [self._model.counters[r], self._model.trails[r]] for r in chosen}
+        expected = {r: [self._counters[r], self._trails[r]] for r in chosen}
         assert values == expected
 
 

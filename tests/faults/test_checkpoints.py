@@ -72,11 +72,8 @@ def _writing(ranks: Ranks, line: str = "%dist_save one") -> Handle:
     for path in _marks(ranks):
         path.unlink(missing_ok=True)
     handle = ranks.kernel.start(line)
-    end_s = time.monotonic() + 20
-    while not all(path.exists() for path in _marks(ranks)):
-        assert time.monotonic() < end_s, ranks.kernel.so_far(handle).visible
-        assert ranks.kernel.so_far(handle).status == "running", ranks.kernel.so_far(handle).visible
-        time.sleep(0.005)
+    has_begun = until(lambda: all(path.exists() for path in _marks(ranks)), 20)
+    assert has_begun, ranks.kernel.so_far(handle).visible
     ranks.kernel.wait_output(handle, "writing", 20)
     return handle
 
@@ -212,7 +209,11 @@ def test_the_kernel_is_killed_while_it_saves(
     ranks = own_ranks(n)
     _begun(ranks)
     ranks.ok(_SLOW.format("slow"))
-    _writing(ranks) if not more else _async(ranks)
+    if more:
+        ranks.ok("%dist_save one --async")
+        assert until(lambda: all(path.exists() for path in _marks(ranks)), 20)
+    else:
+        _writing(ranks)
     path, everything = ranks.folder / "one", ranks.everything()
     began_s = time.monotonic()
     ranks.kernel.kill()
@@ -227,12 +228,6 @@ def test_the_kernel_is_killed_while_it_saves(
     checkpoint_folder.abandon(path)
     assert [path.name for path in ranks.folder.glob(".one*")] == []
     _is_whole(path)
-
-
-def _async(ranks: Ranks) -> None:
-    """A save beside training that has begun on every rank."""
-    ranks.ok("%dist_save one --async")
-    assert until(lambda: all(path.exists() for path in _marks(ranks)), 20)
 
 
 def _marks(ranks: Ranks) -> list[Path]:

@@ -26,19 +26,15 @@ subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size={size}', 'nbdist-test', {fol
 """
 
 
-def _mount_skip_reason() -> str:
+def _own_mount(folder: Path | str, size: str) -> str:
     tried = subprocess.run(
         ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"],
         capture_output=True,
         text=True,
         check=False,
     )
-    return "" if tried.returncode == 0 else f"no mounts allowed here: {tried.stderr.strip()}"
-
-
-def _own_mount(folder: Path | str, size: str) -> str:
-    if reason := _mount_skip_reason():
-        pytest.skip(reason)
+    if tried.returncode != 0:
+        pytest.skip(f"no mounts allowed here: {tried.stderr.strip()}")
     return _OWN_MOUNT.format(size=size, folder=str(folder))
 
 

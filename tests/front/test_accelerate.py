@@ -78,13 +78,6 @@ def test_every_rank_has_the_promised_names(kernel: Kernel) -> None:
     )
 
 
-def test_collectives_work(kernel: Kernel) -> None:
-    """torch.distributed is ready to use, without a set-up."""
-    cell = kernel.run("%%distributed\nt = torch.tensor([rank + 1.]); dist.all_reduce(t); t.item()")
-
-    assert cell.text == "[0-1] 3.0\n"
-
-
 def test_training_lowers_the_loss_and_keeps_the_ranks_equal(ready: Kernel) -> None:
     """A prepared model learns, is DDP, and has the same parameters on every rank."""
     trained = ready.run(_TRAIN)
@@ -202,5 +195,4 @@ def test_the_first_use_may_be_a_method(own_kernel: Kernel, use: str) -> None:
     )
 
     assert cell.text == "[0] 2 0 Accelerator\n[1] 2 1 Accelerator\n"
-    assert refused.error is not None
-    assert "create yours before anything uses `accelerator`" in refused.error.evalue
+    assert "create yours before anything uses `accelerator`" in refused.failure.evalue

@@ -62,10 +62,7 @@ BREAKS = """
                 if os.environ["FAULT"] == "1":
                     if rank == broken:
                         model[place].raises = phase
-                        try:
-                            backward()
-                        except ValueError as error:
-                            ends.append(str(error))
+                        ends.append(refusal(backward, ValueError))
                         model[place].raises = ""
                         say(f"out{generation}")
                     else:

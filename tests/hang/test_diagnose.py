@@ -23,34 +23,69 @@ from tests.support.boxes import (
 HEAD = f"rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
 PAIR = {WORLD: (0, 1)}
 WAITS = view(0, "running", reduce("waiting"))
+OTHER_SHAPE = reduce(detail="float32[4]", place=at(2))
+LARGE_SHAPE = reduce("waiting", detail="float32[1000000]", place=at(4))
+FINISHED = "rank 1 finished the cell without calling it"
+IS_LATE = "rank 1 has not come to it yet (still running)"
 
 
 @pytest.mark.parametrize(
-    ("state", "how", "text"),
+    ("other", "text", "is_certain"),
     [
-        ("finished", "", "rank 1 finished the cell without calling it"),
-        ("raised", "ValueError", "rank 1 raised ValueError before it"),
-        ("ended", "signal SIGKILL", "rank 1 ended (signal SIGKILL) before it"),
-        ("absent", "", "rank 1 does not run this cell"),
-        ("stopped", "", "rank 1 is stopped (SIGSTOP)"),
-        ("busy", "", "rank 1 still runs an earlier cell"),
-        ("running", "", "rank 1 has not come to it yet (still running)"),
+        # It has not come, with its state as the reason.
+        (view(1, "finished"), FINISHED, True),
+        (view(1, "raised", how="ValueError"), "rank 1 raised ValueError before it", True),
+        (
+            view(1, "ended", how="signal SIGKILL"),
+            "rank 1 ended (signal SIGKILL) before it",
+            True,
+        ),
+        (view(1, "absent"), "rank 1 does not run this cell", True),
+        (view(1, "stopped"), "rank 1 is stopped (SIGSTOP)", False),
+        (view(1, "busy"), "rank 1 still runs an earlier cell", False),
+        (view(1, "running"), IS_LATE, False),
+        (
+            view(1, "running", look=look(at(9, "time.sleep(60)"), is_asleep=False)),
+            "rank 1 has not come to it yet (still running: line 9 of cell [12]: time.sleep(60))",
+            False,
+        ),
+        # It was in the call, but its part will never be there; one that goes on may try again.
+        (
+            view(1, "raised", reduce("raised"), how="RuntimeError"),
+            "rank 1 raised RuntimeError in it",
+            True,
+        ),
+        (view(1, "running", reduce("raised")), "rank 1 raised an error in it", False),
+        # A much larger shape kills a rank; its box is read after its death.
+        (
+            view(1, "ended", LARGE_SHAPE, how="signal SIGABRT"),
+            "rank 1 ended (signal SIGABRT) in all_reduce(float32[1000000]) at line 4",
+            True,
+        ),
+        (
+            view(1, "ended", reduce("waiting"), how="signal SIGKILL"),
+            "rank 1 ended (signal SIGKILL) in it",
+            True,
+        ),
+        (view(1, "finished", OTHER_SHAPE), "rank 1 called it with float32[4] at line 2", True),
+        (view(1, "running", OTHER_SHAPE), "rank 1 called it with float32[4] at line 2", False),
+        # Without a box, with one that is ahead of the reply, and with one that is behind it.
+        (
+            RankView(1, "finished"),
+            "rank 1 may have called it or not: its calls cannot be read",
+            False,
+        ),
+        (RankView(1, "running", "", box(1, groups=PAIR, state="finished")), FINISHED, True),
+        (RankView(1, "finished", "", box(1, groups=PAIR, state="running")), IS_LATE, False),
     ],
 )
-def test_a_rank_that_will_not_come_is_blamed(state: str, how: str, text: str) -> None:
-    """With its state as the reason; nothing is certain while the other rank can still call it."""
-    finding = only_finding(WAITS, view(1, state, how=how))
-    is_certain = state not in {"stopped", "busy", "running"}
+def test_a_rank_that_does_not_do_its_part_is_told(
+    other: RankView, text: str, *, is_certain: bool
+) -> None:
+    """And blamed where that is certain: not while it can still make the call."""
+    blamed = (1,) if is_certain else ()
 
-    assert finding == WaitFinding(HEAD + text, is_certain, (0,), (1,) if is_certain else ())
-
-
-def test_where_a_late_rank_is_stands_in_the_line() -> None:
-    """Its look says the line."""
-    late = view(1, "running", look=look(at(9, "time.sleep(60)"), is_asleep=False))
-    assert only_finding(WAITS, late).text.endswith(
-        "rank 1 has not come to it yet (still running: line 9 of cell [12]: time.sleep(60))"
-    )
+    assert only_finding(WAITS, other) == WaitFinding(HEAD + text, is_certain, (0,), blamed)
 
 
 def test_short_waits_are_no_finding_alone_but_stand_beside_a_long_one() -> None:
@@ -106,16 +141,6 @@ def test_an_earlier_difference_that_both_have_passed_is_told() -> None:
     )
 
 
-@pytest.mark.parametrize("state", ["finished", "running"])
-def test_another_shape_is_told(state: str) -> None:
-    """Certain once the other rank has finished with what it got, not while it computes."""
-    other = reduce(detail="float32[4]", place=at(2))
-    finding = only_finding(WAITS, view(1, state, other))
-
-    assert finding.text == HEAD + "rank 1 called it with float32[4] at line 2"
-    assert finding.is_certain == (state == "finished")
-
-
 def test_shapes_may_differ_where_they_may() -> None:
     """An object has the size it has."""
     views = [
@@ -123,32 +148,6 @@ def test_shapes_may_differ_where_they_may() -> None:
     ]
 
     assert diagnose(views, NOW_S) == ()
-
-
-def test_a_rank_that_died_inside_the_call_is_told_with_its_shape() -> None:
-    """A much larger shape kills a rank; its box is read after its death."""
-    big = reduce("waiting", detail="float32[1000000]", place=at(4))
-    finding = only_finding(WAITS, view(1, "ended", big, how="signal SIGABRT"))
-    alike = only_finding(WAITS, view(1, "ended", reduce("waiting"), how="signal SIGKILL"))
-
-    assert finding.text == HEAD + (
-        "rank 1 ended (signal SIGABRT) in all_reduce(float32[1000000]) at line 4"
-    )
-    assert alike.text == HEAD + "rank 1 ended (signal SIGKILL) in it"
-    assert finding.is_certain
-    assert alike.is_certain
-
-
-def test_a_rank_that_raised_inside_the_call_is_told() -> None:
-    """It has called it, but its part will never be there."""
-    finding = only_finding(WAITS, view(1, "raised", reduce("raised"), how="RuntimeError"))
-
-    assert finding == WaitFinding(HEAD + "rank 1 raised RuntimeError in it", True, (0,), (1,))
-
-
-def test_a_call_that_was_caught_may_be_tried_again() -> None:
-    """The rank goes on after its call has raised: it can still come."""
-    assert not only_finding(WAITS, view(1, "running", reduce("raised"))).is_certain
 
 
 def test_only_members_are_blamed() -> None:
@@ -339,23 +338,6 @@ def test_the_box_of_another_cell_counts_as_nothing() -> None:
     views = [RankView(0, "running", "", stale), view(1, "finished")]
 
     assert diagnose(views, NOW_S) == ()
-
-
-def test_a_box_may_be_ahead_of_the_reply_or_behind_it() -> None:
-    """Ahead: the rank has finished. Behind: what it counts is not the end, so nothing is sure."""
-    ahead = RankView(1, "running", "", box(1, groups=PAIR, state="finished"))
-    behind = RankView(1, "finished", "", box(1, groups=PAIR, state="running"))
-
-    assert only_finding(WAITS, ahead).text.endswith("rank 1 finished the cell without calling it")
-    assert not only_finding(WAITS, behind).is_certain
-
-
-def test_a_rank_without_a_box_makes_nothing_certain() -> None:
-    """What it has called is not known."""
-    finding = only_finding(WAITS, RankView(1, "finished"))
-
-    assert not finding.is_certain
-    assert finding.text == HEAD + "rank 1 may have called it or not: its calls cannot be read"
 
 
 def test_counts_from_before_a_recovery_are_not_compared() -> None:

@@ -89,6 +89,10 @@ def number_of(look: ThreadSnapshot) -> int:
     return look.newest[WORLD].number if WORLD in look.newest else 0
 
 
+def line_of(look: ThreadSnapshot) -> int:
+    return look.place.line if look.place else 0
+
+
 class Wait(NamedTuple):
     """A cell that waits on rank 0 until rank 1 runs its own."""
 
@@ -153,18 +157,36 @@ def test_a_wait_is_told_with_its_line_and_its_call(ranks: Ranks, name: str) -> N
     assert not wait.innermost or other.stack == ()  # later a rank imports while it is idle
 
 
-def test_sleep_is_no_wait_in_torch(ranks: Ranks, tmp_path: Path) -> None:
-    """time.sleep sleeps, and torch has nothing to do with it."""
+LOADER = """import os, time
+class D(torch.utils.data.Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, i):
+        while not os.path.exists({!r}): time.sleep(0.01)
+        return i
+for x in torch.utils.data.DataLoader(D(), num_workers=1): pass"""
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("import os, time\nwhile not os.path.exists({!r}):\n    time.sleep(1)", 3),
+        (LOADER, 7),
+    ],
+    ids=["time.sleep", "a data loader"],
+)
+def test_another_sleep_is_no_wait_in_torch(
+    ranks: Ranks, tmp_path: Path, code: str, line: int
+) -> None:
+    """It is told with its line."""
     gate = tmp_path / "gate"
-    end = ranks.run(
-        0, f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(1)"
-    )
-    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep)
+    end = ranks.run(0, code.format(str(gate)))
+    look = ranks.look_when(0, lambda look: look.is_asleep and line_of(look) == line)
     gate.touch()
     end()
 
+    source = code.splitlines()[line - 1].strip()
+    assert look.place == SourceLine(ranks.cell, "", line, source)
     assert not look.is_in_torch
-    assert look.place == SourceLine(ranks.cell, "", 3, "time.sleep(1)")
 
 
 def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
@@ -175,32 +197,13 @@ def test_computing_is_not_asleep(ranks: Ranks, tmp_path: Path) -> None:
         "import os\na = torch.ones(300, 300)\n"
         f"while not os.path.exists({str(gate)!r}):\n    b = a @ a",
     )
-    ranks.look_when(0, lambda snapshot: snapshot.place is not None and snapshot.place.line > 2)
+    ranks.look_when(0, lambda look: line_of(look) > 2)
     snapshots = [ranks.look(0) for _ in range(20)]
     gate.touch()
     end()
 
     assert not any(snapshot.is_asleep for snapshot in snapshots)
-    assert {snapshot.place.line for snapshot in snapshots if snapshot.place} <= {3, 4}
-
-
-def test_waiting_for_a_data_loader(ranks: Ranks, tmp_path: Path) -> None:
-    """It sleeps, at the cell's line of the loop, and not in a collective."""
-    gate = tmp_path / "gate"
-    end = ranks.run(
-        0,
-        "import os, time\nclass D(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1\n    def __getitem__(self, i):\n"
-        f"        while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n        return i\n"
-        "for x in torch.utils.data.DataLoader(D(), num_workers=1): pass",
-    )
-    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep and len(snapshot.stack) > 1)
-    gate.touch()
-    end()
-
-    assert look.place is not None
-    assert look.place.line == 7
-    assert not look.is_in_torch
+    assert {line_of(snapshot) for snapshot in snapshots} <= {0, 3, 4}
 
 
 def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
@@ -215,7 +218,7 @@ def test_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport users_module\n"
         f"users_module.wait({str(gate)!r})",
     )
-    look = ranks.look_when(0, lambda snapshot: snapshot.is_asleep and snapshot.place is not None)
+    look = ranks.look_when(0, lambda look: look.is_asleep and look.place is not None)
     gate.touch()
     end()
 

@@ -1,5 +1,7 @@
 """What a person reads after a recovery, and how lists of groups of several ranks become one."""
 
+import pytest
+
 from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups, notes
 
 
@@ -12,87 +14,72 @@ def recovered(
     return RecoveryResult(skipped or {}, gradients or {}, checksums or {})
 
 
+EQUAL = recovered(checksums={"model": "aa/bb", "big": "sharded"}, gradients={"model": 0})
+ALL_OF_FOUR = {"0": (0, 1, 2, 3)}
+MANY = recovered(skipped={str(n): (n, 9) for n in range(6)})
+
+
+@pytest.mark.parametrize(
+    ("results", "line"),
+    [
+        ({0: EQUAL, 1: EQUAL}, ""),
+        # Running means of a batch norm, behind the /, differ between ranks in a sound run.
+        ({r: recovered(checksums={"model": f"a/{'xy'[r]}"}) for r in (0, 1)}, ""),
+        # A model on one rank alone: there is nothing to compare it with.
+        ({0: recovered(checksums={"model": "a/x"}), 1: recovered()}, ""),
+        (
+            {rank: recovered(checksums={"model": text}) for rank, text in enumerate("abb")},
+            (
+                "model: the parameters of rank 0 and ranks 1-2 differ (one has stepped, the other has "
+                "not): %dist_sync_model makes them equal"
+            ),
+        ),
+        # One line for all models and ranks; models without any gradients are left out.
+        (
+            {
+                0: recovered(gradients={"model": 2, "other": 0}),
+                1: recovered(gradients={"model": 4, "third": 1}),
+            },
+            "gradients of model, third were cleared: they may be incomplete",
+        ),
+        # Only ranks that did not answer are asked back.
+        (
+            {0: recovered(skipped=ALL_OF_FOUR), 3: recovered(skipped={**ALL_OF_FOUR, "4": (1, 3)})},
+            (
+                "the groups of all ranks and of ranks 1,3 stay broken until ranks 1-2 are back: "
+                "%dist_restart 1-2"
+            ),
+        ),
+        # torch's names of groups say nothing; the same ranks once, of many how many more.
+        (
+            {0: recovered(skipped={"0": (0, 1), "1": (1, 0)})},
+            "the group of all ranks stays broken until rank 1 is back: %dist_restart 1",
+        ),
+        (
+            dict.fromkeys(range(9), MANY),
+            (
+                "the groups of ranks 0,9, of ranks 1,9, of ranks 2,9, of ranks 3,9 and 2 more stay "
+                "broken until rank 9 is back: %dist_restart 9"
+            ),
+        ),
+        # Of a whole group that was not recovered nothing is promised.
+        (
+            {rank: recovered(skipped={"7": (0, 1)}) for rank in range(3)},
+            "the group of ranks 0-1 could not be recovered",
+        ),
+    ],
+)
+def test_a_recovery_is_told_in_a_line_or_not_at_all(
+    results: dict[int, RecoveryResult], line: str
+) -> None:
+    """What differs or is lost, with what to do; ranks that are alike stand together."""
+    assert notes(results) == ((line,) if line else ())
+
+
 def group_spec(
     name: str, *ranks: int, count: int = 2, is_member: bool = True, is_open: bool = True
 ) -> GroupSpec:
     return GroupSpec(name, ranks, "gloo", 60.0, "", "", count, is_member, is_open)
-
-
-def test_nothing_is_said_when_all_is_equal() -> None:
-    """Equal parameters, no gradients, no group left out."""
-    same = recovered(checksums={"model": "aa/bb", "big": "sharded"}, gradients={"model": 0})
-
-    assert notes({0: same, 1: same}) == ()
-
-
-def test_a_step_apart_is_said_with_what_to_do() -> None:
-    """Ranks with equal parameters stand together."""
-    results = {rank: recovered(checksums={"model": text}) for rank, text in enumerate("abb")}
-
-    [line] = notes(results)
-    assert line == (
-        "model: the parameters of rank 0 and ranks 1-2 differ (one has stepped, the other has "
-        "not): %dist_sync_model makes them equal"
-    )
-
-
-def test_buffers_may_differ() -> None:
-    """Running means of a batch norm differ between ranks in a sound run."""
-    results = {
-        0: recovered(checksums={"model": "a/x"}),
-        1: recovered(checksums={"model": "a/y"}),
-    }
-
-    assert notes(results) == ()
-
-
-def test_a_model_on_one_rank_alone_is_no_difference() -> None:
-    """There is nothing to compare it with."""
-    assert notes({0: recovered(checksums={"model": "a/x"}), 1: recovered()}) == ()
-
-
-def test_cleared_gradients_are_named_once() -> None:
-    """One line for all models and ranks; models without any are left out."""
-    results = {
-        0: recovered(gradients={"model": 2, "other": 0}),
-        1: recovered(gradients={"model": 4, "third": 1}),
-    }
-
-    assert notes(results) == ("gradients of model, third were cleared: they may be incomplete",)
-
-
-def test_a_group_with_a_dead_member_names_the_restart() -> None:
-    """Only ranks that did not answer are asked back."""
-    broken = {"0": (0, 1, 2, 3), "4": (1, 3)}
-    results = {0: recovered(skipped={"0": (0, 1, 2, 3)}), 3: recovered(skipped=broken)}
-
-    [line] = notes(results)
-    assert line == (
-        "the groups of all ranks and of ranks 1,3 stay broken until ranks 1-2 are back: "
-        "%dist_restart 1-2"
-    )
-
-
-def test_groups_are_told_by_their_ranks() -> None:
-    """torch's names say nothing; the same ranks once, of many groups how many more."""
-    many = {str(n): (n, 9) for n in range(6)}
-    result = recovered(skipped={"0": (0, 1), "1": (1, 0)})
-
-    assert notes({0: result}) == (
-        "the group of all ranks stays broken until rank 1 is back: %dist_restart 1",
-    )
-    [line] = notes({rank: recovered(skipped=many) for rank in range(9)})
-    assert line == (
-        "the groups of ranks 0,9, of ranks 1,9, of ranks 2,9, of ranks 3,9 and 2 more stay broken "
-        "until rank 9 is back: %dist_restart 9"
-    )
-
-
-def test_a_whole_group_that_was_not_recovered_has_a_line_of_its_own() -> None:
-    """Nothing is promised of it."""
-    results = {rank: recovered(skipped={"7": (0, 1)}) for rank in range(3)}
-
-    assert notes(results) == ("the group of ranks 0-1 could not be recovered",)
 
 
 def test_lists_of_several_ranks_become_one_in_order() -> None:

@@ -39,10 +39,7 @@ ABORTED = """
             source += [work.wait(), work._source_rank()]
         right.append([total(), fresh.tolist(), source])
     if rank == 0:
-        try:
-            issued.wait()
-        except RuntimeError as error:
-            errors["issued before"] = str(error)
+        errors["issued before"] = refusal(issued.wait, RuntimeError)
     done(errors=errors, right=right, old=old.tolist())
 """
 
@@ -80,11 +77,7 @@ INTERRUPTED = """
         errors = "interrupt"
     first = x.tolist()
     source = dist.recv(x)
-    late = ""
-    try:
-        dist.irecv(x, tag=1).wait(timedelta(seconds=0.2))
-    except RuntimeError as error:
-        late = str(error)
+    late = refusal(lambda: dist.irecv(x, tag=1).wait(timedelta(seconds=0.2)), RuntimeError)
     done(errors=errors, first=first, second=x.tolist(), source=source, late=late)
 """
 

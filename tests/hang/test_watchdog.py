@@ -69,22 +69,21 @@ class Watch:
         self.health = FakeHealth(boxes)
         self.states = {rank: (box.state, "") for rank, box in boxes.items()}
         self.dog = Watchdog(cast("Health", self.health), 0.0, GRACE_S, is_quiet=is_quiet)
-        self.reported: list[tuple[float, str]] = []
 
-    def until(self, end_s: float) -> None:
-        """Let the time pass."""
+    def until(self, end_s: float) -> list[tuple[float, str]]:
+        """Let the time pass; what is reported in it."""
+        reported = []
         while self.dog.next_s <= end_s:
             now_s = self.dog.next_s
-            self.reported += [(now_s, line) for line in self.dog.look(now_s, lambda: self.states)]
+            reported += [(now_s, line) for line in self.dog.look(now_s, lambda: self.states)]
+        return reported
 
 
 def test_a_missing_call_is_told_once_within_two_seconds() -> None:
     """By the line, and after the grace it is due to be aborted."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
-    watch.until(20.0)
-    (reported_s, line), *others = watch.reported
+    [(reported_s, line)] = watch.until(20.0)
 
-    assert others == []
     assert line == (
         "rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x); "
         "rank 1 finished the cell without calling it"
@@ -98,16 +97,12 @@ def test_a_missing_call_is_told_once_within_two_seconds() -> None:
 def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
     """It may still come: no deadlock, and a line only after a while."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)})
-    watch.until(LATE_S - PAUSE_S)
-    early = list(watch.reported)
-    watch.until(LATE_S + 3 * PAUSE_S)
-    lines = list(watch.reported)
-    watch.until(50.0)
+    early = watch.until(LATE_S - PAUSE_S)
+    [(_, line)] = watch.until(LATE_S + 3 * PAUSE_S)
+    again = watch.until(50.0)
 
-    assert early == []
-    assert len(lines) == 1
-    assert "rank 1 has not come to it yet" in lines[0][1]
-    assert watch.reported == lines
+    assert early == again == []
+    assert "rank 1 has not come to it yet" in line
     assert watch.dog.deadlock is None
     assert watch.dog.abort_s == float("inf")
 
@@ -115,15 +110,13 @@ def test_a_slow_peer_is_told_late_and_never_aborted() -> None:
 def test_stored_outputs_have_no_line_that_depends_on_time() -> None:
     """A slow rank is not told; a deadlock is."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1)}, is_quiet=True)
-    watch.until(30.0)
-    slow = list(watch.reported)
+    slow = watch.until(30.0)
     watch.states[1] = "raised", "ValueError"
     watch.health.boxes[1] = box(1, "raised")
-    watch.until(32.0)
+    [(_, line)] = watch.until(32.0)
 
     assert slow == []
-    assert len(watch.reported) == 1
-    assert "rank 1 raised ValueError before it" in watch.reported[0][1]
+    assert "rank 1 raised ValueError before it" in line
 
 
 def test_a_call_that_comes_in_the_grace_takes_the_abort_back() -> None:
@@ -143,16 +136,14 @@ def test_a_stopped_rank_is_told_at_once_and_again_when_it_stops_again() -> None:
     """By its process state: it does not answer, and it is not aborted."""
     watch = Watch({0: box(0), 1: box(1)})
     watch.health.stopped = {1}
-    watch.until(1.5)
-    first = [line for _, line in watch.reported]
+    [(_, first)] = watch.until(1.5)
     watch.health.stopped = set()
-    watch.until(2.0)
+    resumed = watch.until(2.0)
     watch.health.stopped = {1}
-    watch.until(3.0)
+    [(_, second)] = watch.until(3.0)
 
-    assert len(first) == 1
-    assert first[0].startswith("rank 1 is stopped (SIGSTOP)")
-    assert len(watch.reported) == 2
+    assert first.startswith("rank 1 is stopped (SIGSTOP)")
+    assert (resumed, second) == ([], first)
     assert watch.dog.deadlock is None
 
 
@@ -182,36 +173,30 @@ def test_an_old_answer_beside_a_new_box_is_no_deadlock() -> None:
     watch.health.is_deaf = True
     watch.health.boxes[0] = box(0, "finished")
     watch.states[0] = "finished", ""
-    watch.until(4.0)
-    old = list(watch.reported)
+    old = watch.until(4.0)
     watch.health.is_deaf = False
-    watch.until(5.0)
 
     assert old == []
-    assert [line.partition(" in ")[0] for _, line in watch.reported] == ["rank 1 waits"]
+    assert [line.partition(" in ")[0] for _, line in watch.until(5.0)] == ["rank 1 waits"]
 
 
 def test_a_deadlock_is_told_only_when_its_ranks_have_answered_since() -> None:
     """Else nobody knows whether a rank that has ended the cell has a thread that goes on."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
     watch.health.is_deaf = True
-    watch.until(8.0)
-    deaf = list(watch.reported)
+    deaf = watch.until(8.0)
     watch.health.is_deaf = False
-    watch.until(10.0)
 
     assert deaf == []
-    assert len(watch.reported) == 1
+    assert len(watch.until(10.0)) == 1
 
 
 def test_a_rank_whose_other_thread_goes_on_is_only_late() -> None:
     """It has finished the cell, and may make the call all the same."""
     watch = Watch({0: box(0, waits_since_s=0.1), 1: box(1, "finished")})
     watch.health.answers[1] = ThreadSnapshot(None, (), False, False, free_threads=("loader",))
-    watch.until(30.0)
+    [(reported_s, line)] = watch.until(30.0)
 
-    (reported_s, line), *others = watch.reported
-    assert others == []
     assert line.endswith("rank 1 has not come to it yet, but may in the background (loader)")
     assert reported_s >= LATE_S
     assert watch.dog.deadlock is None
@@ -225,26 +210,22 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
         group = GroupRecord("0", (0, 1), number)
         waiting_box = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
         watch.health.boxes[0] = waiting_box
-        watch.until(number * PAUSE_S)
-
-    assert watch.reported == []
+        assert watch.until(number * PAUSE_S) == []
 
 
 def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there() -> None:
     """And aborted only then: the rank that computes is left alone."""
     waiting = box(0, waits_since_s=0.1, world=3)
     watch = Watch({0: waiting, 1: box(1, "finished", world=3), 2: box(2, world=3)})
-    watch.until(20.0)
-    lines = list(watch.reported)
+    [(reported_s, line)] = watch.until(20.0)
     abort_s = watch.dog.abort_s
     watch.health.boxes[2] = replace(waiting, rank=2)
-    watch.until(30.0)
+    again = watch.until(30.0)
 
-    assert len(lines) == 1
-    assert lines[0][0] <= 2.1
-    assert "rank 1 finished the cell without calling it" in lines[0][1]
-    assert "rank 2 has not come to it yet" in lines[0][1]
+    assert reported_s <= 2.1
+    assert "rank 1 finished the cell without calling it" in line
+    assert "rank 2 has not come to it yet" in line
     assert abort_s == float("inf")
-    assert watch.reported == lines
+    assert again == []
     assert watch.dog.deadlock is not None
     assert watch.dog.abort_s < 30.0

@@ -107,10 +107,10 @@ def test_streams_and_displays_keep_their_order(channel: Channel) -> None:
 
 
 def test_an_error_is_the_reply_and_an_output(channel: Channel) -> None:
-    """A raised exception comes once as a message and once as the reply; the engine goes on."""
+    """A raised exception comes once as a message and once as the reply; what is queued runs."""
     heard = Heard(channel, 1, "print('before')\n1 / 0")
-    failure = failure_of(heard.reply())
     after = Heard(channel, 1, "print('after')")
+    failure = failure_of(heard.reply())
 
     assert failure_of(after.reply()) is None
     assert after.text == "after\n"
@@ -118,16 +118,6 @@ def test_an_error_is_the_reply_and_an_output(channel: Channel) -> None:
     assert failure[:2] == ("ZeroDivisionError", "division by zero")
     assert [m["header"]["msg_type"] for m in heard.messages].count("error") == 1
     assert heard.text == "before\n"
-
-
-def test_queued_cells_run_after_an_error(channel: Channel) -> None:
-    """The engine is not asked to drop what is queued: each cell has its own answer."""
-    first = Heard(channel, 0, "raise ValueError('first')")
-    second = Heard(channel, 0, "print('second')")
-
-    assert failure_of(first.reply()) is not None
-    assert failure_of(second.reply()) is None
-    assert second.text == "second\n"
 
 
 def test_an_exception_named_like_ours_is_no_death(channel: Channel) -> None:
