@@ -30,8 +30,8 @@ MANY = recovered(skipped={str(n): (n, 9) for n in range(6)})
         (
             {rank: recovered(checksums={"model": text}) for rank, text in enumerate("abb")},
             (
-                "model: the parameters of rank 0 and ranks 1-2 differ (one has stepped, the other has "
-                "not): %dist_sync_model makes them equal"
+                "model: the parameters of rank 0 and ranks 1-2 differ (one has stepped, the other "
+                "has not): %dist_sync_model makes them equal"
             ),
         ),
         # One line for all models and ranks; models without any gradients are left out.
