@@ -119,14 +119,9 @@ def join(
     """Form the process group that the plan asks for.
 
     Collective: every rank. With a generation: this process takes a dead rank's place, and the
-    others are in `process_groups.recover` with the same one meanwhile.
-
-    Args:
-        plan: Who is which rank.
-        rank: This process's.
-        store: All ranks' common store.
-        generation: How often the groups have been recovered once this is done.
-        user_groups: The user's groups that the others have (hang.recovery.merge_groups).
+    others are in `process_groups.recover` with the same one meanwhile. It says how often the
+    groups have been recovered once this is done, and the others have these groups of the user's
+    (hang.recovery.merge_groups).
 
     Raises:
         NbdistError: With a generation, when other ranks do not come.
@@ -279,12 +274,7 @@ def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) ->
 def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port: int) -> None:
     """Join a group whose ranks were assigned from reports. Collective: every rank.
 
-    Args:
-        plan: The assignment.
-        rank: This engine's rank in it.
-        store_path: A file that all ranks see (one host), or empty.
-        address: Where rank 0's store listens, used without a file.
-        port: Its port.
+    The store is a file that all ranks see (one host); without its path, rank 0's at this address.
     """
     if store_path:
         store: dist.Store = dist.FileStore(store_path, plan.world_size)

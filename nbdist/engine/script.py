@@ -23,8 +23,7 @@ def take(path: str, text: str, arguments: tuple[str, ...]) -> None:
 def run(names: dict[str, Any]) -> None:
     """Run the program that was taken, with its path as `__file__` and in sys.argv.
 
-    Args:
-        names: Its global variables: those of cells, in which `__name__` is `__main__`.
+    Its global variables are those of cells, in which `__name__` is `__main__`.
 
     Raises:
         ScriptEnded: If it ends itself with another exit code than 0.

@@ -140,11 +140,8 @@ def hide_own_frames(tracebacks: Any) -> None:
 
 
 def _unlink_script_cell(first: TracebackType | None) -> None:
-    """Leave out the cell that only runs a program (`nbdist run`), and what runs it.
-
-    Args:
-        first: IPython's own frame, which IPython leaves out; the cell's is the next.
-    """
+    """Leave out the cell that only runs a program (`nbdist run`), and what runs it."""
+    # The first frame is IPython's own, which IPython leaves out; the cell's is the next.
     runner = first and first.tb_next and first.tb_next.tb_next
     if first and runner and runner.tb_next and runner.tb_frame.f_code is script.run.__code__:
         first.tb_next = runner.tb_next

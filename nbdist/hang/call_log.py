@@ -211,7 +211,11 @@ class CallLogWriter:
         if self._words[at + _TEXT_BYTES] < len(text):
             start = self._free_text
             self._free_text += len(text)
-        self._forget_records(free)
+        if self._words[at + _KIND] != _UNUSED:
+            # What a dropped channel recorded is left out: it gets another name.
+            for slot in map(_record_at, range(MAX_RECORDS)):
+                if _RECORD.unpack_from(self.memory, (slot + 1) * WORD_BYTES)[5] == free:
+                    self._words[slot] = 0
         self.memory[_TEXT_AT + start : _TEXT_AT + start + len(text)] = text
         values = (0, start, len(text), *fields[1:])
         for word, value in enumerate(values, _COUNT):
@@ -231,15 +235,6 @@ class CallLogWriter:
             if (old_bytes > 0) == (text_bytes > 0) and (has_space or old_bytes >= text_bytes):
                 self._dropped.remove(channel)
                 yield channel
-
-    def _forget_records(self, channel: int) -> None:
-        """Leave out what a dropped channel recorded: it gets another name."""
-        if self._words[_channel_at(channel) + _KIND] == _UNUSED:
-            return
-        for slot in range(MAX_RECORDS):
-            at = _record_at(slot)
-            if _RECORD.unpack_from(self.memory, at * WORD_BYTES + WORD_BYTES)[5] == channel:
-                self._words[at] = 0
 
 
 def pack_what(op: str, detail: str) -> bytes:

@@ -28,11 +28,8 @@ def diagnose(
     """Why ranks wait that have waited for at least `after_s`.
 
     A finding is certain when none of its ranks can ever move again, whatever the other ranks do.
-
-    Args:
-        views: All ranks. A rank's state has to be older than its box, or as old.
-        now_s: The host's monotonic clock.
-        after_s: Shorter waits alone make no finding; beside a longer one they are told too.
+    Shorter waits are told only beside a longer one. The views are those of all ranks; a rank's
+    state has to be older than its box, or as old. The clock is the host's monotonic one.
     """
     scene = WaitGraph(views)
     stuck = set(scene.needs) - scene.movable
@@ -108,9 +105,7 @@ def counts_differ(
 ) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
-    Args:
-        boxes: Of the living ranks.
-        newest: Rank -> its newest calls in the flight recorder; empty where there is none.
+    By the boxes of the living ranks, and rank -> its newest calls in the flight recorder.
     """
     by_rank = {box.rank: box for box in boxes}
     members: dict[str, set[int]] = {}
@@ -132,8 +127,7 @@ def counts_differ(
 def _newest_differ(
     members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
 ) -> bool:
-    names = {name for calls in newest.values() for name in calls}
-    for name in names:
+    for name in {name for calls in newest.values() for name in calls}:
         numbers = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
         # A member whose recorder has other groups, but not this one, has made no call in it.
         idle = [

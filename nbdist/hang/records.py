@@ -117,8 +117,6 @@ class FlightRecorderEntry:
     """The newest collective of a group in torch's flight recorder, C++ callers included.
 
     Attributes:
-        op: "all_reduce".
-        detail: "float32[20]".
         number: torch's sequence number within the group, since the last recovery.
         is_pending: Whether the recorder has not seen its end (which it never sees for some).
     """

@@ -106,7 +106,20 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
 
 def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
     """What a person has to know after a recovery, one plain line each, most important last."""
-    lines = _group_notes(results)
+    groups = {
+        tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()
+    }
+    everybody = {*results, *(rank for ranks in groups for rank in ranks)}
+    ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+    lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]
+    failed = [ranks for ranks in ordered if ranks not in lacking]
+    lines = [f"{_groups(failed, everybody)} could not be recovered"] if failed else []
+    if lacking:
+        missing = sorted({rank for ranks in lacking for rank in ranks}.difference(results))
+        lines.append(
+            f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
+            f"until {ranks_are(missing)} back: %dist_restart {rank_label(missing)}"
+        )
     models = {
         n: None for result in results.values() for n, count in result.gradients.items() if count
     }
@@ -132,25 +145,6 @@ def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[s
                 "%dist_sync_model makes them equal"
             )
     return tuple(lines)
-
-
-def _group_notes(results: Mapping[int, RecoveryResult]) -> list[str]:
-    """A line for the groups that lack ranks, and one for those that could not be recovered."""
-    groups = {
-        tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()
-    }
-    everybody = {*results, *(rank for ranks in groups for rank in ranks)}
-    ordered = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
-    lacking = [ranks for ranks in ordered if not set(ranks) <= set(results)]
-    failed = [ranks for ranks in ordered if ranks not in lacking]
-    lines = [f"{_groups(failed, everybody)} could not be recovered"] if failed else []
-    if lacking:
-        missing = sorted({rank for ranks in lacking for rank in ranks}.difference(results))
-        lines.append(
-            f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
-            f"until {ranks_are(missing)} back: %dist_restart {rank_label(missing)}"
-        )
-    return lines
 
 
 def _groups(groups: Sequence[tuple[int, ...]], everybody: Collection[int]) -> str:

@@ -60,14 +60,7 @@ _VAGUE = {"instead": "other collectives", "unlike": "other arguments"}
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A call as far as it is told.
-
-    Attributes:
-        op: "all_reduce".
-        detail: "float32[3]".
-        place: Where; None where that is not known.
-        is_inside: It was issued by C++ somewhere inside that line.
-    """
+    """A call as far as it is told; issued by C++ somewhere inside its line, or at that line."""
 
     op: str
     detail: str
@@ -104,8 +97,7 @@ class BlockingRank:
     """A rank's part in a call for which another rank waits.
 
     Attributes:
-        rank: Whose part.
-        kind: Why it is missing.
+        kind: Why it is missing: a key of _MISSING.
         how: Its exception, or how its process ended.
         at: Where it is now.
         theirs: What it called or waits in instead.

@@ -140,17 +140,6 @@ class Health:
         """(the rank's newest answer that was taken in, when it was asked for). From any thread."""
         return self._looks.get(rank), self._looked_s.get(rank, 0.0)
 
-    def take_looks(self) -> None:
-        """Take in the answers that have come."""
-        for rank, (future, asked_s) in list(self._asked.items()):
-            if future.done():
-                del self._asked[rank]
-                self._looked_s[rank] = asked_s
-                if future.exception() is None:
-                    self._looks[rank] = future.result()
-                else:  # an older answer would be about something else
-                    self._looks.pop(rank, None)
-
     def forget_look(self, rank: int) -> None:
         """Drop a rank's answer, and the one that it may be about to give."""
         self._looks.pop(rank, None)
@@ -204,12 +193,18 @@ class Health:
         return diagnose.mismatches(list(self.boxes().values()), run)
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
-        """All ranks as the diagnosis wants them.
+        """All ranks as the diagnosis wants them, with the answers that have come.
 
-        Args:
-            states: What is known of ranks from their cells: rank -> (state, how) of RankView.
+        The states are what their cells know of them: rank -> (state, how) of RankView.
         """
-        self.take_looks()
+        for rank, (future, asked_s) in list(self._asked.items()):
+            if future.done():
+                del self._asked[rank]
+                self._looked_s[rank] = asked_s
+                if future.exception() is None:
+                    self._looks[rank] = future.result()
+                else:  # an older answer would be about something else
+                    self._looks.pop(rank, None)
         return [self._view(rank, *states[rank]) for rank in self._ranks.ranks]
 
     def views_now(self) -> dict[int, RankView]:

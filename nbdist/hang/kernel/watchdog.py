@@ -31,13 +31,10 @@ class Watchdog:
     """
 
     def __init__(self, health: Health, began_s: float, grace_s: float, *, is_quiet: bool = False):
-        """Watch from now on.
+        """Watch a cell that was sent at `began_s`.
 
-        Args:
-            health: The ranks' boxes.
-            began_s: When it was sent.
-            grace_s: A certain deadlock is left alone this long after it was told.
-            is_quiet: Tell of deadlocks alone, not of what depends on time.
+        A certain deadlock is left alone for `grace_s` after it was told. Quiet is who tells of
+        deadlocks alone, not of what depends on time.
         """
         self._health = health
         self._grace_s = grace_s
@@ -95,10 +92,7 @@ class Watchdog:
     ) -> list[str]:
         """Read the boxes if it is time, and return the lines that are to be told.
 
-        Args:
-            now_s: Monotonic clock.
-            states: What the cell knows of each rank.
-            is_urgent: Ask the ranks what they do, whether or not somebody seems to wait.
+        If it is urgent, ask the ranks what they do, whether or not somebody seems to wait.
         """
         if is_urgent and not self._was_urgent:
             self.next_s = now_s  # who waits now has to be known, not who waited a moment ago

@@ -31,11 +31,8 @@ def mesh_names() -> dict[str, MeshSpec]:
 def name_meshes(by_rank: Sequence[Mapping[str, MeshSpec]]) -> tuple[str, ...]:
     """Give this rank the meshes that others have, without a word to them; the variables' names.
 
-    On a rank that takes another's place, once its groups are there. What cannot be built is
-    left out.
-
-    Args:
-        by_rank: `mesh_names` of each of the others. All of them count: each knows its own groups.
+    On a rank that takes another's place, once its groups are there, with `mesh_names` of each of
+    the others: each knows its own groups. What cannot be built is left out.
     """
     built: dict[Any, DeviceMesh] = {}
     variables = {}

@@ -130,11 +130,8 @@ def free_threads(places: UserFrameFinder, *, waits_inside: bool) -> tuple[bool, 
 
     Free is who is neither inside a recorded call nor joins a thread that is. Of the other
     threads only those count that run the user's code. Tasks of asyncio run in the main thread,
-    so they are as free as it is. From any other thread than the main one.
-
-    Args:
-        places: Knows the user's code.
-        waits_inside: The main thread waits in a call that C++ made.
+    so they are as free as it is. From any other thread than the main one; `waits_inside`: that
+    one waits in a call that C++ made.
     """
     main = threading.main_thread().ident
     current = sys._current_frames()  # noqa: SLF001  # there is no other way
@@ -254,11 +251,9 @@ def newest_of(
 ) -> dict[str, FlightRecorderEntry]:
     """Group name -> its newest collective among a flight recorder's entries, oldest first.
 
-    Args:
-        entries: As torch dumps them.
-        mark: Entries up to this record are from before the last recovery.
-        base: torch's number of a backend -> the calls that it had made by then. A recovery
-            makes new backends, which begin again at 1; one that was left keeps counting.
+    Entries up to the mark are from before the last recovery. The base is torch's number of a
+    backend -> the calls that it had made by then: a recovery makes new backends, which begin
+    again at 1, but one that was left keeps counting.
     """
     newest = {}
     for entry in entries:

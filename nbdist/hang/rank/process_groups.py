@@ -105,12 +105,9 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     """Give every process group without a dead member new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
-    takes a dead one's place calls `join.rejoin` with the generation meanwhile. Connections
-    of the old groups, and what still waits in them, are ended once all ranks have come.
-
-    Args:
-        generation: Higher than ever before, the same on every rank.
-        dead: Global ranks that do not come.
+    takes a dead one's place calls `join.rejoin` with the generation meanwhile, which is higher
+    than ever before. Connections of the old groups, and what still waits in them, are ended
+    once all ranks have come; the dead are global ranks that do not.
 
     Raises:
         NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
@@ -182,8 +179,8 @@ def created_groups() -> tuple[GroupSpec, ...]:
     )
 
 
-def rejoin(specs: Iterable[GroupSpec]) -> tuple[str, ...]:
-    """Make the groups that others made before this process came, and return their names.
+def rejoin(specs: Iterable[GroupSpec]) -> None:
+    """Make the groups that others made before this process came.
 
     On a rank that takes a dead one's place, while the others are in `recover`; once the
     default group is formed, with `merge_groups` of the survivors' `created_groups`. It waits for
@@ -191,15 +188,12 @@ def rejoin(specs: Iterable[GroupSpec]) -> tuple[str, ...]:
     """
     world = _world()
     rank = dist.get_rank()
-    names = []
     for spec in specs:
         _registry.groups.append(replace(spec, is_member=rank in spec.ranks))
         if spec.is_open and rank in spec.ranks:
             _make(world, spec, rank)
-            names.append(spec.name)
         # Groups made later must get the same names on all ranks.
         world.group_count = max(world.group_count, spec.count)
-    return tuple(names)
 
 
 def _make(world: Any, spec: GroupSpec, rank: int) -> None:

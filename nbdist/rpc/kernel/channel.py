@@ -82,13 +82,9 @@ class Channel:
         cell ends, or loses the first of it, and always asks the engine to drop whatever
         is queued after an error. (ipyparallel 9.2; checked by tests/rpc/test_channel.py.)
 
-        Args:
-            engine_id: Where.
-            code: The cell's source.
-            metadata: Sent along; the engine reads the cell's number from it.
-            on_message: Called with every raw iopub message, in the client's own thread.
-            on_done: Called there with the reply once all output has been seen; with an
-                exception instead where the engine raised, or died.
+        `on_message` is called with every raw iopub message, in the client's own thread, and
+        `on_done` there with the reply once all output has been seen; with an exception instead
+        where the engine raised, or died. The engine reads the cell's number from the metadata.
         """
         client = self._client
         try:

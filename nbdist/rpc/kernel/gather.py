@@ -22,19 +22,27 @@ END_KNOWN_S = 0.5
 def gather_results(
     futures: Mapping[int, Future[Any]], deadline_s: float, controller_end: Callable[[], str]
 ) -> list[Any]:
-    """The answers, in the order of the futures.
+    """The answers by rank, in the order of the futures, with one deadline for all of them.
 
-    Args:
-        futures: By rank.
-        deadline_s: For all of them.
-        controller_end: How the controller ended; empty while it lives. May raise RankGone.
+    `controller_end` says how the controller ended; empty while it lives. It may raise RankGone.
 
     Raises:
         RankGone: If the controller, or a rank, ended: answers on their way never come.
         NbdistError: Who has not answered by the deadline; or what a rank raised, the root cause
             of several.
     """
-    late = _await_all(futures, deadline_s, controller_end)
+    end_s = time.monotonic() + deadline_s
+    unanswered = set(futures.values())
+    while unanswered and (left_s := end_s - time.monotonic()) > 0:
+        done, unanswered = wait(unanswered, min(left_s, PAUSE_S), FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            end_s = min(end_s, time.monotonic() + PAUSE_S)  # the others may wait for that rank
+        if unanswered and (end := controller_end()):
+            raise RankGone(
+                f"The cluster's controller ended ({end}) while the ranks were answering. Their "
+                "variables are kept. Try again: that starts a new controller."
+            )
+    late = [rank for rank, future in futures.items() if future in unanswered]
     errors = {
         rank: error
         for rank, future in futures.items()
@@ -53,24 +61,6 @@ def gather_results(
     if late:
         raise NbdistError(f"{ranks_phrase(late)} did not answer within {deadline_s:g} s")
     return [future.result() for future in futures.values()]
-
-
-def _await_all(
-    futures: Mapping[int, Future[Any]], deadline_s: float, controller_end: Callable[[], str]
-) -> list[int]:
-    """The ranks that have not answered by the deadline, or soon after another one has failed."""
-    end_s = time.monotonic() + deadline_s
-    late = set(futures.values())
-    while late and (left_s := end_s - time.monotonic()) > 0:
-        done, late = wait(late, min(left_s, PAUSE_S), FIRST_EXCEPTION)
-        if any(future.exception() for future in done):
-            end_s = min(end_s, time.monotonic() + PAUSE_S)
-        if late and (end := controller_end()):
-            raise RankGone(
-                f"The cluster's controller ended ({end}) while the ranks were answering. Their "
-                "variables are kept. Try again: that starts a new controller."
-            )
-    return [rank for rank, future in futures.items() if future in late]
 
 
 def remote_error_message(error: BaseException, *kinds: type[NbdistError]) -> NbdistError | None:

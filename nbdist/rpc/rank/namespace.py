@@ -39,11 +39,9 @@ def group_names() -> dict[str, str]:
 
 
 def name_groups(variables: Mapping[str, str]) -> None:
-    """Give this rank's process groups the variables that they have on other ranks.
+    """Give this rank's process groups the variables that they have on other ranks: `group_names`.
 
-    Args:
-        variables: `group_names` of the others; a group of which this rank is no member gets
-            what `new_group` returns to such a rank.
+    A group of which this rank is no member gets what `new_group` returns to such a rank.
     """
     # Nothing public finds a group by its name.
     groups = {str(name): pg for pg, name in c10d._world.pg_names.items()}  # noqa: SLF001

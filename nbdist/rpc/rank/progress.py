@@ -30,13 +30,9 @@ def during(name: str) -> Iterator[None]:
 
 
 def tell(what: str, done: float = 0.0, total: float = 0.0, unit: str = "") -> None:
-    """What is done now, and how far; nothing outside of `during`.
+    """What is done now ("planning", "moving"), and how far; nothing outside of `during`.
 
-    Args:
-        what: "planning", "moving".
-        done: In `unit`.
-        total: Likewise; 0 where it is not known.
-        unit: core.progress.BYTES, or a noun in the plural.
+    The unit is core.progress.BYTES, or a noun in the plural; the total 0 where it is not known.
     """
     global _now  # noqa: PLW0603
     if _now is not None:
