@@ -9,7 +9,6 @@ import importlib.metadata
 import pickle
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import MappingProxyType
@@ -59,11 +58,6 @@ def abort(generation: int) -> int:
     return 0 if ended is None else ended + nccl_abort.abort()
 
 
-def snapshot() -> tuple[float, bytes | None]:
-    """(now by this host's monotonic clock, this rank's black box)."""
-    return time.monotonic(), call_log.snapshot()
-
-
 # All that can be asked; the kernel declares the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -72,7 +66,7 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "newest": main_thread.newest_collectives,
         "stacks": all_stacks,
         "abort": abort,
-        "snapshot": snapshot,
+        "snapshot": call_log.snapshot,
         "usage": monitor_rank.usage,
         "attributes": completion.attributes,
         "glance": completion.glance,

@@ -5,8 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from nbdist.core.rank import this_rank
-from nbdist.core.topology import EngineReport
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
 from tests.support.kernel import notebook_env
@@ -68,34 +65,6 @@ def test_a_rank_that_waits_in_vain_writes_down_for_whom(tmp_path: Path) -> None:
     assert written["kind"] == "StartError"
     assert written["is_explained"]
     assert written["message"] == "rank 1 waited 1 s for rank(s) 0,2-3 to join the group"
-
-
-def report(rank: int) -> EngineReport:
-    return EngineReport(engine_id=rank, hostname="h", rank_hint=rank)
-
-
-def test_reports_are_exchanged_in_rank_order(tmp_path: Path) -> None:
-    """Every rank gets the reports of all, whoever came first."""
-
-    def exchange(rank: int) -> list[EngineReport]:
-        store = dist.FileStore(str(tmp_path / "store"), 3)
-        return join.exchange_reports(store, report(rank), 3, 20.0)
-
-    with ThreadPoolExecutor(3) as threads:
-        exchanged = list(threads.map(exchange, (2, 0, 1)))
-
-    assert exchanged == [[report(0), report(1), report(2)]] * 3
-
-
-def test_missing_reports_are_named_after_the_deadline(tmp_path: Path) -> None:
-    """The wait ends at its deadline with the ranks that have not come."""
-    store = dist.FileStore(str(tmp_path / "store"), 4)
-    dist.FileStore(str(tmp_path / "store"), 4).set("report/2", "here")
-    began_s = time.monotonic()
-    with pytest.raises(StartError, match=r"rank 0 waited 0 s for rank\(s\) 1,3 to join"):
-        join.exchange_reports(store, report(0), 4, 0.3)
-
-    assert time.monotonic() - began_s < 5
 
 
 def test_nothing_is_known_before_a_rank_has_joined() -> None:

@@ -47,7 +47,7 @@ def _box() -> Iterator[layout.CallLogWriter]:
 
 def now() -> CallLog:
     """What the box says."""
-    snapshot = call_log.snapshot()
+    _, snapshot = call_log.snapshot()
     assert snapshot is not None
     return layout.read(snapshot)
 

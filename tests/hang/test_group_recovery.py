@@ -28,15 +28,19 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
-class FakeHealth:
-    """Two ranks that have made so many calls."""
+class FakeRanks:
+    """Two ranks that have made so many calls, and their health."""
 
-    def __init__(self, *calls: int):
+    def __init__(self, *calls: int, busy: tuple[int, ...] = ()):
         self.needs_recovery = False
         self.calls = calls
         self.newest: dict[int, Future[Any]] = {rank: done({}) for rank in range(len(calls))}
         self.lost: set[int] = set()
         self.recoveries: list[dict[int, Future[Any]]] = []
+        self.busy_ranks = busy
+        self.interrupted: list[int] = []
+        self.cluster = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no-such-run")
+        self.checksums: dict[int, dict[str, str]] = {}
 
     def boxes(self) -> dict[int, CallLog]:
         """Rank -> what its box says."""
@@ -50,18 +54,6 @@ class FakeHealth:
         self.recoveries.append({rank: Future() for rank in {0, 1} - self.lost})
         return self.recoveries[-1]
 
-
-class FakeRanks:
-    """Two ranks, and their health."""
-
-    def __init__(self, *calls: int, busy: tuple[int, ...] = ()):
-        self.health = FakeHealth(*calls)
-        self.busy_ranks = busy
-        self.recoveries = self.health.recoveries
-        self.interrupted: list[int] = []
-        self.cluster = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no-such-run")
-        self.checksums: dict[int, dict[str, str]] = {}
-
     def interrupt(self, rank: int) -> None:
         """Note which rank was interrupted."""
         self.interrupted.append(rank)
@@ -73,11 +65,11 @@ class FakeRanks:
 
     def is_connected(self, rank: int) -> bool:
         """Until the test lets it end."""
-        return rank not in self.health.lost
+        return rank not in self.lost
 
     def ask_all(self, _question: object) -> dict[int, Future[Any]]:
         """As the test has set it."""
-        return self.health.newest
+        return self.newest
 
     def call(self, rank: int, _name: str) -> Future[Any]:
         """The checksums that the test has set."""
@@ -86,7 +78,7 @@ class FakeRanks:
 
 def begin(session: FakeRanks, *, is_certain: bool = False) -> GroupRecovery:
     return GroupRecovery(
-        cast("Ranks", session), cast("Health", session.health), 100.0, is_certain=is_certain
+        cast("Ranks", session), cast("Health", session), 100.0, is_certain=is_certain
     )
 
 
@@ -121,13 +113,13 @@ def test_groups_out_of_step_are_made_anew() -> None:
     outcome = outcome_of(aftermath)
     assert outcome.is_recovered
     assert "model" in " ".join(outcome.lines)
-    assert not session.health.needs_recovery
+    assert not session.needs_recovery
 
 
 def test_ranks_that_do_not_tell_their_counts_are_not_waited_for() -> None:
     """A rank without a flight recorder's answer costs a second at most."""
     session = FakeRanks(3, 3)
-    session.health.newest[1] = Future()
+    session.newest[1] = Future()
     aftermath = begin(session)
 
     assert aftermath.step(100.0) == COUNT_S
@@ -148,7 +140,7 @@ def test_a_busy_rank_puts_the_recovery_off() -> None:
     aftermath = begin(session, is_certain=True)
 
     assert "once rank 1 is back" in outcome_of(aftermath).problem
-    assert session.health.needs_recovery
+    assert session.needs_recovery
     assert session.recoveries == []
 
 
@@ -166,15 +158,15 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     assert second.step(100.1) is not None
     assert second.step(100.0 + RECOVER_S) is None
     assert "ranks 0-1 could not" in outcome_of(second).problem
-    assert failed.health.needs_recovery
-    assert silent.health.needs_recovery
+    assert failed.needs_recovery
+    assert silent.needs_recovery
 
 
 def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     """The others are interrupted, who would wait for it; what they raise then is no problem."""
     session = FakeRanks(3, 4)
     aftermath = begin(session, is_certain=True)
-    session.health.lost.add(1)
+    session.lost.add(1)
     pause_s = aftermath.step(100.1)
     session.recoveries[0][0].set_exception(KeyboardInterrupt())
     aftermath.step(100.2)
@@ -184,14 +176,14 @@ def test_a_death_during_the_recovery_begins_another_without_that_rank() -> None:
     assert session.interrupted == [0]
     assert outcome_of(aftermath).is_recovered
     assert [set(recovery) for recovery in session.recoveries] == [{0, 1}, {0}]
-    assert not session.health.needs_recovery
+    assert not session.needs_recovery
 
 
 def test_with_nobody_left_there_is_nothing_to_recover() -> None:
     """All ranks have ended: the cell fails with that alone."""
     session = FakeRanks(3, 4)
     aftermath = begin(session, is_certain=True)
-    session.health.lost |= {0, 1}
+    session.lost |= {0, 1}
 
     assert not outcome_of(aftermath).problem
 
@@ -203,7 +195,7 @@ def test_giving_up_leaves_the_rest_to_the_next_cell() -> None:
     aftermath.give_up()
 
     assert aftermath.step(100.1) is None
-    assert session.health.needs_recovery
+    assert session.needs_recovery
 
 
 def test_parameters_that_differ_are_told_although_the_calls_are_in_step() -> None:

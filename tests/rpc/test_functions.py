@@ -4,7 +4,6 @@ import ast
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -79,22 +78,6 @@ def test_the_declared_types_are_those_of_the_engines_function(
         parameter.default is not inspect.Parameter.empty for parameter in theirs[len(parameters) :]
     )
     assert result == signature.return_annotation
-
-
-@pytest.mark.parametrize(("_where", "here", "types"), DECLARED, ids=[row[0] for row in DECLARED])
-def test_a_call_sends_name_and_arguments(
-    _where: str, here: RankFunction[..., Any], types: Types
-) -> None:
-    """To the rank that is meant."""
-    sent: list[tuple[Any, ...]] = []
-
-    def call(target: int, its_name: str, /, *args: Any) -> Future[Any]:
-        sent.append((target, its_name, *args))
-        return Future()
-
-    here(call, 5, *range(len(types[0])))
-
-    assert sent == [(5, here.name, *range(len(types[0])))]
 
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:

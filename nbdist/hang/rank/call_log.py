@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,10 @@ def uninstall() -> Any:
     return recorder.places.shell
 
 
-def snapshot() -> bytes | None:
-    """The box as it is now; None without one. From any thread."""
-    return None if _recorder is None else consistent_copy(_recorder.box.memory)
+def snapshot() -> tuple[float, bytes | None]:
+    """(now by this host's monotonic clock, the box; None without one). From any thread."""
+    now_s = time.monotonic()
+    return now_s, None if _recorder is None else consistent_copy(_recorder.box.memory)
 
 
 def reset(generation: int) -> None:
