@@ -3,7 +3,7 @@
 import ast
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,25 +35,19 @@ def declared() -> Iterator[tuple[str, RankFunction[..., Any], Types]]:
                     ),
                 ):
                     function = getattr(import_module(module), name)
-                    types = (
-                        [ast.unparse(parameter) for parameter in parameters],
-                        ast.unparse(result),
-                    )
-                    yield f"{module}.{name}", function, types
+                    types = [ast.unparse(parameter) for parameter in parameters]
+                    yield f"{module}.{name}", function, (types, ast.unparse(result))
 
 
 DECLARED = list(declared())
-CALLED = [row for row in DECLARED if ":" in row[1].name]
-ASKED = [row for row in DECLARED if ":" not in row[1].name]
 
 
-def of_the_engine(name: str) -> Callable[..., Any]:
+def of_the_engine(name: str) -> Any:
     """The function that is meant."""
     if name in responder.TABLE:
         return responder.TABLE[name]
     module, _, function = name.partition(":")
-    function_: Callable[..., Any] = getattr(import_module(module), function)
-    return function_
+    return getattr(import_module(module), function)
 
 
 def test_every_rank_function_is_found() -> None:
@@ -82,7 +76,9 @@ def test_the_declared_types_are_those_of_the_engines_function(
 
 def test_what_the_control_thread_answers_is_what_can_be_asked() -> None:
     """Every name of its table is declared once."""
-    assert sorted(row[1].name for row in ASKED) == sorted(responder.TABLE)
+    asked = [function.name for _, function, _ in DECLARED if ":" not in function.name]
+
+    assert sorted(asked) == sorted(responder.TABLE)
 
 
 def test_a_call_by_name_resolves_the_function() -> None:
