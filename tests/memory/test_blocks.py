@@ -14,10 +14,13 @@ Rows = list[tuple[int, int, int, int]]
 
 
 def rows(
-    before: list[tuple[int, int]], events: list[Event], most_events: int = 100
+    before: list[tuple[int, int]],
+    events: list[Event],
+    most_events: int = 100,
+    gone_ns: dict[int, int] | None = None,
 ) -> tuple[Rows, int]:
     """(address, bytes, start, end) of each block, and what was lost."""
-    blocks, lost = pair_events(before, events, most_events)
+    blocks, lost = pair_events(before, events, most_events, gone_ns)
     columns = (blocks.address, blocks.size_bytes, blocks.start_ns, blocks.end_ns)
     return [tuple(map(int, row)) for row in zip(*columns, strict=True)], lost  # type: ignore[misc]
 
@@ -62,6 +65,26 @@ def test_beyond_the_bound_the_oldest_events_are_lost() -> None:
 
     assert rows([(99, 4)], events, 2) == (
         [(99, 4, BEFORE, STAYS), (20, 8, BEFORE, 5), (30, 8, 4, STAYS)], 3,
+    )  # fmt: skip
+
+
+def test_what_was_there_ends_when_it_was_seen_to_go() -> None:
+    """By what was noted, or by the next allocation at its address, whichever is first."""
+    events = [Event(50, 1, 7), Event(60, 2, 9), Event(70, 2, -9)]
+
+    assert rows([(1, 10), (2, 20), (3, 30)], events, 100, {1: 40, 2: 65})[0] == [
+        (1, 10, BEFORE, 40),
+        (2, 20, BEFORE, 60),  # noted later than it was allocated anew: the clocks differ
+        (3, 30, BEFORE, STAYS), (1, 7, 50, STAYS), (2, 9, 60, 70),
+    ]  # fmt: skip
+
+
+def test_what_goes_after_the_bound_is_kept() -> None:
+    """Of the oldest events only what is still there counts, and what goes later still is."""
+    events = [Event(10, 5, 1), Event(20, 6, 1), Event(30, 6, -1)]
+
+    assert rows([(1, 10), (2, 20)], events, 1, {1: 15, 2: 25}) == (
+        [(2, 20, BEFORE, 25), (5, 1, BEFORE, STAYS), (6, 1, BEFORE, 30)], 2,
     )  # fmt: skip
 
 

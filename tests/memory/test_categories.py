@@ -135,44 +135,28 @@ def test_a_variable_that_goes_on_is_no_activation() -> None:
     assert rank.names == ("batch",)
 
 
+CELL = ("cell [1]", "f")
 DDP, FSDP = "/env/torch/nn/parallel/distributed.py", "/env/torch/distributed/fsdp"
+COLLECTIVES = "/env/torch/distributed/distributed_c10d.py"
 _STACKS = {
-    "DDP's buckets": (
-        (AllocationFrame(DDP, 1, "_ddp_init_helper"), AllocationFrame("cell [1]", 1, "f")),
-        True,
-    ),
-    "the model under DDP": (
-        (AllocationFrame("cell [1]", 1, "f"), AllocationFrame(DDP, 2, "forward")),
-        False,
-    ),
-    "DDP's own forward": (
-        (AllocationFrame(DDP, 2, "forward"), AllocationFrame("cell [1]", 1, "f")),
-        False,
-    ),
+    "DDP's buckets": ([(DDP, "_ddp_init_helper"), CELL], True),
+    "the model under DDP": ([CELL, (DDP, "forward")], False),
+    "DDP's own forward": ([(DDP, "forward"), CELL], False),
     "FSDP2 gathers": (
-        (
-            AllocationFrame("/env/torch/_tensor.py", 1, "x"),
-            AllocationFrame(f"{FSDP}/_fully_shard/_fsdp_collectives.py", 1, "foreach_all_gather"),
-        ),
-        True,
+        [("/env/torch/_tensor.py", "x"), (f"{FSDP}/_fully_shard/_fsdp_collectives.py", "g")], True,
     ),
-    "FSDP2 casts inputs": (
-        (AllocationFrame(f"{FSDP}/_fully_shard/_fsdp_state.py", 1, "_pre"),),
-        False,
-    ),
-    "FSDP1 gathers": ((AllocationFrame(f"{FSDP}/_flat_param.py", 1, "_alloc"),), True),
-    "a user's file of that name": ((AllocationFrame("/own/distributed_c10d.py", 1, "f"),), False),
-    "torch.distributed": (
-        (AllocationFrame("/env/torch/distributed/distributed_c10d.py", 1, "g"),),
-        True,
-    ),
-}
+    "FSDP2 casts inputs": ([(f"{FSDP}/_fully_shard/_fsdp_state.py", "_pre")], False),
+    "FSDP1 gathers": ([(f"{FSDP}/_flat_param.py", "_alloc")], True),
+    "a user's file of that name": ([("/own/distributed_c10d.py", "f")], False),
+    "torch.distributed": ([(COLLECTIVES, "g")], True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", _STACKS)
 def test_what_gathers_and_reduces_is_known_by_its_lines(case: str) -> None:
     """Also where the block would be an activation by its time."""
-    stack, is_sent = _STACKS[case]
+    lines, is_sent = _STACKS[case]
+    stack = tuple(AllocationFrame(file, 1, function) for file, function in lines)
     rank = categorise(memory([(1, 10, 150)], STEP, (stack,), places=[(0, -1)]), [])
 
     assert kinds(rank) == {1: "communication" if is_sent else "activations"}
@@ -204,6 +188,38 @@ def test_claims_without_an_address_take_a_block_of_their_size() -> None:
     rank = categorise(there, begin)
     assert [rank.names[n] for n in rank.blocks.name] == ["bucket 0", "bucket 1"]
     assert rank.blocks.is_exact.all()
+
+
+def sent(time_ns: int, *sizes: int) -> list[Claim]:
+    """What DDP says of its buckets."""
+    return [Claim(time_ns, NOWHERE, size, COMMUNICATION, f"bucket {size}") for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("events", "first", "last", "end_ns"),
+    [
+        # As many bytes come in their place, while DDP still tells of the old one.
+        ([Event(50, 5, 10, operator=0), Event(55, 6, 20, operator=0)], [30], [30], 50),
+        # Other bytes that are sent replace nothing.
+        ([Event(50, 5, 10, operator=0), Event(55, 6, 21, operator=0)], [30], [30], STAYS),
+        # DDP tells of other sizes, and nothing was allocated: they were made anew before.
+        ([Event(50, 5, 4)], [30], [10, 20], STAYS),
+        # Their successors come, and DDP tells of those; the one of 8 bytes stays.
+        ([Event(50, 5, 10, operator=0), Event(55, 6, 20, operator=0)], [30, 8], [10, 20, 8], 50),
+    ],
+)
+def test_buckets_go_when_others_come_in_their_place(
+    events: list[Event], first: list[int], last: list[int], end_ns: int
+) -> None:
+    """Only the sizes of DDP's buckets are known."""
+    blocks, _ = pair_events([(NOWHERE, size) for size in first], events, 100)
+    memory = RankMemory(0, "a", "cpu", blocks, duration_ns=100, names=("c10d::broadcast_",))
+    result = categorise(memory, [*sent(0, *first), *sent(90, *last)]).blocks
+    ends = dict(zip(result.size_bytes.tolist(), result.end_ns.tolist(), strict=True))
+
+    assert ends == {event.size_bytes: STAYS for event in events} | {30: end_ns} | dict.fromkeys(
+        first[1:], STAYS
+    )
 
 
 def test_a_bucket_of_before_on_a_gpu_is_concluded_from_its_size() -> None:
