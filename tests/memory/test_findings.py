@@ -1,7 +1,6 @@
 """Each rule on memory that has what it looks for, and on memory that nearly has it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from nbdist.memory.snapshot import (
     Snapshot,
 )
 from tests.support.drawn_memory import MB, Piece, rank_memory, training
+from tests.support.findings import check_rules
 
 LINE = AllocationFrame("cell 3", 12, "forward")
 
@@ -79,87 +79,56 @@ def stepping(copies_mb: float, phase: str = STEPPING) -> RankMemory:
     return replace(rank, phases=(Phase(phase, 1, 60),), step_ends_ns=(70,))
 
 
-# Rule -> (memory that has it, memory that nearly has).
+# Rule -> (memory that has it, memory that nearly has, what is found).
 _CASES = {
     "little memory left": (
-        rules_of(device_with(1, limit_mb=110)),
-        rules_of(device_with(1, limit_mb=112)),
+        rules_of(device_with(1, limit_mb=110)), rules_of(device_with(1, limit_mb=112)),
+        "rank 0 needs 100.0 MB of 110.0 MB (91%)",
     ),
-    "fragmentation": (rules_of(device_with(20.5)), rules_of(device_with(19.5))),
-    "activations": (rules_of(rank_with(a=51, p=49)), rules_of(rank_with(a=49, p=51))),
-    "optimizer state on every rank": (split(31), split(29)),
+    "fragmentation": (
+        rules_of(device_with(20.5)), rules_of(device_with(19.5)),
+        "at its peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) is unused",
+    ),
+    "activations": (
+        rules_of(rank_with(a=51, p=49)), rules_of(rank_with(a=49, p=51)),
+        "activations are 51% of the peak of rank 0 (51.0 MB of 100.0 MB)",
+    ),
+    "optimizer state on every rank": (
+        split(31), split(29),
+        ("optimizer state is 34% of the peak of rank 0 (31.0 MB); sharded over 4 ranks "
+         "it would need 23.2 MB less, and parameters and gradients 29.5 MB less"),
+    ),
     "one rank needs more": (
         rules_of(rank_with(0, p=20), rank_with(1, p=23.1), rank_with(2, p=20)),
         rules_of(rank_with(0, p=20), rank_with(1, p=22.9), rank_with(2, p=20)),
+        "rank 1 needs 23.1 MB, the median rank 20.0 MB; it has 3.1 MB more of parameters",
     ),
     "more with every step": (
-        rules_of(steps([5, 5, 0.7, 0.7, 0.7])),
-        rules_of(steps([5, 5, 0.4, 0.4, 0.4])),
+        rules_of(steps([5, 5, 0.7, 0.7, 0.7])), rules_of(steps([5, 5, 0.4, 0.4, 0.4])),
+        ("each step leaves 700.0 kB more in use on rank 0 "
+         "(30.7 MB after step 2, 32.1 MB after step 4)"),
     ),
-    "copies in the optimizer's step": (rules_of(stepping(10.5)), rules_of(stepping(9.5))),
-}
+    "copies in the optimizer's step": (
+        rules_of(stepping(10.5)), rules_of(stepping(9.5)),
+        ("the peak of rank 0 is in the optimizer's step, "
+         "with 10.5 MB (10%) that are freed within it"),
+    ),
+}  # fmt: skip
 
 
 def test_every_rule_has_its_case() -> None:
     """Every rule says why and what to do, and stands in docs/memory.md."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text()
-    assert sorted(_CASES) == sorted(rule.name for rule in RULES)
-    for rule in RULES:
-        assert f"\n| {rule.name} |" in page
-        assert rule.why
-        assert rule.what
-        assert rule.look.__doc__
+    check_rules(RULES, _CASES, "memory")
 
 
 @pytest.mark.parametrize("rule", sorted(_CASES))
 def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
-    """Just over its threshold, and not just below."""
-    has, has_not = _CASES[rule]
+    """Just over its threshold, and not just below; its numbers are those of the tables."""
+    has, has_not, expected = _CASES[rule]
 
-    assert rule in has
     assert rule not in has_not
+    assert has[rule].found == expected
     assert 0 < has[rule].share <= 1
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("little memory left", "rank 0 needs 100.0 MB of 110.0 MB (91%)"),
-        (
-            "fragmentation",
-            "at its peak rank 0 holds 100.0 MB, of which 20.5 MB (20%) is unused",
-        ),
-        ("activations", "activations are 51% of the peak of rank 0 (51.0 MB of 100.0 MB)"),
-        (
-            "optimizer state on every rank",
-            (
-                "optimizer state is 34% of the peak of rank 0 (31.0 MB); sharded over 4 ranks "
-                "it would need 23.2 MB less, and parameters and gradients 29.5 MB less"
-            ),
-        ),
-        (
-            "one rank needs more",
-            ("rank 1 needs 23.1 MB, the median rank 20.0 MB; it has 3.1 MB more of parameters"),
-        ),
-        (
-            "more with every step",
-            (
-                "each step leaves 700.0 kB more in use on rank 0 "
-                "(30.7 MB after step 2, 32.1 MB after step 4)"
-            ),
-        ),
-        (
-            "copies in the optimizer's step",
-            (
-                "the peak of rank 0 is in the optimizer's step, with 10.5 MB (10%) that are freed "
-                "within it"
-            ),
-        ),
-    ],
-)
-def test_findings_have_their_numbers(rule: str, expected: str) -> None:
-    """As a person can check them against the tables."""
-    assert _CASES[rule][0][rule].found == expected
 
 
 def test_lines_to_look_at_are_those_that_allocated_it() -> None:

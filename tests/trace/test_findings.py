@@ -10,6 +10,7 @@ from nbdist.trace.breakdown import breakdown
 from nbdist.trace.findings import RULES, findings
 from nbdist.trace.kernel.recordings import read_folder
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
+from tests.support.findings import check_rules
 from tests.support.traces import MS, Did, rank_trace, trace
 
 _BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -94,68 +95,56 @@ def small_kernels(length_us: float, pause_us: float) -> Trace:
     return gpu((busy(at, at + length_us / 1000) for at in starts), 200 * period)
 
 
-# Rule -> (a trace that has it, one that nearly has).
+# Rule -> (a trace that has it, one that nearly has, what is found).
 _CASES = {
-    "device-to-host copies": (copies(3), copies(2)),
-    "dtype copies": (casts(0.12), casts(0.08)),
-    "data": (data(12), data(8)),
-    "nothing runs": (gap(12), gap(8)),
-    "much communication": (communication(55), communication(45)),
-    "one late rank": (late(6), late(4)),
-    "many small kernels": (small_kernels(6, 4), small_kernels(12, 4)),
-    "buckets that do not overlap": (communication(12), communication(8)),
-}
+    "device-to-host copies": (
+        copies(3), copies(2), "3 copies from the GPU to the host per step on rank 0",
+    ),
+    "dtype copies": (
+        casts(0.12), casts(0.08),
+        "dtype conversions take 12% of the compute time of rank 0 (1 per step)",
+    ),
+    "data": (data(12), data(8), "rank 0 waits 12.0 ms per step for data (12%)"),
+    "nothing runs": (gap(12), gap(8), "rank 0 is idle for 12.0 ms in a row in each step (12%)"),
+    "much communication": (
+        communication(55), communication(45),
+        ("collectives that compute does not overlap, mostly all-reduce, take 55% of a step on "
+        "rank 0"),
+    ),
+    "one late rank": (
+        late(6), late(4),
+        ("the other ranks wait for rank 1: without it a step would be 6% faster; it computes "
+        "6.0 ms longer than the others"),
+    ),
+    "many small kernels": (
+        small_kernels(6, 4), small_kernels(12, 4),
+        ("100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
+        "40% of the time"),
+    ),
+    "buckets that do not overlap": (
+        communication(12), communication(8),
+        "0% of gradient communication on rank 0 overlaps the backward pass (calls per step: 1)",
+    ),
+}  # fmt: skip
 
 
 def test_every_rule_has_its_case() -> None:
     """Every rule says why and what to do, and stands in docs/traces.md."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
-    assert sorted(_CASES) == sorted(rule.name for rule in RULES)
-    for rule in RULES:
-        assert f"\n| {rule.name} |" in page
-        assert rule.why
-        assert rule.what
-        assert rule.look.__doc__
+    check_rules(RULES, _CASES, "traces")
 
 
 @pytest.mark.parametrize("rule", sorted(_CASES))
 def test_a_rule_finds_what_it_looks_for(rule: str) -> None:
     """Where it is over its threshold, with a place to look at inside the steps; not just below."""
-    has, has_not = _CASES[rule]
+    has, has_not, expected = _CASES[rule]
 
     assert rule not in findings_by_rule(has_not)
     finding = findings_by_rule(has)[rule]
+    assert finding.found == expected
     assert 0 < finding.share <= 1
     assert set(finding.ranks) <= {0, 1}
     assert all(0 <= spot.start_ns < spot.end_ns <= 100 * MS for spot in finding.spots)
     assert finding.spots or rule == "one late rank"
-
-
-def test_findings_have_their_numbers() -> None:
-    """Each in one clause, with its unit."""
-    assert findings_by_rule(late(20))["one late rank"].found == (
-        "the other ranks wait for rank 1: without it a step would be 20% faster; it computes "
-        "20.0 ms longer than the others"
-    )
-    assert findings_by_rule(copies(4))["device-to-host copies"].found == (
-        "4 copies from the GPU to the host per step on rank 0"
-    )
-    assert findings_by_rule(data(30))["data"].found == (
-        "rank 0 waits 30.0 ms per step for data (30%)"
-    )
-    assert findings_by_rule(communication(60))["much communication"].found == (
-        "collectives that compute does not overlap, mostly all-reduce, take 60% of a step on rank 0"
-    )
-    assert findings_by_rule(casts(0.25))["dtype copies"].found == (
-        "dtype conversions take 25% of the compute time of rank 0 (1 per step)"
-    )
-    assert findings_by_rule(small_kernels(6, 4))["many small kernels"].found == (
-        "100% of 200 kernels per step on rank 0 are shorter than 10 us, and its GPU is idle for "
-        "40% of the time"
-    )
-    assert findings_by_rule(communication(12))["buckets that do not overlap"].found == (
-        "0% of gradient communication on rank 0 overlaps the backward pass (calls per step: 1)"
-    )
 
 
 def test_the_largest_finding_is_first() -> None:
@@ -211,7 +200,6 @@ def test_a_step_in_which_nothing_runs_for_long_is_told() -> None:
 
     finding = findings_by_rule(both(did, (0, 100, 200)))["nothing runs"]
 
-    assert finding.found == ("rank 0 is idle for 20.0 ms in a row in each step (20%)")
     assert {(spot.start_ns, spot.end_ns) for spot in finding.spots} == {
         (0, 20 * MS), (100 * MS, 120 * MS),
     }  # fmt: skip

@@ -53,6 +53,14 @@ def parsed(path: Path) -> dict[str, Any]:
     return whole
 
 
+def event(category: str, name: str, thread: int, start: float, end: float, **more: Any) -> Any:
+    """As torch writes it, of the process 1 where nothing else is said; times in microseconds."""
+    return {
+        "ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": start,
+        "dur": end - start, **more,
+    }  # fmt: skip
+
+
 def written(path: Path, whole: Any) -> Path:
     path.write_text(json.dumps(whole, default=float))
     return path
@@ -150,15 +158,12 @@ def test_depths_of_real_traces_are_those_of_a_count(strategy: str) -> None:
 # Written by hand after the format of torch's traces on a GPU (no captured one was at hand): NCCL's
 # kernels with the notes of torch's ParamCommsUtils.hpp, copies, launches of the host.
 def gpu_trace() -> dict[str, Any]:
-    def event(category: str, name: str, place: tuple[int, int], *times: float, **args: Any) -> Any:
-        process, thread = place
-        start, end = times
-        return {
-            "ph": "X", "cat": category, "name": name, "pid": process, "tid": thread, "ts": start,
-            "dur": end - start, "args": args,
-        }  # fmt: skip
+    def host(category: str, name: str, start: float, end: float) -> Any:
+        return event(category, name, 77, start, end, pid=77)
 
-    host, compute, nccl = (77, 77), (0, 7), (0, 20)
+    def stream(category: str, name: str, number: int, start: float, end: float, **args: Any) -> Any:
+        return event(category, name, number, start, end, pid=0, args=args)
+
     sent = {
         "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000,
         "Out msg nelems": 1000, "Group size": 2, "Process Group Name": "0",
@@ -178,16 +183,16 @@ def gpu_trace() -> dict[str, Any]:
         "baseTimeNanoseconds": 1_700_000_000_000_000_000,
         "traceEvents": [
             {"ph": "M", "name": "thread_name", "pid": 77, "tid": 77, "args": {"name": "python"}},
-            event("cpu_op", "aten::linear", host, 0, 20),
-            event("cuda_runtime", "cudaLaunchKernel", host, 5, 10),
-            event("cuda_runtime", "cudaStreamSynchronize", host, 200, 300),
-            event("user_annotation", "ProfilerStep#4", host, 0, 310),
-            event("gpu_user_annotation", "ProfilerStep#4", compute, 30, 300),
-            event("kernel", "ampere_bf16_s16816gemm", compute, 30, 130),
-            event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", compute, 250, 260),
-            event("gpu_memset", "Memset (Device)", compute, 261, 262),
-            event("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", nccl, 80, 230, **sent),
-            event("kernel", "ncclDevKernel_AllGather_RING_LL(x)", nccl, 231, 240, **gathered),
+            host("cpu_op", "aten::linear", 0, 20),
+            host("cuda_runtime", "cudaLaunchKernel", 5, 10),
+            host("cuda_runtime", "cudaStreamSynchronize", 200, 300),
+            host("user_annotation", "ProfilerStep#4", 0, 310),
+            stream("gpu_user_annotation", "ProfilerStep#4", 7, 30, 300),
+            stream("kernel", "ampere_bf16_s16816gemm", 7, 30, 130),
+            stream("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 7, 250, 260),
+            stream("gpu_memset", "Memset (Device)", 7, 261, 262),
+            stream("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 20, 80, 230, **sent),
+            stream("kernel", "ncclDevKernel_AllGather_RING_LL(x)", 20, 231, 240, **gathered),
         ],
     }  # fmt: skip
 
@@ -216,14 +221,8 @@ def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> Non
     assert trace.group_ranks == ((0, 1), (1, 0))
     assert [(step.number, step.start_ns, step.end_ns) for step in trace.steps] == [(4, 0, 310_000)]
     [shares] = breakdown(read_folder(tmp_path)).ranks
-    times_ns = (
-        shares.compute_ns,
-        shares.overlap_ns,
-        shares.exposed_ns,
-        shares.copy_ns,
-        shares.idle_ns,
-    )
-    assert times_ns == (100_000, 50_000, 109_000, 11_000, 90_000)
+    assert (shares.compute_ns, shares.overlap_ns, shares.exposed_ns) == (100_000, 50_000, 109_000)
+    assert (shares.copy_ns, shares.idle_ns) == (11_000, 90_000)
 
 
 def test_names_of_all_backends_are_told_alike() -> None:
@@ -248,13 +247,10 @@ def test_what_a_dataloader_does_is_data(tmp_path: Path) -> None:
     """Operators inside its iteration too."""
     whole = {
         "traceEvents": [
-            {"ph": "X", "cat": c, "name": n, "pid": 1, "tid": 1, "ts": a, "dur": d}
-            for c, n, a, d in [
-                ("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", 0, 10),
-                ("cpu_op", "aten::stack", 2, 5),
-                ("cpu_op", "aten::mm", 12, 5),
-                ("user_annotation", "my forward", 11, 8),
-            ]
+            event("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", 1, 0, 10),
+            event("cpu_op", "aten::stack", 1, 2, 7),
+            event("cpu_op", "aten::mm", 1, 12, 17),
+            event("user_annotation", "my forward", 1, 11, 19),
         ]
     }
 
@@ -269,10 +265,7 @@ def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_pat
 
     def gloo(thread: int, start: float, n: int) -> dict[str, Any]:
         args = {"Input Dims": [[n]], "Input type": ["float"]}
-        return {
-            "ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1,
-            "tid": thread, "ts": start, "dur": 5, "args": args,
-        }  # fmt: skip
+        return event("user_annotation", "gloo:all_reduce", thread, start, start + 5, args=args)
 
     recorded = [
         ["gloo:all_reduce", base + at * 1000 - 500, group, [[n]]]
@@ -289,7 +282,7 @@ def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_pat
         "nbdist": {"calls": recorded, "groups": {"5": "pairs"}},
         "baseTimeNanoseconds": base,
         "traceEvents": [
-            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 0, "dur": 3},
+            event("cpu_op", "aten::mm", 1, 0, 3),
             gloo(8, 10, 4), gloo(9, 20, 8), gloo(8, 30, 4), gloo(9, 31, 4),
         ],
     }  # fmt: skip
@@ -348,13 +341,12 @@ def test_a_trace_without_events_says_so(tmp_path: Path) -> None:
 def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path) -> None:
     """No base time, ranks, groups, types or thread names; whole microseconds; a bare list."""
     events = [
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 4, "tid": 4, "ts": 5, "dur": 7},
-        {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 4, "tid": 6,
-         "ts": 6, "dur": 2},
+        event("cpu_op", "aten::mm", 4, 5, 12, pid=4),
+        event("user_annotation", "gloo:all_reduce", 6, 6, 8, pid=4),
         {"ph": "X", "name": "bare", "ts": 20},
         {"ph": "i", "name": "instant"},
         "nonsense",
-    ]  # fmt: skip
+    ]
 
     recording = read(written(tmp_path / "rank3.json", events))
 
@@ -368,14 +360,9 @@ def test_a_trace_of_another_version_is_read_without_what_it_lacks(tmp_path: Path
 
 def test_only_marks_that_end_a_step_count(tmp_path: Path) -> None:
     """What nbdist has put into the file says which; steps before the wanted ones are cut away."""
-
-    def event(name: str, start: float, category: str = "user_annotation") -> dict[str, Any]:
-        return {
-            "ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": 1,
-        }  # fmt: skip
-
-    marks = [event("nbdist.step", at) for at in (9, 10, 19, 20, 29, 30)]
-    operators = [event("aten::mm", at, "cpu_op") for at in (0, 12, 22)]
+    ends = (9, 10, 19, 20, 29, 30)
+    marks = [event("user_annotation", "nbdist.step", 1, at, at + 1) for at in ends]
+    operators = [event("cpu_op", "aten::mm", 1, at, at + 1) for at in (0, 12, 22)]
     ours = {"ends": [1, 3, 5], "skipped": 1}
     whole = {"nbdist": ours, "traceEvents": operators + marks}
 
