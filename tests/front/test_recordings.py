@@ -18,7 +18,7 @@ class Subject:
     """One of the two.
 
     Attributes:
-        magic: Of a cell that is recorded.
+        magic, shows: Of a cell that is recorded, and of the last record.
         step: A call of a step, which `train` defines.
         train: A cell.
         ranks: Of the last record: rank, steps, whether there is anything, problem.
@@ -26,16 +26,20 @@ class Subject:
     """
 
     magic: str
+    shows: str
     step: str
     train: str
     ranks: Callable[[Kernel], object]
     word: str
 
 
-TRACE = Subject("%%dist_profile", "step()", trace_cells.TRAIN, trace_cells.ranks, "compute")
-MEMORY = Subject(
-    "%%dist_memory", "mem_step()", memory_cells.TRAIN, memory_cells.ranks, "parameters"
+TRACE = Subject(
+    "%%dist_profile", "%dist_trace", "step()", trace_cells.TRAIN, trace_cells.ranks, "compute"
 )
+MEMORY = Subject(
+    "%%dist_memory", "%dist_memory", "mem_step()", memory_cells.TRAIN, memory_cells.ranks,
+    "parameters",
+)  # fmt: skip
 WRONG = (
     ("--steps 0", "not a valid number of steps"), ("--ranks 7", "7"), ("--what", "unrecognized"),
 )  # fmt: skip
@@ -57,10 +61,20 @@ def test_wrong_options_record_nothing(kernel: Kernel, subject: Subject) -> None:
     for line, told in (*WRONG, *own):
         cell = kernel.run(f"{subject.magic} {line}\nprint('ran')")
 
-        assert cell.error is not None
-        assert cell.error.ename == "OptionError"
-        assert told in cell.error.evalue
+        cell.check_failure("OptionError", told)
         assert "ran" not in cell.text
+
+
+def test_so_many_steps_are_recorded_and_the_cell_goes_on(kernel: Kernel, subject: Subject) -> None:
+    """Below the cell's output stands what was recorded; the last record is shown again."""
+    code = f"for n in range(5): {subject.step}; print('made', n)"
+    cell = ran(kernel, f"{subject.magic} --steps 2\n{code}")
+
+    assert cell.visible.index("made 4") < cell.visible.index(subject.word)
+    assert subject.ranks(kernel) == [(0, 2, True, ""), (1, 2, True, "")]
+    assert ran(kernel, subject.shows).plain == cell.plain
+    ran(kernel, f"%%time\n{subject.magic}\n{subject.step}")
+    assert subject.ranks(kernel) == [(0, 1, True, ""), (1, 1, True, "")]
 
 
 def test_a_cell_that_fails_keeps_what_was_recorded(kernel: Kernel, subject: Subject) -> None:
@@ -68,9 +82,7 @@ def test_a_cell_that_fails_keeps_what_was_recorded(kernel: Kernel, subject: Subj
     code = f"for n in range(2): {subject.step}\nif rank: raise ValueError('mine')"
     cell = kernel.run(f"{subject.magic}\n{code}")
 
-    assert cell.error is not None
-    assert cell.error.ename == "DistributedError"
-    assert "mine" in cell.error.evalue
+    cell.check_failure("DistributedError", "mine")
     assert subject.word in cell.visible
     assert subject.ranks(kernel) == [(0, 2, True, ""), (1, 2, True, "")]
     ran(kernel, f"{subject.magic} --steps 1\nfor n in range(2): {subject.step}")
@@ -90,8 +102,7 @@ dist.all_reduce(torch.ones(2)) if rank else time.sleep(60)
     kernel.interrupt()
     cell = kernel.finish(handle)
 
-    assert cell.error is not None
-    assert cell.error.ename == "KeyboardInterrupt"
+    cell.check_failure("KeyboardInterrupt")
     assert subject.ranks(kernel) == [(0, 2, True, ""), (1, 2, True, "")]
     ran(kernel, f"{subject.magic}\n{subject.step}")
     assert subject.ranks(kernel) == [(0, 1, True, ""), (1, 1, True, "")]

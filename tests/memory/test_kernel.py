@@ -1,67 +1,102 @@
-"""What a session takes in of its ranks' memory, when some of them give nothing."""
+"""What the notebook takes in of its ranks' memory, and says where memory ran out on one of them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from nbdist.core.failures import RankFailure
 from nbdist.errors import SnapshotError
+from nbdist.memory.kernel import recordings
 from nbdist.memory.kernel.recordings import COST, Memories
-from nbdist.memory.snapshot import MemoryOptions, empty
-from nbdist.variables import pack
-from tests.trace.test_kernel import Ranks, answered
-
-
-def parcel(rank: int, duration_ns: int = 5, strategy: str = "ddp") -> Future[Any]:
-    memory = replace(empty(rank, f"host {rank}", ""), duration_ns=duration_ns)
-    return answered(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
-
-
-def memories(answers: dict[int, Callable[[], Future[Any]]]) -> tuple[Memories, Ranks]:
-    ranks = Ranks(answers)
-    return Memories(ranks, ranks.variables), ranks  # type: ignore[arg-type]
-
-
-def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
-    """One has ended, one still runs its cell, one raised; the others' memory is there."""
-    recordings, ranks = memories({
-        0: lambda: parcel(0),
-        1: Future,
-        2: Future,
-        3: lambda: answered(SnapshotError("Nothing was recorded on this rank.")),
-        4: lambda: answered(pack.PackedValue((3,), (), b"no", "")),
-    })  # fmt: skip
-    ranks.gone, ranks.busy = {1}, {2}
-    recordings.begin(MemoryOptions())
-    snapshot = recordings.finish()
-
-    assert [(r.rank, r.host, r.duration_ns) for r in snapshot.ranks] == [
-        (0, "host 0", 5), (1, "host 1", 0), (2, "host 2", 0), (3, "host 3", 0), (4, "host 4", 0),
-    ]  # fmt: skip
-    problems = [r.problem for r in snapshot.ranks]
-    assert problems[:4] == [
-        "",
-        "It ended (exit code 1) before its memory was read.",
-        "It is still running its cell, so its memory was not read.",
-        "Nothing was recorded on this rank.",
-    ]
-    assert problems[4].startswith("Its memory did not arrive: ")
-    assert (snapshot.strategy, snapshot.notes) == ("ddp", (COST,))
-    assert recordings.last is snapshot
-    assert recordings.token == ""
+from nbdist.memory.oom_message import HOST, OomMessage
+from nbdist.memory.oom_remedies import OomReport
+from nbdist.memory.snapshot import CATEGORIES, MemoryOptions
+from tests.recording.test_kernel import Ranks, answered, memory_parcel
 
 
 def test_before_a_recording_the_memory_of_this_moment_is_given_and_not_kept() -> None:
     """Nothing was recorded: that is an error only where the record itself is asked for."""
-    recordings, _ = memories({0: lambda: parcel(0, 0, ""), 1: lambda: parcel(1, 0, "")})
-    current = recordings.last_or_now()
+    ranks = Ranks({0: lambda: memory_parcel(0, 0), 1: lambda: memory_parcel(1, 0)})
+    memories = Memories(ranks, ranks.variables)  # type: ignore[arg-type]
+    current = memories.last_or_now()
 
     assert [r.rank for r in current.ranks] == [0, 1]
     assert (current.strategy, current.notes) == ("", ())
     with pytest.raises(SnapshotError, match=r"recorded yet\..*%%dist_memory"):
-        _ = recordings.last
-    recordings.begin(MemoryOptions())
-    recorded = recordings.finish()
-    assert recordings.last_or_now() is recorded
+        _ = memories.last
+    ranks.answers[0] = lambda: memory_parcel(0)
+    memories.begin(MemoryOptions())
+    recorded = memories.finish()
+    assert (recorded.strategy, recorded.notes) == ("ddp", (COST,))
+    assert memories.last_or_now() is recorded
+
+
+MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+FAILURE = RankFailure(1, "RuntimeError", MESSAGE)
+SHORTAGE = OomReport(
+    1, OomMessage("CPU", HOST, 4 * 10**9), "", tuple(0 for _ in CATEGORIES), (), 0, 10**9, None
+)
+
+
+def advice(
+    answer: Callable[[], Future[Any]] = Future,
+    failure: RankFailure = FAILURE,
+    *,
+    is_gone: bool = False,
+    is_busy: bool = False,
+) -> tuple[str, tuple[int, ...]]:
+    """What is said, and the ranks whose memory is to be shown next."""
+    ranks = Ranks({1: answer})
+    ranks.gone, ranks.busy = ({1} if is_gone else set()), ({1} if is_busy else set())
+    memories = Memories(ranks, None)  # type: ignore[arg-type]
+    return memories.advice(failure), memories._oom_ranks
+
+
+def test_rank_that_knows() -> None:
+    """Its block; its memory is asked for when it is wanted."""
+    text, noted = advice(lambda: answered(SHORTAGE))
+
+    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB requested; 1.0 GB")
+    assert noted == (1,)
+
+
+def test_other_failures_are_not_asked_about() -> None:
+    """A mistake costs no call."""
+    failure = RankFailure(1, "ValueError", "boom", ("ValueError: boom",))
+
+    assert advice(pytest.fail, failure)[0] == ""
+
+
+def test_failure_that_came_from_a_shortage() -> None:
+    """Known by its traceback, where the rank confirms it."""
+    failure = RankFailure(1, "ValueError", "no batch", (f"\x1b[31mRuntimeError\x1b[0m: {MESSAGE}",))
+
+    assert advice(lambda: answered(SHORTAGE), failure)[0].startswith("rank 1 ran out of")
+    assert advice(lambda: answered(None), failure)[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        ({"is_gone": True}, "the rank has ended"),
+        ({"is_busy": True}, "the rank is still running"),
+        ({"answer": lambda: answered(None)}, "nothing was recorded"),
+        ({"answer": lambda: answered(RuntimeError("no such module"))}, "no such module"),
+        ({}, "the rank did not answer within"),
+    ],
+)
+def test_rank_that_does_not_tell(
+    rank: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message's own numbers, and why there are no others."""
+    monkeypatch.setattr(recordings, "ASK_S", 0.0)
+    text, noted = advice(**rank)
+
+    assert text.startswith("rank 1 ran out of the host's memory: 4.0 GB requested; what held it")
+    assert why in text
+    assert noted == ()

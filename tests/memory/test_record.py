@@ -26,9 +26,11 @@ from nbdist.memory.snapshot import (
     PARAMETER,
     STAYS,
     STEPPING,
+    Blocks,
     MemoryOptions,
     RankMemory,
 )
+from nbdist.memory.timeline import is_in_use
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
 from tests.support.recordings import Place, own_profiler
@@ -63,19 +65,16 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     assert not optimizers._global_optimizer_pre_hooks
 
 
-def at(memory: RankMemory, time_ns: int, category: int, *, exact: bool | None = None) -> set[int]:
-    """Places of the blocks of a category that are there at a time."""
+def at(memory: RankMemory, time_ns: int, category: int) -> Blocks:
+    """The blocks of a category that are there at a time."""
     blocks = memory.blocks
-    there = (blocks.start_ns <= time_ns) & (blocks.end_ns > time_ns)
-    there &= blocks.category == category
-    if exact is not None:
-        there &= blocks.is_exact == exact
-    return set(there.nonzero()[0].tolist())
+    return blocks.take(is_in_use(blocks, time_ns) & (blocks.category == category))
 
 
 def total(memory: RankMemory, time_ns: int, category: int) -> int:
     """Bytes of exact blocks."""
-    return int(memory.blocks.size_bytes[list(at(memory, time_ns, category, exact=True))].sum())
+    there = at(memory, time_ns, category)
+    return int(there.size_bytes[there.is_exact].sum())
 
 
 def elements_bytes(tensors: Any) -> int:
@@ -127,8 +126,7 @@ def test_parameters_gradients_and_state_are_the_bytes_of_their_elements(record: 
     assert total(memory, now, GRADIENT) == elements_bytes(p.grad for p in parameters)
     assert total(memory, now, OPTIMIZER) == elements_bytes(states)
     assert total(memory, stepping[0].start_ns, OPTIMIZER) == 0
-    b = memory.blocks
-    assert {int(n) for n in b.start_ns[list(at(memory, now, PARAMETER))]} == {BEFORE}
+    assert {*at(memory, now, PARAMETER).start_ns.tolist()} == {BEFORE}
 
 
 def test_activations_are_what_autograd_has_saved(record: Record) -> None:
@@ -150,11 +148,8 @@ def test_activations_are_what_autograd_has_saved(record: Record) -> None:
 
     memory = record(cell)
     (backward,) = memory.phases
-    b = memory.blocks
-    activations = {
-        int(b.address[n]): int(b.size_bytes[n])
-        for n in at(memory, backward.start_ns - 1, ACTIVATION)
-    }
+    there = at(memory, backward.start_ns - 1, ACTIVATION)
+    activations = dict(zip(there.address.tolist(), there.size_bytes.tolist(), strict=True))
     activations.pop(loss_at[0])
 
     assert len(saved) > 10
@@ -182,8 +177,7 @@ def test_checkpoints_keep_less_and_make_it_again(record: Record) -> None:
 
         memory = record(cell)
         (backward,) = [phase for phase in memory.phases if phase.kind == BACKWARD]
-        there = list(at(memory, backward.start_ns, ACTIVATION))
-        return int(memory.blocks.size_bytes[there].sum()) // (32 * 64 * 4)
+        return int(at(memory, backward.start_ns, ACTIVATION).size_bytes.sum()) // (32 * 64 * 4)
 
     assert saved_count(again) == 7  # six inputs and the result
     # Of each layer its input, what relu gives, and the argument of sin, which is the same.
@@ -378,18 +372,11 @@ def test_what_is_older_than_the_recording_ends_when_it_is_freed(record: Record) 
         between.append(torch.ones(11))
 
     memory = record(cell)
-    b = memory.blocks
-    begins = {
-        int(address): int(start)
-        for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
-        if end == STAYS
-    }
+    new = memory.blocks.take(memory.blocks.end_ns == STAYS)
+    old = memory.blocks.take(memory.blocks.start_ns == BEFORE)
+    begins = dict(zip(new.address.tolist(), new.start_ns.tolist(), strict=True))
+    ends = dict(zip(old.address.tolist(), old.end_ns.tolist(), strict=True))
     first, second, third, fourth = [begins[tensor.data_ptr()] for tensor in between]
-    ends = {
-        int(address): int(end)
-        for address, start, end in zip(b.address, b.start_ns, b.end_ns, strict=True)
-        if start == BEFORE
-    }
 
     assert first < ends[gradient] < second < ends[saved] < third < ends[boxed] < fourth
     assert ends[model.weight.data_ptr()] == STAYS

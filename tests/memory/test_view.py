@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from nbdist.memory.call_site import frame_text
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
     ACTIVATION,
     BEFORE,
-    CATEGORIES,
     PARAMETER,
     STAYS,
     AllocationFrame,
@@ -27,8 +27,8 @@ from nbdist.memory.view import image as memory_image
 from nbdist.memory.view.image import COLOURS
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
-from tests.support.drawn_memory import MB, Piece, blocks, million, rank_memory, remembered, training
-from tests.support.pages import MARKUP, STRANGE, Tags, data_of, size_of
+from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
+from tests.support.pages import MARKUP, STRANGE, check_drawn, data_of, size_of
 
 MOST_BYTES = 2_000_000
 
@@ -42,19 +42,9 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
     """What is in use at the end, without a history."""
     ranks = []
     for rank in snapshot.ranks:
-        stays = rank.blocks.end_ns == STAYS
-        pieces = [
-            Piece(int(size), category=int(category), name=int(name))
-            for size, category, name in zip(
-                rank.blocks.size_bytes[stays],
-                rank.blocks.category[stays],
-                rank.blocks.name[stays],
-                strict=True,
-            )
-        ]
-        ranks.append(
-            RankMemory(rank.rank, "a", "cpu", blocks(pieces), names=rank.names, stacks=rank.stacks)
-        )
+        stays = rank.blocks.take(rank.blocks.end_ns == STAYS)
+        stays = replace(stays, start_ns=np.full(len(stays), BEFORE))
+        ranks.append(RankMemory(rank.rank, "a", "cpu", stays, names=rank.names, stacks=rank.stacks))
     return replace(snapshot, ranks=tuple(ranks))
 
 
@@ -172,13 +162,8 @@ def test_the_page_packs_every_block() -> None:
                 for at in (blocks_of_rank.name[i], blocks_of_rank.operator[i])
             ]
             start, end = max(0, int(blocks_of_rank.start_ns[i])), int(blocks_of_rank.end_ns[i])
-            lines = []
-            if blocks_of_rank.stack[i] >= 0:
-                lines = [
-                    "nn/modules/linear.py:134 forward",
-                    f"cell 3:{rank.stacks[blocks_of_rank.stack[i]][1].line} forward",
-                    "cell 3:40 <module>",
-                ]
+            stack = rank.stacks[blocks_of_rank.stack[i]] if blocks_of_rank.stack[i] >= 0 else ()
+            lines = [frame_text(frame) for frame in stack]
             code = 2 * int(blocks_of_rank.category[i]) + bool(blocks_of_rank.is_exact[i])
             life = 0 if end == STAYS else end - start
             expected.append(
@@ -262,34 +247,22 @@ BAD = {
 def test_any_snapshot_is_drawn(snapshot: Snapshot) -> None:
     """Text, image and page of what is empty, tiny, huge or strangely named; no warnings either."""
     view = remembered(snapshot)
-    head = data_of(view)
+    head = check_drawn(view, MOST_BYTES / 4)
 
     assert view.text.startswith("memory of ")
-    assert imread(io.BytesIO(view.png)).shape[1] == recording_png.WIDTH
     assert head["to"] > 0
     assert head["most"] > 0
     assert len(head["size"]) == sum(len(rank.blocks) for rank in snapshot.ranks)
-    assert [tag for tag, _ in Tags(view.html).tags if tag in {"script", "iframe", "img"}] == [
-        "img",
-        "iframe",
-    ]
-    assert size_of(view) < MOST_BYTES / 4
 
 
-def test_lines_are_cut() -> None:
-    """Of the program, and of the text."""
-    view = remembered(BAD["strange names"])
-
-    assert max(map(len, data_of(view)["lines"])) == recording_iframe.MOST_NAME
-    assert max(map(len, view.text.splitlines())) < 500
-
-
-def test_what_a_rank_lacks_is_told() -> None:
-    """In the text, in one line."""
+def test_what_a_rank_lacks_is_told_and_long_lines_are_cut() -> None:
+    """In the text, in one line; of the program, and of the text."""
     lines = remembered(BAD["no blocks"]).text.splitlines()
+    strange = remembered(BAD["strange names"])
 
-    assert "rank 0: nothing was allocated" in lines
-    assert "rank 1: no file" in lines
+    assert {"rank 0: nothing was allocated", "rank 1: no file"} <= {*lines}
+    assert max(map(len, data_of(strange)["lines"])) == recording_iframe.MOST_NAME
+    assert max(map(len, strange.text.splitlines())) < 500
 
 
 def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
@@ -300,11 +273,8 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
     snapshot = training()
     ranks = []
     for rank in snapshot.ranks:  # what is guessed has other bytes and other times
-        blocks_of_rank, guessed = rank.blocks, ~rank.blocks.is_exact
-        size = np.where(
-            guessed, blocks_of_rank.size_bytes * (3 - rank.rank), blocks_of_rank.size_bytes
-        )
-        ranks.append(replace(rank, blocks=replace(blocks_of_rank, size_bytes=size), duration_ns=7))
+        size = rank.blocks.size_bytes * np.where(rank.blocks.is_exact, 1, 3 - rank.rank)
+        ranks.append(replace(rank, blocks=replace(rank.blocks, size_bytes=size), duration_ns=7))
     first, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
 
     assert first.text == other.text
@@ -328,6 +298,11 @@ def pixels_of(snapshot: Snapshot) -> np.ndarray:
     return (area * 255).round().astype(int)
 
 
+def rows_of(area: np.ndarray, category: str) -> np.ndarray:
+    """Pixels of a category in each column."""
+    return (area == recording_png.rgb(COLOURS[category])).all(-1).sum(axis=0)
+
+
 def test_the_image_stacks_each_category_in_its_colour() -> None:
     """Heights are bytes, to a row of pixels; widths are times."""
     pieces = [
@@ -336,20 +311,12 @@ def test_the_image_stacks_each_category_in_its_colour() -> None:
     ]
     area = pixels_of(Snapshot((rank_memory(0, pieces),)))
     rows_per_mb = memory_image.PANEL / 106
+    parameters, activations = (rows_of(area, name) for name in ("parameters", "activations"))
 
-    def share(category: int, column: int) -> float:
-        return float(
-            (area[:, column] == recording_png.rgb(COLOURS[CATEGORIES[category]])).all(-1).sum()
-        )
-
-    assert share(PARAMETER, 100) == pytest.approx(30 * rows_per_mb, abs=2)
-    assert share(ACTIVATION, 100) == 0
-    assert share(PARAMETER, 1200) == pytest.approx(30 * rows_per_mb, abs=2)
-    assert share(ACTIVATION, 1200) == pytest.approx(70 * rows_per_mb, abs=2)
-    begins = np.flatnonzero(
-        [share(ACTIVATION, column) > 0 for column in range(recording_png.INNER)]
-    )[0]
-    assert begins == pytest.approx(recording_png.INNER / 2, abs=1)
+    assert parameters[[100, 1200]] == pytest.approx(30 * rows_per_mb, abs=2)
+    assert activations[100] == 0
+    assert activations[1200] == pytest.approx(70 * rows_per_mb, abs=2)
+    assert np.flatnonzero(activations)[0] == pytest.approx(recording_png.INNER / 2, abs=1)
 
 
 def test_the_image_has_stripes_where_a_category_is_guessed() -> None:
@@ -358,7 +325,7 @@ def test_the_image_has_stripes_where_a_category_is_guessed() -> None:
     def pure(*, is_exact: bool) -> float:
         piece = Piece(30 * MB, 0, STAYS, ACTIVATION, is_exact=is_exact)
         area = pixels_of(Snapshot((rank_memory(0, [piece]),)))[50:250]
-        return float((area == recording_png.rgb(COLOURS["activations"])).all(-1).mean())
+        return float(rows_of(area, "activations").mean() / len(area))
 
     assert pure(is_exact=True) == 1
     assert pure(is_exact=False) == pytest.approx(2 / 3, abs=0.01)
@@ -368,7 +335,7 @@ def test_a_peak_of_a_nanosecond_is_in_the_image() -> None:
     """As high as it was, one column wide."""
     pieces = [Piece(10 * MB), Piece(90 * MB, 5 * 10**8, 5 * 10**8 + 1, ACTIVATION)]
     area = pixels_of(Snapshot((rank_memory(0, pieces, 10**9),)))
-    high = (area == recording_png.rgb(COLOURS["activations"])).all(-1).sum(axis=0)
+    high = rows_of(area, "activations")
 
     assert high.max() == pytest.approx(90 / 106 * memory_image.PANEL, abs=3)
     assert (high > 0).sum() == 1

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import json
 import re
 import struct
 from html.parser import HTMLParser
 from typing import Any
 
+from matplotlib.image import imread
+
 from nbdist.core.view import View
+from nbdist.recording.view.png import WIDTH
 
 # Names that no page may take for anything else.
 MARKUP = "</script><script>alert(1)</script><!-- \"'&"
@@ -32,6 +36,15 @@ class Tags(HTMLParser):
         """The attributes of the only tag of this name."""
         (found,) = (attrs for name, attrs in self.tags if name == tag)
         return found
+
+
+def check_drawn(view: View, most_bytes: float) -> dict[str, Any]:
+    """It has an image of the usual width with a frame over it, and is small; what is packed."""
+    assert imread(io.BytesIO(view.png)).shape[1] == WIDTH
+    tags = [tag for tag, _ in Tags(view.html).tags if tag in {"script", "iframe", "img"}]
+    assert tags == ["img", "iframe"]
+    assert size_of(view) < most_bytes
+    return data_of(view)
 
 
 def size_of(view: View) -> int:

@@ -1,8 +1,9 @@
-"""What a session takes in of its ranks' recordings, when some of them give nothing."""
+"""What a session takes in of its ranks' traces and memory, when some of them give nothing."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from nbdist.errors import Interrupted, TraceError
+from nbdist.memory.kernel.recordings import Memories
+from nbdist.memory.snapshot import MemoryOptions, empty
 from nbdist.recording import kernel as recording_kernel
 from nbdist.trace.kernel.recordings import Traces
 from nbdist.trace.trace import COMPUTE, TraceOptions
@@ -28,8 +31,16 @@ def answered(value: Any) -> Future[Any]:
 
 
 def parcel(rank: int) -> Future[Any]:
+    """A rank's trace, of one event on the host `one`."""
     recording = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
     return answered(pack.send(pack.pack({"recording": recording}), ()))
+
+
+def memory_parcel(rank: int, duration_ns: int = 1) -> Future[Any]:
+    """A rank's memory, without blocks."""
+    memory = replace(empty(rank, "one", ""), duration_ns=duration_ns)
+    strategy = "ddp" if duration_ns else ""
+    return answered(pack.send(pack.pack({"memory": memory, "strategy": strategy}), ()))
 
 
 class Ranks:
@@ -78,30 +89,39 @@ def begun(ranks: Ranks) -> Traces:
     return traces
 
 
-def test_ranks_that_give_nothing_are_named_with_their_reasons() -> None:
+@pytest.mark.parametrize(
+    ("records", "options", "first"),
+    [(Traces, TraceOptions(), parcel), (Memories, MemoryOptions(), memory_parcel)],
+    ids=["trace", "memory"],
+)
+def test_ranks_that_give_nothing_are_named_with_their_reasons(
+    records: Any, options: object, first: Callable[[int], Future[Any]]
+) -> None:
     """One has ended, one still runs its cell, one raised, one sent what cannot be read."""
     ranks = Ranks({
-        0: lambda: parcel(0),
+        0: lambda: first(0),
         1: Future,
         2: Future,
-        3: lambda: answered(TraceError("The trace could not be written.")),
+        3: lambda: answered(TraceError("The file could not be written.")),
         4: lambda: answered(pack.PackedValue((3,), (), b"no", "")),
     })  # fmt: skip
     ranks.gone, ranks.busy = {1}, {2}
+    recordings = records(ranks, ranks.variables)
+    recordings.begin(options)
+    record = recordings.finish()
 
-    trace = begun(ranks).finish()
-
-    assert [(rank.rank, rank.host, len(rank.events)) for rank in trace.ranks] == [
-        (0, "one", 1), (1, "host 1", 0), (2, "host 2", 0), (3, "host 3", 0), (4, "host 4", 0),
-    ]  # fmt: skip
-    problems = [rank.problem for rank in trace.ranks]
+    assert [rank.rank for rank in record.ranks] == [0, 1, 2, 3, 4]
+    assert [rank.host for rank in record.ranks] == ["one", "host 1", "host 2", "host 3", "host 4"]
+    problems = [rank.problem for rank in record.ranks]
     assert problems[:4] == [
         "",
-        "It ended (exit code 1) before its trace was read.",
-        "It is still running its cell, so its trace was not read.",
-        "The trace could not be written.",
+        f"It ended (exit code 1) before its {records.noun} was read.",
+        f"It is still running its cell, so its {records.noun} was not read.",
+        "The file could not be written.",
     ]
-    assert problems[4].startswith("Its trace did not arrive: ")
+    assert problems[4].startswith(f"Its {records.noun} did not arrive: ")
+    assert recordings.last is record
+    assert recordings.token == ""
 
 
 def test_a_rank_that_ends_or_is_too_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
