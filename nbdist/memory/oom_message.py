@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # What torch prints sizes in (c10/util/StringUtil.h, format_size), and numpy.
@@ -64,7 +64,7 @@ _OTHERS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 _DEVICE_NUMBER = re.compile(r"\bGPU (\d+)\b|\bXPU (\d+)\b")
 _CPU = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory):"
-    r" you tried to allocate (\d+) bytes"
+    r" you tried to allocate \d+ bytes"
 )
 _NUMPY = re.compile(rf"Unable to allocate {_SIZE} for an array")
 _CUBLAS = re.compile(r"CUBLAS_STATUS_ALLOC_FAILED")
@@ -74,8 +74,16 @@ _CUDNN = re.compile(
 _NCCL = re.compile(
     r"NCCL error.*(?:out of memory|Failed to CUDA (?:calloc|malloc|host alloc))", re.DOTALL
 )
-_NCCL_SIZE = re.compile(r"Failed to CUDA \w+(?: async)? (\d+) bytes")
 _DRIVER = re.compile(r"CUDA (?:driver )?error: out of memory|HIP error: out of memory")
+# Who says that it has no memory, and whose; and the size, where one of these has it.
+_OTHER_ASKERS = (
+    (_CPU, "CPU", HOST),
+    (_CUBLAS, "cuBLAS", DEVICE),
+    (_CUDNN, "cuDNN", DEVICE),
+    (_NCCL, "NCCL", DEVICE),
+    (_DRIVER, "CUDA", DEVICE),
+)
+_ASKED = re.compile(r"(?:you tried to allocate|Failed to CUDA \w+(?: async)?) (\d+) bytes")
 # Classes of Python itself and numpy, whose text may be empty.
 _PYTHON = frozenset({"MemoryError", "_ArrayMemoryError", "ArrayMemoryError"})
 
@@ -87,9 +95,12 @@ def parse_oom(name: str, message: str) -> OomMessage | None:
         name: Its class.
         message: Its text.
     """
-    for pattern, read in _READERS:
-        if match := pattern.search(message):
-            return read(match, message)
+    if match := _DEVICE.search(message):
+        return _of_device(match, message)
+    for pattern, by, memory in _OTHER_ASKERS:
+        if pattern.search(message):
+            asked = _ASKED.search(message)
+            return OomMessage(by, memory, int(asked.group(1)) if asked else UNKNOWN)
     if name in _PYTHON:
         asked = _NUMPY.search(message)
         return OomMessage("Python", HOST, _bytes(*asked.groups()) if asked else UNKNOWN)
@@ -98,7 +109,8 @@ def parse_oom(name: str, message: str) -> OomMessage | None:
 
 def has_oom(text: str) -> bool:
     """Whether a traceback, of an error that came from another one too, tells of it."""
-    return any(pattern.search(text) for pattern, _ in _READERS) or any(
+    patterns = (_DEVICE, *(pattern for pattern, *_ in _OTHER_ASKERS))
+    return any(pattern.search(text) for pattern in patterns) or any(
         re.search(rf"\b{name}\b", text) for name in _PYTHON
     )
 
@@ -124,29 +136,6 @@ def _first(patterns: tuple[re.Pattern[str], ...], message: str) -> int:
         if match := pattern.search(message):
             return _bytes(*match.groups())
     return UNKNOWN
-
-
-def _of_cpu(match: re.Match[str], _message: str) -> OomMessage:
-    return OomMessage("CPU", HOST, int(match.group(1)))
-
-
-def _of_nccl(_found: re.Match[str], message: str) -> OomMessage:
-    asked = _NCCL_SIZE.search(message)
-    return OomMessage("NCCL", DEVICE, int(asked.group(1)) if asked else UNKNOWN)
-
-
-def _of_library(by: str) -> Callable[[re.Match[str], str], OomMessage]:
-    return lambda _found, _message: OomMessage(by, DEVICE)
-
-
-_READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], OomMessage]], ...] = (
-    (_DEVICE, _of_device),
-    (_CPU, _of_cpu),
-    (_CUBLAS, _of_library("cuBLAS")),
-    (_CUDNN, _of_library("cuDNN")),
-    (_NCCL, _of_nccl),
-    (_DRIVER, _of_library("CUDA")),
-)
 
 
 def _bytes(number: str, unit: str) -> int:

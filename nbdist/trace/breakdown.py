@@ -301,23 +301,14 @@ def sent_share(name: str, n: int) -> float:
 
 
 def _notes(trace: Trace, steps_ns: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """What there is to say of a trace before its numbers are read.
-
-    Args:
-        trace: All of it.
-        steps_ns: Of each rank that recorded something, the durations of the steps that count.
-    """
+    """What there is to say before the numbers are read; `steps_ns` are those that count."""
     traces = [rank for rank in trace.ranks if len(rank.events)]
     parts = [
         trace.notes,
         (f"Rank {rank.rank}: {rank.problem}" for rank in trace.ranks if rank.problem),
     ]
     if traces:
-        parts += [
-            _step_notes(traces),
-            _first_step_note(steps_ns),
-            _communication_notes(traces),
-        ]
+        parts += [_step_notes(traces), _first_step_note(steps_ns), _communication_notes(traces)]
     return tuple(chain.from_iterable(parts))
 
 

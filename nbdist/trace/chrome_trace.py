@@ -242,11 +242,6 @@ def _head(text: bytes) -> Head:
     return Head(record["cat"], record["name"], str(record["pid"]), str(record["tid"]))
 
 
-def _is_wanted(head: Head) -> bool:
-    text = json.dumps({"cat": head.category, "name": head.name})[1:-1]
-    return _WANTED.match(text.encode()) is not None
-
-
 def _plain(text: bytes) -> str:
     return str(json.loads(text))
 
@@ -294,7 +289,8 @@ def _from_events(events: Iterable[Mapping[str, Any]], header: Mapping[str, Any])
         if event.get("ph") != "X" or "ts" not in event:
             continue
         head = Head(str(event.get("cat", "")), str(event.get("name", "")), *key)
-        if _is_wanted(head):
+        category_and_name = json.dumps({"cat": head.category, "name": head.name})[1:-1]
+        if _WANTED.match(category_and_name.encode()):
             args[len(numbers)] = notes
         numbers.append(table[head])
         starts.append(round(float(event["ts"]) * 1000))

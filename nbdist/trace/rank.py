@@ -132,7 +132,17 @@ class _Recording(CellRecording):
             self._profiler.stop()
 
     def _header(self) -> dict[str, Any]:
+        """What `trace.read` wants to know beside the events: steps, groups, what a step sends."""
         has_warmup = self._options.steps is not None and len(self.steps.ends) > 1
+        choice = registry.current()
+        # Of the whole model, whatever this rank holds of it.
+        n_parameters = sum(
+            torch.Size(prepared.layouts[name].shape).numel()
+            for prepared in registry.prepared()
+            for name in prepared.parameters
+        )
+        is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
+        sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
         return {
             "rank": this_rank().place.rank,
             "host": socket.gethostname(),
@@ -140,7 +150,9 @@ class _Recording(CellRecording):
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
             "calls": main_thread.flight_record(),
-            **_expectation(),
+            "strategy": strategy_choice.described(choice) if n_parameters else "",
+            "formula": footprint.sent_phrases(choice) if n_parameters else (),
+            "formula_bytes": sent or None,
         }
 
 
@@ -205,24 +217,6 @@ def text(folders: Sequence[str]) -> PackedValue:
         raise TraceError("Nothing was recorded on this rank.")
     content = np.fromfile(recording.path, np.uint8)
     return pack.send(pack.pack({"text": content}), folders)
-
-
-def _expectation() -> dict[str, Any]:
-    """The strategy of the models, and what it sends in a step."""
-    choice = registry.current()
-    # Of the whole model, whatever this rank holds of it.
-    n_parameters = sum(
-        torch.Size(prepared.layouts[name].shape).numel()
-        for prepared in registry.prepared()
-        for name in prepared.parameters
-    )
-    is_half = choice.options.precision != "fp32" and choice.name.startswith("fsdp")
-    sent = footprint.sent_bytes(choice, n_parameters, parameter_bytes=2 if is_half else 4)
-    return {
-        "strategy": strategy_choice.described(choice) if n_parameters else "",
-        "formula": footprint.sent_phrases(choice) if n_parameters else (),
-        "formula_bytes": sent or None,
-    }
 
 
 def _folder() -> Path:

@@ -49,9 +49,17 @@ def spans(trace: RankTrace, n_steps: int) -> Spans:
     elif len(events):
         end_ns = (events.start_ns + events.duration_ns).max()
         window = np.array([[events.start_ns.min(), end_ns]])
+    # A lane that waits inside an operator does not compute meanwhile.
+    waiting = set(events.lane[events.kind == WAIT].tolist())
+    computing = {
+        lane: _of_kind(trace, COMPUTE, lane)
+        for lane in set(events.lane[events.kind == COMPUTE].tolist())
+    }
+    for lane in computing.keys() & waiting:
+        computing[lane] = intervals.difference(computing[lane], _of_kind(trace, WAIT, lane))
     return Spans(
         window,
-        intervals.intersection(_computing(trace), window),
+        intervals.intersection(intervals.union_of(list(computing.values())), window),
         *(
             intervals.intersection(_of_kind(trace, kind), window)
             for kind in (COMMUNICATION, COPY, DATA)
@@ -73,13 +81,3 @@ def _of_kind(trace: RankTrace, kind: int, lane: int | None = None) -> Integers:
         chosen &= events.lane == lane
     starts = events.start_ns[chosen]
     return intervals.union(starts, starts + events.duration_ns[chosen])
-
-
-def _computing(trace: RankTrace) -> Integers:
-    """A lane that waits inside an operator does not compute meanwhile."""
-    waiting = set(trace.events.lane[trace.events.kind == WAIT].tolist())
-    lanes = set(trace.events.lane[trace.events.kind == COMPUTE].tolist())
-    parts = {lane: _of_kind(trace, COMPUTE, lane) for lane in lanes}
-    for lane in parts.keys() & waiting:
-        parts[lane] = intervals.difference(parts[lane], _of_kind(trace, WAIT, lane))
-    return intervals.union_of(list(parts.values()))

@@ -116,12 +116,7 @@ class CpuRecorder:
         profiler.stop()
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
-        """What was recorded, beside what is known of the rank.
-
-        Args:
-            marks: What was seen at each.
-            memory: Who and where.
-        """
+        """What was recorded, beside what `memory` says of the rank."""
         if self._profiler is None:
             return memory
         history = _history(self._profiler)
@@ -149,9 +144,7 @@ def _history(profiler: profile) -> ProfilerHistory:
 def of_chrome(events: Iterable[Mapping[str, Any]], base_ns: int) -> ProfilerHistory:
     """What a trace for Chrome says of the CPU's memory: no stacks, and no operators.
 
-    Args:
-        events: The trace's.
-        base_ns: What is to be added to their times.
+    `base_ns` is added to the times of its events.
     """
     allocations, marks_ns, backwards = [], {}, []
     for event in events:

@@ -72,7 +72,7 @@ class CudaRecorder:
         try:
             self._snapshot = torch.cuda.memory._snapshot()  # noqa: SLF001
         finally:
-            _stop()
+            torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
         event_count = _event_count(stats) - self._counted
         traces, index = self._snapshot.get("device_traces", []), self._device.index or 0
         kept_count = len(traces[index]) if index < len(traces) else 0
@@ -81,12 +81,7 @@ class CudaRecorder:
         )
 
     def read(self, marks: Marks, memory: RankMemory) -> RankMemory:
-        """What was recorded, beside what is known of the rank.
-
-        Args:
-            marks: What was seen at each.
-            memory: Who and where.
-        """
+        """What was recorded, beside what `memory` says of the rank."""
         if self._snapshot is None:
             return memory
         snapshot, self._snapshot = self._snapshot, None
@@ -158,10 +153,6 @@ def _start(options: MemoryOptions) -> str:
         clear_history=True,
     )  # fmt: skip
     return ""
-
-
-def _stop() -> None:
-    torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
 
 
 def _event_count(stats: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nbdist.memory.categories import Claim
@@ -63,16 +63,12 @@ def merge_phases(phases: Iterable[Phase]) -> tuple[Phase, ...]:
             continue
         last = ordered[-1]
         if phase.kind == BACKWARD and last.kind == STEPPING and phase.end_ns <= last.end_ns:
-            ordered[-1:] = _split(last, phase)
+            parts = (
+                Phase(last.kind, last.start_ns, phase.start_ns),
+                phase,
+                Phase(last.kind, phase.end_ns, last.end_ns),
+            )
+            ordered[-1:] = [part for part in parts if part.end_ns > part.start_ns]
         elif phase.end_ns > last.end_ns:
             ordered[-1] = Phase(last.kind, last.start_ns, phase.end_ns)
     return tuple(ordered)
-
-
-def _split(around: Phase, inner: Phase) -> Sequence[Phase]:
-    parts = (
-        Phase(around.kind, around.start_ns, inner.start_ns),
-        inner,
-        Phase(around.kind, inner.end_ns, around.end_ns),
-    )
-    return [part for part in parts if part.end_ns > part.start_ns]

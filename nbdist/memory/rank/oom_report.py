@@ -56,22 +56,18 @@ def make_report(
         report = replace(report, limit_bytes=limit, free_bytes=free)
         memory = _named_memory(error, before)
         record.keep(memory)
-        return _with_memory(report, memory)
+        sizes, category = memory.blocks.size_bytes, memory.blocks.category
+        prepared = registry.prepared()
+        return replace(
+            report,
+            categories=tuple(int(sizes[category == n].sum()) for n in range(len(CATEGORIES))),
+            holders=tuple(_holders(memory)),
+            choice=registry.current() if prepared else None,
+            blocks=max((_block_count(model.base) for model in prepared), default=0),
+            problem=memory.problem,
+        )
     except Exception as problem:  # noqa: BLE001  # the cell's own error is the one to be seen
         return replace(report, problem=f"What held the memory could not be recorded: {problem!r}.")
-
-
-def _with_memory(report: OomReport, memory: RankMemory) -> OomReport:
-    sizes, category = memory.blocks.size_bytes, memory.blocks.category
-    prepared = registry.prepared()
-    return replace(
-        report,
-        categories=tuple(int(sizes[category == n].sum()) for n in range(len(CATEGORIES))),
-        holders=tuple(_holders(memory)),
-        choice=registry.current() if prepared else None,
-        blocks=max((_block_count(model.base) for model in prepared), default=0),
-        problem=memory.problem,
-    )
 
 
 def _block_count(model: torch.nn.Module) -> int:

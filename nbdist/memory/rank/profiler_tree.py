@@ -327,26 +327,15 @@ def visible_stacks(
 
 def shown_file(file: str, cells: Mapping[str, int]) -> str:
     """`cell [3]`, or the file as Python names it; empty for one that says nothing."""
-    number = cell_number(file, cells)
+    number = cells.get(file)
+    if number is None and "ipy" in file:  # its beginning may be cut off
+        number = next((cells[path] for path in cells if path.endswith(f"/{file}")), None)
     if number is not None:
         return f"cell [{number}]"
-    return "" if _NOISE.search(file) else whole_name(file)
-
-
-def cell_number(file: str, cells: Mapping[str, int]) -> int | None:
-    """The cell with this file name, of which the beginning may be cut off."""
-    if file in cells:
-        return cells[file]
-    return next(
-        (cells[path] for path in cells if path.endswith(f"/{file}") and "ipy" in file), None
-    )
-
-
-def whole_name(file: str) -> str:
-    """A file as Python names it: the profiler cuts off what is on sys.path."""
+    if _NOISE.search(file):
+        return ""
     if file.startswith("<") or Path(file).is_absolute():
         return file
-    return next(
-        (str(path) for folder in sys.path if (path := Path(folder) / file).is_file()),
-        file,
-    )
+    # The profiler cuts off what is on sys.path.
+    paths = (Path(folder) / file for folder in sys.path)
+    return next((str(path) for path in paths if path.is_file()), file)

@@ -51,14 +51,11 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
         except RuntimeError:  # freed by a backward
             continue
         for item in value if isinstance(value, tuple | list) else (value,):
-            if getattr(item, "unpack_hook", item) is None:
-                tensor = _data(item)
-                if isinstance(tensor, torch.Tensor):
-                    yield tensor
-
-
-def _data(item: Any) -> Any:
-    try:
-        return item.data
-    except (RuntimeError, AttributeError):  # freed by a backward
-        return None
+            if getattr(item, "unpack_hook", item) is not None:
+                continue
+            try:
+                tensor = item.data
+            except (RuntimeError, AttributeError):  # freed by a backward
+                continue
+            if isinstance(tensor, torch.Tensor):
+                yield tensor

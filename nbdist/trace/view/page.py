@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,7 +37,14 @@ def pack_timeline(
 
     Where events have to be merged, half of the room is for a stretch that is kept in full.
     """
-    head = _head(trace, events) | {"spots": list(_spots(trace, findings))}
+    places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
+    # Rule, place of the rank, begin and end of what findings point at.
+    spots = [
+        (clip(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns)
+        for finding in findings
+        for spot in finding.spots[:MOST_SPOTS]
+    ]
+    head = _head(trace, events) | {"spots": spots}
     most_items = MOST_ITEMS
     items = finest_fitting(events, most_items)
     while True:
@@ -107,11 +114,3 @@ def _head(trace: Trace, events: TraceRows) -> dict[str, object]:
             for rank in trace.ranks
         ],
     }
-
-
-def _spots(trace: Trace, findings: Sequence[Finding]) -> Iterator[tuple[str, int, int, int]]:
-    """(rule, place of the rank, begin, end) of what findings point at."""
-    places = {rank.rank: place for place, rank in enumerate(trace.ranks)}
-    for finding in findings:
-        for spot in finding.spots[:MOST_SPOTS]:
-            yield clip(finding.rule), places[spot.rank], spot.start_ns, spot.end_ns
