@@ -92,11 +92,7 @@ def level(ranks: Sequence[RankMemory], most_blocks: int) -> Level:
 def downsample(rank: RankMemory, least_bytes: int, at_peak: int, moments: int) -> DownsampledRank:
     """One rank; blocks below `least_bytes` merged but for the `at_peak` largest at the peak.
 
-    Args:
-        rank: Whose blocks.
-        least_bytes: See Level.
-        at_peak: How many smaller ones are shown alone.
-        moments: About so many show how the total runs.
+    About so many `moments` show how the total runs.
     """
     blocks = rank.blocks
     is_shown = blocks.size_bytes >= least_bytes

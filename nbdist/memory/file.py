@@ -30,11 +30,7 @@ _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,9})")
 def write(path: Path, memory: RankMemory, strategy: str = "", notes: Sequence[str] = ()) -> None:
     """Write what a rank had allocated, for torch's viewers and for `read`.
 
-    Args:
-        path: Replaced at once, when all is written; compressed if it ends in `.gz`.
-        memory: Of one rank.
-        strategy: As in Snapshot.
-        notes: Likewise.
+    The file is replaced at once, when all is written; it is compressed if it ends in `.gz`.
 
     Raises:
         SnapshotError: If it cannot be written; what was there is as it was.
@@ -163,11 +159,7 @@ def read_folder(folder: Path) -> Snapshot:
 
 
 def write_folder(folder: Path, snapshot: Snapshot) -> tuple[Path, ...]:
-    """Write a file per rank.
-
-    Args:
-        folder: Made where it is not there; files of the same names in it are replaced.
-        snapshot: Of all ranks.
+    """Write a file per rank into a folder, which is made; files of the same names are replaced.
 
     Raises:
         SnapshotError: If one cannot be written.

@@ -89,12 +89,7 @@ _PYTHON = frozenset({"MemoryError", "_ArrayMemoryError", "ArrayMemoryError"})
 
 
 def parse_oom(name: str, message: str) -> OomMessage | None:
-    """What an error says of memory that ran out; None of any other error.
-
-    Args:
-        name: Its class.
-        message: Its text.
-    """
+    """What an error of this class says of memory that ran out; None of any other error."""
     if match := _DEVICE.search(message):
         return _of_device(match, message)
     for pattern, by, memory in _OTHER_ASKERS:

@@ -55,9 +55,7 @@ def _frame(frame: AllocationFrame) -> dict[str, Any]:
 def pack(memory: RankMemory, stacks: Sequence[Any]) -> dict[str, Any]:
     """All of it, of dicts, lists, texts and whole numbers, and of no class derived from them.
 
-    Args:
-        memory: Of one rank.
-        stacks: Its stacks, as `frames` makes them.
+    Its stacks are given as `frames` makes them.
     """
     return {
         "format": FORMAT,

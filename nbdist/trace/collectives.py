@@ -66,12 +66,7 @@ class Meaning:
 
 
 def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[TraceGroup, ...]:
-    """The process groups of a file.
-
-    Args:
-        header: Its header.
-        called: torch's name of a group -> the user's.
-    """
+    """The process groups of a file's header; `called` has the user's name by torch's name."""
     info = header.get(INFO)
     listed = info.get("pg_config") if isinstance(info, dict) else None
     groups: list[TraceGroup] = []

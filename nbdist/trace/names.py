@@ -47,13 +47,7 @@ _BY_CATEGORY = {
 
 
 def kind(category: str, name: str, *, is_device: bool) -> int:
-    """What an event is; see trace.trace.KINDS.
-
-    Args:
-        category: The profiler's.
-        name: The profiler's.
-        is_device: Whether a GPU computes in this trace: operators of the host then only launch.
-    """
+    """What an event is, see trace.trace.KINDS; `is_device`: the host's operators only launch."""
     for categories, pattern, event_kind in _BY_NAME:
         if category in categories and pattern.match(name):
             return event_kind

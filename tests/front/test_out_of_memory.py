@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.front.test_memory_growth import told
 from tests.support.kernel import Kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -73,13 +74,6 @@ def failed(kernel: Kernel, code: str) -> str:
     cell = kernel.run(code)
 
     assert cell.status == "error", cell.visible
-    return str(cell.visible)
-
-
-def told(kernel: Kernel, code: str) -> str:
-    cell = kernel.run(code)
-
-    assert cell.status == "ok", cell.visible
     return str(cell.visible)
 
 

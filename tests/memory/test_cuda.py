@@ -172,11 +172,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     assert not optimizers._global_optimizer_pre_hooks
 
 
-def test_a_recording_bounds_the_history_and_ends_it(gpu: Gpu) -> None:
-    """Peaks are the allocator's own; nothing is lost below the bound."""
-    recorder = CudaRecorder(MemoryOptions(most_events=50, has_stacks=False))
+def begun(**options: Any) -> CudaRecorder:
+    """A recorder that has begun, with its first mark."""
+    recorder = CudaRecorder(MemoryOptions(**options))
     assert recorder.start()
     assert recorder.mark() == 0
+    return recorder
+
+
+def test_a_recording_bounds_the_history_and_ends_it(gpu: Gpu) -> None:
+    """Peaks are the allocator's own; nothing is lost below the bound."""
+    recorder = begun(most_events=50, has_stacks=False)
     recorder.stop()
     recorder.stop()
     rank = recorder.read(Marks(), empty(0, "one", ""))
@@ -190,9 +196,7 @@ def test_a_recording_bounds_the_history_and_ends_it(gpu: Gpu) -> None:
 
 def test_events_beyond_the_bound_are_counted(gpu: Gpu) -> None:
     """By the allocator's own counts: ten are kept of 37."""
-    recorder = CudaRecorder(MemoryOptions(most_events=10))
-    recorder.start()
-    recorder.mark()
+    recorder = begun(most_events=10)
     gpu.stats = {
         "allocation.all.allocated": 115, "allocation.all.freed": 50, "active.all.freed": 10,
         "segment.all.allocated": 2,
@@ -204,9 +208,7 @@ def test_events_beyond_the_bound_are_counted(gpu: Gpu) -> None:
 
 def test_backwards_are_noted_once_each(gpu: Gpu) -> None:
     """Also one that fails; one within another is a part of it."""
-    recorder = CudaRecorder(MemoryOptions())
-    recorder.start()
-    recorder.mark()
+    recorder = begun()
     x = torch.ones(2, requires_grad=True)
 
     class Inner(torch.autograd.Function):
@@ -247,8 +249,7 @@ def test_a_recording_of_the_user_s_own_is_left_alone(
 
 def test_a_history_that_cannot_be_read_is_ended_all_the_same(gpu: Gpu) -> None:
     """The next one can begin."""
-    recorder = CudaRecorder(MemoryOptions())
-    recorder.start()
+    recorder = begun()
     gpu.fails = True
     with pytest.raises(RuntimeError, match="no room"):
         recorder.stop()

@@ -14,7 +14,6 @@ from nbdist.memory.snapshot import (
     Blocks,
     Reserved,
     empty,
-    make_blocks,
 )
 from nbdist.memory.timeline import (
     curve,
@@ -133,19 +132,13 @@ def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
     ],
 )
 def test_the_peak_is_the_first_of_equals(pieces: list[Piece], ns: int, peak_bytes: int) -> None:
-    """At the beginning, of one block, without any, of more bytes than 2**40."""
+    """At the beginning, of one block, without any (also a curve), of more bytes than 2**40."""
     columns = blocks(pieces)
+    in_use = curve(columns, 4)
 
     assert peak_ns(columns) == ns
     assert columns.size_bytes[is_in_use(columns, ns)].sum() == peak_bytes
-
-
-def test_no_blocks_have_a_curve() -> None:
-    """Nothing, from 0 on."""
-    in_use = curve(make_blocks(), 4)
-
-    assert in_use.time_ns.tolist() == [0]
-    assert in_use.total_bytes.tolist() == [0]
+    assert (in_use.time_ns[0], in_use.total_bytes.max()) == (0, peak_bytes)
 
 
 def test_reserved_at_a_moment() -> None:

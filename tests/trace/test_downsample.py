@@ -14,8 +14,15 @@ from nbdist.trace.downsample import (
     layout_rows,
     merge_short,
 )
-from nbdist.trace.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Lane, RankTrace, Trace
-from tests.support.drawn_traces import events, random_trace, rank_trace, training
+from nbdist.trace.trace import COMMUNICATION, COMPUTE, HOST, KINDS, Events, Trace
+from tests.support.drawn_traces import OPERATORS, events, random_trace, rank_trace, training
+
+
+def rows_of(*recorded: Events, most_rows: int = 10) -> TraceRows:
+    """The rows of ranks that have recorded these."""
+    ranks = (rank_trace(rank, events) for rank, events in enumerate(recorded))
+    return layout_rows(Trace(tuple(ranks)), most_rows)
+
 
 WIDTHS_NS = (0, 1, 3, 10, 100, 1000, 10**6)
 
@@ -43,17 +50,11 @@ def slowly(
         longest = max(those, key=lambda event: event[1])
         items.append(
             (
-                tuple(row),
-                KINDS[kind],
-                min(event[0] for event in those),
-                max(event[0] + event[1] for event in those),
-                sum(event[1] for event in those),
-                len(those),
-                longest[2],
-                sum(event[3] for event in those),
-                longest[4],
+                tuple(row), KINDS[kind], min(event[0] for event in those),
+                max(event[0] + event[1] for event in those), sum(event[1] for event in those),
+                len(those), longest[2], sum(event[3] for event in those), longest[4],
             )
-        )
+        )  # fmt: skip
     return sorted(items, key=str)
 
 
@@ -66,14 +67,10 @@ def read(drawn: TraceRows, items: Items) -> list[tuple[object, ...]]:
         numbers = (items.start_ns[i], items.end_ns[i], items.busy_ns[i], items.count[i])
         rows.append(
             (
-                (row.place, row.lane, row.depth),
-                KINDS[items.kind[i]],
-                *map(int, numbers),
-                drawn.names[items.name[i]],
-                int(items.size_bytes[i]),
-                group,
+                (row.place, row.lane, row.depth), KINDS[items.kind[i]], *map(int, numbers),
+                drawn.names[items.name[i]], int(items.size_bytes[i]), group,
             )
-        )
+        )  # fmt: skip
     return sorted(rows, key=str)
 
 
@@ -110,8 +107,7 @@ def test_nothing_is_invented_or_lost(width_ns: int) -> None:
 
 def test_at_width_0_every_event_stays() -> None:
     """Those that took no time too."""
-    drawn = layout_rows(Trace((rank_trace(0, events([(0, 0), (0, 0), (5, 2)])),)), most_rows=10)
-    items = merge_short(drawn, 0)
+    items = merge_short(rows_of(events([(0, 0), (0, 0), (5, 2)])), 0)
 
     assert items.merged == 0
     assert items.busy_ns.tolist() == [0, 0, 2]
@@ -120,7 +116,7 @@ def test_at_width_0_every_event_stays() -> None:
 def test_kinds_are_not_mixed() -> None:
     """Two short events of different kinds at the same place stay two items."""
     two_kinds = events([(0, 1), (1, 1), (2, 1)], kind=[COMPUTE, COMMUNICATION, COMPUTE])
-    items = merge_short(layout_rows(Trace((rank_trace(0, two_kinds),)), most_rows=10), 10)
+    items = merge_short(rows_of(two_kinds), 10)
 
     assert items.kind.tolist() == [COMPUTE, COMMUNICATION]
     assert items.count.tolist() == [2, 1]
@@ -129,11 +125,9 @@ def test_kinds_are_not_mixed() -> None:
 
 def test_a_block_is_named_for_its_longest_event() -> None:
     """The first of equals."""
-    names = tuple("abcd")
-    lengths = events([(0, 1), (1, 3), (4, 3), (7, 2)], name=[0, 1, 2, 3])
-    drawn = layout_rows(Trace((rank_trace(0, lengths, names=names),)), most_rows=10)
+    drawn = rows_of(events([(0, 1), (1, 3), (4, 3), (7, 2)], name=[0, 1, 2, 3]))
 
-    assert [drawn.names[i] for i in merge_short(drawn, 10).name] == ["b"]
+    assert [drawn.names[i] for i in merge_short(drawn, 10).name] == [OPERATORS[1]]
 
 
 @pytest.mark.parametrize("most_items", [5, 50, 500, 4000, 10**6])
@@ -187,8 +181,7 @@ def test_without_steps_a_part_from_the_middle_on_is_kept_in_full() -> None:
 def test_deep_rows_are_left_out_where_there_is_no_room() -> None:
     """The depth is that of all lanes; what is deeper is counted; the top levels always stay."""
     deep = events([(0, 90 - depth) for depth in range(6)], depth=list(range(6)))
-    trace = Trace((rank_trace(0, deep), rank_trace(1, deep)))
-    drawn = {rows: layout_rows(trace, rows) for rows in (1, 7, 8, 11, 12, 100)}
+    drawn = {rows: rows_of(deep, deep, most_rows=rows) for rows in (1, 7, 8, 11, 12, 100)}
 
     assert [rows.left_out for rows in drawn.values()] == [6, 6, 4, 2, 0, 0]
     assert [len(rows.rows) for rows in drawn.values()] == [6, 6, 8, 10, 12, 12]
@@ -201,7 +194,7 @@ def test_no_lane_shows_more_than_the_deepest_level() -> None:
     """However much room there is."""
     depth = np.arange(MOST_DEPTH + 5)
     deep = events([(0, 100 - int(d)) for d in depth], depth=depth.tolist())
-    drawn = layout_rows(Trace((rank_trace(0, deep),)), most_rows=1000)
+    drawn = rows_of(deep, most_rows=1000)
 
     assert len(drawn.rows) == MOST_DEPTH
     assert drawn.left_out == 5
@@ -209,10 +202,7 @@ def test_no_lane_shows_more_than_the_deepest_level() -> None:
 
 def test_lanes_without_events_have_no_row() -> None:
     """Nor have ranks without any."""
-    host_events = events([(0, 1)], lane=[1], kind=[HOST])
-    lanes = (Lane("empty"), Lane("main thread"))
-    trace = Trace((rank_trace(0, events([])), rank_trace(1, host_events, lanes=lanes)))
-    drawn = layout_rows(trace, most_rows=10)
+    drawn = rows_of(events([]), events([(0, 1)], lane=[1], kind=[HOST]))
 
     assert [(row.place, row.lane) for row in drawn.rows] == [(1, 1)]
 
@@ -228,11 +218,8 @@ def test_nothing_recorded(trace: Trace) -> None:
 
 def test_names_are_those_of_each_rank() -> None:
     """The same number stands for other names on another rank; equal names become one."""
-    first, second = events([(0, 1), (2, 1)], name=[0, 1]), events([(0, 1), (2, 1)], name=[0, 1])
-    ranks: tuple[RankTrace, ...] = (
-        rank_trace(0, first, names=("a", "b")),
-        rank_trace(1, second, names=("b", "c")),
-    )
+    each = events([(0, 1), (2, 1)], name=[0, 1])
+    ranks = rank_trace(0, each, names=("a", "b")), rank_trace(1, each, names=("b", "c"))
     drawn = layout_rows(Trace(ranks), most_rows=10)
 
     assert [drawn.names[i] for i in drawn.name] == ["a", "b", "b", "c"]

@@ -170,12 +170,7 @@ def assemble(
 ) -> RankMemory:
     """The rank's memory from what the profiler saw and what the objects claimed.
 
-    Args:
-        history: Of the profiler.
-        marks: What was seen at each.
-        memory: Who and where.
-        ends: Frees of what is older than the recording, by the host's clock.
-        most_events: The bound.
+    `ends` are frees of what is older than the recording, by the host's clock.
     """
     zero_ns = history.marks_ns.get(marks.first, 0)
     times = {number: time_ns - zero_ns for number, time_ns in history.marks_ns.items()}

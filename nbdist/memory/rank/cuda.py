@@ -177,13 +177,8 @@ def assemble(
 ) -> RankMemory:
     """The rank's memory from torch's snapshot and what the objects claimed.
 
-    Args:
-        snapshot: As torch gives it.
-        marks: What was seen at each.
-        memory: Who and where.
-        times_ns: Of each mark, by the host's clock, which the allocator's history has too.
-        backwards_ns: Start and end of each backward, likewise.
-        device: With its index.
+    `times_ns` of the marks, and start and end of each backward, are by the host's clock, which the
+    allocator's history has too. The device has its index.
     """
     zero_ns = times_ns[marks.first]
     times = {number: time_ns - zero_ns for number, time_ns in enumerate(times_ns)}
@@ -208,13 +203,7 @@ def assemble(
 def of_now(
     owners: Iterable[StorageOwner], memory: RankMemory, before: Mapping[str, Any] | None = None
 ) -> RankMemory:
-    """Whose the memory is at this moment, without a history.
-
-    Args:
-        owners: Of now.
-        memory: Who and where.
-        before: torch's snapshot of an earlier moment, to be used instead.
-    """
+    """Whose the memory is at this moment, or `before`, by torch's snapshot; without a history."""
     device = torch.device(this_rank().place.device)
     ask = getattr(torch.cuda.memory, "_snapshot", None)
     empty: Mapping[str, Any] = {"segments": []}

@@ -203,9 +203,7 @@ _STEPS = {
 def read(roots: Iterable[Any], cells: Mapping[str, int]) -> ProfilerHistory:
     """What the profiler's tree says of the CPU's memory.
 
-    Args:
-        roots: torch's `_ProfilerEvent`s that are in no other.
-        cells: File name -> number, for the code of cells.
+    `roots` are torch's `_ProfilerEvent`s that are in no other, `cells` has numbers by file name.
     """
     reading = _Reading(Stacks(cells))
     # Without recursion: calls can be as deep as Python allows.

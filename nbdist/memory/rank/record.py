@@ -190,12 +190,7 @@ def now(folders: Sequence[str]) -> PackedValue:
 def memory_in_use(
     current: Iterable[StorageOwner], before: Mapping[str, Any] | None = None
 ) -> RankMemory:
-    """What is in use at this moment, and whose it is.
-
-    Args:
-        current: All owners.
-        before: Of a GPU, torch's snapshot of an earlier moment, to be used instead.
-    """
+    """What is in use, and whose: at this moment, or `before`, by torch's snapshot of a GPU."""
     if _device() == "cpu":
         return cpu.of_now(current, _here())
     return cuda.of_now(current, _here(), before)

@@ -19,12 +19,7 @@ _NOTHING = "-"
 
 
 def growth_view(growth: SnapshotDiff, since: str) -> View:
-    """What %dist_memory --since shows.
-
-    Args:
-        growth: Of all ranks.
-        since: What it is compared with, as typed.
-    """
+    """What %dist_memory --since shows; `since` as it was typed."""
     before = list(_totals(growth, since))
     after = [*_rest(growth), *growth.notes]
     if not growth.grown:

@@ -99,13 +99,7 @@ def shares(events: TraceRows, rows: slice, between_ns: tuple[int, int], columns:
     """What share of each pixel's time is taken by each kind: (rows, kinds, columns).
 
     Exact but for events that take next to no time, which get a trace of a share. Overlapping
-    events of one row and kind add up.
-
-    Args:
-        events: Of all rows.
-        rows: Those of them that are wanted.
-        between_ns: Where the first pixel begins and the last one ends.
-        columns: How many pixels.
+    events of one row and kind add up. `between_ns`: where the pixels begin and end.
     """
     chosen = slice(*np.searchsorted(events.row, [rows.start, rows.stop]))
     begin_ns, end_ns = between_ns
