@@ -135,9 +135,9 @@ def test_a_leaf_that_is_no_parameter_has_a_gradient(names: dict[str, Any]) -> No
     assert of(UNKNOWN)["image"] == 24
 
 
-SHARED = """
+RANKS = """
 import collections
-from nbdist.memory.snapshot import CATEGORIES, COMMUNICATION
+from nbdist.memory.snapshot import CATEGORIES
 from nbdist.memory.rank import owners
 def sums():
     "Category -> name -> bytes, of those with a model's name."
@@ -150,15 +150,6 @@ def step(model, optimizer):
     model(torch.randn(4, 12)).sum().backward()
     optimizer.step()
 torch.manual_seed(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks own under ddp, FSDP2 before and after a forward, and zero1."""
-    text = (
-        SHARED
-        + """
 plain = DDP(torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 3)))
 optimizer = torch.optim.Adam(plain.parameters())
 step(plain, optimizer)
@@ -173,8 +164,12 @@ sharded(torch.ones(1, 12))
 gathered = sums()
 done(ddp=ddp, fsdp=fsdp, gathered=gathered)
 """
-    )
-    with TorchRanks(tmp_path_factory.mktemp("owners"), 2, text) as ranks:
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks own under ddp, and FSDP2 before and after a forward."""
+    with TorchRanks(tmp_path_factory.mktemp("owners"), 2, RANKS) as ranks:
         return ranks.results()
 
 

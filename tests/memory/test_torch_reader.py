@@ -25,6 +25,7 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.torch_reader import NO_TIMES, of_torch
 from nbdist.memory.torch_writer import to_torch
+from tests.support.drawn_memory import Piece, rank_memory
 from tests.support.memory_records import GPU, MIB, at, drawn
 
 HUGE = 2**20000  # more digits than Python writes
@@ -283,17 +284,9 @@ def test_blocks_without_an_address_get_one_in_the_viewer() -> None:
 
 def test_one_address_used_twice_in_one_moment() -> None:
     """Freed first, then taken again, however the clock stood still."""
-    five = np.full(4, 5)
-    blocks = replace(
-        make_blocks(),
-        address=np.array([64, 64, 64, 64]),
-        size_bytes=np.array([1, 2, 3, 4]),
-        start_ns=np.array([0, 5, 5, 5]),
-        end_ns=np.array([5, 5, 5, STAYS]),
-        category=np.zeros(4, np.int8),
-        stack=(five * 0 - 1).astype(np.int32),
-    )
-    events = to_torch(RankMemory(0, "", "cpu", blocks))["device_traces"][0]
+    spans = ((0, 5), (5, 5), (5, 5), (5, STAYS))
+    pieces = [Piece(1 + n, start, end, address=64) for n, (start, end) in enumerate(spans)]
+    events = to_torch(rank_memory(0, pieces))["device_traces"][0]
 
     changes = [
         (e["action"], e["size"]) for e in events if e["action"] in {"alloc", "free_completed"}

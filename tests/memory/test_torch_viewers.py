@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,16 @@ pytestmark = pytest.mark.engine
 MEMORIES = [drawn(7), drawn(8), of_torch(GPU)]
 
 
+def whole(path: Path, memory: RankMemory) -> Any:
+    """What torch's tools are given of memory that was written into a file."""
+    write(path, memory)
+    return pickle.loads(path.read_bytes())
+
+
 @pytest.mark.parametrize("memory", MEMORIES, ids=["drawn", "drawn too", "GPU"])
 def test_torch_reads_it(tmp_path: Path, memory: RankMemory) -> None:
     """Sums of segments agree; every allocation is told; frames stand in the flame graph."""
-    path = tmp_path / "rank0.pickle"
-    write(path, memory)
-    data = pickle.loads(path.read_bytes())
+    data = whole(tmp_path / "rank0.pickle", memory)
     b = memory.blocks
     stays = b.end_ns == STAYS
 
@@ -49,8 +54,6 @@ def test_torch_reads_it(tmp_path: Path, memory: RankMemory) -> None:
 
 def test_segments_of_the_gpu_are_as_they_were(tmp_path: Path) -> None:
     """What is free in them is told as torch tells it of its own snapshot."""
-    path = tmp_path / "rank0.pickle"
-    write(path, of_torch(GPU))
     on_device = {"segments": [segment for segment in GPU["segments"] if segment["device"] == 0]}
     for segment in on_device["segments"]:  # a block that waits for its stream counts as free there
         for block in segment["blocks"]:
@@ -59,20 +62,19 @@ def test_segments_of_the_gpu_are_as_they_were(tmp_path: Path) -> None:
             if block["state"] != "inactive":
                 block["requested_size"] = block["size"]
 
-    assert viz.segsum(pickle.loads(path.read_bytes())) == viz.segsum(on_device)
+    written = whole(tmp_path / "rank0.pickle", of_torch(GPU))
+    assert viz.segsum(written) == viz.segsum(on_device)
 
 
 def test_plot_holds_the_whole_file(tmp_path: Path) -> None:
     """The page has the pickle in it, as its javascript unpacks it; with colours by category."""
     memory = drawn(7)
-    path = tmp_path / "rank0.pickle"
-    write(path, memory)
-    page = viz.trace_plot(pickle.loads(path.read_bytes()))
+    written = whole(tmp_path / "rank0.pickle", memory)
+    page = viz.trace_plot(written)
 
     (packed,) = json.loads(re.search(r"local_files = (\[.*\])\n", page)[1])
-    whole = pickle.loads(base64.b64decode(packed["base64"]))
-    assert whole == pickle.loads(path.read_bytes())
-    categories = {event.get("category") for event in whole["device_traces"][0]}
+    assert pickle.loads(base64.b64decode(packed["base64"])) == written
+    categories = {event.get("category") for event in written["device_traces"][0]}
     assert "unknown" in categories  # its javascript fails where there are categories without it
     again = tmp_path / "again.pickle"
     again.write_bytes(base64.b64decode(packed["base64"]))
@@ -81,11 +83,7 @@ def test_plot_holds_the_whole_file(tmp_path: Path) -> None:
 
 def test_what_differs_between_two_files(tmp_path: Path) -> None:
     """torch's comparison takes the segments of both."""
-    for name, memory in (("before", drawn(7)), ("after", drawn(8))):
-        write(tmp_path / name, memory)
-    before, after = (
-        pickle.loads((tmp_path / name).read_bytes())["segments"] for name in ("before", "after")
-    )
+    before, after = (whole(tmp_path / "one", drawn(seed))["segments"] for seed in (7, 8))
 
     comparison = viz.compare(before, after, format_flamegraph=lambda lines: lines)
     assert "only_before" in comparison

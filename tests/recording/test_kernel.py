@@ -15,9 +15,10 @@ from nbdist.memory.kernel.recordings import Memories
 from nbdist.memory.snapshot import MemoryOptions, empty
 from nbdist.recording import kernel as recording_kernel
 from nbdist.trace.kernel.recordings import Traces
+from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import COMPUTE, TraceOptions
 from nbdist.variables import pack
-from tests.support.traces import Did, rank_trace, recorded
+from tests.support.traces import Did, rank_trace
 
 
 def answered(value: Any) -> Future[Any]:
@@ -32,7 +33,7 @@ def answered(value: Any) -> Future[Any]:
 
 def parcel(rank: int) -> Future[Any]:
     """A rank's trace, of one event on the host `one`."""
-    recording = recorded(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
+    recording = RecordedTrace(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
     return answered(pack.send(pack.pack({"recording": recording}), ()))
 
 

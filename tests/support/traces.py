@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from nbdist.trace.read import RecordedTrace
 from nbdist.trace.trace import Events, Lane, RankTrace, Step, Trace
 
 MS = 1_000_000
@@ -86,11 +85,6 @@ def rank_trace(
 def trace(*ranks: RankTrace, strategy: str = "") -> Trace:
     """The traces of these ranks, by one clock."""
     return Trace(ranks, strategy)
-
-
-def recorded(trace: RankTrace, zero_ns: int) -> RecordedTrace:
-    """A rank's trace by the clock of its host, which was so far when the recording began."""
-    return RecordedTrace(trace, zero_ns)
 
 
 def _depth(event: Did, events: Sequence[Did]) -> int:

@@ -11,7 +11,7 @@ from nbdist.trace.chrome_writer import write_merged
 from nbdist.trace.clock_sync import align, offsets
 from nbdist.trace.read import RecordedTrace, read
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, empty
-from tests.support.traces import MS, Did, rank_trace, recorded, trace
+from tests.support.traces import MS, Did, rank_trace, trace
 
 _EPOCH_NS = 1_700_000_000 * 1_000_000_000
 
@@ -29,7 +29,9 @@ def recordings(offset_ns: dict[str, int], jitter_ns: float = 0.0) -> list[Record
             Did(COMMUNICATION, a, b, "all-reduce", 1, 8) for a, b in zip(came, noted, strict=True)
         ]
         trace = rank_trace(rank, did, [0, noted[-1]], world_size=4, host=host)
-        recordings.append(recorded(trace, _EPOCH_NS + round(begin * MS) - offset_ns.get(host, 0)))
+        recordings.append(
+            RecordedTrace(trace, _EPOCH_NS + round(begin * MS) - offset_ns.get(host, 0))
+        )
     return recordings
 
 
@@ -69,7 +71,7 @@ def test_joined_traces_have_one_time() -> None:
 
 def test_a_host_without_a_call_in_common_keeps_its_clock() -> None:
     """The note names it."""
-    alone = recorded(rank_trace(4, [Did(COMPUTE, 0, 1)], host="three"), _EPOCH_NS)
+    alone = RecordedTrace(rank_trace(4, [Did(COMPUTE, 0, 1)], host="three"), _EPOCH_NS)
 
     both = align([*recordings({}), alone])
 
@@ -86,7 +88,7 @@ def test_a_clock_is_found_by_way_of_another_host() -> None:
     far = rank_trace(3, pair, world_size=4, host="three")
     zero_ns = first[2].zero_ns
 
-    clocks = offsets([*first, recorded(near, zero_ns), recorded(far, zero_ns + 3 * MS)])
+    clocks = offsets([*first, RecordedTrace(near, zero_ns), RecordedTrace(far, zero_ns + 3 * MS)])
 
     assert clocks["two"].offset_ns == pytest.approx(5 * MS, abs=2)
     assert clocks["three"].offset_ns == pytest.approx(2 * MS, abs=4)
@@ -94,7 +96,7 @@ def test_a_clock_is_found_by_way_of_another_host() -> None:
 
 def test_files_that_do_not_tell_their_time_begin_together() -> None:
     """And a note says so; a rank of which there is nothing stays in its place."""
-    ranks = [recorded(rank_trace(rank, [Did(COMPUTE, 3, 4)]), 0) for rank in (2, 0)]
+    ranks = [RecordedTrace(rank_trace(rank, [Did(COMPUTE, 3, 4)]), 0) for rank in (2, 0)]
 
     both = align(ranks, [empty(1, "one", "It ended.")])
 

@@ -32,28 +32,28 @@ def counted(letters: str, wanted: int | None = None) -> tuple[list[int], int | N
     return steps.ends, None
 
 
-def test_each_step_of_one_optimizer_is_a_step() -> None:
-    """With two wanted, three are made: the first is left out."""
-    assert counted("aaa") == ([0, 1, 2], None)
-    assert counted("aaaaa", wanted=2) == ([0, 1, 2], 2)
-
-
-def test_several_optimizers_of_one_loop_make_one_step_together() -> None:
-    """It ends with the last of them; an odd one out is a step of its own."""
-    assert counted("abab") == ([1, 3], None)
-    assert counted("abcabcabc") == ([2, 5, 8], None)
-    assert counted("aab") == ([0, 2], None)
-
-
-def test_enough_is_not_before_the_last_optimizer_of_a_step() -> None:
-    """One wanted step of two optimizers: the fourth call ends it."""
-    assert counted("ababab", wanted=1) == ([1, 3], 3)
-
-
-def test_an_explicit_step_counts_alone() -> None:
-    """From the first on, whatever optimizers do before or after it."""
-    assert counted("aa.aa.a") == ([2, 3], None)
-    assert counted("a.a.a.", wanted=2) == ([1, 2, 3], 5)
+@pytest.mark.parametrize(
+    ("letters", "wanted", "expected"),
+    [
+        # Each step of one optimizer; with two wanted three are made, the first is left out.
+        ("aaa", None, ([0, 1, 2], None)),
+        ("aaaaa", 2, ([0, 1, 2], 2)),
+        # Several of one loop make one together, that ends with the last; an odd one out is its own.
+        ("abab", None, ([1, 3], None)),
+        ("abcabcabc", None, ([2, 5, 8], None)),
+        ("aab", None, ([0, 2], None)),
+        # Enough is not before the last optimizer: one wanted step of two ends with the fourth call.
+        ("ababab", 1, ([1, 3], 3)),
+        # An explicit step counts alone, from the first on, whatever optimizers do around it.
+        ("aa.aa.a", None, ([2, 3], None)),
+        ("a.a.a.", 2, ([1, 2, 3], 5)),
+    ],
+)
+def test_what_ends_a_step(
+    letters: str, wanted: int | None, expected: tuple[list[int], int | None]
+) -> None:
+    """Marks that end steps, and the call after which there are enough."""
+    assert counted(letters, wanted) == expected
 
 
 def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
