@@ -207,12 +207,11 @@ def _places(sites: Sequence[Site]) -> tuple[str, ...]:
             each = sums.setdefault(" via ".join(lines), [0, 0])
             each[0] += site.size_bytes
             each[1] += site.count
-    most = sorted(sums, key=lambda line: -sums[line][0])[:MOST_PLACES]
-    return tuple(f"{line} ({size(sums[line][0])}, {_blocks(sums[line][1])})" for line in most)
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
+    most = sorted(sums.items(), key=lambda item: -item[1][0])[:MOST_PLACES]
+    return tuple(
+        f"{line} ({size(size_bytes)}, {count} {'block' if count == 1 else 'blocks'})"
+        for line, (size_bytes, count) in most
+    )
 
 
 def _growth_sites(rank: RankMemory, first_ns: int, last_ns: int) -> list[Site]:

@@ -137,7 +137,10 @@ def _of_torch(
     whole: Value, rank: int, host: str, device_index: int, within_us: tuple[int | None, int | None]
 ) -> RankMemory:
     start_us, end_us = within_us
-    events = _trace(whole, device_index)
+    # Without a history old versions leave the key out.
+    traces = whole.get("device_traces", ()).entries()
+    has_trace = device_index < len(traces)
+    events = traces[device_index] if has_trace else Value((), "device_traces")
     segments = [
         segment
         for segment in whole["segments"].entries()
@@ -163,14 +166,6 @@ def _of_torch(
         failures=tuple(failure for failure in failures if failure.time_ns >= 0),
         problem=problem,
     )
-
-
-def _trace(whole: Value, device_index: int) -> Value:
-    # Without a history old versions leave the key out.
-    traces = whole.get("device_traces", ()).entries()
-    if device_index >= len(traces):
-        return Value((), "device_traces")
-    return traces[device_index]
 
 
 def _times(events: Value, start_us: int | None) -> tuple[list[int], int, str]:

@@ -49,11 +49,7 @@ def memory_report(
     parts = [
         lines(_head(snapshot, most)),
         lines(
-            finding.report(
-                findings,
-                order="the largest first",
-                none="no rule found memory to save",
-            )
+            finding.report(findings, order="the largest first", none="no rule found memory to save")
         ),
         _ranks(snapshot, peaks),
         *([] if most is None else _of(snapshot, most)),
@@ -79,10 +75,10 @@ def _head(snapshot: Snapshot, most: RankPeak | None) -> Iterator[str]:
     if took_ns:
         counts = sorted({len(rank.step_ends_ns) for rank in snapshot.ranks})
         steps = "-".join(str(count) for count in sorted({counts[0], counts[-1]}))
-        parts.append(
+        steps_text = (
             "no steps" if steps == "0" else f"{steps} {'step' if steps == '1' else 'steps'}"
         )
-        parts.append(units.duration(took_ns))
+        parts += [steps_text, units.duration(took_ns)]
     else:
         parts.append("at one moment")
     yield ", ".join(one_line(part) for part in parts)

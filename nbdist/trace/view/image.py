@@ -156,10 +156,8 @@ def _steps(axes: Axes, rank: RankTrace, head: int) -> None:
     edges_ns = sorted({edge for step in rank.steps for edge in (step.start_ns, step.end_ns)})
     height = axes.bbox.height
     # Where they would stand closer than 4 pixels there are none.
-    if (
-        4 * len({int((edge - begin_ns) / (end_ns - begin_ns) * INNER) for edge in edges_ns})
-        <= INNER
-    ):
+    columns = {int((edge - begin_ns) / (end_ns - begin_ns) * INNER) for edge in edges_ns}
+    if 4 * len(columns) <= INNER:
         axes.vlines(
             edges_ns, 0, 1 + head / height, transform=axes.get_xaxis_transform(), clip_on=False,
             color=LINE, linewidth=PIXEL,
