@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nbdist.memory import file as memory_file
@@ -9,12 +10,15 @@ from nbdist.memory.diff import diff
 from nbdist.memory.findings import findings
 from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
+    ACTIVATION,
     BACKWARD,
     CATEGORIES,
+    COMMUNICATION,
     GRADIENT,
     OPTIMIZER,
     PARAMETER,
     STEPPING,
+    RankMemory,
     Snapshot,
 )
 from nbdist.memory.timeline import curve
@@ -24,12 +28,21 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 # By hand: three blocks of Linear(64, 256) and Linear(256, 64), in fp32.
 PARAMETERS = 3 * (64 * 256 + 256 + 256 * 64 + 64) * 4
 TENSORS = 3 * 4
+SAMPLES = 128
+INPUT, INNER = SAMPLES * 64 * 4, SAMPLES * 256 * 4
+# Losses, the first gradient, and what a checkpoint keeps of the random generator.
+SMALL, RANDOM = 64, 5056
 LEAK = 2 * 1000 * 4
 
 
 def read(name: str) -> Snapshot:
     """One of the captured recordings."""
     return memory_file.read_folder(FOLDER / name)
+
+
+def most(rank: RankMemory, category: int) -> int:
+    """The most bytes of a category at one moment."""
+    return int(curve(rank.blocks).size_bytes[:, category].sum(axis=1).max())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,8 +72,36 @@ def test_states_are_the_bytes_of_their_elements(name: str, parts: int) -> None:
             assert blocks.is_exact[chosen].all()
             assert int(blocks.size_bytes[chosen].sum()) == size_bytes, CATEGORIES[category]
         # fully_shard has gradients of a block, whole, before it has them in parts.
-        gradients = curve(blocks).size_bytes[:, GRADIENT].sum(axis=1)
-        assert PARAMETERS // parts <= gradients.max() <= PARAMETERS
+        assert PARAMETERS // parts <= most(rank, GRADIENT) <= PARAMETERS
+
+
+def test_activations_are_what_backward_needs() -> None:
+    """Results of relu, and each block's result: the input of the first one is a variable."""
+    saved = 3 * INNER + 3 * INPUT
+    for rank in read("ddp").ranks:
+        assert saved <= most(rank, ACTIVATION) <= saved + SMALL
+
+
+def test_checkpoints_keep_inputs_alone() -> None:
+    """And the state of the random generator for each block."""
+    saved = 3 * INPUT + 3 * RANDOM
+    for rank in read("checkpoint").ranks:
+        assert saved <= most(rank, ACTIVATION) <= saved + SMALL
+
+
+def test_ddp_holds_its_buckets_all_the_time() -> None:
+    """As many bytes as there are gradients, at every moment."""
+    for rank in read("ddp").ranks:
+        communication = curve(rank.blocks).size_bytes[:, COMMUNICATION].sum(axis=1)
+        assert np.median(communication) == PARAMETERS
+        assert communication.min() == PARAMETERS
+
+
+def test_fsdp_gathers_a_block_or_two_and_never_all() -> None:
+    """Pieces, the whole block, and what is sent of its gradients; nothing when a step begins."""
+    block = PARAMETERS // 3
+    for rank in read("fsdp").ranks:
+        assert block <= most(rank, COMMUNICATION) <= 5 * block
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "checkpoint"])
