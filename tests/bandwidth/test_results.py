@@ -33,11 +33,6 @@ from tests.bandwidth.test_kernel import topology
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 # Sizes
 
 

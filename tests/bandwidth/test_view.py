@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.view import bench
-from tests.support.pages import Tags
+from tests.support.pages import ClosedTags, Tags
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CAVEAT = "These are not speeds of links between GPUs: messages go through the memory of one host."
@@ -35,28 +35,6 @@ FAST = Bench(
     ),
 )  # fmt: skip
 ONE_ROW = replace(SLOW, rows=SLOW.rows[:1], left_out=())
-
-
-class _Closed(Tags):
-    """The tags of a page, checked that each is closed in its place."""
-
-    def __init__(self, text: str) -> None:
-        self.open: list[str] = []
-        super().__init__(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        super().handle_starttag(tag, attrs)
-        if tag != "img":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
 def test_text() -> None:
@@ -100,7 +78,7 @@ def test_between_links() -> None:
 @pytest.mark.parametrize("result", [SLOW, FAST, replace(SLOW, rows=()), ONE_ROW])
 def test_html_is_closed_and_safe(result: Bench) -> None:
     """Every tag is closed in its place; what comes from ranks is escaped; no scripts."""
-    names = [name for name, _ in _Closed(bench(result).html).tags]
+    names = [name for name, _ in ClosedTags(bench(result).html).tags]
 
     assert not {"time", "script"} & {*names}
     assert names.count("img") == bool(result.rows)

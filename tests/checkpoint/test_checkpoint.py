@@ -1,13 +1,12 @@
 """A checkpoint that any number of ranks has saved is loaded by any other, under any strategy."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.kernel import run_python
 from tests.support.torch_ranks import TorchRanks
 from tests.support.training import MODEL, SAVED
 
@@ -145,10 +144,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
 
 def _plain_torch_reads(folder: Path, out: Path) -> None:
     """Without nbdist a process makes one file of it, and loads a tensor; tied names are there."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PLAIN, str(folder), str(out)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = run_python("-W", "ignore", "-c", PLAIN, str(folder), str(out))
 
     assert ended.returncode == 0, ended.stderr
     printed = json.loads(ended.stdout.splitlines()[-1])

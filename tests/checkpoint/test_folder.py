@@ -15,6 +15,7 @@ import pytest
 from nbdist.checkpoint import folder
 from nbdist.checkpoint import manifest as checkpoint_manifest
 from nbdist.errors import CheckpointError
+from tests.support.kernel import run_python
 from tests.support.stopping import read_step, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +37,7 @@ def test_a_process_that_ends_anywhere_leaves_a_whole_checkpoint(
 
     And the next save leaves nothing but its own folder.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.stopping", str(tmp_path / "f"), str(old_step)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python("-m", "tests.support.stopping", str(tmp_path / "f"), str(old_step))
     reports = [json.loads(line) for line in done.stdout.splitlines()]
 
     assert done.returncode == 0, done.stderr

@@ -104,21 +104,14 @@ def test_without_a_prepared_model_there_is_nothing_to_save(kernel: Kernel) -> No
     """An ordinary error says how to prepare one."""
     ok(kernel, _CLEAR)
     cell = kernel.run("%dist_save empty")
-
-    assert cell.error is not None
-    assert cell.error.ename == "CheckpointError"
-    assert "No model is prepared on the ranks" in cell.error.evalue
+    cell.check_failure("CheckpointError", "No model is prepared on the ranks")
 
 
 def test_a_wrong_use_is_an_ordinary_error(trained: Kernel, shared_folder: Path) -> None:
     """A mistake fails the cell with what is wrong."""
     (shared_folder / "a-file").write_text("hello")
     for code, (kind, told) in _WRONG.items():
-        cell = trained.run(code)
-
-        assert cell.error is not None, (code, cell.visible)
-        assert cell.error.ename == kind, code
-        assert told in cell.error.evalue, code
+        trained.run(code).check_failure(kind, re.escape(told))
         assert (shared_folder / "a-file").read_text() == "hello", code
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from nbdist.core import topology
 from nbdist.errors import OptionError
 from nbdist.planner.devices import DEVICES, device_of_ranks
 from nbdist.planner.view.plan_view import PlanView
-from tests.support.kernel import Kernel, notebook_env
+from tests.support.kernel import Kernel, run_python
 
-_ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10}
 _MISTAKES = {
     "%dist_plan": "name one model",
@@ -71,23 +69,8 @@ def test_a_mistake_says_what_to_type(line: str) -> None:
     assert _MISTAKES[line] in str(caught.value)
 
 
-def test_a_mistake_in_a_notebook(kernel: Kernel) -> None:
-    cell = kernel.run("%dist_plan 7e9 --gpu h10")
-
-    assert cell.error is not None
-    assert cell.error.ename == "OptionError"
-
-
 def nbdist(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nbdist", "plan", *words],
-        cwd=folder,
-        env=notebook_env({"PYTHONPATH": str(_ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_python("-m", "nbdist", "plan", *words, cwd=folder)
 
 
 def test_in_a_terminal(tmp_path: Path) -> None:

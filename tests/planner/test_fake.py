@@ -1,8 +1,6 @@
 """What a run with fake tensors is made of: the count, the world, models as bytes, the optimizer."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,9 @@ from nbdist.planner.fake.optimizers import stepped_bytes
 from nbdist.planner.fake.storage_counter import StorageCounter, resizes_seen
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy.choose import choose
-from tests.support.kernel import notebook_env
+from tests.support.kernel import run_python
 
 pytestmark = pytest.mark.engine
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 # The count
@@ -161,14 +158,7 @@ def test_a_model_of_a_cell_is_made_in_another_process(tmp_path: Path) -> None:
     cell: dict[str, object] = {"__name__": "__main__"}
     exec(_CELL, cell)  # as a cell runs
     path.write_bytes(pickle_by_value.dumps(cell["made"]))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _READS, str(path)],
-        env=notebook_env({"PYTHONPATH": str(_ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-W", "ignore", "-c", _READS, str(path))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "Deep 2 torch.Size([5, 7]) meta True False torch.bool 2"

@@ -47,19 +47,6 @@ def test_a_small_transformer_recounted_by_hand() -> None:
     assert shape.parameters == 3 * 128 + 84
 
 
-def test_a_small_gpt_recounted_by_hand() -> None:
-    """With biases, LayerNorm, learned positions and a tied head."""
-    model = model_of(
-        {"model_type": "gpt2", "n_layer": 2, "n_embd": 4, "n_head": 2, "n_positions": 8,
-         "vocab_size": 10}
-    )  # fmt: skip
-
-    # attention 4x12 + 12 and 4x4 + 4: 80. MLP 4x16 + 16 and 16x4 + 4: 148. Two norms of 8: 16.
-    assert model.shape.block_parameters == 80 + 148 + 16
-    assert model.parameters == 2 * 244 + 10 * 4 + 8 * 4 + 8
-    assert model.root_parameters == 80
-
-
 @pytest.mark.parametrize(
     ("text", "parameters"),
     [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 350e6), ("7_000_000_000", 7e9),

@@ -1,6 +1,5 @@
 """Plans: numbers that are known, verdicts, and what is recommended."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 
 from nbdist.bandwidth.latency import Fit
 from nbdist.bandwidth.results import LinkModel
-from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 from nbdist.planner.advice import advise, rows_by_rules
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
@@ -156,23 +154,6 @@ def test_an_effective_batch_that_cannot_be_formed_is_refused() -> None:
     assert result.rows[0].samples == 24
     assert result.rows[0].choice is not None
     assert result.rows[0].choice.options.accumulate == 3
-
-
-def test_a_case_study_that_does_not_add_up() -> None:
-    """70B on 64 A100: 840 GB beside 1.1 TB, 238 steps, 7 hours at 40 % and not 7 days."""
-    load = Workload(batch=1, sequence=4096, recipe="mixed")
-    choice = choose("pp", {"tp": 8, "pp": 2, "dp": 4}, 64)
-    tokens_of_step = 512 * 4096
-    flops = flops_of(SEVENTY, choice, load) / 4096  # of a token
-    peak = 64 * DEVICES["a100-80gb"].half_flops
-    model_of_paper = 6 * 70e9  # without attention
-
-    assert gigabytes(planned(SEVENTY, 1, load), "single").states == 1120 * GB
-    assert math.floor(500e6 / tokens_of_step) == 238
-    assert 1 < flops / model_of_paper < 1.1
-    assert 500e6 * model_of_paper / (0.4 * peak) / 3600 == pytest.approx(7.3, abs=0.05)
-    assert 500e6 * model_of_paper / (7 * 86400) / peak == pytest.approx(0.0174, abs=1e-4)
-    assert tokens_of_step * model_of_paper / peak / 7.2 == pytest.approx(6.1, abs=0.05)
 
 
 # Verdicts and rows
@@ -462,10 +443,6 @@ def test_memory(text: str, size: float) -> None:
 def test_what_is_no_memory(text: str) -> None:
     with pytest.raises(OptionError, match="is not a valid memory size"):
         with_memory(text)
-
-
-def test_sizes_as_text() -> None:
-    assert [*map(exact_size, (24.5e9, 3e6, 4e3, 5))] == ["24.5 GB", "3.0 MB", "4.0 kB", "5 B"]
 
 
 # The page

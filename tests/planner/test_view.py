@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -13,6 +12,7 @@ from nbdist.planner.models import model_of
 from nbdist.planner.plan import plan
 from nbdist.planner.view.plan_view import PlanView, shown_plan
 from nbdist.planner.workload import Workload
+from tests.support.pages import ClosedTags
 
 
 def view(
@@ -20,29 +20,6 @@ def view(
 ) -> PlanView:
     result = plan(model_of(model), device, n, Workload(), given=options, assumed=("--gpu h100",))
     return shown_plan(result, advise(result, options))
-
-
-class _Tags(HTMLParser):
-    """The tags of a page, checked that each is closed in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        self.seen.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def tags(page: str) -> list[tuple[str, dict[str, str | None]]]:
-    parser = _Tags()
-    parser.feed(page)
-    assert parser.open == []
-    return parser.seen
 
 
 def test_head_and_columns() -> None:
@@ -95,14 +72,13 @@ def test_text_bars_are_as_long_as_the_peak() -> None:
 )
 def test_html_is_closed_and_needs_nothing(shown: PlanView) -> None:
     """No scripts, nothing loaded; the picture has a name and a bar for each row."""
-    seen = tags(shown.html)
-    names = [tag for tag, _ in seen]
-    [picture] = [attributes for tag, attributes in seen if tag == "svg"]
+    page = ClosedTags(shown.html)
+    names = [tag for tag, _ in page.tags]
     assert shown.plan is not None
     counted = [row for row in shown.plan.rows if row.memory is not None]
 
     assert not {"script", "img", "link"} & {*names}
-    assert "beside the device's limit" in (picture["aria-label"] or "")
+    assert "beside the device's limit" in page.one("svg")["aria-label"]
     assert names.count("title") >= 4 * len(counted)
     for row in counted:
         assert f">{100 * row.share:.1f} %</text>" in shown.html
@@ -113,9 +89,9 @@ def test_what_a_user_types_is_escaped() -> None:
     shape = model_of({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2,
                       "vocab_size": 10, "_name_or_path": "<script>x</script>"})  # fmt: skip
     result = plan(shape, DEVICES["h100"], 2, Workload())
-    parsed = tags(shown_plan(result, advise(result)).html)
+    page = ClosedTags(shown_plan(result, advise(result)).html)
 
-    assert "script" not in [tag for tag, _ in parsed]
+    assert "script" not in [tag for tag, _ in page.tags]
 
 
 def test_a_device_of_which_only_memory_is_known() -> None:
@@ -144,7 +120,6 @@ def test_offload_tells_of_the_hosts_memory() -> None:
 
 def test_numbers_are_the_same_where_outputs_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed, not measured: notebooks can store them."""
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
     usual = view()
     monkeypatch.setenv("NBDIST_TEST", "1")
 

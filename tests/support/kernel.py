@@ -1,6 +1,8 @@
 """A real notebook kernel under test, driven as a notebook front end drives it."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +16,7 @@ from jupyter_client.manager import KernelManager
 
 from tests.support.cells import Cell, Handle, Notebook
 
+_ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.2  # how often a wait looks whether the kernel still lives
@@ -225,3 +228,14 @@ def notebook_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return inherited | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
+
+
+def run_python(
+    *words: str, cwd: Path | None = None, timeout_s: float = 100, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Another Python with these arguments, which imports this nbdist wherever it runs."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd, env=notebook_env({"PYTHONPATH": str(_ROOT), **env}), timeout=timeout_s,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip

@@ -47,6 +47,23 @@ def check_drawn(view: View, most_bytes: float) -> dict[str, Any]:
     return data_of(view)
 
 
+class ClosedTags(Tags):
+    """The same, checked that each is closed in its place."""
+
+    def __init__(self, text: str) -> None:
+        self.open: list[str] = []
+        super().__init__(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
+        if tag != "img":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
 def size_of(view: View) -> int:
     """Bytes of the bundle as a notebook stores it."""
     return len(json.dumps(view._repr_mimebundle_()))

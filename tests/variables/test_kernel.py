@@ -33,17 +33,6 @@ def left(session: Session) -> list[Path]:
     return [path for each in folders for path in each if run.name in path.name]
 
 
-def test_values_go_and_come(pair: Session) -> None:
-    """The value of one rank, a list of several; a rank that is not named keeps its own."""
-    pair.push({"a": [1], "b": LARGE})
-    pair.push({"a": [2]}, ranks="1")
-
-    assert pair.pull("a") == [[1], [2]]
-    assert pair.pull("a", ranks=[1]) == [2]
-    assert all(np.array_equal(array, LARGE) for array in pair.pull("b"))
-    assert left(pair) == []
-
-
 def test_what_does_not_fit_into_shared_memory_goes_over_the_disk(
     pair: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +99,7 @@ def test_a_rank_that_ends_meanwhile_is_told_and_no_file_stays(pair: Session) -> 
         pair.push({"a": [_Deadly(), LARGE]})
     with pytest.raises(RankGone, match="rank 1 has ended"):
         pair.push({"a": 1})
-    alone = pair.pull("a", ranks="0")
+    alone = pair.pull("a", ranks=[0])
     files = left(pair)
     pair.restart([1])
 

@@ -213,21 +213,15 @@ def test_a_class_of_a_cell_is_sent_by_name(only_here: type) -> None:
         unpack.unpack(parcel)
 
 
-def test_missing_bytes_are_told(folders: list[Path]) -> None:
-    """A file that was cut off is no value."""
+def test_a_file_that_is_cut_off_or_not_seen_is_told(folders: list[Path]) -> None:
+    """Not seen as on another host."""
     parcel = sent(np.arange(500_000), folders)
+    with pytest.raises(TransferError, match="FileNotFoundError"):
+        unpack.unpack(replace(parcel, path="/nowhere/at/all"))
     path = Path(parcel.path)
     path.write_bytes(path.read_bytes()[:-10])
 
     with pytest.raises(TransferError, match="10 bytes are missing"):
-        unpack.unpack(parcel)
-
-
-def test_a_file_that_is_not_seen_is_told(folders: list[Path]) -> None:
-    """As on another host."""
-    parcel = replace(sent(np.arange(500_000), folders), path="/nowhere/at/all")
-
-    with pytest.raises(TransferError, match="FileNotFoundError"):
         unpack.unpack(parcel)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.errors import TransferError
 from nbdist.variables import pack, unpack
 from nbdist.variables import rank as variables_rank
-from nbdist.variables.names import describe
 
 pytestmark = pytest.mark.engine
 
@@ -176,12 +174,6 @@ def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, expected: str) 
         pack.pack({"x": value}, torch)
 
 
-def test_kinds_are_told_of_tensors() -> None:
-    """Type and shape."""
-    assert describe(torch.ones(2, 3, dtype=torch.bfloat16)) == "tensor bfloat16 (2, 3)"
-    assert describe(torch.nn.Parameter(torch.ones(()))) == "tensor float32 ()"
-
-
 @pytest.fixture
 def user_ns() -> Iterator[dict[str, Any]]:
     """The names of a rank's user."""
@@ -205,14 +197,3 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
 
     assert torch.equal(before, torch.ones(3))
     assert user_ns["loss"] == 2
-
-
-def test_a_rank_sends_what_it_has(user_ns: dict[str, Any], tmp_path: Path) -> None:
-    """And tells what it lacks, with close names."""
-    parcel = variables_rank.send(["loss", "weights"], [str(tmp_path)], True, False)
-    values = unpack.unpack(parcel, torch)
-
-    assert variables_rank.missing_names(["loss", "los", "rank9"]) == {"los": ("loss",), "rank9": ()}
-    assert parcel.path
-    assert torch.equal(values["loss"], user_ns["loss"])
-    assert torch.equal(values["weights"][0], user_ns["weights"][0])
