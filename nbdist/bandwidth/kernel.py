@@ -192,11 +192,8 @@ class _Measurement:
 def next_cost_s(costs: Sequence[tuple[int, float]], size: int) -> float:
     """What a size will take at least, on the line through the last two; 0 where there are fewer.
 
-    Noise makes such lines steep: never more than in proportion to the size.
-
-    Args:
-        costs: Sizes, rising, and the seconds that each would have taken at least.
-        size: A larger one.
+    Noise makes such lines steep: never more than in proportion to the size. `costs` are smaller
+    sizes, rising, and the seconds that each would have taken at least.
     """
     if len(costs) < 2:
         return 0.0
@@ -208,9 +205,7 @@ def next_cost_s(costs: Sequence[tuple[int, float]], size: int) -> float:
 def shares(topology: Topology, free: Sequence[Mapping[str, int]]) -> list[float]:
     """Bytes that each rank may take, in rank order.
 
-    Args:
-        topology: Which ranks are on one host, and which on one GPU.
-        free: Of each rank: of its "host", and of its "device" where that is a GPU.
+    What is free is of each rank that of its "host", and of its "device" where that is a GPU.
     """
     on_host = Counter(place.node_rank for place in topology.ranks)
     on_device = Counter(place.device_uuid for place in topology.ranks)

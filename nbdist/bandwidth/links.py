@@ -21,7 +21,6 @@ class Link:
     """One kind of link.
 
     Attributes:
-        name: As people call it.
         found: Where it is found, and what makes the number.
         bytes_per_s: One direction, before the overhead of packets and protocols except where
             `found` says otherwise.

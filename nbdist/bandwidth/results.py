@@ -93,7 +93,6 @@ class BandwidthRow:
         op: A name of OPS.
         size_bytes: Of a rank's tensor or input; of all_gather, of the whole result.
         time_s: A run ends with its slowest rank; the median of all runs.
-        runs: How many.
         wrong: The ranks whose result was wrong.
     """
 

@@ -22,12 +22,7 @@ _LINKS_SHOWN = 30
 
 
 def bench(result: Bench, *, has_picture: bool = True) -> View:
-    """All that was measured: rows, model, what was left out, and what links can carry.
-
-    Args:
-        result: The measurement.
-        has_picture: Draw it, for those who do not see the text alone.
-    """
+    """Rows, model, what was left out, what links can carry; a picture unless text alone is seen."""
     head = _head(result)
     foot = [f"left out: {sentence}" for sentence in result.left_out] + _legend(result)
     rows = table(_ROW, [_cells(row, result.world_size) for row in result.rows])
@@ -83,8 +78,8 @@ def _legend(result: Bench) -> list[str]:
     n = result.world_size
     factors = []
     for op in result.ops:
-        text, value = OPS[op].text, f"{OPS[op].factor(n):g}"
-        factors.append(f"{op} {text}" if text == value else f"{op} {text} = {value}")
+        value = f"{OPS[op].factor(n):g}"
+        factors.append(f"{op} " + " = ".join(dict.fromkeys([OPS[op].text, value])))
     if not factors:
         return []
     how = f"busbw = algbw x bytes that a rank sends per byte (n = {n}): {', '.join(factors)}."

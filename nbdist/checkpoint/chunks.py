@@ -83,11 +83,8 @@ def assign_chunks(
     """Who writes which box; the same on all ranks, and every element by one of them.
 
     What several ranks hold is shared out evenly between them: a large box is cut, and each part
-    goes to the holder that has least to write so far, the first of several.
-
-    Args:
-        tensors: Name, how it lies, and bytes of an element.
-        world_size: How many ranks there are.
+    goes to the holder that has least to write so far, the first of several. Each tensor is its
+    name, how it lies, and bytes of an element.
     """
     written_bytes = [0] * world_size
     parts = []

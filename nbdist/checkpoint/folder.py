@@ -45,9 +45,7 @@ _MAX_NAME_BYTES = 255 - len(f".{_MARK}lock")
 def resolve(path: str | os.PathLike[str], base: Path | None = None) -> Path:
     """A path as typed, made absolute: `~`, relative ones, and links to where they point.
 
-    Args:
-        path: As typed.
-        base: What relative ones begin in; the working folder by default.
+    Relative ones begin in `base`, which is the working folder by default.
 
     Raises:
         CheckpointError: It is empty, cannot be followed, is too long, or is the file system's root.
@@ -71,11 +69,8 @@ def prepare(path: Path, where: str = "") -> Path:
     """Make an empty folder beside a checkpoint's place, in which the next one is written.
 
     What saves of processes that have ended left there goes. One process only, and it calls
-    `commit` or `abandon` for each.
-
-    Args:
-        path: As `resolve` gives it. Folders above it are made.
-        where: The notebook, named to others who save to the same path meanwhile.
+    `commit` or `abandon` for each. The path is as `resolve` gives it; folders above it are made.
+    `where` is the notebook, named to others who save to the same path meanwhile.
 
     Raises:
         CheckpointError: Another save to this path is going on, there is a file or a folder that

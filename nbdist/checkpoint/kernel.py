@@ -19,7 +19,6 @@ from nbdist.checkpoint.results import (
     FAILED,
     RUNNING,
     Loaded,
-    RankBegun,
     Saved,
     SaveStarted,
     Saving,
@@ -45,7 +44,7 @@ SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
 
-begin_save: RankFunction[[str, str, bool], RankBegun] = RankFunction(
+begin_save: RankFunction[[str, str, bool], SaveStarted] = RankFunction(
     "nbdist.checkpoint.rank.save:begin"
 )
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
@@ -64,7 +63,6 @@ class _Pending:
 
     Attributes:
         token: Names it on the ranks.
-        path: Where it will be.
         heard_s: When rank 0 last said anything, by the monotonic clock.
         is_stopping: A rank cannot write its part any more, and rank 0 knows.
     """
@@ -112,7 +110,7 @@ class Checkpoints(CellHook):
         try:
             with progress.during("saving") as tell:
                 tell("the ranks agree on the contents")
-                replies = self._ranks.call_all(
+                replies: list[SaveStarted] = self._ranks.call_all(
                     begin_save, str(target), token, asynchronous,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
@@ -120,11 +118,11 @@ class Checkpoints(CellHook):
             self._stop(pending, "not all ranks have started it")
             self._pending = None
             raise _as_checkpoint_error(error, f"{target} was not saved") from error
-        started = SaveStarted(
-            str(target), replies[0].models, replies[0].optimizers,
-            sum(reply.own_bytes for reply in replies), replies[0].notes,
-            max(reply.stall_s for reply in replies),
-        )  # fmt: skip
+        started = replace(
+            replies[0],
+            copied_bytes=sum(reply.copied_bytes for reply in replies),
+            stall_s=max(reply.stall_s for reply in replies),
+        )
         if asynchronous:
             return started
         try:

@@ -79,7 +79,6 @@ class SavedFile:
 
     Attributes:
         name: In the folder, with slashes where it lies deeper.
-        size_bytes: Its length.
         checksum: `crc32:` and eight hexadecimal digits.
     """
 
@@ -103,19 +102,14 @@ class Checkpoint:
     """All of a checkpoint but the values.
 
     Attributes:
-        models: In the order in which they were prepared.
-        optimizers: Likewise.
+        models, optimizers: In the order in which they were prepared.
         schedulers: Their states, likewise.
         scaler: The gradient scaler's state; None without one.
         loaders: Where each data loader is.
         random: States of random generators, by rank: name -> text.
         step: How many steps were made.
-        versions: Of nbdist, torch, Accelerate and Python.
-        world_size: How many ranks have saved it.
-        strategy: Under which it was saved.
+        world_size, strategy: Of the ranks that have saved it.
         saved_s: When, in Unix time.
-        files: All beside the manifest.
-        extra: Whatever else was saved, by name.
     """
 
     models: tuple[SavedModel, ...]
@@ -154,11 +148,7 @@ def text(checkpoint: Checkpoint) -> str:
 
 
 def parse(written: str, where: str) -> Checkpoint:
-    """Parse the JSON that `text` writes.
-
-    Args:
-        written: All of the manifest.
-        where: Its path, for the messages.
+    """Parse the JSON that `text` writes; `where` is its path, for the messages.
 
     Raises:
         CheckpointError: It is torn, of another format, or not a manifest; says which.
@@ -215,10 +205,7 @@ def read(folder: Path) -> Checkpoint:
 def check_files(folder: Path, checkpoint: Checkpoint, *, reads_all: bool = False) -> None:
     """Refuse a checkpoint of which files are missing, short or changed.
 
-    Args:
-        folder: Where it lies.
-        checkpoint: Its manifest.
-        reads_all: Also read every byte and compare checksums; otherwise only lengths.
+    Without `reads_all` only lengths are compared; with it every byte is read for the checksums.
 
     Raises:
         CheckpointError: Names the files, and what is wrong with each.

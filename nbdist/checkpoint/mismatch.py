@@ -13,10 +13,7 @@ def mismatches(
 ) -> tuple[Finding, ...]:
     """Everything that differs, each kind of difference once; empty where all fits.
 
-    Args:
-        saved: The checkpoint.
-        models: Those that are prepared now, in the order in which they were.
-        optimizers: Likewise.
+    Models and optimizers are those that are prepared now, in the order in which they were.
 
     Returns:
         Findings that are BAD where the state cannot be taken over, WARN where it can be and

@@ -10,31 +10,13 @@ RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class RankBegun:
-    """What one rank reports once a save has begun.
+class SaveStarted:
+    """A save that has begun, on one rank or on all; it goes on while training does.
 
     Attributes:
         models, optimizers: Their names.
-        own_bytes: Bytes that this rank writes.
+        copied_bytes: That this rank, or all ranks, write: copied to the memory of their hosts.
         notes: What is not saved, a sentence each.
-        stall_s: How long training was paused.
-    """
-
-    models: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    own_bytes: int
-    notes: tuple[str, ...]
-    stall_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SaveStarted:
-    """A save that goes on while training does.
-
-    Attributes:
-        path: Where it will be.
-        models, optimizers, notes: As of Begun.
-        copied_bytes: By all ranks, to the memory of their hosts.
         stall_s: How long training was paused for that; of the slowest rank.
     """
 
@@ -51,12 +33,9 @@ class Saved:
     """A checkpoint that is in its place.
 
     Attributes:
-        path: Where.
         size_bytes: Of all files but the manifest.
-        files: How many there are.
-        tensors: How many names of tensors it has.
+        files, tensors: How many files, and names of tensors, it has.
         step: How many steps were made before it.
-        strategy: Under which it was saved.
         elapsed_s: From the beginning to the last rename.
         notes: What is not saved, a sentence each.
     """
@@ -77,9 +56,7 @@ class Saving:
 
     Attributes:
         state: RUNNING, DONE or FAILED. Rank 0 is done last, when the checkpoint is in its place.
-        phase: What it does now.
         done_bytes, total_bytes: Written and compared; each byte counts twice.
-        failure: Why it failed.
         saved: On rank 0, once it is there.
     """
 
@@ -96,14 +73,11 @@ class Loaded:
     """What one rank reports after a load.
 
     Attributes:
-        path: Of the checkpoint.
         models, optimizers: Their names here.
-        step: Of the checkpoint.
         saved_as, loaded_as: The strategy then and now.
         saved_size: How many ranks have saved it.
         read_bytes: By this rank: its parts.
         notes: What differs from how it was saved, a sentence each.
-        elapsed_s: All of it.
     """
 
     path: str

@@ -33,10 +33,8 @@ class ExportedWeights:
     """A safetensors file that was written and compared with the model.
 
     Attributes:
-        path: Of the file.
         model: The model's class.
         tensors: How many are in it.
-        size_bytes: Of the file.
         tied: Further names of tensors, of which only the first is in the file.
         left_out: Names in the module's state that are not tensors.
         configs: Files beside it that say how to make the model.
@@ -80,9 +78,8 @@ def check(weights: Iterable[SavedTensor]) -> None:
 def header(weights: Sequence[SavedTensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the first tensor: the header's length and its JSON.
 
-    Args:
-        weights: In the order in which their bytes follow.
-        metadata: Texts; transformers wants `format`: `pt`.
+    Weights are in the order in which their bytes follow; transformers wants `format`: `pt` in the
+    metadata.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0

@@ -16,16 +16,25 @@ from nbdist.core.view import View
 from nbdist.strategy.choice import described
 from nbdist.strategy.degrees import ranks
 
+_COMPARED = (
+    "read back and compared bit for bit; it loads on any number of ranks, under any strategy"
+)
+
 
 def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
-    """%dist_save prints the path, size, rate and notes of a save.
-
-    Args:
-        done: A checkpoint that is there, or a save that goes on.
-        before: What became of an earlier save beside training.
-    """
+    """What %dist_save prints; `before` is what became of an earlier save beside training."""
     if isinstance(done, Saved):
-        return _lines([*before, *_describe(done), *done.notes])
+        took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
+        files = f"{done.files} files of {ranks(done.strategy.world_size)}"
+        rate = _rate(done.size_bytes, done.elapsed_s)
+        return _lines(
+            [
+                *before,
+                f"{_shorten(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
+                _COMPARED,
+                *done.notes,
+            ]
+        )
     stall = f"training was paused for {units.duration(done.stall_s * 1e9)}"
     return _lines(
         [
@@ -36,11 +45,6 @@ def saved_view(done: Saved | SaveStarted, before: Sequence[str] = ()) -> View:
             *done.notes,
         ]
     )
-
-
-def line(done: Saved) -> str:
-    """A checkpoint that is there, in one line."""
-    return " ".join(_describe(done)[:1])
 
 
 def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
@@ -76,16 +80,6 @@ def exported_view(result: ExportedWeights) -> View:
     else:
         texts.append(f'load it: safetensors.torch.load_model(model, "{path}")')
     return View("\n".join(texts))
-
-
-def _describe(done: Saved) -> list[str]:
-    took = f"{units.size(done.size_bytes)} in {units.seconds(done.elapsed_s)}"
-    files = f"{done.files} files of {ranks(done.strategy.world_size)}"
-    rate = _rate(done.size_bytes, done.elapsed_s)
-    return [
-        f"{_shorten(done.path)} saved at step {done.step}: {took} ({rate}), {files}",
-        "read back and compared bit for bit; it loads on any number of ranks, under any strategy",
-    ]
 
 
 def _shorten(path: str) -> str:

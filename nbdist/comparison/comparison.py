@@ -18,7 +18,6 @@ class HeldMemory:
     """What one rank holds of the models that a cell trains, in bytes.
 
     Attributes:
-        parameters_bytes: Of parameters that lie on this rank.
         gradients_bytes: Of gradients right after an optimizer's step.
         optimizer_bytes: Of the optimizers' tensors, their counts of steps aside.
     """
@@ -60,10 +59,8 @@ class ComparedRow:
     Attributes:
         asked: As typed: "fsdp --bf16".
         problem: Why there are no numbers, as a sentence; empty where there are.
-        strategy: `strategy.choice.described`.
         dp: Ranks that see different data: a step takes so many of the loader's batches.
         step_ns: As TimeBreakdown.step_ns; of the whole cell, where it makes no steps.
-        has_steps: Whether it makes steps.
         parts: Share of each of PARTS in that, over all ranks.
         overlap: Share of communication under which something computes; None without any.
         sent_bytes: What a rank sends per step, measured.
@@ -113,15 +110,10 @@ def row(
     warm: Sequence[CellMemory],
     recorded: Sequence[CellMemory],
 ) -> ComparedRow:
-    """Build the row of a strategy from its recorded run.
+    """Build the row of a strategy from the shares and each rank's memory of its recorded run.
 
-    Args:
-        asked: As typed.
-        choice: The same for these ranks.
-        shares: Of the recorded run.
-        warm: Each rank's memory while the cell ran outside the record: a profiler's own is in the
-            resident memory of a process.
-        recorded: The same of the recorded run; of a GPU the peak is from there.
+    `warm` is the memory while the cell ran outside the record: a profiler's own is in the resident
+    memory of a process. Of a GPU the peak is from the recorded run.
     """
 
     def total_ns(name: str) -> int:

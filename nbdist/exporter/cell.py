@@ -52,7 +52,6 @@ class Note:
 
     Attributes:
         kind: A key of LEFT_OUT or CHANGED.
-        number: The cell's.
         what: The magic, name or message; may be empty.
     """
 
@@ -67,7 +66,6 @@ class CellPart:
 
     Attributes:
         source: Python for the module level; under which ranks, the script says.
-        tree: Its statements.
         is_async: It awaits at the top level.
         futures: Names that it imports from __future__; they go to the top of the script.
         notes: (kind, what) of CHANGED.

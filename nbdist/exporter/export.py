@@ -33,8 +33,6 @@ class NotebookCell:
 
     Attributes:
         number: Among its code cells, or in the history; 0 for text.
-        text: As typed.
-        is_code: Not a cell of text.
         problem: "failed" or "repeated" where it is known to be of no use.
     """
 
@@ -54,8 +52,6 @@ class Magic:
         timeout_s: Of that cell.
         world_size: Ranks that it starts.
         seed: Of those.
-        choice: The strategy.
-        note: What to say of it.
         problem: Why it cannot be read.
     """
 
@@ -87,7 +83,6 @@ class ExportedScript:
     """A script and what to say of it.
 
     Attributes:
-        text: Its text.
         cells: Numbers of the cells that are in it.
         total: How many code cells there were.
         notes: One line of each kind about cells that were left out or changed, and strategies.
@@ -102,12 +97,9 @@ class ExportedScript:
 
 
 def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> ExportedScript:
-    """The distributed cells, in their order, as one script.
+    """The distributed cells of a whole notebook, in their order, as one script.
 
-    Args:
-        cells: Of the whole notebook, from the top.
-        title: What it was made of, for the script's first line.
-        reader: What magics mean.
+    The title, for the script's first line, says what it was made of.
 
     Raises:
         OptionError: If no cell can be taken.
@@ -167,12 +159,10 @@ class _Walk:
     """What is known at a place in the notebook, from its top on.
 
     Attributes:
-        reader: What magics mean.
         names: Of the script's own things.
         mode: Where plain cells run.
         pieces: What stands in the script so far.
-        notes: What is to be said of cells.
-        remarks: What is to be said besides.
+        notes, remarks: What is to be said of cells, and besides.
         start: What ranks and models started with.
     """
 

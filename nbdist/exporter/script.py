@@ -68,7 +68,6 @@ class ScriptSettings:
     """What the notebook was started with.
 
     Attributes:
-        world_size: Ranks.
         seed: Set on every rank; None where it is not.
         choice: The strategy under which models are first prepared; None for the default.
         remarks: What else to say in the head.
@@ -85,7 +84,6 @@ class Written:
     """The script as written.
 
     Attributes:
-        text: All of it.
         refused: Cells that Python accepts by themselves, but not in a script: number -> why.
         remark: What to say of the strategy; "" for nothing.
     """

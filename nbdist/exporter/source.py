@@ -45,7 +45,6 @@ class CheckedSource:
     """A cell's source that Python accepts.
 
     Attributes:
-        tree: Its statements.
         is_async: It awaits at the top level.
     """
 

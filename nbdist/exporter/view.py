@@ -13,11 +13,7 @@ from nbdist.exporter.export import ExportedScript
 def script_view(path: Path, origin: str, notes: Sequence[str], exported: ExportedScript) -> View:
     """Which cells are in the script, what was left out and why, and how to run it.
 
-    Args:
-        path: The script.
-        origin: Where the cells were read.
-        notes: What to say of that.
-        exported: What was made of them.
+    The origin is where the cells were read, the notes what to say of that.
     """
     name = shlex.quote(str(path))
     size = exported.world_size

@@ -26,13 +26,9 @@ def block_bytes(
     What autocast, and norms and activations written out in Python keep more is counted as
     tests/planner/test_models_rank.py finds it in transformers' models.
 
-    Args:
-        shape: The model.
-        load: Batch and sequence.
-        widths: Bytes of numbers.
-        choice: Of it count tp, cp, sequence parallelism and whether scores are kept (sdpa math).
-        kind: "" for all that backward needs, "full" for the block's input alone, "selective" for
-            what products of matrices and attention give.
+    Of the choice count tp, cp, sequence parallelism and whether scores are kept (sdpa math). `kind`
+    is "" for all that backward needs, "full" for the block's input alone, "selective" for what
+    products of matrices and attention give.
     """
     tokens = load.batch * load.sequence / choice.degrees.cp
     tp = choice.degrees.tp

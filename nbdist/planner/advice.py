@@ -36,10 +36,7 @@ def advise(
 ) -> Advice:
     """The safe strategy that costs least in communication; else what would make one safe.
 
-    Args:
-        planned: With a row for each strategy, or with one.
-        given: Degrees and options that it was made with.
-        measured: As for the plan.
+    The plan has a row for each strategy, or one; `given` and `measured` are what it was made with.
     """
     given = dict(given or {})
     # Of a model whose shape no formula knows: by bytes alone, and no other plan is made.

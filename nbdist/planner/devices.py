@@ -33,7 +33,6 @@ class Device:
         link: To the others of its host, a name of bandwidth.links.
         network: To other hosts, likewise: what such hosts commonly have.
         driver: Words of the name under which the driver knows it.
-        source: Where the numbers are from.
         has_bf16: It computes in bf16.
     """
 

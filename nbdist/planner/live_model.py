@@ -27,9 +27,7 @@ class ParameterKind:
 
     Attributes:
         dtype: As torch writes it, without "torch.".
-        is_trained: They have gradients.
         count: Numbers in them.
-        size_bytes: Of these.
     """
 
     dtype: str
@@ -43,11 +41,8 @@ class LiveModel:
     """A variable on a rank that is a model.
 
     Attributes:
-        name: The variable.
-        title: Its class.
+        name, title: The variable and its class.
         kinds: Its parameters; tied ones once.
-        buffers_bytes: Of its buffers.
-        n_buffers: How many.
         tied: Names of each parameter that has several.
         blocks: "layers (12 x Block)"; empty where it has no list of blocks.
         config: As in a config.json; empty where it has none.

@@ -39,7 +39,6 @@ class PlanRow:
         typed: As it is typed after --strategy.
         choice: The strategy with its degrees; None where it does not go with the model or ranks.
         problem: Why it does not; a sentence.
-        recipe: What is stored for a parameter.
         memory: Of the rank that needs most.
         share: Of the device's memory.
         sent_bytes: That a rank sends in a step of the optimizer.
@@ -76,7 +75,6 @@ class Plan:
     """A model on so many devices, a row for each strategy.
 
     Attributes:
-        model, device, world_size, load: What was planned for.
         rows: In order of the table of strategies.
         assumed: What was not typed, a phrase each.
         live: What more is known of a live model, a line each.
@@ -136,19 +134,11 @@ def plan(  # noqa: PLR0913  # what a plan is about
     assumed: tuple[str, ...] = (),
     progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
-    """A row for each strategy, or one for what was typed.
+    """A row for each strategy, or one for a strategy or degrees that were typed.
 
-    Args:
-        model: What is trained.
-        device: On what; all ranks have one of it.
-        world_size: Ranks.
-        load: Batch, sequence, optimizer and recipe.
-        strategy: A name; None for all, unless degrees are given.
-        given: Degrees and options, as strategy.choose.choose takes them.
-        measured: How fast these ranks' collectives are.
-        engine: What says how much memory a choice takes.
-        assumed: What was not typed, to be told.
-        progress: Told what is counted now: words, done, total, unit.
+    `given` has degrees and options, as strategy.choose.choose takes them. `measured` says how fast
+    these ranks' collectives are, the engine how much memory a choice takes; `progress` is told what
+    is counted now: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.

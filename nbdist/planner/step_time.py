@@ -36,13 +36,7 @@ _FORWARD = {"all-reduce": 1 / 2, "ring": 1 / 3, "all-to-all": 1 / 2}
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a rank sends in a step of the optimizer along some axes.
-
-    Attributes:
-        sent: Axes, collective and what.
-        wire_bytes: That a rank sends in a step, in all messages.
-        messages: How many.
-    """
+    """What a rank sends in a step of the optimizer along some axes; bytes are of all messages."""
 
     sent: SentBytes
     wire_bytes: float

@@ -15,11 +15,7 @@ _CLOSE = 3
 
 
 def check_names(names: Sequence[object], verb: str) -> None:
-    """Refuse what is not the name of a variable.
-
-    Args:
-        names: As typed.
-        verb: For the message: `%dist_push`.
+    """Refuse what is not the name of a variable; the verb, `%dist_push`, is for the message.
 
     Raises:
         OptionError: If one is none, or none is given.
@@ -56,8 +52,7 @@ def check_known(names: Iterable[str], defined: Collection[str]) -> None:
 def check_on_ranks(missing: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
     """Refuse names that are missing on a rank.
 
-    Args:
-        missing: For each rank that was asked: missing name -> close names that it has.
+    `missing` has for each rank that was asked: missing name -> close names that it has.
 
     Raises:
         OptionError: It says which ranks have the name; or which do not, and close names.

@@ -42,9 +42,7 @@ class TensorRecord:
 
     Attributes:
         dtype: torch's name, without `torch.`.
-        shape: Its sizes.
         requires_grad: Whether it is a leaf that collects gradients.
-        is_parameter: Whether it is an nn.Parameter.
     """
 
     dtype: str
@@ -184,11 +182,8 @@ def pack(
 def send(packed: Packed, folders: Sequence[str | Path], remarks: Sequence[str] = ()) -> PackedValue:
     """Make a parcel: through a file in one of the folders if it is large, else by itself.
 
-    Args:
-        packed: What is sent.
-        folders: The best first; they exist, and only this user can enter them. None: the
-            receiver sees no file of this machine.
-        remarks: What there is to say about it.
+    Folders are the best first; they exist, and only this user can enter them. There are none where
+    the receiver sees no file of this machine.
 
     Raises:
         TransferError: If none of them has room for it; no file is left.

@@ -105,10 +105,7 @@ def read(
 ) -> UnpackedMemory:
     """The memory of a parcel, copied. Runs nothing of the sender's, so in any thread.
 
-    Args:
-        parcel: What was sent.
-        torch: As in `unpack`.
-        check: Called often; may raise to break off.
+    `check` is called often, and may raise to break off; `torch` is as in `unpack`.
 
     Raises:
         TransferError: If it cannot be read.
@@ -130,11 +127,7 @@ def read(
 def make_values(
     contents: UnpackedMemory, refused: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The values by name of what was read.
-
-    Args:
-        contents: Used up by it: values refer to its memory.
-        refused: As in `unpack`.
+    """The values by name of what was read, to whose memory they refer; `refused` as in `unpack`.
 
     Raises:
         TransferError: If a value cannot be unpacked.

@@ -48,7 +48,6 @@ class ExportContents:
     """What the file will hold; the same on every rank.
 
     Attributes:
-        model: The class of the user's module.
         weights: In the order of the file, each tensor once.
         tied: Further names -> the name in the file.
         left_out: Names in its state that are not tensors.
@@ -65,7 +64,6 @@ class _Source:
     """A model whose weights are asked for, as this rank sees it.
 
     Attributes:
-        base: The user's module.
         names: Of what is in its state: name -> the first name of that tensor; None of no tensor.
         values: Gives whole tensors on rank 0, by names in the file. Collective: every rank.
         like: Gives shape and dtype of a whole tensor, by first name.

@@ -26,14 +26,13 @@ class Meter:
     """The progress of a save on this rank, and the request to stop it.
 
     Attributes:
-        phase: What is done now, for people.
         done_bytes, total_bytes: Written and compared; each byte counts twice.
     """
 
-    def __init__(self, total_bytes: int = 0) -> None:
+    def __init__(self) -> None:
         self.phase = "beginning"
         self.done_bytes = 0
-        self.total_bytes = total_bytes
+        self.total_bytes = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._is_final = False
@@ -79,16 +78,13 @@ class SaveJob:
 
     Attributes:
         token: Names it, the same on all ranks.
-        path: Where the checkpoint will be.
-        meter: How far it is.
         is_over: Set once nothing of it runs any more.
-        failure: Why it failed.
         saved: On rank 0, once it is in its place.
     """
 
     token: str
     path: str
-    meter: Meter
+    meter: Meter = field(default_factory=Meter)
     is_over: threading.Event = field(default_factory=threading.Event)
     failure: str = ""
     saved: Saved | None = None
@@ -102,11 +98,7 @@ _todo: SimpleQueue[tuple[SaveJob, Callable[[], None]]] = SimpleQueue()
 def keep(job: SaveJob, run: Callable[[], None]) -> None:
     """Register a save as the current one, and let a thread run the rest of it.
 
-    From here on that thread wants the interpreter for itself.
-
-    Args:
-        job: Its progress, for the control thread.
-        run: Raises nothing.
+    From here on that thread wants the interpreter for itself; `run` raises nothing.
     """
     _jobs.clear()
     _jobs[job.token] = job

@@ -36,7 +36,6 @@ class CheckpointModel:
 
     Attributes:
         name: Of a variable that holds it.
-        prepared: What the registry knows of it.
         names: First name -> all names, of those that are saved: not of passing buffers.
         dtypes: By first name.
         local: This rank's local parts, by first name.
@@ -149,8 +148,7 @@ class LiveObjects:
 def find(what: str) -> LiveObjects:
     """Find the models and optimizers of all ranks. Collective: every rank.
 
-    Args:
-        what: Is done, for messages: "Saving PATH".
+    `what` is done, for messages: "Saving PATH".
 
     Raises:
         CheckpointError: No model is prepared, or it cannot be saved in parts.

@@ -59,7 +59,6 @@ class _Plan:
     """A save's, on this rank. It holds none of the objects, nor any of their tensors.
 
     Attributes:
-        token: Of the save.
         objects: As `_objects` gives them.
         prepared: What each accelerator has prepared, by number.
         models: Name, names of tensors and dtypes of each; as of `CheckpointModel`.
@@ -91,10 +90,7 @@ def forget() -> None:
 def store(token: str, live: LiveObjects, contents: CheckpointTensors) -> None:
     """Keep the plan of a save, unless a look cannot say whether it still holds.
 
-    Args:
-        token: Of the save: the same on all ranks.
-        live: Its models and optimizers.
-        contents: What it saves.
+    The token is the same on all ranks.
     """
     forget()
     if not _is_all_there_is(live):
@@ -137,9 +133,7 @@ def lookup() -> CachedPlan | None:
 def is_agreed(recalled: CachedPlan | None, keys: Iterable[PlanKey | None]) -> bool:
     """Whether the last save's plan counts on all ranks, with the same numbers, which it gets then.
 
-    Args:
-        recalled: By this rank.
-        keys: By all ranks.
+    `recalled` is by this rank, `keys` are by all.
     """
     if recalled is None:
         return False

@@ -36,7 +36,6 @@ class RestoreMatch:
     """Which live object takes over which saved one.
 
     Attributes:
-        live: All live objects.
         models, optimizers: (name in the checkpoint, live one).
         notes: What is taken over differently from how it was saved.
     """
@@ -57,12 +56,10 @@ class _OptimizerPlan:
     """What one live optimizer takes over from a checkpoint.
 
     Attributes:
-        prepared: The live optimizer.
         agreed: What it will remember.
         parts: This rank's tensors of it, by label: those that it has, or new ones.
         copies: (tensor that it has, what is copied into it).
         others: Tensors of another shape than their parameters'.
-        groups: Settings of each group.
         whole: All of it by unique names, under FSDP1.
     """
 
@@ -81,12 +78,10 @@ class RestorePlan:
 
     Attributes:
         models: (model, values by first name).
-        optimizers: What each optimizer gets.
         schedulers: (live one, its state); gradient scalers likewise.
         loaders, objects: (live one, its state).
         counts: (accelerator, its step).
         before: (the user's object, its state of before), once they have changed.
-        notes: For a person.
     """
 
     models: list[tuple[CheckpointModel, dict[str, torch.Tensor]]]
@@ -104,10 +99,7 @@ def wanted_placements(
 ) -> dict[str, Placement]:
     """The tensors that are read, by their names in the checkpoint, and how each lies here.
 
-    Args:
-        states: The plain ones.
-        match: What is loaded into what.
-        shapes: Of the saved tensors.
+    `states` are the plain ones, `shapes` those of the saved tensors.
 
     Raises:
         CheckpointError: A state has its own format, which does not go with the strategy.

@@ -21,20 +21,13 @@ import torch
 
 from nbdist.checkpoint import folder as checkpoint_folder
 from nbdist.checkpoint.manifest import Checkpoint, Versions
-from nbdist.checkpoint.rank import (
-    plain_state,
-    plan_cache,
-    save_thread,
-    staging,
-)
-from nbdist.checkpoint.rank import (
-    write as checkpoint_write,
-)
-from nbdist.checkpoint.rank.jobs import Meter, SaveJob, keep, refuse_if_running
+from nbdist.checkpoint.rank import plain_state, plan_cache, save_thread, staging
+from nbdist.checkpoint.rank import write as checkpoint_write
+from nbdist.checkpoint.rank.jobs import SaveJob, keep, refuse_if_running
 from nbdist.checkpoint.rank.live_objects import CheckpointModel, LiveObjects, find
 from nbdist.checkpoint.rank.save_thread import RankSave, explain_errors
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
-from nbdist.checkpoint.results import RankBegun
+from nbdist.checkpoint.results import SaveStarted
 from nbdist.core import host
 from nbdist.core.host import Machine
 from nbdist.core.versions import VERSION
@@ -44,7 +37,7 @@ from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_
 from nbdist.parallel.training_state import Generators, generators, same_random
 
 
-def begin(path: str, token: str, is_async: bool) -> RankBegun:
+def begin(path: str, token: str, is_async: bool) -> SaveStarted:
     """Agree on what is saved, and let a thread of each rank write it. Collective: every rank.
 
     Args:
@@ -60,16 +53,17 @@ def begin(path: str, token: str, is_async: bool) -> RankBegun:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    save = RankSave(SaveJob(token, path, Meter()))
+    save = RankSave(SaveJob(token, path))
     with same_random():
         try:
             live = _agree(what, save)
             all_or_none(what, lambda: _take(save, live, is_copied=is_async))
             save.contents.local.clear()
-            begun = RankBegun(
+            begun = SaveStarted(
+                path=path,
                 models=tuple(model.name for model in live.models),
                 optimizers=tuple(optimizer.name for optimizer in live.optimizers),
-                own_bytes=save.contents.own_bytes(rank()),
+                copied_bytes=save.contents.own_bytes(rank()),
                 notes=_notes(live),
                 stall_s=time.perf_counter() - began_s,
             )

@@ -39,9 +39,7 @@ class RankSave:
     """All that one save needs on this rank.
 
     Attributes:
-        job: Its progress, for the control thread.
         new: Where it is written, once that is made.
-        contents: All tensors.
         processes: (machine, pid, when it started) of each rank.
         generators: States of each rank's random generators.
         began_s: By the monotonic clock.

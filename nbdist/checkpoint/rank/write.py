@@ -124,12 +124,7 @@ def write(
 ) -> dict[str, Any]:
     """Write a rank's boxes into a folder, read them back, and compare them bit for bit.
 
-    Args:
-        folder: Empty, or with other ranks' files.
-        contents: All that is saved.
-        rank: This one.
-        value: Gives a box, contiguous, on the host.
-        meter: Gets the progress.
+    `contents` is all that is saved; `value` gives a box, contiguous, on the host.
 
     Returns:
         Plain data: `files`, name -> (bytes, checksum); `boxes`, each with name, offsets, file and
@@ -249,11 +244,7 @@ def results(
 ) -> list[dict[str, Any]]:
     """What all ranks have written; waits for their reports.
 
-    Args:
-        folder: Of the save.
-        world_size: How many ranks write.
-        meter: Of this rank.
-        is_gone: Says that a rank's process has ended, or nothing.
+    `is_gone` says that a rank's process has ended, or nothing.
 
     Raises:
         CheckpointError: A rank has failed, or has ended, or writes nothing any more; says which.

@@ -27,12 +27,9 @@ check_step: RankFunction[[str, str, int, int], MeasuredMemory] = RankFunction(
 
 
 def live_model(ranks: Ranks, name: str, inputs: str = "") -> LiveModel:
-    """A variable on the ranks that is a model.
+    """A variable on the ranks that is a model; all ranks are asked, and compared.
 
-    Args:
-        ranks: All are asked, and compared.
-        name: The variable, or a path from one.
-        inputs: A variable that the model is called with; empty for none.
+    `name` is the variable or a path from one, `inputs` a variable that the model is called with.
 
     Raises:
         OptionError: There is no such variable, or it is no model; lists those that are.

@@ -43,14 +43,10 @@ class FakeEngine:
         limit_s: float = RUN_S,
         progress: Callable[[str], None] = lambda _text: None,
     ):
-        """Of one model; nothing runs yet.
+        """Of one model; nothing runs yet. `otherwise` counts what cannot be run.
 
-        Args:
-            source: Makes the model there.
-            otherwise: Counts what cannot be run.
-            problem: Why there is no source, so that nothing can be run; a phrase.
-            limit_s: For one case; afterwards formulas count all that are left.
-            progress: Told what is counted now.
+        After `limit_s` for one case it counts all that are left, as it does where a problem says
+        why there is no source.
         """
         self._source: Source | None = source
         self._otherwise = otherwise
@@ -146,23 +142,17 @@ class FakeEngine:
 
     def _end(self) -> str:
         assert self._process is not None
-        parts = [f"exit code {self._process.wait()}"]
+        code = f"exit code {self._process.wait()}"
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip()[-_LAST:].rpartition("\n")[2]
-        return f"the process of the fake run ended ({', '.join(filter(None, [*parts, last]))})"
+        return f"the process of the fake run ended ({', '.join(filter(None, [code, last]))})"
 
 
 def complete(estimate: Memory, answer: FakeAnswer, model: ModelShape) -> Memory:
     """Formulas' activations and buffers, with the states of a run that could not make its step."""
     counted = answer.memory
     if counted is not None and not model.is_assumed:
-        estimate = replace(
-            estimate,
-            parameters=counted.parameters,
-            gradients=counted.gradients,
-            optimizer=counted.optimizer,
-            step=counted.step,
-        )
+        estimate = _with_states(estimate, counted)
     return replace(estimate, note=answer.problem)
 
 
@@ -172,11 +162,11 @@ def of_count(model: ModelShape, choice: Strategy, load: Workload, run: Memory) -
     The shape that is assumed for 7e9 parameters has somewhat more or fewer.
     """
     states = memory_of(model, choice, load)
-    return replace(
-        run,
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        step=states.step,
-        most=run.most + states.parameters - run.parameters,
-    )
+    most = run.most + states.parameters - run.parameters
+    return replace(_with_states(run, states), most=most)
+
+
+def _with_states(memory: Memory, other: Memory) -> Memory:
+    """What is held between steps, and the optimizer's step, as in the other."""
+    what = ("parameters", "gradients", "optimizer", "step")
+    return replace(memory, **{name: getattr(other, name) for name in what})

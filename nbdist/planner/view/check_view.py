@@ -50,7 +50,9 @@ def shown_check(
         *described(live),
         f"a step under {strategy}, batch {load.batch}{tokens}; everything was restored afterwards",
     ]
-    after = [_source(memory, measured)]
+    by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
+    what = f"Predicted by {memory.engine}, measured by {by}."
+    after = [f"MB = 10^6 bytes, on the rank that needed most. {what}"]
     if not measured.is_device and _COPIED.search(strategy):
         after.append(GLOO)
     if not measured.has_optimizer:
@@ -63,14 +65,6 @@ def shown_check(
     text = "\n".join([*before, "", rows.text, "", *after])
     page = f"<div>{lines_html(before)}{rows.html}{lines_html(after)}</div>"
     return PlanCheckView(text, page, checks=checks, memory=memory, measured=measured)
-
-
-def _source(memory: Memory, measured: MeasuredMemory) -> str:
-    by = "the GPU's allocator" if measured.is_device else "torch's profiler, of the CPU's allocator"
-    return (
-        f"MB = 10^6 bytes, on the rank that needed most. Predicted by {memory.engine}, measured "
-        f"by {by}."
-    )
 
 
 def _cells(check: Check) -> list[str]:

@@ -37,12 +37,7 @@ _VERDICTS = {"safe": "#228833", "risky": "#aa7700", "no": "#bb3344", "?": "#7777
 
 @dataclass(frozen=True, slots=True)
 class PlanView(View):
-    """What a plan shows, with its numbers.
-
-    Attributes:
-        plan: All rows.
-        advice: What to choose.
-    """
+    """What a plan shows, with its numbers."""
 
     plan: Plan | None = None
     advice: Advice | None = None
