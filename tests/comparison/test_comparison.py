@@ -78,10 +78,6 @@ def test_a_cell_without_steps_or_communication_is_told_whole() -> None:
 
     assert (result.step_ns, result.has_steps, result.overlap) == (12_000_000, False, None)
     assert (result.dp, result.parts[0]) == (1, 1.0)
-
-
-def test_nothing_recorded_is_a_row_of_zeros() -> None:
-    """Such as where every rank's profiler was taken by the cell."""
-    result = row("ddp", choose("ddp", {}, 2), breakdown(trace()), [SEEN] * 2, [SEEN] * 2)
-
-    assert (result.step_ns, result.parts) == (0, (0.0,) * len(PARTS))
+    # Nothing was recorded: such as where every rank's profiler was taken by the cell.
+    empty = row("ddp", choose("ddp", {}, 2), breakdown(trace()), [SEEN] * 2, [SEEN] * 2)
+    assert (empty.step_ns, empty.parts) == (0, (0.0,) * len(PARTS))

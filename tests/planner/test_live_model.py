@@ -19,7 +19,7 @@ from nbdist.planner.live_model import (
 )
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, model_of
-from nbdist.planner.plan import NO, UNKNOWN, plan
+from nbdist.planner.plan import NO, UNKNOWN, Plan, plan
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choose import choose
 
@@ -37,15 +37,21 @@ GPT = LiveModel(
 )  # fmt: skip
 
 
+def planned(device: str = "h100", strategy: str | None = None) -> Plan:
+    """Of NET on two ranks, by its kinds of parameters."""
+    engine = functools.partial(by_kinds, NET)
+    on = DEVICES.get(device) or with_memory(device)
+    return plan(shape_of(NET), on, 2, Workload(), engine=engine, strategy=strategy)
+
+
 def test_ranks_have_the_same_model() -> None:
+    """And it has parameters."""
     assert alike([NET, replace(NET, name="net")]) == NET
     with pytest.raises(
         NbdistError, match=r"differs between ranks: rank 1-2 has Net \(600 parameters\)"
     ):
         alike([NET, replace(FROZEN, digest="b"), replace(FROZEN, digest="b")])
 
-
-def test_a_model_without_parameters() -> None:
     with pytest.raises(OptionError, match=r"net \(Net\) has no parameters"):
         alike([replace(NET, kinds=())])
 
@@ -108,12 +114,10 @@ def test_a_partial_count_is_no_verdict() -> None:
     """Unless what is counted is too much already."""
 
     def rows(device: str) -> set[str]:
-        engine = functools.partial(by_kinds, NET)
-        planned = plan(shape_of(NET), with_memory(device), 2, Workload(), engine=engine)
-        assert all(row.time is None for row in planned.rows)
-        advice = advise(planned)
-        assert advice.row is None
-        return {row.verdict for row in planned.rows if row.memory}
+        result = planned(device)
+        assert all(row.time is None for row in result.rows)
+        assert advise(result).row is None
+        return {row.verdict for row in result.rows if row.memory}
 
     assert rows("24GB") == {UNKNOWN}
     assert rows("0.5GB") == {NO}
@@ -121,9 +125,7 @@ def test_a_partial_count_is_no_verdict() -> None:
 
 def test_what_ddp_copies_counts_without_a_step() -> None:
     """Its buckets are as large as the gradients; fsdp has none."""
-    engine = functools.partial(by_kinds, NET)
-    planned = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=engine)
-    rows = {row.typed: row.memory for row in planned.rows if row.memory is not None}
+    rows = {row.typed: row.memory for row in planned().rows if row.memory is not None}
 
     assert {name: rows[name].buffers for name in ("single", "ddp", "zero1", "fsdp")} == {
         "single": 40, "ddp": 40 + 600 * 4, "zero1": 40 + 600 * 4, "fsdp": 40,
@@ -133,10 +135,7 @@ def test_what_ddp_copies_counts_without_a_step() -> None:
 @pytest.mark.parametrize(("name", "sent_bytes"), [("ddp", 4 * 2000), ("tp", 0)])
 def test_what_a_shapeless_model_sends(name: str, sent_bytes: int) -> None:
     """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
-    engine = functools.partial(by_kinds, NET)
-    planned = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), strategy=name, engine=engine)
-
-    assert planned.rows[0].sent_bytes == sent_bytes
+    assert planned(strategy=name).rows[0].sent_bytes == sent_bytes
 
 
 def test_it_is_described() -> None:

@@ -278,12 +278,14 @@ def test_what_would_help_does() -> None:
 
 
 def test_more_ranks_where_nothing_else_helps() -> None:
-    result = plan(SEVENTY, with_memory("24GB"), 2, Workload())
-    [_, helps] = advise(result).sentences
+    """Or not even many."""
+    [_, helps] = advise(plan(SEVENTY, with_memory("24GB"), 2, Workload())).sentences
+    [*_, nothing] = advise(plan(SEVENTY, with_memory("0.5GB"), 2, Workload())).sentences
 
     assert helps.startswith("With ")
     assert "--bf16 --checkpoint full" in helps
     assert " is safe (" in helps
+    assert "Not even 4096 ranks" in nothing
 
 
 def test_help_for_the_strategy_that_was_typed() -> None:
@@ -300,12 +302,6 @@ def test_help_for_the_strategy_that_was_typed() -> None:
     helps = advise(copies, {"bf16": True}).sentences[1]
     assert helps.startswith("With --checkpoint full")
     assert "ddp" not in helps
-
-
-def test_not_even_many_ranks() -> None:
-    result = plan(SEVENTY, with_memory("0.5GB"), 2, Workload())
-
-    assert "Not even 4096 ranks" in advise(result).sentences[-1]
 
 
 def test_without_a_known_speed_bytes_decide() -> None:
