@@ -132,13 +132,10 @@ class LinkModel:
     world_size: int
 
     def seconds(self, op: str, size_bytes: float, n: int | None = None) -> float:
-        """The estimated time of one operation.
+        """The estimated time of one operation of OPS, its size as of `BandwidthRow`.
 
-        Args:
-            op: A name of OPS.
-            size_bytes: As of `BandwidthRow`.
-            n: Ranks that take part, all without it. The bytes on the wire follow n, the latency
-                stays that of all ranks.
+        Of n ranks that take part, all without it: the bytes on the wire follow n, the latency stays
+        that of all ranks.
 
         Raises:
             OptionError: If there is no model of the operation.

@@ -28,7 +28,13 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
     rows = table(_ROW, [_cells(row, result.world_size) for row in result.rows])
     model, links = _model(result), _links(result)
     parts = ["\n".join([*head, rows.text, *foot]), model.text, links.text]
-    image = _image(result) if has_picture and result.rows and not is_stored() else ""
+    image = ""
+    if has_picture and result.rows and not is_stored():
+        alt = f"Bus bandwidth against size of {', '.join(result.ops)}; the table has the numbers."
+        data = base64.b64encode(picture(result)).decode()
+        image = (
+            f'<img alt="{html.escape(alt)}" style="width:100%" src="data:image/png;base64,{data}">'
+        )
     column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
     body = (
         f'<div>{lines_html(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
@@ -126,15 +132,6 @@ def _links(result: Bench) -> View:
     if result.caveat:
         title += " (not measured here)"
     return table(["link", "GB/s", "where"], rows, before=[title])
-
-
-def _image(result: Bench) -> str:
-    alt_text = html.escape(
-        f"Bus bandwidth against size of {', '.join(result.ops)}; the table has the numbers.",
-        quote=True,
-    )
-    data = base64.b64encode(picture(result)).decode()
-    return f'<img alt="{alt_text}" style="width:100%" src="data:image/png;base64,{data}">'
 
 
 def picture(result: Bench) -> bytes:

@@ -133,12 +133,9 @@ def python_of(body: str, transform: Callable[[str], str]) -> str:
 
 
 def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
-    """What a distributed cell becomes.
+    """What a distributed cell becomes, whose body is without its cell magics.
 
-    Args:
-        body: Without its cell magics.
-        transform: IPython's: from the text of a cell to Python.
-        show: The function that shows the value of the last expression.
+    `show` is the function that shows the value of the last expression.
 
     Raises:
         LeftOutError: If it cannot be in a script.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from nbdist.errors import OptionError
 from nbdist.exporter.export import NotebookCell
@@ -16,9 +16,7 @@ FORMAT = 4
 def notebook_path(variables: Mapping[str, object], environment: Mapping[str, str]) -> Path | None:
     """The file of the notebook that this kernel runs, as far as its front end tells; else None.
 
-    Args:
-        variables: Of the notebook; VS Code puts the path among them.
-        environment: Of the kernel; Jupyter's server puts the path there.
+    VS Code puts the path among the notebook's variables, Jupyter's server into the environment.
     """
     name = variables.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME") or ""
     path = Path(str(name))
@@ -43,17 +41,13 @@ def read(path: Path) -> list[NotebookCell]:
             f"{path} is not a notebook of format {FORMAT}. Open it in Jupyter and save it: that "
             "converts an older one."
         )
-    numbers = iter(range(1, len(cells) + 1))
-    return [
-        NotebookCell(next(numbers), _source(cell))
-        if cell.get("cell_type") == "code"
-        else NotebookCell(
-            0, _source(cell) if cell.get("cell_type") == "markdown" else "", is_code=False
-        )
-        for cell in cells
-    ]
-
-
-def _source(cell: Mapping[str, Any]) -> str:
-    source = cell.get("source", "")
-    return "".join(source) if isinstance(source, list) else str(source)
+    numbers = itertools.count(1)
+    read_cells = []
+    for cell in cells:
+        kind, source = cell.get("cell_type"), cell.get("source", "")
+        text = "".join(source) if isinstance(source, list) else str(source)
+        if kind == "code":
+            read_cells.append(NotebookCell(next(numbers), text))
+        else:
+            read_cells.append(NotebookCell(0, text if kind == "markdown" else "", is_code=False))
+    return read_cells

@@ -49,8 +49,7 @@ class Piece:
     """Something that stands in the script.
 
     Attributes:
-        number: The cell's; 0 for comments.
-        title: The cell's magic.
+        number, title: The cell's, and its magic; 0 for comments.
         part: What the cell has become; None for comments.
         ranks: Where it runs; None for everywhere.
         text: The comments, or the cell as typed.

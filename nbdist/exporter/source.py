@@ -30,8 +30,7 @@ class Edit:
     """Other lines in the place of some.
 
     Attributes:
-        first: Number of the first line, from 1.
-        last: Number of the last line.
+        first, last: Numbers of the first and the last line, from 1.
         lines: What stands there instead.
     """
 

@@ -60,12 +60,9 @@ def largest(measured: Sequence[MeasuredMemory]) -> MeasuredMemory:
 def checks(
     memory: Memory, measured: MeasuredMemory, *, has_forward: bool = True
 ) -> tuple[Check, ...]:
-    """Line by line; without what nobody predicted or measured.
+    """Line by line; without what nobody predicted or measured on the rank that needed most.
 
-    Args:
-        memory: Predicted.
-        measured: On the rank that needed most.
-        has_forward: False of a pipeline, whose call runs backward as well.
+    `has_forward` is False of a pipeline, whose call runs backward as well.
     """
     rows = [
         Check("parameters", memory.parameters, measured.parameters, is_exact=True),

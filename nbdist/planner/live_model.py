@@ -27,7 +27,6 @@ class ParameterKind:
 
     Attributes:
         dtype: As torch writes it, without "torch.".
-        count: Numbers in them.
     """
 
     dtype: str

@@ -29,11 +29,9 @@ def missing_names(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def send(names: Sequence[str], folders: Sequence[str], keeps: bool, is_whole: bool) -> PackedValue:
     """This rank's values of variables that it has.
 
-    Args:
-        names: Of variables.
-        folders: Where a large one may lie on its way, the best first.
-        keeps: Whether the value is wanted; without it this rank only helps to gather.
-        is_whole: Gather DTensors. Collective then: every rank, with the same structure.
+    A large one may lie in one of the folders on its way, the best first. Without `keeps` the value
+    is not wanted: this rank only helps to gather. `is_whole` gathers DTensors; then it is
+    collective: every rank, with the same structure.
 
     Raises:
         TransferError: If it cannot be pickled, or there is no room for it.

@@ -51,7 +51,6 @@ def test_ranks_have_the_same_model() -> None:
         NbdistError, match=r"differs between ranks: rank 1-2 has Net \(600 parameters\)"
     ):
         alike([NET, replace(FROZEN, digest="b"), replace(FROZEN, digest="b")])
-
     with pytest.raises(OptionError, match=r"net \(Net\) has no parameters"):
         alike([replace(NET, kinds=())])
 

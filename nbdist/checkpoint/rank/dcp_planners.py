@@ -60,10 +60,7 @@ class ChunkSavePlanner(SavePlanner):
     ) -> None:
         """Take what all ranks save; `create_local_plan` picks this rank's boxes.
 
-        Args:
-            contents: Of all ranks.
-            rank: Whose part is written here.
-            value: Gives a box that this rank holds, contiguous, on the host.
+        `value` gives a box that it holds, contiguous, on the host.
         """
         self._contents, self._rank, self._value = contents, rank, value
 
@@ -115,9 +112,8 @@ class ChunkLoadPlanner(LoadPlanner):
     def __init__(self, wanted: Mapping[str, tuple[torch.Tensor, Sequence[Chunk]]]) -> None:
         """Take what this rank reads, and where to.
 
-        Args:
-            wanted: Name -> (this rank's local tensor, which is filled in place, and the boxes of
-                the whole that it consists of).
+        `wanted` is name -> (this rank's local tensor, which is filled in place, and the boxes of
+        the whole that it consists of).
         """
         self._wanted = wanted
         self._metadata: Metadata | None = None

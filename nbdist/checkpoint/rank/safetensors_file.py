@@ -35,14 +35,10 @@ class WeightsFile:
         tied: Mapping[str, str],
         base: torch.nn.Module,
     ) -> None:
-        """Nothing is written before `begin`.
+        """Nothing is written before `begin`. Weights are in the file's order.
 
-        Args:
-            target: The file's path.
-            weights: In the file's order.
-            tied: Further names -> the name in the file; noted in it, as safetensors' own
-                `load_model` wants.
-            base: The user's module.
+        `tied` is further names -> the name in the file; noted in it, as safetensors' own
+        `load_model` wants.
         """
         self._target = target
         self._weights = weights

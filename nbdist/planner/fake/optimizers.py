@@ -35,13 +35,9 @@ def stepped_bytes(
     load: Workload,
     choice: Strategy,
 ) -> tuple[float, float]:
-    """Bytes of state, and of what a step makes besides.
+    """Bytes of state, and of what a step makes besides, of what this rank steps.
 
-    Args:
-        stepped: What this rank steps.
-        live: Class and defaults of the user's own optimizer, before that of the load.
-        load: Its optimizer is a word of OPTIMIZERS, and whether there is a GPU.
-        choice: Whether the step is fused.
+    `live` is class and defaults of the user's own optimizer, which counts before that of the load.
 
     Raises:
         CannotRun: The user's own optimizer, of a kind that no table has, looks at values.
