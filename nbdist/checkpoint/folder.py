@@ -42,10 +42,8 @@ _ENDED = (run_owner.DEAD, None)
 _MAX_NAME_BYTES = 255 - len(f".{_MARK}lock")
 
 
-def resolve(path: str | os.PathLike[str], base: Path | None = None) -> Path:
+def resolve(path: str | os.PathLike[str]) -> Path:
     """A path as typed, made absolute: `~`, relative ones, and links to where they point.
-
-    Relative ones begin in `base`, which is the working folder by default.
 
     Raises:
         CheckpointError: It is empty, cannot be followed, is too long, or is the file system's root.
@@ -53,7 +51,7 @@ def resolve(path: str | os.PathLike[str], base: Path | None = None) -> Path:
     if not os.fspath(path):
         raise CheckpointError("The path is empty. Name the checkpoint's folder.")
     try:
-        absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        absolute = Path(path).expanduser().resolve()
     except (OSError, RuntimeError) as error:  # a circle of links, an unknown user
         raise CheckpointError(f"{path} cannot be followed: {error}.") from error
     if len(os.fsencode(absolute.name)) > _MAX_NAME_BYTES:

@@ -67,7 +67,7 @@ def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> li
     told = [MeasuredMemory(**{k: v for k, v in one.items() if k != "sent"}) for one in found]
     measured = largest(told)
     config = MODELS[case.model]
-    engine.turn_to(Source(config=config or {}, pickled=bytes.fromhex(sent)))
+    engine._source = Source(config=config or {}, pickled=bytes.fromhex(sent))
     engine._otherwise = memory_of if config else _nothing
     choice = choose(case.name, case.given, case.n)
     load = Workload(case.batch, case.sequence, has_gpu=False)

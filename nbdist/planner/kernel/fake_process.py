@@ -77,10 +77,6 @@ class FakeEngine:
             return complete(self._otherwise(model, choice, load), answer, model)
         return of_count(model, choice, load, answer.memory) if model.is_assumed else answer.memory
 
-    def turn_to(self, source: Source) -> None:
-        """Count another model from now on, in the same process."""
-        self._source = source
-
     def close(self) -> None:
         """End the process. Twice is harmless."""
         if self._process is None:
