@@ -157,11 +157,11 @@ def test_files_that_are_none_are_told(tmp_path: Path) -> None:
     """A folder, bytes and a file of data are refused."""
     (tmp_path / "data.json").write_bytes(b"\xff" * 10)
     (tmp_path / "large.json").write_text(" " * (LARGEST + 1))
-    with pytest.raises(OptionError, match="cannot be read as text"):
-        load(tmp_path)
-    with pytest.raises(OptionError, match="cannot be read as text"):
-        load(tmp_path / "data.json")
-    with pytest.raises(OptionError, match="more than any configuration"):
-        load(tmp_path / "large.json")
-    with pytest.raises(OptionError, match="toml files are not read"):
-        load(tmp_path / "recipe.toml")
+    for name, message in (
+        ("", "cannot be read as text"),
+        ("data.json", "cannot be read as text"),
+        ("large.json", "more than any configuration"),
+        ("recipe.toml", "toml files are not read"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            load(tmp_path / name)

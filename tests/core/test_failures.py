@@ -180,10 +180,10 @@ def test_traceback_text() -> None:
 
 
 def test_traceback_text_of_a_follower_tells_where_its_own_code_was() -> None:
-    """Frames of libraries are left out where the cause is known, and only there."""
+    """Frames of libraries are left out where the cause is known; colours and addresses stay."""
     frames = (
         "\x1b[31mRuntimeError\x1b[0m      Traceback (most recent call last)",
-        "\x1b[36mCell In[3]\x1b[0m, line 1\n----> 1 train()",
+        "\x1b[36mCell In[3]\x1b[0m, line 1\n----> 1 train(<a at 0x7f>)",
         "\x1b[36mFile \x1b[32m/env/lib/python3.11/site-packages/accelerate/a.py:5\x1b[0m, in f()",
         "File ~/work/trainer.py:7, in step()",
         "RuntimeError: Connection closed by peer",
@@ -213,14 +213,6 @@ def test_traceback_text_without_a_traceback() -> None:
 
     assert traceback_text([died, bare]) == "\x1b[1mrank 0\x1b[0m raised ValueError: one\ntwo"
     assert traceback_text([died]) == ""
-
-
-def test_tracebacks_keep_their_colours() -> None:
-    """What is shown is the first rank's own traceback, colours and addresses included."""
-    failure = RankFailure(0, "E", "m", ("\x1b[31mat 0x7f\x1b[0m",))
-
-    assert traceback_text([failure]).endswith(":\n\x1b[31mat 0x7f\x1b[0m")
-    assert "second" in traceback_text([LINES])
 
 
 def test_the_error_survives_pickling_and_copying() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -49,29 +49,19 @@ def local(n: int, devices: tuple[Gpu, ...], cores: int = 8, **facts: Any) -> lis
     return list(local_reports(n, hostname="box", gpus=devices, cores=cores, **facts))
 
 
-def hosts_of(topology: Topology) -> list[str]:
-    """Return each rank's host."""
-    return [place.host for place in topology.ranks]
-
-
-def engines_of(topology: Topology) -> list[int]:
-    """Return each rank's engine id."""
-    return [place.engine_id for place in topology.ranks]
-
-
-def devices_of(topology: Topology) -> list[str]:
-    """Return each rank's device."""
-    return [place.device for place in topology.ranks]
+def each(topology: Topology, name: str) -> list[Any]:
+    """Return a field of each rank's place."""
+    return [getattr(place, name) for place in topology.ranks]
 
 
 def test_one_host_without_hints_is_ordered_by_engine_id() -> None:
     """Without hints the ranks of one host follow the engine ids, in whatever order they report."""
     topology = plan([engine(e) for e in (7, 2, 9, 4)])
 
-    assert engines_of(topology) == [2, 4, 7, 9]
-    assert [p.rank for p in topology.ranks] == [0, 1, 2, 3]
-    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 3]
-    assert {p.local_world_size for p in topology.ranks} == {4}
+    assert each(topology, "engine_id") == [2, 4, 7, 9]
+    assert each(topology, "rank") == [0, 1, 2, 3]
+    assert each(topology, "local_rank") == [0, 1, 2, 3]
+    assert set(each(topology, "local_world_size")) == {4}
     assert (topology.n_hosts, topology.world_size, topology.is_launcher_order) == (1, 4, False)
     assert (topology.rank_of_engine(9), topology.engine_of_rank(3)) == (3, 9)
     with pytest.raises(KeyError):
@@ -85,22 +75,12 @@ def test_hints_in_order_are_the_ranks() -> None:
     layout = [(r, "node2" if r < 4 else "node1") for r in range(8)]
     topology = plan(hinted(layout))
 
-    assert engines_of(topology) == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert hosts_of(topology) == ["node2"] * 4 + ["node1"] * 4
-    assert [p.node_rank for p in topology.ranks] == [0] * 4 + [1] * 4
-    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 3] * 2
+    assert each(topology, "engine_id") == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert each(topology, "host") == ["node2"] * 4 + ["node1"] * 4
+    assert each(topology, "node_rank") == [0] * 4 + [1] * 4
+    assert each(topology, "local_rank") == [0, 1, 2, 3] * 2
     assert topology.n_hosts == 2
     assert topology.is_launcher_order
-
-
-def test_cyclic_hints_are_sorted_by_host() -> None:
-    """Hints that alternate between hosts are dropped for contiguous ranks."""
-    reports = hinted([(r, f"node{1 + r % 2}") for r in range(8)])
-    topology = plan(reports)
-
-    assert hosts_of(topology) == ["node1"] * 4 + ["node2"] * 4
-    assert engines_of(topology) == [1, 3, 5, 7, 0, 2, 4, 6]
-    assert not topology.is_launcher_order
 
 
 @pytest.mark.parametrize(
@@ -116,11 +96,11 @@ def test_cyclic_hints_are_sorted_by_host() -> None:
 def test_hints_that_disagree_are_not_used(change: dict[str, object]) -> None:
     """One missing, doubled or foreign hint makes the plan sort instead."""
     reports = hinted([(r, "node1") for r in range(4)])
-    assert engines_of(plan(reports)) == [3, 2, 1, 0]
+    assert each(plan(reports), "engine_id") == [3, 2, 1, 0]
     reports[1] = replace(reports[1], **change)  # type: ignore[arg-type]
     topology = plan(reports)
 
-    assert engines_of(topology) == [0, 1, 2, 3]
+    assert each(topology, "engine_id") == [0, 1, 2, 3]
     assert not topology.is_launcher_order
 
 
@@ -132,34 +112,31 @@ def test_size_hints(size: int | None, *, is_believed: bool) -> None:
     assert plan(reports).is_launcher_order is is_believed
 
 
-def test_overlapping_ranks_of_two_jobs() -> None:
-    """Two jobs that both count from 0 are merged by host, without a rank twice."""
-    first_node = [engine(i, "node1", rank_hint=i, size_hint=2, job_id="1") for i in range(2)]
-    two = [engine(2 + i, "node2", rank_hint=i, size_hint=2, job_id="2") for i in range(2)]
-    topology = plan([*two, *first_node])
+@pytest.mark.parametrize(
+    ("reports", "engines"),
+    [
+        # Hints that alternate between hosts are dropped for contiguous ranks.
+        (hinted([(r, f"node{1 + r % 2}") for r in range(8)]), [1, 3, 5, 7, 0, 2, 4, 6]),
+        # Two jobs that both count from 0 are merged, without a rank twice.
+        ([engine(e, f"node{1 + e // 2}", rank_hint=e % 2, size_hint=2, job_id=str(e // 2))
+          for e in (2, 3, 0, 1)], [0, 1, 2, 3]),
+        # node2 comes before node10.
+        ([engine(e, host) for e, host in enumerate(["node10", "node9", "a3", "node2"])],
+         [2, 3, 1, 0]),
+        # Within a host a local hint comes before the first visible device, that before the id.
+        ([engine(0, local_hint=1, cuda_visible_devices="0"),
+          engine(1, local_hint=0, cuda_visible_devices="1")], [1, 0]),
+        ([engine(e, cuda_visible_devices=d) for e, d in enumerate(["10", "2,3", None])], [2, 1, 0]),
+    ],
+)  # fmt: skip
+def test_without_hints_of_all_ranks_engines_are_sorted(
+    reports: list[EngineReport], engines: list[int]
+) -> None:
+    """By host, then within the host."""
+    topology = plan(reports)
 
-    assert engines_of(topology) == [0, 1, 2, 3]
-    assert hosts_of(topology) == ["node1", "node1", "node2", "node2"]
-
-
-def test_hosts_sort_naturally() -> None:
-    """Host node2 comes before node10."""
-    topology = plan([engine(e, host) for e, host in enumerate(["node10", "node9", "a3", "node2"])])
-
-    assert hosts_of(topology) == ["a3", "node2", "node9", "node10"]
-
-
-def test_within_a_host_local_hints_come_before_devices_before_ids() -> None:
-    """Engines of one host are sorted by local hint, then by first visible device, then by id."""
-    hints = [(1, "0"), (0, "1")]
-    by_hint = [
-        engine(e, local_hint=hint, cuda_visible_devices=device)
-        for e, (hint, device) in enumerate(hints)
-    ]
-    by_device = [engine(e, cuda_visible_devices=d) for e, d in enumerate(["10", "2,3", None])]
-
-    assert engines_of(plan(by_hint)) == [1, 0]
-    assert engines_of(plan(by_device)) == [2, 1, 0]
+    assert each(topology, "engine_id") == engines
+    assert not topology.is_launcher_order
 
 
 def test_containers_with_one_hostname_are_two_hosts() -> None:
@@ -169,19 +146,19 @@ def test_containers_with_one_hostname_are_two_hosts() -> None:
 
     for topology in (namespaces, boots):
         assert topology.n_hosts == 2
-        assert engines_of(topology) == [0, 2, 1, 3]
-        assert [p.local_world_size for p in topology.ranks] == [2, 2, 2, 2]
+        assert each(topology, "engine_id") == [0, 2, 1, 3]
+        assert each(topology, "local_world_size") == [2, 2, 2, 2]
 
 
 def test_uneven_hosts() -> None:
     """On 3 + 1 ranks the local sizes and threads differ by host."""
     topology = plan([engine(e, "b" if e == 0 else "a") for e in range(4)])
 
-    assert engines_of(topology) == [1, 2, 3, 0]
-    assert [p.local_world_size for p in topology.ranks] == [3, 3, 3, 1]
-    assert [p.local_rank for p in topology.ranks] == [0, 1, 2, 0]
-    assert [p.node_rank for p in topology.ranks] == [0, 0, 0, 1]
-    assert [p.threads for p in topology.ranks] == [5, 5, 5, 16]
+    assert each(topology, "engine_id") == [1, 2, 3, 0]
+    assert each(topology, "local_world_size") == [3, 3, 3, 1]
+    assert each(topology, "local_rank") == [0, 1, 2, 0]
+    assert each(topology, "node_rank") == [0, 0, 0, 1]
+    assert each(topology, "threads") == [5, 5, 5, 16]
 
 
 def test_random_clusters() -> None:
@@ -193,8 +170,8 @@ def test_random_clusters() -> None:
         generator.shuffle(reports)
 
         assert topology == plan(reports)
-        assert [p.rank for p in topology.ranks] == list(range(len(reports)))
-        assert sorted(engines_of(topology)) == sorted(r.engine_id for r in reports)
+        assert each(topology, "rank") == list(range(len(reports)))
+        assert sorted(each(topology, "engine_id")) == sorted(r.engine_id for r in reports)
         blocks = [(node, list(ps)) for node, ps in groupby(topology.ranks, lambda p: p.node_rank)]
         assert [node for node, _ in blocks] == list(range(topology.n_hosts))
         for _, places in blocks:
@@ -231,10 +208,10 @@ def test_eight_gpus() -> None:
     """Eight local ranks on eight GPUs take one each, and a share of the cores."""
     topology = plan(local(8, gpus("box", 8), cores=96))
 
-    assert [p.device_uuid for p in topology.ranks] == [f"GPU-box-{i}" for i in range(8)]
-    assert {p.device_name for p in topology.ranks} == {"NVIDIA H200"}
-    assert {p.threads for p in topology.ranks} == {12}
-    assert engines_of(topology) == list(range(8))
+    assert each(topology, "device_uuid") == [f"GPU-box-{i}" for i in range(8)]
+    assert set(each(topology, "device_name")) == {"NVIDIA H200"}
+    assert set(each(topology, "threads")) == {12}
+    assert each(topology, "engine_id") == list(range(8))
     assert topology.is_launcher_order
 
 
@@ -280,7 +257,7 @@ def test_devices_and_backend(reports: list[EngineReport], devices: list[str], wh
     """Own GPUs join by NCCL; all else by Gloo, with the reason, and without scaling numbers."""
     topology = plan(reports)
 
-    assert devices_of(topology) == devices
+    assert each(topology, "device") == devices
     assert topology.why == why
     assert topology.backend == why.partition(":")[0].split()[0].lower()
     assert topology.is_scaling is (topology.backend == "nccl")
@@ -291,8 +268,8 @@ def test_the_device_counts_as_the_process_does() -> None:
     """With GPUs 6 and 7 chosen the ranks' devices are cuda:0 and cuda:1."""
     topology = plan(local(2, select_gpus(gpus("box", 8), "7,6")))
 
-    assert devices_of(topology) == ["cuda:0", "cuda:1"]
-    assert [p.device_uuid for p in topology.ranks] == ["GPU-box-7", "GPU-box-6"]
+    assert each(topology, "device") == ["cuda:0", "cuda:1"]
+    assert each(topology, "device_uuid") == ["GPU-box-7", "GPU-box-6"]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +297,7 @@ def test_gloo_on_own_gpus() -> None:
     topology = plan(local(2, gpus("box", 2)), backend="gloo")
 
     assert topology.backend == "gloo"
-    assert devices_of(topology) == ["cuda:0", "cuda:1"]
+    assert each(topology, "device") == ["cuda:0", "cuda:1"]
     assert topology.why.startswith("Gloo, as requested: each rank has its own GPU")
     assert topology.is_scaling
 
@@ -351,7 +328,7 @@ def test_threads(n: int, cores: int, asked: int | None, expected: int) -> None:
     """A rank gets cores // ranks threads, at least 1, or what was asked for."""
     topology = plan(local(n, (), cores=cores), threads=asked)
 
-    assert {p.threads for p in topology.ranks} == {expected}
+    assert set(each(topology, "threads")) == {expected}
 
 
 def test_no_threads() -> None:
@@ -452,6 +429,9 @@ V6 = (("eth0", "fe80::1%eth0"), ("eth0", "2001:db8::1"), ("lo", "::1"))
         # A loopback address toward the controller is of no use to other hosts.
         ([lan(0, "node1", "10.0.0.1", "127.0.0.1"), lan(1, "node2", "10.0.0.2")],
          ("10.0.0.1", "10.9.0.1")),
+        # It is rank 0's, whichever report comes first.
+        ([lan(1, "node1", "10.0.0.1"), lan(0, "node2", "10.0.0.2")], ("10.0.0.1", "10.9.0.1")),
+        ([lan(0, "node2", "10.0.0.2"), lan(1, "node1", "10.0.0.1")], ("10.0.0.1", "10.9.0.1")),
         # Addresses that need an interface name to be reached are no candidates.
         ([engine(0, "node1", addresses=V6), engine(1, "node2")], ("2001:db8::1",)),
     ],
@@ -466,11 +446,3 @@ def test_rank_0_without_an_address() -> None:
     reports = [engine(0, "node1", addresses=(("lo", "127.0.0.1"),)), engine(1, "node2")]
     with pytest.raises(StartError, match=r"^Rank 0 on node1 .* its addresses: lo 127\.0\.0\.1\."):
         store_addresses(plan(reports), reports)
-
-
-def test_reports_are_not_ordered_by_the_caller() -> None:
-    """The address is rank 0's, not that of the first report."""
-    reports = [lan(0, "node2", "10.0.0.2"), lan(1, "node1", "10.0.0.1")]
-
-    for first, second in pairwise([*reports, reports[0]]):
-        assert store_addresses(plan([first, second]), [first, second])[0] == "10.0.0.1"

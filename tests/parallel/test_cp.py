@@ -133,9 +133,9 @@ LLAMA = """
     eager = make(llama)
     eager.config._attn_implementation = "eager"
     errors = {
-        "mask": refused(lambda: model(**ids(0), attention_mask=mask)),
-        "window": refused(lambda: split(narrow)(**ids(0))),
-        "eager": refused(lambda: split(eager)(**ids(0))),
+        "mask": refusal(lambda: model(**ids(0), attention_mask=mask)),
+        "window": refusal(lambda: split(narrow)(**ids(0))),
+        "eager": refusal(lambda: split(eager)(**ids(0))),
     }
     done(results=results, kind=kind, logits=training.logits is None, errors=errors)
 """
@@ -264,14 +264,14 @@ MODELS = """
     left_out = [training["logits"] is None, training["more"][0][0] is None]
 
     errors = {
-        "counts": refused(lambda: loss(split(make(Counts)), 0)),
-        "mixes": refused(lambda: loss(split(make(Mixes)), 0)),
-        "shifts": refused(lambda: loss(split(make(Shifts)), 0)),
-        "masked": refused(lambda: loss(split(make(Masked)), 0)),
-        "dropout": refused(lambda: loss(split(make(lambda: Model(0.1))), 0)),
-        "length": refused(lambda: split(make(Model))(x[:, :23], y[:, :23])),
-        "no sequence": refused(lambda: split(make(Model))(x[0])),
-        "compile": refused(lambda: split(make(Model), plan_only=True, is_compiled=True)),
+        "counts": refusal(lambda: loss(split(make(Counts)), 0)),
+        "mixes": refusal(lambda: loss(split(make(Mixes)), 0)),
+        "shifts": refusal(lambda: loss(split(make(Shifts)), 0)),
+        "masked": refusal(lambda: loss(split(make(Masked)), 0)),
+        "dropout": refusal(lambda: loss(split(make(lambda: Model(0.1))), 0)),
+        "length": refusal(lambda: split(make(Model))(x[:, :23], y[:, :23])),
+        "no sequence": refusal(lambda: split(make(Model))(x[0])),
+        "compile": refusal(lambda: split(make(Model), plan_only=True, is_compiled=True)),
     }
     done(results=results, outside=outside, evals=evals, left_out=left_out, errors=errors)
 """
@@ -346,7 +346,7 @@ FORWARD = """
 
     torch.manual_seed(0)
     uneven, even, x = Heads(3), Heads(4, 0.5), torch.randn(1, 64, 24)
-    message = refused(lambda: split(uneven, context="ulysses")(x))
+    message = refusal(lambda: split(uneven, context="ulysses")(x))
     with torch.no_grad():
         alone = (split(uneven, context="ulysses")(x) - uneven(x)).abs().max().item()
         # Weights are dropped, and the rest is scaled up: far from the whole, near it on average.

@@ -32,7 +32,6 @@ def answered(value: Any) -> Future[Any]:
 
 
 def parcel(rank: int) -> Future[Any]:
-    """A rank's trace, of one event on the host `one`."""
     recording = RecordedTrace(rank_trace(rank, [Did(COMPUTE, 0, 1)]), 10**18)
     return answered(pack.send(pack.pack({"recording": recording}), ()))
 

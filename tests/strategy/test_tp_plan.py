@@ -39,13 +39,15 @@ def model(**blocks: Layer) -> dict[str, Layer]:
     return layers
 
 
-def kinds(layers: dict[str, Layer], degree: int = 2) -> dict[str, str]:
-    """The plan that is found: the last part of a name -> style."""
-    plan = find_plan(layers, degree).plan
-    return {
-        name.removeprefix("layers.0."): f"{style.kind}:{style.parts}"
-        for name, style in plan.items()
-    }
+def attention(names: str, **owner: int) -> dict[str, Layer]:
+    """One block with attention whose layers of these names are as wide as their input."""
+    layers = model(**{f"attn__{name}": linear(WIDTH, WIDTH) for name in names.split()})
+    return layers | {"layers.0.attn": Layer("other", is_in_block=True, **owner)}  # type: ignore[arg-type]
+
+
+def feed_forward() -> dict[str, Layer]:
+    """One block that is a feed-forward part."""
+    return model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: " ".join(family.columns))
@@ -84,18 +86,13 @@ def test_layers_whose_widths_do_not_fit_are_no_pair():
 
 def test_attention_without_heads_is_named():
     """Without an attribute for heads a split could cut one in two."""
-    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
-
-    assert find_plan(layers, 2).headless == ("layers.0.attn",)
+    assert find_plan(attention("q k v o"), 2).headless == ("layers.0.attn",)
 
 
 def test_norms_of_heads_are_shared_and_others_in_the_way():
     """q_norm over one head sums its gradients; over all heads it cannot be computed on a part."""
-    layers = model(attn=Layer("other", heads=4, head_size=HEAD, is_in_block=True))
-    layers |= model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
-    layers["layers.0.attn"] = Layer("other", heads=4, head_size=HEAD, is_in_block=True)
-    norm = Layer("norm", n_out=HEAD, n_own=HEAD, is_in_block=True)
-    layers["layers.0.attn.q_norm"] = norm
+    layers = attention("q k v o", heads=4, head_size=HEAD)
+    layers["layers.0.attn.q_norm"] = Layer("norm", n_out=HEAD, n_own=HEAD, is_in_block=True)
 
     assert find_plan(layers, 2).plan["layers.0.attn.q_norm"] == Style("shared")
 
@@ -105,7 +102,7 @@ def test_norms_of_heads_are_shared_and_others_in_the_way():
 
 def test_a_norm_between_split_layers_is_in_the_way():
     """It would see a part of what it takes the mean of."""
-    layers = model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
+    layers = feed_forward()
     layers["layers.0.mlp.norm"] = Layer("norm", n_out=HIDDEN, n_own=HIDDEN, is_in_block=True)
 
     assert find_plan(layers, 2).missed == ("layers.0.mlp.norm",)
@@ -113,9 +110,7 @@ def test_a_norm_between_split_layers_is_in_the_way():
 
 def test_parameters_in_attention_that_no_plan_knows_are_named():
     """Such as a bias of positions, which has one column for each head."""
-    owner = Layer("other", heads=4, is_in_block=True)
-    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in "qkvo"})
-    layers["layers.0.attn"] = owner
+    layers = attention("q k v o", heads=4)
     layers["layers.0.attn.bias"] = Layer("embedding", 16, 4, n_own=64, is_in_block=True)
 
     assert find_plan(layers, 2).missed == ("layers.0.attn.bias",)
@@ -124,21 +119,25 @@ def test_parameters_in_attention_that_no_plan_knows_are_named():
 def test_pairs_in_a_sequential_have_only_activations_between_them():
     """Each second layer ends what the first one splits; anything else in between ends the pair."""
     layers = model(mlp=Layer("sequential", is_in_block=True))
-    layers["layers.0.mlp"] = Layer("sequential", is_in_block=True)
     chain = [linear(WIDTH, HIDDEN), Layer("pointwise"), linear(HIDDEN, WIDTH), Layer("pointwise")]
     layers |= {f"layers.0.mlp.{n}": layer for n, layer in enumerate(chain)}
 
-    assert kinds(layers) == {"mlp.0": "colwise:1", "mlp.2": "rowwise:1"}
+    pair = {"layers.0.mlp.0": Style("colwise"), "layers.0.mlp.2": Style("rowwise")}
+    assert find_plan(layers, 2).plan == pair
 
     layers["layers.0.mlp.1"] = Layer("other")
-    assert kinds(layers) == {}
+    assert find_plan(layers, 2).plan == {}
 
 
 def vocabulary(n_words: int = 257, tied: str = "emb.weight", **more: Layer) -> dict[str, Layer]:
     """A model with a feed-forward part, an embedding and a head."""
-    layers = model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
     table = Layer("embedding", n_words, WIDTH, weight="emb.weight", n_own=n_words * WIDTH)
-    return {**layers, "emb": table, "head": Layer("linear", WIDTH, n_words, weight=tied), **more}
+    return {
+        **feed_forward(),
+        "emb": table,
+        "head": Layer("linear", WIDTH, n_words, weight=tied),
+        **more,
+    }
 
 
 def test_a_vocabulary_is_split_with_its_head():
@@ -197,8 +196,7 @@ def test_heads_that_do_not_divide_are_refused_with_degrees(keys, works):
 
 def test_counts_are_of_heads_widths_and_parts():
     """Grouped heads count for themselves; a fused weight by one of its parts."""
-    layers = model(**{f"attn__{letter}": linear(WIDTH, WIDTH) for letter in ("q", "o")})
-    layers["layers.0.attn"] = Layer("other", heads=4, kv_heads=2, head_size=HEAD)
+    layers = attention("q o", heads=4, kv_heads=2, head_size=HEAD)
     layers["layers.0.attn.k"] = layers["layers.0.attn.v"] = linear(WIDTH, 2 * HEAD)
     layers |= model(mlp__gate_up_proj=linear(WIDTH, 96), mlp__down_proj=linear(48, WIDTH))
     plan = find_plan(layers, 2).plan
@@ -270,8 +268,7 @@ def test_plans_that_cannot_be_followed_are_refused(patterns, message):
 def test_names_of_heads_and_rows_do_not_shadow_each_other():
     """`proj` and `out` end attention, too: in a block they are no heads."""
     layers = vocabulary(WIDTH)
-    layers |= model(**{f"attn__{name}": linear(WIDTH, WIDTH) for name in ("q", "k", "v", "proj")})
-    layers["layers.0.attn"] = Layer("other", heads=4, is_in_block=True)
+    layers |= attention("q k v proj", heads=4)
 
     assert "proj" in HEADS
     assert find_plan(layers, 2).plan["layers.0.attn.proj"] == Style("rowwise")

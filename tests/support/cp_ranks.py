@@ -10,7 +10,6 @@ COMMON = """
     from nbdist.parallel.mesh import build_mesh
     from nbdist.parallel.cp.kernels import Problem
     from nbdist.parallel.transform import ModelBuild
-    from nbdist.errors import OptionError
 
     class Attention(torch.nn.Module):
         "Four heads of queries, two of keys and values."
@@ -104,7 +103,4 @@ COMMON = """
         assert grads.keys() == alone_grads.keys(), (grads.keys(), alone_grads.keys())
         return [max(abs(a - b) for a, b in zip(losses, alone)),
                 max((grads[k] - alone_grads[k]).abs().max().item() for k in grads)]
-
-    def refused(call):
-        return refusal(call, OptionError)
 """

@@ -18,7 +18,6 @@ from unittest import mock
 from nbdist.parallel import build as building, transforms
 from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
-from nbdist.errors import OptionError
 
 WIDTH, WORDS, LENGTH, GLOBAL = 10, 37, 6, 8
 LR = 1e-2
@@ -150,7 +149,6 @@ class Counted(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.counts[name] = self.counts.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
-
 """
 
 
