@@ -59,10 +59,7 @@ def check_ranks(notes: Report, around: CheckContext) -> int | None:
 def check_batch(notes: Report, names: Batch, dp: int | None) -> None:
     """Note where the equation does not come out whole, and which number to change to what.
 
-    Args:
-        notes: Of the document.
-        names: Where it has the three numbers.
-        dp: Data-parallel ranks; None where they are not known.
+    `dp` counts data-parallel ranks; None where they are not known.
     """
     read = [notes.document.value(*path) for path in (names.whole, names.micro, names.accumulation)]
     if any(value is not None and not is_count(value) for value in read):

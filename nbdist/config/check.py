@@ -40,9 +40,7 @@ def kind_of(document: Document) -> str:
 def check(document: Document, around: CheckContext) -> Checked:
     """What is wrong with a configuration, and with those that count together with it.
 
-    Args:
-        document: What was read.
-        around: What is known beside it; where nobody says how many ranks there are, the file does.
+    Where nobody says how many ranks there are, the file does.
     """
     checked = _check_alone(document, around)
     alone = replace(_with_ranks(document, checked.kind, around), others=())
@@ -96,14 +94,7 @@ def corrected(
     """The same configuration with the changes that its findings name, and checked again.
 
     One change at a time, as each may move the next one's place. What nobody can know is left.
-
-    Args:
-        checked: As it was.
-        around: As it was checked with.
-        read: Makes a Document of a text.
-
-    Returns:
-        What is still found in the corrected text, and a line for each change.
+    Returns what is still found in the corrected text, and a line for each change.
     """
     changes: list[str] = []
     done: list[Fix] = []  # two rules that want different values would go on for ever

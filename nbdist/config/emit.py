@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nbdist.config.tree import YAML, write_value
-from nbdist.errors import OptionError
 from nbdist.strategy.choice import AXES, Options, Strategy, described, options_phrase
 
 ACCELERATE = "accelerate"
@@ -59,20 +58,6 @@ class Refusal:
     """Why a strategy cannot be said in a form, and what to use instead."""
 
     why: str
-
-
-def check_setting(setting: Setting) -> None:
-    """Refuse hosts that do not divide the ranks.
-
-    Raises:
-        OptionError: With the numbers that do.
-    """
-    ranks, hosts = setting.choice.world_size, setting.hosts
-    if ranks % hosts:
-        fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise OptionError(
-            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
-        )
 
 
 def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:

@@ -22,11 +22,7 @@ _READERS = (
 
 
 def read(name: str, text: str) -> Document:
-    """A JSON text as a Document.
-
-    Args:
-        name: Of the file, for messages.
-        text: All of it.
+    """The whole text of a JSON file, whose name is for messages, as a Document.
 
     Raises:
         OptionError: If it cannot be understood; with the line.

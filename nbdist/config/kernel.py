@@ -15,14 +15,9 @@ block_classes: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.config.r
 def setting(
     ranks: Ranks, choice: Strategy, *, hosts: int | None, script: str, clip: float
 ) -> Setting:
-    """What counts on the ranks now: strategy, hosts, devices, and the models' blocks.
+    """What counts on the ranks now: strategy, hosts, devices, and the blocks of rank 0's models.
 
-    Args:
-        ranks: The first is asked for its models.
-        choice: The strategy that counts.
-        hosts: On how many; None for as many as they are on.
-        script: What is to be started.
-        clip: The norm that gradients are clipped to, for DeepSpeed; 0 for none.
+    On so many hosts as the ranks are on where `hosts` is None; the others are as in Setting.
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.

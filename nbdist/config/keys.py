@@ -155,14 +155,12 @@ OFFLOAD_OPTIMIZER = _keys({
           "convert_grad_on_cpu",
     NUMBER: "ratio cpuadam_cores_perc",
 })  # fmt: skip
-OFFLOAD_PARAM = _keys(
-    {
-        "=none|cpu|nvme": "device",
-        TEXT: "nvme_path",
-        INT: "buffer_count buffer_size max_in_cpu",
-        BOOL: "pin_memory",
-    }
-)
+OFFLOAD_PARAM = _keys({
+    "=none|cpu|nvme": "device",
+    TEXT: "nvme_path",
+    INT: "buffer_count buffer_size max_in_cpu",
+    BOOL: "pin_memory",
+})  # fmt: skip
 ZERO = _keys({
     "=0|1|2|3": "stage",
     NUMBER: "mics_shard_size",
@@ -208,11 +206,8 @@ DEEPSPEED_LOOSE: Mapping[tuple[str, ...], Keys] = {
     ("scheduler",): SCHEDULER,
 }
 # Numbers among an optimizer's and a scheduler's own parameters.
-DEEPSPEED_NUMBERS = frozenset(
-    {
-        "lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr",
-        "warmup_num_steps", "total_num_steps", "min_lr", "max_lr", "lr_range_test_min_lr",
-        "cycle_min_lr", "cycle_max_lr",
-    }
-)  # fmt: skip
+DEEPSPEED_NUMBERS = _keys({
+    NUMBER: "lr eps weight_decay momentum warmup_min_lr warmup_max_lr warmup_num_steps "
+            "total_num_steps min_lr max_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr",
+})  # fmt: skip
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

@@ -17,12 +17,13 @@ from nbdist.config.emit import (
     Setting,
     accelerate_config,
     accelerate_text,
-    check_setting,
     deepspeed_text,
     notes,
     run_line,
 )
+from nbdist.errors import OptionError
 from nbdist.strategy.choice import described
+from nbdist.strategy.degrees import divisors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,14 @@ def configured(setting: Setting) -> Configured:
     """A strategy in every form that it has.
 
     Raises:
-        OptionError: The ranks cannot be shared out over so many hosts.
+        OptionError: The ranks cannot be shared out over so many hosts; with the numbers that can.
     """
-    check_setting(setting)
+    ranks, hosts = setting.choice.world_size, setting.hosts
+    if ranks % hosts:
+        fitting = ", ".join(map(str, divisors(ranks)))
+        raise OptionError(
+            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
+        )
     by_form = {form: write(setting) for form, write in _WRITERS.items()}
     return Configured(
         setting,

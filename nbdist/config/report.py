@@ -100,12 +100,7 @@ class Checked:
 
 @dataclass(slots=True)
 class Report:
-    """Collects the findings about one document.
-
-    Attributes:
-        document: It.
-        said: So far.
-    """
+    """Collects the findings about one document."""
 
     document: Document
     said: list[ConfigFinding] = field(default_factory=list)
@@ -165,15 +160,7 @@ def is_true(value: Any) -> bool:
 
 
 def check_keys(notes: Report, path: tuple[str, ...], keys: Keys, verdict: str, why: str) -> None:
-    """Compare a mapping's keys and values with a table.
-
-    Args:
-        notes: Of the document.
-        path: Of the mapping.
-        keys: What it may have, of which type.
-        verdict: On a key that is not in the table.
-        why: The reason, a clause.
-    """
+    """Compare a mapping's keys and values with a table; verdict and why are of unknown keys."""
     entries = notes.document.entries(*path)
     present = {entry.key for entry in entries}
     for entry in entries:

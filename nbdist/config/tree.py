@@ -57,10 +57,7 @@ class ConfigEntry:
     """A key of a mapping with its value.
 
     Attributes:
-        key: The key.
-        start, end: Of the key in the text, with quotation marks.
-        line: Of the key, from 1.
-        node: The value.
+        start, end, line: Of the key in the text, with quotation marks; lines count from 1.
     """
 
     key: str
@@ -98,7 +95,6 @@ class Document:
 
     Attributes:
         name: As the user named it.
-        text: All of it.
         syntax: JSON or YAML.
         root: A mapping.
         flaws: In the order of the lines.

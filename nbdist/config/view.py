@@ -15,11 +15,7 @@ from nbdist.strategy.choice import described
 
 @dataclass(frozen=True, slots=True)
 class CheckView(View):
-    """A View of a file that was checked.
-
-    Attributes:
-        checked: What was found; of the corrected text, where one was written.
-    """
+    """A View of what was found in a file; in the corrected text, where one was written."""
 
     checked: Checked | None = None
 
@@ -27,10 +23,7 @@ class CheckView(View):
 def checked(result: Checked, done: Sequence[str] = (), name: str = "") -> CheckView:
     """The findings as a table with their lines; below why, and what to change to what.
 
-    Args:
-        result: What was checked.
-        done: What to say above.
-        name: Of the file, where it is another one by now.
+    `done` stands above; `name` is that of the file where it is another one by now.
     """
     title = f"{name or result.document.name}: "
     view = verdicts(result.findings, before=done, title=title, none="nothing to change")
@@ -38,14 +31,7 @@ def checked(result: Checked, done: Sequence[str] = (), name: str = "") -> CheckV
 
 
 def corrected(before: Checked, after: Checked, change_lines: Sequence[str], path: str) -> CheckView:
-    """What was changed, and what is found in the corrected file.
-
-    Args:
-        before: As the user's file was.
-        after: As the corrected one is.
-        change_lines: A line for each change.
-        path: Where it was written.
-    """
+    """What was changed, a line each, and what is found in the corrected file at a path."""
     changes = [f"  {line}" for line in change_lines] or ["  none: there is no automatic correction"]
     was = "could not run" if before.is_bad else "could run"
     lines = [f"{before.document.name} {was}; {path} is written with these changes:", *changes, ""]

@@ -44,12 +44,9 @@ def load(path: str | Path) -> Document:
 
 
 def read(name: str, text: str, syntax: str = "") -> Document:
-    """A text as a Document.
+    """The whole text of a file as a Document.
 
-    Args:
-        name: Of the file; its suffix says which syntax it has, else its first character.
-        text: All of it.
-        syntax: JSON or YAML where that is known.
+    Where the syntax is not given, the suffix of the name says it, else the first character.
 
     Raises:
         OptionError: If it cannot be understood; with the line.

@@ -61,9 +61,7 @@ class Remains:
 def cause(code: int | None, remains: Remains) -> str:
     """One phrase: `signal SIGSEGV in f (lib.py, line 9), called at line 3 of cell [12]`.
 
-    Args:
-        code: The exit code, negative for a signal; None where it is not known.
-        remains: What the process left behind.
+    The exit code is negative for a signal, None where it is not known.
     """
     if code is None:
         return "unknown exit code"

@@ -41,7 +41,6 @@ class RankFailure:
     """One rank's failure in one cell.
 
     Attributes:
-        rank: The rank.
         name: The exception's class, or what happened ("RankDied").
         message: The exception's text.
         traceback: IPython's coloured traceback lines; empty when there is none.

@@ -105,15 +105,10 @@ class Rule(Generic[Scene]):
 
 
 def on_ranks(rules: Sequence[Rule[Scene]], scenes: Mapping[int, Scene]) -> tuple[Finding, ...]:
-    """What rules find on ranks, the largest share first.
+    """What rules find on ranks, each in the scene of one rank; the largest share first.
 
-    Args:
-        rules: Each looks at one rank.
-        scenes: Rank -> what a rule looks at.
-
-    Returns:
-        One finding for each rule, with the numbers and lines of the rank where it is worst, and
-        the longest stretches of all.
+    One finding for each rule, with the numbers and lines of the rank where it is worst, and the
+    longest stretches of all.
     """
     findings = []
     for rule in rules:
@@ -147,11 +142,7 @@ def report(
 ) -> list[str]:
     """Findings of rules, a block of lines for each; which there are differs from run to run.
 
-    Args:
-        findings: In their order.
-        order: Which comes first: "the largest first".
-        none: What to say where there are none.
-        has_share: The share is told too.
+    `order` says which comes first ("the largest first"), `none` what to say where there are none.
     """
     if is_stored():
         return [f"findings: {PLACEHOLDER}"]

@@ -109,11 +109,7 @@ class MemoryGroup:
 
 
 def memory_groups(pid: int | str) -> tuple[MemoryGroup, ...]:
-    """The control groups of a process that may count memory, v2 first, innermost first.
-
-    Args:
-        pid: Its number, or "self".
-    """
+    """The control groups of a process (or "self") that may count memory, v2 and innermost first."""
     paths = parse_cgroups(text(PROC / str(pid) / "cgroup"))
     return tuple(
         MemoryGroup(CGROUPS / mount / name, version)

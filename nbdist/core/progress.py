@@ -63,27 +63,24 @@ class Progress:
     def __str__(self) -> str:
         """`switch: moving 1.2 GB of 3.4 GB, 35%`."""
         text = f"{self.name}: {self.what}" if self.what else self.name
+        noun = f" {self.unit}" if self.unit and self.unit != BYTES else ""
         if self.total > 0:
             assert self.share is not None
-            text += f" {self._count(self.done)} of {self._count(self.total)}"
-            text += f"{self._noun}, {self.share:.0%}"
+            text += (
+                f" {self._count(self.done)} of {self._count(self.total)}{noun}, {self.share:.0%}"
+            )
         elif self.done > 0:
-            text += f" {self._count(self.done)}{self._noun}"
+            text += f" {self._count(self.done)}{noun}"
         return f"{text} ({self.ranks})" if self.ranks else text
 
     def _count(self, number: float) -> str:
         return units.size(number) if self.unit == BYTES else f"{number:,.0f}"
 
-    @property
-    def _noun(self) -> str:
-        return f" {self.unit}" if self.unit and self.unit != BYTES else ""
-
 
 def together(by_rank: Mapping[int, Progress | None]) -> Progress | None:
     """What all ranks come to: the record of the one that is last, with where the others are.
 
-    Args:
-        by_rank: By rank; None of one that does nothing that is told of.
+    None is a rank that does nothing that is told of.
     """
     reported = {rank: progress for rank, progress in by_rank.items() if progress is not None}
     if not reported:

@@ -60,9 +60,7 @@ def is_all(text: str) -> bool:
 def parse_numbers(text: str, what: str) -> tuple[int, ...]:
     """Return the numbers that `0,2-3` names, in the order typed, repeated ones too.
 
-    Args:
-        text: The list, in brackets or not.
-        what: What the numbers are, for the message: `ranks`, `GPUs`.
+    Brackets may stand around them. The message says `what` they are: `ranks`, `GPUs`.
 
     Raises:
         OptionError: If the text is empty or has another form, or a range runs backwards.

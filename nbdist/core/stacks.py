@@ -34,9 +34,8 @@ class Frame:
     """One line of a stack.
 
     Attributes:
-        file: The file's name as Python has it.
         line: From 1; 0 where it is not known.
-        function: The function's name; "<module>" at the top level.
+        function: "<module>" at the top level.
         source: The line's text, stripped; empty where it is not known.
     """
 
@@ -91,9 +90,7 @@ def is_library(file: str) -> bool:
 def frame_text(frame: Frame, cells: Mapping[str, int]) -> str:
     """`cell [12], line 3`, `cell [12], line 3, in step`, `torch/nn/linear.py, line 9, in f`.
 
-    Args:
-        frame: The frame.
-        cells: File name of a cell's code -> the cell's number.
+    `cells` has the cell's number for the file name of its code.
     """
     line = f"line {frame.line}" if frame.line else "an unknown line"
     within = "" if frame.function == "<module>" else f", in {frame.function}"

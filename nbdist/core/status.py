@@ -11,7 +11,6 @@ class RankStatus:
     """One rank at one moment.
 
     Attributes:
-        rank: The rank.
         state: "idle", "running cell [12]" or "ended (signal SIGKILL)".
         memory_bytes: By kind (resident, allocated, reserved); empty while it is busy.
         busy_s: How long it has been running; 0 when it is not.

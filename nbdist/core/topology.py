@@ -141,23 +141,18 @@ def plan(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Situation:
-    choice: BackendChoice  # of "auto"; its sentence is a template
-    nccl_error: str = ""  # template; "" where NCCL works
-
-
+# How ranks lie -> what "auto" takes, and what NCCL is refused with; both sentences are templates.
 _SITUATIONS = {
-    "own GPUs": _Situation(BackendChoice("nccl", "NCCL: each rank has its own GPU.", True)),
-    "shared GPUs": _Situation(
+    "own GPUs": (BackendChoice("nccl", "NCCL: each rank has its own GPU.", True), ""),
+    "shared GPUs": (
         BackendChoice("gloo", "Gloo: {sharing}, and NCCL takes one rank per GPU.", False),
         "NCCL takes one rank per GPU, and {sharing}. Use --backend gloo, or -n {n_gpus}.",
     ),
-    "MIG slices": _Situation(
+    "MIG slices": (
         BackendChoice("gloo", "Gloo: ranks run on MIG slices, which NCCL may not join.", False),
         "NCCL may not join MIG slices, and ranks run on them. Use --backend gloo, or whole GPUs.",
     ),
-    "CPUs": _Situation(
+    "CPUs": (
         BackendChoice("gloo", "Gloo on the CPU: {obstacle}.", False),
         "NCCL needs a GPU for each rank, and {obstacle}. Use --backend gloo or --backend auto.",
     ),
@@ -168,10 +163,7 @@ _GLOO_ON_OWN_GPUS = "Gloo, as requested: each rank has its own GPU, so NCCL woul
 def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") -> BackendChoice:
     """Return NCCL when each rank has a whole GPU of its own, else Gloo.
 
-    Args:
-        wanted: `auto`, `nccl` or `gloo`.
-        gpu_uuids: The GPU of each rank, or nothing when the ranks run on CPUs.
-        obstacle: Why they run on CPUs: a clause for the sentence.
+    Ranks that have no GPU run on CPUs, and `obstacle` is the clause that says why.
 
     Raises:
         OptionError: If the wanted backend is unknown, or is NCCL and cannot run here.
@@ -192,22 +184,16 @@ def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") ->
         use = "shared GPUs"
     elif any(uuid.startswith("MIG-") for uuid in gpu_uuids):
         use = "MIG slices"
-    situation = _SITUATIONS[use]
-    if wanted == "nccl" and situation.nccl_error:
-        raise OptionError(situation.nccl_error.format_map(facts))
-    if wanted == "gloo" and situation.choice.backend == "nccl":
-        return replace(situation.choice, backend="gloo", why=_GLOO_ON_OWN_GPUS)
-    return replace(situation.choice, why=situation.choice.why.format_map(facts))
+    choice, nccl_error = _SITUATIONS[use]
+    if wanted == "nccl" and nccl_error:
+        raise OptionError(nccl_error.format_map(facts))
+    if wanted == "gloo" and choice.backend == "nccl":
+        return replace(choice, backend="gloo", why=_GLOO_ON_OWN_GPUS)
+    return replace(choice, why=choice.why.format_map(facts))
 
 
 def local_reports(
-    n: int,
-    *,
-    hostname: str,
-    gpus: tuple[Gpu, ...],
-    cores: int,
-    has_cuda: bool = True,
-    torch_version: str = "",
+    n: int, *, hostname: str, gpus: tuple[Gpu, ...], cores: int
 ) -> tuple[EngineReport, ...]:
     """Return the reports of n engines that the local launcher would start: engine id = rank.
 
@@ -221,7 +207,7 @@ def local_reports(
     return tuple(
         EngineReport(
             i, hostname, gpus=gpus, cores=cores, rank_hint=i, size_hint=n, local_hint=i,
-            has_cuda=has_cuda, torch_version=torch_version,
+            has_cuda=True,
         )
         for i in range(n)
     )  # fmt: skip

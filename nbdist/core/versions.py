@@ -12,11 +12,9 @@ OLDEST_TORCH = (2, 11)
 
 
 def check_torch(version: str | None, where: str) -> None:
-    """Refuse a torch that is missing or older than OLDEST_TORCH.
+    """Refuse a torch that is missing (None) or older than OLDEST_TORCH.
 
-    Args:
-        version: As in torch.__version__ or its package metadata; None when missing.
-        where: The Python that it is for, named in the message.
+    `where` is the Python that it is for.
 
     Raises:
         StartError: With the command that installs a newer one.
@@ -31,10 +29,7 @@ def check_torch(version: str | None, where: str) -> None:
 
 
 def check_system(platform: str) -> str:
-    """A note for systems with less protection, empty on Linux.
-
-    Args:
-        platform: sys.platform.
+    """A note for systems (sys.platform) with less protection, empty on Linux.
 
     Raises:
         StartError: Anywhere else.

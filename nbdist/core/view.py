@@ -86,12 +86,8 @@ def verdicts(
 ) -> View:
     """All findings as a table, then for each that is not well why, and what to do.
 
-    Args:
-        findings: In their order. Those of a file have a column for its lines; those of a machine
-            are not the same on the next one, and are not stored.
-        before: Lines above.
-        title: Stands before the counts.
-        none: What to say where all is well.
+    Those of a file have a column for its lines; those of a machine are not the same on the next
+    one, and are not stored. `title` stands before the counts, `none` where all is well.
     """
     head = ["", "what", "found"]
     rows = [[f.verdict, f.name, shown(f.found) if f.line is None else f.found] for f in findings]

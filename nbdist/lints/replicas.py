@@ -134,9 +134,7 @@ class ReplicaCheck:
 
     Attributes:
         ranks: That were asked.
-        models: What was looked at.
-        differences: In the models' order.
-        not_finite: Likewise.
+        differences, not_finite: In the models' order.
     """
 
     ranks: tuple[int, ...]
@@ -171,11 +169,7 @@ class ReplicaCheck:
 
 
 def compare(models_of: Mapping[int, Sequence[ModelLook]]) -> ReplicaCheck:
-    """All ranks' looks as one.
-
-    Args:
-        models_of: Rank -> its models.
-    """
+    """All ranks' looks at their models as one."""
     names = dict.fromkeys(look.name for looks in models_of.values() for look in looks)
     models, differences, not_finite = [], [], []
     for name in names:

@@ -74,11 +74,9 @@ class Diagnostic:
 
 
 def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) -> list[Diagnostic]:
-    """What lints find in a cell, in the table's order.
+    """What lints find in a cell, in the table's order; from what each rank saw.
 
-    Args:
-        observations: Rank -> what it saw.
-        is_ok: The cell ended well on every rank that ran it.
+    `is_ok`: the cell ended well on every rank that ran it.
     """
     grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for rank, rank_observations in sorted(observations.items()):

@@ -38,12 +38,7 @@ def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict
     """Every degree of a row on so many ranks: word -> count, with product `world_size`.
 
     The degree that the name stands for takes all ranks that the typed ones leave; where it is
-    typed itself, dp takes them, if the row has that.
-
-    Args:
-        row: The strategy.
-        typed: Of dp, tp, pp, cp.
-        world_size: Ranks.
+    typed itself, dp takes them, if the row has that. Of dp, tp, pp and cp any may be typed.
 
     Raises:
         OptionError: If the row does not take one of them, or they do not fit the ranks.

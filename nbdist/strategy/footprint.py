@@ -155,13 +155,8 @@ def sent_bytes(
     """Bytes of parameters and gradients that a rank sends in a step of the optimizer.
 
     Activations and keys and values, which tp, pp and cp send, are not in it: `sent_phrases` names
-    them. Backwards that are accumulated count once where gradients wait for the last one.
-
-    Args:
-        choice: The strategy.
-        n_parameters: Of the whole model.
-        parameter_bytes: Of one on the wire: 2 under FSDP with bf16.
-        gradient_bytes: Likewise.
+    them. Backwards that are accumulated count once where gradients wait for the last one. The bytes
+    of a parameter and of a gradient are those on the wire: 2 under FSDP with bf16.
     """
     size = {"parameters": parameter_bytes, "gradients": gradient_bytes}
     return sum(

@@ -100,11 +100,9 @@ class Count:
 
 
 def find_plan(layers: Layers, degree: int) -> FoundPlan:
-    """The plan of a model by the usual names of its layers.
+    """The plan of a model by the usual names of its layers, which are given in its order.
 
-    Args:
-        layers: Of the model, by name, in its order.
-        degree: Of tp; a vocabulary with fewer words than ranks stays whole.
+    A vocabulary with fewer words than ranks along tp (the degree) stays whole.
     """
     plan: Plan = {}
     headless: list[str] = []

@@ -111,8 +111,7 @@ def headless(name: str) -> str:
 
 
 def _check_style(name: str, style: Style, layer: Layer) -> None:
-    wanted = {"colwise": "linear", "rowwise": "linear", "head": "linear"}.get(style.kind)
-    wanted = wanted or style.kind
+    wanted = "linear" if style.kind in {"colwise", "rowwise", "head"} else style.kind
     if wanted in _KINDS and layer.kind != wanted:
         raise OptionError(
             f"tp_plan: {name} is {style.kind}, which only goes with {_KINDS[wanted]}."

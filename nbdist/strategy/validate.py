@@ -12,11 +12,8 @@ from nbdist.strategy.options import OPTIONS, listed, takers
 def check(choice: Strategy, typed: Collection[str], device_type: str, backend: str) -> None:
     """Refuse options that do not belong to a choice, or that it would silently ignore.
 
-    Args:
-        choice: The strategy.
-        typed: Names of the options that were typed, whatever their values.
-        device_type: "cpu" or "cuda"; empty leaves open what depends on it.
-        backend: "gloo" or "nccl"; likewise.
+    `typed` names those that were typed, whatever their values. An empty device type ("cpu", "cuda")
+    or backend ("gloo", "nccl") leaves open what depends on it.
 
     Raises:
         OptionError: With the reason, and what takes the option.

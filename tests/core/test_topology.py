@@ -46,7 +46,8 @@ def hinted(layout: Sequence[tuple[int, str]]) -> list[EngineReport]:
 
 def local(n: int, devices: tuple[Gpu, ...], cores: int = 8, **facts: Any) -> list[EngineReport]:
     """Return the reports of n ranks on one machine."""
-    return list(local_reports(n, hostname="box", gpus=devices, cores=cores, **facts))
+    reports = local_reports(n, hostname="box", gpus=devices, cores=cores)
+    return [replace(report, **facts) for report in reports]
 
 
 def each(topology: Topology, name: str) -> list[Any]:

@@ -38,10 +38,9 @@ def call(  # noqa: PLR0913  # a record has many fields
     state: str = "done",
     group: str = WORLD,
     peer: int | None = None,
-    began_s: float = NOW_S - 10,
 ) -> Call:
     """A call of the present cell; `box` gives it its number."""
-    place = at(line, source)
+    place, began_s = at(line, source), NOW_S - 10
     ended_s = None if state in {"waiting", "issued"} else began_s
     return Call(op, detail, group, 0, peer, place, RUN, began_s, ended_s, state)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nbdist
 from nbdist.memory import file as memory_file
-from nbdist.memory.snapshot import AllocationFrame, RankMemory
+from nbdist.memory.snapshot import AllocationFrame
 from nbdist.notebook.notebook import NOTEBOOK
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
@@ -68,14 +68,11 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
             target.mkdir(parents=True, exist_ok=True)
             for rank in snapshot.ranks:
                 path = target / f"rank{rank.rank}.pickle.gz"
-                memory_file.write(path, _anonymous(rank), snapshot.strategy, snapshot.notes)
+                stacks = tuple(tuple(map(_frame, stack)) for stack in rank.stacks)
+                anonymous = replace(rank, host="host", stacks=stacks)
+                memory_file.write(path, anonymous, snapshot.strategy, snapshot.notes)
     finally:
         NOTEBOOK.stop()
-
-
-def _anonymous(rank: RankMemory) -> RankMemory:
-    stacks = tuple(tuple(map(_frame, stack)) for stack in rank.stacks)
-    return replace(rank, host="host", stacks=stacks)
 
 
 def _frame(frame: AllocationFrame) -> AllocationFrame:

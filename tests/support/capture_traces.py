@@ -57,14 +57,11 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
             for path in session.traces.save(Path(made)):
                 if path.name.startswith("rank"):
                     folder.mkdir(parents=True, exist_ok=True)
-                    text = re.sub(rb'"traceName": "[^"]*"', b'"traceName": ""', _text(path))
+                    text = gzip.decompress(path.read_bytes())
+                    text = re.sub(rb'"traceName": "[^"]*"', b'"traceName": ""', text)
                     (folder / path.name).write_bytes(gzip.compress(text, 9, mtime=0))
     finally:
         NOTEBOOK.stop()
-
-
-def _text(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes())
 
 
 def main() -> None:

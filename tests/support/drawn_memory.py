@@ -151,30 +151,22 @@ class _Training:
         self.pieces[place] = replace(self.pieces[place], end_ns=self.tick())
 
 
-def training(  # noqa: PLR0913
+def training(
     *,
     ranks: int = 2,
     steps: int = 4,
-    layers: int = 6,
-    width_bytes: int = 4 * MB,
     device: str = "cpu",
-    strategy: str = "ddp, dp 2",
     leak_bytes: int = 0,
 ) -> Snapshot:
     """DDP steps with Adam: activations rise, backward lets them fall, gradients and state stay."""
-    every = (
-        _rank(np.random.default_rng(rank), rank, steps, layers, width_bytes, leak_bytes)
-        for rank in range(ranks)
-    )
+    every = (_rank(np.random.default_rng(rank), rank, steps, leak_bytes) for rank in range(ranks))
     memories = [rank if device == "cpu" else _on_gpu(rank) for rank in every]
-    return Snapshot(tuple(memories), strategy)
+    return Snapshot(tuple(memories), "ddp, dp 2")
 
 
-def _rank(
-    random: np.random.Generator, rank: int, steps: int, layers: int, width: int, leak: int
-) -> RankMemory:
-    builder = _Training(random)
-    weights = [f"h.{layer}.{what}" for layer in range(layers) for what in ("attn.w", "mlp.w")]
+def _rank(random: np.random.Generator, rank: int, steps: int, leak: int) -> RankMemory:
+    builder, width = _Training(random), 4 * MB
+    weights = [f"h.{layer}.{what}" for layer in range(6) for what in ("attn.w", "mlp.w")]
     builder.pieces += [
         Piece(width * (1 + at % 2), name=builder.name(weight), address=at << 30)
         for at, weight in enumerate(weights)
@@ -254,13 +246,13 @@ def _on_gpu(rank: RankMemory) -> RankMemory:
     )
 
 
-def million(count: int = 1_000_000, ranks: int = 8, seed: int = 0) -> Snapshot:
+def million(count: int = 1_000_000, ranks: int = 8) -> Snapshot:
     """So many blocks on all ranks together, of sizes from bytes to megabytes, in steps."""
-    return Snapshot(tuple(_many(count // ranks, rank, seed) for rank in range(ranks)), "fsdp, dp 8")
+    return Snapshot(tuple(_many(count // ranks, rank) for rank in range(ranks)), "fsdp, dp 8")
 
 
-def _many(count: int, rank: int, seed: int) -> RankMemory:
-    random = np.random.default_rng([seed, rank])
+def _many(count: int, rank: int) -> RankMemory:
+    random = np.random.default_rng([0, rank])
     start_ns = np.sort(random.integers(0, 10**10, count))
     category = random.integers(0, len(CATEGORIES), count).astype(np.int8)
     stacks, names = _texts()

@@ -103,14 +103,12 @@ def _random_rank(random: np.random.Generator, count: int, rank: int, depths: int
     )
 
 
-def training(
-    count: int, *, ranks: int = 2, steps: int = 6, strategy: str = "ddp, dp 2", seed: int = 0
-) -> Trace:
+def training(count: int, *, ranks: int = 2, steps: int = 6, seed: int = 0) -> Trace:
     """About `count` events of DDP steps on CPUs: data, forward, backward, all-reduces, update."""
     randoms = [np.random.default_rng([seed, rank]) for rank in range(ranks)]
     each = count // ranks
     parts = (_training_rank(random, each, rank, steps) for rank, random in enumerate(randoms))
-    return Trace(tuple(parts), strategy)
+    return Trace(tuple(parts), "ddp, dp 2")
 
 
 _NAMES = (

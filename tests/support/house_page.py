@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import html
-from pathlib import Path
 
 from tests import test_house as house
 
@@ -116,12 +115,6 @@ def page(before: str) -> str:
     return f"{head}{BEGIN}{table()}{END}{tail}"
 
 
-def write() -> tuple[Path, Path]:
-    """Write both; where they are."""
+if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")
-    return PAGE, PICTURE
-
-
-if __name__ == "__main__":
-    write()

@@ -46,11 +46,9 @@ class Lints(CellHook):
         return True
 
     def after(self, run_id: int, *, is_ok: bool) -> tuple[str, ...]:
-        """The lines to print below a cell that has ended. Once for each cell.
+        """The lines to print below a cell that has ended, well on all its ranks or not.
 
-        Args:
-            run_id: The cell's own number.
-            is_ok: It ended well on every rank that ran it.
+        Once for each cell.
         """
         observations = self._observations.pop(run_id, {})
         lines = self._new(rules.evaluate(observations, is_ok=is_ok))

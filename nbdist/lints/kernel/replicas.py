@@ -23,10 +23,9 @@ begin_trace_nan: RankFunction[[], None] = RankFunction("nbdist.lints.rank.trace_
 
 
 def check(ranks: Ranks) -> ReplicaCheck:
-    """Compare the models of all ranks, and look for NaN and inf.
+    """Compare the models of all ranks, which are idle, and look for NaN and inf.
 
-    Args:
-        ranks: All idle. Collectives only where something differs.
+    Collectives only where something differs.
 
     Raises:
         RankGone, RankBusy, NotRunning, Interrupted: As for a cell.

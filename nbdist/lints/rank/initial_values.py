@@ -104,7 +104,8 @@ def _watch_sharding(original: Any) -> Any:
 @watch.guarded
 def _note(sharded: Any, mesh: Any) -> None:
     modules = sharded if isinstance(sharded, list | tuple) else [sharded]
-    parameters = [p for module in modules for p in module.parameters() if not watch.is_split(p)]
+    # Without those that are DTensors already.
+    parameters = [p for m in modules for p in m.parameters() if not hasattr(p, "to_local")]
     if any(p.is_meta for p in parameters):
         return  # nbdist's own way, which sends values later
     ranks = mesh.mesh.flatten().tolist() if mesh is not None else range(dist.get_world_size())

@@ -29,13 +29,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One tensor of a model on this rank.
-
-    Attributes:
-        kind, name: As in lints.replicas.Look.
-        tensor: Its own part, plain.
-        part: As in lints.replicas.Look.
-    """
+    """This rank's own part of a tensor, plain; the others are as in lints.replicas.Look."""
 
     kind: str
     name: str
@@ -45,14 +39,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """One model on this rank.
-
-    Attributes:
-        name: Of its variable, or its class.
-        strategy: What it is under, for a person.
-        tensors: All of them.
-        notes: What is not to be compared, and why.
-    """
+    """One model on this rank; name, strategy and notes are as in lints.replicas.ModelLook."""
 
     name: str
     strategy: str

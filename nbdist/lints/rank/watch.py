@@ -170,11 +170,6 @@ def parameters_by_id(optimizer: Any) -> dict[int, Any]:
     return {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
 
-def is_split(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "to_local")
-
-
 def shell() -> Any:
     """IPython's shell; None in a process without one."""
     from IPython.core.getipython import get_ipython
