@@ -39,6 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ.update({name: str(_HOME / name.lower()) for name in _DIRS})
 os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
+os.environ.pop("NBDIST_TEST", None)  # outputs are stored only where a test says so
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -69,7 +69,6 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
         book.published.append(("clear", options))
 
     streams = SimpleNamespace(stdout=_Stream("stdout", book), stderr=_Stream("stderr", book))
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
     monkeypatch.setattr(live_cell, "sys", streams)
     monkeypatch.setattr(live_cell, "publish", publish)
     monkeypatch.setattr(live_cell, "clear", clear)

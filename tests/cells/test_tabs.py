@@ -16,11 +16,6 @@ from nbdist.core.failures import RankFailure
 PNG = base64.b64encode(b"\x89PNG+/=").decode()
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 class _Page(HTMLParser):
     """Every tag with its attributes, the text in each section, and whether tags are balanced."""
 

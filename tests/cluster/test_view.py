@@ -9,11 +9,6 @@ from nbdist.core.status import RankStatus, Status
 from nbdist.core.topology import RankPlace, Topology
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 def place(rank: int, device: str = "cpu", device_name: str = "", host: str = "box") -> RankPlace:
     """A rank on a host."""
     return RankPlace(

@@ -18,11 +18,6 @@ from nbdist.core.finding import (
 from nbdist.core.view import verdicts
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 def _large(number: int) -> RuleHit | None:
     """Numbers over 2."""
     if number <= 2:

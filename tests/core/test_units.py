@@ -12,11 +12,6 @@ from nbdist.errors import StartError
 MIB = 1024 * 1024
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 # Placeholders
 
 

@@ -2,19 +2,12 @@
 
 import time
 
-import pytest
-
 from nbdist.cluster import run_owner
 from nbdist.cluster.run_owner import Run, RunOwner
 from nbdist.core.finding import BAD, WARN, Finding
 from nbdist.core.host import Machine
 from nbdist.core.view import View, verdicts
 from nbdist.diagnostics.view import below, running
-
-
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
 
 
 def test_findings() -> None:

@@ -51,6 +51,18 @@ def fresh(model=None):
     return model, torch.optim.SGD(model.parameters(), 1e-6)
 """
 
+_APART = """apart, optimizer = fresh()
+apart(x).square().mean().backward()
+"""
+_SCALED = """model, optimizer = fresh()
+for dtype, is_on in cases:
+    scaler = torch.amp.GradScaler('cpu', enabled=is_on)
+    with torch.autocast('cpu', dtype=dtype):
+        loss = model(x).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
 _SHARD = """from torch.distributed.fsdp import fully_shard
 shards = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 for one in (*shards, shards):
@@ -190,41 +202,14 @@ _LINTS = {
         f"torch.manual_seed(5)\n{_SHARD}",
     ),
     "parameters-apart": (
-        (
-            "apart, optimizer = fresh()\n"
-            "apart(x).square().mean().backward()\n"
-            "if rank == 0:\n"
-            "    optimizer.step()"
-        ),
+        f"{_APART}if rank == 0:\n    optimizer.step()",
         "the parameters of apart differ between rank 0 and rank 1 after this cell",
-        (
-            "model, optimizer = fresh()\n"
-            "for _ in range(3):\n"
-            "    model(x).square().mean().backward()\n"
-            "    optimizer.step()"
-        ),
+        f"{_APART}optimizer.step()",
     ),
     "bf16-scaler": (
-        (
-            "model, optimizer = fresh()\n"
-            "scaler = torch.amp.GradScaler('cpu')\n"
-            "with torch.autocast('cpu', dtype=torch.bfloat16):\n"
-            "    loss = model(x).float().square().mean()\n"
-            "scaler.scale(loss).backward()\n"
-            "scaler.step(optimizer)\n"
-            "scaler.update()"
-        ),
+        f"cases = [(torch.bfloat16, True)]\n{_SCALED}",
         "a GradScaler scaled a loss computed under bf16 autocast",
-        (
-            "model, optimizer = fresh()\n"
-            "for dtype, is_on in (torch.float16, True), (torch.bfloat16, False):\n"
-            "    scaler = torch.amp.GradScaler('cpu', enabled=is_on)\n"
-            "    with torch.autocast('cpu', dtype=dtype):\n"
-            "        loss = model(x).float().square().mean()\n"
-            "    scaler.scale(loss).backward()\n"
-            "    scaler.step(optimizer)\n"
-            "    scaler.update()"
-        ),
+        f"cases = [(torch.float16, True), (torch.bfloat16, False)]\n{_SCALED}",
     ),
     "workers": (
         (

@@ -33,11 +33,6 @@ from tests.support.pages import MARKUP, STRANGE, check_drawn, data_of, size_of
 MOST_BYTES = 2_000_000
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 def one_moment(snapshot: Snapshot) -> Snapshot:
     """What is in use at the end, without a history."""
     ranks = []

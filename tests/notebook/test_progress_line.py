@@ -36,7 +36,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def publish(bundle: dict[str, Any]) -> None:
         texts.append(f"publish {bundle['text/plain']}")
 
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
     monkeypatch.setattr(progress_line, "DisplayHandle", _Handle)
     monkeypatch.setattr(progress_line, "display", display)
     monkeypatch.setattr(progress_line, "publish", publish)

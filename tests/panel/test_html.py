@@ -22,11 +22,6 @@ STATE = PanelState(
 )
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 def test_as_text_it_is_complete() -> None:
     """Rows, who waits, models, what is queued, and the log."""
     text = still(STATE).text

@@ -65,9 +65,7 @@ TRACE = Subject(
 
 
 @pytest.fixture(params=[MEMORY, TRACE], ids=["memory", "trace"])
-def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    """Each, where outputs are not stored."""
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
+def subject(request: pytest.FixtureRequest) -> Subject:
     drawn: Subject = request.param
     return drawn
 

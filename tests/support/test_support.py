@@ -13,7 +13,6 @@ import pytest
 from tests.support.kernel import Kernel, KernelDiedError
 from tests.support.processes import (
     descendants,
-    open_run_dirs,
     processes_of_run,
     tcp_listeners,
     wait_gone,
@@ -175,16 +174,6 @@ def test_listening_sockets_are_listed(kernel: Kernel) -> None:
     assert {(listener.pid, listener.address) for listener in listeners} == {
         (kernel.pid, "127.0.0.1")
     }
-
-
-def test_run_dirs_that_are_left_are_listed(tmp_path: Path) -> None:
-    """Folders count, files do not, and a base that does not exist has none."""
-    (tmp_path / "run-1").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "run-2").touch()
-
-    assert open_run_dirs(tmp_path, "run-*") == [tmp_path / "run-1"]
-    assert open_run_dirs(tmp_path / "nowhere") == []
 
 
 def _pytest(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

@@ -11,12 +11,6 @@ from nbdist.strategy.table import ROWS
 from nbdist.switch.report import RankSwitchReport, merge_reports
 from nbdist.switch.view import current, switch_result
 
-
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 DDP, FSDP = default_choice(2), choose("fsdp", {"bf16": True}, 2)
 
 

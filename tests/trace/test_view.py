@@ -55,11 +55,6 @@ SHARES = TimeBreakdown(
 NO_SHARES = TimeBreakdown((), 0, None, (), (), 0.0)
 
 
-@pytest.fixture(autouse=True)
-def _not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBDIST_TEST", raising=False)
-
-
 def test_the_text_has_all_numbers() -> None:
     """Head, findings, a row for each rank, slowest rank, operations, traffic beside its formula."""
     trace = replace(training(600), notes=("One file was torn.",))
