@@ -13,11 +13,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The three numbers of the equation as a file names them.
-
-    Attributes:
-        whole, micro, accumulation: Paths of the samples of a step, of a rank at once, of backwards.
-    """
+    """Where a file has the samples of a step, those of a rank at once, and the backwards."""
 
     whole: Path = ("train_batch_size",)
     micro: Path = ("train_micro_batch_size_per_gpu",)

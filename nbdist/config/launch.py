@@ -31,7 +31,6 @@ class Configured:
     """A strategy as configurations.
 
     Attributes:
-        setting: What was asked for.
         texts: Form (of emit.FORMS) -> the file's text.
         refused: Form -> why the strategy has none.
         notes: What they do not say, or do otherwise; a line each.

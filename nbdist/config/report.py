@@ -65,11 +65,7 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFinding(Finding):
-    """A finding with what mends it.
-
-    Attributes:
-        fixes: Changes of the document that mend it, in order; none where nobody can know.
-    """
+    """A finding with the changes that mend it, in order; none where nobody can know."""
 
     fixes: tuple[Fix, ...] = ()
 
@@ -79,7 +75,6 @@ class Checked:
     """A configuration that was checked.
 
     Attributes:
-        document: What was read.
         kind: A key of KNOWN; "" for another.
         findings: In the order of the lines, those about the whole first; the good as well.
     """

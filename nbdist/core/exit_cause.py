@@ -26,36 +26,22 @@ _HINTS = {"SIGBUS": "; usually shared memory (/dev/shm) was full"}
 
 @dataclass(frozen=True, slots=True)
 class OomCounts:
-    """How many processes the system has killed for memory; None where it cannot be read.
+    """How many processes the system has killed for memory; None where it cannot be read."""
 
-    Attributes:
-        cgroup: In the rank's own control group.
-        machine: On the whole machine.
-        limit_bytes: The control group's limit; None where there is none.
-    """
-
-    cgroup: int | None = None
+    cgroup: int | None = None  # in the rank's own control group
     machine: int | None = None
-    limit_bytes: int | None = None
+    limit_bytes: int | None = None  # the control group's; None where there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What an ended rank left behind.
+    """What an ended rank left behind."""
 
-    Attributes:
-        crash_text: What its faulthandler wrote.
-        cells: File name of a cell's code -> the cell's number.
-        before: The system's counts when the rank was started.
-        after: The same when it had ended.
-        is_ours: nbdist itself killed it.
-    """
-
-    crash_text: str = ""
-    cells: Mapping[str, int] | None = None
-    before: OomCounts = OomCounts()
-    after: OomCounts = OomCounts()
-    is_ours: bool = False
+    crash_text: str = ""  # by its faulthandler
+    cells: Mapping[str, int] | None = None  # file name of a cell's code -> the cell's number
+    before: OomCounts = OomCounts()  # when the rank was started
+    after: OomCounts = OomCounts()  # when it had ended
+    is_ours: bool = False  # nbdist itself killed it
 
 
 def cause(code: int | None, remains: Remains) -> str:

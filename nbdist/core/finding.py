@@ -82,14 +82,7 @@ class RuleHit:
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Scene]):
-    """What is looked for.
-
-    Attributes:
-        name: As people read it.
-        look: Looks for it in a scene: a rank, or all of them.
-        why: Why it matters, as a clause.
-        what: What to do, as a clause.
-    """
+    """What is looked for in a scene (a rank, or all of them); why and what are as in Finding."""
 
     name: str
     look: Callable[[Scene], RuleHit | None]

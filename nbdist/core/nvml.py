@@ -30,8 +30,7 @@ class GpuReading:
         index: On the machine, as in nvidia-smi; a MIG instance has its GPU's.
         uuid: As NVML writes it: "GPU-..." or "MIG-...".
         name: "NVIDIA H200".
-        used_bytes: Device memory in use, by all processes.
-        total_bytes: Device memory.
+        used_bytes: Of device memory, by all processes.
         busy_percent: Of the last sample period (under a second), the part in which at least one
             kernel ran. It says nothing of how many of the GPU's cores worked.
         memory_busy_percent: The part in which device memory was read or written. nvidia-smi calls
@@ -57,12 +56,7 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class GpuReadings:
-    """All GPUs of a host at one moment.
-
-    Attributes:
-        gpus: In the driver's order; those that failed are left out.
-        problems: What could not be read, a sentence each.
-    """
+    """All GPUs of a host at one moment in the driver's order, and what could not be read."""
 
     gpus: tuple[GpuReading, ...] = ()
     problems: tuple[str, ...] = ()

@@ -74,12 +74,7 @@ def oom_kills(counts: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group that can count memory.
-
-    Attributes:
-        folder: Where its files are.
-        version: "v2" or "v1".
-    """
+    """A control group ("v2" or "v1") that can count memory, and the folder of its files."""
 
     folder: Path
     version: str

@@ -47,17 +47,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """What a thread was doing.
+    """What a thread was doing."""
 
-    Attributes:
-        name: The thread's name, or its number.
-        is_current: It is the one that crashed, or was asked.
-        frames: Innermost last.
-    """
-
-    name: str
-    is_current: bool
-    frames: tuple[Frame, ...]
+    name: str  # or its number
+    is_current: bool  # it is the one that crashed, or was asked
+    frames: tuple[Frame, ...]  # innermost last
 
 
 def user_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:

@@ -41,8 +41,7 @@ class ModelLook:
 
     Attributes:
         name: Of its variable, or its class.
-        strategy: What it is under, for a person.
-        looks: Its tensors, in the model's order.
+        looks: In the model's order.
         notes: What was not compared, and why, a sentence each.
     """
 
@@ -57,7 +56,6 @@ class Difference:
     """A tensor that is not the same on all ranks that should hold the same.
 
     Attributes:
-        model, kind, name: Which.
         groups: The ranks, those that agree together.
         count: Elements; those of the part that was compared.
         largest: The largest difference of an element between two of the ranks; None where it was
@@ -82,8 +80,6 @@ class NotFinite:
     """NaN or inf in one kind of a model's tensors.
 
     Attributes:
-        model, kind: Which.
-        ranks: Where.
         names: The tensors, in the model's order.
         n_nan, n_inf: Elements, over those ranks.
     """
@@ -115,7 +111,6 @@ class CheckedModel:
     """One model: what was looked at.
 
     Attributes:
-        name, strategy: As in ModelLook.
         tensors: Kind -> how many different tensors on any rank.
         compared: Kind -> how many of them two ranks or more hold alike.
         notes: What was not compared, with its ranks.

@@ -36,13 +36,7 @@ LINTS = {module.LINT.name: module.LINT for module in _MODULES}
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one rank saw in one cell.
-
-    Attributes:
-        lint: Name in LINTS.
-        subject: Of what: a variable's name, or a class.
-        facts: Numbers and texts, as JSON can carry them.
-    """
+    """What one rank saw in one cell: a lint's name, a variable or class, facts for JSON."""
 
     lint: str
     subject: str
@@ -51,13 +45,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """A lint that was found in a cell.
-
-    Attributes:
-        lint: Name in LINTS.
-        subject: Of what; with the lint's name the cause, which is reported once.
-        hit: What was found.
-    """
+    """What a lint has found in a cell; its name and the subject are a cause, reported once."""
 
     lint: str
     subject: str

@@ -109,8 +109,6 @@ class Strategy:
         name: Of a row.
         degrees: Their product is the number of ranks; all 1 for `single`, where every rank
             does the same by itself.
-        world_size: Ranks.
-        options: What was asked for.
     """
 
     name: str

@@ -104,15 +104,10 @@ def held_formula(choice: Strategy) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepCollective:
-    """A collective's cost on a ring of n ranks, for a message of which all ranks make up one.
+    """A collective's cost on a ring of n ranks, for a message of which all ranks make up one."""
 
-    Attributes:
-        text: Share of the message that a rank sends.
-        share: The same as a function of n.
-    """
-
-    text: str
-    share: Callable[[int], float]
+    text: str  # the share of the message that a rank sends
+    share: Callable[[int], float]  # the same as a function of n
 
 
 # Source: https://arxiv.org/abs/1910.02054 section 7.1 for the ring, and

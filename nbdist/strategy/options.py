@@ -144,15 +144,10 @@ _BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OP
 
 @dataclass(frozen=True, slots=True)
 class TypedOptions:
-    """What was typed beside a name, read but not yet set against a strategy.
+    """What was typed beside a name, read but not yet set against a strategy."""
 
-    Attributes:
-        degrees: By word, in the order of DEGREES.
-        options: Field of strategy.choice.Options -> value.
-    """
-
-    degrees: Mapping[str, int]
-    options: Mapping[str, object]
+    degrees: Mapping[str, int]  # by word, in the order of DEGREES
+    options: Mapping[str, object]  # by field of strategy.choice.Options
 
 
 def read(settings: Mapping[str, object]) -> TypedOptions:

@@ -43,17 +43,15 @@ class StrategyRow:
     """A strategy's axes, needs, communication and description.
 
     Attributes:
-        name: As typed.
-        title: In words.
         axis: What the name alone spans: the axis on which all ranks lie; "" for `single`.
         takes: Degrees that can be typed beside it, besides its own.
         splits: Axis -> what is split over it: HELD's words, batch, sequence.
         steps: Its own steps, of STEPS.
         common: Steps that its options may add.
-        sends: What goes over the wire in a step of the optimizer.
+        sends: In a step of the optimizer.
         gathered: What a rank has whole for a time in a step, besides what it holds; may be "".
         needs: What model and machine have to bring.
-        when: When to use it.
+        when: To use it.
         source: Where it is described.
         fixed: Why a live model can be switched neither to it nor from it; "" where it can.
         sets: Options that the name decides.

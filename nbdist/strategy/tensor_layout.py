@@ -47,12 +47,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A layout on a mesh: enough to say what each rank holds.
-
-    Attributes:
-        layout: Of the tensor.
-        degrees: The mesh; all 1 where every rank is by itself, whatever their number.
-    """
+    """A layout on a mesh (all 1 where every rank is by itself): what each rank holds."""
 
     layout: TensorLayout
     degrees: Degrees

@@ -80,15 +80,10 @@ class FoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A module whose attention heads are split over tp.
-
-    Attributes:
-        owner: Its name.
-        columns: Its colwise layers, query first.
-    """
+    """A module, by its name, whose attention heads are split over tp; its colwise layers."""
 
     owner: str
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # query first
 
 
 @dataclass(frozen=True, slots=True)
