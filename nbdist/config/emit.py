@@ -258,9 +258,8 @@ def _refusal(choice: Strategy) -> Refusal | None:
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
     """What starts a script on ranks under a strategy, with nbdist."""
     degrees = choice.degrees
-    words = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
-    several = {word: count for word, count in words.items() if count > 1}
-    meshed = [f"--{word} {count}" for word, count in several.items()] if len(several) > 1 else []
+    several = [f"--{word} {count}" for word, count in degrees.by_word.items()]
+    meshed = several if len(several) > 1 else []
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
         meshed.append(f"--replicas {degrees.dp_replicate}")
     # The context is what the name decides.

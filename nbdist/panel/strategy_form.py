@@ -104,10 +104,7 @@ def values_of(choice: Strategy) -> dict[str, Value]:
     """The fields of a choice, so that `pick` gives it again; fields at their default left out."""
     own_word, default = WORDS[ROWS[choice.name].axis], Options()
     degrees = choice.degrees
-    counts = {"dp": degrees.dp, "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp}
-    values: dict[str, Value] = {
-        word: str(n) for word, n in counts.items() if n > 1 and word != own_word
-    }
+    values: dict[str, Value] = {w: str(n) for w, n in degrees.by_word.items() if w != own_word}
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
         values["replicas"] = str(degrees.dp_replicate)
     for row in OPTIONS.values():

@@ -47,6 +47,12 @@ class Degrees:
         """How many ranks see different data: the factor of the effective batch."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def by_word(self) -> dict[str, int]:
+        """Those above 1, by the word that is typed for them, outermost first."""
+        counts = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        return {word: count for word, count in counts.items() if count > 1}
+
     def coordinate(self, rank: int) -> Degrees:
         """Where a rank is along each axis, from 0; all 0 where every rank is by itself."""
         place = {}
@@ -151,8 +157,7 @@ def label(choice: Strategy) -> str:
 def mesh_phrase(choice: Strategy) -> str:
     """The mesh in the words in which degrees are typed: `pp 2 x dp 2 x tp 2`; "" of one rank."""
     degrees = choice.degrees
-    counts = {"pp": degrees.pp, "dp": degrees.dp, "cp": degrees.cp, "tp": degrees.tp}
-    mesh = " x ".join(f"{word} {count}" for word, count in counts.items() if count > 1)
+    mesh = " x ".join(f"{word} {count}" for word, count in degrees.by_word.items())
     if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
         mesh += f" ({degrees.dp_replicate} copies on {degrees.dp_shard} ranks each)"
     return mesh

@@ -115,9 +115,7 @@ def end() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
-    watched = _state.watched.get(optimizer)
-    if watched is None:
-        watched = _state.watched[optimizer] = _Watched()
+    watched = _state.watched.setdefault(optimizer, _Watched())
     watched.count += 1
     if watched.count % _state.every == 0:
         _settle(optimizer, watched)

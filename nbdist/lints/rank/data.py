@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import platform
 import weakref
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from nbdist.lints.rank import optimizer_steps, watch
 LOOKED = 4
 MOST_TENSORS = 8
 MOST_NUMBERS = 2048
-MOST_DEPTH = 4
+_LEAVES = torch.Tensor | np.ndarray | str | int | float
 # Loops of a cell that are kept: the last ones.
 MOST_LOOPS = 8
 
@@ -169,20 +168,11 @@ def _name(loop: _Loop, drawn: Any) -> str:
 def digest(batch: Any) -> str:
     """A text that differs where the first numbers of a batch do."""
     total = hashlib.blake2b(digest_size=8)
-    for leaf in itertools.islice(_leaves(batch, MOST_DEPTH), MOST_TENSORS):
+    leaves = watch.leaves(batch, most=4 * MOST_TENSORS)
+    known = (leaf for leaf in leaves if isinstance(leaf, _LEAVES))
+    for leaf in itertools.islice(known, MOST_TENSORS):
         total.update(_bytes(leaf))
     return total.hexdigest()
-
-
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor | np.ndarray | str | int | float):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value[: 4 * MOST_TENSORS]:
-            yield from _leaves(item, depth - 1)
 
 
 def _bytes(value: Any) -> bytes:

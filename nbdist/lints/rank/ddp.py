@@ -78,9 +78,7 @@ def find_used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
     """The models that were called in this cell, or that these optimizers step."""
     called = [model for model in _live_ddps() if model.is_called]
     stepped = [model for optimizer in optimizers for model in find(optimizer)]
-    modules = [
-        model.module() for model in {id(model): model for model in (*called, *stepped)}.values()
-    ]
+    modules = [model.module() for model in dict.fromkeys((*called, *stepped))]
     return [module for module in modules if module is not None and not _is_retired(module)]
 
 
@@ -102,10 +100,10 @@ def name_of(module: Any) -> str:
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
     """An optimizer steps after a backward, and none of its models was called."""
     # A switch may have taken the wrapper off since.
-    current_ids = {id(model) for model in find(optimizer)}
+    current = find(optimizer)
     for model in ddps:
         module = model.module()
-        if module is None or id(model) not in current_ids:
+        if module is None or model not in current:
             continue
         trained = [p for p in module.parameters() if p.requires_grad]
         is_shared = torch.distributed.get_world_size(module.process_group) > 1

@@ -215,9 +215,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         return
     state = _state
     state.count += 1
-    stepper = state.steppers.get(optimizer)
-    if stepper is None:
-        stepper = state.steppers[optimizer] = _Stepper()
+    stepper = state.steppers.setdefault(optimizer, _Stepper())
     if stepper.ddp_count != ddp.count():
         stepper.ddps, stepper.ddp_count = ddp.find(optimizer), ddp.count()
     has_backward = state.backwards > stepper.backwards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,16 +81,9 @@ def _name(module: torch.nn.Module) -> str:
 
 
 def _is_finite(value: object) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value))
-
-
-def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
-            yield value.detach()
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item, depth - 1)
+    tensors = (leaf for leaf in watch.leaves(value) if isinstance(leaf, torch.Tensor))
+    return all(
+        bool(torch.isfinite(tensor.detach()).all())
+        for tensor in tensors
+        if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+    )

@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -168,6 +168,19 @@ def local(tensor: Any) -> Any:
 def parameters_by_id(optimizer: Any) -> dict[int, Any]:
     """The parameters that an optimizer steps, by their id."""
     return {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+
+def leaves(value: Any, depth: int = 4, most: int | None = None) -> Iterator[Any]:
+    """What is in dicts, lists and tuples in each other, so deep; `most` entries of a list."""
+    if depth and isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif depth and isinstance(value, list | tuple):
+        items = value[:most]
+    else:
+        yield value
+        return
+    for item in items:
+        yield from leaves(item, depth - 1, most)
 
 
 def shell() -> Any:
