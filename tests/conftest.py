@@ -23,21 +23,12 @@ pytest_plugins = ["tests.support.ranks"]
 _SESSION_VARIABLE = "NBDIST_TEST_SESSION"
 _SESSION = uuid.uuid4().hex  # tells our processes from those of a test session beside us
 _HOME = Path(tempfile.mkdtemp(prefix="nbdist-tests-"))
-_DIRS = (
-    "IPYTHONDIR",
-    "JUPYTER_CONFIG_DIR",
-    "JUPYTER_DATA_DIR",
-    "JUPYTER_RUNTIME_DIR",
-    "JUPYTERLAB_SETTINGS_DIR",
-    "JUPYTERLAB_WORKSPACES_DIR",
-    "MPLCONFIGDIR",
-)
 _END_TIMEOUT_S = float(os.environ.get("NBDIST_TEST_END_S", "10"))
 
 # A shell's background job (`make test &`, nohup) ignores SIGINT, and so would every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
-os.environ.update({name: str(_HOME / name.lower()) for name in _DIRS})
+os.environ.update({name: str(_HOME / name.lower()) for name in (*lab.DIRS, "MPLCONFIGDIR")})
 os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
 os.environ.pop("NBDIST_TEST", None)  # outputs are stored only where a test says so
 

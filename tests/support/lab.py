@@ -51,7 +51,7 @@ _SETTINGS = {
     },
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the DOM
 }
-_DIRS = (
+DIRS = (
     "IPYTHONDIR",
     "JUPYTER_CONFIG_DIR",
     "JUPYTER_DATA_DIR",
@@ -93,7 +93,7 @@ class Lab:
         self._runtime_dir = home / "jupyter_runtime_dir"
         self._log_path = home / "lab.log"
         bin_dir = str(Path(sys.executable).parent)
-        own = {name: str(home / name.lower()) for name in (*_DIRS, "npm_config_cache")}
+        own = {name: str(home / name.lower()) for name in (*DIRS, "npm_config_cache")}
         own["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", os.defpath)])
         self._env = notebook_env(own | dict(env or {}))
         self._process: subprocess.Popen[bytes] | None = None

@@ -79,9 +79,9 @@ MODEL = """
         wide = [p for p in net.parameters() if p.ndim > 1]
         return [{"params": wide}, {"params": flat, "lr": 3e-3}]
 
-    def make(seed):
+    def make(seed, kind=Net):
         torch.manual_seed(seed)
-        net = Net()
+        net = kind()
         optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
         return net, optimizer, scheduler
@@ -116,10 +116,7 @@ SAVED = """
             self.register_buffer("spare", torch.ones(2), persistent=False)
 
     def made(seed, kind):
-        torch.manual_seed(seed)
-        net = kind()
-        optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** step)
+        net, optimizer, scheduler = make(seed, kind)
         generator = torch.Generator().manual_seed(seed)
         loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator)
         counter = Counter()
