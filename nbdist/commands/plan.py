@@ -213,7 +213,7 @@ def _ranks(request: PlanRequest, given: Mapping[str, object]) -> tuple[int, tupl
     """As typed, or as the degrees make it, or as many as run."""
     if request.ranks is not None:
         return request.ranks, ()
-    degrees = {**options.read(given).degrees, "replicas": 1}
+    degrees = {**options.read(given)[0], "replicas": 1}
     product = math.prod(degrees.values())
     if product > 1:
         return product, (f"--ranks {product}, as the degrees make them",)

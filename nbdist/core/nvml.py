@@ -77,10 +77,7 @@ def reasons(bits: int) -> tuple[str, ...]:
 
 
 class Nvml:
-    """The GPUs of this host by NVML.
-
-    Args:
-        nvml: The module pynvml, handed over by whoever has imported it.
+    """The GPUs of this host by NVML: the module pynvml, handed over by whoever has imported it.
 
     Raises:
         Exception: NVML's own error where there is no driver.

@@ -56,13 +56,10 @@ class Refused(Exception):
 
 @cache
 def _pattern(third: int, fourth: int, *, has_classes: bool) -> re.Pattern[bytes]:
-    """Instructions that are let through.
+    """Instructions that are let through; with classes also those that make objects.
 
-    Args:
-        third: The largest third byte of a value's number in the memo: memory is taken for all
-            numbers up to the largest.
-        fourth: Likewise.
-        has_classes: With those that make objects.
+    The third and fourth byte of a value's number in the memo are bounded: memory is taken for all
+    numbers up to the largest.
     """
     short = b"|".join(re.escape(bytes([n])) + b"[\\x00-\\xff]{%d}" % n for n in range(256))
     places = b"[\\x00-\\xff]{2}[\\x00-\\x%02x][\\x00-\\x%02x]" % (third, fourth)

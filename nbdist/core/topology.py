@@ -216,9 +216,7 @@ def local_reports(
 def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that `--gpus` names, in the order typed: the first is `cuda:0`.
 
-    Args:
-        available: The GPUs of this machine.
-        spec: `0,1` or `0-3`; `none` for CPU ranks; None or `all` for every GPU.
+    It is `0,1` or `0-3`; `none` for CPU ranks; None or `all` for every GPU of this machine.
 
     Raises:
         OptionError: If an id does not exist or stands twice, or the spec has another form.

@@ -70,18 +70,17 @@ def choose(
         OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
             have no effect; the message lists what does.
     """
-    read = typed_options.read(settings)
-    degrees = dict(read.degrees)
+    degrees, typed = typed_options.read(settings)
     copies = degrees.pop("replicas", None)
     row = _row(name, degrees)
     counts = resolve(row, degrees, world_size)
-    mesh = _mesh(row, counts, copies, read.options.get("shard", "full") == "hybrid")
-    options = Options(**row.sets, **read.options)  # type: ignore[arg-type]  # read has the types
+    mesh = _mesh(row, counts, copies, typed.get("shard", "full") == "hybrid")
+    options = Options(**row.sets, **typed)  # type: ignore[arg-type]  # read has the types
     settled = row.name
     if row.name in MESHED:
         settled = next((word for word in ("pp", "tp") if counts.get(word, 1) > 1), "fsdp")
     choice = Strategy(settled, mesh, world_size, options)
-    validate.check(choice, set(read.options), device_type, backend)
+    validate.check(choice, set(typed), device_type, backend)
     return choice
 
 

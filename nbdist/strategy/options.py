@@ -142,18 +142,11 @@ DEGREES: Mapping[str, str] = {
 _BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OPTIONS}
 
 
-@dataclass(frozen=True, slots=True)
-class TypedOptions:
-    """What was typed beside a name, read but not yet set against a strategy."""
-
-    degrees: Mapping[str, int]  # by word, in the order of DEGREES
-    options: Mapping[str, object]  # by field of strategy.choice.Options
-
-
-def read(settings: Mapping[str, object]) -> TypedOptions:
+def read(settings: Mapping[str, object]) -> tuple[dict[str, int], dict[str, object]]:
     """What was typed, by name: a word of DEGREES, SHORTHANDS, or an option's word or field.
 
-    None and False stand for what was not typed.
+    None and False stand for what was not typed. Returns degrees by word, in the order of DEGREES,
+    and values by field of strategy.choice.Options.
 
     Raises:
         OptionError: If there is no such option, or a value is none of its choices.
@@ -178,7 +171,7 @@ def read(settings: Mapping[str, object]) -> TypedOptions:
         parsed = _READ[row.kind](row, meant)
         if options.setdefault(row.name, parsed) != parsed:
             raise OptionError(f"{row.name} is typed twice: {options[row.name]} and {parsed}.")
-    return TypedOptions({word: degrees[word] for word in DEGREES if word in degrees}, options)
+    return {word: degrees[word] for word in DEGREES if word in degrees}, options
 
 
 def _text(row: OptionRow, value: object) -> str:

@@ -29,15 +29,16 @@ def check(choice: Strategy, typed: Collection[str], device_type: str, backend: s
                 f"{name} has no {option.flag}{why}. It goes with {listed(takers(option))}."
             )
     looks_at_blocks = bool(steps & {"fsdp", "fsdp1", "pp"})
-    rules = (*_rules(choice, name, looks_at_blocks), *_place_rules(choice, device_type, backend))
-    for word, is_broken, problem in rules:
+    for word, is_broken, problem in _rules(choice, name, looks_at_blocks, device_type, backend):
         if is_broken and word in typed:
             raise OptionError(problem)
 
 
-def _rules(choice: Strategy, name: str, looks_at_blocks: bool) -> Iterator[tuple[str, bool, str]]:
+def _rules(
+    choice: Strategy, name: str, looks_at_blocks: bool, device_type: str, backend: str
+) -> Iterator[tuple[str, bool, str]]:
     """(an option, whether what was typed breaks a rule about it, what is wrong and what works)."""
-    options = choice.options
+    options, stages = choice.options, choice.degrees.pp
     is_nvme, is_deepspeed = options.offload == "nvme", choice.name == "deepspeed"
     problem = (
         f"{name} alone does not look at blocks, so --blocks would have no effect. It does with "
@@ -56,13 +57,6 @@ def _rules(choice: Strategy, name: str, looks_at_blocks: bool) -> Iterator[tuple
         "the first step. Use one of them."
     )
     yield "finds_unused", options.has_static_graph, problem
-
-
-def _place_rules(
-    choice: Strategy, device_type: str, backend: str
-) -> Iterator[tuple[str, bool, str]]:
-    """The same of what depends on the machine or the mesh."""
-    options, stages = choice.options, choice.degrees.pp
     is_split = options.hook == "powersgd" and bool(options.bucket_mb) and backend == "gloo"
     problem = (
         "On Gloo, PowerSGD works only with one bucket for all gradients (several abort the "
