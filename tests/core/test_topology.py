@@ -378,11 +378,7 @@ _MISSING = "GPU 1 does not exist. These do: 0 (NVIDIA H200), 2 (NVIDIA T4). Use 
         ("1", (0, 2), _MISSING + "ranks on the CPU."),
         ("0-2", (0, 2), _MISSING + "ranks on the CPU."),  # even within a range
         ("0", (), "GPU 0 does not exist. This machine has no GPU. Use --gpus none"),
-        (
-            "2,0,2",
-            (0, 2),
-            "GPU 2 occurs 2 times in --gpus 2,0,2. Name each GPU once; with a larger",
-        ),
+        ("2,0,2", (0, 2), "GPU 2 occurs 2 times in --gpus 2,0,2. Name each GPU once; with a "),
         ("cuda:0", (0, 2), "'cuda:0' does not name GPUs"),
     ],
 )

@@ -194,9 +194,5 @@ def test_elements_that_nobody_has_are_missing() -> None:
 
     assert missing_on_ranks(half, whole, 2) == (0, 1)
     assert missing_on_ranks(half, first, 2) == (1,)
-    assert (
-        missing_on_ranks(
-            Placement(single, half.degrees), Placement(TensorLayout((1,)), whole.degrees), 2
-        )
-        == ()
-    )
+    wanted = Placement(TensorLayout((1,)), whole.degrees)
+    assert missing_on_ranks(Placement(single, half.degrees), wanted, 2) == ()
