@@ -6,7 +6,6 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nbdist.config import check, yaml_reader
 from nbdist.config import view as config_view
@@ -174,14 +173,13 @@ def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
     Raises:
         OptionError: If something else of a strategy was typed: a file says that itself.
     """
-    read = read_options(options)
-    extra = [*read.options, *([] if "replicas" not in read.degrees else ["replicas"])]
+    degrees, others = read_options(options)
+    extra = [*others, *(["replicas"] if "replicas" in degrees else [])]
     if extra:
         raise OptionError(
             f"{extra[0]} is read from the file. With a file, only --ranks and the degrees "
             "--tp, --pp, --cp and --dp can be typed."
         )
-    degrees: dict[str, Any] = dict(read.degrees)
     return CheckContext(ranks, **degrees)
 
 
