@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbdist.config import check, yaml_reader
 from nbdist.config import view as config_view
@@ -180,7 +181,8 @@ def around_of(ranks: int | None, options: Mapping[str, object]) -> CheckContext:
             f"{extra[0]} is read from the file. With a file, only --ranks and the degrees "
             "--tp, --pp, --cp and --dp can be typed."
         )
-    return CheckContext(ranks, **degrees)
+    typed: dict[str, Any] = dict(degrees)
+    return CheckContext(ranks, **typed)
 
 
 def dist_config(values: Namespace) -> View:
