@@ -15,6 +15,7 @@ CELLS = {
     "start": "%dist_init -n 2 --grace 600",
     "bar": (
         "%%distributed\n"
+        "import time\n"
         "from tqdm.auto import tqdm\n"
         "for _ in tqdm(range(5), desc=f'of rank {rank}'): time.sleep(0.02)"
     ),

@@ -151,7 +151,9 @@ def _plain_torch_reads(folder: Path, out: Path) -> None:
     assert printed["tied"]
     assert printed["same"]
     assert "spare" not in printed["names"]
-    assert {"scale", "embed.weight", "head.weight", "blocks.3.k_proj.bias"} <= set(printed["names"])
+    assert {"scale", "embed.weight", "head.weight", "blocks.3.attention.k_proj.bias"} <= set(
+        printed["names"]
+    )
     assert printed["moments"] == ["exp_avg", "exp_avg_sq", "step"]
     assert printed["step"] == 3
 
