@@ -30,7 +30,15 @@ from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
 from nbdist.core.versions import check_torch
-from nbdist.engine import child_sockets, facts, idle_imports, responder, shell_hooks
+from nbdist.engine import (
+    child_sockets,
+    default_group,
+    facts,
+    idle_imports,
+    partial_state,
+    responder,
+    shell_hooks,
+)
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
 from nbdist.hang.recovery import GroupSpec
@@ -154,6 +162,7 @@ def join(
         timeout=GROUP_TIMEOUT,
         **options,
     )
+    _set_master_variables(store, rank, plan)
     joined(Rank(place, plan, store))
     process_groups.rejoin(user_groups)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
@@ -178,6 +187,13 @@ def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
         "WORLD_SIZE": plan.world_size,
         "LOCAL_WORLD_SIZE": place.local_world_size,
         "GROUP_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": plan.n_hosts,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": plan.world_size,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "none",
     }
     os.environ.update({name: str(value) for name, value in variables.items()})
     if place.device == "cpu":
@@ -186,6 +202,18 @@ def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(place.threads)
         torch.set_num_threads(place.threads)
+
+
+def _set_master_variables(store: dist.Store, rank: int, plan: Topology) -> None:
+    """The address at which a script of torchrun's may meet, with a port that was free at the start.
+
+    Collective at the start: every rank.
+    """
+    if rank == 0 and not store.check(["master_port"]):
+        with socket.create_server(("", 0)) as server:
+            store.set("master_port", str(server.getsockname()[1]))
+    os.environ["MASTER_ADDR"] = "127.0.0.1" if plan.n_hosts == 1 else plan.ranks[0].host
+    os.environ["MASTER_PORT"] = store.get("master_port").decode()
 
 
 def prepare(seed: int | None = None) -> Topology:
@@ -201,6 +229,9 @@ def prepare(seed: int | None = None) -> Topology:
         from accelerate.utils import set_seed
 
         set_seed(seed)
+    default_group.install()
+    if place.device == "cpu":
+        partial_state.install()
     shell = get_ipython()
     shell_hooks.install(shell)
     cell_hook.install(shell)

@@ -1,0 +1,94 @@
+"""Scripts that form and end the group of all ranks themselves run unchanged on ranks.
+
+torchrun's scripts begin with `init_process_group` and end with `destroy_process_group`. Here the
+group is formed before them, and the next cell needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from nbdist.core.rank import this_rank
+
+# Arguments of init_process_group that have no effect on a group that is formed.
+_WITHOUT_EFFECT = ("init_method", "store", "timeout", "pg_options", "device_id")
+
+
+@functools.cache  # once in a process
+def install() -> None:
+    """Let both calls agree with the group that is formed. Once it is."""
+    wrappers = {"init_process_group": _accept, "destroy_process_group": _keep}
+    for name, wrap in wrappers.items():
+        wrapped = wrap(getattr(c10d, name))
+        for module in (c10d, dist):
+            setattr(module, name, wrapped)
+
+
+def _accept(original: Callable[..., None]) -> Callable[..., None]:
+    """init_process_group, which does nothing where it asks for what the ranks have."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            original(*args, **kwargs)
+            return
+        arguments = signature.bind(*args, **kwargs).arguments
+        _compare(arguments)
+        ignored = [name for name in _WITHOUT_EFFECT if arguments.get(name) is not None]
+        effect = f"; {', '.join(ignored)} had no effect" if ignored else ""
+        _print_once(
+            f"init_process_group: the ranks have a group already, which is used (backend "
+            f"{this_rank().topology.backend}, {dist.get_world_size()} ranks){effect}."
+        )
+
+    return init_process_group
+
+
+def _compare(arguments: dict[str, Any]) -> None:
+    """Raises a ValueError, as torch does, if other ranks or another backend are asked for."""
+    topology = this_rank().topology
+    # "cpu:gloo,cuda:nccl" names one for each device; with NCCL there is Gloo for the CPU as well.
+    asked = {part.split(":")[-1] for part in str(arguments.get("backend") or "").lower().split(",")}
+    missing = asked - {"", topology.backend, "gloo"}
+    if missing:
+        raise ValueError(
+            f"init_process_group asks for {', '.join(sorted(missing))}, but the ranks have "
+            f"{topology.backend}: {topology.why}. Leave the backend out, or start the ranks with "
+            "%dist_init --backend."
+        )
+    for name, present in (("world_size", dist.get_world_size()), ("rank", dist.get_rank())):
+        if (value := arguments.get(name, -1)) not in {-1, present}:
+            raise ValueError(
+                f"init_process_group got {name}={value}, but it is {present} here. Leave it out, "
+                "or take `rank` and `world_size`, which every rank has; %dist_init -n starts "
+                "another number of ranks."
+            )
+
+
+def _keep(original: Callable[..., None]) -> Callable[..., None]:
+    """destroy_process_group, which ends the user's own groups and keeps that of all ranks."""
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            original(group)
+        elif dist.is_initialized():
+            _print_once(
+                "destroy_process_group: nbdist keeps the group of all ranks, which the next cell "
+                "needs, until the ranks end."
+            )
+
+    return destroy_process_group
+
+
+@functools.cache  # each once in a process
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201  # into the cell's output
