@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,14 @@ class NamedModel:
 
 # Whether this rank builds models that the others have already.
 _is_catching_up = False
+# Whether all ranks build now what this one builds, although no cell runs on all.
+_is_joint = False
+# What it has built alone.
+_built_alone: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_ALONE = (
+    "this rank built its model alone, after a restart, and does not have the other ranks' "
+    "values yet. Run %dist_sync_model to copy them"
+)
 
 
 def find() -> tuple[NamedModel, ...]:
@@ -134,7 +144,31 @@ def is_catching_up() -> bool:
 
 def is_alone() -> bool:
     """Whether this rank builds by itself what the others have, while they do something else."""
-    return _is_catching_up and not _runs_on_all()
+    return _is_catching_up and not _is_joint and not _runs_on_all()
+
+
+def note_alone(model: torch.nn.Module) -> None:
+    """A model was built alone: it has not the others' values before `sync_model`."""
+    _built_alone.add(model)
+
+
+def refuse_alone() -> None:
+    """Raises an NbdistError if a model of this rank has not got the others' values yet."""
+    if _is_catching_up and _built_alone:
+        gc.collect()  # one that was built again may be left over in a circle
+        if _built_alone:
+            raise NbdistError(_ALONE)
+
+
+@contextmanager
+def built_jointly() -> Iterator[None]:
+    """All ranks build together what they build in here, although no cell runs on all: a switch."""
+    global _is_joint  # noqa: PLW0603  # one process is one rank
+    _is_joint = True
+    try:
+        yield
+    finally:
+        _is_joint = False
 
 
 def rebuild_reducer(module: DistributedDataParallel) -> None:
@@ -174,22 +208,20 @@ def _watch_constructor() -> None:
             kwargs["init_sync"] = False
         construct(self, *args, **kwargs)
         if is_quiet:
-            self.register_forward_pre_hook(_refuse_alone)
+            note_alone(self)
+            self.register_forward_pre_hook(_refuse_in_forward)
 
     cls.__init__ = init
 
 
-def _refuse_alone(*_: Any) -> None:
+def _refuse_in_forward(*_: Any) -> None:
     """Before the forward of a model that was built alone: it is not the others' model yet.
 
     Raises:
         NbdistError: In a cell of all ranks, which would train different models without a word.
     """
-    if _is_catching_up and _runs_on_all():
-        raise NbdistError(
-            "this rank built its model alone, after a restart, and does not have the other ranks' "
-            "values yet. Run %dist_sync_model to copy them"
-        )
+    if _runs_on_all():
+        refuse_alone()
 
 
 def _runs_on_all() -> bool:

@@ -62,7 +62,9 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
             built = build.plan(job)
             tensors = build.tensors_of(model)
             values = {name: tensors[name].detach().to(job.device) for name in built.layouts}
-            return _commit(built, values)
+            outer = _commit(built, values)
+            live_models.note_alone(outer)
+            return outer
         job = ModelBuild(model, choice, grid_for(choice), device(), accelerator=accelerator)
         what = f"Preparing {type(model).__name__}"
         planned: list[build.Built] = []

@@ -172,3 +172,26 @@ def test_ranks_start_with_a_strategy(bare_kernel: Kernel) -> None:
     assert reset.plain[0].startswith("2 ranks on 1 host")
     assert "strategy: zero1, dp 2" in reset.plain[0]
     assert python.plain == ["'zero1'"]
+
+
+def test_after_a_restart_a_switch_builds_on_all_ranks(mortal: Kernel) -> None:
+    """Where the cells were run again on all ranks; a model that one built alone is refused."""
+    assert mortal.run("%dist_restart 1", 60).status == "ok"
+    pid = mortal.run("%%rank [1]\nimport os\nprint(os.getpid())").text.split()[-1]
+    status = mortal.run("%dist_status")
+    mortal.run(_MODEL)
+    steps = [mortal.run(_STEPS)]
+    for name in ("fsdp", "ddp"):
+        assert mortal.run(f"%dist_strategy {name}").status == "ok"
+        steps.append(mortal.run(_STEPS))
+
+    assert all(cell.status == "ok" for cell in steps), steps[-1].visible
+    assert len({cell.text for cell in steps}) == 3
+    assert pid in status.plain[0]
+
+    mortal.run("%dist_restart 1", 60)
+    alone = mortal.run(_MODEL.replace("%%distributed", "%%rank [1]"))
+    refused = mortal.run("%dist_strategy fsdp")
+
+    assert alone.status == "ok", alone.visible
+    assert "built its model alone" in refused.visible

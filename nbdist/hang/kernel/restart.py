@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nbdist.cluster.kernel.ranks import (
@@ -188,7 +188,16 @@ class _Restart:
             meshes = self._all(mesh_names, self._staying, "report their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
+        self._note_pids()
         health.needs_recovery = False
+
+    def _note_pids(self) -> None:
+        """Let the table of ranks have the new processes."""
+        topology, pids = self._ranks.topology, self._cluster.pids()
+        places = [
+            replace(place, pid=pids.get(place.engine_id, place.pid)) for place in topology.ranks
+        ]
+        self._ranks.topology = replace(topology, ranks=tuple(places))
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from nbdist.errors import NbdistError, OptionError
-from nbdist.parallel import build, precision, registry
+from nbdist.parallel import build, live_models, precision, registry
 from nbdist.parallel.consensus import (
     CommitVote,
     all_or_none,
@@ -68,7 +68,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
     reason = next((row.fixed for row in rows if row.fixed), "")
     if len(registry.prepared()) > 1 or reason:
         gc.collect()  # of cells that were run again, or what was deleted to make way
-    with same_random(), progress.during(NAME):
+    with same_random(), progress.during(NAME), live_models.built_jointly():
         progress.tell("planning")
         models = common_models(WHAT)
         if models and reason:
@@ -80,6 +80,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
             )
         # Loaders and optimizers that cannot follow refuse before anything changes.
         all_or_none(WHAT, lambda: registry.ask(before, choice))
+        all_or_none(WHAT, live_models.refuse_alone)
         registry.grid_for(choice)
         report = RankSwitchReport(before, choice)
         if models:
