@@ -38,6 +38,7 @@ from nbdist.engine import (
     partial_state,
     responder,
     shell_hooks,
+    torch_clip,
 )
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
@@ -230,6 +231,7 @@ def prepare(seed: int | None = None) -> Topology:
 
         set_seed(seed)
     default_group.install()
+    torch_clip.install()
     if place.device == "cpu":
         partial_state.install()
     shell = get_ipython()

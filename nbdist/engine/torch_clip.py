@@ -1,0 +1,126 @@
+"""torch's own clipping of gradients is right where a rank has only a part of the model.
+
+`torch.nn.utils.clip_grad_norm_` on a pipeline's stage would clip by the norm of the stage, and
+under tp it takes no list of plain tensors and DTensors. Both are handed on to ours where a
+parameter is of a model that is prepared for tp or pp; for everything else torch's function is as
+it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad as torch_clip_grad
+
+
+@functools.cache  # once in a process
+def install() -> None:
+    """Wrap torch's functions, under every name that they have in torch. Before any user code."""
+    wrappers = {
+        "clip_grad_norm_": _whole_norm,
+        "clip_grad_value_": _each_value,
+        "get_total_norm": _norm_of_gradients,
+    }
+    for name, wrap in wrappers.items():
+        original = getattr(torch.nn.utils, name)
+        wrapped = wrap(original)
+        for module in (torch.nn.utils, torch_clip_grad):
+            if getattr(module, name, None) is original:
+                setattr(module, name, wrapped)
+
+
+def _split_parameters() -> dict[int, torch.Tensor]:
+    """By id, those of prepared models of which each rank has a part under tp or pp."""
+    registry = sys.modules.get("nbdist.parallel.registry")
+    if registry is None:
+        return {}
+    return {
+        id(parameter): parameter
+        for model in registry.prepared()
+        if model.degrees.tp * model.degrees.pp > 1
+        for parameter in model.parameters.values()
+    }
+
+
+def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _clip(
+    parameters: list[torch.Tensor], max_norm: float, norm_type: float, *, is_strict: bool
+) -> Any:
+    from nbdist.parallel import registry
+    from nbdist.parallel.accelerator import clip_grad
+
+    degrees = registry.current().degrees
+    arguments = float(norm_type), registry.layout_of
+    if is_strict:
+        norm = clip_grad.clip_grad_norm(parameters, math.inf, *arguments, degrees=degrees)
+        if not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type:g} of the gradients is {norm.item()}, so they "
+                "were not clipped. To clip all the same: error_if_nonfinite=False."
+            )
+    return clip_grad.clip_grad_norm(parameters, float(max_norm), *arguments, degrees=degrees)
+
+
+def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        listed, split = _as_list(parameters), _split_parameters()
+        if any(id(parameter) in split for parameter in listed):
+            norm: torch.Tensor = _clip(listed, max_norm, norm_type, is_strict=error_if_nonfinite)
+            return norm
+        return original(listed, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+def _each_value(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        listed, split = _as_list(parameters), _split_parameters()
+        if any(id(parameter) in split for parameter in listed):
+            from nbdist.parallel.tensors import local_parts
+
+            listed = local_parts(listed)
+        original(listed, *args, **kwargs)
+
+    return clip_grad_value_
+
+
+def _norm_of_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def get_total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        listed, split = _as_list(tensors), _split_parameters()
+        by_gradient = {id(p.grad): p for p in split.values() if p.grad is not None}
+        if any(id(tensor) in by_gradient for tensor in listed):
+            owners = [by_gradient.get(id(tensor)) for tensor in listed]
+            if None in owners:
+                raise ValueError(
+                    "get_total_norm got gradients of a model that is split over ranks together "
+                    "with other tensors. Take the norm of each by itself."
+                )
+            norm: torch.Tensor = _clip(owners, math.inf, norm_type, is_strict=error_if_nonfinite)  # type: ignore[arg-type]
+            return norm
+        return original(listed, norm_type, error_if_nonfinite, *args, **kwargs)
+
+    return get_total_norm
