@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad as torch_clip_grad
 @functools.cache  # once in a process
 def install() -> None:
     """Wrap torch's functions, under every name that they have in torch. Before any user code."""
-    wrappers = {
+    wrappers: dict[str, Callable[[Any], Any]] = {
         "clip_grad_norm_": _whole_norm,
         "clip_grad_value_": _each_value,
         "get_total_norm": _norm_of_gradients,
