@@ -53,10 +53,10 @@ SUBJECTS: dict[str, tuple[Verb, ...]] = {
     "Cells and variables": (*cells.VERBS, *variables.VERBS),
     "Training in parallel": (*strategy.VERBS, *checkpoint.VERBS),
     "Time and memory": (*trace.VERBS, *memory.VERBS, *monitor.VERBS, *bandwidth.VERBS),
-    "Which strategy": (*plan.VERBS, *compare.VERBS),
-    "Is all well": (*check.VERBS, *doctor.VERBS, *config.VERBS),
-    "Outside of this notebook": (*export.VERBS, *terminal.VERBS),
-    "Overviews": (
+    "Choosing a strategy": (*plan.VERBS, *compare.VERBS),
+    "Checks": (*check.VERBS, *doctor.VERBS, *config.VERBS),
+    "Outside the notebook": (*export.VERBS, *terminal.VERBS),
+    "Overview": (
         *panel.VERBS,
         Verb("dist_help", "Show all verbs by subject.", "%dist_help", dist_help),
     ),

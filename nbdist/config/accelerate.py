@@ -32,8 +32,8 @@ def matches(document: Document) -> bool:
 def check(notes: Report, around: CheckContext) -> None:
     """Everything that a configuration of Accelerate can say wrong."""
     if notes.document.value("compute_environment") == "AMAZON_SAGEMAKER":
-        found = "AMAZON_SAGEMAKER: only the keys of this machine are checked"
-        notes.good("compute_environment", found)
+        sentence = "AMAZON_SAGEMAKER: only the keys of this machine are checked"
+        notes.good("compute_environment", sentence)
         return
     for rule in _RULES:
         rule(notes, around)

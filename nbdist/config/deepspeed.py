@@ -66,8 +66,8 @@ def _autos(notes: Report, _around: CheckContext) -> None:
     if needs:
         why = 'Accelerate and the Trainer put numbers for "auto"; DeepSpeed by itself stops at it'
         notes.warn(needs[0], why, "start it through them, or write the number")
-    found = f"{len(paths)} values are filled in as training starts: {names}"
-    notes.good("auto", found, notes.document.line(*paths[0]))
+    sentence = f"{len(paths)} values are filled in as training starts: {names}"
+    notes.good("auto", sentence, notes.document.line(*paths[0]))
 
 
 def _ranks_and_batch(notes: Report, around: CheckContext) -> None:

@@ -178,8 +178,8 @@ def check_megatron(notes: Report, around: CheckContext) -> None:
         fixes = (Fix(SET, ("num_processes",), near),) if is_own else ()
         notes.bad((_MEGATRON,), why, f"change num_processes to {near}, or a degree", *fixes)
     else:
-        found = f"{around.ranks}, {around.source}: {axes_text} x dp {around.ranks // product}"
-        notes.good("ranks", found, document.line(_MEGATRON))
+        sentence = f"{around.ranks}, {around.source}: {axes_text} x dp {around.ranks // product}"
+        notes.good("ranks", sentence, document.line(_MEGATRON))
     if degrees["pp"] > 1 and not document.has(_MEGATRON, "megatron_lm_num_micro_batches"):
         micro = (_MEGATRON, "megatron_lm_num_micro_batches")
         why = f"a pipeline of {degrees['pp']} stages idles without micro-batches that fill it"

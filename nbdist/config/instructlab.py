@@ -34,8 +34,8 @@ def matches(document: Document) -> bool:
 
 def check(notes: Report, around: CheckContext) -> None:
     """The batch against the ranks, and what it says twice: here and in DeepSpeed's file."""
-    found = "of train: those of batch, ranks, precision and stage were checked, no others"
-    notes.good("keys", found)
+    sentence = "of train: those of batch, ranks, precision and stage were checked, no others"
+    notes.good("keys", sentence)
     for path in (_BATCH.whole, _BATCH.micro, _BATCH.accumulation, ("train", "num_gpus")):
         entry = notes.document.entry(*path)
         if entry is not None:

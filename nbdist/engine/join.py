@@ -38,13 +38,13 @@ from nbdist.engine import (
     partial_state,
     responder,
     shell_hooks,
-    torch_clip,
 )
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
+from nbdist.parallel.accelerator import torch_clip
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files

@@ -20,12 +20,12 @@ def _apart_since(subject: str, facts: Facts) -> list[RuleHit]:
         if first is not None:
             step, groups = first
             every = facts[ranks[0]]["every"]
-            found = (
+            sentence = (
                 f"before step {step} of its optimizer, the parameters of {subject} differed "
                 f"between {versus(groups.values())} (checked every {every} "
                 f"step{'s' * (every > 1)})"
             )
-            hits.append(RuleHit(found, tuple(ranks)))
+            hits.append(RuleHit(sentence, tuple(ranks)))
     return hits
 
 

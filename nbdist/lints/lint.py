@@ -45,7 +45,7 @@ def each(sentence: Callable[..., str]) -> Callable[[str, Facts], list[RuleHit]]:
     """A lint that each rank sees by itself; ranks with the same sentence are one hit."""
 
     def judge(subject: str, facts: Facts) -> list[RuleHit]:
-        sentences = {rank: sentence(subject=subject, **seen) for rank, seen in facts.items()}
+        sentences = {rank: sentence(subject=subject, **values) for rank, values in facts.items()}
         return [RuleHit(text, tuple(ranks)) for text, ranks in group(sentences).items()]
 
     return judge

@@ -26,11 +26,11 @@ def _same_batches(subject: str, facts: Facts) -> list[RuleHit]:
     for ranks in groups:
         if len(ranks) > 1:
             compared = min(len(facts[rank]["digests"]) for rank in ranks)
-            found = (
+            sentence = (
                 f"{subject} gave {ranks_phrase(ranks)} the same batches (the first {compared} were "
                 "compared)"
             )
-            hits.append(RuleHit(found, tuple(ranks)))
+            hits.append(RuleHit(sentence, tuple(ranks)))
     return hits
 
 

@@ -16,11 +16,11 @@ def _workers(_subject: str, facts: Facts) -> list[RuleHit]:
         cores = max(facts[rank]["cores"] for rank in ranks)
         if total > cores:
             # A host's name is no news on one host, and differs from machine to machine.
-            found = (
+            sentence = (
                 f"{len(ranks)} rank{'s' * (len(ranks) > 1)} of one host started {total} DataLoader "
                 f"workers on {cores} core{'s' * (cores > 1)}"
             )
-            hits.append(RuleHit(found, tuple(ranks)))
+            hits.append(RuleHit(sentence, tuple(ranks)))
     return hits
 
 

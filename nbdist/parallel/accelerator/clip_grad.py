@@ -22,6 +22,7 @@ def clip_grad_norm(
     layout_of: Callable[[torch.Tensor], TensorLayout | None],
     *,
     degrees: Degrees,
+    is_strict: bool = False,
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm over the whole model is at most max_norm.
 
@@ -36,6 +37,7 @@ def clip_grad_norm(
         layout_of: How a parameter lies; None for one that nbdist has not prepared: its
             gradient counts as it is on this rank.
         degrees: The mesh that the layouts are of.
+        is_strict: A norm that is not finite is an error, and nothing is scaled.
 
     Returns:
         The norm before clipping: 0-dim, float32, on the gradients' device. Equal on all ranks if
@@ -43,6 +45,7 @@ def clip_grad_norm(
 
     Raises:
         OptionError: norm_type is not positive.
+        RuntimeError: With is_strict, as torch's own: the norm is nan or inf. On all ranks.
     """
     if not norm_type > 0:
         raise OptionError(
@@ -52,6 +55,11 @@ def clip_grad_norm(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with torch.no_grad():
         total = _norm(tensors, float(norm_type), layout_of, degrees)
+        if is_strict and not total.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type:g} of the gradients is {total.item()}, so "
+                "they were not clipped. To clip all the same: error_if_nonfinite=False."
+            )
         if max_norm != math.inf:
             clip_grads_with_norm_(local_parts(tensors), max_norm, total)
     return total

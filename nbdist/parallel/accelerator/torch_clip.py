@@ -47,26 +47,26 @@ def _split_parameters() -> dict[int, torch.Tensor]:
     }
 
 
-def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What torch's functions take for their tensors: one of them, or several."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _clip(
     parameters: list[torch.Tensor], max_norm: float, norm_type: float, *, is_strict: bool
-) -> Any:
+) -> torch.Tensor:
+    # Late: DTensor takes long to import, and this module is there from a rank's start.
     from nbdist.parallel import registry
-    from nbdist.parallel.accelerator import clip_grad
+    from nbdist.parallel.accelerator.clip_grad import clip_grad_norm
 
-    degrees = registry.current().degrees
-    arguments = float(norm_type), registry.layout_of
-    if is_strict:
-        norm = clip_grad.clip_grad_norm(parameters, math.inf, *arguments, degrees=degrees)
-        if not norm.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {norm_type:g} of the gradients is {norm.item()}, so they "
-                "were not clipped. To clip all the same: error_if_nonfinite=False."
-            )
-    return clip_grad.clip_grad_norm(parameters, float(max_norm), *arguments, degrees=degrees)
+    return clip_grad_norm(
+        parameters,
+        float(max_norm),
+        float(norm_type),
+        registry.layout_of,
+        degrees=registry.current().degrees,
+        is_strict=is_strict,
+    )
 
 
 def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -79,10 +79,9 @@ def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        listed, split = _as_list(parameters), _split_parameters()
+        listed, split = as_list(parameters), _split_parameters()
         if any(id(parameter) in split for parameter in listed):
-            norm: torch.Tensor = _clip(listed, max_norm, norm_type, is_strict=error_if_nonfinite)
-            return norm
+            return _clip(listed, max_norm, norm_type, is_strict=error_if_nonfinite)
         return original(listed, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
 
     return clip_grad_norm_
@@ -91,7 +90,7 @@ def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _each_value(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        listed, split = _as_list(parameters), _split_parameters()
+        listed, split = as_list(parameters), _split_parameters()
         if any(id(parameter) in split for parameter in listed):
             from nbdist.parallel.tensors import local_parts
 
@@ -110,17 +109,16 @@ def _norm_of_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., t
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        listed, split = _as_list(tensors), _split_parameters()
+        listed, split = as_list(tensors), _split_parameters()
         by_gradient = {id(p.grad): p for p in split.values() if p.grad is not None}
         if any(id(tensor) in by_gradient for tensor in listed):
-            owners = [by_gradient.get(id(tensor)) for tensor in listed]
-            if None in owners:
+            owners = [by_gradient[id(t)] for t in listed if id(t) in by_gradient]
+            if len(owners) < len(listed):
                 raise ValueError(
                     "get_total_norm got gradients of a model that is split over ranks together "
                     "with other tensors. Take the norm of each by itself."
                 )
-            norm: torch.Tensor = _clip(owners, math.inf, norm_type, is_strict=error_if_nonfinite)  # type: ignore[arg-type]
-            return norm
+            return _clip(owners, math.inf, norm_type, is_strict=error_if_nonfinite)
         return original(listed, norm_type, error_if_nonfinite, *args, **kwargs)
 
     return get_total_norm
