@@ -192,6 +192,10 @@ def test_after_a_restart_a_switch_builds_on_all_ranks(mortal: Kernel) -> None:
     mortal.run("%dist_restart 1", 60)
     alone = mortal.run(_MODEL.replace("%%distributed", "%%rank [1]"))
     refused = mortal.run("%dist_strategy fsdp")
+    mortal.run("%dist_sync_model")
+    switched = mortal.run("%dist_strategy single")
+    mortal.run("%dist_strategy ddp")
 
     assert alone.status == "ok", alone.visible
     assert "built its model alone" in refused.visible
+    assert switched.status == "ok", switched.visible

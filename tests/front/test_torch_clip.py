@@ -36,7 +36,8 @@ print("curves", json.dumps(curves))
 
 def _curves(kernel: Kernel, typed: str) -> list[list[float]]:
     """Losses and norms in turn, of each rank; one list where they are equal."""
-    assert kernel.run(f"%dist_strategy {typed}").status == "ok"
+    switched = kernel.run(f"%dist_strategy {typed}")
+    assert switched.status == "ok", switched.visible
     assert kernel.run(DEEP_MODEL).status == "ok"
     cell = kernel.run(_CURVES)
     assert cell.status == "ok", cell.visible
@@ -54,7 +55,8 @@ def test_losses_and_norms_are_those_of_one_process(kernel: Kernel) -> None:
 
 def test_a_norm_that_is_not_finite_is_refused_where_it_is_asked(kernel: Kernel) -> None:
     """On all ranks of a pipeline, also those whose own gradients are finite."""
-    assert kernel.run("%dist_strategy pp").status == "ok"
+    switched = kernel.run("%dist_strategy pp")
+    assert switched.status == "ok", switched.visible
     kernel.run(DEEP_MODEL)
     kernel.run("%%distributed\nmodel, optimizer = fresh()\nloss = forward_backward()")
     cell = kernel.run(
