@@ -17,6 +17,7 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel import module_patches, transforms
 from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.same_inputs import watch_inputs
 from nbdist.parallel.tensors import like, local_of
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Degrees, steps_of
@@ -109,6 +110,7 @@ def commit(
     outer = job.root
     for step in built.steps:
         outer = step.wrap(job, outer)
+    watch_inputs(job, outer)
     built.outer = outer
     built.changes = module_patches.diff(snapshots)
     return outer

@@ -174,7 +174,7 @@ def test_a_strategy_that_refuses_is_a_row_and_the_others_run(trained: Kernel) ->
 
     assert "Live models cannot be switched" in str(told[0][1])
     assert "2 ranks cannot form tp=3" in str(told[1][1])
-    assert "were given different batches" in str(told[2][1])
+    assert "were given different inputs" in str(told[2][1])
     assert told[3][1] == ""
     assert ran(trained, "%dist_strategy").plain[0].startswith("strategy: ddp, dp 2")
 

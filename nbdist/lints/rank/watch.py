@@ -31,6 +31,7 @@ PARTS = (
     "nbdist.lints.rank.ddp",
     "nbdist.lints.rank.optimizer_steps",
     "nbdist.lints.rank.initial_values",
+    "nbdist.lints.rank.model_inputs",
 )
 
 

@@ -23,6 +23,7 @@ from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cach
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
+from nbdist.parallel.same_inputs import different_inputs
 from nbdist.parallel.tensors import digest
 
 
@@ -147,7 +148,7 @@ def infer(
     dist.all_gather_object(reports, report, group=route.group)
     if run.error is not None:
         raise run.error
-    _check(reports)
+    _check(reports, dist.get_process_group_ranks(route.group))
     skeleton, dtype = next(report.output for report in reports if report.output is not None)
     borders = tuple(
         (
@@ -250,16 +251,12 @@ def _check_result(part: StageModule, batch: FlatValue, received: Any, result: An
         )
 
 
-def _check(reports: Sequence[_Report]) -> None:
+def _check(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
     failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
         raise failed
     if len({report.digest for report in reports}) > 1:
-        raise NbdistError(
-            "the ranks of one pipeline were given different batches: each stage computes with its "
-            "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
-            "or make them alike on all ranks (torch.manual_seed(0) before they are drawn)"
-        )
+        raise different_inputs(ranks)
 
 
 @contextmanager
