@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel import module_patches, transforms
+from nbdist.parallel import module_patches
 from nbdist.parallel.consensus import interrupts_held
 from nbdist.parallel.same_inputs import watch_inputs
 from nbdist.parallel.tensors import like, local_of
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform, load
 from nbdist.strategy.choice import Degrees, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
 
@@ -75,7 +75,7 @@ def plan(job: ModelBuild) -> Built:
             f"{lazy[0]} has no shape before the model's first forward. Run it once on a small "
             "batch before prepare()."
         )
-    steps = transforms.load(steps_of(job.choice))
+    steps = load(steps_of(job.choice))
     layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
     for step in steps:
         layouts = step.plan(job, layouts)

@@ -37,9 +37,7 @@ def watch_inputs(job: ModelBuild, outer: torch.nn.Module) -> None:
 class InputHook:
     """The forward hook of a prepared model; a copy or a pickled one does nothing."""
 
-    def __init__(
-        self, groups: Sequence[dist.ProcessGroup] = (), ranks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = (), ranks: Sequence[int] = ()) -> None:
         """Compare the first training step in `groups`; `ranks` share this copy of the model."""
         self._groups = groups
         self._ranks = ranks

@@ -1,8 +1,9 @@
-"""What one axis or option does to a model: the same three functions for each."""
+"""What one axis or option does to a model: the same three functions for each, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,3 +59,24 @@ class Transform:
     plan: Callable[[ModelBuild, Layouts], Layouts] = lambda _job, layouts: layouts
     lay_out: Callable[[ModelBuild], None] = lambda _job: None
     wrap: Callable[[ModelBuild, torch.nn.Module], torch.nn.Module] = lambda _job, outer: outer
+
+
+# Name -> module and attribute. Imported when first used: some need packages of their own.
+STEPS = {
+    "pp": "pp.partition:STEP",
+    "tp": "tp.tp:STEP",
+    "options": "options:STEP",
+    "fsdp": "dp.fsdp:STEP",
+    "fsdp1": "dp.fsdp1:STEP",
+    "precision": "precision:STEP",
+    "ddp": "dp.ddp:STEP",
+    "zero1": "dp.zero1:STEP",
+    "cp": "cp.cp:STEP",
+    "pipeline": "pp.partition:PIPELINE",
+    "deepspeed": "dp.deepspeed:STEP",
+}
+
+
+def load(names: Iterable[str]) -> tuple[Transform, ...]:
+    """What these names stand for in STEPS, in the same order."""
+    return tuple(pkgutil.resolve_name(f"nbdist.parallel.{STEPS[name]}") for name in names)
