@@ -51,7 +51,10 @@ class InputHook:
         """
         if not self._ranks or torch.compiler.is_compiling():
             return
-        inputs = list(tensors((args, kwargs)))
+        # Others are fake, in a plan's own process, or DTensors, which are parts.
+        inputs = [each for each in tensors((args, kwargs)) if type(each) is torch.Tensor]
+        if not inputs:
+            return
         if not self._is_compared and torch.is_grad_enabled():
             for group in self._groups:
                 refuse_different(inputs, group)
