@@ -25,6 +25,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import (
     call_log,
     debug_checks,
+    device_health,
     gloo_abort,
     main_thread,
     nccl_abort,
@@ -111,7 +112,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
 
     Raises:
         NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
-            higher generation can be tried. Or a group has been recovered 249 times, which is
+            higher generation can be tried. Or a rank's GPU does not work any more. Or a group has been recovered 249 times, which is
             all that torch allows.
     """
     state = this_rank()
@@ -128,7 +129,9 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
     gloo_abort.outdate(generation)
+    device_health.drain()
     nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
+    device_health.refuse_broken(store, living, DEADLINE_S)
     fresh = [_connect(pg, store) for pg in whole]
     for new in fresh:
         debug_checks.register(new.pg, new.backends)
