@@ -29,7 +29,7 @@ def drain() -> None:
 
     An abort would cut it off, and leave anything at all in its results.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _error_within(DRAIN_S, lambda: torch.cuda.synchronize(this_rank().place.device))
 
 

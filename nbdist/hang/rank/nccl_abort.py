@@ -11,10 +11,11 @@ without an error and with whatever was in memory: therefore `abort` calls `void`
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,41 +88,47 @@ def begin_abort(deadline_s: float = ABORT_DEADLINE_S) -> Callable[[], int]:
     if aborted:
         void()
     errors: list[BaseException] = []
-
-    def abort_one(nccl: Any) -> None:
-        try:
-            nccl.abort()
-        except BaseException as error:  # noqa: BLE001  # handed on below
-            errors.append(error)
-
     # At the same time: an abort frees memory of the GPU, which waits for the calls of all
     # communicators on it, also of one that would be aborted after it (pytorch issue 119797).
     # NCCL's own groups of calls do not help: torch aborts in a thread of its own. And it waits
     # for NCCL as long as the group's timeout, without a way to stop it.
     threads = [
-        threading.Thread(target=abort_one, args=(nccl,), name="nbdist-nccl-abort", daemon=True)
+        threading.Thread(
+            target=_abort_one, args=(nccl, errors), name="nbdist-nccl-abort", daemon=True
+        )
         for nccl in aborted
     ]
     for thread in threads:
         thread.start()
-    until_s = time.monotonic() + deadline_s
+    return functools.partial(_finish, threads, errors, deadline_s, time.monotonic())
 
-    def finish() -> int:
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
-        n_hung = sum(thread.is_alive() for thread in threads)
-        if n_hung:
-            raise NbdistError(
-                f"NCCL did not abort the calls of {n_hung} of {len(threads)} groups within "
-                f"{deadline_s:g} s. %dist_restart replaces this rank."
-            )
-        if errors:
-            raise NbdistError(
-                f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
-            ) from errors[0]
-        return len(threads)
 
-    return finish
+def _abort_one(nccl: Any, errors: list[BaseException]) -> None:
+    try:
+        nccl.abort()
+    except BaseException as error:  # noqa: BLE001  # handed on by who waits
+        errors.append(error)
+
+
+def _finish(
+    threads: Sequence[threading.Thread],
+    errors: Sequence[BaseException],
+    deadline_s: float,
+    began_s: float,
+) -> int:
+    for thread in threads:
+        thread.join(max(0.0, began_s + deadline_s - time.monotonic()))
+    n_hung = sum(thread.is_alive() for thread in threads)
+    if n_hung:
+        raise NbdistError(
+            f"NCCL did not abort the calls of {n_hung} of {len(threads)} groups within "
+            f"{deadline_s:g} s. %dist_restart replaces this rank."
+        )
+    if errors:
+        raise NbdistError(
+            f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
+        ) from errors[0]
+    return len(threads)
 
 
 def void() -> bool:

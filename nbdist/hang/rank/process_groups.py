@@ -106,7 +106,7 @@ def install() -> None:
     c10d._new_process_group_helper = note_and_make  # noqa: SLF001
     # Private; without it new_group splits where ranks are bound to GPUs.
     if hasattr(c10d, "_get_split_source"):
-        c10d._get_split_source = lambda _group: None  # noqa: SLF001
+        c10d._get_split_source = lambda pg: None  # noqa: ARG005, SLF001
     for module in (c10d, device_mesh, dist):
         if hasattr(module, "split_group"):
             module.split_group = _split_group  # type: ignore[attr-defined]
@@ -159,8 +159,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
 
     Raises:
         NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
-            higher generation can be tried. Or a rank's GPU does not work any more. Or a group has been recovered 249 times, which is
-            all that torch allows.
+            higher generation can be tried. Or a rank's GPU does not work any more. Or a group has
+            been recovered 249 times, which is all that torch allows.
     """
     state = this_rank()
     world = _world()
