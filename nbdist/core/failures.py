@@ -19,6 +19,7 @@ FOLLOWER_PATTERNS = (
     r"Socket Timeout",
     r"remote process exited or there was a network error",
     r"NCCL communicator was aborted",
+    r"NCCL calls of this rank hung and were aborted",  # hang/rank/nccl_abort.py
     r"Watchdog caught collective operation timeout",
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",

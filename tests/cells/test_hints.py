@@ -31,6 +31,12 @@ from nbdist.errors import StartError
             "AcceleratorState has already been initialized and cannot ...",
             r".*Run %dist_reset, then create yours before anything uses `accelerator`",
         ),
+        (
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered",
+            r". No process comes back from that: .*%dist_restart with its number replaces it.*",
+        ),
+        ("AcceleratorError", "CUDA error: invalid device ordinal", ""),
         # Nothing is added where nothing is known.
         ("NameError", "name 'dta' is not defined", ""),
         ("NameError", "name 'data' is something else", ""),
