@@ -91,7 +91,7 @@ def test_an_abort_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nccl_abort, "backends", lambda: [FakeNccl("world", [], hang)])
     began_s = time.monotonic()
     try:
-        with pytest.raises(NbdistError, match="1 of 1 groups within 0.2 s"):
+        with pytest.raises(NbdistError, match=r"1 of 1 groups within 0\.2 s"):
             nccl_abort.abort(deadline_s=0.2)
     finally:
         hang.set()

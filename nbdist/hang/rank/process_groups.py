@@ -106,7 +106,7 @@ def install() -> None:
     c10d._new_process_group_helper = note_and_make  # noqa: SLF001
     # Private; without it new_group splits where ranks are bound to GPUs.
     if hasattr(c10d, "_get_split_source"):
-        c10d._get_split_source = lambda pg: None  # noqa: ARG005, SLF001
+        c10d._get_split_source = lambda pg: None  # noqa: SLF001
     for module in (c10d, device_mesh, dist):
         if hasattr(module, "split_group"):
             module.split_group = _split_group  # type: ignore[attr-defined]
