@@ -43,7 +43,6 @@ class RankFailure:
 
     Attributes:
         name: The exception's class, or what happened ("RankDied").
-        message: The exception's text.
         traceback: IPython's coloured traceback lines; empty when there is none.
         at_s: When it happened, seconds since the epoch by the rank's own clock.
         advice: What to do about it, lines of text for below the error; or empty.

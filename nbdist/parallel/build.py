@@ -30,9 +30,7 @@ class Built:
 
     Attributes:
         steps: What the choice consists of.
-        layouts: How each parameter and buffer lies.
         names: First name -> all names, of parameters and buffers; several where tied.
-        parameter_names: The first names of parameters.
         parameters: First name -> what is in the model now; on meta where not held here.
         index: id -> first name, of these.
         outer: What the user calls.

@@ -23,7 +23,6 @@ class ModelBuild:
 
     Attributes:
         base: The user's module. It stays the same object.
-        grid: The strategy's mesh.
         device: Where parameters lie.
         root: What is called in base's place by further steps; a pipeline stage, else base.
         step_data: What a step leaves for its own later calls, by step.

@@ -51,8 +51,6 @@ class StrategyRow:
         sends: In a step of the optimizer.
         gathered: What a rank has whole for a time in a step, besides what it holds; may be "".
         needs: What model and machine have to bring.
-        when: To use it.
-        source: Where it is described.
         fixed: Why a live model can be switched neither to it nor from it; "" where it can.
         sets: Options that the name decides.
     """

@@ -142,8 +142,6 @@ def message(data: Any) -> Any:
 
 
 class TestOnce:
-    """What a session tells, and how often."""
-
     @staticmethod
     def cell(session: Lints, run: int, *observations: Observation) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""

@@ -68,7 +68,6 @@ class _Run:
 
     Attributes:
         ends: What went in and out, of each stage that has run.
-        error: This rank's.
         failed: The first stage that has failed, as far as this rank has heard.
         whole: As in `Findings`.
     """
@@ -124,12 +123,7 @@ def infer(
 ) -> Findings:
     """Run a micro-batch and see. Collective: the ranks of a pipeline. Leaves no trace.
 
-    Args:
-        root: This rank's stages.
-        batch: A micro-batch.
-        route: The pipeline.
-        buffers: The model's that this rank holds, by name.
-        is_halved: Also find out whether backwards can run in two halves.
+    With `is_halved` also find out whether backwards can run in two halves.
 
     Raises:
         NbdistError: As `evaluate`; ranks were given different batches; there is no loss; or the
