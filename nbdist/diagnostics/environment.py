@@ -80,13 +80,9 @@ def switch(why: str) -> Judge:
     return judge
 
 
-def always(why: str, what: str = _REMOVE) -> Judge:
+def always(why: str) -> Judge:
     """A rule for what should not be there at all."""
-
-    def judge(_value: str, _around: HostContext) -> Judged:
-        return WARN, why, what
-
-    return judge
+    return lambda _value, _around: (WARN, why, _REMOVE)
 
 
 def nccl_debug(value: str, _around: HostContext) -> Judged:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks
 from nbdist.hang.recovery import merge_groups
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import TorchRanks, run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -84,10 +84,8 @@ HANGS = """
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
 def test_eight_ways_to_hang_leave_the_loss_curve_as_it_was(tmp_path: Path, size: int) -> None:
     """After each, groups made before and after it, meshes and DTensors give right numbers."""
-    with TorchRanks(tmp_path / "calm", size, HANGS, FAULT="0") as ranks:
-        calm = ranks.results()
-    with TorchRanks(tmp_path / "storm", size, HANGS, FAULT="1") as ranks:
-        storm = ranks.results()
+    calm = run_ranks(tmp_path / "calm", size, HANGS, FAULT="0")
+    storm = run_ranks(tmp_path / "storm", size, HANGS, FAULT="1")
 
     assert [result["curve"] for result in storm] == [result["curve"] for result in calm]
     assert len(set(map(str, calm[0]["curve"]))) == 10
@@ -120,8 +118,7 @@ MANY = """
 @pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.faults)])
 def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> None:
     """Sums stay right; descriptors do not grow, threads by the workers of each new backend."""
-    with TorchRanks(tmp_path, 2, MANY, TIMES=str(times)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MANY, TIMES=str(times))
 
     for result in results:
         fds, threads = zip(*result["rows"], strict=True)
@@ -209,8 +206,7 @@ MISSING = """
 
 def test_a_rank_that_does_not_come_is_named_and_all_can_try_again(tmp_path: Path) -> None:
     """After its deadline, not after half an hour; the next generation works."""
-    with TorchRanks(tmp_path, 2, MISSING) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MISSING)
 
     assert "rank 0 waited 1 s" in results[0]["text"]
     assert "rank(s) 1 did not come" in results[0]["text"]
@@ -288,8 +284,7 @@ DETAIL = """
 
 def test_torchs_own_checks_go_on_after_a_recovery(tmp_path: Path) -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL two different shapes are refused before and after."""
-    with TorchRanks(tmp_path, 2, DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL") as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
     assert results[0]["name"] == "RuntimeError"
     assert [result["sums"] for result in results] == [[3.0, 3.0]] * 2
