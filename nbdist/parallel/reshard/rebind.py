@@ -117,6 +117,8 @@ def rebind(
 
 def holders(objects: Sequence[Any]) -> list[list[str]]:
     """The names by which each object can be reached, for messages; none for what is internal."""
+    if not objects:
+        return []
     search = _Search([*objects, object()], ())  # the last one is held as all others
     names: dict[int, list[str]] = {id(obj): [] for obj in objects}
     for holder, targets in search.holders():
