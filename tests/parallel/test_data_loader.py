@@ -306,8 +306,10 @@ PLACES = (
         if kind != "noisy":  # the batch that was read ahead draws its noise again
             load()
             outcome["held"].append(drawn(held))
-            load()
-            outcome["held"].append(drawn(iter(loader)))
+        outcome["both"] = []
+        for back in (put_back, load)[: 1 if kind == "noisy" else 2]:
+            back()
+            outcome["both"].append((left_early(), drawn(held, 3), left_early()))
         put_back()
         drawn(held, 9)
         outcome["next"] = [left_early()]
@@ -319,7 +321,10 @@ PLACES = (
         use("ddp")
         drawn(held, 9)
         outcome["next"].append(left_early())
-        del held
+        if kind != "noisy":
+            del held, back, put_back
+            load()
+            outcome["held"].append(drawn(iter(loader)))
     done(found=found)
 """
 )
@@ -337,6 +342,7 @@ def test_loops_are_put_back_where_they_were(tmp_path: Path) -> None:
             n_held = 4 if kind == "noisy" else 6
             assert outcome["held"] == [outcome["held"][0]] * n_held, (kind, outcome)
             assert outcome["next"][0] == outcome["next"][1], (kind, outcome)
+            assert outcome["both"][0] == outcome["both"][-1], (kind, outcome)
         for kind in ("shuffled", "workers", "generator", "dispatched"):  # a new epoch each time
             first, second = result["found"][kind]["early"][0]
             assert first != second

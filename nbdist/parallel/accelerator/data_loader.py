@@ -7,6 +7,7 @@ that has begun can share the rest out anew, whatever the sampler is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -134,8 +135,9 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
             place.feed, place.used = self._shard.feed(), max(self._shard.start, place.used)
         if place.share == share:  # put back to where it was: one batch has been read
             return self._open(place, place.used + self._shard.step(share))
-        inner = self._open(place, place.used, is_first=is_first)
-        place.share, place.ahead = share, next(inner, _END)
+        with self._as_it_began(place) if is_first else nullcontext():
+            inner = self._open(place, place.used, is_first=is_first)
+            place.share, place.ahead = share, next(inner, _END)
         if is_first:
             _check_alike(place.ahead, share.index)
             note_batch(place.ahead)

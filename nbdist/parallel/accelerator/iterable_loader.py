@@ -105,8 +105,10 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         is_alone = registry.current().name == "single"
         reads = is_alone or dist.get_rank() == 0
         if place.feed is None:
-            place.feed = BatchQueue(self._open(place, reads=reads), n_first=1)
             place.used = max(self._first, place.used)
+            with self._as_it_began(place):
+                place.feed = BatchQueue(self._open(place, reads=reads), n_first=1)
+                place.feed.take(place.used, 1)
         while True:
             share = current_share()
             whole, size, is_last = self._read(place, share) if reads else (None, 0, False)
@@ -248,7 +250,6 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
         step = 1 if self._settings.config.split_batches else share.count
-        goes_on = place.is_live or self._resumed > 0
         self._enter(place)
         n_used = place.used // step  # another number of ranks may repeat a part of a round
         drawn = torch.random.get_rng_state()
@@ -256,7 +257,7 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             for number, batch in enumerate(super().__iter__()):
                 if number < n_used:
                     continue
-                if goes_on and number == n_used:
+                if 0 < n_used == number:
                     torch.random.set_rng_state(drawn)  # what was read once more has drawn before
                 place.used = (number + 1) * step
                 if current_share() != share:

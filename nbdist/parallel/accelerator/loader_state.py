@@ -6,6 +6,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -105,15 +106,12 @@ class Position:
     # Ours have these; what is given for each step, and the same without the first steps.
     _batches: Callable[[Place], Iterator[Any]]
     skip: Callable[[int], Any]
-    _resumed = 0
+    # Where a loop goes on that was loaded and has not begun.
+    _pending: Place | None = None
 
     def epoch_state(self) -> dict[str, Any]:
         """Which epoch this is, and how its order began where a generator is known."""
-        place = Place(iteration=self.iteration, order=self._order())
-        for loop in self._live_loops()[-1:]:
-            place = loop.place
-        order = {} if place.order is None else {"order": place.order}
-        return {"iteration": place.iteration, **order}
+        return _epoch_of(self._place())
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
         """Let the next loop be the epoch in which `state` was taken, from its beginning.
@@ -124,33 +122,38 @@ class Position:
         generator = self._generator()
         if generator is not None and "order" in state:
             generator.set_state(state["order"].cpu())
-        self._resumed = 0
+        self._pending = None
         for loop in self._live_loops():
             loop.place = Place()
 
     def position_state(self) -> dict[str, Any]:
-        """Which epoch this is, how its order began, and how many batches of it were used."""
-        used = [self._resumed, *(loop.place.used for loop in self._live_loops())]
-        return {**self.epoch_state(), "position": used[-1]}
+        """Which epoch this is, how its order began, how much of it was used; and what is next."""
+        place = self._place()
+        return {**_epoch_of(place), "position": place.used, "next": _epoch_of(self._new_place())}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Let the next loop go on where `state` was taken; those after it have all batches.
+        """Go on where `state` was taken: the newest loop that lives, else the next one.
 
-        The newest loop that lives is that one, unless another begins before its next batch.
+        Others that begin have all batches of the epoch that would have been the next one.
         """
         loops = self._live_loops()
-        self.set_epoch_state(state)
-        self._resumed = state["position"]
+        self.set_epoch_state(state.get("next", state))
+        place = Place()
+        if state["position"]:
+            place = self._pending = Place(
+                iteration=state["iteration"], order=state.get("order"), used=state["position"],
+                is_resumed=True,
+            )  # fmt: skip
         for loop in loops[-1:]:
-            loop.go_to(Place())
+            loop.go_to(place)
 
     def keep_position(self) -> PutBack:
         """A function that lets the next loop be the one that it would be now."""
-        iteration, resumed = self.iteration, self._resumed
+        iteration, pending = self.iteration, self._pending and self._pending.copy()
         generators = keep_generators([self._generator(), getattr(self, "generator", None)])
 
         def put_back() -> None:
-            self.iteration, self._resumed = iteration, resumed
+            self.iteration, self._pending = iteration, pending and pending.copy()
             for put_generator_back in generators:
                 put_generator_back()
 
@@ -169,11 +172,40 @@ class Position:
         self.iteration += 1
 
     def _enter(self, place: Place) -> None:
-        """Begin with a place, unless it is one that a loop goes on at."""
-        if not place.is_live:
-            place.is_live, place.iteration, place.order = True, self.iteration, self._order()
-            place.used, place.is_resumed = self._resumed, self._resumed > 0
-            self._resumed = 0
+        """Begin at a place, unless a loop goes on there: what is pending, or a new epoch."""
+        if place.is_live:
+            return
+        pending = self._pending
+        if pending is not place and any(loop.place is pending for loop in list(_loops)):
+            pending = None  # the loop that it is for is still held
+        begun = pending or self._new_place()
+        place.is_live, place.iteration, place.order = True, begun.iteration, begun.order
+        place.used, place.is_resumed = begun.used, begun.is_resumed
+        if pending is not None:
+            self._pending = None
+
+    @contextmanager
+    def _as_it_began(self, place: Place) -> Iterator[None]:
+        """What is drawn first in an epoch that was loaded is drawn in here as it was then."""
+        generator = self._generator()
+        if generator is None or place.order is None or not place.is_resumed:
+            yield
+            return
+        now = generator.get_state()
+        generator.set_state(place.order.cpu())
+        try:
+            yield
+        finally:
+            if not torch.equal(now, place.order):  # a state of an older version says nothing of now
+                generator.set_state(now)
+
+    def _place(self) -> Place:
+        """Where the loop is that counts."""
+        places = [loop.place for loop in self._live_loops()]
+        return (places or [self._pending or self._new_place()])[-1]
+
+    def _new_place(self) -> Place:
+        return Place(iteration=self.iteration, order=self._order())
 
     def _live_loops(self) -> list[Loop]:
         """Those that somebody holds and that have begun and not ended, the newest last."""
@@ -187,6 +219,11 @@ class Position:
     def _order(self) -> torch.Tensor | None:
         generator = self._generator()
         return None if generator is None else generator.get_state()
+
+
+def _epoch_of(place: Place) -> dict[str, Any]:
+    order = {} if place.order is None else {"order": place.order}
+    return {"iteration": place.iteration, **order}
 
 
 def note_batch(batch: Any) -> None:
