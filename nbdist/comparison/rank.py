@@ -16,6 +16,7 @@ import ctypes
 import functools
 import gc
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from nbdist.comparison.comparison import CellMemory, HeldMemory
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
+from nbdist.parallel.accelerator.loader_state import keep_loops
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
@@ -35,6 +38,7 @@ from nbdist.parallel.training_state import (
     PutBack,
     generators,
     keep_accelerator,
+    keep_generators,
     keep_modes,
     keep_optimizer,
     keep_values,
@@ -106,6 +110,7 @@ def save_training_state() -> tuple[str, ...]:
         )
     for model in models:
         fsdp.settle(model.built.job.root)
+    names = {k: v for k, v in namespace.everything().items() if not k.startswith("_")}
     _state.saved = _SavedState(
         models=models,
         put_back=[
@@ -119,18 +124,28 @@ def save_training_state() -> tuple[str, ...]:
             ),
             *(keep_optimizer(optimizer) for optimizer in registry.bound_optimizers()),
             generators().put_back,
+            *keep_generators(_generators_in(names)),
             *(put for watcher in registry.watchers() for put in keep_accelerator(watcher)),
+            *keep_loops(),
         ],
-        names={k: v for k, v in namespace.everything().items() if not k.startswith("_")},
+        names=names,
     )
     return tuple(display_name(model.built) for model in models)
+
+
+def _generators_in(variables: Mapping[str, Any]) -> Iterator[object]:
+    """What variables hold, and the generators of loaders that are not prepared."""
+    for value in variables.values():
+        yield value
+        if issubclass(type(value), DataLoader):
+            yield value.generator
 
 
 def clear_new_variables() -> None:
     """Forget the models and variables that the cell has made on this rank.
 
-    Variables that it has bound anew stand for what they stood for before, unless there are live
-    models: a switch binds their names.
+    Variables that it has bound anew stand for what they stood for before, but for live models and
+    their parameters: a switch binds their names.
     """
     saved = _saved_state()
     _stop_watching()
@@ -138,8 +153,8 @@ def clear_new_variables() -> None:
     for name in namespace.names():
         if name not in saved.names:
             del variables[name]
-    if not saved.models:
-        namespace.push(saved.names)
+    switched = (torch.nn.Module, torch.Tensor) if saved.models else ()
+    namespace.push({k: v for k, v in saved.names.items() if not issubclass(type(v), switched)})
     registry.keep({model.number for model in saved.models})
     gc.collect()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,21 @@ def generators() -> Generators:
         torch.random.get_rng_state().numpy(),
         torch.cuda.get_rng_state().numpy() if has_gpu else None,
     )
+
+
+_KEEP_GENERATOR: dict[type, Callable[[Any], PutBack]] = {
+    torch.Generator: lambda drawn: functools.partial(drawn.set_state, drawn.get_state()),
+    random.Random: lambda drawn: functools.partial(drawn.setstate, drawn.getstate()),
+    np.random.RandomState: lambda drawn: functools.partial(drawn.set_state, drawn.get_state()),
+    np.random.Generator: lambda drawn: functools.partial(
+        setattr, drawn.bit_generator, "state", drawn.bit_generator.state
+    ),
+}
+
+
+def keep_generators(objects: Iterable[object]) -> list[PutBack]:
+    """The states of the random generators among these objects; the others are left alone."""
+    return [_KEEP_GENERATOR[type(obj)](obj) for obj in objects if type(obj) in _KEEP_GENERATOR]
 
 
 @contextlib.contextmanager
@@ -151,7 +167,7 @@ def _put_state_back(
 
 
 def keep_accelerator(accelerator: Any) -> list[PutBack]:
-    """The schedulers, scaler, loaders' epochs and steps of one; nothing of another object."""
+    """The schedulers, scaler, loaders' positions and steps of one; nothing of another object."""
     if not hasattr(accelerator, "_schedulers"):
         return []
 
@@ -166,11 +182,7 @@ def keep_accelerator(accelerator: Any) -> list[PutBack]:
             if accelerator.scaler is None
             else [_load_later(scale, accelerator.scaler.state_dict())]
         ),
-        *(
-            _load_later(each.set_epoch_state, each.epoch_state())
-            for each in loaders
-            if hasattr(each, "epoch_state")
-        ),
+        *(each.keep_position() for each in loaders if hasattr(each, "keep_position")),
         _load_later(lambda steps: setattr(accelerator, "step", steps), accelerator.step),
     ]
 

@@ -74,6 +74,29 @@ found = comparing({texts!r}, {code!r})
   r.held.gradients_bytes, r.held.optimizer_bytes, r.held_formula_bytes, r.sent_bytes,
   r.sent_formula_bytes, r.step_ns > 0, round(sum(r.parts), 6)) for r in found.rows]
 """
+# Batches from a loop that a function leaves early, from one that is held, and from a generator.
+_BATCHES = """%%distributed
+import itertools
+torch.manual_seed(0)
+model, optimizer, scheduler = prepared()
+noise = torch.Generator().manual_seed(rank)
+numbers = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(64, 8) / 512)
+loader = accelerator.prepare(torch.utils.data.DataLoader(numbers, batch_size=4, shuffle=True))
+held = iter(loader)
+def train(batches=None, count=2):
+    losses = []
+    for (x,) in itertools.islice(batches or iter(loader), count):
+        loss = model(x + torch.rand(4, 8, generator=noise))
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+train(), train(held)
+"""
+_TRAIN = "train(), train(held, 3)"
+_BATCHES_GONE = _GONE.replace("del model", "del held, loader, numbers, noise, train, model")
 N_PARAMETERS = 2 * (8 * 16 + 16 + 16 * 8 + 8)
 
 
@@ -121,6 +144,38 @@ def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kerne
     assert "under ddp, dp 2" in cell.visible
     assert cell.data("image/png") != []
     assert "data:image/png" in cell.data("text/html")[-1]
+
+
+_BETWEEN = {
+    "compare": [f"%dist_compare fsdp ddp zero1 -- print({_TRAIN})"],
+    # A checkpoint has no generator of the user's.
+    "load": [
+        "%dist_save here",
+        f"%%distributed\nkept = noise.get_state(); {_TRAIN}; noise.set_state(kept)",
+        "%dist_load here",
+    ],
+    "switch": ["%dist_strategy fsdp", "%dist_strategy ddp"],
+}
+
+
+def test_training_goes_on_with_the_same_batches(ready: Kernel) -> None:
+    """Bit for bit, after a comparison, a load and a switch; and each row has the same batches."""
+    losses, rows = {}, ""
+    for name, codes in {"nothing": [], **_BETWEEN}.items():
+        ran(ready, _BATCHES)
+        told = [ran(ready, code).visible for code in codes]
+        rows = rows or "".join(told)
+        losses[name] = ran(ready, f"%%distributed\nprint({_TRAIN})").text
+    ran(ready, _BATCHES_GONE)
+
+    assert losses == dict.fromkeys(losses, losses["nothing"])
+    for rank in (0, 1):
+        lines = re.findall(rf"^\[{rank}\] (\[.*)", rows, re.MULTILINE)
+        found = [[float(number) for number in re.findall(r"\d\.\d+", line)] for line in lines]
+        # Each strategy runs twice, and the second run goes on where the first one ended.
+        assert [len(row) for row in found] == [5] * 6, rows
+        for row, wanted in zip(found, found[:2] * 3, strict=True):
+            assert row == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("base", ["fsdp", pytest.param("zero1", marks=pytest.mark.parity), "tp"])

@@ -239,6 +239,115 @@ LOADERS = """
 """
 
 
+PLACES = (
+    LOADERS[: LOADERS.index("    outcomes = {}")]
+    + """
+    from itertools import islice
+    from torch.utils.data import RandomSampler
+    from nbdist.parallel.accelerator.loader_state import keep_loops
+    from nbdist.parallel.training_state import generators
+
+    class Noisy(Numbers):
+        def __getitem__(self, index):
+            return index + torch.rand(1)
+
+    order = torch.Generator().manual_seed(5)
+    kinds |= {
+        "own stream": dict(dataset=Stream()), "noisy": dict(dataset=Noisy(), shuffle=True),
+        "generator": dict(dataset=Numbers(), shuffle=True, generator=order),
+        "replacement": dict(dataset=Numbers(), sampler=RandomSampler(Numbers(), replacement=True)),
+        "dispatched": dict(dataset=Numbers(), shuffle=True),
+    }
+    dispatched = {"own stream": False, "dispatched": True}
+    found = {}
+    for kind, arguments in kinds.items():
+        use("ddp")
+        torch.manual_seed(rank)
+        accelerator.dataloader_config.dispatch_batches = dispatched.get(kind)
+        loader = accelerator.prepare(DataLoader(batch_size=2, **arguments))
+        def drawn(loop, count=2):
+            return [numbers(batch) for batch in islice(loop, count)]
+        def left_early():
+            return drawn(iter(loader))
+        def twice(draw):
+            return draw(), draw()
+        def keep():
+            "As a comparison does; and as a load puts back what a save has kept."
+            puts = [generators().put_back, loader.keep_position(), *keep_loops()]
+            return (lambda: [put() for put in puts]), generators(), loader.position_state()
+        def load():
+            random_numbers.put_back()
+            loader.resume(where)
+        # Ranks that share a copy draw noise of their own; a stream of each rank's own ends there.
+        others = ["fsdp"] if kind in ("noisy", "own stream") else ["tp", "fsdp"]
+        left_early()
+        put_back, random_numbers, where = keep()
+        found[kind] = outcome = dict(used_early=where["position"], early=[twice(left_early)])
+        for name in others:
+            put_back()
+            use(name)
+            left_early()
+            use("ddp")
+        for back in put_back, load:
+            back()
+            outcome["early"].append(twice(left_early))
+        held = iter(loader)
+        drawn(held)
+        put_back, random_numbers, where = keep()
+        outcome |= dict(used=where["position"], held=[drawn(held)])
+        for name in others:
+            put_back()
+            use(name)
+            drawn(held, 3)
+            use("ddp")
+        for count in 2, 9, 2:
+            put_back()
+            outcome["held"].append(drawn(held, count)[:2])
+        if kind != "noisy":  # the batch that was read ahead draws its noise again
+            load()
+            outcome["held"].append(drawn(held))
+        outcome["both"] = []
+        for back in (put_back, load)[: 1 if kind == "noisy" else 2]:
+            back()
+            outcome["both"].append((left_early(), drawn(held, 3), left_early()))
+        put_back()
+        drawn(held, 9)
+        outcome["next"] = [left_early()]
+        put_back()
+        drawn(held, 1)
+        for name in others:
+            use(name)
+            drawn(held, 1)
+        use("ddp")
+        drawn(held, 9)
+        outcome["next"].append(left_early())
+        if kind != "noisy":
+            del held, back, put_back
+            load()
+            outcome["held"].append(drawn(iter(loader)))
+    done(found=found)
+"""
+)
+
+
+def test_loops_are_put_back_where_they_were(tmp_path: Path) -> None:
+    """By a comparison and by a load: a loop that was left early is over, one that is held is not.
+
+    With workers, own samplers, generators, noise and streams; and under other strategies between.
+    """
+    for result in run_ranks(tmp_path, 2, PLACES):
+        for kind, outcome in result["found"].items():
+            assert (outcome["used_early"], outcome["used"]) == (0, 4), kind
+            assert outcome["early"] == [outcome["early"][0]] * 3, (kind, outcome)
+            n_held = 4 if kind == "noisy" else 6
+            assert outcome["held"] == [outcome["held"][0]] * n_held, (kind, outcome)
+            assert outcome["next"][0] == outcome["next"][1], (kind, outcome)
+            assert outcome["both"][0] == outcome["both"][-1], (kind, outcome)
+        for kind in ("shuffled", "workers", "generator", "dispatched"):  # a new epoch each time
+            first, second = result["found"][kind]["early"][0]
+            assert first != second
+
+
 def test_live_loops_go_on_at_the_next_sample(tmp_path: Path) -> None:
     """ddp, tp, ddp in one epoch: with workers, shuffled, with own samplers, streams."""
     results = run_ranks(tmp_path, 2, LOADERS)

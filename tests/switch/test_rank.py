@@ -282,6 +282,58 @@ NAMES = """
     done(**result, worst=worst())
 """
 
+# Averages of the weights, one in each usual way, and what the switch says of them.
+COPIES = """
+    import re
+    from nbdist.parallel.accelerator.accelerator import Accelerator
+    accelerator = Accelerator()
+    del first
+    begin("ddp")
+    train(1)
+    class Shadow:
+        def __init__(self, model):
+            self.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        def update(self, model):
+            for name, parameter in model.named_parameters():
+                self.weights[name].lerp_(parameter.detach(), 0.5)
+    def averaged():
+        ema.update_parameters(model)
+        with torch.no_grad():
+            for mine, theirs in zip(best[0].parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+    def whole(module):
+        module = getattr(module, "module", module)
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+                for p in module.parameters()]
+    def off(module, *states):
+        return max(float((sum(each) / len(states) - mine).abs().max())
+                   for mine, *each in zip(whole(module), *states, strict=True))
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    best = [copy.deepcopy(model)]
+    shadow, other = Shadow(model), torch.nn.Linear(8, 8)
+    averaged()
+    shadow.update(model)
+    states = [whole(model)]
+    notes = [switch.switch(pick(name)).notes for name in ("zero1", "ddp", "fsdp")]
+    # What it says lets the first follow; the other likewise.
+    exec(re.search("follow: (.*)", notes[-1][0])[1])
+    ema.module = accelerator.prepare(ema.module.module)
+    shadow = Shadow(model)
+    for name in (None, "tp", "ddp"):
+        if name:
+            notes.append(switch.switch(pick(name)).notes)
+            ema.module = registry.prepared_of(ema.module).outer
+        train(1)
+        averaged()
+        states.append(whole(model))
+        if name is None:
+            shadow.update(model)
+    weights = [1 / 8, 1 / 8, 1 / 4, 1 / 2]  # of each state in the second, as in the first a fourth
+    done(notes=notes, worst=worst(), ema=off(ema.module, *states), best=max(
+        float((sum(w * each for w, each in zip(weights, rest)) - mine).abs().max())
+        for mine, *rest in zip(whole(best[0]), *states, strict=True)))
+"""
+
 
 @pytest.mark.parametrize(
     ("n", "strategies"),
@@ -343,9 +395,33 @@ def test_names_lists_and_memory(tmp_path: Path) -> None:
         assert result["again"] == [[SAME], [], True]
         assert result["back"] == [["model", "first_weight"], [], True, True]
         assert result["released"] == [True, True, True]
-        assert result["notes"] == []
+        assert [note.partition(": ")[2].partition(".")[0] for note in result["notes"]] == ["first"]
         assert result["graded"] == [CLEARED]
         assert result["ghost"]
         assert result["models"] == ["model"]
         assert result["gone"] == []
         assert result["worst"] < CLOSE
+
+
+def test_copies_of_a_model_are_named(tmp_path: Path) -> None:
+    """By the switch that parts them from it, with what lets them follow the next ones."""
+    for result in run_ranks(tmp_path, 2, TRAINING + COPIES):
+        to_zero1, to_ddp, to_fsdp, to_tp, back = result["notes"]
+
+        assert (to_zero1, to_ddp) == ([], [])
+        assert to_fsdp[0] == (
+            "Copies of model that are not prepared were not switched: best[0], ema. An update from "
+            "model (EMA) fails now. To let one follow: best[0] = "
+            "accelerator.prepare(best[0].module)"
+        )
+        assert to_fsdp[1:] == [
+            (
+                "Tensors by the names of model's parameters were not switched: shadow.weights. The "
+                "parameters are named embed.weight, not module.embed.weight, now, and an update "
+                "from them fails. Make the tensors again, or use a prepared copy of model"
+            )
+        ]
+        assert [note.partition(": ")[2].partition(".")[0] for note in to_tp] == ["shadow"]
+        assert "lie otherwise" in to_tp[0]
+        assert back == []
+        assert max(result["worst"], result["ema"], result["best"]) < CLOSE

@@ -6,12 +6,13 @@ one of each round of `DataShard.count` batches, or one piece of each batch.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,13 @@ class BatchQueue(Generic[T]):
         self._pending: deque[T] = deque()
         self._start = 0  # the number of the first one kept
         self._n_first = n_first
+
+    def copy(self) -> Self:
+        """Another one of the same batches; what one draws is not missing in the other."""
+        self._source, source = itertools.tee(self._source)
+        twin = copy.copy(self)
+        vars(twin).update(first=list(self.first), _pending=deque(self._pending), _source=source)
+        return twin
 
     def take(self, start: int, count: int) -> list[T]:
         """Batches number start to start + count - 1; fewer, or none, at the end."""

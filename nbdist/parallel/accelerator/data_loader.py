@@ -6,7 +6,8 @@ that has begun can share the rest out anew, whatever the sampler is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +19,12 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator.batch_sampler import (
-    BatchQueue,
     DataShard,
     SamplerSettings,
     ShardedBatchSampler,
     current_share,
 )
-from nbdist.parallel.accelerator.loader_state import Position, note_batch
+from nbdist.parallel.accelerator.loader_state import Loop, Place, Position, note_batch
 from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.tensors import digest
@@ -43,7 +43,13 @@ _ARGUMENTS = (
     "pin_memory_device",
     "in_order",
 )
-_END: Any = object()
+
+
+class _End:
+    """In a batch's place where none comes any more: a class, as a copy of it is itself."""
+
+
+_END: Any = _End
 
 
 class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
@@ -60,7 +66,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
             OptionError: It has no batches, or they do not divide as asked.
         """
         batches = _batches_of(source)
-        generator = _fix_order(batches, settings)
+        generator = fix_order(batches, settings)
         shard = ShardedBatchSampler(batches, settings, start)
         shard.check(current_share())
         is_sampler = source.batch_sampler is None
@@ -80,7 +86,6 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         )
         self._shard = shard
         self._settings = settings
-        self._order: torch.Tensor | None = None
         if registry.current().name == "single":
             self._take_over()  # once: later each rank goes on by itself, and alike
 
@@ -93,71 +98,68 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         """Raises an OptionError if its batches do not divide so."""
         self._shard.check(share)
 
-    def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is and how its order began, also in the middle of one."""
-        generator = self.synchronized_generator
-        if generator is None:
-            return super().epoch_state()
-        order = generator.get_state() if self._order is None else self._order
-        return {**super().epoch_state(), "order": order}
-
-    def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be the epoch in which `state` was taken, from its beginning."""
-        super().set_epoch_state(state)
-        if self.synchronized_generator is not None and "order" in state:
-            self.synchronized_generator.set_state(state["order"].cpu())
-        self._order = None
-
     def __iter__(self) -> Iterator[Any]:
-        if registry.current().name != "single":
-            self._take_over()
-        if self.synchronized_generator is not None:
-            self._order = self.synchronized_generator.get_state()
-        yield from self._loop()
-        self._order = None
+        return Loop(self)
 
-    def _batches(self) -> Iterator[Any]:
-        shard, feed = self._shard, self._shard.feed()
-        position, is_resumed = self._find_start(shard.start)
-        share: DataShard | None = None
+    def steps(self, place: Place) -> Iterator[Any]:
+        """As every loader's; where a loop begins, all ranks take rank 0's order first."""
+        if not place.is_live and registry.current().name != "single":
+            self._take_over()
+        yield from super().steps(place)
+
+    def _batches(self, place: Place) -> Iterator[Any]:
         inner: Iterator[Any] | None = None
-        batch = _END
         while True:
-            if share != (now := current_share()):  # at first, and after a switch
-                is_first, share, inner = share is None, now, None  # old workers end first
-                inner = self._open(feed, position, draws=is_first and not is_resumed)
-                batch = next(inner, _END)
-                if is_first:
-                    _check_alike(batch, share.index)
-                    note_batch(batch)
-            assert inner is not None
-            if batch is _END:
+            share = current_share()
+            if inner is None or place.share != share:  # at first, and after a switch
+                inner = None  # old workers end first
+                inner = self._read_from(place, share)
+            if place.ahead is _END:
                 return
+            batch = place.ahead
             if self.device is not None:
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
             self._update_state_dict()
-            following = next(inner, _END)
-            self.end_of_dataloader = following is _END
+            place.ahead = next(inner, _END)
+            self.end_of_dataloader = place.ahead is _END
             if self.end_of_dataloader:
                 self._update_state_dict()
-            position += shard.step(share)
-            self._used = position
-            feed.forget(position)
+            place.used += self._shard.step(share)
+            place.feed.forget(place.used)
             yield batch
-            batch = following
 
-    def _open(
-        self, feed: BatchQueue[Sequence[int]], position: int, *, draws: bool
-    ) -> Iterator[Any]:
+    def _read_from(self, place: Place, share: DataShard) -> Iterator[Any]:
+        """An iterator of torch's over what this rank has to read from a place on."""
+        is_first = place.feed is None
+        if is_first:
+            place.feed, place.used = self._shard.feed(), max(self._shard.start, place.used)
+        if place.share == share:  # put back to where it was: one batch has been read
+            return self._open(place, place.used + self._shard.step(share))
+        with self._as_it_began(place) if is_first else nullcontext():
+            inner = self._open(place, place.used, is_first=is_first)
+            place.share, place.ahead = share, next(inner, _END)
+        if is_first:
+            _check_alike(place.ahead, share.index)
+            note_batch(place.ahead)
+        return inner
+
+    def _open(self, place: Place, position: int, *, is_first: bool = False) -> Iterator[Any]:
         """An iterator of torch's over this rank's batches from a position on."""
         size: int | None = self._shard.batch_size
         if self.remainder >= 0 and size is not None:
             self.remainder = (len(self.dataset) - position * size) % self.total_batch_size
         # torch draws a seed for its workers; what comes after a switch is not to depend on it,
         # nor what comes after a load in the middle of an epoch: it was drawn before the save.
-        same = torch.random.fork_rng(devices=[], enabled=not draws)
-        with same, self._shard.continue_at(feed, position):
-            return iter(self.base_dataloader)
+        is_drawn = not is_first or place.is_resumed
+        same = torch.random.fork_rng(devices=[], enabled=is_drawn)
+        loader, generator = self.base_dataloader, self.base_dataloader.generator
+        if generator is not None and not is_first:
+            loader.generator = generator.clone_state()  # the order may come from it, too
+        try:
+            with same, self._shard.continue_at(place.feed, position):
+                return iter(loader)
+        finally:
+            loader.generator = generator
 
     def _take_over(self) -> None:
         """Draw as rank 0 does. Collective: every rank."""
@@ -209,8 +211,8 @@ def _batches_of(source: DataLoader[Any]) -> Any:
     )
 
 
-def _fix_order(batches: Any, settings: SamplerSettings) -> torch.Generator | None:
-    """Let the random order come from a generator that ranks can make equal; return that.
+def fix_order(batches: Any, settings: SamplerSettings) -> torch.Generator | None:
+    """Let the random order come from a generator that can be set and made equal; return that.
 
     Accelerate does the same. Otherwise each rank would draw from its own torch's generator.
     """

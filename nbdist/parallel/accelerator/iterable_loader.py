@@ -28,8 +28,8 @@ from nbdist.parallel.accelerator.batch_sampler import (
     current_share,
     refuse_uneven,
 )
-from nbdist.parallel.accelerator.data_loader import PreparedLoader, arguments
-from nbdist.parallel.accelerator.loader_state import Position
+from nbdist.parallel.accelerator.data_loader import PreparedLoader, arguments, fix_order
+from nbdist.parallel.accelerator.loader_state import Loop, Place, Position
 
 
 def prepare(
@@ -67,6 +67,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         drawn: dict[str, Any] = {"batch_sampler": source.batch_sampler}
         if source.batch_sampler is None or isinstance(source.dataset, IterableDataset):
             drawn = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+        self.synchronized_generator = fix_order(drawn.get("batch_sampler"), settings)
         super().__init__(
             source.dataset,
             split_batches=settings.config.split_batches,
@@ -98,43 +99,49 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         return n_batches // step if self._drop_last else -(-n_batches // step)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loop()
+        return Loop(self)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, place: Place) -> Iterator[Any]:
         is_alone = registry.current().name == "single"
         reads = is_alone or dist.get_rank() == 0
-        # torch's data pipes meet all ranks where an iterator is made.
-        is_opened = reads or isinstance(self.dataset, IterDataPipe)
-        position, is_resumed = self._find_start(self._first)
-        # torch draws a seed for workers; the epoch that goes on has drawn it before.
-        with torch.random.fork_rng(devices=[], enabled=is_resumed):
-            inner = iter(self.base_dataloader) if is_opened else iter(())
-        feed: BatchQueue[Any] = BatchQueue(inner if reads else iter(()), n_first=1)
+        if place.feed is None:
+            place.used = max(self._first, place.used)
+            with self._as_it_began(place):
+                place.feed = BatchQueue(self._open(place, reads=reads), n_first=1)
+                place.feed.take(place.used, 1)
         while True:
             share = current_share()
-            whole, size, is_last = self._read(feed, position, share) if reads else (None, 0, False)
+            whole, size, is_last = self._read(place, share) if reads else (None, 0, False)
             if not is_alone:
                 whole, size, is_last = self._send(whole, size, is_last=is_last)
             if size == 0:
                 return
-            position += self._step(share)
-            self._used = position
-            feed.forget(position)
+            place.used += self._step(share)
+            place.feed.forget(place.used)
             self.end_of_dataloader = is_last
             if is_last:
                 self.remainder = size
             yield self._cut(send_to_device(whole, self._settings.device), share)
 
+    def _open(self, place: Place, *, reads: bool) -> Iterator[Any]:
+        """What rank 0 reads; nothing elsewhere."""
+        # torch's data pipes meet all ranks where an iterator is made.
+        if not reads and not isinstance(self.dataset, IterDataPipe):
+            return iter(())
+        # torch draws a seed for workers; the epoch that goes on has drawn it before.
+        with torch.random.fork_rng(devices=[], enabled=place.is_resumed):
+            inner = iter(self.base_dataloader)
+        return inner if reads else iter(())
+
     def _step(self, share: DataShard) -> int:
         return 1 if self.split_batches else share.count
 
-    def _read(
-        self, feed: BatchQueue[Any], position: int, share: DataShard
-    ) -> tuple[Any, int, bool]:
+    def _read(self, place: Place, share: DataShard) -> tuple[Any, int, bool]:
         """One round: all samples, filled up so that they divide; how many are real; the last?"""
         step = self._step(share)
         self._update_state_dict()
-        batches, following = feed.take(position, step), feed.take(position + step, step)
+        feed: BatchQueue[Any] = place.feed
+        batches, following = feed.take(place.used, step), feed.take(place.used + step, step)
         if not batches or (self._drop_last and len(batches) < step):
             return None, 0, True
         try:
@@ -231,6 +238,10 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         return IterableShard(self, self._settings, self.skip_batches + n_batches)
 
     def __iter__(self) -> Iterator[Any]:
+        return Loop(self)
+
+    def steps(self, place: Place) -> Iterator[Any]:
+        """As every loader's; what came before is read once more, and left out."""
         share = current_share()
         if self._settings.config.split_batches and share != self._opened:
             raise OptionError(
@@ -239,20 +250,22 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
             )
         self.dataset.num_processes, self.dataset.process_index = share.count, share.index
         step = 1 if self._settings.config.split_batches else share.count
-        position, is_resumed = self._find_start(0)
-        n_used = position // step  # another number of ranks may repeat a part of a round
+        self._enter(place)
+        n_used = place.used // step  # another number of ranks may repeat a part of a round
         drawn = torch.random.get_rng_state()
-        for number, batch in enumerate(super().__iter__()):
-            if number < n_used:
-                continue
-            if is_resumed and number == n_used:
-                torch.random.set_rng_state(drawn)  # what was read once more has drawn before
-            self._used = (number + 1) * step
-            if current_share() != share:
-                raise NbdistError(
-                    "The strategy changed in the middle of a stream that each rank reads for "
-                    "itself. A stream has no position to continue from: restart the loop, or let "
-                    "rank 0 read it (dispatch_batches=True, the default for streams)."
-                )
-            yield batch
-        self._used = 0
+        try:
+            for number, batch in enumerate(super().__iter__()):
+                if number < n_used:
+                    continue
+                if 0 < n_used == number:
+                    torch.random.set_rng_state(drawn)  # what was read once more has drawn before
+                place.used = (number + 1) * step
+                if current_share() != share:
+                    raise NbdistError(
+                        "The strategy changed in the middle of a stream that each rank reads for "
+                        "itself. A stream has no position to continue from: restart the loop, or "
+                        "let rank 0 read it (dispatch_batches=True, the default for streams)."
+                    )
+                yield batch
+        finally:
+            place.is_live = False

@@ -1,22 +1,101 @@
-"""Where a loader is inside its epoch, for checkpoints; and the shape of the batches it gives."""
+"""Where a loader is inside its epoch; and the shape of the batches it gives."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
+
+from nbdist.parallel.training_state import PutBack, keep_generators
 
 # What models of tokens call them: a batch may have other tensors before.
 _TOKENS = "input_ids"
 _last_batch: tuple[tuple[int, ...], str] = ((), "")
 
 
+@dataclass(slots=True)
+class Place:
+    """Where a loop over a loader is.
+
+    Attributes:
+        is_live: It has begun and has not ended.
+        iteration: Its epoch.
+        order: The state that its order was drawn from; None where no generator is known.
+        used: How many batches of all data came before, those of this epoch that it left out too.
+        is_resumed: It began in the middle of an epoch.
+        feed: What comes then, where that can be copied: a `BatchQueue`.
+        share: Which part of the data `ahead` is.
+        ahead: The batch that is read already.
+    """
+
+    is_live: bool = False
+    iteration: int = 0
+    order: torch.Tensor | None = None
+    used: int = 0
+    is_resumed: bool = False
+    feed: Any = None
+    share: Any = None
+    ahead: Any = None
+
+    def copy(self) -> Place:
+        """The same place; what either loop draws then is not missing in the other."""
+        feed = None if self.feed is None else self.feed.copy()
+        return replace(self, feed=feed, ahead=copy.deepcopy(self.ahead))
+
+
+class Loop(Iterator[Any]):
+    """A loop over a prepared loader, which can be put back where it was."""
+
+    def __init__(self, loader: Position) -> None:
+        """Begin with the first `next`; as for a generator, nothing is drawn before."""
+        self.loader = loader
+        self.number = next(_numbers)
+        self.go_to(Place())
+        _loops.add(self)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._steps)
+
+    def go_to(self, place: Place) -> None:
+        """Go on at a place; at a new one with what a new loop begins with."""
+        self.place = place
+        self._steps = self.loader.steps(place)
+
+    def keep(self) -> PutBack:
+        """A function that puts it back where it is now, if it has moved."""
+        place, kept = self.place, self.place.copy()
+
+        def put_back() -> None:
+            if self.place is not place or (place.used, place.is_live) != (kept.used, kept.is_live):
+                self.go_to(kept.copy())
+
+        return put_back
+
+
+_numbers = itertools.count()
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def keep_loops() -> list[PutBack]:
+    """Functions that put this rank's loops, and their loaders, back where they are now."""
+    return [put for loop in list(_loops) for put in (loop.loader.keep_position(), loop.keep())]
+
+
 class Position:
     """A part of each prepared loader.
 
     Positions are counted in batches of all data, so they mean the same on any number of ranks.
-    A loop that was left early counts as far as it came.
+    What counts is the newest loop that somebody still holds: without one, the next loop is
+    another epoch, also where the last one was left early.
     """
 
     # Accelerate's loaders have these.
@@ -25,44 +104,126 @@ class Position:
     begin: Callable[[], None]
     end: Callable[[], None]
     # Ours have these; what is given for each step, and the same without the first steps.
-    _batches: Callable[[], Iterator[Any]]
+    _batches: Callable[[Place], Iterator[Any]]
     skip: Callable[[int], Any]
-    _used = 0
-    _resumed = 0
+    # Where a loop goes on that was loaded and has not begun.
+    _pending: Place | None = None
 
     def epoch_state(self) -> dict[str, Any]:
-        """Which epoch this is; of a loader that knows it also how its order began."""
-        return {"iteration": self.iteration}
+        """Which epoch this is, and how its order began where a generator is known."""
+        return _epoch_of(self._place())
 
     def set_epoch_state(self, state: dict[str, Any]) -> None:
-        """Let the next loop be the epoch in which `state` was taken, from its beginning."""
+        """Let the next loop be the epoch in which `state` was taken, from its beginning.
+
+        Loops that live go on, and count no more.
+        """
         self.set_epoch(state["iteration"])
+        generator = self._generator()
+        if generator is not None and "order" in state:
+            generator.set_state(state["order"].cpu())
+        self._pending = None
+        for loop in self._live_loops():
+            loop.place = Place()
 
     def position_state(self) -> dict[str, Any]:
-        """Which epoch this is, how its order began, and how many batches of it were used."""
-        return {**self.epoch_state(), "position": self._used}
+        """Which epoch this is, how its order began, how much of it was used; and what is next."""
+        place = self._place()
+        return {**_epoch_of(place), "position": place.used, "next": _epoch_of(self._new_place())}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Let the next loop go on where `state` was taken; those after it have all batches."""
-        self.set_epoch_state(state)
-        self._used = self._resumed = state["position"]
+        """Go on where `state` was taken: the newest loop that lives, else the next one.
 
-    def _loop(self) -> Iterator[Any]:
-        """One epoch, or what is left of it."""
+        Others that begin have all batches of the epoch that would have been the next one.
+        """
+        loops = self._live_loops()
+        self.set_epoch_state(state.get("next", state))
+        place = Place()
+        if state["position"]:
+            place = self._pending = Place(
+                iteration=state["iteration"], order=state.get("order"), used=state["position"],
+                is_resumed=True,
+            )  # fmt: skip
+        for loop in loops[-1:]:
+            loop.go_to(place)
+
+    def keep_position(self) -> PutBack:
+        """A function that lets the next loop be the one that it would be now."""
+        iteration, pending = self.iteration, self._pending and self._pending.copy()
+        generators = keep_generators([self._generator(), getattr(self, "generator", None)])
+
+        def put_back() -> None:
+            self.iteration, self._pending = iteration, pending and pending.copy()
+            for put_generator_back in generators:
+                put_generator_back()
+
+        return put_back
+
+    def steps(self, place: Place) -> Iterator[Any]:
+        """The batches of one epoch, or those that are left of it; `place` is kept up to date."""
+        self._enter(place)
         self.begin()
-        self.set_epoch(self.iteration)
+        self.set_epoch(place.iteration)
         try:
-            yield from self._batches()
+            yield from self._batches(place)
         finally:
             self.end()
-        self._used = 0
+            place.is_live = False
         self.iteration += 1
 
-    def _find_start(self, start: int) -> tuple[int, bool]:
-        """Where a loop begins, and whether that is in the middle of an epoch that was loaded."""
-        is_resumed = self._resumed > 0
-        self._used, self._resumed = max(start, self._resumed), 0
-        return self._used, is_resumed
+    def _enter(self, place: Place) -> None:
+        """Begin at a place, unless a loop goes on there: what is pending, or a new epoch."""
+        if place.is_live:
+            return
+        pending = self._pending
+        if pending is not place and any(loop.place is pending for loop in list(_loops)):
+            pending = None  # the loop that it is for is still held
+        begun = pending or self._new_place()
+        place.is_live, place.iteration, place.order = True, begun.iteration, begun.order
+        place.used, place.is_resumed = begun.used, begun.is_resumed
+        if pending is not None:
+            self._pending = None
+
+    @contextmanager
+    def _as_it_began(self, place: Place) -> Iterator[None]:
+        """What is drawn first in an epoch that was loaded is drawn in here as it was then."""
+        generator = self._generator()
+        if generator is None or place.order is None or not place.is_resumed:
+            yield
+            return
+        now = generator.get_state()
+        generator.set_state(place.order.cpu())
+        try:
+            yield
+        finally:
+            if not torch.equal(now, place.order):  # a state of an older version says nothing of now
+                generator.set_state(now)
+
+    def _place(self) -> Place:
+        """Where the loop is that counts."""
+        places = [loop.place for loop in self._live_loops()]
+        return (places or [self._pending or self._new_place()])[-1]
+
+    def _new_place(self) -> Place:
+        return Place(iteration=self.iteration, order=self._order())
+
+    def _live_loops(self) -> list[Loop]:
+        """Those that somebody holds and that have begun and not ended, the newest last."""
+        loops = [loop for loop in list(_loops) if loop.loader is self and loop.place.is_live]
+        return sorted(loops, key=lambda loop: loop.number)
+
+    def _generator(self) -> Any:
+        """Where the order comes from, if ranks know it."""
+        return getattr(self, "synchronized_generator", None)
+
+    def _order(self) -> torch.Tensor | None:
+        generator = self._generator()
+        return None if generator is None else generator.get_state()
+
+
+def _epoch_of(place: Place) -> dict[str, Any]:
+    order = {} if place.order is None else {"order": place.order}
+    return {"iteration": place.iteration, **order}
 
 
 def note_batch(batch: Any) -> None:

@@ -114,6 +114,18 @@ def rebind(
     return report
 
 
+def holders(objects: Sequence[Any]) -> list[list[str]]:
+    """The names by which each object can be reached, for messages; none for what is internal."""
+    if not objects:
+        return []
+    search = _Search([*objects, object()], ())  # the last one is held as all others
+    names: dict[int, list[str]] = {id(obj): [] for obj in objects}
+    for holder, targets in search.holders():
+        for target in targets:
+            names.setdefault(id(target), []).extend(search.names(holder, target))
+    return [names[id(obj)] for obj in objects]
+
+
 def _still_held(dead: list[Replacement]) -> list[Replacement]:
     """Let go of dead objects, and return those that somebody else holds."""
     references = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]

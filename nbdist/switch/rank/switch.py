@@ -40,6 +40,7 @@ from nbdist.parallel.transform import ModelBuild
 from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Strategy, label, rows_of, steps_of
 from nbdist.strategy.tensor_layout import transfers
+from nbdist.switch.rank import copies
 from nbdist.switch.rank.commit import WHAT, Commit, ModelMove, display_name
 from nbdist.switch.report import RankSwitchReport
 
@@ -114,6 +115,7 @@ def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchRepor
     moves = _plan(report.after, prepared)
     handles = common_optimizers(WHAT, prepared)
     shards, received_bytes = _bring(moves, handles)
+    layouts = [copies.layout_of(model) for model in prepared]
     with interrupts_held():
         try:
             progress.tell("agreeing")
@@ -130,7 +132,7 @@ def _move(report: RankSwitchReport, prepared: list[Prepared]) -> RankSwitchRepor
         rebound=tuple(rebinds.names),
         lists=tuple(rebinds.lists),
         stale=tuple(rebinds.stale),
-        notes=notes,
+        notes=(*notes, *copies.notes(layouts)),
         moved_bytes=received_bytes,
     )
 
