@@ -9,6 +9,7 @@ import pytest
 
 from nbdist.engine import script
 from nbdist.errors import ScriptEnded
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 pytestmark = pytest.mark.engine
 
@@ -67,3 +68,13 @@ def test_future_statements_of_nbdist_are_not_the_programs() -> None:
 
     assert names["f"].__annotations__ == {"x": int}
     assert "annotations" in Path(script.__file__).read_text()
+
+
+def test_its_lines_are_the_users_wherever_it_lies() -> None:
+    """Also in a package's folder, where what it calls there is not."""
+    path = "/nowhere/site-packages/pkg/train.py"
+    names = run("import sys\nframe = sys._getframe()\n", path=path)
+    place = UserFrameFinder().find(names["frame"])
+
+    assert place is not None
+    assert (place.file, place.line) == ("train.py", 2)
