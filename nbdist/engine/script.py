@@ -31,7 +31,8 @@ def run(names: dict[str, Any]) -> None:
     """
     [(path, text, arguments)] = _programs
     sys.argv[:] = [path, *arguments]
-    names["__file__"] = path
+    # In cells exit() and quit() are IPython's, and refused.
+    names |= {"__file__": path, "exit": sys.exit, "quit": sys.exit}
     source_line.programs.add(path)
     # What ran, though the file may be changed meanwhile, or lie on another host.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)

@@ -52,6 +52,16 @@ def test_ending_itself_with_another_code_is_one(code: str) -> None:
         run(f"import sys\nsys.exit({code})\n")
 
 
+@pytest.mark.parametrize("name", ["exit", "quit"])
+def test_exit_and_quit_end_it_too(name: str) -> None:
+    """Though in cells they are refused."""
+    names: dict[str, Any] = {"__name__": "__main__", name: None}
+    script.take("/nowhere/train.py", f"{name}(4)\n", ())
+
+    with pytest.raises(ScriptEnded, match="exited with code 4"):
+        script.run(names)
+
+
 def test_a_traceback_has_the_programs_lines_where_it_has_no_file() -> None:
     """On another host, or where the file was changed meanwhile, the text that ran is shown."""
     with pytest.raises(ZeroDivisionError) as caught:
