@@ -33,7 +33,7 @@ CONDA_NAMES = {
     "torch": "pytorch",
 }
 # What only some machines have; the code imports it late and goes on without it.
-OPTIONAL_MODULES = {"deepspeed", "pytest", "viztracer"}
+OPTIONAL_MODULES = {"deepspeed", "peft", "pytest", "viztracer"}
 
 WHEEL_FILES = {
     "nbdist/__init__.py",

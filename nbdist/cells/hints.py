@@ -10,12 +10,12 @@ from dataclasses import replace
 from nbdist.core.failures import RankFailure
 from nbdist.hang import torch_messages
 
+# Whether the notebook itself has a variable of a name; None where there is no notebook.
+HasName = Callable[[str], bool] | None
 
-def explain(failure: RankFailure, has_name: Callable[[str], bool]) -> RankFailure:
-    """The failure in plain words, with what to do added to its message where that is known.
 
-    `has_name` says whether the notebook itself has a variable of a name.
-    """
+def explain(failure: RankFailure, has_name: HasName) -> RankFailure:
+    """The failure in plain words, with what to do added to its message where that is known."""
     # torch's message in one sentence, which reads the same on all ranks.
     message = torch_messages.readable(failure.message)
     traceback = tuple(line.replace(failure.message, message) for line in failure.traceback)
@@ -24,18 +24,20 @@ def explain(failure: RankFailure, has_name: Callable[[str], bool]) -> RankFailur
     return replace(failure, message=f"{message}. {hint}" if hint else message, traceback=traceback)
 
 
-def _missing_module(_message: str, _has_name: Callable[[str], bool]) -> str:
+def _missing_module(_message: str, has_name: HasName) -> str:
     python = sys.executable  # which the ranks run as well
+    install = f"The ranks run {python}: install it there ({python} -m pip install NAME)"
+    if has_name is None:
+        return install
     return (
-        f"The ranks run {python}: install it there ({python} -m pip install NAME). "
-        "If the notebook can import it, its sys.path has changed since %dist_init: %dist_reset "
-        "takes it over, or append to sys.path in a distributed cell"
+        f"{install}. If the notebook can import it, its sys.path has changed since %dist_init: "
+        "%dist_reset takes it over, or append to sys.path in a distributed cell"
     )
 
 
-def _name_of_the_notebook(message: str, has_name: Callable[[str], bool]) -> str:
+def _name_of_the_notebook(message: str, has_name: HasName) -> str:
     match = re.search(r"name '(\w+)' is not defined", message)
-    if match is None or not has_name(match.group(1)):
+    if match is None or has_name is None or not has_name(match.group(1)):
         return ""
     name = match.group(1)
     return (
@@ -44,16 +46,17 @@ def _name_of_the_notebook(message: str, has_name: Callable[[str], bool]) -> str:
     )
 
 
-def _second_accelerator(message: str, _has_name: Callable[[str], bool]) -> str:
+def _second_accelerator(message: str, has_name: HasName) -> str:
     if "AcceleratorState has already been initialized" not in message:
         return ""
     return (
-        "This rank already uses an Accelerator with other settings. Run %dist_reset, then create "
-        "yours before anything uses `accelerator`"
+        "This rank already uses an Accelerator with other settings. "
+        f"{'Create' if has_name is None else 'Run %dist_reset, then create'} yours before anything "
+        "uses `accelerator`"
     )
 
 
-def _broken_gpu(message: str, _has_name: Callable[[str], bool]) -> str:
+def _broken_gpu(message: str, _has_name: HasName) -> str:
     if not re.search(_STICKY, message):
         return ""
     return (
@@ -68,7 +71,7 @@ _STICKY = (
     r"misaligned address|uncorrectable ECC)"
 )
 
-_HINTS: dict[str, Callable[[str, Callable[[str], bool]], str]] = {
+_HINTS: dict[str, Callable[[str, HasName], str]] = {
     "AcceleratorError": _broken_gpu,
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,

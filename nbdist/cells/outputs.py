@@ -217,8 +217,8 @@ class OutputReducer:
         """The rank's outputs in notebook format, where they were asked for."""
         return tuple(output.in_notebook_format() for output in self._feeds[rank].outputs)
 
-    def hidden(self) -> str:
-        """What was not shown, in a sentence; empty when everything was."""
+    def hidden(self, *, where: str = " (%%distributed --tabs shows all)") -> str:
+        """What was not shown, in a sentence, and where it can be; empty when everything was."""
         by_count: dict[int, list[int]] = defaultdict(list)
         for rank, feed in self._feeds.items():
             displays = [out for out in feed.unshown if isinstance(out, DisplayOutput)]
@@ -232,9 +232,7 @@ class OutputReducer:
         bars = {r for merger in self._mergers.values() for r in merger.hidden_bar_ranks}
         if bars:
             phrases.append(f"progress bars of {ranks_phrase(sorted(bars))}")
-        return (
-            f"not shown: {', '.join(phrases)} (%%distributed --tabs shows all)" if phrases else ""
-        )
+        return f"not shown: {', '.join(phrases)}{where}" if phrases else ""
 
     def _shown_rank(self) -> int | None:
         """The rank whose displays are shown; None while that is open."""

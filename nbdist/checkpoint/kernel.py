@@ -50,7 +50,7 @@ begin_save: RankFunction[[str, str, bool], SaveStarted] = RankFunction(
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
     "nbdist.checkpoint.rank.load:load"
 )
-write_weights: RankFunction[[str, str], ExportedWeights] = RankFunction(
+write_weights: RankFunction[[str, str, bool], ExportedWeights] = RankFunction(
     "nbdist.checkpoint.rank.export_weights:export_weights"
 )
 save_state: RankFunction[[str], Saving] = RankFunction("save_state")
@@ -323,16 +323,21 @@ class Checkpoints(CellHook):
         return f"{pending.path} was not saved; what was at that path is unchanged"
 
 
-def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedWeights:
+def export_weights(
+    ranks: Ranks, path: str | Path, model: str = "", *, is_merged: bool = False
+) -> ExportedWeights:
     """Write a model's weights into one safetensors file that transformers loads.
 
     Rank 0 writes it, on its host. It is read back and compared with the model, and only then gets
-    its name; `config.json` comes beside it if the model has a config.
+    its name; `config.json` comes beside it if the model has a config. Of a model with adapters of
+    PEFT only the active adapter is written, as PEFT loads it.
 
     Args:
         ranks: All take part.
-        path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`.
+        path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`, or
+            an `adapter_model.safetensors`.
         model: A variable on the ranks, or a path from one; empty for the only model.
+        is_merged: Write the base model of adapters, with the active one merged into its weights.
 
     Raises:
         OptionError: There is no such model, or there are several; lists them.
@@ -345,7 +350,7 @@ def export_weights(ranks: Ranks, path: str | Path, model: str = "") -> ExportedW
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
             replies: list[ExportedWeights] = ranks.call_all(
-                write_weights, model, str(target),
+                write_weights, model, str(target), is_merged,
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
     except KeyboardInterrupt as error:

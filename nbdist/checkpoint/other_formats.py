@@ -23,7 +23,10 @@ _FOLDERS = {
     (r".*\.distcp$",):
         "it has files of torch.distributed.checkpoint but no .metadata: a save that was not "
         "finished. Load another checkpoint.",
-    (r"config\.json$", r"(pytorch_|adapter_)?model.*\.(safetensors|bin)(\.index\.json)?$"):
+    (r"adapter_config\.json$",):
+        "it is an adapter of PEFT. Load it on the ranks, before the model is prepared: "
+        "PeftModel.from_pretrained(model, PATH).",
+    (r"config\.json$", r"(pytorch_)?model.*\.(safetensors|bin)(\.index\.json)?$"):
         "it is a model folder of transformers. Load it on the ranks, before the model is prepared: "
         "AutoModel.from_pretrained(PATH).",
     (r"latest$", r"global_step"):

@@ -14,6 +14,9 @@ from nbdist.errors import CheckpointError
 FILE = "model.safetensors"
 SUFFIX = ".safetensors"
 CONFIG = "config.json"
+# As PEFT names them.
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 # torch's name of a dtype -> the format's, and the bytes of an element.
 # Source: https://github.com/huggingface/safetensors, its README and bindings for torch.
@@ -106,6 +109,6 @@ def batches(weights: Sequence[SavedTensor], limit_bytes: int) -> Iterator[Sequen
         yield weights[first:]
 
 
-def file_of(path: Path) -> Path:
-    """The file that a path means: itself where it ends so, else the one in that folder."""
-    return path if path.name.endswith(SUFFIX) else path / FILE
+def file_of(path: Path, name: str) -> Path:
+    """The file that a path means: itself where it ends so, else this one in that folder."""
+    return path if path.name.endswith(SUFFIX) else path / name

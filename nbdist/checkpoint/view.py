@@ -9,7 +9,13 @@ from pathlib import Path
 
 from nbdist.checkpoint.manifest import first_few
 from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
-from nbdist.checkpoint.safetensors import CONFIG, FILE, ExportedWeights
+from nbdist.checkpoint.safetensors import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CONFIG,
+    FILE,
+    ExportedWeights,
+)
 from nbdist.core import units
 from nbdist.core.units import shown
 from nbdist.core.view import View
@@ -75,6 +81,12 @@ def exported_view(result: ExportedWeights) -> View:
     path = Path(result.path)
     if CONFIG in result.configs and path.name == FILE:
         texts.append(f'load it: {result.model}.from_pretrained("{path.parent}")')
+    elif path.name == ADAPTER_FILE:
+        texts.append(
+            f'load it into its base model: PeftModel.from_pretrained(base, "{path.parent}")'
+        )
+    elif ADAPTER_CONFIG in result.configs:
+        texts.append(f"PEFT looks for {ADAPTER_FILE}: rename it, or give only the folder")
     elif CONFIG in result.configs:
         texts.append(f"transformers looks for {FILE}: rename it, or give only the folder")
     else:

@@ -17,11 +17,14 @@ def dist_save(values: Namespace) -> None:
     if values.is_export:
         if values.is_async:
             raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-        show(checkpoint_view.exported_view(NOTEBOOK.session.export_weights(path, values.model)))
+        exported = NOTEBOOK.session.export_weights(path, values.model, is_merged=values.is_merged)
+        show(checkpoint_view.exported_view(exported))
         return
-    if values.model:
+    if values.model or values.is_merged:
+        typed = "--model" if values.model else "--merged"
         raise OptionError(
-            "%dist_save: --model is for --export; a checkpoint always has all models. Leave it out."
+            f"%dist_save: {typed} is for --export; a checkpoint always has all of all models. "
+            "Leave it out."
         )
     checkpoints = NOTEBOOK.session.checkpoints
     done = checkpoints.save(path, asynchronous=values.is_async)
@@ -66,9 +69,16 @@ VERBS = (
             ),
             Option(
                 ("--export",),
-                "write only a model's weights, as a safetensors file that transformers loads",
+                "write only a model's weights, as a safetensors file that transformers loads; of a "
+                "PEFT model its adapter, as PEFT loads it",
                 None,
                 name="is_export",
+            ),
+            Option(
+                ("--merged",),
+                "with --export: merge the PEFT adapter into the weights of its base model",
+                None,
+                name="is_merged",
             ),
             Option(
                 ("--model",),

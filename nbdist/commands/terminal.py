@@ -10,15 +10,17 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from nbdist.cells.kernel import wait
+from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cluster.kernel import orphans, runs
 from nbdist.cluster.run_owner import RUNNING, STOPPED, Run
 from nbdist.commands.cluster import START_OPTIONS, temporary_ranks
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import is_stored
 from nbdist.core.versions import VERSION
 from nbdist.core.view import View
 from nbdist.diagnostics import view as runs_view
 from nbdist.errors import NbdistError, NotRunning, OptionError
-from nbdist.notebook.notebook import NOTEBOOK, CellOptions
 from nbdist.notebook.verb import TERMINAL, Option, Verb
 from nbdist.rpc.kernel.functions import RankFunction
 
@@ -85,7 +87,8 @@ def run(values: Namespace) -> None:
     with temporary_ranks(values) as session:
         rest = tuple(values.rest)
         session.call_all(take_script, str(path), text, rest, deadline_s=TAKE_DEADLINE_S)
-        NOTEBOOK.run(RUN_SCRIPT, CellOptions())
+        request = CellRequest(RUN_SCRIPT, session.ranks, is_patient=is_stored(), is_program=True)
+        wait.wait(lambda: session.begin(request))
 
 
 def _program(named: Sequence[str]) -> tuple[Path, str]:

@@ -100,7 +100,7 @@ def _place_of_crash(remains: Remains) -> str:
     main = next((t for t in threads if any(frame.file in cells for frame in t.frames)), None)
     if main is None:
         return " in C code" if threads else ""
-    return f" in a thread of C code, while the cell was{_where(main, cells)}"
+    return f" in a thread of C code, while Python was{_where(main, cells)}"
 
 
 def _where(thread: ThreadStack, cells: Mapping[str, int]) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 # Where nbdist itself lies.
 PACKAGE = Path(__file__).parents[1]
 
-# What lies under a cell's own frames on a rank: the shell that runs it.
-_SHELL = re.compile(r"IPython[/\\]core[/\\]interactiveshell\.py$")
-_SHELL_FUNCTION = "run_code"
+# What lies under a program's own frames on a rank, or else under a cell's: what runs it.
+_RUNNERS = {
+    "run": re.compile(r"[/\\]nbdist[/\\]engine[/\\]script\.py$"),
+    "run_code": re.compile(r"IPython[/\\]core[/\\]interactiveshell\.py$"),
+}
 # What an idle thread of an engine consists of.
 _ENGINE = re.compile(
     r"[/\\](?:(?:IPython|ipykernel|ipyparallel|traitlets|tornado|asyncio|zmq|jupyter_client)[/\\].*"
@@ -55,17 +57,18 @@ class ThreadStack:
 
 
 def user_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames from the cell on, innermost last; without a cell those above the engine's.
+    """The frames from the program or cell on, innermost last; else those above the engine's.
 
     nbdist's own frames around torch's functions are left out.
     """
-    shells = (
+    runners = (
         number
+        for function, file in _RUNNERS.items()
         for number, frame in enumerate(frames)
-        if frame.function == _SHELL_FUNCTION and _SHELL.search(frame.file)
+        if frame.function == function and file.search(frame.file)
     )
     users = (n for n, frame in enumerate(frames) if not _ENGINE.search(frame.file))
-    start = next(shells, None)
+    start = next(runners, None)
     if start is None:
         start = next(users, len(frames)) - 1
     return tuple(frame for frame in frames[start + 1 :] if not is_ours(frame.file))

@@ -10,12 +10,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import rpc
 
 from nbdist.core.rank import this_rank
+from nbdist.errors import NbdistError
 
 # Arguments of init_process_group that have no effect on a group that is formed.
 _WITHOUT_EFFECT = ("init_method", "store", "timeout", "pg_options", "device_id")
@@ -29,6 +31,7 @@ def install() -> None:
         wrapped = wrap(getattr(c10d, name))
         for module in (c10d, dist):
             setattr(module, name, wrapped)
+    rpc.init_rpc = _refuse_rpc
 
 
 def _accept(original: Callable[..., None]) -> Callable[..., None]:
@@ -62,14 +65,14 @@ def _compare(arguments: dict[str, Any]) -> None:
         raise ValueError(
             f"init_process_group asks for {', '.join(sorted(missing))}, but the ranks have "
             f"{topology.backend}: {topology.why}. Leave the backend out, or start the ranks with "
-            "%dist_init --backend."
+            "%dist_init --backend or nbdist run --backend."
         )
     for name, present in (("world_size", dist.get_world_size()), ("rank", dist.get_rank())):
         if (value := arguments.get(name, -1)) not in {-1, present}:
             raise ValueError(
                 f"init_process_group got {name}={value}, but it is {present} here. Leave it out, "
-                "or take `rank` and `world_size`, which every rank has; %dist_init -n starts "
-                "another number of ranks."
+                "or take `rank` and `world_size`, which every rank has; %dist_init -n and "
+                "nbdist run -n start another number of ranks."
             )
 
 
@@ -82,11 +85,19 @@ def _keep(original: Callable[..., None]) -> Callable[..., None]:
             original(group)
         elif dist.is_initialized():
             _print_once(
-                "destroy_process_group: nbdist keeps the group of all ranks, which the next cell "
-                "needs, until the ranks end."
+                "destroy_process_group: nbdist keeps the group of all ranks until the ranks end."
             )
 
     return destroy_process_group
+
+
+def _refuse_rpc(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """init_rpc, which would start threads that no interrupt ends, and only once in a process."""
+    raise NbdistError(
+        "init_rpc: nbdist does not run torch.distributed.rpc on ranks, because a call of it that "
+        "hangs can be neither named nor interrupted. Use collectives or dist.send and dist.recv, "
+        f"or run the program with: torchrun --nproc-per-node {dist.get_world_size()} FILE"
+    )
 
 
 @functools.cache  # each once in a process

@@ -234,6 +234,9 @@ def prepare(seed: int | None = None) -> Topology:
     torch_clip.install()
     if place.device == "cpu":
         partial_state.install()
+    del sys.argv[
+        1:
+    ]  # the engine's, which it has read: a pasted program's parser takes its defaults
     shell = get_ipython()
     shell_hooks.install(shell)
     cell_hook.install(shell)

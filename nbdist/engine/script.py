@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from nbdist.errors import ScriptEnded
+from nbdist.hang.rank import source_line
 
 # (path, text, arguments) of the program that the next cell runs.
 _programs: list[tuple[str, str, tuple[str, ...]]] = []
@@ -30,7 +31,9 @@ def run(names: dict[str, Any]) -> None:
     """
     [(path, text, arguments)] = _programs
     sys.argv[:] = [path, *arguments]
-    names["__file__"] = path
+    # In cells exit() and quit() are IPython's, and refused.
+    names |= {"__file__": path, "exit": sys.exit, "quit": sys.exit}
+    source_line.programs.add(path)
     # What ran, though the file may be changed meanwhile, or lie on another host.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     try:

@@ -181,6 +181,8 @@ def refuse_input(kernel: Any) -> None:
     kernel.raw_input = refuse
     kernel.getpass = refuse
     sys.breakpointhook = refuse
+    # Its prompt, by which programs tell that they run interactively: Lightning then refuses ddp.
+    vars(sys).pop("ps1", None)
 
 
 def refuse_exit(shell: Any) -> None:

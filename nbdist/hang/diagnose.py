@@ -154,7 +154,7 @@ def _sleepers(scene: WaitGraph, until_s: float) -> Iterator[WaitFinding]:
         for at, ranks in by_place.items()
     ]
     who = f"{ranks_phrase(others)} {'have' if len(others) > 1 else 'has'}"
-    text = f"{'; '.join(clauses)}; {who} ended the cell, and may be waited for there"
+    text = f"{'; '.join(clauses)}; {who} finished, and may be waited for there"
     yield WaitFinding(text, is_certain=False, waiting=tuple(sorted(asleep)), blamed=())
 
 

@@ -29,7 +29,7 @@ _ALIKE = frozenset(
 )
 # What is said of a rank whose part is missing: of one rank, and of several.
 _MISSING = {
-    "finished": ("finished the cell without {calling}",) * 2,
+    "finished": ("finished without {calling}",) * 2,
     "raised": ("raised {how} before {it}",) * 2,
     "ended": ("ended{how} before {it}",) * 2,
     "absent": ("does not run this cell", "do not run this cell"),

@@ -137,7 +137,8 @@ class Notebook:
                 "the start was interrupted, and everything it began was ended"
             ) from error
         started.session.cell_number = lambda: self.cell_number
-        started.session.has_name = lambda name: name in getattr(get_ipython(), "user_ns", {})
+        if (shell := get_ipython()) is not None:
+            started.session.has_name = lambda name: name in shell.user_ns
         started.session.panel = lambda: self.panel
         self.current, self.options, self._why_none = started.session, options, ""
         atexit.register(self._stop_at_exit, started.session)
@@ -221,7 +222,12 @@ class Notebook:
         ]
 
     def _sink(self, request: CellRequest) -> LiveCell:
-        self._live = LiveCell(self._output_file, has_tabs=request.keeps_outputs, on_bar=self.on_bar)
+        self._live = LiveCell(
+            self._output_file,
+            has_tabs=request.keeps_outputs,
+            is_clipped=not request.is_program,
+            on_bar=self.on_bar,
+        )
         return self._live
 
     def _output_file(self) -> Path:

@@ -296,9 +296,11 @@ class Session(CellRanks):
         """Load a checkpoint into what is prepared; see checkpoint.kernel."""
         return self.checkpoints.load(path, models_only=models_only)
 
-    def export_weights(self, path: str | Path, model: str = "") -> ExportedWeights:
+    def export_weights(
+        self, path: str | Path, model: str = "", *, is_merged: bool = False
+    ) -> ExportedWeights:
         """Write a model's weights into one safetensors file; see checkpoint.kernel."""
-        return export_weights(self, path, model)
+        return export_weights(self, path, model, is_merged=is_merged)
 
     def check(self) -> ReplicaCheck:
         """Compare the models of all ranks, and look for NaN and inf; see lints.kernel.replicas."""

@@ -48,7 +48,7 @@ CELLS = {
 NUMBER = {name: index for index, name in enumerate(CELLS)}
 LINE = (
     "rank 0 waits in barrier() at line 5 of cell {}: accelerator.wait_for_everyone(); "
-    "rank 1 finished the cell without calling it"
+    "rank 1 finished without calling it"
 )
 PNG = b"\x89PNG"
 TOLD_S = 2.0

@@ -16,7 +16,7 @@ from nbdist.core.failures import RankFailure
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted
 from nbdist.hang.kernel.group_recovery import RecoveryOutcome
 
-LINE = "rank 0 waits in barrier at line 1 of cell [4]; rank 1 finished the cell without calling it"
+LINE = "rank 0 waits in barrier at line 1 of cell [4]; rank 1 finished without calling it"
 RELEASED = RankFailure(0, "RuntimeError", "[..] Connection closed by peer [127.0.0.1]:4711", ())
 RECOVERED = RecoveryOutcome(is_recovered=True)
 
@@ -181,3 +181,21 @@ def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:
         "rank 1 is still running, in no collective"
     ]
     assert still_aborting_message([1], {}, is_named=True) == ()
+
+
+def test_a_program_is_told_of_in_its_own_words() -> None:
+    """Its ranks end with it: nothing is said of their variables, groups and replacements."""
+    hung = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=5.0, is_program=True)
+    stopped = CellOutcome("", True, None, "rank 0 was waiting in barrier", is_program=True)
+    released = RankResult(0, "error", 6.0, "", RELEASED)
+    failed = RankResult(1, "error", 0.1, "", RankFailure(1, "ValueError", "boom", ()))
+    stuck = unresponsive_message([1], {}, (), can_replace=False, is_program=True)
+    [held] = still_aborting_message([0], {0}, is_named=False, is_program=True)
+    [computing] = still_aborting_message([1], {}, is_named=False, is_program=True)
+
+    assert str(raised(hung, released)) == f"{LINE}; aborted after 5 s"
+    assert str(raised(hung, released, failed)).endswith(f"{LINE}; aborted after 5 s")
+    assert str(raised(stopped, RankResult(0, "unfinished", 6.0, ""))) == stopped.aborted
+    assert stuck.endswith("Another press ends the program")
+    assert held.endswith(": Ctrl-C ends the program")
+    assert computing.endswith(": the program ends with rank 1 (Ctrl-C interrupts)")

@@ -51,6 +51,17 @@ def test_what_to_do_is_added_where_it_is_known(name: str, message: str, hint: st
     assert re.fullmatch(re.escape(message) + hint, told)
 
 
+def test_a_program_is_not_sent_to_a_notebook() -> None:
+    """Where there is none, nothing is said of its variables and magics."""
+    missing = explain(RankFailure(1, "ModuleNotFoundError", "No module named 'nosuch'"), None)
+    second = "AcceleratorState has already been initialized and cannot ..."
+    names = ("NameError", "name 'data' is not defined")
+
+    assert missing.message.endswith("-m pip install NAME)")
+    assert "%" not in explain(RankFailure(1, "ValueError", second), None).message
+    assert explain(RankFailure(1, *names), None).message == names[1]
+
+
 def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:
     """torch's message begins with the rank that tells it; explained, all ranks fail alike."""
 

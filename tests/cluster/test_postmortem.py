@@ -217,7 +217,7 @@ class TestRanks:
         assert ctypes.CDLL(None).tgkill(pid, gloo, signal.SIGABRT) == 0
         cause = watched.cause(cells.ended(0))
 
-        assert cause.startswith("signal SIGABRT in a thread of C code, while the cell was in all_")
+        assert cause.startswith("signal SIGABRT in a thread of C code, while Python was in all_")
         assert cause.endswith("called at line 2 of cell [12]")
 
     def test_a_rank_that_holds_the_gil_is_seen_from_outside(self, cells: Cells) -> None:

@@ -93,7 +93,7 @@ IN_CELL = (("Current thread", (f'  File "{CELL}", line 3 in f', SHELL)),)
         (signal.SIGABRT,
          (WAITING, ("Thread", (f'  File "{SITE}/torch/distributed/c10d.py", line 52 in all_reduce',
                                f'  File "{CELL}", line 2 in <module>', SHELL))),
-         ("SIGABRT in a thread of C code, while the cell was in all_reduce "
+         ("SIGABRT in a thread of C code, while Python was in all_reduce "
          "(torch/distributed/c10d.py, line 52), called at line 2 of cell [12]")),
         # A full /dev/shm ends processes that way, and nobody guesses it.
         (signal.SIGBUS, IN_CELL,

@@ -9,6 +9,7 @@ import pytest
 
 from nbdist.engine import script
 from nbdist.errors import ScriptEnded
+from nbdist.hang.rank.source_line import UserFrameFinder
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +52,16 @@ def test_ending_itself_with_another_code_is_one(code: str) -> None:
         run(f"import sys\nsys.exit({code})\n")
 
 
+@pytest.mark.parametrize("name", ["exit", "quit"])
+def test_exit_and_quit_end_it_too(name: str) -> None:
+    """Though in cells they are refused."""
+    names: dict[str, Any] = {"__name__": "__main__", name: None}
+    script.take("/nowhere/train.py", f"{name}(4)\n", ())
+
+    with pytest.raises(ScriptEnded, match="exited with code 4"):
+        script.run(names)
+
+
 def test_a_traceback_has_the_programs_lines_where_it_has_no_file() -> None:
     """On another host, or where the file was changed meanwhile, the text that ran is shown."""
     with pytest.raises(ZeroDivisionError) as caught:
@@ -67,3 +78,13 @@ def test_future_statements_of_nbdist_are_not_the_programs() -> None:
 
     assert names["f"].__annotations__ == {"x": int}
     assert "annotations" in Path(script.__file__).read_text()
+
+
+def test_its_lines_are_the_users_wherever_it_lies() -> None:
+    """Also in a package's folder, where what it calls there is not."""
+    path = "/nowhere/site-packages/pkg/train.py"
+    names = run("import sys\nframe = sys._getframe()\n", path=path)
+    place = UserFrameFinder().find(names["frame"])
+
+    assert place is not None
+    assert (place.file, place.line) == ("train.py", 2)

@@ -1,8 +1,13 @@
 """Scripts of torchrun's form the group of all ranks, and end it: in cells both calls do nothing."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.support.kernel import Kernel
+from tests.support.kernel import Kernel, notebook_env
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -33,7 +38,20 @@ def main():
 
 print(main())
 """
+# Written as torch's tutorials are: each is run by torchrun, by `nbdist run`, and in a cell.
+_SCRIPTS = sorted((Path(__file__).parents[1] / "data/scripts").glob("*.py"))
+# Without nbdist, as one program for all, since torchrun takes seconds to start. Each forms a group
+# of its own, at a port of its own: torchrun's store still has what the one before has put in.
+_ALL = """\
+import os, runpy
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+port = int(os.environ["MASTER_PORT"])
+for number, path in enumerate({paths!r}, 1):
+    os.environ["MASTER_PORT"] = str(port + number)
+    runpy.run_path(path, run_name="__main__")
+"""
 _REFUSED = {
+    'dist.rpc.init_rpc("worker")': "nbdist does not run torch.distributed.rpc on ranks",
     'dist.init_process_group("nccl")': "asks for nccl, but the ranks have gloo",
     "dist.init_process_group(world_size=5)": "got world_size=5, but it is 2 here",
     "dist.init_process_group(rank=7)": "got rank=7, but it is",
@@ -100,3 +118,59 @@ def test_accelerates_end_and_state(kernel: Kernel) -> None:
     assert state.text == "[0-1] 2 True True\n", state.visible
     assert ended.status == "ok", ended.visible
     assert again.text == "[0-1] 2.0\n"
+
+
+def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a folder; it has to go well."""
+    path = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=notebook_env({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The lines that all scripts print under torchrun, each with its script's name in front."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "all.py").write_text(_ALL.format(paths=list(map(str, _SCRIPTS))))
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "all.py"]
+    return set(_run(launch, folder).stdout.splitlines())
+
+
+def _lines(text: str) -> set[str]:
+    """What a program printed on ranks, without these in front."""
+    return {re.sub(r"^\[[\d-]+\] ", "", line) for line in text.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            path, id=path.stem, marks=[pytest.mark.parity] if path.stem == "tensor_parallel" else []
+        )
+        for path in _SCRIPTS
+    ],
+)
+def test_a_tutorials_script_gives_what_torchrun_does(
+    kernel: Kernel, by_torchrun: set[str], script: Path, tmp_path: Path
+) -> None:
+    """Unchanged, as a program of its own and pasted into a cell, its main guard included."""
+    expected = {line for line in by_torchrun if line.startswith(f"{script.stem} ")}
+    program = _lines(_run(["nbdist", "run", str(script), "-n", "2"], tmp_path).stdout)
+    kernel.run("%%distributed\n_before = set(globals())")
+    cell = kernel.run(f"%%distributed\n{script.read_text()}", 60)
+    kernel.run("%%distributed\nfor _name in set(globals()) - _before:\n    del globals()[_name]")
+
+    assert cell.status == "ok", cell.visible
+    assert len(expected) in {1, 2}
+    assert program == expected
+    assert _lines(cell.text) == expected

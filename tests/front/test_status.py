@@ -42,7 +42,7 @@ def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
     assert "Traceback" not in hang.failure.traceback
     line = next(line for line in shown.splitlines() if line.startswith("rank 0 waits in "))
     assert line.startswith("rank 0 waits in all_reduce(float32[3]) at line 3 of cell [")
-    assert line.endswith("dist.all_reduce(x); rank 1 finished the cell without calling it")
+    assert line.endswith("dist.all_reduce(x); rank 1 finished without calling it")
     row = next(line for line in shown.splitlines() if line.lstrip().startswith("0 "))
     assert ", waiting in all_reduce(float32[3]) at line 3 of cell [" in row
     stack = shown.split("\nrank 0\n")[1]

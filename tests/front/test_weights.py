@@ -52,6 +52,8 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
     for odd, why in (
         ("--export x --async", "cannot be combined"),
         ("x --model other", "--model is for --export"),
+        ("x --merged", "--merged is for --export"),
+        ("--export x --merged --model other", "Linear has no adapters of PEFT to merge"),
         ("--export x --model nothing", "There is no variable nothing on the ranks"),
     ):
         assert why in kernel.run(f"%dist_save {odd}").visible

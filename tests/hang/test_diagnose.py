@@ -25,7 +25,7 @@ PAIR = {WORLD: (0, 1)}
 WAITS = view(0, "running", reduce("waiting"))
 OTHER_SHAPE = reduce(detail="float32[4]", place=at(2))
 LARGE_SHAPE = reduce("waiting", detail="float32[1000000]", place=at(4))
-FINISHED = "rank 1 finished the cell without calling it"
+FINISHED = "rank 1 finished without calling it"
 IS_LATE = "rank 1 has not come to it yet (still running)"
 
 
@@ -97,7 +97,7 @@ def test_short_waits_are_no_finding_alone_but_stand_beside_a_long_one() -> None:
     assert diagnose([late, gone], NOW_S) == ()
     assert only_finding(early, late, gone).text == (
         f"ranks 0-1 wait in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
-        "rank 2 finished the cell without calling it"
+        "rank 2 finished without calling it"
     )
 
 
@@ -160,7 +160,7 @@ def test_only_members_are_blamed() -> None:
 
     assert only_finding(*views) == WaitFinding(
         "rank 0 waits in all_reduce(float32[3]) of ranks 0-1 at line 7 of cell [12]: "
-        f"{REDUCE}; rank 1 finished the cell without calling it",
+        f"{REDUCE}; rank 1 finished without calling it",
         is_certain=True,
         waiting=(0,),
         blamed=(1,),
@@ -176,7 +176,7 @@ def test_calls_are_counted_in_their_group_alone() -> None:
         view(1, "finished", *ahead, groups=groups),
     ]
 
-    assert only_finding(*views).text == HEAD + "rank 1 finished the cell without calling it"
+    assert only_finding(*views).text == HEAD + "rank 1 finished without calling it"
 
 
 def test_independent_causes_are_findings_of_their_own() -> None:
@@ -236,7 +236,7 @@ def test_one_rank_that_computes_makes_it_uncertain_though_another_is_gone() -> N
 
     assert not finding.is_certain
     assert finding.text == HEAD + (
-        "rank 1 finished the cell without calling it; rank 2 has not come to it yet (still running)"
+        "rank 1 finished without calling it; rank 2 has not come to it yet (still running)"
     )
 
 
@@ -266,7 +266,7 @@ def test_lines_that_differ_are_each_named() -> None:
 
     assert only_finding(*views).text == HEAD + (
         "rank 1 waits in all_reduce(float32[3]) at line 9 of cell [12]: other(); "
-        "rank 2 finished the cell without calling it"
+        "rank 2 finished without calling it"
     )
 
 
@@ -279,7 +279,7 @@ def test_many_ranks_are_one_sentence(world: int) -> None:
 
     assert finding.text == (
         f"{who} in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
-        f"rank {world - 1} finished the cell without calling it"
+        f"rank {world - 1} finished without calling it"
     )
     assert finding.waiting == tuple(range(world - 1))
 
@@ -356,5 +356,5 @@ def test_an_asynchronous_call_counts_and_so_does_its_wait() -> None:
 
     assert diagnose([view(0, "running", first, second), both], NOW_S) == ()
     assert only_finding(view(0, "running", first, second), view(1, "finished")).text == HEAD + (
-        "rank 1 finished the cell without calling it"
+        "rank 1 finished without calling it"
     )

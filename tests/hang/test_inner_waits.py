@@ -31,7 +31,7 @@ def test_a_collective_from_cxx_is_named(number: int | None) -> None:
     """By the flight recorder; a rank that has finished and not answered has not come."""
     finding = only_finding(*backward("finished", number))
 
-    assert finding.text == INNER + "rank 1 finished the cell without calling it"
+    assert finding.text == INNER + "rank 1 finished without calling it"
     assert (finding.is_certain, finding.waiting, finding.blamed) == (True, (0,), (1,))
 
 
@@ -70,7 +70,7 @@ def test_a_sleep_in_torch_without_a_recorder_is_a_guess() -> None:
 
     assert only_finding(asleep, view(1, "finished")) == WaitFinding(
         "rank 0 sleeps inside torch at line 3 of cell [12]: loss.backward(); "
-        "rank 1 has ended the cell, and may be waited for there",
+        "rank 1 has finished, and may be waited for there",
         is_certain=False,
         waiting=(0,),
         blamed=(),
@@ -87,7 +87,7 @@ def test_a_wait_for_work_of_cxx_is_looked_up_in_the_recorder() -> None:
     waits = replace(view(0, "running", look=step(4)), box=unnumbered)
 
     assert only_finding(waits, view(1, "finished", look=step(3))).text == (
-        INNER + "rank 1 finished the cell without calling it"
+        INNER + "rank 1 finished without calling it"
     )
 
 

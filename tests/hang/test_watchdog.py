@@ -86,7 +86,7 @@ def test_a_missing_call_is_told_once_within_two_seconds() -> None:
 
     assert line == (
         "rank 0 waits in all_reduce(float32[3]) at line 7 of cell [12]: dist.all_reduce(x); "
-        "rank 1 finished the cell without calling it"
+        "rank 1 finished without calling it"
     )
     assert 0.1 + AFTER_S <= reported_s <= 2.1
     assert watch.dog.abort_s == pytest.approx(reported_s + GRACE_S)
@@ -223,7 +223,7 @@ def test_a_call_that_nobody_can_complete_is_told_before_the_last_rank_is_there()
     again = watch.until(30.0)
 
     assert reported_s <= 2.1
-    assert "rank 1 finished the cell without calling it" in line
+    assert "rank 1 finished without calling it" in line
     assert "rank 2 has not come to it yet" in line
     assert abort_s == float("inf")
     assert again == []

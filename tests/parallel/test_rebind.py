@@ -1,6 +1,8 @@
 """What holds an old model or parameter: named where a person can change it, and only there."""
 
 import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,3 +49,34 @@ def test_a_bound_method_is_named_by_who_holds_it(user: dict[str, Any]) -> None:
         "call.__self__ (model)",
         "trainer.calls[0].__self__ (model)",
     ]
+
+
+def test_what_a_failed_cell_was_doing_is_dropped_not_named(
+    user: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator in a frame of the last traceback: nobody can assign it again."""
+
+    def weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+        yield from model.parameters()
+
+    def fail(model: torch.nn.Module) -> None:
+        iterator = weights(model)
+        next(iterator)
+        next(iterator).item()
+
+    old, new = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    try:
+        fail(old)
+    except RuntimeError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    pairs = [rebind.Replacement(old, new, "model")]
+    pairs += [rebind.Replacement(p, p, "weight") for p in old.parameters()]
+    user["held"] = Holder(list(old.parameters())[:1])
+    del old
+
+    assert rebind.rebind(pairs).stale == ["held.items[0] (weight)"]
+
+
+class Holder:
+    def __init__(self, items: list[torch.Tensor]) -> None:
+        self.items = tuple(items)

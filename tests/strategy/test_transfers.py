@@ -23,7 +23,7 @@ def test_a_recv_waits_for_its_send() -> None:
 
     assert only_finding(*views) == WaitFinding(
         "rank 0 waits in recv(float32[3], src=1) at line 7 of cell [12]; "
-        "rank 1 finished the cell without a send to rank 0",
+        "rank 1 finished without a send to rank 0",
         is_certain=True,
         waiting=(0,),
         blamed=(1,),
@@ -49,7 +49,7 @@ def test_a_recv_from_any_waits_for_all_who_could_send() -> None:
     late = only_finding(view(0, "running", recv, world=3), gone, view(2, "running", world=3))
     sent = view(2, "running", call("send", peer=0), world=3)
 
-    assert finding.text.endswith("; ranks 1-2 finished the cell without a send to rank 0")
+    assert finding.text.endswith("; ranks 1-2 finished without a send to rank 0")
     assert (finding.is_certain, finding.blamed) == (True, (1, 2))
     assert not late.is_certain
     assert diagnose([view(0, "running", recv, world=3), gone, sent], NOW_S) == ()
@@ -64,5 +64,5 @@ def test_ranks_that_receive_from_the_same_rank_are_one_finding() -> None:
 
     assert finding.text == (
         "ranks 0-1 wait in recv(float32[3], src=2) at line 7 of cell [12]; "
-        "rank 2 finished the cell without a send to ranks 0-1"
+        "rank 2 finished without a send to ranks 0-1"
     )

@@ -13,6 +13,8 @@ from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, 
 from nbdist.hang.kernel.group_recovery import RecoveryOutcome
 
 UNTOUCHED = RecoveryOutcome()
+# What the user presses to interrupt a cell, and a program of `nbdist run`.
+STOP = {False: "the stop button", True: "Ctrl-C"}
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
 
 
@@ -39,16 +41,17 @@ def unresponsive_message(
     stopped: Collection[int],
     *,
     can_replace: bool,
+    is_program: bool = False,
 ) -> str:
     """Who does not take an interrupt, why and where, and what the next press does."""
     halted = [rank for rank in ranks if rank in stopped]
     running = [rank for rank in ranks if rank not in stopped]
     where = "; ".join(f"rank {r}: {places[r]}" for r in running if places.get(r))
-    next_press = (
-        f"ends and replaces {ranks_phrase(ranks)}, whose variables are then lost"
-        if can_replace
-        else "gives the notebook back at once"
-    )
+    next_press = "gives the notebook back at once"
+    if is_program:
+        next_press = "ends the program"
+    elif can_replace:
+        next_press = f"ends and replaces {ranks_phrase(ranks)}, whose variables are then lost"
     reasons = []
     if halted:
         reasons.append(f"{ranks_are(halted)} stopped (SIGSTOP): no interrupt until kill -CONT")
@@ -62,7 +65,7 @@ def unresponsive_message(
 
 
 def still_aborting_message(
-    ranks: Sequence[int], waiting: Collection[int], *, is_named: bool
+    ranks: Sequence[int], waiting: Collection[int], *, is_named: bool, is_program: bool = False
 ) -> tuple[str, ...]:
     """Which ranks have not come back although all collectives were aborted, as lines.
 
@@ -70,14 +73,18 @@ def still_aborting_message(
     """
     in_collective = [rank for rank in ranks if rank in waiting]
     if in_collective:
+        next_press = "ends the program"
+        if not is_program:
+            label = rank_label(in_collective)
+            next_press = f"gives the notebook back; then replace with %dist_restart {label}"
         line = (
-            f"{ranks_are(in_collective)} not back from the abort: the stop button gives the "
-            f"notebook back; then replace with %dist_restart {rank_label(in_collective)}"
+            f"{ranks_are(in_collective)} not back from the abort: {STOP[is_program]} {next_press}"
         )
     else:
         line = (
-            f"{ranks_are(ranks)} still running, in no collective: the cell ends with "
-            f"{ranks_phrase(ranks)} (the stop button interrupts)"
+            f"{ranks_are(ranks)} still running, in no collective: the "
+            f"{'program' if is_program else 'cell'} ends with {ranks_phrase(ranks)} "
+            f"({STOP[is_program]} interrupts)"
         )
     return (line,) if in_collective or not is_named else ()
 
@@ -94,6 +101,7 @@ class CellOutcome:
         grace_s: How long after that was told.
         replaced: Ranks in C code that the user gave up on.
         stopped: Ranks whose process a signal has stopped.
+        is_program: The ranks end with it: nothing is said of what they have.
     """
 
     lost: str
@@ -105,6 +113,7 @@ class CellOutcome:
     outcome: RecoveryOutcome = UNTOUCHED
     replaced: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
+    is_program: bool = False
 
     def raise_for(self, result: CellResult, explain: Callable[[RankFailure], RankFailure]) -> None:
         """Raise what the cell has to fail with; return where it has not failed.
@@ -149,6 +158,13 @@ class CellOutcome:
 
     def _after(self, result: CellResult) -> str:
         """`aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered`."""
+        summary = "" if self.is_program else self._state_of_ranks(result)
+        if self.is_deadlock:
+            head = f"aborted after {self.grace_s:g} s"
+            return f"{head}: {summary}" if summary else head
+        return "; ".join(filter(None, [summary, self.aborted]))
+
+    def _state_of_ranks(self, result: CellResult) -> str:
         lost = {"unfinished", "died"}
         back = [r.rank for r in result.ranks if r.status not in lost]
         unfinished = [
@@ -177,10 +193,7 @@ class CellOutcome:
             )
         if self.outcome.problem:
             parts.append(self.outcome.problem)
-        summary = "; ".join(parts)
-        if self.is_deadlock:
-            return f"aborted after {self.grace_s:g} s: {summary}"
-        return f"{summary}; {self.aborted}" if self.aborted else summary
+        return "; ".join(parts)
 
 
 def _replacing(ranks: Sequence[int]) -> str:

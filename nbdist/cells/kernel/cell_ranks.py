@@ -24,7 +24,8 @@ class CellRanks(Ranks):
 
     Attributes:
         grace_s: A certain deadlock is aborted this long after it was told.
-        has_name: Whether the notebook itself has a variable of a name, for hints.
+        has_name: Whether the notebook itself has a variable of a name, for hints; None where there
+            is no notebook.
         hooks: What features do with each cell, in this order.
     """
 
@@ -38,7 +39,7 @@ class CellRanks(Ranks):
     ):
         super().__init__(cluster, topology, seed=seed)
         self.grace_s = grace_s
-        self.has_name: Callable[[str], bool] = lambda _name: False
+        self.has_name: Callable[[str], bool] | None = None
         self.hooks: tuple[CellHook, ...] = ()
         self.health = Health(self)
         self.readiness = BusyRanks(self, self.health)
@@ -57,13 +58,15 @@ class CellRanks(Ranks):
         """Every rank as far as no cell is asked: "busy" or "absent", as hang.records says it."""
         return {rank: ("busy" if self.is_busy(rank) else "absent", "") for rank in self.ranks}
 
-    def death(self, rank: int) -> str:
+    def death(self, rank: int, *, is_program: bool = False) -> str:
         """How a rank ended, as a sentence."""
         self.cluster.exit_of(self.topology.engine_of_rank(rank), gather.END_KNOWN_S)
         end = self.end_of(rank)
         how = f" ({end})" if end else ""
         doing = self.health.last_words_of(rank)
         last = f"; {doing}" if doing else ""
+        if is_program:
+            return f"ended{how} while running this program{last}"
         return f"ended{how} while running this cell{last}; variables there are lost"
 
     def explain(self, failure: RankFailure) -> RankFailure:

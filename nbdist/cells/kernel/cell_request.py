@@ -31,6 +31,7 @@ class CellRequest:
         timeout_s: Interrupt the ranks after this long; None for never.
         is_patient: See LineMerger.
         keeps_outputs: Whether results carry each rank's outputs (for tabs).
+        is_program: It runs a program of `nbdist run`, with which the ranks end.
     """
 
     code: str
@@ -39,6 +40,7 @@ class CellRequest:
     timeout_s: float | None = None
     is_patient: bool = False
     keeps_outputs: bool = False
+    is_program: bool = False
 
 
 class CellHook:

@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from nbdist.cells.kernel.cell_outcome import (
+    STOP,
     CellOutcome,
     is_by_interrupt,
     still_aborting_message,
@@ -117,7 +118,8 @@ class CellRun:
         """
 
         def note() -> None:
-            self._lost = self._lost or f"{why} while this cell ran. {what_now}"
+            noun = "program" if self.request.is_program else "cell"
+            self._lost = self._lost or f"{why} while this {noun} ran. {what_now}"
 
         self._put(note)
 
@@ -197,7 +199,7 @@ class CellRun:
             self._feed.end(rank, now_s)
         result = CellResult(
             tuple(
-                result_of(rank, state, self._feed, self._ranks.death)
+                result_of(rank, state, self._feed, self._death)
                 for rank, state in self._states.items()
             )
         )
@@ -218,17 +220,23 @@ class CellRun:
                 outcome=outcome or RecoveryOutcome(),
                 replaced=self._replaced,
                 stopped=self._watchdog.stopped,
+                is_program=self.request.is_program,
             ).raise_for(result, self._ranks.explain)
         return result
 
     def _afterwards(self) -> tuple[str, ...]:
         """What the ranks' calls and groups came to, and what features have noted."""
-        is_ok = self._aftermath is None
+        is_ok = self._is_whole
         noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
         if self._aftermath is not None and self._aftermath.outcome is not None:
             return (*self._aftermath.outcome.lines, *noted)
-        mismatches = () if self._lost else self._ranks.health.mismatches(self.run_id)
+        mismatches = self._ranks.health.mismatches(self.run_id) if is_ok and not self._lost else ()
         return (*mismatches, *noted)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the code ended well on every rank, with nothing aborted."""
+        return not self._abort and all(state.status == "ok" for state in self._states.values())
 
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
@@ -268,7 +276,10 @@ class CellRun:
         others = [r for r in self.missing if r != rank]
         if others and not (state.is_told or self.request.is_patient):
             state.is_told = True
-            self.tell([f"rank {rank} {self._ranks.death(rank)}"])
+            self.tell([f"rank {rank} {self._death(rank)}"])
+
+    def _death(self, rank: int) -> str:
+        return self._ranks.death(rank, is_program=self.request.is_program)
 
     def _sigint_s(self, rank: int) -> float:
         """When to interrupt a rank."""
@@ -301,8 +312,12 @@ class CellRun:
             self._has_timed_out = True
             self._ladder.time_out(now_s)
 
+    @property
+    def _can_replace(self) -> bool:
+        return self._ranks.upkeep.can_replace and not self.request.is_program
+
     def _replace(self) -> None:
-        if self.missing and not self._replaced and self._ranks.upkeep.can_replace:
+        if self.missing and not self._replaced and self._can_replace:
             self._replaced = self.missing
             self._ranks.upkeep.give_up(self._replaced)
 
@@ -342,13 +357,27 @@ class CellRun:
         stuck = sorted({*self.missing} - {*dog.waiting} - self._released)
         if stuck and now_s >= ladder.warn_s:
             ladder.warned(now_s)
-            can_replace = self._ranks.upkeep.can_replace
             self.tell(
-                [unresponsive_message(stuck, dog.places, dog.stopped, can_replace=can_replace)]
+                [
+                    unresponsive_message(
+                        stuck,
+                        dog.places,
+                        dog.stopped,
+                        can_replace=self._can_replace,
+                        is_program=self.request.is_program,
+                    )
+                ]
             )
         if now_s >= self._aborted_s + ABORTED_S:
             self._aborted_s = NEVER_S
-            self.tell(still_aborting_message(self.missing, dog.waiting, is_named=ladder.is_warned))
+            self.tell(
+                still_aborting_message(
+                    self.missing,
+                    dog.waiting,
+                    is_named=ladder.is_warned,
+                    is_program=self.request.is_program,
+                )
+            )
             if dog.deadlock is not None:  # its code has caught the error, and waits again
                 self._ranks.health.abort()
 
@@ -362,9 +391,9 @@ class CellRun:
     def _clean_up(self, now_s: float) -> float | None:
         """See to the groups once all ranks have ended; None when that is done."""
         if self._aftermath is None:
-            statuses = {state.status for state in self._states.values()}
-            if self._lost or (statuses == {"ok"} and not self._abort):
+            if self._lost or self._is_whole or self.request.is_program:  # with which the ranks end
                 return None
+            statuses = {state.status for state in self._states.values()}
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)
             needs_recovery = bool(self._abort) or "died" in statuses or is_cut
@@ -400,7 +429,8 @@ class CellRun:
             self._states[rank].is_told = True
         if failed and not self._abort and self._watchdog.deadlock is None:
             summary = failing.summary([self._failure(rank) for rank in failed])
-            running = f"{ranks_phrase(self.missing)} still running (the stop button interrupts)"
+            stop = STOP[self.request.is_program]
+            running = f"{ranks_phrase(self.missing)} still running ({stop} interrupts)"
             self.tell([f"{summary}; {running}"])
 
     def _failure(self, rank: int) -> RankFailure:
@@ -411,7 +441,8 @@ class CellRun:
         if any(state.status != "ok" for state in self._states.values()):
             times = {}  # what a failure took says nothing about the ranks
         # Whether this line comes depends on measured times: stored outputs do without it.
+        elsewhere = {"where": ""} if self.request.is_program else {}
         return [
-            "" if self.request.keeps_outputs else self._feed.hidden(),
+            "" if self.request.keeps_outputs else self._feed.hidden(**elsewhere),
             "" if self.request.is_patient else elapsed_line(times),
         ]

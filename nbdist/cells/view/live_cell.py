@@ -31,16 +31,18 @@ class LiveCell:
         output_file: Callable[[], Path],
         *,
         has_tabs: bool = False,
+        is_clipped: bool = True,
         on_bar: Callable[[str], object] = lambda _text: None,
         clock_s: Callable[[], float] = time.monotonic,
     ):
-        """Draw into the running cell.
+        """Draw into the running cell, or for a program that is not clipped, into the terminal.
 
         The path for everything is asked for once there are too many lines. `on_bar` is told of the
         progress bar that is drawn, and of its end by "".
         """
         self._output_file = output_file
         self._has_tabs = has_tabs
+        self._is_clipped = is_clipped
         self._on_bar = on_bar
         self._clock_s = clock_s
         self._clip = Clip()
@@ -77,6 +79,8 @@ class LiveCell:
 
     def _clipped(self, lines: Line) -> list[Line]:
         """What of these lines is to be shown at once."""
+        if not self._is_clipped:
+            return [lines]
         first, rest = self._clip.first(lines.text)
         visible = [Line(lines.stream, first)] if first else []
         if rest and self._clip.needs_file:

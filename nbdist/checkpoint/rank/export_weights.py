@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.checkpoint import safetensors
 from nbdist.checkpoint.manifest import SavedTensor
-from nbdist.checkpoint.rank.safetensors_file import WeightsFile
-from nbdist.checkpoint.safetensors import ExportedWeights
+from nbdist.checkpoint.rank import peft_adapters
+from nbdist.checkpoint.rank.safetensors_file import WeightsFile, configs_of
+from nbdist.checkpoint.safetensors import ADAPTER_FILE, FILE, ExportedWeights
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
@@ -40,7 +41,7 @@ from nbdist.rpc.rank import namespace, progress
 BATCH_BYTES = 64 << 20
 
 T = TypeVar("T")
-Gather = Callable[[Sequence[SavedTensor]], Mapping[str, torch.Tensor]]
+Gather = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,56 @@ class _Source:
     """A model whose weights are asked for, as this rank sees it.
 
     Attributes:
+        base: The module that the file is of.
         names: Of what is in its state: name -> the first name of that tensor; None of no tensor.
-        values: Gives whole tensors on rank 0, by names in the file. Collective: every rank.
+        values: Gives whole tensors on rank 0, by names in the state. Collective: every rank.
         like: Gives shape and dtype of a whole tensor, by first name.
+        made_of: Name in the file -> names in the state, the first of which it is like; of those
+            that are not called the same.
+        make: Name in the file -> what makes it of these values, where they are several.
+        adapter: Of PEFT, to be stored alone, as it is stored by PEFT: without tied names.
     """
 
     base: torch.nn.Module
     names: Mapping[str, str | None]
     values: Gather
     like: Callable[[str], tuple[tuple[int, ...], torch.dtype]]
+    made_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    make: Mapping[str, peft_adapters.Make] = field(default_factory=dict)
+    adapter: str = ""
+
+    @property
+    def title(self) -> str:
+        base = _title(peft_adapters.base_of(self.base) if self.adapter else self.base)
+        return f"adapter {self.adapter} of {base}" if self.adapter else base
+
+    def configs(self) -> Mapping[str, str]:
+        """Of the files beside it: name -> text."""
+        if self.adapter:
+            return peft_adapters.config_texts(self.base, self.adapter)
+        return configs_of(self.base)
+
+    def batch(self, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Some tensors of the file, whole on rank 0. Collective: every rank."""
+        parts = {name: self.made_of.get(name, (name,)) for name in names}
+        values = self.values(dict.fromkeys(itertools.chain.from_iterable(parts.values())))
+        made = {name: values[first] for name, (first, *_) in parts.items() if first in values}
+
+        def merge() -> None:
+            made.update({name: self.make[name](values) for name in made if name in self.make})
+
+        if self.make:
+            all_or_none("Merging the adapter", merge)
+        return made
 
 
-def export_weights(name: str, path: str) -> ExportedWeights:
+def export_weights(name: str, path: str, is_merged: bool = False) -> ExportedWeights:
     """Write a model's weights into one safetensors file. Collective: every rank.
 
     Args:
         name: A variable that is a model, or a path from one; empty for the only one.
         path: As for `export_model`.
+        is_merged: As for `export_model`.
 
     Returns:
         What was written; the same on every rank.
@@ -92,10 +126,10 @@ def export_weights(name: str, path: str) -> ExportedWeights:
     gc.collect()  # models of cells that were run again are not meant
     models: list[torch.nn.Module] = []
     all_or_none("Finding the model", lambda: models.append(_model(name)))
-    return export_model(models[0], Path(path))
+    return export_model(models[0], Path(path), is_merged=is_merged)
 
 
-def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
+def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False) -> ExportedWeights:
     """Write the weights of a model object. Collective: every rank.
 
     Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
@@ -104,18 +138,23 @@ def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
 
     Args:
         model: What `prepare` returned, the user's module, or one that no strategy knows.
-        path: Absolute. A file that ends in .safetensors, or the folder of a `model.safetensors`.
+        path: Absolute. A file that ends in .safetensors, or the folder of a `model.safetensors`;
+            of an `adapter_model.safetensors` for a model with adapters of PEFT.
+        is_merged: Write the base model of these, with the adapter merged into its weights.
 
     Raises:
-        OptionError: It is only a part of a prepared model.
+        OptionError: It is only a part of a prepared model, or its adapter cannot be written so.
         CheckpointError: It cannot be written, or what was read back differs; what was at the
             path stays.
         NbdistError: It failed on another rank.
     """
     began_s = time.monotonic()
-    target = safetensors.file_of(path)
+    sources = [_source(model)]
+    what = f"Exporting {sources[0].title}"
+    all_or_none(what, lambda: sources.append(_adapted(sources[0], is_merged)))
+    source = sources[-1]
+    target = safetensors.file_of(path, ADAPTER_FILE if source.adapter else FILE)
     what = f"Writing {target}"
-    source = _source(model)
     per_rank = all_or_none(what, lambda: _contents(source))
     for number, contents in enumerate(per_rank):
         if contents != per_rank[0]:
@@ -126,7 +165,7 @@ def export_model(model: torch.nn.Module, path: Path) -> ExportedWeights:
                 "Name a variable that is the same model on all ranks."
             )
     contents = per_rank[0]
-    file = WeightsFile(target, contents.weights, contents.tied, source.base)
+    file = WeightsFile(target, contents.weights, contents.tied, source.configs)
     try:
         with progress.during("exporting"):
             _on_rank_0(what, file.begin)
@@ -156,7 +195,7 @@ def _passing(
     """All tensors in the order of the file, a batch at a time, whole on rank 0. Collective."""
     done = 0
     for batch in safetensors.batches(contents.weights, BATCH_BYTES):
-        values = source.values(batch)
+        values = source.batch([weight.name for weight in batch])
         progress.tell(doing, done, len(contents.weights), "tensors")
         yield batch, values
         done += len(batch)
@@ -214,20 +253,57 @@ def _source(model: torch.nn.Module) -> _Source:
     return _Source(
         state.base,
         names,
-        lambda batch: {weight.name: whole[state.firsts[weight.name]] for weight in batch},
+        lambda names: {name: whole[state.firsts[name]] for name in names},
         lambda first: (tuple(whole[first].shape), whole[first].dtype),
     )
 
 
-def _gather(prepared: Prepared, batch: Sequence[SavedTensor]) -> Mapping[str, torch.Tensor]:
+def _adapted(source: _Source, is_merged: bool) -> _Source:
+    """The same of an adapter, or of the model with it merged. This rank alone."""
+    adapter = peft_adapters.active_adapter(source.base)
+    if not adapter:
+        if is_merged:
+            raise OptionError(
+                f"{source.title} has no adapters of PEFT to merge. Leave --merged out."
+            )
+        return source
+    firsts = {name: first for name, first in source.names.items() if first is not None}
+    if not is_merged:
+        state = {name: _empty(*source.like(first)) for name, first in firsts.items()}
+        stored = peft_adapters.stored_names(source.base, adapter, state)
+        return replace(
+            source,
+            names={name: firsts[own] for name, own in stored.items()},
+            made_of={name: (own,) for name, own in stored.items()},
+            adapter=adapter,
+        )
+    made_of, make = peft_adapters.merged_names(source.base, adapter, firsts)
+    for name in make:
+        dtype = source.like(firsts[made_of[name][0]])[1]
+        if not dtype.is_floating_point:
+            raise OptionError(f"{name} is quantized ({dtype}), so nothing is merged into it.")
+    return replace(
+        source,
+        base=peft_adapters.base_of(source.base),
+        names={name: firsts[own] for name, (own, *_) in made_of.items()},
+        made_of=made_of,
+        make=make,
+    )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _gather(prepared: Prepared, names: Collection[str]) -> Mapping[str, torch.Tensor]:
     """Some tensors of a prepared model, whole on rank 0. Collective: every rank."""
     fsdp.settle(prepared.built.job.root)
     first_of = build.firsts_of(prepared.base)
     local, dtypes = full_state.local_state(prepared), full_state.dtypes_of(prepared)
-    firsts = {weight.name: first_of[weight.name] for weight in batch}
+    firsts = {name: first_of[name] for name in names}
     moves = [
         Reshard(f, dtypes[f], prepared.side(f), prepared.whole(f, frozenset({0})))
-        for f in firsts.values()
+        for f in dict.fromkeys(firsts.values())
     ]
     brought = redistribute(moves, local, prepared.built.job.device)
     return {name: brought[first] for name, first in firsts.items() if first in brought}
@@ -244,8 +320,8 @@ def _plain(base: torch.nn.Module) -> _Source:
         )
     first_of = build.firsts_of(base)
 
-    def values(batch: Sequence[SavedTensor]) -> Mapping[str, torch.Tensor]:
-        local = {weight.name: tensors[weight.name].detach() for weight in batch}
+    def values(names: Collection[str]) -> Mapping[str, torch.Tensor]:
+        local = {name: tensors[name].detach() for name in names}
         return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in local.items()}
 
     return _Source(
@@ -263,16 +339,17 @@ def _contents(source: _Source) -> ExportContents:
     for name, first in source.names.items():
         if first is None:
             continue
-        if first in weights:
-            tied[name] = weights[first].name
+        key = name if source.adapter else first
+        if key in weights:
+            tied[name] = weights[key].name
             continue
         shape, dtype = source.like(first)
-        weights[first] = SavedTensor(name, shape, str(dtype).removeprefix("torch."))
+        weights[key] = SavedTensor(name, shape, str(dtype).removeprefix("torch."))
     safetensors.check(weights.values())
     if not weights:
-        raise OptionError(f"{_title(source.base)} has no parameters and no buffers to save.")
+        raise OptionError(f"{source.title} has no parameters and no buffers to save.")
     return ExportContents(
-        _title(source.base),
+        source.title,
         tuple(safetensors.in_file_order(weights.values())),
         tied,
         tuple(name for name, first in source.names.items() if first is None),
@@ -280,5 +357,4 @@ def _contents(source: _Source) -> ExportContents:
 
 
 def _title(base: torch.nn.Module) -> str:
-    """The user's class, which FSDP2 replaces by one of its own."""
-    return next(cls for cls in type(base).__mro__ if not issubclass(cls, FSDPModule)).__name__
+    return peft_adapters.user_class(base).__name__

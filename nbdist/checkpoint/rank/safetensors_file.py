@@ -7,7 +7,7 @@ import copy
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import IO, Any
@@ -33,17 +33,17 @@ class WeightsFile:
         target: Path,
         weights: Sequence[SavedTensor],
         tied: Mapping[str, str],
-        base: torch.nn.Module,
+        make_configs: Callable[[], Mapping[str, str]],
     ) -> None:
         """Nothing is written before `begin`. Weights are in the file's order.
 
         `tied` is further names -> the name in the file; noted in it, as safetensors' own
-        `load_model` wants.
+        `load_model` wants. `make_configs` gives what comes beside it: files' names -> texts.
         """
         self._target = target
         self._weights = weights
         self._tied = tied
-        self._base = base
+        self._make_configs = make_configs
         self._configs: Mapping[str, str] = {}
         self._temporary = target.with_name(f".{target.name}{_MARK}{_process()}")
         self._file: IO[bytes] | None = None
@@ -56,7 +56,7 @@ class WeightsFile:
             CheckpointError: The place cannot be written, is too small, or has configs of another
                 model.
         """
-        self._configs = configs_of(self._base)
+        self._configs = self._make_configs()
         with checkpoint_folder.explain_errors(self._target):
             if self._target.is_dir():
                 raise CheckpointError(f"{self._target} is a folder. Name a file.")

@@ -19,8 +19,12 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _NOT_THE_USERS = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
+# Programs that are run as `nbdist run FILE`, wherever they lie.
+programs: set[str] = set()
+
+
 class UserFrameFinder:
-    """Finds the innermost line of a cell, or of a file that no package installed.
+    """Finds the innermost line of a cell, a program, or a file that no package installed.
 
     What it found is kept by instruction, so that a collective in a loop costs little. The rank's
     IPython shell knows which file name is which cell; it may be given later, as an attribute.
@@ -79,7 +83,7 @@ class UserFrameFinder:
         return None
 
     def _is_users_file(self, file: str) -> bool:
-        if self._cell(file) is not None:
+        if file in programs or self._cell(file) is not None:
             return True
         if file.startswith("<"):  # generated code, frozen modules
             return False

@@ -13,6 +13,7 @@ import functools
 import gc
 import re
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from IPython.core.getipython import get_ipython
 from torch.optim import Optimizer
+
+from nbdist.core.failures import chain
 
 # Their objects hold what they need, and look after it themselves.
 _INTERNAL = (
@@ -127,7 +130,12 @@ def holders(objects: Sequence[Any]) -> list[list[str]]:
 
 
 def _still_held(dead: list[Replacement]) -> list[Replacement]:
-    """Let go of dead objects, and return those that somebody else holds."""
+    """Let go of dead objects, and return those that somebody else holds.
+
+    The variables of frames of the last failed cell's traceback are dropped: nobody can assign them.
+    """
+    for error in chain(getattr(sys, "last_value", None)):
+        traceback.clear_frames(error.__traceback__)
     references = [(weakref.ref(pair.old), pair.new, pair.label) for pair in dead]
     dead.clear()
     gc.collect()  # DDP's and FSDP's objects hold each other in circles
