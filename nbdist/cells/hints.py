@@ -53,8 +53,20 @@ def _second_accelerator(message: str, _has_name: Callable[[str], bool]) -> str:
     )
 
 
+def _mixed_tensors(message: str, _has_name: Callable[[str], bool]) -> str:
+    if "got mixed torch.Tensor and DTensor" not in message:
+        return ""
+    return (
+        "Under fsdp and tp parameters are DTensors, which do not mix with plain tensors in one "
+        "operation. Instead of a penalty on parameters in the loss, add its gradient between "
+        "backward and step: p.grad.add_(p.detach(), alpha=...), or let the optimizer do it "
+        "(weight_decay). docs/strategies.md, Code over all parameters, has more"
+    )
+
+
 _HINTS: dict[str, Callable[[str, Callable[[str], bool]], str]] = {
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
+    "RuntimeError": _mixed_tensors,
     "ValueError": _second_accelerator,
 }

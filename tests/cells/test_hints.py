@@ -31,6 +31,11 @@ from nbdist.errors import StartError
             "AcceleratorState has already been initialized and cannot ...",
             r".*Run %dist_reset, then create yours before anything uses `accelerator`",
         ),
+        (
+            "RuntimeError",
+            "aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all",
+            r". Under fsdp and tp parameters are DTensors.*p\.grad\.add_\(p\.detach\(\), alpha.*",
+        ),
         # Nothing is added where nothing is known.
         ("NameError", "name 'dta' is not defined", ""),
         ("NameError", "name 'data' is something else", ""),

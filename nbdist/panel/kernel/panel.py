@@ -66,6 +66,8 @@ class Panel:
         self._answer: tuple[Strategy, Strategy] | None = None
         self._followed: Strategy | None = None
         self._prepared = PreparedModels()
+        # Why the models do not go with a strategy, "" where they do or nobody has answered yet.
+        self._refusals: dict[Strategy, str] = {}
         self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
@@ -217,7 +219,7 @@ class Panel:
         last = ranks_panel.last_choice(session)
 
         def take(choice: Strategy, prepared: PreparedModels) -> None:
-            self._answer, self._prepared = (last, choice), prepared
+            self._answer, self._prepared, self._refusals = (last, choice), prepared, {}
             self.refresh()
 
         return ranks_panel.prepared(session, take)
@@ -251,6 +253,8 @@ class Panel:
         if isinstance(strategy, str) or session is None:
             return PanelPlan(str(strategy), is_possible=not strategy)
         prepared, current = self._prepared, self._current(session)
+        if refusal := self._refusal(session, strategy):
+            return PanelPlan(refusal, is_possible=False)
         if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
             return plan.plan_of_models(strategy, prepared.sketches, limit, current)
@@ -258,6 +262,24 @@ class Panel:
         if prepared.problem:
             text += f"; states only: the ranks could not describe the models ({prepared.problem})"
         return PanelPlan(text, is_possible=True)
+
+    def _refusal(self, session: Session, strategy: Strategy) -> str:
+        """Why the models do not go with it, as far as it is known; a rank is asked where it is not.
+
+        Once for a strategy, of a rank that is idle: the answer may need a trial of the model.
+        """
+        is_free = not self.board.acting and strategy != self._current(session)
+        refusals = self._refusals
+        if is_free and self._prepared.models and strategy not in refusals:
+            refusals[strategy] = ""
+
+            def take(refusal: str) -> None:
+                refusals[strategy] = refusal
+                self.refresh()
+
+            if not ranks_panel.ask_refusal(session, strategy, take):
+                del refusals[strategy]
+        return refusals.get(strategy, "")
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""
@@ -277,7 +299,7 @@ class Panel:
             "ranks": True,
             "trace": session.traces.count,
             "code": self._code,
-            "choice": isinstance(picked, Strategy),
+            "choice": isinstance(picked, Strategy) and not self._refusals.get(picked),
             "other": picked != self._current(session),
             "queue": self.board.queued,
         }
