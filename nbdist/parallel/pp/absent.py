@@ -39,10 +39,10 @@ class AbsentTensor(torch.Tensor):
     """
 
     # Only what computes is asked for, so that attributes cost nothing.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001  # torch's own way
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001  # torch's way
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # stubs have the base's as a static method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation on meta, or raise where it needs a value."""
@@ -78,7 +78,7 @@ class AbsentTensor(torch.Tensor):
         """Raises an NbdistError, where torch.save and pickle write it."""
         raise NbdistError(SAVE)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         """What it is; no values."""
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on another stage)"
 
@@ -99,7 +99,7 @@ def refuse_state_dict(base: torch.nn.Module) -> None:
     for module in base.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in tensors):
-            module.register_state_dict_pre_hook(_refuse)
+            module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
 
 
 def _refuse(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:

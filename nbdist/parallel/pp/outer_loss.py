@@ -49,7 +49,6 @@ class OuterLossStep:
         """Of stages whose micro-batches are set; `shares` are of all that is trained here."""
         self._parts, self._route, self._shares = parts, route, shares
         self._graphs: list[list[StageGraph]] = []
-        self._skeleton = b""
 
     def run(self, count: int) -> None:
         """Run so many micro-batches forward; a failure of the model goes on as NaN."""
@@ -125,7 +124,8 @@ class OuterLossStep:
         for wire in graph.wires:
             wire.grad = None
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=retains_graph())
+            results, incoming = zip(*pairs, strict=True)
+            torch.autograd.backward(results, incoming, retain_graph=retains_graph())
         if graph.wires:
             wires = [torch.zeros_like(w) if w.grad is None else w.grad for w in graph.wires]
             self._send(part.index - 1, wires)

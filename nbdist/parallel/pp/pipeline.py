@@ -2,7 +2,8 @@
 
 A training step runs the whole of torch's schedule, backward included, inside forward. The loss
 that comes out is a node of autograd whose backward hands on the gradients that are there
-already, times the gradient of the loss: so dividing, scaling and adding up work as ever.
+already, times the gradient of the loss: so dividing, scaling and adding up work as ever. Where
+forward returns no loss, `outer_loss` runs the step instead.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Pipeline(torch.nn.Module):
     """The user's model over the ranks of a pipeline. Each call is collective: all of them.
 
     In training, forward returns what the model does with its loss alone, the mean over the
-    micro-batches: equal on every rank. So the loss must be a mean over the batch. In eval() or
+    micro-batches: equal on every rank. So the loss must be a mean over the batch. Of a model that
+    returns no loss it returns the outputs, and the backward of what is computed of them is
+    collective: every rank computes the same. In eval() or
     under no_grad the whole batch goes through the stages once, and every rank gets what the
     last one's forward returned.
 
@@ -96,11 +99,11 @@ class Pipeline(torch.nn.Module):
         refuse_state_dict(job.base)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's loss in training; otherwise its own output.
+        """The model's loss in training, if it returns one; otherwise its own output.
 
         Raises:
-            NbdistError: The model has failed on another rank, returns no loss in training, uses
-                what its stage does not have, or ranks were given different batches.
+            NbdistError: The model has failed on another rank, uses what its stage does not have,
+                or ranks were given different batches.
             OptionError: The batch cannot be cut into the micro-batches that were asked for.
         """
         batch = pack((args, kwargs))

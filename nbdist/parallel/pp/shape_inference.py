@@ -157,7 +157,7 @@ def infer(
     if run.error is not None:
         raise run.error
     _check(reports)
-    output = next(report.output for report in reports if report.output is not None)
+    has_loss, skeleton, shapes, dtype = next(r.output for r in reports if r.output is not None)
     borders = tuple(
         (
             None if part.is_first else StageBoundary.of(received),
@@ -168,7 +168,7 @@ def infer(
     # A buffer that the first rank changes is used before the blocks, and others' may have NaN.
     by_importance = (*range(len(reports))[::-1], 0)
     moving = {name: here for here in by_importance for name in reports[here].changed}
-    return Findings(borders, *output, moving, tuple(run.whole))
+    return Findings(borders, has_loss, skeleton, shapes, dtype, moving, tuple(run.whole))
 
 
 def _parts(root: Stages) -> Sequence[StageModule]:
