@@ -68,7 +68,7 @@ class AbsentTensor(torch.Tensor):
         """Raises an NbdistError: these never come to torch's operations."""
         raise NbdistError(READ)
 
-    numpy = tolist = __array__ = _refuse_reading  # type: ignore[assignment]
+    numpy = tolist = __array__ = _refuse_reading
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raises an NbdistError: the copy of a model would be of a stage."""
@@ -78,7 +78,7 @@ class AbsentTensor(torch.Tensor):
         """Raises an NbdistError, where torch.save and pickle write it."""
         raise NbdistError(SAVE)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """What it is; no values."""
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on another stage)"
 
