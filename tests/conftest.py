@@ -33,14 +33,6 @@ os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
 os.environ.pop("NBDIST_TEST", None)  # outputs are stored only where a test says so
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Name the markers that are handled here."""
-    config.addinivalue_line(
-        "markers", "gpu(n): needs n CUDA devices; skipped, with the count, where there are fewer"
-    )
-    config.addinivalue_line("markers", "browser: needs JupyterLab, playwright and Chromium")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, with the reason."""
     for item in items:

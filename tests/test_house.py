@@ -105,7 +105,6 @@ PAGE_OF = {
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file of the package."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -73,7 +73,6 @@ def run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
     (path,) = folder.glob("*.whl")
@@ -145,23 +144,11 @@ def test_wheel_has_the_shipped_files(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"nbdist"}
 
 
-@pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel has been installed."""
-    folder = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    run(*pip, "--target", str(folder), str(wheel))
-    return folder
-
-
-def run_installed(site: Path, tmp_path: Path, program: str) -> str:
-    """What a program prints that runs away from any checkout, with nbdist from the wheel."""
-    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
-    return run(sys.executable, "-c", program, cwd=tmp_path, env=apart)
-
-
-def test_installed_wheel_starts_ranks(site: Path, tmp_path: Path) -> None:
+def test_installed_wheel_starts_ranks(wheel: Path, tmp_path: Path) -> None:
     """nbdist from a wheel starts a rank, which runs the same nbdist, and stops it again."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(site), str(wheel))
     program = (
         "import nbdist\n"
         "session = nbdist.start(1)\n"
@@ -169,7 +156,9 @@ def test_installed_wheel_starts_ranks(site: Path, tmp_path: Path) -> None:
         "session.stop()\n"
         "print(result[0].text)"
     )
-    printed = run_installed(site, tmp_path, program)
+    # Away from any checkout.
+    apart = {"PYTHONPATH": str(site), "IPYTHONDIR": str(tmp_path / "ipython")}
+    printed = run(sys.executable, "-c", program, cwd=tmp_path, env=apart)
 
     assert str(site / "nbdist" / "__init__.py") in printed.splitlines()
 

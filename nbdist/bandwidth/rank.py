@@ -146,7 +146,6 @@ def _parts(part: int, begin: int = 0) -> Values:
 
 
 def _case(op: str, count: int, device: torch.device) -> _Case:
-    """An operation with its tensors."""
     n, rank = dist.get_world_size(), dist.get_rank()
     part, before, after = count // n, (rank - 1) % n, (rank + 1) % n
 

@@ -27,7 +27,6 @@ class Op:
     """One operation, and how its bus bandwidth follows from size and time.
 
     Attributes:
-        text: The factor in letters.
         factor: The same as a function of the number of ranks: of each byte of the size, how many
             the busiest rank sends at least, however the operation is carried out.
         buffers: Bytes of memory that a rank needs for each byte of the size, with n ranks.
@@ -93,7 +92,6 @@ class BandwidthRow:
         op: A name of OPS.
         size_bytes: Of a rank's tensor or input; of all_gather, of the whole result.
         time_s: A run ends with its slowest rank; the median of all runs.
-        wrong: The ranks whose result was wrong.
     """
 
     op: str

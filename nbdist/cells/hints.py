@@ -64,9 +64,29 @@ def _mixed_tensors(message: str, _has_name: Callable[[str], bool]) -> str:
     )
 
 
+def _broken_gpu(message: str, _has_name: Callable[[str], bool]) -> str:
+    if not re.search(_STICKY, message):
+        return ""
+    return (
+        "No process comes back from that: this rank's variables on its GPU are lost. "
+        "%dist_restart with its number replaces it; the other ranks keep theirs"
+    )
+
+
+def _runtime_error(message: str, has_name: Callable[[str], bool]) -> str:
+    return _broken_gpu(message, has_name) or _mixed_tensors(message, has_name)
+
+
+# Errors of CUDA after which every call of the process fails.
+_STICKY = (
+    r"CUDA error: (device-side assert|an illegal memory access|unspecified launch failure|"
+    r"misaligned address|uncorrectable ECC)"
+)
+
 _HINTS: dict[str, Callable[[str, Callable[[str], bool]], str]] = {
+    "AcceleratorError": _broken_gpu,
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
-    "RuntimeError": _mixed_tensors,
+    "RuntimeError": _runtime_error,
     "ValueError": _second_accelerator,
 }

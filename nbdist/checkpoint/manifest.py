@@ -105,7 +105,6 @@ class Checkpoint:
         models, optimizers: In the order in which they were prepared.
         schedulers: Their states, likewise.
         scaler: The gradient scaler's state; None without one.
-        loaders: Where each data loader is.
         random: States of random generators, by rank: name -> text.
         step: How many steps were made.
         world_size, strategy: Of the ranks that have saved it.

@@ -33,7 +33,6 @@ class ExportedWeights:
     """A safetensors file that was written and compared with the model.
 
     Attributes:
-        model: The model's class.
         tensors: How many are in it.
         tied: Further names of tensors, of which only the first is in the file.
         left_out: Names in the module's state that are not tensors.

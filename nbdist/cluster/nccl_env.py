@@ -68,6 +68,13 @@ ENVIRONMENT = (
         "torch waits for a dump of all ranks, and then ends the process",
     ),
     Variable(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "0",
+        "after an error torch waits for dumps, and the rank's next call waits for that, up to a "
+        "minute",
+        breaks_abort=False,
+    ),
+    Variable(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
         "the calls of DDP and FSDP cannot be named when they hang",

@@ -103,11 +103,10 @@ def _already_running(options: StartOptions) -> View:
 
 def dist_reset(values: Namespace) -> None:
     """End the ranks and start new ones, with the same options unless others are given."""
-    typed = start_options(values)
-    options = _same_options(typed) if NOTEBOOK.is_running else typed
-    mode = NOTEBOOK.mode
+    options, mode = start_options(values), NOTEBOOK.mode
     ranks: tuple[int, ...] = ()
     if NOTEBOOK.is_running:
+        options = _same_options(options)
         lines = NOTEBOOK.session.checkpoints.end()
         ranks = NOTEBOOK.stop().ranks
         if lines:

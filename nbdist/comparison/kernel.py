@@ -92,10 +92,7 @@ class Comparing:
 
         Each begins with the state of before: weights, optimizers, schedulers, scaler, epochs of
         loaders, random generators. That is put back afterwards as well, however it ends.
-
-        Args:
-            asked: As typed, and what that means.
-            begins: Called with the text of each before it.
+        `begins` is called with the text of each before it.
 
         Raises:
             OptionError: Live models lie in buffers that no strategy can take over.

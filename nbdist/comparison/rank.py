@@ -53,10 +53,8 @@ class _SavedState:
     """What training changes on this rank, as it was.
 
     Attributes:
-        models: The prepared models.
         put_back: Puts back the values and modes of these, what their optimizers hold, schedulers,
             scaler, loaders' epochs and random generators.
-        names: The user's variables.
     """
 
     models: list[Prepared]

@@ -30,12 +30,10 @@ class Setting:
     """What is to be configured.
 
     Attributes:
-        choice: The strategy with its ranks.
         hosts: On how many hosts, with as many ranks on each.
         device: "cuda" or "cpu".
         blocks: Class names of the model's blocks; none where no model is known.
         clip: The norm that DeepSpeed clips gradients to; 0 for none.
-        script: What is started.
         first_host: The name of the host of rank 0; "" where it is not known.
     """
 

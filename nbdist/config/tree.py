@@ -39,7 +39,6 @@ class Node:
         entries: Of a mapping, as typed; None for anything else.
         items: Of a list; None for anything else.
         is_flow: It stands in brackets, as in JSON.
-        is_quoted: A text in quotation marks.
     """
 
     start: int
@@ -72,7 +71,6 @@ class Flaw:
     """What the format does not allow, and was read nevertheless.
 
     Attributes:
-        name: What it is.
         line: From 1.
         found: As typed.
         why: Why it matters, a clause.

@@ -19,6 +19,7 @@ FOLLOWER_PATTERNS = (
     r"Socket Timeout",
     r"remote process exited or there was a network error",
     r"NCCL communicator was aborted",
+    r"NCCL calls of this rank hung and were aborted",  # hang/rank/nccl_abort.py
     r"Watchdog caught collective operation timeout",
     r"monitoredBarrier",
     r"timed out after \d+ms in barrier",
@@ -43,7 +44,6 @@ class RankFailure:
 
     Attributes:
         name: The exception's class, or what happened ("RankDied").
-        message: The exception's text.
         traceback: IPython's coloured traceback lines; empty when there is none.
         at_s: When it happened, seconds since the epoch by the rank's own clock.
         advice: What to do about it, lines of text for below the error; or empty.

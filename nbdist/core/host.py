@@ -14,7 +14,6 @@ class Machine:
     """What a process id belongs to.
 
     Attributes:
-        host: Its name.
         boot: Another one after each start of the system; empty where there is none (macOS).
         pid_space: Which processes see each other: two containers differ in it.
     """

@@ -36,7 +36,6 @@ class GpuReading:
         memory_busy_percent: The part in which device memory was read or written. nvidia-smi calls
             it "utilization.memory"; it is not how full the memory is.
         temperature_c: Of the chip.
-        power_w: Drawn now.
         power_limit_w: Above which clocks are lowered.
         throttled: Why clocks are lower than they could be, by THROTTLING; None where not told.
     """

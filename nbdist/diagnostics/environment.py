@@ -80,13 +80,9 @@ def switch(why: str) -> Judge:
     return judge
 
 
-def always(why: str, what: str = _REMOVE) -> Judge:
+def always(why: str) -> Judge:
     """A rule for what should not be there at all."""
-
-    def judge(_value: str, _around: HostContext) -> Judged:
-        return WARN, why, what
-
-    return judge
+    return lambda _value, _around: (WARN, why, _REMOVE)
 
 
 def nccl_debug(value: str, _around: HostContext) -> Judged:
@@ -174,6 +170,10 @@ _LAUNCHED = (
     "takes itself for a rank"
 )
 _MEETING = "nbdist does not use it: ranks of one machine meet in a file, others find rank 0"
+_FOR_DEBUGGING = (
+    "NCCL chooses it by itself, and its documentation warns that a fixed value can make it slower, "
+    "crash or hang"
+)
 _NO_P2P = "GPUs exchange through host memory, several times slower"
 
 RULES: Mapping[str, Judge] = {
@@ -187,8 +187,11 @@ RULES: Mapping[str, Judge] = {
     "MKL_NUM_THREADS": threads,
     "NBDIST_TEST": switch("times, sizes and hosts are shown as #, for outputs that are stored"),
     "NCCL_ALGO": always("it forces one algorithm on messages of every size"),
+    "NCCL_BUFFSIZE": always(_FOR_DEBUGGING),
     "NCCL_DEBUG": nccl_debug,
+    "NCCL_DEBUG_SUBSYS": always("it has an effect only where NCCL_DEBUG is INFO or TRACE"),
     "NCCL_IB_DISABLE": switch("between hosts InfiniBand is not used"),
+    "NCCL_NTHREADS": always(_FOR_DEBUGGING),
     "NCCL_P2P_DISABLE": switch(_NO_P2P),
     "NCCL_P2P_LEVEL": lambda value, _: (
         (WARN, _NO_P2P, _REMOVE) if value.strip().upper() in {"LOC", "0"} else FINE
@@ -196,6 +199,7 @@ RULES: Mapping[str, Judge] = {
     "NCCL_PROTO": always("it forces one protocol on messages of every size"),
     "NCCL_SHM_DISABLE": switch("ranks of one machine exchange through sockets, much slower"),
     "NCCL_SOCKET_IFNAME": nccl_interfaces,
+    "NCCL_TIMEOUT": always("NCCL has no such variable, so it has no effect"),
     "OMP_NUM_THREADS": threads,
     "RANK": always(_LAUNCHED),
     "TORCH_DISTRIBUTED_DEBUG": debug_level,

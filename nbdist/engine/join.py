@@ -315,8 +315,6 @@ def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port:
     else:
         store = _open_store or dist.TCPStore(address, port, plan.world_size, is_master=False)
         own_address = facts.address_toward(address)
-        # Accelerate asks for these on several hosts, although the group is formed already.
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
     interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")

@@ -14,8 +14,11 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from nbdist.checkpoint.rank import jobs
 from nbdist.core import stacks
+from nbdist.core.rank import this_rank
 from nbdist.engine import completion
 from nbdist.errors import StartError
 from nbdist.hang.rank import call_log, main_thread, nccl_abort
@@ -54,8 +57,13 @@ def abort(generation: int) -> int:
     Raises:
         NbdistError: If NCCL refused. Gloo's connections have been ended even so.
     """
-    ended = gloo.abort(generation)
-    return 0 if ended is None else ended + nccl_abort.abort()
+    if gloo.is_outdated(generation):
+        return 0
+    # First, so that all ranks abort NCCL at about the same time: Gloo's messages are given time
+    # to arrive, on some ranks longer, and a peer must not read memory of an aborted rank.
+    finish_nccl = nccl_abort.begin_abort()
+    ended = gloo.abort(generation) or 0
+    return ended + finish_nccl()
 
 
 # All that can be asked; the kernel declares the same names. Nothing else is called.
@@ -108,6 +116,9 @@ def install(kernel: Any) -> None:
 def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
     """Content and buffers of the reply to a message; what the function raised is in it."""
     try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # A thread begins on GPU 0, where each rank would take half a gigabyte for a context.
+            torch.cuda.set_device(this_rank().place.device)
         function = TABLE[request["content"]["name"]]
         # Signed with the session's key by our own notebook, as every message is.
         arguments = pickle.loads(request["buffers"][0])  # noqa: S301

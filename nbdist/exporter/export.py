@@ -49,9 +49,6 @@ class Magic:
     Attributes:
         mode: Where plain cells run from now on: "all", "local" or ranks.
         ranks: Where the cell below it runs.
-        timeout_s: Of that cell.
-        world_size: Ranks that it starts.
-        seed: Of those.
         problem: Why it cannot be read.
     """
 
@@ -129,7 +126,6 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
 
 
 def _note_lines(notes: Sequence[Note]) -> list[str]:
-    """One line of each kind, with its cells."""
     lines = []
     for kind, phrase in {**LEFT_OUT, **CHANGED}.items():
         of_kind = [note for note in notes if note.kind == kind]
@@ -248,7 +244,6 @@ class _Walk:
             self._leave(cell, "python" if uses_api else "local")
 
     def _obey(self, cell: NotebookCell, magic: Magic) -> None:
-        """Take over what a magic of nbdist says."""
         self.mode = magic.mode or self.mode
         if magic.problem or magic.note:
             self.remarks.append(f"cell {cell.number}: {magic.problem or magic.note}")

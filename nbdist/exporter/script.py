@@ -119,7 +119,6 @@ def write(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
 
 
 def _at(line: int, head: str, blocks: Sequence[str]) -> int:
-    """Which block a line of the script is in."""
     first = head.count("\n") + 3
     for number, block in enumerate(blocks):
         if line < first + block.count("\n") + 2:
@@ -134,7 +133,6 @@ def _refusal(piece: Piece, why: str) -> Piece:
 
 
 def _block(piece: Piece, names: Names) -> str:
-    """A cell as it stands in the script."""
     if piece.part is None:
         return piece.text
     title = f": {text.drop_unprintable(piece.title)}" if piece.title else ""

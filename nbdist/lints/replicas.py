@@ -22,7 +22,6 @@ class Look:
         name: In the model.
         part: Equal for ranks that should hold the same; empty where nothing is to be compared.
         digest: Of all bits; equal for equal tensors.
-        count: Elements.
         n_nan, n_inf: How many of them are not finite.
     """
 

@@ -24,7 +24,6 @@ class Event:
 
     Attributes:
         time_ns: Since the recording began; not below 0.
-        address: Where it begins.
         size_bytes: Of an allocation; below 0 of a free.
         stack, operator: As in Blocks.
     """

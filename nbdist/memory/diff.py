@@ -59,7 +59,6 @@ class BlockChange:
     """Blocks of one kind in both snapshots, and the difference.
 
     Attributes:
-        kind: Of what.
         before, after: At the end of the first and of the second.
         ranks: Rank -> by how many bytes it grew there; ranks where it did not change are left out.
     """

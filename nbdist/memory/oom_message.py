@@ -24,9 +24,6 @@ class OomMessage:
     Attributes:
         by: Who asked: "CUDA", "HIP", "XPU", "CPU", "Python", "cuBLAS", "cuDNN", "NCCL".
         memory: DEVICE or HOST.
-        asked_bytes: For how much.
-        device: The device's number.
-        total_bytes: What it has.
         free_bytes: Free on it for anybody.
         others_bytes: In use by other processes.
         allocated_bytes: In use by tensors.

@@ -43,7 +43,6 @@ class Holder:
         name: The parameter, the variable; empty where it has none.
         category: Place in memory.snapshot.CATEGORIES.
         size_bytes: Of all blocks of it.
-        count: Blocks.
     """
 
     name: str
@@ -57,8 +56,6 @@ class OomReport:
     """What a rank knew when its memory ran out.
 
     Attributes:
-        rank: Whose.
-        message: What the error said.
         phase: FORWARD, BACKWARD, STEPPING, or empty.
         categories: In use for each of memory.snapshot.CATEGORIES, in bytes.
         holders: The largest first.
@@ -229,7 +226,8 @@ def _offload(shortage: OomReport) -> Iterator[Remedy]:
         elif is_on_host:
             yield _rung(shortage, what, 0, "frees the host's memory, not the device's")
         else:
-            gain = _states(shortage) - _gathered(shortage, choice)
+            held_bytes = sum(shortage.categories[_CATEGORY[states]] for states in HELD)
+            gain = held_bytes - _gathered(shortage, choice)
             yield _rung(
                 shortage, what, max(0, gain), "moves all states off the device, block by block"
             )
@@ -252,10 +250,6 @@ def _like(
         return choose(name, merged, ranks)
     except OptionError:
         return None
-
-
-def _states(shortage: OomReport) -> int:
-    return sum(shortage.categories[_CATEGORY[what]] for what in HELD)
 
 
 def _gain(shortage: OomReport, now: Strategy, other: Strategy) -> float:

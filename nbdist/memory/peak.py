@@ -57,7 +57,6 @@ class Site:
         operator: What allocated it; empty where it is not known.
         line: The user's innermost line; None where there is none.
         via: The library's innermost line.
-        count, size_bytes: Blocks, and their bytes.
     """
 
     category: int
@@ -77,7 +76,6 @@ class PeakOwner:
         name: Of the layers that differ in their number alone, with `*` for it; of all that an
             optimizer keeps of a parameter.
         category: Place in CATEGORIES.
-        count, size_bytes: Blocks, and their bytes.
     """
 
     name: str
@@ -91,7 +89,6 @@ class RankPeak:
     """When a rank had the most in use.
 
     Attributes:
-        rank: Whose.
         time_ns: The first such moment.
         phase: "forward", "backward", "optimizer"; empty for a snapshot of one moment.
         step: The step that was under way, from 0; -1 after the last one, or without steps.

@@ -44,7 +44,6 @@ class AllocationFrame:
     Attributes:
         file: As Python names it; a notebook's cell as `core.places` shows it.
         line: From 1; of the function's first line where `is_line_known` is false.
-        function: Its name.
         is_line_known: Whether `line` is the one that ran.
     """
 
@@ -59,7 +58,6 @@ class Blocks:
     """Pieces of memory, an entry for each in each column, sorted by start.
 
     Attributes:
-        address: Where it begins.
         size_bytes: Over 0.
         start_ns: When it was allocated; BEFORE for what was there already.
         end_ns: When it was freed; STAYS where it was not.
@@ -107,7 +105,6 @@ class Phase:
 
     Attributes:
         kind: BACKWARD or STEPPING.
-        start_ns, end_ns: When.
     """
 
     kind: str
@@ -133,7 +130,6 @@ class Segment:
     """A piece that the allocator got from the device, at the end of the recording.
 
     Attributes:
-        address, size_bytes: Where, and how much.
         allocated_bytes: In use of it.
         stream: The stream's address; 0 for the default one.
         kind: "large", "small" or "expandable".
@@ -151,7 +147,6 @@ class OutOfMemory:
     """An allocation that failed.
 
     Attributes:
-        time_ns: When.
         size_bytes: Asked for.
         free_bytes: Free on the device then; -1 where it is not known.
         stack: Place in RankMemory.stacks, or -1.
@@ -173,19 +168,14 @@ class RankMemory:
         device_name: As its driver calls it; empty for a CPU.
         limit_bytes: What the device has; 0 where it is not known.
         duration_ns: Of the recording; 0 for a snapshot of one moment, without a history.
-        blocks: The columns.
         stacks: Innermost frame first.
         names: Of owners and operators.
-        phases: In order.
-        step_ends_ns: Where each training step ended.
         reserved: Of a GPU; empty on a CPU, whose allocator gives everything back.
         segments: Of a GPU.
         allocator_peak_bytes: What the allocator itself says was the most in use; 0 where it does
             not count (on a CPU).
         reserved_peak_bytes: The same of what it held.
-        failures: Allocations that failed.
         lost: Events that no longer fitted the history's bound; the oldest ones.
-        version: torch's.
         problem: Why data is missing, as a sentence; empty when all is there.
     """
 

@@ -143,13 +143,11 @@ class Column:
     """A number that a history keeps.
 
     Attributes:
-        title: As people read it, with its unit.
         of: The number in a sample; None where it is not known.
         merge: One value for two rows of long ago, of which the first stands for this share of
             both: the mean of rates, the most of what can be too much, the last of states.
     """
 
-    title: str
     of: Callable[[Sample], float | None]
     merge: Callable[[float, float, float], float]
 
@@ -177,26 +175,20 @@ def read_of(path: str, convert: Callable[[Any], float] = float) -> Callable[[Sam
 
 
 COLUMNS: Mapping[str, Column] = {
-    "utilisation": Column("utilisation (%)", read_of("utilisation"), _mean),
-    "cpu": Column("CPU (%)", read_of("cpu_percent"), _mean),
-    "device_used": Column("device memory (bytes)", read_of("gpu.used_bytes"), _most),
-    "device_part": Column("device memory (part)", read_of("device_part"), _most),
-    "memory_busy": Column("device memory busy (%)", read_of("gpu.memory_busy_percent"), _mean),
-    "rss": Column("host memory (bytes)", read_of("usage.rss_bytes"), _most),
-    "host_part": Column("host memory (part)", read_of("host_part"), _most),
-    "temperature": Column("temperature (C)", read_of("gpu.temperature_c"), _most),
-    "power": Column("power (W)", read_of("gpu.power_w"), _mean),
-    "allocated": Column("allocated (bytes)", read_of("allocator.allocated_bytes"), _most),
-    "allocated_peak": Column(
-        "most that was allocated (bytes)", read_of("allocator.peak_bytes"), _most
-    ),
-    "reserved": Column("reserved (bytes)", read_of("allocator.reserved_bytes"), _most),
-    "collective_age": Column(
-        "since the last collective (s)", read_of("doing.collective_age_s"), _most
-    ),
-    "state": Column(
-        "state", read_of("doing.state", STATES.index), lambda _first, last, _share: last
-    ),
+    "utilisation": Column(read_of("utilisation"), _mean),
+    "cpu": Column(read_of("cpu_percent"), _mean),
+    "device_used": Column(read_of("gpu.used_bytes"), _most),
+    "device_part": Column(read_of("device_part"), _most),
+    "memory_busy": Column(read_of("gpu.memory_busy_percent"), _mean),
+    "rss": Column(read_of("usage.rss_bytes"), _most),
+    "host_part": Column(read_of("host_part"), _most),
+    "temperature": Column(read_of("gpu.temperature_c"), _most),
+    "power": Column(read_of("gpu.power_w"), _mean),
+    "allocated": Column(read_of("allocator.allocated_bytes"), _most),
+    "allocated_peak": Column(read_of("allocator.peak_bytes"), _most),
+    "reserved": Column(read_of("allocator.reserved_bytes"), _most),
+    "collective_age": Column(read_of("doing.collective_age_s"), _most),
+    "state": Column(read_of("doing.state", STATES.index), lambda _first, last, _share: last),
 }
 _NUMBERS = {name: number for number, name in enumerate(COLUMNS)}
 

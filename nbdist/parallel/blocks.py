@@ -20,7 +20,6 @@ class BlockList:
 
     Attributes:
         name: Of the list in the model; empty where the model is the list itself.
-        modules: The blocks, in order.
     """
 
     name: str

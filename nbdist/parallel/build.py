@@ -16,11 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
-from nbdist.parallel import module_patches, transforms
+from nbdist.parallel import module_patches
 from nbdist.parallel.consensus import interrupts_held
 from nbdist.parallel.pp.absent import absent
+from nbdist.parallel.same_inputs import watch_inputs
 from nbdist.parallel.tensors import like, local_of
-from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.parallel.transform import Layouts, ModelBuild, Transform, load
 from nbdist.strategy.choice import Degrees, steps_of
 from nbdist.strategy.tensor_layout import Placement, TensorLayout, local_runs, local_shape
 
@@ -31,9 +32,7 @@ class Built:
 
     Attributes:
         steps: What the choice consists of.
-        layouts: How each parameter and buffer lies.
         names: First name -> all names, of parameters and buffers; several where tied.
-        parameter_names: The first names of parameters.
         parameters: First name -> what is in the model now; an `AbsentTensor` where not held here.
         index: id -> first name, of these.
         outer: What the user calls.
@@ -76,7 +75,7 @@ def plan(job: ModelBuild) -> Built:
             f"{lazy[0]} has no shape before the model's first forward. Run it once on a small "
             "batch before prepare()."
         )
-    steps = transforms.load(steps_of(job.choice))
+    steps = load(steps_of(job.choice))
     layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
     for step in steps:
         layouts = step.plan(job, layouts)
@@ -111,6 +110,7 @@ def commit(
     outer = job.root
     for step in built.steps:
         outer = step.wrap(job, outer)
+    watch_inputs(job, outer)
     built.outer = outer
     built.changes = module_patches.diff(snapshots)
     return outer

@@ -120,11 +120,8 @@ class CommitVote:
     def answer(self, failure: str, *, is_waiting: bool = True) -> dict[int, str]:
         """The ranks whose part failed, with the reason; an empty text is none. Every rank.
 
-        A rank that gives no answer within COMMIT_DEADLINE_S has failed.
-
-        Args:
-            failure: Why this rank's part failed.
-            is_waiting: For the others' answers.
+        A rank that gives no answer within COMMIT_DEADLINE_S has failed; without `is_waiting` one
+        that has given none yet.
         """
         if self._store is None:
             return {0: failure} if failure else {}

@@ -1,11 +1,11 @@
-"""What others do when a model is prepared, and around an Accelerator's backward.
+"""What others do when a model is prepared or called, and around an Accelerator's backward.
 
 Whoever wants to know appends a function and removes it again; nothing here knows who that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # Called with a model's class and tensors, before it gets rank 0's values.
 on_prepare: list[Callable[[str, Iterable[torch.Tensor]], None]] = []
+# Called with a model that ranks share a copy of, the tensors it is called with, and these ranks;
+# before each of its forwards.
+on_inputs: list[Callable[[torch.nn.Module, Sequence[torch.Tensor], Sequence[int]], None]] = []
 # Called with a loss and the backwards that it is divided by; torch's backward runs in the result.
 on_backward: list[Callable[[torch.Tensor, int], AbstractContextManager[None]]] = []
 

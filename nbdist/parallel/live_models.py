@@ -252,12 +252,7 @@ def live(*kinds: type) -> Iterator[Any]:
 def names(
     objects: Iterable[Any], variable_names: Mapping[int, str] | None = None
 ) -> dict[int, str]:
-    """Name each object, by id; no two names are equal.
-
-    Args:
-        objects: What is named.
-        variable_names: `variables`, where it is there already.
-    """
+    """Name each object, by id; no two names are equal. Variables are looked up if not given."""
     titles: dict[int, str] = {}
     used: set[str] = set()
     variable_names = variables() if variable_names is None else variable_names

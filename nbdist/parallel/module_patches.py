@@ -113,6 +113,8 @@ def diff(snapshots: Iterable[ModuleSnapshot]) -> list[ModuleChange]:
 
 def revert(changes: Iterable[ModuleChange]) -> None:
     """Undo changes, wherever there still is what the steps had put there."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
     states = _shard_states()
     for change in changes:
         module: Any = change.module
@@ -126,7 +128,7 @@ def revert(changes: Iterable[ModuleChange]) -> None:
                 for hooks in set(_TABLES) - {"_modules"}:
                     attributes[hooks].pop(late, None)
         _set_shard_state(states, module, None)
-        for key in _registry_keys():
+        for key in (STATE_KEY, REGISTRY_KEY):  # of what fully_shard has sharded
             attributes.pop(key, None)
 
 
@@ -167,10 +169,3 @@ def _set_shard_state(states: Any, module: torch.nn.Module, state: Any) -> None:
         states.pop(module, None)
     else:
         states[module] = state
-
-
-def _registry_keys() -> tuple[str, ...]:
-    """Under which attributes fully_shard notes that a module is sharded."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-    return STATE_KEY, REGISTRY_KEY

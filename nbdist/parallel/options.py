@@ -74,10 +74,6 @@ _before: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKe
 def refuse_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Refuse an optimizer that has no fused step on this device. Changes nothing.
 
-    Args:
-        optimizer: The user's own, not a wrapper.
-        device: Where its parameters lie.
-
     Raises:
         OptionError: Lists the optimizers that have one.
     """

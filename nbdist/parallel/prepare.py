@@ -42,11 +42,8 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     """Put a model under the current strategy and return what is called in its place.
 
     Collective: every rank, with a like model. Every rank gets rank 0's values. The module stays
-    the same object and keeps its parameters' names; its parameters are others.
-
-    Args:
-        model: The user's. One that is prepared already stays as it is.
-        accelerator: Whose options count beside the strategy's.
+    the same object and keeps its parameters' names; its parameters are others. One that is
+    prepared already stays as it is. The accelerator's options count beside the strategy's.
 
     Raises:
         OptionError: The strategy does not go with the model.

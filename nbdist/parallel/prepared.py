@@ -106,7 +106,9 @@ def find_prepared(module: torch.nn.Module) -> Prepared | None:
         # A copy of the instance's dict (copy.copy) has it too, and is not prepared.
         if isinstance(prepared, Prepared) and candidate is prepared.base:
             return prepared
-        candidate = _inside(candidate)
+        # What a wrapper is around: DDP's module, a compiled one's original.
+        inner = candidate._modules  # noqa: SLF001  # as torch's own tools
+        candidate = inner.get("module", inner.get("_orig_mod")) if len(inner) == 1 else None
     return None
 
 
@@ -120,9 +122,3 @@ def retire(wrapper: torch.nn.Module, refuse: Callable[..., Any]) -> None:
 def is_retired(module: torch.nn.Module) -> bool:
     """Whether a module is a wrapper that no longer counts."""
     return _RETIRED in vars(module)
-
-
-def _inside(wrapper: torch.nn.Module) -> torch.nn.Module | None:
-    """What a wrapper is around: DDP's module, a compiled one's original."""
-    children = wrapper._modules  # noqa: SLF001  # as torch's own tools
-    return children.get("module", children.get("_orig_mod")) if len(children) == 1 else None

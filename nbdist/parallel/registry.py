@@ -131,11 +131,9 @@ def prepared_of(module: torch.nn.Module) -> Prepared | None:
 
 
 def register(built: Built, replaced: dict[str, torch.Tensor]) -> None:
-    """Remember a model for as long as it lives.
+    """Remember a model for as long as it lives; `replaced` are its former parameters, by name.
 
-    Args:
-        built: What was made of it. Its number is the same on all ranks, as preparing is.
-        replaced: The parameters that it had before, by first name.
+    Its number is the same on all ranks, as preparing is.
     """
     model = Prepared(_live.numbers, built)
     _live.numbers += 1

@@ -181,7 +181,6 @@ def _load_later(load: Callable[[Any], object], state: Any) -> PutBack:
 
 
 def _copy_to_host(value: Any) -> Any:
-    """A copy on the host, of this rank's part."""
     if isinstance(value, torch.Tensor):
         return local_of(value).to("cpu", copy=True)
     return copy.deepcopy(value)

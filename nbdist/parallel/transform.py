@@ -1,8 +1,9 @@
-"""What one axis or option does to a model: the same three functions for each."""
+"""What one axis or option does to a model: the same three functions for each, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,6 @@ class ModelBuild:
 
     Attributes:
         base: The user's module. It stays the same object.
-        grid: The strategy's mesh.
         device: Where parameters lie.
         root: What is called in base's place by further steps; a pipeline stage, else base.
         step_data: What a step leaves for its own later calls, by step.
@@ -58,3 +58,24 @@ class Transform:
     plan: Callable[[ModelBuild, Layouts], Layouts] = lambda _job, layouts: layouts
     lay_out: Callable[[ModelBuild], None] = lambda _job: None
     wrap: Callable[[ModelBuild, torch.nn.Module], torch.nn.Module] = lambda _job, outer: outer
+
+
+# Name -> module and attribute. Imported when first used: some need packages of their own.
+STEPS = {
+    "pp": "pp.partition:STEP",
+    "tp": "tp.tp:STEP",
+    "options": "options:STEP",
+    "fsdp": "dp.fsdp:STEP",
+    "fsdp1": "dp.fsdp1:STEP",
+    "precision": "precision:STEP",
+    "ddp": "dp.ddp:STEP",
+    "zero1": "dp.zero1:STEP",
+    "cp": "cp.cp:STEP",
+    "pipeline": "pp.partition:PIPELINE",
+    "deepspeed": "dp.deepspeed:STEP",
+}
+
+
+def load(names: Iterable[str]) -> tuple[Transform, ...]:
+    """What these names stand for in STEPS, in the same order."""
+    return tuple(pkgutil.resolve_name(f"nbdist.parallel.{STEPS[name]}") for name in names)

@@ -44,9 +44,10 @@ def advise(
     useful = _useful(planned)
     for wanted in (SAFE, RISKY) if has_shape else (SAFE,):
         fitting = [row for row in useful if row.verdict == wanted]
+        fitting, notes = _comparable(planned, fitting)
         if fitting:
             best = min(fitting, key=_cost)
-            sentences = [_recommended(planned, best, len(fitting))]
+            sentences = [_recommended(planned, best, len(fitting)), *notes]
             if not has_shape:
                 return Advice(best, tuple(sentences))
             if wanted == RISKY:
@@ -65,6 +66,14 @@ def advise(
         nothing = f"Nothing fits: the smallest, {least.typed}, {needs}"
     helps = (_would_help(planned, given, measured),) if has_shape else ()
     return Advice(None, (nothing, *helps))
+
+
+def _comparable(planned: Plan, rows: list[PlanRow]) -> tuple[list[PlanRow], list[str]]:
+    """The rows of which it is known what they send, or all; a sentence on those left out."""
+    counted = [row for row in rows if planned.counts_sent(row)]
+    if len(counted) in {0, len(rows)}:
+        return rows, []
+    return counted, ["tp, pp and cp are not compared: what they send is not known."]
 
 
 def _useful(planned: Plan) -> list[PlanRow]:
@@ -93,8 +102,8 @@ def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
     if planned.world_size == 1:
         return f"{row.typed}: {verdict}."
     if len(planned.rows) == 1:
-        return f"{row.typed}: {verdict}; communication: {cost(row)}."
-    return f"Recommended: {row.typed}: {verdict}; {among}: {cost(row)}."
+        return f"{row.typed}: {verdict}; communication: {cost(planned, row)}."
+    return f"Recommended: {row.typed}: {verdict}; {among}: {cost(planned, row)}."
 
 
 def percent(row: PlanRow) -> str:
@@ -102,8 +111,10 @@ def percent(row: PlanRow) -> str:
     return f"{100 * row.share:.1f} %"
 
 
-def cost(row: PlanRow) -> str:
+def cost(planned: Plan, row: PlanRow) -> str:
     """What a strategy costs beside computation, for each sample, as text."""
+    if not planned.counts_sent(row):
+        return "what it sends is not known"
     sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
     if row.time is None:
         return f"{sent} per sample"
@@ -202,5 +213,7 @@ def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
         row = rows.get(typed)
         if row is not None and row.typed != best.typed:
             verdict = f"{row.verdict} ({percent(row)})"
-            sentences.append(f'The rule "{rule}" says {row.typed}: {verdict}, {cost(row)}.')
+            sentences.append(
+                f'The rule "{rule}" says {row.typed}: {verdict}, {cost(planned, row)}.'
+            )
     return tuple(sentences)

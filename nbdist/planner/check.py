@@ -36,7 +36,6 @@ class Check:
     """One quantity of a step, predicted and measured.
 
     Attributes:
-        what: In words.
         predicted, measured: Bytes.
         is_exact: Whether the two ought to be equal.
     """

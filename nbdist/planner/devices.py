@@ -23,8 +23,6 @@ class Device:
     """One kind of GPU.
 
     Attributes:
-        name: As typed.
-        title: As its maker calls it.
         memory_bytes: Decimal, as on the data sheet. The driver shows up to 7 % more.
         bandwidth: Of its memory, bytes per second; 0 where only the memory was typed, as are:
         half_flops: Products of matrices in bf16 (fp16 where it has no bf16) without sparsity,
@@ -33,7 +31,6 @@ class Device:
         link: To the others of its host, a name of bandwidth.links.
         network: To other hosts, likewise: what such hosts commonly have.
         driver: Words of the name under which the driver knows it.
-        has_bf16: It computes in bf16.
     """
 
     name: str

@@ -97,7 +97,6 @@ class ModelShape:
     """A model to plan for.
 
     Attributes:
-        name: As it was typed.
         parameters: All of them, one or more.
         shape: Its transformer. Where only the number was typed it is one of about that size.
         is_assumed: The shape was not given but derived from the number.

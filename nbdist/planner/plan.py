@@ -16,7 +16,7 @@ from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.step_time import Time, flows, samples, time_of
 from nbdist.planner.workload import Workload, check_load, recipe_for
-from nbdist.strategy.choice import Strategy, label, mesh_phrase
+from nbdist.strategy.choice import Degrees, Strategy, label, mesh_phrase
 from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import Recipe
 from nbdist.strategy.options import listed
@@ -87,6 +87,11 @@ class Plan:
     rows: tuple[PlanRow, ...]
     assumed: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
+
+    def counts_sent(self, row: PlanRow) -> bool:
+        """Whether sent_bytes are all: not where activations of an unknown shape are split."""
+        degrees = row.choice.degrees if row.choice else Degrees()
+        return self.model.has_shape or degrees.dp == degrees.product
 
 
 def verdict(share: float) -> str:

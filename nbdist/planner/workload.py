@@ -16,7 +16,6 @@ class OptimizerCost:
     """What an optimizer keeps, and what it needs while it steps.
 
     Attributes:
-        title: In words.
         state_bytes: Per parameter, besides a copy in fp32.
         step_bytes: Per parameter, while it steps: torch's foreach implementation makes a whole
             list at once; 0 with --fused.

@@ -60,6 +60,16 @@ class Degrees:
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return Degrees(**place)
 
+    def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one in these axes at most, itself too."""
+        others = [axis for axis in AXES if axis not in axes]
+        here = self.coordinate(rank)
+        return tuple(
+            peer
+            for peer in range(self.product)
+            if all(getattr(self.coordinate(peer), a) == getattr(here, a) for a in others)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -135,7 +145,7 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
 
 
 def steps_of(choice: Strategy) -> tuple[str, ...]:
-    """What a rank does to a model under this choice, in order: keys of parallel/transforms.py."""
+    """What a rank does to a model under this choice, in order: keys of parallel/transform.py."""
     rows, options = rows_of(choice), choice.options
     wanted = {step for row in rows for step in row.steps}
     common = {step for row in rows for step in row.common}

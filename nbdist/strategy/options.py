@@ -22,7 +22,6 @@ class OptionRow:
         steps: It belongs where one of these steps runs; empty for everywhere.
         never: Names of strategies that it does not go with all the same.
         why: The reason why it belongs nowhere else.
-        choices: Of a choice.
         default: What counts without it, in words; empty where nothing happens.
         is_whole: A choice of whole numbers.
     """

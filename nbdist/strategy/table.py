@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# What one rank does to a model, in this order; nbdist/parallel/transforms.py has a function
+# What one rank does to a model, in this order; nbdist/parallel/transform.py has a function
 # for each.
 STEPS = (
     "pp", "tp", "options", "fsdp", "fsdp1", "precision", "ddp", "zero1", "cp", "pipeline",
@@ -51,8 +51,6 @@ class StrategyRow:
         sends: In a step of the optimizer.
         gathered: What a rank has whole for a time in a step, besides what it holds; may be "".
         needs: What model and machine have to bring.
-        when: To use it.
-        source: Where it is described.
         fixed: Why a live model can be switched neither to it nor from it; "" where it can.
         sets: Options that the name decides.
     """

@@ -92,7 +92,10 @@ def unknown(model: str) -> str:
 
 def incomplete(model: str, plan: Plan, uncovered: tuple[str, ...]) -> str:
     """The message for a model of which a part has no known names; with the plan of the rest."""
-    styles = {_pattern(name): _word(style) for name, style in plan.items()}
+    styles = {
+        _pattern(name): f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
+        for name, style in plan.items()
+    }
     return (
         f"{model}: nbdist does not know how to split {_join_patterns(uncovered, _SHOWN)}. "
         "Every rank would hold these layers whole. If that is right, give this plan before "
@@ -131,10 +134,6 @@ _KINDS = {
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def _word(style: Style) -> str:
-    return f"{style.kind}:{style.parts}" if style.parts > 1 else style.kind
 
 
 def _join_patterns(names: Iterable[str], n_shown: int) -> str:

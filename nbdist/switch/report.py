@@ -16,7 +16,6 @@ class RankSwitchReport:
 
     Attributes:
         before, after: The strategies; equal where nothing was done.
-        models: Names of the models that were moved.
         lists: Names of lists of parameters that were updated in place.
         stale: What still points to the old model or its parameters, a phrase each.
         notes: What else a person has to know, a sentence each.

@@ -27,7 +27,6 @@ class RankBreakdown:
     of these that goes on then.
 
     Attributes:
-        rank: Whose.
         window_ns: How long that is.
         compute_ns: Something computes.
         exposed_ns: Communication, and nothing computes.
@@ -101,7 +100,6 @@ class Slowest:
     """The rank for which the others wait the longest.
 
     Attributes:
-        rank: Which.
         cost_ns: Per step: how much sooner the others could have gone on; see `trace_slowest.costs`.
         share: The same of a step's duration: 0.12 is "without it a step would be 12 % faster".
         is_alone: Whether no other rank costs half as much, so that it is this rank and not chance.

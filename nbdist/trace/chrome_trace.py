@@ -52,7 +52,6 @@ class Head:
 
     Attributes:
         category: The profiler's: "cpu_op", "kernel".
-        name: Of the operation.
         process: A number of the system, or of a GPU.
         thread: Likewise, or of a stream.
     """
@@ -255,7 +254,6 @@ def _parse(text: bytes) -> Mapping[str, Any]:
 
 
 def _from_json(path: Path, file: BinaryIO) -> RawTrace:
-    """Any file in Chrome's trace format."""
     try:
         content = json.loads(b"".join(_chunks(file)).decode("utf-8", "replace"))
     except (ValueError, EOFError, zlib.error) as error:

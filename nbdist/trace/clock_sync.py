@@ -35,9 +35,7 @@ class Clock:
 def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()) -> Trace:
     """The traces of all ranks, by one clock that begins at 0.
 
-    Args:
-        recordings: Of different ranks.
-        missing: What there is of other ranks: nothing but a reason.
+    Of the `missing` ranks there is nothing but a reason.
     """
     has_zeros = all(recording.zero_ns for recording in recordings)
     zeros_ns = [recording.zero_ns if has_zeros else 0 for recording in recordings]

@@ -22,7 +22,6 @@ class TraceGroup:
 
     Attributes:
         name: As the user calls it.
-        ranks: Its members.
         torch_name: As torch does.
     """
 
@@ -38,8 +37,6 @@ class CollectiveCall:
     Attributes:
         name: As people write it.
         start_ns: When it began, or was issued.
-        args: The profiler's notes.
-        lane: On which lane.
         torch_group: torch's name of its group; empty where it is unknown.
     """
 
@@ -110,7 +107,14 @@ def of_gloo(
         recorded: What torch's flight recorder has of the same time; may be empty.
         groups: Of the trace.
     """
-    group_of = _groups_of_lanes(calls, recorded, groups)
+    # Each of Gloo's threads, a lane, belongs to one group, which most of its calls name.
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    waiting = _Waiting(recorded)
+    for call in calls:
+        seen = waiting.take(call, sum(_elements(call.args)))
+        if seen is not None:
+            votes[call.lane][_place(seen.torch_group, groups)] += 1
+    group_of = {lane: counted.most_common(1)[0][0] for lane, counted in votes.items()}
     waiting = _Waiting(issued)
     meanings = []
     for call in calls:
@@ -184,18 +188,3 @@ class _Waiting:
                 self._matched.add(id(candidate))
                 return candidate
         return None
-
-
-def _groups_of_lanes(
-    calls: Sequence[CollectiveCall],
-    recorded: Sequence[CollectiveCall],
-    groups: Sequence[TraceGroup],
-) -> dict[int, int]:
-    """Lane -> group: each of Gloo's threads belongs to one, which most of its calls name."""
-    votes: dict[int, Counter[int]] = defaultdict(Counter)
-    waiting = _Waiting(recorded)
-    for call in calls:
-        issued = waiting.take(call, sum(_elements(call.args)))
-        if issued is not None:
-            votes[call.lane][_place(issued.torch_group, groups)] += 1
-    return {lane: counted.most_common(1)[0][0] for lane, counted in votes.items()}

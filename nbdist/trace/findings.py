@@ -252,7 +252,6 @@ def _union(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> Integers:
 
 
 def _spots(context: TraceContext, chosen: npt.NDArray[np.bool_]) -> tuple[Spot, ...]:
-    """The longest of the chosen events."""
     events = context.rank.events
     places = np.flatnonzero(chosen)
     longest = places[np.argsort(-events.duration_ns[places], kind="stable")[:_SPOTS]]

@@ -30,10 +30,7 @@ def union_of(sets: Sequence[Integers]) -> Integers:
 
 
 def pieces(sets: Sequence[Integers]) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """The line cut at every end of an interval.
-
-    Args:
-        sets: Of disjoint intervals each.
+    """The line cut at every end of an interval; those of one set are disjoint.
 
     Returns:
         (n, 2) pieces in order, and (sets, n): whether a set covers a piece.

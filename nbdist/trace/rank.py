@@ -46,8 +46,6 @@ def _mark() -> None:
 
 
 class _Recording(CellRecording):
-    """The recording of one cell."""
-
     noun = "trace"
 
     def __init__(self, options: TraceOptions, folder: Path, token: str):

@@ -144,10 +144,7 @@ def _is_step(name: str) -> bool:
 def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
     """By nbdist's marks, each at the end of a step; by those of torch's schedule otherwise.
 
-    Args:
-        raw: The file.
-        zero_ns: Where the first step begins.
-        own_ends: Which of nbdist's marks count; None for all.
+    `own_ends` says which of nbdist's marks count; None for all.
     """
     heads = {number: head.name for number, head in enumerate(raw.heads) if _is_step(head.name)}
     places = np.flatnonzero(np.isin(raw.head, list(heads)))
@@ -194,23 +191,17 @@ def _events(
     group = np.full(len(raw), -1, np.int32)
     for number in np.unique(lane):
         on = np.flatnonzero(lane == number)
-        depth[on] = _depth(start_ns[on], end_ns[on])
+        # Of those that began before it (the longer first), those that have not ended enclose it.
+        ended = np.searchsorted(
+            np.sort(np.maximum(end_ns[on], start_ns[on] + 1)), start_ns[on], side="right"
+        )
+        depth[on] = np.maximum(np.arange(len(on)) - ended, 0)
         kind[on] = _inherit_kinds(start_ns[on], end_ns[on], kind[on])
     for place, meaning in _meanings(raw, kind, lane, groups).items():
         name[place] = names.setdefault(meaning.name, len(names))
         size_bytes[place], group[place] = meaning.size_bytes, meaning.group
     events = Events(start_ns, raw.duration_ns, lane, depth, kind, name, size_bytes, group)
     return events, tuple(names)
-
-
-def _depth(start_ns: Integers, end_ns: Integers) -> Integers:
-    """How many events of a lane enclose each; they are sorted by start, the longer first.
-
-    Of those that began before it, those that have not ended: exact where events are nested.
-    """
-    ended = np.searchsorted(np.sort(np.maximum(end_ns, start_ns + 1)), start_ns, side="right")
-    depth: Integers = np.maximum(np.arange(len(start_ns)) - ended, 0)
-    return depth
 
 
 def _inherit_kinds(start_ns: Integers, end_ns: Integers, kind: npt.NDArray[np.int8]) -> Any:
@@ -273,10 +264,7 @@ def _lanes_of(
 
     A thread has another lane for Python's own functions (`--stacks`), which would bury its
     operators forty deep, and for sends and receives that go on beside them.
-
-    Args:
-        heads: Of a trace.
-        counts: Events of each; a head without any makes no lane.
+    A head without any events makes no lane.
     """
     on: dict[_Key, list[Head]] = {}
     events: dict[_Key, int] = {}

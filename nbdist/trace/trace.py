@@ -91,9 +91,7 @@ class RankTrace:
         rank, host: Whose, and where it ran.
         device: "cuda" or "cpu": which lanes compute.
         lanes: In the order in which they are drawn.
-        names: Of events.
         groups, group_ranks: Process groups, as the user calls them, and the ranks of each.
-        events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something is missing, as a sentence; empty when nothing is.
     """

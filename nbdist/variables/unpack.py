@@ -44,7 +44,6 @@ class UnpackedMemory:
     """What a parcel holds, in memory of the receiver's own, before any value is made of it.
 
     Attributes:
-        pickled: The pickle.
         buffers: Arrays that it refers to.
         tensors: torch's, or numpy arrays in their place.
     """

@@ -3,11 +3,9 @@
 python -m tests.accuracy.report build/accuracy.jsonl docs/accuracy.md
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.accuracy.case import Result
 from tests.support import tables
@@ -17,11 +15,6 @@ _HEAD = (
     "model", "strategy", "ranks", "batch", "states", "measured (MB)", "run", "formulas",
 )  # fmt: skip
 _PACKAGES = ("torch", "transformers")
-
-
-def read(path: Path) -> list[Result]:
-    """The results of a JSON lines file, in its order."""
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def error(predicted: float | None, measured: float) -> float | None:
@@ -81,11 +74,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def main(log: str, page: str) -> None:
-    """Write the table into the page."""
-    path = Path(page)
-    path.write_text(tables.replaced(path.read_text(), COMMAND, text(read(Path(log)))))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    tables.fill(sys.argv[1], sys.argv[2], COMMAND, Result, text)

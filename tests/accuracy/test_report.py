@@ -1,12 +1,9 @@
 """The table of docs/accuracy.md says what was measured, and has every case."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 from tests.accuracy import report
 from tests.accuracy.case import LONG, SHORT, Result
-from tests.support import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 _FOUND = [
@@ -31,16 +28,6 @@ def test_the_summary_counts_what_there_is() -> None:
         "- Formulas: 2 peaks, median error 6.0 %, worst 10.0 % (llama, `fsdp --bf16`).",
         "- Parameters, gradients and optimizer state: 2 of 3 exact, to the byte.",
     ]
-
-
-def test_the_page_gets_its_table(tmp_path: Path) -> None:
-    log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
-    log.write_text("".join(json.dumps(asdict(one)) + "\n" for one in _FOUND))
-    page.write_text(f"before\n{tables.begin(report.COMMAND)}\n{tables.END}\nafter\n")
-    report.main(str(log), str(page))
-
-    assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith(f"{tables.END}\nafter\n")
 
 
 def test_the_page_has_every_case() -> None:

@@ -68,8 +68,6 @@ class FakeSession:
 
 @pytest.fixture
 def new_bandwidth(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Bandwidth, FakeSession]]:
-    """Makes what is tested, with the session's clock."""
-
     def make(*args: Any, **options: Any) -> tuple[Bandwidth, FakeSession]:
         session = FakeSession(*args, **options)
         clock = SimpleNamespace(monotonic=lambda: session.now_s)

@@ -24,7 +24,6 @@ class FakeUpkeep:
         self.given_up: list[int] = []
 
     def give_up(self, ranks: Sequence[int]) -> None:
-        """Note them."""
         self.given_up += ranks
 
 
@@ -62,7 +61,6 @@ class Kept:
         self.events: list[Event] = []
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Keep these."""
         self.events += events
 
     def close(self, result: CellResult) -> None:
@@ -73,11 +71,9 @@ class Broken(Kept):
     """A sink on a full disk."""
 
     def draw(self, events: Sequence[Event]) -> None:
-        """Fail."""
         raise OSError("No space left on device")
 
     def close(self, result: CellResult) -> None:
-        """Fail."""
         raise OSError("No space left on device")
 
 

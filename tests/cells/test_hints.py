@@ -36,6 +36,12 @@ from nbdist.errors import StartError
             "aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all",
             r". Under fsdp and tp parameters are DTensors.*p\.grad\.add_\(p\.detach\(\), alpha.*",
         ),
+        (
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered",
+            r". No process comes back from that: .*%dist_restart with its number replaces it.*",
+        ),
+        ("AcceleratorError", "CUDA error: invalid device ordinal", ""),
         # Nothing is added where nothing is known.
         ("NameError", "name 'dta' is not defined", ""),
         ("NameError", "name 'data' is something else", ""),

@@ -45,7 +45,6 @@ def single(lines: Line) -> list[str]:
 
 
 def ended(merger: LineMerger, ranks: range, now_s: float = 0.0) -> str:
-    """What is shown once all ranks have ended."""
     for rank in ranks:
         merger.end(rank, now_s)
     return shown(merger, now_s)

@@ -89,7 +89,6 @@ def on_screen(line: str) -> str:
 
 
 def out(number: int) -> Line:
-    """A numbered line on stdout."""
     return Line("stdout", f"[0] {number}\n")
 
 

@@ -31,30 +31,25 @@ def message(kind: str, **content: Any) -> dict[str, Any]:
 
 
 def stream(text: str, name: str = "stdout") -> dict[str, Any]:
-    """A message of print()."""
     return message("stream", name=name, text=text)
 
 
 def result(text: str, **other: str) -> dict[str, Any]:
-    """A message of a cell's last expression."""
     data = {"text/plain": text, **other}
     return message("execute_result", data=data, metadata={}, execution_count=1)
 
 
 def display(data: dict[str, Any] = PNG, display_id: str = "") -> dict[str, Any]:
-    """A message of display()."""
     transient = {"display_id": display_id} if display_id else {}
     return message("display_data", data=data, metadata={}, transient=transient)
 
 
 def update(data: dict[str, Any], display_id: str) -> dict[str, Any]:
-    """A message of a display handle's update()."""
     transient = {"display_id": display_id}
     return message("update_display_data", data=data, metadata={}, transient=transient)
 
 
 def clear(*, wait: bool = False) -> dict[str, Any]:
-    """A message of clear_output()."""
     return message("clear_output", wait=wait)
 
 
@@ -71,14 +66,12 @@ def fed(feed: OutputReducer, *messages: tuple[int, dict[str, Any]]) -> list[Even
 
 
 def ended(feed: OutputReducer) -> list[Event]:
-    """What is shown once all ranks have ended."""
     for rank in feed.ranks:
         feed.end(rank, 0)
     return feed.due(0)
 
 
 def told(events: list[Event]) -> list[str]:
-    """Every event as a short text."""
     texts = []
     for event in events:
         if isinstance(event, Line):

@@ -18,8 +18,6 @@ CELL: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
 
 
 class Heard:
-    """A listener."""
-
     def __init__(self) -> None:
         self.records: SimpleQueue[tuple[Progress | None, str]] = SimpleQueue()
 
@@ -28,7 +26,6 @@ class Heard:
         self.records.put((now, CELL.get("")))
 
     def next(self) -> tuple[Progress | None, str]:
-        """What comes next, waited for."""
         return self.records.get(timeout=DEADLINE_S)
 
 

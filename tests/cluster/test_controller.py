@@ -12,16 +12,13 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone, StartError
 from nbdist.hang.kernel import restart
 from nbdist.notebook.session import Session
-from tests.support import processes
-from tests.support.ranks import session_of, until
+from tests.support.ranks import SUM, texts, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
 LONG = """
 import time
 from pathlib import Path
@@ -30,10 +27,6 @@ while not Path("{folder}/end").exists():
     time.sleep(0.01)
 after = 1
 """
-
-
-def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
-    return [result.text for result in session.run(code, ranks=ranks).ranks]
 
 
 def end_controller(session: Session, number: int = signal.SIGKILL) -> None:
@@ -170,17 +163,3 @@ def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Ses
     assert set(json.loads(whole)["engines"]) == {"0", "1"}
     assert is_known
     assert texts(pair, "print(kept)") == ["1\n", "1\n"]
-
-
-@pytest.mark.faults  # the shared ranks' end shows the same for a controller that was replaced
-def test_a_stop_ends_a_new_controller_too(runs: Path) -> None:
-    """Neither the first controller's child nor any process of the second is left."""
-    with session_of(StartOptions(world_size=1, gpus="none")) as session:
-        first = processes.processes_of_run(str(session.cluster.run_dir))
-        end_controller(session)
-        restart.reconnect(session)
-        everything = {*first, *processes.processes_of_run(str(session.cluster.run_dir))}
-        session.stop()
-
-    assert len(everything) >= 5
-    assert processes.wait_gone(everything, 5) == []

@@ -15,7 +15,6 @@ from tests.support.gpus import SMI
 
 @pytest.fixture
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what an nvidia-smi of the test's own prints."""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -13,6 +13,7 @@ def test_every_variable_that_is_needed_is_given() -> None:
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
 

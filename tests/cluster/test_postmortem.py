@@ -182,7 +182,6 @@ class Cells:
 
 @pytest.fixture
 def cells(pair: Session) -> Cells:
-    """Two ranks, which may end."""
     return Cells(pair)
 
 

@@ -40,7 +40,6 @@ c.Cluster.controller_args = [
 
 @pytest.fixture
 def ipython_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An IPython folder of the test's own."""
     path = tmp_path / "ipython"
     path.mkdir()
     monkeypatch.setenv("IPYTHONDIR", str(path))

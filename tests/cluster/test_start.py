@@ -66,7 +66,6 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 @pytest.fixture
 def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi that tells of two GPUs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "nvidia-smi").write_text(SMI)

@@ -10,7 +10,6 @@ from nbdist.core.topology import RankPlace, Topology
 
 
 def place(rank: int, device: str = "cpu", device_name: str = "", host: str = "box") -> RankPlace:
-    """A rank on a host."""
     return RankPlace(
         engine_id=rank + 10,
         rank=rank,

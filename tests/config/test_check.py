@@ -28,7 +28,6 @@ def checked(text: str, around: CheckContext = CheckContext()) -> Checked:  # noq
 
 
 def mended(checked_config: Checked, around: CheckContext) -> Checked:
-    """What is found in the corrected text."""
     document = checked_config.document
     return corrected(
         checked_config, around, lambda text: read(document.name, text, document.syntax)

@@ -32,7 +32,6 @@ PEER_GONE = (
 
 
 def boom(rank: int, at_s: float = 0.0, message: str = "boom") -> RankFailure:
-    """A failure of the user's own code."""
     return RankFailure(rank, "ValueError", message, (f"ValueError: {message}",), at_s)
 
 

@@ -13,13 +13,11 @@ from nbdist.core.finding import (
     advice,
     on_ranks,
     report,
-    summary,
 )
 from nbdist.core.view import verdicts
 
 
 def _large(number: int) -> RuleHit | None:
-    """Numbers over 2."""
     if number <= 2:
         return None
     spots = tuple(Spot(number, 0, length) for length in range(1, number))
@@ -27,7 +25,6 @@ def _large(number: int) -> RuleHit | None:
 
 
 def _odd(number: int) -> RuleHit | None:
-    """Odd numbers, a little."""
     return RuleHit(f"{number} is odd", share=0.01) if number % 2 else None
 
 
@@ -94,11 +91,6 @@ def test_a_report_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_advice_is_one_line(finding: Finding, expected: str) -> None:
     """Where, why, and what to do."""
     assert advice(finding) == expected
-
-
-def test_a_summary_counts_verdicts() -> None:
-    """The worst first."""
-    assert summary([Finding("a", "b"), Finding("c", "d", BAD)]) == "1 bad, 0 warn, 1 ok"
 
 
 def test_findings_of_a_file_have_their_lines() -> None:

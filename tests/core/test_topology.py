@@ -25,7 +25,6 @@ from nbdist.errors import OptionError, StartError
 
 
 def gpus(host: str, n: int, kind: str = "GPU") -> tuple[Gpu, ...]:
-    """Return n GPUs with uuids of their own."""
     return tuple(Gpu(i, f"{kind}-{host}-{i}", "NVIDIA H200") for i in range(n))
 
 
@@ -45,13 +44,11 @@ def hinted(layout: Sequence[tuple[int, str]]) -> list[EngineReport]:
 
 
 def local(n: int, devices: tuple[Gpu, ...], cores: int = 8, **facts: Any) -> list[EngineReport]:
-    """Return the reports of n ranks on one machine."""
     reports = local_reports(n, hostname="box", gpus=devices, cores=cores)
     return [replace(report, **facts) for report in reports]
 
 
 def each(topology: Topology, name: str) -> list[Any]:
-    """Return a field of each rank's place."""
     return [getattr(place, name) for place in topology.ranks]
 
 
@@ -266,23 +263,24 @@ def test_the_device_counts_as_the_process_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("uuids", "why", "use"),
+    ("backend", "uuids", "message"),
     [
-        (
-            ["GPU-a", "GPU-b"] * 2,
-            "takes one rank per GPU, and 4 ranks share 2 GPUs",
-            "gloo, or -n 2",
-        ),
-        ([], "needs a GPU for each rank, and no rank sees a GPU", "gloo or --backend auto"),
-        (["MIG-a"], "may not join MIG slices, and ranks run on them", "gloo, or whole GPUs"),
+        ("nccl", ["GPU-a", "GPU-b"] * 2,
+         "NCCL takes one rank per GPU, and 4 ranks share 2 GPUs. Use --backend gloo, or -n 2."),
+        ("nccl", [], ("NCCL needs a GPU for each rank, and no rank sees a GPU. "
+                      "Use --backend gloo or --backend auto.")),
+        ("nccl", ["MIG-a"], ("NCCL may not join MIG slices, and ranks run on them. "
+                             "Use --backend gloo, or whole GPUs.")),
+        *((name, [], f"There is no backend {name!r}. Use auto, nccl or gloo.")
+          for name in ("mpi", "", "NCCL")),
     ],
-)
-def test_nccl_that_cannot_run_is_refused(uuids: list[str], why: str, use: str) -> None:
+)  # fmt: skip
+def test_backends_that_cannot_run_are_refused(backend: str, uuids: list[str], message: str) -> None:
     """With the numbers, the reason and the ways out."""
     with pytest.raises(OptionError) as caught:
-        choose_backend("nccl", uuids)
+        choose_backend(backend, uuids)
 
-    assert str(caught.value) == f"NCCL {why}. Use --backend {use}."
+    assert str(caught.value) == message
 
 
 def test_gloo_on_own_gpus() -> None:
@@ -302,15 +300,6 @@ def test_gloo_on_own_gpus() -> None:
 def test_what_auto_takes_can_be_asked_for(backend: str, uuids: list[str]) -> None:
     """It changes nothing."""
     assert choose_backend(backend, uuids) == choose_backend("auto", uuids)
-
-
-@pytest.mark.parametrize("name", ["mpi", "", "NCCL"])
-def test_unknown_backend(name: str) -> None:
-    """An unknown backend is quoted beside the three that exist."""
-    with pytest.raises(OptionError) as caught:
-        choose_backend(name, [])
-
-    assert str(caught.value) == f"There is no backend {name!r}. Use auto, nccl or gloo."
 
 
 @pytest.mark.parametrize(

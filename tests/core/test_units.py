@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from nbdist.cluster import shm
@@ -16,38 +18,22 @@ MIB = 1024 * 1024
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    [("1", True), ("", False), ("0", False), ("true", False), (None, False)],
+    ("value", "texts"),
+    [
+        ("1", [PLACEHOLDER] * 3),
+        *((value, ["12", "vm", "None"]) for value in ("", "0", "true", None)),
+    ],
 )
-def test_is_stored(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, *, expected: bool
-) -> None:  # fmt: skip
-    """Only NBDIST_TEST=1 turns placeholders on."""
+def test_shown(monkeypatch: pytest.MonkeyPatch, value: str | None, texts: list[str]) -> None:
+    """A value is its text, or the placeholder; only NBDIST_TEST=1 turns placeholders on."""
     if value is not None:
         monkeypatch.setenv("NBDIST_TEST", value)
 
-    assert is_stored() is expected
-
-
-def test_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value is its text, or the placeholder where outputs are stored."""
-    before = shown(12), shown("vm"), shown(None)
-    monkeypatch.setenv("NBDIST_TEST", "1")
-
-    assert before == ("12", "vm", "None")
-    assert (shown(12), shown("vm")) == (PLACEHOLDER, PLACEHOLDER)
+    assert [shown(12), shown("vm"), shown(None)] == texts
+    assert is_stored() is (value == "1")
 
 
 # Units
-
-
-@pytest.mark.parametrize(
-    ("value_s", "expected"),
-    [(0.0, "0.0 s"), (2.06, "2.1 s"), (0.04, "0.0 s"), (3600.0, "3600.0 s")],
-)
-def test_seconds(value_s: float, expected: str) -> None:
-    """Seconds have one decimal."""
-    assert units.seconds(value_s) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,17 +132,21 @@ def test_small_shared_memory_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value_ns", "text"),
+    ("function", "value", "text"),
     [
-        (0, "0 ns"),
-        (999, "999 ns"),
-        (999.96, "1.0 us"),
-        (1000, "1.0 us"),
-        (1_234_567, "1.2 ms"),
-        (999_960_000, "1.0 s"),
-        (90_000_000_000, "90.0 s"),
+        (units.seconds, 0.0, "0.0 s"),
+        (units.seconds, 2.06, "2.1 s"),
+        (units.seconds, 0.04, "0.0 s"),
+        (units.seconds, 3600.0, "3600.0 s"),
+        (units.duration, 0, "0 ns"),
+        (units.duration, 999, "999 ns"),
+        (units.duration, 999.96, "1.0 us"),
+        (units.duration, 1000, "1.0 us"),
+        (units.duration, 1_234_567, "1.2 ms"),
+        (units.duration, 999_960_000, "1.0 s"),
+        (units.duration, 90_000_000_000, "90.0 s"),
     ],
 )
-def test_durations(value_ns: float, text: str) -> None:
-    """Nanoseconds in the largest unit of which there is one."""
-    assert units.duration(value_ns) == text
+def test_times(function: Callable[[float], str], value: float, text: str) -> None:
+    """Seconds with one decimal; nanoseconds in the largest unit of which there is one."""
+    assert function(value) == text

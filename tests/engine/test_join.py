@@ -16,7 +16,7 @@ from nbdist.core.rank import this_rank
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
 from tests.support.kernel import notebook_env
-from tests.support.torch_ranks import ENV, TorchRanks
+from tests.support.torch_ranks import ENV, run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -38,8 +38,7 @@ join.join_at_start(Path(sys.argv[1]), json.loads(sys.argv[2]))
 
 def test_two_processes_join_over_a_file(tmp_path: Path) -> None:
     """Both have the same plan, and an all_reduce over them is right."""
-    with TorchRanks(tmp_path, 2, RANK) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, RANK)
 
     assert [result["rank"] for result in results] == [0, 1]
     assert [result["total"] for result in results] == [3.0, 3.0]
@@ -142,16 +141,3 @@ def test_the_store_listens_on_the_one_address(monkeypatch: pytest.MonkeyPatch) -
     assert listening == ["127.0.0.1"]
     assert join._open_store is not None
     assert join._open_store.get("key") == b"value"
-
-
-def test_taking_over_the_notebooks_folder_and_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Folder and sys.path are replaced, not added to."""
-    monkeypatch.chdir(Path.cwd())
-    monkeypatch.setattr(sys, "path", ["a"])
-    path = sys.path
-    join.adopt_notebook(["b", "c"], str(tmp_path))
-
-    assert path == ["b", "c"]
-    assert Path.cwd() == tmp_path

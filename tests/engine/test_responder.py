@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nbdist.engine import responder
 from nbdist.errors import StartError
@@ -35,6 +36,18 @@ def test_what_is_wrong_is_the_answer(message: dict[str, Any], name: str) -> None
     assert (content["status"], content["ename"]) == ("error", name)
     assert name in content["traceback"]
     assert buffers == []
+
+
+def test_an_answer_is_made_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, where each rank would take memory for a context of its own."""
+    chosen: list[Any] = []
+    rank = SimpleNamespace(place=SimpleNamespace(device="cuda:3"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(responder, "this_rank", lambda: rank)
+
+    assert responder.answer(request("ping"))[0] == {"status": "ok"}
+    assert chosen == ["cuda:3"]
 
 
 def test_an_ipykernel_without_the_table_is_named() -> None:

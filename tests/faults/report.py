@@ -63,7 +63,6 @@ def _yes(*, is_so: bool | None) -> str:
 
 
 def main(log: str, page: str) -> None:
-    """Write the table into the page."""
     path = Path(page)
     new = f"{tables.machine(*_PACKAGES)}\n\n{table(read(Path(log)))}"
     path.write_text(tables.replaced(path.read_text(), COMMAND, new))

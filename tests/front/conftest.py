@@ -10,7 +10,6 @@ import pytest
 from tests.support.kernel import Kernel
 
 START_TIMEOUT_S = 120.0
-IMPATIENT_S = 0.5
 # A rank imports torch._dynamo once it is idle, for seconds; a test that times cells waits for it.
 _WARM = "%%distributed\nimport torch._dynamo"
 
@@ -42,9 +41,9 @@ def kernel(_shared_kernel: Kernel) -> Iterator[Kernel]:
 
 @pytest.fixture
 def impatient(kernel: Kernel) -> Iterator[Kernel]:
-    """The shared kernel; a certain deadlock is aborted after IMPATIENT_S, not 5 s."""
+    """The shared kernel; a certain deadlock is aborted after 0.5 s, not 5 s."""
     grace = kernel.run("import nbdist\nsession = nbdist.session()\nprint(session.grace_s)").text
-    kernel.run(f"session.grace_s = {IMPATIENT_S}")
+    kernel.run("session.grace_s = 0.5")
     yield kernel
     kernel.run(f"session.grace_s = {grace}\ndel session")
 
@@ -73,7 +72,6 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:
-    """Load the extension and start ranks."""
     for code in ("%load_ext nbdist", f"%dist_init {options}"):
         cell = kernel.run(code, START_TIMEOUT_S)
 

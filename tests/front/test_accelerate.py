@@ -1,14 +1,11 @@
 """Ordinary Accelerate code runs unchanged on the ranks, and torch stays out of the kernel."""
 
-import json
-
 import pytest
 
 from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 
 _DATA = """%%distributed
-import json
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,21 +16,6 @@ def network():
 generator = torch.Generator().manual_seed(1)
 x = torch.randn(32, 4, generator=generator)
 y = x.sum(1, keepdim=True)
-"""
-_TRAIN = """%%distributed
-model = network()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer, loader = accelerator.prepare(
-    model, optimizer, DataLoader(TensorDataset(x, y), batch_size=16)
-)
-losses = []
-for epoch in range(10):
-    for inputs, targets in loader:
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(accelerator.reduce(loss.detach(), reduction='mean').item())
 """
 # One step on the whole batch in one process, from the same start.
 _ALONE = """%%distributed
@@ -78,24 +60,6 @@ def test_every_rank_has_the_promised_names(kernel: Kernel) -> None:
     )
 
 
-def test_training_lowers_the_loss_and_keeps_the_ranks_equal(ready: Kernel) -> None:
-    """A prepared model learns, is DDP, and has the same parameters on every rank."""
-    trained = ready.run(_TRAIN)
-    losses = ready.run("%%rank[0]\nprint(json.dumps(losses))")
-    kind = ready.run("%%distributed\ntype(model).__name__")
-    ready.run(
-        "%%distributed\nflat = torch.cat([p.detach().flatten() for p in model.parameters()])\n"
-        "everyone = accelerator.gather(flat[None])"
-    )
-    equal = ready.run("%%distributed\nbool((everyone == everyone[0]).all()), len(everyone)")
-
-    values = json.loads(losses.text.removeprefix("[0] "))
-    assert trained.status == "ok", trained.visible
-    assert values[-1] < 0.5 * values[0]
-    assert kind.text == "[0-1] 'DistributedDataParallel'\n"
-    assert equal.text == "[0-1] (True, 2)\n"
-
-
 def test_gradients_are_those_of_the_whole_batch(ready: Kernel) -> None:
     """Two half batches give the gradient that one process gets from the whole, within 1e-6."""
     for code in (_ALONE, _TOGETHER):
@@ -127,17 +91,6 @@ def test_accelerates_helpers_work(ready: Kernel) -> None:
     )
 
     assert cell.text == "[0] once\n[1] ([0, 1], False)\n[0] ([0, 1], True)\n"
-
-
-def test_a_data_loader_with_workers_works(ready: Kernel) -> None:
-    """Forked workers of a DataLoader end with it and leave the rank usable."""
-    cell = ready.run(
-        "%%distributed\nsum(len(a) for a, _ in DataLoader(TensorDataset(x, y), num_workers=1))"
-    )
-    after = ready.run("%%distributed\nrank")
-
-    assert cell.text == "[0-1] 32\n"
-    assert after.text == "[0] 0\n[1] 1\n"
 
 
 def test_the_kernel_never_imports_torch(ready: Kernel) -> None:

@@ -83,15 +83,6 @@ def test_tasks_of_the_notebook_go_on_while_a_cell_runs(kernel: Kernel) -> None:
     assert int(cell.plain[0]) > 5
 
 
-def test_time_above_it_falls_back(kernel: Kernel) -> None:
-    """%%time around a distributed cell measures it in the kernel."""
-    cell = kernel.run("%%time\n%%distributed\nrank")
-
-    assert cell.status == "ok"
-    assert cell.text.startswith("[0] 0\n[1] 1\n")
-    assert "Wall time" in cell.text
-
-
 def test_capture_above_it_falls_back(kernel: Kernel) -> None:
     """%%capture gets text and displays."""
     captured = kernel.run(

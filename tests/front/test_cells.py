@@ -245,18 +245,6 @@ def test_a_very_long_cell_runs(kernel: Kernel) -> None:
     assert long.text == _BOTH.format(2999)
 
 
-def test_the_notebooks_variables_are_left_alone(kernel: Kernel) -> None:
-    """A distributed cell reads and writes nothing in the notebook, and the other way round."""
-    kernel.run("mine = 'notebook'")
-    names = kernel.run("sorted(n for n in dir() if not n.startswith('_'))")
-    kernel.run("%%distributed\nmine = 'rank'; only_ranks = 1")
-    mine = kernel.run("mine")
-    after = kernel.run("sorted(n for n in dir() if not n.startswith('_'))")
-
-    assert mine.plain == ["'notebook'"]
-    assert after.plain == names.plain
-
-
 def test_history_shows_what_was_typed(kernel: Kernel) -> None:
     """%history in the notebook has the cell as typed, not what it was rewritten to."""
     kernel.run("%%distributed\nprint('typed so')")

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from tests.support.cells import Cell
@@ -195,26 +194,6 @@ def test_the_exception_can_be_caught_and_read(kernel: Kernel) -> None:
     assert "1 / 0" in cell.text
 
 
-def test_a_rank_that_is_killed_fails_the_cell_and_the_next_ones_name_it(mortal: Kernel) -> None:
-    """A rank's end mid-cell is told with its signal; the others keep their variables."""
-    kernel = mortal
-    kernel.run(_GO)
-    handle = kernel.start("%%rank[1]\nprint('go', os.getpid(), flush=True)\ntime.sleep(60)")
-    pid = int(kernel.wait_output(handle, "go").text.split()[2])
-    psutil.Process(pid).send_signal(signal.SIGKILL)
-    cell = kernel.finish(handle, 10)
-    following = [kernel.run(code) for code in ("%%distributed\nkept", "%%rank[1]\nkept", "%sync")]
-    other = kernel.run("%%rank[0]\nkept")
-    status = kernel.run("%dist_status")
-
-    ended = r"rank 1 ended \(signal SIGKILL: sent by somebody else\)"
-    cell.check_failure("DistributedError", ended)
-    for refused in following:
-        refused.check_failure("RankGone", "signal SIGKILL", "%dist_reset")
-    assert other.text == "[0] 0\n"
-    assert "ended (signal SIGKILL: sent by somebody else)" in status.plain[0]
-
-
 # --- interrupts -----------------------------------------------------------------------------------
 
 
@@ -289,18 +268,6 @@ def test_an_interrupt_aborts_queued_cells(ready: Kernel) -> None:
     queued = ready.finish(second)
 
     assert queued.status == "aborted"
-
-
-def test_a_rank_that_fails_is_told_while_the_others_run(kernel: Kernel) -> None:
-    """Its error is on the page after a second, not only when the last rank has ended."""
-    handle = kernel.start("%%distributed\nimport time\nif rank == 1:\n    1 / 0\ntime.sleep(60)")
-    told = kernel.wait_output(handle, "still running", 20)
-    kernel.interrupt()
-    cell = kernel.finish(handle, 20)
-
-    assert told.status == "running"
-    assert "rank 1 raised ZeroDivisionError: division by zero; rank 0 still running" in told.stderr
-    cell.check_failure("DistributedError")
 
 
 def test_a_name_of_the_notebook_on_a_rank_is_explained(kernel: Kernel) -> None:

@@ -192,7 +192,7 @@ def test_after_a_restart_a_switch_builds_on_all_ranks(mortal: Kernel) -> None:
     mortal.run("%dist_restart 1", 60)
     alone = mortal.run(_MODEL.replace("%%distributed", "%%rank [1]"))
     refused = mortal.run("%dist_strategy fsdp")
-    mortal.run("%dist_sync_model")
+    mortal.run(_MODEL)  # on all ranks: its own is gone
     switched = mortal.run("%dist_strategy single")
     mortal.run("%dist_strategy ddp")
 

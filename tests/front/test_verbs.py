@@ -213,20 +213,6 @@ def test_automatic_mode_holds_without_autoawait(kernel: Kernel) -> None:
     assert magic.text == "[1] 1\n"
 
 
-def test_status_shows_each_rank(kernel: Kernel) -> None:
-    """%dist_status has one row per rank with its process and state."""
-    pids = kernel.run("%%distributed\nimport os; os.getpid()")
-    cell = kernel.run("%dist_status")
-
-    told = cell.plain[0].splitlines()
-    rows = [line.split() for line in told[2:4]]
-    assert told[0].startswith("2 ranks on 1 host, gloo, up for ")
-    assert [f"[{row[0]}] {row[2]}" for row in rows] == pids.text.splitlines()
-    assert [row[4] for row in rows] == ["idle", "idle"]
-    assert told[4] == "plain cells run in the notebook"
-    assert "<table>" in cell.data("text/html")[0]
-
-
 def test_a_timeout_interrupts_the_ranks_and_keeps_their_variables(kernel: Kernel) -> None:
     """%%distributed --timeout ends a cell that is still running, and says so."""
     kernel.run("%%distributed\nkept = rank")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -86,10 +86,8 @@ def test_a_break_at_any_block_leaves_the_losses_as_they_were(
     tmp_path: Path, kind: str, size: int
 ) -> None:
     """24 breaks in a row: forward and backward, at each block, on either of two ranks."""
-    with TorchRanks(tmp_path / "calm", size, BREAKS, KIND=kind, FAULT="0") as ranks:
-        calm = ranks.results()
-    with TorchRanks(tmp_path / "storm", size, BREAKS, KIND=kind, FAULT="1") as ranks:
-        storm = ranks.results()
+    calm = run_ranks(tmp_path / "calm", size, BREAKS, KIND=kind, FAULT="0")
+    storm = run_ranks(tmp_path / "storm", size, BREAKS, KIND=kind, FAULT="1")
 
     assert [result["curve"] for result in storm] == [result["curve"] for result in calm]
     assert len(set(calm[0]["curve"])) == 25

@@ -42,7 +42,6 @@ def new_pair() -> tuple[bytearray, CallLogWriter, int]:
 
 
 def read(memory: bytearray) -> CallLog:
-    """What it says now."""
     return call_log.read(memoryview(memory))
 
 

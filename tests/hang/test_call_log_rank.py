@@ -46,14 +46,12 @@ def _box() -> Iterator[layout.CallLogWriter]:
 
 
 def now() -> CallLog:
-    """What the box says."""
     _, snapshot = call_log.snapshot()
     assert snapshot is not None
     return layout.read(snapshot)
 
 
 def last() -> Call:
-    """The newest call in the box."""
     return now().calls[-1]
 
 

@@ -154,7 +154,6 @@ class Simulation:
             rank.blocked = part
 
     def views(self) -> list[RankView]:
-        """What the notebook would see."""
         return [self._view(n, rank) for n, rank in enumerate(self.ranks)]
 
     def _view(self, who: int, rank: Rank) -> RankView:

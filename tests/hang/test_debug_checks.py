@@ -102,6 +102,7 @@ def test_ranks_have_the_variables_of_nccl_and_the_users_win(
             ("TORCH_NCCL_ENABLE_MONITORING", "1"),
             ("TORCH_NCCL_PROPAGATE_ERROR", "0"),
             ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0"),
+            ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"),
         ]
     )
     assert level == {"DebugLevel.INFO"}

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.core.failures import is_follower
 from nbdist.hang.rank import gloo_abort
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = [
     pytest.mark.engine,
@@ -83,8 +83,7 @@ STRANGERS = """
 @pytest.mark.parametrize("kind", ["world", "own", "plain", "sub", "send"])
 def test_every_gloo_call_ends_and_no_other_socket_is_touched(tmp_path: Path, kind: str) -> None:
     """A user's pair, ZMQ, a TCPStore and asyncio still carry data in the same process."""
-    with TorchRanks(tmp_path, 2, STRANGERS, KIND=kind) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, STRANGERS, KIND=kind)
 
     assert results[0]["errors"][0] == "RuntimeError"
     # One connection for each of the four groups.
@@ -125,8 +124,7 @@ FORKED = """
 
 def test_numbers_that_gloo_has_given_up_are_left_alone(tmp_path: Path) -> None:
     """After a fork the system still lists them, under numbers that now are the user's sockets."""
-    with TorchRanks(tmp_path, 2, FORKED) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, FORKED)
 
     assert any(result["reused"] for result in results), "the case was not made"
     assert [result["got"] for result in results] == [["z"]] * 2
@@ -146,8 +144,7 @@ CHILD = """
 
 def test_a_forked_child_makes_a_device_of_its_own(tmp_path: Path) -> None:
     """Its copy of ours has no thread: a group on it would wait for good."""
-    with TorchRanks(tmp_path, 2, CHILD) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, CHILD)
 
     assert [(result["code"], result["sum"]) for result in results] == [(0, 3.0)] * 2
 
@@ -201,8 +198,7 @@ LATE = """
 
 def test_a_request_that_comes_late_ends_nothing(tmp_path: Path) -> None:
     """Groups that took the place of those that were meant go on; these can be ended too."""
-    with TorchRanks(tmp_path, 2, LATE) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, LATE)
 
     for result in results:
         assert result["late"] == [0, 3.0]
@@ -230,8 +226,7 @@ MOVING = """
 
 def test_an_abort_in_the_middle_of_large_messages_frees_everybody(tmp_path: Path) -> None:
     """Gloo never wakes who waits for a message that was cut: none is, and no call begins again."""
-    with TorchRanks(tmp_path, 2, MOVING) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MOVING)
 
     for result in results:
         assert len(result["errors"]) == 8

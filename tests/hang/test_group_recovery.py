@@ -43,19 +43,16 @@ class FakeRanks:
         self.checksums: dict[int, dict[str, str]] = {}
 
     def boxes(self) -> dict[int, CallLog]:
-        """Rank -> what its box says."""
         groups = {WORLD: (0, 1)}
         return {
             rank: box(rank, *[reduce()] * n, groups=groups) for rank, n in enumerate(self.calls)
         }
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
-        """Futures that the test completes."""
         self.recoveries.append({rank: Future() for rank in {0, 1} - self.lost})
         return self.recoveries[-1]
 
     def interrupt(self, rank: int) -> None:
-        """Note which rank was interrupted."""
         self.interrupted.append(rank)
 
     @property
@@ -68,11 +65,9 @@ class FakeRanks:
         return rank not in self.lost
 
     def ask_all(self, _question: object) -> dict[int, Future[Any]]:
-        """As the test has set it."""
         return self.newest
 
     def call(self, rank: int, _name: str) -> Future[Any]:
-        """The checksums that the test has set."""
         return done(self.checksums[rank])
 
 

@@ -40,7 +40,6 @@ class FakeChannel:
         self.asked: list[LateCallbacks] = []
 
     def ask(self, _engine: int, _name: str) -> Future[Any]:
-        """A future that the test completes."""
         self.asked.append(LateCallbacks())
         return self.asked[-1]
 

@@ -49,7 +49,6 @@ class Ranks:
         return end
 
     def both(self, code: str) -> None:
-        """Run a cell on both ranks to its end."""
         ends = [self.run(rank, code) for rank in (0, 1)]
         for end in ends:
             end()
@@ -73,7 +72,6 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two ranks that the tests of this file share."""
     folder = tmp_path_factory.mktemp("looks")
     with temporary_folder(folder / "tmp"), session_of(StartOptions(2, gpus="none")) as session:
         assert session.cluster.channel is not None
@@ -274,7 +272,6 @@ def test_numbers_count_from_the_last_recovery(tmp_path: Path) -> None:
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    """One entry of the flight recorder."""
     return {
         "record_id": 5,
         "pg_id": 0,

@@ -38,16 +38,13 @@ class FakeHealth:
     aborts = 0
 
     def begin_recovery(self) -> dict[int, Future[Any]]:
-        """A future that nobody completes."""
         return {0: Future()}
 
     def abort(self) -> None:
-        """Count the aborts."""
         self.aborts += 1
 
 
 def upkeep(health: FakeHealth) -> Maintenance:
-    """Of one idle rank."""
     ranks: Any = SimpleNamespace(busy_ranks=(), is_connected=lambda _rank: True)
     return Maintenance(ranks, cast("Health", health))
 

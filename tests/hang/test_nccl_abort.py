@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from IPython.core.interactiveshell import InteractiveShell
+from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks, nccl_abort
@@ -44,16 +46,12 @@ def test_without_nccl_nothing_happens(group: Any, tmp_path: Path) -> None:
 
 
 class FakeNccl:
-    """Records what is called, in order; its abort takes as long as it is told."""
+    """Records what is called; its abort ends when its barrier or its event lets it."""
 
-    def __init__(self, name: str, calls: list[str], hang: threading.Event | None = None) -> None:
+    def __init__(
+        self, name: str, calls: list[str], hang: threading.Event | threading.Barrier | None = None
+    ) -> None:
         self.name, self.calls, self.hang = name, calls, hang
-
-    def _group_start(self) -> None:
-        self.calls.append("start")
-
-    def _group_end(self) -> None:
-        self.calls.append("end")
 
     def abort(self) -> None:
         self.calls.append(self.name)
@@ -63,25 +61,28 @@ class FakeNccl:
             raise RuntimeError("unhandled system error")
 
 
-def test_all_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cell is voided first; the aborts stand between one start and one end, and are counted."""
+def test_all_groups_are_aborted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell is voided first; no abort ends before the other has begun, and both are counted."""
     calls: list[str] = []
-    backends = [FakeNccl("newest", calls), FakeNccl("world", calls)]
+    meeting = threading.Barrier(2)
+    backends = [FakeNccl("newest", calls, meeting), FakeNccl("world", calls, meeting)]
     monkeypatch.setattr(nccl_abort, "backends", lambda: backends)
     monkeypatch.setattr(nccl_abort, "void", lambda: calls.append("void"))
 
     assert nccl_abort.abort() == 2
-    assert calls == ["void", "start", "newest", "world", "end"]
+    assert calls[0] == "void"
+    assert sorted(calls[1:]) == ["newest", "world"]
 
 
-def test_an_abort_that_fails_is_told_and_the_group_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's reason is in the message, and NCCL is not left inside a group of calls."""
+def test_an_abort_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL's reason; the other groups are aborted even so."""
     calls: list[str] = []
-    monkeypatch.setattr(nccl_abort, "backends", lambda: [FakeNccl("broken", calls)])
+    backends = [FakeNccl("broken", calls), FakeNccl("world", calls)]
+    monkeypatch.setattr(nccl_abort, "backends", lambda: backends)
     with pytest.raises(NbdistError, match=r"unhandled system error.*%dist_restart"):
         nccl_abort.abort()
 
-    assert calls == ["start", "broken", "end"]
+    assert sorted(calls) == ["broken", "world"]
 
 
 def test_an_abort_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_an_abort_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nccl_abort, "backends", lambda: [FakeNccl("world", [], hang)])
     began_s = time.monotonic()
     try:
-        with pytest.raises(NbdistError, match=r"1 group\(s\) within 0.2 s"):
+        with pytest.raises(NbdistError, match=r"1 of 1 groups within 0\.2 s"):
             nccl_abort.abort(deadline_s=0.2)
     finally:
         hang.set()
@@ -143,6 +144,77 @@ def test_without_a_cell_nobody_is_hit() -> None:
         pass
 
     assert answers == [False]
+
+
+class _Member:
+    """A group of ranks 2 and 5, as `renew` sees it on rank 5."""
+
+    bound_device_id = torch.device("cuda", 1)
+    group_name = "7"
+
+    def __init__(self) -> None:
+        self.registered: list[Any] = []
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def _backend_id(self, _kind: Any) -> int:
+        raise RuntimeError("no such type yet")
+
+    def _register_backend(self, *registered: Any) -> None:
+        self.registered.append(registered)
+
+
+class _NewNccl:
+    """torch's backend, as far as `renew` uses it; notes at which level it was made."""
+
+    class Options:
+        is_high_priority_stream = False
+        config = None
+        global_ranks_in_group: tuple[int, ...] = ()
+        group_name = "7"
+        _timeout = None
+
+    def __init__(self, _store: Any, rank: int, size: int, options: Any = None) -> None:
+        self.rank, self.size, self.options = rank, size, options
+        self.level = dist.get_debug_level()
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.device = device
+
+
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL])
+def test_a_renewed_backend_can_be_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: dist.DebugLevel
+) -> None:
+    """It knows its global ranks, which a split reads; torch's checks do not see it made."""
+    group, store = _Member(), dist.FileStore(str(tmp_path / "store"), 1)
+    old = SimpleNamespace(options=_NewNccl.Options())
+    monkeypatch.setattr(nccl_abort, "backend", lambda _: old)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", _NewNccl, raising=False)
+    monkeypatch.setattr(debug_checks, "around", lambda backend, *_: backend)
+    monkeypatch.setitem(c10d._world.pg_group_ranks, group, {2: 0, 5: 1})
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        nccl_abort.renew(group, store, timedelta(seconds=5))  # type: ignore[arg-type]
+        after = dist.get_debug_level()
+    finally:
+        dist.set_debug_level(before)
+    [(device, kind, made)] = group.registered
+
+    assert (device, int(kind)) == (torch.device("cuda"), 255)
+    assert made.options.global_ranks_in_group == [2, 5]
+    assert made.device == torch.device("cuda", 1)
+    assert made.level != dist.DebugLevel.DETAIL
+    assert after == level
 
 
 def test_types_are_given_from_above_and_never_twice(group: Any) -> None:

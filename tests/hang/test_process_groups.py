@@ -9,7 +9,7 @@ import torch.distributed as dist
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks
 from nbdist.hang.recovery import merge_groups
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import TorchRanks, run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -84,10 +84,8 @@ HANGS = """
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.faults), 4])
 def test_eight_ways_to_hang_leave_the_loss_curve_as_it_was(tmp_path: Path, size: int) -> None:
     """After each, groups made before and after it, meshes and DTensors give right numbers."""
-    with TorchRanks(tmp_path / "calm", size, HANGS, FAULT="0") as ranks:
-        calm = ranks.results()
-    with TorchRanks(tmp_path / "storm", size, HANGS, FAULT="1") as ranks:
-        storm = ranks.results()
+    calm = run_ranks(tmp_path / "calm", size, HANGS, FAULT="0")
+    storm = run_ranks(tmp_path / "storm", size, HANGS, FAULT="1")
 
     assert [result["curve"] for result in storm] == [result["curve"] for result in calm]
     assert len(set(map(str, calm[0]["curve"]))) == 10
@@ -120,8 +118,7 @@ MANY = """
 @pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.faults)])
 def test_recoveries_in_a_row_leave_no_descriptor(tmp_path: Path, times: int) -> None:
     """Sums stay right; descriptors do not grow, threads by the workers of each new backend."""
-    with TorchRanks(tmp_path, 2, MANY, TIMES=str(times)) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MANY, TIMES=str(times))
 
     for result in results:
         fds, threads = zip(*result["rows"], strict=True)
@@ -209,11 +206,64 @@ MISSING = """
 
 def test_a_rank_that_does_not_come_is_named_and_all_can_try_again(tmp_path: Path) -> None:
     """After its deadline, not after half an hour; the next generation works."""
-    with TorchRanks(tmp_path, 2, MISSING) as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, MISSING)
 
     assert "rank 0 waited 1 s" in results[0]["text"]
     assert "rank(s) 1 did not come" in results[0]["text"]
+    assert [result["total"] for result in results] == [3.0, 3.0]
+
+
+SPLIT = """
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]], group_desc="halves")
+    pair = dist.split_group(parent_pg=half, split_ranks=[[1], [0]])
+    odd = dist.split_group(split_ranks=[[1, 3]])
+    specs = [(list(spec.ranks), spec.description) for spec in process_groups.created_groups()]
+    wrong = refusal(lambda: dist.split_group(split_ranks=[]), ValueError)
+    process_groups.recover(1)
+    done(half=dist.get_process_group_ranks(half), pair=dist.get_process_group_ranks(pair),
+         odd=odd is not None, sums=[total(), total(half)], specs=specs, wrong=wrong,
+         source=str(c10d._get_split_source(dist.group.WORLD)))
+"""
+
+
+def test_a_split_makes_groups_that_a_recovery_knows(tmp_path: Path) -> None:
+    """By new_group, also of a part of all ranks, and never by NCCL's split."""
+    with TorchRanks(tmp_path, 4, SPLIT) as ranks:
+        results = ranks.results()
+
+    for rank, result in enumerate(results):
+        assert result["half"] == ([0, 1] if rank < 2 else [2, 3])
+        assert result["pair"] == [rank]
+        assert result["odd"] == (rank in {1, 3})
+        assert result["sums"] == [10.0, 3.0 if rank < 2 else 7.0]
+        assert [[0, 1], "halves"] in result["specs"]
+        assert "empty" in result["wrong"]
+        assert result["source"] == "None"
+
+
+BROKEN_GPU = """
+    from dataclasses import replace
+    from nbdist.hang.rank import device_health
+    from nbdist.core import rank as rank_module
+    on_gpus = [replace(place, device=f"cuda:{place.rank}") for place in this_rank().topology.ranks]
+    topology = replace(this_rank().topology, ranks=tuple(on_gpus))
+    rank_module.joined(replace(this_rank(), place=on_gpus[rank], topology=topology))
+    device_health._find_problem = lambda _: "CUDA error: device-side assert" if rank == 1 else ""
+    text = refusal(lambda: process_groups.recover(1), NbdistError)
+    device_health._find_problem = lambda _: ""
+    process_groups.recover(2)
+    done(text=text, total=total())
+"""
+
+
+def test_a_broken_gpu_is_named_before_anybody_connects(tmp_path: Path) -> None:
+    """On all ranks, with its error; where all GPUs compute the recovery goes on."""
+    with TorchRanks(tmp_path, 2, BROKEN_GPU) as ranks:
+        results = ranks.results()
+
+    for result in results:
+        assert "the GPU of rank(s) 1 cannot be used" in result["text"]
+        assert "device-side assert. Its variables there are lost. %dist_restart 1" in result["text"]
     assert [result["total"] for result in results] == [3.0, 3.0]
 
 
@@ -234,8 +284,7 @@ DETAIL = """
 
 def test_torchs_own_checks_go_on_after_a_recovery(tmp_path: Path) -> None:
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL two different shapes are refused before and after."""
-    with TorchRanks(tmp_path, 2, DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL") as ranks:
-        results = ranks.results()
+    results = run_ranks(tmp_path, 2, DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
     assert results[0]["name"] == "RuntimeError"
     assert [result["sums"] for result in results] == [[3.0, 3.0]] * 2

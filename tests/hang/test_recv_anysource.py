@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = [
     pytest.mark.engine,
@@ -46,8 +46,7 @@ ABORTED = """
 
 def test_a_receive_from_any_rank_ends_and_the_next_one_gets_its_own(tmp_path: Path) -> None:
     """recv, irecv, in a group, and one issued long before; the old tensor is not written to."""
-    with TorchRanks(tmp_path, 2, ABORTED) as ranks:
-        zero, first = ranks.results()
+    zero, first = run_ranks(tmp_path, 2, ABORTED)
 
     errors = zero["errors"]
     assert [errors[kind] for kind in ("recv", "irecv", "in a group")] == ["RuntimeError"] * 3
@@ -84,8 +83,7 @@ INTERRUPTED = """
 
 def test_an_interrupt_comes_at_the_end_and_takes_no_message_away(tmp_path: Path) -> None:
     """As in C++: what was received is there, the next receive gets the next message."""
-    with TorchRanks(tmp_path, 2, INTERRUPTED) as ranks:
-        zero = ranks.results()[0]
+    zero = run_ranks(tmp_path, 2, INTERRUPTED)[0]
 
     assert zero["errors"] == "interrupt"
     assert zero["first"] == [1.0] * 3

@@ -32,13 +32,12 @@ from nbdist.notebook.session import Session
 from nbdist.notebook.session import start as start_session
 from tests.support import processes
 from tests.support.kernel import Kernel
-from tests.support.ranks import session_of, silent, temporary_folder, until
+from tests.support.ranks import SUM, session_of, silent, temporary_folder, texts, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 DEADLINE_S = 60.0
 TOLD_S = 3.0  # a death is told within a second; the rest is for a busy machine
-SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
 PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pair); print(total)"
 
 
@@ -46,10 +45,6 @@ def restart(
     session: Session, *ranks: int, progress: Callable[[str], None] = lambda _: None
 ) -> hang_restart.RestartResult:
     return hang_restart.restart(session, session.health, ranks, DEADLINE_S, progress)
-
-
-def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
-    return [result.text for result in session.run(code, ranks=ranks).ranks]
 
 
 def kill(session: Session, *ranks: int) -> None:

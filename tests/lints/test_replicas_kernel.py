@@ -22,7 +22,6 @@ class Ranks:
         self._replies = list(replies)
 
     def recover_if_needed(self) -> None:
-        """Note it."""
         self.calls.append(("recover",))
 
     def call_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -129,7 +129,9 @@ def test_the_page_has_the_lints_as_they_are() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    with pytest.raises(OptionError, match=r"no lint 'data'\. Choose one of same-data, set-epoch"):
+    with pytest.raises(
+        OptionError, match=r"no lint 'data'\. Choose one of same-data, model-inputs"
+    ):
         rules.resolve_names(["data"])
     assert rules.resolve_names(["all"]) == tuple(LINTS)
 
@@ -140,8 +142,6 @@ def message(data: Any) -> Any:
 
 
 class TestOnce:
-    """What a session tells, and how often."""
-
     @staticmethod
     def cell(session: Lints, run: int, *observations: Observation) -> tuple[str, ...]:
         """The lines of a cell in which each rank saw this."""

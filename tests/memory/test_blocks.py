@@ -59,15 +59,6 @@ def test_blocks_without_an_address_end_by_their_size() -> None:
     ]  # fmt: skip
 
 
-def test_beyond_the_bound_the_oldest_events_are_lost() -> None:
-    """What they allocated and is still there was there before; what they freed is not told."""
-    events = [Event(1, 10, 8), Event(2, 20, 8), Event(3, 10, -8), Event(4, 30, 8), Event(5, 20, -8)]
-
-    assert rows([(99, 4)], events, 2) == (
-        [(99, 4, BEFORE, STAYS), (20, 8, BEFORE, 5), (30, 8, 4, STAYS)], 3,
-    )  # fmt: skip
-
-
 def test_what_was_there_ends_when_it_was_seen_to_go() -> None:
     """By what was noted, or by the next allocation at its address, whichever is first."""
     events = [Event(50, 1, 7), Event(60, 2, 9), Event(70, 2, -9)]

@@ -36,12 +36,10 @@ LEAK = 2 * 1000 * 4
 
 
 def read(name: str) -> Snapshot:
-    """One of the captured recordings."""
     return memory_file.read_folder(FOLDER / name)
 
 
 def most(rank: RankMemory, category: int) -> int:
-    """The most bytes of a category at one moment."""
     return int(curve(rank.blocks).size_bytes[:, category].sum(axis=1).max())
 
 
@@ -75,17 +73,18 @@ def test_states_are_the_bytes_of_their_elements(name: str, parts: int) -> None:
         assert PARAMETERS // parts <= most(rank, GRADIENT) <= PARAMETERS
 
 
-def test_activations_are_what_backward_needs() -> None:
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [
+        # Results of relu, and each block's result: the input of the first one is a variable.
+        ("ddp", 3 * INNER + 3 * INPUT),
+        # Inputs alone, and the state of the random generator for each block.
+        ("checkpoint", 3 * INPUT + 3 * RANDOM),
+    ],
+)
+def test_activations_are_what_backward_needs(name: str, saved: int) -> None:
     """Results of relu, and each block's result: the input of the first one is a variable."""
-    saved = 3 * INNER + 3 * INPUT
-    for rank in read("ddp").ranks:
-        assert saved <= most(rank, ACTIVATION) <= saved + SMALL
-
-
-def test_checkpoints_keep_inputs_alone() -> None:
-    """And the state of the random generator for each block."""
-    saved = 3 * INPUT + 3 * RANDOM
-    for rank in read("checkpoint").ranks:
+    for rank in read(name).ranks:
         assert saved <= most(rank, ACTIVATION) <= saved + SMALL
 
 

@@ -85,16 +85,6 @@ def test_a_step_is_taken_apart_by_its_phases() -> None:
     }  # fmt: skip
 
 
-def test_what_outlives_several_backwards_is_no_activation() -> None:
-    """A data set; what a later backward frees is one, as of a pipeline's micro-batches."""
-    phases = (Phase(BACKWARD, 100, 200), Phase(BACKWARD, 300, 400))
-    spans = [(1, 10, STAYS), (2, 10, 350), (3, 10, 500), (4, 220, STAYS), (5, 10, 250)]
-
-    assert kinds(categorise(memory(spans, phases), [])) == {
-        1: "unknown", 2: "activations", 3: "unknown", 4: "activations", 5: "activations",
-    }  # fmt: skip
-
-
 def test_claims_are_exact_and_the_strongest_counts() -> None:
     """Whatever was concluded; a claim of another time or address says nothing."""
     spans = [(1, 10, STAYS), (2, 110, 500), (3, 10, 20), (3, 30, STAYS), (4, 10, 150)]
@@ -125,14 +115,6 @@ def test_claims_are_exact_and_the_strongest_counts() -> None:
         (3, 30, "optimizer state", True, "weight: exp_avg"),
         (4, 10, "activations", False, "h"),  # freed in the backward: the graph had it last
     ]
-
-
-def test_a_variable_that_goes_on_is_no_activation() -> None:
-    """The user's own name holds it."""
-    rank = categorise(memory([(1, 10, STAYS)], STEP), [Claim(600, 1, 2, UNKNOWN, "batch")])
-
-    assert kinds(rank) == {1: "unknown"}
-    assert rank.names == ("batch",)
 
 
 CELL = ("cell [1]", "f")
@@ -297,7 +279,6 @@ class World:
         self.phase, self.began, self.visit = "forward", 0, 0
 
     def live(self, now: int) -> None:
-        """Let one thing happen."""
         what = self.draw.random()
         if what < 0.12:
             self.turn(now)
@@ -311,7 +292,6 @@ class World:
             self.claim(now)
 
     def turn(self, now: int) -> None:
-        """A phase begins or ends."""
         self.visit += 1
         if self.phase != "forward":
             self.phases.append(Phase(self.phase, self.began, now))
@@ -322,7 +302,6 @@ class World:
             life.backwards += self.phase == BACKWARD
 
     def free(self, now: int) -> None:
-        """A block goes."""
         address = self.draw.choice(sorted(self.there))
         life = self.there.pop(address)
         life.freed_in = self.phase
@@ -330,7 +309,6 @@ class World:
         self.events.append(Event(now, address, -address - 1))
 
     def claim(self, now: int) -> None:
-        """Somebody claims a block, that is there or not."""
         address = self.draw.choice(sorted(self.lives))
         kind = self.draw.choice([PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION, UNKNOWN])
         claim = Claim(now, address, address + 1, kind, self.draw.choice(["", "a", "b"]))

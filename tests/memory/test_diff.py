@@ -29,8 +29,6 @@ KB = 1000
 
 @dataclass(frozen=True, slots=True)
 class Has:
-    """One block that is in use, or was freed."""
-
     address: int
     size: int
     stack: tuple[AllocationFrame, ...] = ()
@@ -39,8 +37,7 @@ class Has:
     end: int = STAYS
 
 
-def memory(rank: int, *has: Has, device: str = "cpu") -> RankMemory:
-    """A rank with these blocks."""
+def memory(rank: int, *has: Has) -> RankMemory:
     stacks = list(dict.fromkeys(block.stack for block in has if block.stack))
     names = list(dict.fromkeys(block.name for block in has if block.name))
     pieces = [
@@ -51,8 +48,7 @@ def memory(rank: int, *has: Has, device: str = "cpu") -> RankMemory:
         )
         for block in has
     ]  # fmt: skip
-    recorded = rank_memory(rank, pieces, 10, stacks=tuple(stacks), names=tuple(names))
-    return replace(recorded, device=device)
+    return rank_memory(rank, pieces, 10, stacks=tuple(stacks), names=tuple(names))
 
 
 def snapshot(*ranks: RankMemory) -> Snapshot:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from nbdist.memory.downsample import DownsampledRank, downsample, level
-from nbdist.memory.snapshot import ACTIVATION, STAYS, Snapshot, make_blocks
+from nbdist.memory.snapshot import ACTIVATION, STAYS
 from nbdist.memory.timeline import CLASSES, changes, is_in_use, sizes_at, totals
-from tests.support.drawn_memory import Piece, blocks, million, random_blocks, rank_memory, training
+from tests.support.drawn_memory import Piece, million, random_blocks, rank_memory, training
 
 
 def sums_after(rank: DownsampledRank, ns: int) -> np.ndarray:
@@ -85,10 +85,3 @@ def test_no_room_at_all(most: int) -> None:
 
     assert len(drawn.blocks) <= most
     assert sums_after(drawn, 5).sum() == 12
-
-
-def test_nothing_is_nothing() -> None:
-    """No ranks; no blocks."""
-    assert level(Snapshot(()).ranks, 10).n_items == 0
-    assert level([rank_memory(0, [])], 10).n_items == 0
-    assert len(make_blocks()) == len(blocks([])) == 0

@@ -31,7 +31,6 @@ from tests.support.memory_records import GPU, drawn
 
 
 def plain_types(value: Any) -> set[type]:
-    """The types of a value and of all that is in it."""
     match value:
         case dict():
             inner = [*value, *value.values()]
@@ -153,8 +152,6 @@ class Calls:
 
 
 class Stated:
-    """Sets its state by code of its own."""
-
     def __setstate__(self, state: Any) -> None:
         Path(state).mkdir()
 

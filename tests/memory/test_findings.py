@@ -35,7 +35,6 @@ def rules_of(*ranks: RankMemory, strategy: str = "ddp, dp 2") -> dict[str, Findi
 
 
 def rank_with(rank: int = 0, **sizes_mb: float) -> RankMemory:
-    """A rank with one block of each of these categories."""
     of = {"a": ACTIVATION, "o": OPTIMIZER, "p": PARAMETER, "g": GRADIENT, "t": TEMPORARY}
     pieces = [
         Piece(round(size * MB), 5, 50, of[name], stack=0, operator=0)
@@ -63,7 +62,6 @@ def split(optimizer_mb: float, strategy: str = "ddp, dp 4") -> dict[str, Finding
 
 
 def steps(sizes_mb: list[float]) -> RankMemory:
-    """So much more stays after each step."""
     pieces = [Piece(20 * MB)]
     for number, size in enumerate(sizes_mb):
         if size:

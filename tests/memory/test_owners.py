@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.memory.rank.owners import StorageOwner, owners
 from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -169,8 +169,7 @@ done(ddp=ddp, fsdp=fsdp, gathered=gathered)
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks own under ddp, and FSDP2 before and after a forward."""
-    with TorchRanks(tmp_path_factory.mktemp("owners"), 2, RANKS) as ranks:
-        return ranks.results()
+    return run_ranks(tmp_path_factory.mktemp("owners"), 2, RANKS)
 
 
 def test_ddp_has_whole_parameters_and_its_buckets(two: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from nbdist.memory.snapshot import (
     BACKWARD,
     BEFORE,
     CATEGORIES,
+    COMMUNICATION,
     GRADIENT,
     OPTIMIZER,
     PARAMETER,
@@ -34,7 +35,7 @@ from nbdist.memory.timeline import is_in_use
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
 from tests.support.recordings import Place, own_profiler
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -126,6 +127,7 @@ def test_parameters_gradients_and_state_are_the_bytes_of_their_elements(record: 
     assert total(memory, now, GRADIENT) == elements_bytes(p.grad for p in parameters)
     assert total(memory, now, OPTIMIZER) == elements_bytes(states)
     assert total(memory, stepping[0].start_ns, OPTIMIZER) == 0
+    assert COMMUNICATION not in memory.blocks.category
     assert {*at(memory, now, PARAMETER).start_ns.tolist()} == {BEFORE}
 
 
@@ -267,25 +269,6 @@ def test_without_the_profilers_tree_there_are_no_stacks(
     assert b.start_ns[place] > 0
 
 
-def test_steps_end_the_recording_and_an_explicit_one_counts_alone(record: Record) -> None:
-    """The first N; the cell goes on unrecorded."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    tensors = []
-
-    def cell() -> None:
-        for number in range(4):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            tensors.append(torch.ones(1000 + number))
-
-    memory = record(cell, steps=2)
-    assert len(memory.step_ends_ns) == 2
-    sizes = set(memory.blocks.size_bytes.tolist())
-    assert 4000 in sizes
-    assert 4 * 1002 not in sizes
-
-
 def test_owners_that_cannot_be_told_leave_the_cell_alone(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,85 +408,52 @@ def test_what_arrives_is_what_was_recorded(record: Record) -> None:
 
 
 RANKS = """
-import collections
 from nbdist.memory import snapshot as s
 from nbdist.memory.rank import record as engine
-def recorded(cell):
-    recording = engine._Recording(s.MemoryOptions(), "token")
-    recording.start()
-    cell()
-    recording.stop()
-    return recording.memory()
-def bytes_at(memory, category, exact=True):
-    when = [p for p in memory.phases if p.kind == s.STEPPING][-1].end_ns
-    b = memory.blocks
-    there = (b.start_ns <= when) & (b.end_ns > when) & (b.category == category)
-    return int(b.size_bytes[there & (b.is_exact == exact)].sum())
 def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 def sums(tensors):
     return sum(local(t).numel() * t.element_size() for t in tensors)
-def facts(outer, optimizer):
-    def cell():
-        for _ in range(3):
-            optimizer.zero_grad()
-            outer(torch.randn(8, 32)).square().sum().backward()
-            optimizer.step()
-    memory = recorded(cell)
+def facts(outer):
+    optimizer = torch.optim.Adam(outer.parameters())
+    recording = engine._Recording(s.MemoryOptions(), "token")
+    recording.start()
+    for _ in range(3):
+        optimizer.zero_grad()
+        outer(torch.randn(8, 32)).square().sum().backward()
+        optimizer.step()
+    recording.stop()
+    memory = recording.memory()
     parameters = list(outer.parameters())
     states = [v for state in optimizer.state.values() for v in state.values()]
     kinds = s.PARAMETER, s.GRADIENT, s.OPTIMIZER
     expected = sums(parameters), sums(p.grad for p in parameters), sums(states)
-    b = memory.blocks
-    mine = collections.Counter()
-    for size, kind, exact in zip(b.size_bytes, b.category, b.is_exact):
-        mine[s.CATEGORIES[kind] + "!" * bool(exact)] += int(size)
-    return dict(recorded=[bytes_at(memory, k) for k in kinds], expected=expected, all=dict(mine),
+    b, end = memory.blocks, memory.phases[-1].end_ns
+    there = (b.start_ns <= end) & (b.end_ns > end) & b.is_exact
+    recorded = [int(b.size_bytes[there & (b.category == kind)].sum()) for kind in kinds]
+    sent = b.category == s.COMMUNICATION
+    return dict(recorded=recorded, expected=expected, sent=int(b.size_bytes[sent].sum()),
+                guessed=int(b.size_bytes[sent & ~b.is_exact].sum()),
                 steps=len(memory.step_ends_ns), problem=memory.problem)
 def net():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-plain = net()
-results = {"plain": facts(plain, torch.optim.Adam(plain.parameters()))}
-del plain
-replicated = DDP(net())
-results["ddp"] = facts(replicated, torch.optim.Adam(replicated.parameters()))
-del replicated
+ddp = facts(DDP(net()))
 sharded = net()
 for layer in (sharded[0], sharded[2]):
     fully_shard(layer)
 fully_shard(sharded)
-results["fsdp"] = facts(sharded, torch.optim.Adam(sharded.parameters()))
-done(**results)
+done(ddp=ddp, fsdp=facts(sharded))
 """
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Three steps of a model on two ranks, plain, under DDP and under FSDP2."""
-    with TorchRanks(tmp_path_factory.mktemp("memory"), 2, RANKS) as ranks:
-        return ranks.results()
-
-
-@pytest.mark.parametrize("case", ["plain", "ddp", "fsdp"])
-def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(
-    two: list[dict[str, Any]], case: str
-) -> None:
-    """Parameters, gradients and state, at the end of the last step."""
+def test_on_two_ranks_the_bytes_are_those_of_the_local_elements(tmp_path: Path) -> None:
+    """At the end of the last step; DDP's buckets hold all gradients, FSDP gathers whole layers."""
     whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
-    for result in two:
-        assert result[case]["recorded"] == result[case]["expected"]
-        assert result[case]["recorded"][0] == (whole // 2 if case == "fsdp" else whole)
-        assert (result[case]["steps"], result[case]["problem"]) == (3, "")
-
-
-def test_what_ddp_and_fsdp_send_is_known(two: list[dict[str, Any]]) -> None:
-    """DDP's buckets are as large as all gradients; FSDP gathers whole layers."""
-    whole = 4 * (32 * 64 + 64 + 64 * 32 + 32)
-    for result in two:
-        sent = {case: result[case]["all"].get("communication!", 0) for case in result}
-        guessed = {case: result[case]["all"].get("communication", 0) for case in result}
-
-        assert sent["plain"] == guessed["plain"] == 0
-        assert sent["ddp"] + guessed["ddp"] >= whole
-        assert guessed["fsdp"] >= 3 * whole
+    for result in run_ranks(tmp_path, 2, RANKS):
+        for case, parts in (("ddp", 1), ("fsdp", 2)):
+            assert result[case]["recorded"] == result[case]["expected"]
+            assert result[case]["recorded"][0] == whole // parts
+            assert (result[case]["steps"], result[case]["problem"]) == (3, "")
+        assert result["ddp"]["sent"] >= whole
+        assert result["fsdp"]["guessed"] >= 3 * whole

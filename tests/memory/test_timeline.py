@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from nbdist.memory.snapshot import (
-    ACTIVATION,
     BEFORE,
     CATEGORIES,
-    PARAMETER,
     STAYS,
     Blocks,
     Reserved,
@@ -91,33 +89,6 @@ def test_the_highest_of_each_stretch_counts_what_holds_when_it_begins(seed: int)
 def test_few_moments_are_all_told() -> None:
     """There is nothing to leave out."""
     assert m4_downsample(np.arange(5), np.arange(5), 10).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_before_is_the_base_and_what_stays_remains() -> None:
-    """From 0 to the end."""
-    in_use = curve(
-        blocks(
-            [
-                Piece(100, BEFORE, STAYS, PARAMETER),
-                Piece(7, BEFORE, 10, PARAMETER),
-                Piece(50, 20, STAYS, ACTIVATION, is_exact=False),
-            ]
-        )
-    )
-
-    assert in_use.time_ns.tolist() == [0, 10, 20]
-    assert in_use.total_bytes.tolist() == [107, 100, 150]
-    assert in_use.size_bytes[2, ACTIVATION].tolist() == [50, 0]
-
-
-def test_what_goes_when_another_comes_is_not_in_use_with_it() -> None:
-    """In whatever order they stand; a block of no duration counts for its nanosecond."""
-    pieces = [Piece(100, 0, 10), Piece(60, 10, 20), Piece(5, 15, 15)]
-
-    for ordered in (pieces, pieces[::-1]):
-        in_use = curve(blocks(ordered))
-        assert in_use.time_ns.tolist() == [0, 10, 15, 16, 20]
-        assert in_use.total_bytes.tolist() == [100, 60, 65, 60, 0]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ def one_moment(snapshot: Snapshot) -> Snapshot:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Lines as cells."""
     return [re.split(r"  +", line.strip()) for line in text.splitlines()]
 
 

@@ -38,10 +38,6 @@ def with_gpu(**changed: object) -> Sample:
     return replace(HEALTHY, gpu=replace(GPU, **changed))  # type: ignore[arg-type]
 
 
-def with_doing(**changed: object) -> Sample:
-    return replace(HEALTHY, doing=replace(DOING, **changed))  # type: ignore[arg-type]
-
-
 def with_host(used: float, **changed: object) -> Sample:
     usage = replace(USAGE, host_used_bytes=int(used * 100 * GIB), **changed)  # type: ignore[arg-type]
     return replace(HEALTHY, usage=usage)

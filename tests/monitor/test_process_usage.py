@@ -84,8 +84,6 @@ class Played:
     Error = psutil.Error
 
     class Process:
-        """One process."""
-
         def __init__(self, pid: int) -> None:
             self.pid = pid
 
@@ -94,11 +92,9 @@ class Played:
             return (1.0, 2.0, 4.0, 8.0, 100.0)
 
         def memory_info(self) -> SimpleNamespace:
-            """Seven bytes."""
             return SimpleNamespace(rss=7)
 
     def virtual_memory(self) -> SimpleNamespace:
-        """A small machine."""
         return SimpleNamespace(total=1000, available=700)
 
     def process_iter(self) -> list[SimpleNamespace]:

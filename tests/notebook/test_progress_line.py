@@ -14,8 +14,6 @@ from nbdist.notebook.progress_line import ProgressLine, ShownProgress, line_html
 
 
 class _Handle:
-    """Stands for IPython's DisplayHandle."""
-
     def __init__(self, shown: list[str]) -> None:
         self.shown = shown
 

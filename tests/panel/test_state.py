@@ -37,7 +37,6 @@ def clock_s() -> list[float]:
 
 @pytest.fixture
 def board(clock_s: list[float]) -> JobQueue:
-    """Nothing was asked for yet."""
     return JobQueue(lambda: clock_s[0])
 
 

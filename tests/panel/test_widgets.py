@@ -27,13 +27,11 @@ class Owner:
 
 @pytest.fixture
 def owner() -> Owner:
-    """Told of nothing yet."""
     return Owner()
 
 
 @pytest.fixture
 def widgets(owner: Owner) -> PanelWidgets:
-    """Of four ranks."""
     made = PanelWidgets(owner)
     made.set_ranks(4)
     return made

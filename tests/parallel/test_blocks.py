@@ -16,8 +16,6 @@ class Block(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two lists of blocks of the same class."""
-
     def __init__(self, left: int, right: int) -> None:
         super().__init__()
         self.left = nn.ModuleList(Block() for _ in range(left))

@@ -498,7 +498,7 @@ TOLD = {
         r"NbdistError: .*returned before mixes.1: .* every block",
         r"NbdistError: .*stage 0, on rank 0",
     ),
-    "batches": (r"NbdistError: .*different batches",) * 2,
+    "batches": (r"NbdistError: Ranks 0-1 .*different inputs",) * 2,
     "pieces": (r"OptionError: .*of 6 .* 4 micro-batches.*--microbatches 1 or 2 or 3 or 6",) * 2,
     "no batch": (r"NbdistError: .*none of forward's arguments is a tensor",) * 2,
     "gradient": (r"NbdistError: .*requires a gradient",) * 2,

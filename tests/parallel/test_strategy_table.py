@@ -3,7 +3,7 @@
 import pytest
 
 import nbdist
-from nbdist.parallel import registry, transforms
+from nbdist.parallel import registry, transform
 from nbdist.parallel.accelerator import accelerator
 from nbdist.parallel.transform import Transform
 from nbdist.strategy.choice import steps_of
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 def test_every_step_of_a_row_has_its_function() -> None:
     """The engine's table of steps has the names of the rows' steps, and no others."""
-    assert set(transforms.STEPS) == set(STEPS)
+    assert set(transform.STEPS) == set(STEPS)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -23,7 +23,7 @@ def test_every_row_can_be_put_together(name: str) -> None:
     """Each of its steps exists, with every option that adds one."""
     choice = choose(name, {"bf16": True, "checkpoint": "full"}, 4)
 
-    assert all(isinstance(step, Transform) for step in transforms.load(steps_of(choice)))
+    assert all(isinstance(step, Transform) for step in transform.load(steps_of(choice)))
 
 
 def test_ranks_begin_with_the_default() -> None:

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.engine
 
 
 def planned(model, degree=2, world_size=None, **options):
-    """What planning says of a model, without ranks."""
     choice = Strategy("tp", Degrees(tp=degree), world_size or degree, Options(**options))
     shapes = {name: TensorLayout(tuple(p.shape)) for name, p in model.named_parameters()}
     return tp.STEP.plan(build_alone(model, choice), shapes)
@@ -111,7 +110,6 @@ class Late(Elsewhere):
 
 
 def block(attention, mlp=None):
-    """A model of two blocks with this attention."""
     one = tp_models.Block(attention, mlp or tp_models.Plain())
     return nn.Sequential(*(copy.deepcopy(one) for _ in range(2)))
 

@@ -3,10 +3,8 @@
 python -m tests.parity.report build/parity.jsonl docs/parity.md
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nbdist.strategy.table import ROWS
@@ -26,11 +24,6 @@ _HEAD = (
     "tolerance of the loss",
 )
 _PACKAGES = ("torch", "accelerate", "transformers")
-
-
-def read(path: Path) -> list[Measured]:
-    """The comparisons of a JSON lines file, in its order."""
-    return [Measured(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def rows_table(measured: Sequence[Measured]) -> str:
@@ -114,11 +107,5 @@ def _code(words: str) -> str:
     return f"`{words}`"
 
 
-def main(log: str, page: str) -> None:
-    """Write the tables into the page."""
-    path = Path(page)
-    path.write_text(tables.replaced(path.read_text(), COMMAND, text(read(Path(log)))))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    tables.fill(sys.argv[1], sys.argv[2], COMMAND, Measured, text)

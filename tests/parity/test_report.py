@@ -43,7 +43,7 @@ def test_the_page_gets_its_tables(tmp_path: Path) -> None:
     log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
     log.write_text("".join(json.dumps(asdict(one)) + "\n" for one in _FOUND))
     page.write_text(f"before\n{tables.begin(report.COMMAND)}\n{tables.END}\nafter\n")
-    report.main(str(log), str(page))
+    tables.fill(str(log), str(page), report.COMMAND, Measured, report.text)
     made = page.read_text()
 
     assert made.startswith("before\n")

@@ -1,6 +1,7 @@
 """Live models as records: alike on all ranks or not, their shape, batch, and formulas."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,12 @@ from nbdist.planner.live_model import (
     load_of,
     shape_of,
 )
-from nbdist.planner.memory import memory_of
-from nbdist.planner.models import CONFIGS, model_of
+from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.models import CONFIGS, ModelShape, model_of
 from nbdist.planner.plan import NO, UNKNOWN, Plan, plan
+from nbdist.planner.view.plan_view import shown_plan
 from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 
 NET = LiveModel(
@@ -135,6 +138,24 @@ def test_what_ddp_copies_counts_without_a_step() -> None:
 def test_what_a_shapeless_model_sends(name: str, sent_bytes: int) -> None:
     """Gradients of it: 2 x 1/2 of 4 bytes each; what tp sends of activations nobody knows."""
     assert planned(strategy=name).rows[0].sent_bytes == sent_bytes
+
+
+def test_what_is_not_known_is_no_advantage() -> None:
+    """tp, whose sums over activations are not counted, does not win by 0 bytes."""
+
+    def count(shape: ModelShape, choice: Strategy, load: Workload) -> Memory:
+        return replace(by_kinds(NET, shape, choice, load), is_partial=False)
+
+    result = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count)
+    [tp] = plan(shape_of(NET), DEVICES["h100"], 2, Workload(), engine=count, strategy="tp").rows
+    advice = advise(result)
+    alone = advise(replace(result, rows=(tp,)))
+
+    assert advice.row is not None
+    assert advice.row.typed == "ddp"
+    assert advice.sentences[1] == "tp, pp and cp are not compared: what they send is not known."
+    assert alone.sentences[0].endswith("communication: what it sends is not known.")
+    assert re.search(r"^tp .* \?  +-$", shown_plan(result, advice).text, re.MULTILINE)
 
 
 def test_it_is_described() -> None:

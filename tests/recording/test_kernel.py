@@ -69,11 +69,9 @@ class Ranks:
         return self.answers[rank]()
 
     def end_of(self, rank: int) -> str:
-        """How it ended, if it had."""
         return f"exit code {rank}"
 
     def is_busy(self, rank: int) -> bool:
-        """As the test has set it."""
         return rank in self.busy
 
     def is_connected(self, rank: int) -> bool:

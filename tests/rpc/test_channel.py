@@ -12,12 +12,10 @@ import pytest
 from ipyparallel.error import RemoteError
 
 from nbdist.cluster.kernel.ranks import barrier, memory_bytes
-from nbdist.core.failures import plain
 from nbdist.errors import NbdistError
 from nbdist.hang.records import ThreadSnapshot
 from nbdist.notebook.session import Session
 from nbdist.rpc.kernel.channel import Channel, Message, failure_of
-from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -33,18 +31,15 @@ def session(pair: Session) -> Session:
 
 @pytest.fixture
 def channel(session: Session) -> Channel:
-    """The shared ranks' channel."""
     assert session.cluster.channel is not None
     return session.cluster.channel
 
 
 class Heard:
-    """What one engine has said about one cell."""
-
-    def __init__(self, channel: Channel, engine: int, code: str, **metadata: Any) -> None:
+    def __init__(self, channel: Channel, engine: int, code: str) -> None:
         self.messages: list[Message] = []
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        channel.execute(engine, code, metadata, self.messages.append, self._done.put)
+        channel.execute(engine, code, {}, self.messages.append, self._done.put)
 
     @property
     def text(self) -> str:
@@ -128,15 +123,6 @@ def test_an_exception_named_like_ours_is_no_death(channel: Channel) -> None:
     heard = Heard(channel, 0, "class EngineError(Exception): pass\nraise EngineError('mine')")
 
     assert failure_of(heard.reply())[:2] == ("EngineError", "mine")
-
-
-def test_the_cells_number_is_in_tracebacks(channel: Channel) -> None:
-    """Metadata travels with the cell: the traceback has the notebook's number."""
-    heard = Heard(channel, 0, "1 / 0", **{CELL_NUMBER: 77})
-    heard.reply()
-    [error] = [m for m in heard.messages if m["header"]["msg_type"] == "error"]
-
-    assert "Cell In[77]" in plain("\n".join(error["content"]["traceback"]))
 
 
 def test_the_client_keeps_nothing_of_a_finished_cell(channel: Channel) -> None:

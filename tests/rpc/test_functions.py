@@ -43,7 +43,6 @@ DECLARED = list(declared())
 
 
 def of_the_engine(name: str) -> Any:
-    """The function that is meant."""
     if name in responder.TABLE:
         return responder.TABLE[name]
     module, _, function = name.partition(":")

@@ -200,14 +200,6 @@ def test_a_choice_is_described_as_it_is_typed() -> None:
     assert described(default_choice(1)) == "ddp"
 
 
-def test_effective_batch_counts_data_parallel_ranks_alone() -> None:
-    """tp, pp and cp do not multiply the batch, replicas and shards do."""
-    assert choose("pp", {"dp": 2, "tp": 2}, 8).degrees.dp == 2
-    assert choose("fsdp", {"shard": "hybrid"}, 4).degrees.dp == 4
-    assert choose("cp", {}, 4).degrees.dp == 1
-    assert choose("single", {}, 4).degrees.dp == 1
-
-
 def test_rows_use_words_that_exist() -> None:
     """Axes, steps, collectives and degrees of every row are known elsewhere."""
     axes = {field.name for field in fields(Degrees)}

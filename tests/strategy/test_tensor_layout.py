@@ -54,7 +54,6 @@ def held(side: Placement, whole: np.ndarray, rank: int) -> np.ndarray | None:
 
 
 def taken(whole: np.ndarray, side: Placement, rank: int) -> np.ndarray | None:
-    """What `runs` says that a rank holds."""
     runs = local_runs(side.layout, side.degrees, rank)
     if runs is None:
         return None
@@ -139,37 +138,6 @@ def test_each_part_has_one_first_holder() -> None:
         counted = np.concatenate([held(side, whole, r).ravel() for r in ranks])  # type: ignore[union-attr]
 
         np.testing.assert_array_equal(np.sort(counted), whole.ravel(), err_msg=str(side))
-
-
-def test_fused_weights_split_part_by_part_and_are_sharded_again() -> None:
-    """Query, key and value of 4 rows each, over tp=2, then over dp_shard=2 along the same dim."""
-    degrees = Degrees(dp_shard=2, tp=2)
-    fused = TensorLayout((12, 5), tp_dim=0, tp_parts=3)
-
-    assert [local_runs(fused, degrees, rank) for rank in (0, 1)] == [
-        (((0, 2), (4, 2), (8, 2)), ((0, 5),)),
-        (((2, 2), (6, 2), (10, 2)), ((0, 5),)),
-    ]
-    both = replace(fused, shard_dim=0)
-    assert [local_runs(both, degrees, rank)[0] for rank in range(4)] == [  # type: ignore[index]
-        ((0, 2), (4, 1)),
-        ((2, 2), (6, 1)),
-        ((5, 1), (8, 2)),
-        ((7, 1), (10, 2)),
-    ]
-
-
-def test_uneven_and_empty_shards_are_those_of_chunk() -> None:
-    """7 rows over 4 ranks lie 2, 2, 2, 1; 5 rows 2, 2, 1, 0; a number lies on all."""
-    degrees = Degrees(dp_shard=4)
-
-    def shapes(*shape: int) -> list[tuple[int, ...] | None]:
-        dim = 0 if shape else None
-        return [local_shape(TensorLayout(shape, shard_dim=dim), degrees, r) for r in range(4)]
-
-    assert shapes(7, 3) == [(2, 3), (2, 3), (2, 3), (1, 3)]
-    assert shapes(5) == [(2,), (2,), (1,), (0,)]
-    assert shapes() == [(), (), (), ()]
 
 
 def test_layouts_that_say_the_same_move_nothing() -> None:

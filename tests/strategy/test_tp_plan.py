@@ -46,7 +46,6 @@ def attention(names: str, **owner: int) -> dict[str, Layer]:
 
 
 def feed_forward() -> dict[str, Layer]:
-    """One block that is a feed-forward part."""
     return model(mlp__up=linear(WIDTH, HIDDEN), mlp__down=linear(HIDDEN, WIDTH))
 
 

@@ -25,7 +25,6 @@ WORLD = "0"
 
 
 def at(line: int, source: str = "", cell: int = 12) -> SourceLine:
-    """A line of a cell."""
     return SourceLine(cell, "", line, source)
 
 

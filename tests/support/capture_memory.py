@@ -80,7 +80,6 @@ def _frame(frame: AllocationFrame) -> AllocationFrame:
 
 
 def main() -> None:
-    """Make all of them anew."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name, options in STRATEGIES.items():
         strategy = "ddp" if name == "checkpoint" else name

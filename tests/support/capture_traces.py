@@ -65,7 +65,6 @@ def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
 
 
 def main() -> None:
-    """Make all of them anew."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     for strategy, options in STRATEGIES.items():
         capture(strategy, options, FOLDER / strategy)

@@ -17,14 +17,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _DISPLAYS = ("display_data", "execute_result")
 
 
-class Arrival(NamedTuple):
-    """One output message as it came in, `time_s` after its cell was sent."""
-
-    time_s: float
-    msg_type: str
-    text: str
-
-
 class CellError(NamedTuple):
     """The last error output of a cell, its traceback without colours."""
 
@@ -35,30 +27,25 @@ class CellError(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a notebook would store of one executed cell, and how it came about.
+    """What a notebook would store of one executed cell.
 
     Attributes:
         status: The execute_reply's "ok", "error" or "aborted"; "running" without a reply.
         outputs: As in nbformat, in the order of arrival, adjacent text of one stream joined.
         seconds: From sending the cell until its reply and its last output; so far if running.
-        arrivals: Every output message, also those that later ones updated or cleared. Times are
-            those at which the test looked, so they say little about cells nobody waited for.
     """
 
     status: str
     outputs: list[Output]
     execution_count: int | None
     seconds: float
-    arrivals: list[Arrival]
 
     @property
     def text(self) -> str:
-        """Everything on stdout."""
         return self._stream("stdout")
 
     @property
     def stderr(self) -> str:
-        """Everything on stderr."""
         return self._stream("stderr")
 
     @property
@@ -105,11 +92,8 @@ class Cell:
 
 @dataclass(slots=True)
 class _Gathering:
-    """A cell in the making."""
-
     sent_s: float
     outputs: list[Output] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
     reply: Message | None = None
     done_s: float | None = None
     is_idle: bool = False
@@ -122,7 +106,6 @@ class _Gathering:
             outputs=copy.deepcopy(self.outputs),
             execution_count=reply.get("execution_count"),
             seconds=(self.done_s or time.monotonic()) - self.sent_s,
-            arrivals=list(self.arrivals),
         )
 
     def is_done(self) -> bool:
@@ -189,10 +172,6 @@ class Notebook:
             cell.append(new)
             if display_id := _display_id(content):
                 self._displays.setdefault(display_id, []).append(new)
-        elif kind != "update_display_data":
-            return  # execute_input, comm messages and what is still to be invented
-        text = _text_of({"output_type": kind, **content})
-        cell.arrivals.append(Arrival(time.monotonic() - cell.sent_s, kind, text))
 
 
 def _is_stream(output: Output) -> bool:

@@ -70,7 +70,6 @@ def blocks(pieces: Iterable[Piece]) -> Blocks:
 
 
 def rank_memory(rank: int, pieces: Iterable[Piece], duration_ns: int = 100, **more) -> RankMemory:
-    """A rank with these blocks."""
     return RankMemory(rank, "a", "cpu", blocks(pieces), duration_ns=duration_ns, **more)
 
 
@@ -147,7 +146,6 @@ class _Training:
         return len(self.pieces) - 1
 
     def free(self, place: int) -> None:
-        """Free it now."""
         self.pieces[place] = replace(self.pieces[place], end_ns=self.tick())
 
 

@@ -147,7 +147,6 @@ class Ranks:
         return leftovers
 
     def ok(self, code: str, timeout_s: float = 60.0) -> Cell:
-        """Run a cell that has to pass."""
         cell = self.kernel.run(code, timeout_s)
         assert cell.status == "ok", cell.visible
         return cell
@@ -164,7 +163,6 @@ class Ranks:
         return self.printed(self.ok(code, 30))
 
     def printed(self, cell: Cell) -> dict[int, Any]:
-        """The values that a cell printed, by rank."""
         return {
             rank: json.loads(text)
             for label, text in _VALUE.findall(cell.text)
@@ -257,7 +255,6 @@ class Ranks:
         return max(len(self.processes()) - self._n_processes, 0)
 
     def finish(self, handle: Handle, timeout_s: float = 40.0) -> Cell:
-        """Wait for a cell's end."""
         return self.kernel.finish(handle, timeout_s)
 
     def run_fault(self, code: str, n_blocked: int = 1) -> tuple[Cell, float]:

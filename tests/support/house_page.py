@@ -109,7 +109,6 @@ def table() -> str:
 
 
 def page(before: str) -> str:
-    """The page with its table made anew."""
     head, _, rest = before.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}{table()}{END}{tail}"

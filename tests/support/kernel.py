@@ -63,7 +63,6 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        """The kernel's own process."""
         pid = getattr(self._manager.provisioner, "pid", None)
         assert isinstance(pid, int), "the kernel has not been started"
         return pid
@@ -77,7 +76,6 @@ class Kernel:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def is_alive(self) -> bool:
-        """Whether the kernel's process runs."""
         return bool(self._manager.is_alive())
 
     def run(self, code: str, timeout_s: float = 60.0, **history: bool) -> Cell:

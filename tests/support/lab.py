@@ -209,7 +209,6 @@ class LabNotebook:
         self.wait_idle(timeout_s)
 
     def cell(self, index: int) -> "Locator":
-        """The cell's element."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def output(self, index: int) -> "Locator":
@@ -244,7 +243,6 @@ class LabNotebook:
         self._wait(_IS_IDLE, None, timeout_s, "an idle kernel")
 
     def interrupt(self) -> None:
-        """Interrupt the kernel as the stop button does."""
         self.command("notebook:interrupt-kernel")
 
     def restart(self, timeout_s: float = 60.0) -> None:
@@ -259,7 +257,6 @@ class LabNotebook:
         self.page.evaluate("name => window.jupyterapp.commands.execute(name)", name)
 
     def screenshot(self, path: Path) -> None:
-        """Write what the browser shows as PNG."""
         self.page.screenshot(path=path)
 
     def _wait(
@@ -279,7 +276,6 @@ class LabNotebook:
 
 
 def write_notebook(path: Path, *sources: str) -> None:
-    """Write a notebook of code cells without outputs."""
     # Without a kernel of its own JupyterLab would ask which one to take.
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
     cells = [new_code_cell(source) for source in sources]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from nbdist.strategy.choice import Strategy, Degrees, Options
 from unittest import mock
-from nbdist.parallel import build as building, transforms
+from nbdist.parallel import build as building
 from nbdist.parallel.mesh import build_mesh
 from nbdist.parallel.transform import ModelBuild
 
@@ -129,7 +129,7 @@ def job_of(base, choice):
 
 def put_under(job, *steps):
     "Steps on a model with values that are equal on all ranks."
-    with mock.patch.object(transforms, "load", lambda names: steps):
+    with mock.patch.object(building, "load", lambda names: steps):
         built = building.plan(job)
     tensors, local = building.tensors_of(job.base), {}
     for name, layout in built.layouts.items():

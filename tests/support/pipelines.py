@@ -7,7 +7,7 @@ PP = (
     TEXT
     + """
 import warnings
-from nbdist.parallel import options, precision, transforms as steps
+from nbdist.parallel import options, precision, transform as steps
 from nbdist.parallel.dp import fsdp
 from nbdist.parallel.pp import partition as pp
 warnings.simplefilter("ignore")

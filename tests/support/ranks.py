@@ -23,6 +23,7 @@ from nbdist.notebook.session import start as start_session
 from tests.support import processes
 
 SEED = 7
+SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total); print(total.item())"
 RESTART_S = 60.0
 
 
@@ -102,6 +103,11 @@ def pair(_two_ranks: Session) -> Session:
     return session
 
 
+def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:
+    """What a cell printed on each rank."""
+    return [result.text for result in session.run(code, ranks=ranks).ranks]
+
+
 def processes_under(base: Path) -> list[psutil.Process]:
     """Processes of any run under the folder, guardians too."""
     mine = [
@@ -121,7 +127,6 @@ def _command(process: psutil.Process) -> list[str]:
 
 @contextlib.contextmanager
 def session_of(options: StartOptions) -> Iterator[Session]:
-    """Ranks that end with the block."""
     session = start_session(options, silent, lambda _: None).session
     try:
         yield session

@@ -31,7 +31,6 @@ _STOPPED = 9
 
 
 def save(path: Path, step: int) -> None:
-    """A checkpoint of some bytes."""
     new = checkpoint_checkpoint_folder.prepare(path)
     content = f"values of step {step}".encode() * step
     (new / _DATA).write_bytes(content)
@@ -109,7 +108,6 @@ def _try(folder: Path, old_step: int, number: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Stop before each operation in turn."""
     folder, old_step = Path(sys.argv[1]), int(sys.argv[2])
     for number in itertools.count(1):
         told = _try(folder, old_step, number)

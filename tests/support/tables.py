@@ -1,8 +1,11 @@
 """Tables in pages of docs that a run of tests has measured."""
 
+import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,7 +28,6 @@ def machine(*packages: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -41,3 +43,11 @@ def replaced(page: str, command: str, new: str) -> str:
     if not first or not end:
         raise ValueError(f"the page has no {begin(command)!r} followed by {END!r}")
     return f"{before}{first}\n\n{new}\n\n{END}{after}"
+
+
+def fill(
+    log: str, page: str, command: str, kind: type[Any], text: Callable[[list[Any]], str]
+) -> None:
+    """Write into a page, between a command's marks, what the records of a JSON lines file say."""
+    found = [kind(**json.loads(line)) for line in Path(log).read_text().splitlines()]
+    Path(page).write_text(replaced(Path(page).read_text(), command, text(found)))

@@ -1,8 +1,6 @@
 """Forks that stand for new processes: what is their own, and how their end is known."""
 
 import os
-import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from tests.support.forks import ForkServer
 from tests.support.processes import processes_of_run, wait_gone
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import run_ranks
 
 ENV = {"PATH": os.defpath, "NBDIST_RUN": f"of-forks-{os.getpid()}"}
 
@@ -67,22 +65,6 @@ def test_an_end_is_told_as_of_a_process(
     assert servers[0].fork(text, ENV, tmp_path / "log").wait(20) == code
 
 
-def test_a_fork_can_be_interrupted_and_killed(servers: list[ForkServer], tmp_path: Path) -> None:
-    """SIGINT is not ignored as in the server; a deadline passes as with Popen."""
-    text = "import time\ntry: time.sleep(20)\nexcept KeyboardInterrupt: raise SystemExit(7)"
-    one = servers[0].fork(f"print('on', flush=True)\n{text}", ENV, tmp_path / "log")
-    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text():
-        assert one.poll() is None
-    one.send_signal(signal.SIGINT)
-    other = servers[0].fork(text, ENV, tmp_path / "log")
-    with pytest.raises(subprocess.TimeoutExpired):
-        other.wait(0.01)
-    other.kill()
-
-    assert (one.wait(20), other.wait(20)) == (7, -9)
-    other.kill()  # harmless
-
-
 def test_strings_hash_differently_in_forks_of_two_servers(
     servers: list[ForkServer], tmp_path: Path
 ) -> None:
@@ -99,9 +81,7 @@ def test_ranks_are_forks_unless_a_variable_of_torchs_is_given(tmp_path: Path) ->
     text = (
         "done(is_fork=Path('/proc', str(os.getppid()), 'cmdline').read_bytes().count(b'/forks.py'))"
     )
-    with TorchRanks(tmp_path / "a", 1, text) as forked:
-        [of_fork] = forked.results()
-    with TorchRanks(tmp_path / "b", 1, text, TORCH_DISTRIBUTED_DEBUG="INFO") as started:
-        [of_new] = started.results()
+    [of_fork] = run_ranks(tmp_path / "a", 1, text)
+    [of_new] = run_ranks(tmp_path / "b", 1, text, TORCH_DISTRIBUTED_DEBUG="INFO")
 
     assert (of_fork, of_new) == ({"is_fork": 1}, {"is_fork": 0})

@@ -193,11 +193,9 @@ class TorchRanks:
         self._start(rank, TEST_REJOIN=str(path))
 
     def interrupt(self, rank: int) -> None:
-        """SIGINT a rank."""
         self._processes[rank].send_signal(signal.SIGINT)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL a rank and wait for its end."""
         self._processes[rank].kill()
         self._processes[rank].wait()
 

@@ -35,7 +35,6 @@ class FakeSession:
         self._replies = list(replies)
 
     def recover_if_needed(self) -> None:
-        """Note it."""
         self.calls.append(("recover",))
 
     def call_all(self, function: Callable[..., Any], *args: Any, **_options: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Where the time went: against a count of single nanoseconds, and against small known traces."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +17,12 @@ from nbdist.trace.trace import (
     MARK,
     WAIT,
     Events,
-    Lane,
     RankTrace,
     Step,
     Trace,
     empty,
 )
+from tests.support import drawn_traces
 from tests.support.traces import MS, Did, rank_trace, trace
 
 _SPAN_NS = 400
@@ -38,26 +39,19 @@ def random_rank(rank: int, random: np.random.Generator, world_size: int) -> Rank
     order = np.argsort(start_ns, kind="stable")
     total = count + n_calls
     group = np.where(kind == COMMUNICATION, 0, -1)
-    return RankTrace(
-        rank=rank,
-        host="one",
-        device="cpu",
-        lanes=(Lane("a"), Lane("b"), Lane("c")),
-        names=("all-reduce",),
-        groups=("all ranks",),
-        group_ranks=(tuple(range(world_size)),),
-        events=Events(
-            start_ns[order],
-            random.integers(0, 60, total),
-            random.integers(0, 3, total).astype(np.int32),
-            np.zeros(total, np.int16),
-            kind[order].astype(np.int8),
-            np.zeros(total, np.int32),
-            np.zeros(total, np.int64),
-            group[order].astype(np.int32),
-        ),
-        steps=(Step(0, 20, 150), Step(1, 150, 320)),
+    events = Events(
+        start_ns[order],
+        random.integers(0, 60, total),
+        random.integers(0, 3, total).astype(np.int32),
+        np.zeros(total, np.int16),
+        kind[order].astype(np.int8),
+        np.zeros(total, np.int32),
+        np.zeros(total, np.int64),
+        group[order].astype(np.int32),
     )
+    steps = (Step(0, 20, 150), Step(1, 150, 320))
+    drawn = drawn_traces.rank_trace(rank, events, names=("all-reduce",), steps=steps)
+    return replace(drawn, group_ranks=(tuple(range(world_size)),))
 
 
 def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:

@@ -22,7 +22,6 @@ def findings_by_rule(trace: Trace) -> dict[str, Finding]:
 
 
 def both(did: Iterable[Did], steps: Iterable[float] = (0, 100), strategy: str = "ddp") -> Trace:
-    """Two ranks that do the same."""
     each = list(did)
     return trace(*(rank_trace(r, each, list(steps)) for r in (0, 1)), strategy=strategy)
 

@@ -141,14 +141,6 @@ def test_a_profiler_of_the_cell_ends_the_recording_and_is_told(
         recording.export()
 
 
-def test_whether_a_profiler_runs_is_known() -> None:
-    """torch's own function still tells it."""
-    assert not recording_steps.is_profiling(unknown=True)
-    with own_profiler():
-        assert recording_steps.is_profiling(unknown=True)
-    assert not recording_steps.is_profiling(unknown=True)
-
-
 class Kernel:
     """A kernel that runs cells with the metadata that they are given."""
 
@@ -179,8 +171,6 @@ class Kernel:
 
 
 class Noted(CellRecording):
-    """A recording that notes what happens to it."""
-
     noun = "trace"
 
     def __init__(self, token: str):
@@ -199,7 +189,6 @@ class Noted(CellRecording):
 
 @pytest.fixture
 def noted() -> Iterator[Noted]:
-    """A recording that waits for its cell."""
     cell_hook.state.armed = noted = Noted("mine")
     yield noted
     cell_hook.state.armed = None

@@ -36,7 +36,6 @@ FINDING = Finding(
 
 
 def rank_shares(rank: int) -> RankBreakdown:
-    """A rank that computes for 60 % of its time."""
     steps_ns = (8 * MS, 10 * MS, 9 * MS)
     return RankBreakdown(rank, 20 * MS, 12 * MS, 3 * MS, MS, 2 * MS, 2 * MS, 6 * MS, MS, steps_ns)
 

@@ -176,7 +176,6 @@ def test_tensors_of_other_kinds_are_refused(value: torch.Tensor, expected: str) 
 
 @pytest.fixture
 def user_ns() -> Iterator[dict[str, Any]]:
-    """The names of a rank's user."""
     shell = InteractiveShell.instance()
     shell.user_ns.update(loss=torch.ones(3), weights=[torch.zeros(400_000)])
     yield shell.user_ns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from nbdist.cells import hints
 from nbdist.cells.kernel.busy_ranks import BusyRanks
@@ -45,6 +43,11 @@ class CellRanks(Ranks):
         self.health = Health(self)
         self.readiness = BusyRanks(self, self.health)
         self.upkeep = Maintenance(self, self.health)
+        self.make_whole = self.upkeep.make_whole
+        self.check_ready = self.readiness.check
+        self.recover_if_needed = self.upkeep.recover_if_needed
+        self.settle = self.upkeep.settle
+        self.release = self.upkeep.release
 
     def watchdog(self, began_s: float, *, is_quiet: bool) -> Watchdog:
         """What watches a cell of these ranks."""
@@ -72,23 +75,3 @@ class CellRanks(Ranks):
     def end_of(self, rank: int) -> str:
         """As Ranks.end_of, with its cause."""
         return self.health.end_of(rank)
-
-    def make_whole(self) -> None:
-        """See Maintenance."""
-        self.upkeep.make_whole()
-
-    def check_ready(self, ranks: Sequence[int]) -> None:
-        """See BusyRanks."""
-        self.readiness.check(ranks)
-
-    def recover_if_needed(self) -> None:
-        """See Maintenance."""
-        self.upkeep.recover_if_needed()
-
-    def settle(self) -> None:
-        """See Maintenance."""
-        self.upkeep.settle()
-
-    def release(self, futures: Sequence[Future[Any]]) -> None:
-        """See Maintenance."""
-        self.upkeep.release(futures)

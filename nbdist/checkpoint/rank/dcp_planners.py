@@ -44,7 +44,6 @@ class ChunkWriter(FileSystemWriter):
     """torch's writer, for one rank's file, without a word of where it was written."""
 
     def __init__(self, folder: Path) -> None:
-        """Write into an existing folder."""
         super().__init__(folder, sync_files=True, thread_count=1)
 
     def storage_meta(self) -> StorageMeta | None:

@@ -175,7 +175,6 @@ def configs_of(base: torch.nn.Module) -> Mapping[str, str]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

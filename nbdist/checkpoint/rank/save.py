@@ -115,7 +115,6 @@ class _RankReport:
 
     Attributes:
         process: Its machine, its pid, and when that process started.
-        generators: States of its random generators.
         plan_key: The last save, if its plan still counts here.
         folder: Where it is written, if rank 0 knows by then what.
     """

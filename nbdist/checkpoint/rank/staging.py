@@ -55,7 +55,6 @@ def give_back() -> None:
 
 
 def _views(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the memory, one for each box."""
     sizes = [-(-box.nbytes // _LINE_BYTES) * _LINE_BYTES for box in boxes]
     size_bytes = sum(sizes)
     _buffer.views.clear()  # they hold the memory

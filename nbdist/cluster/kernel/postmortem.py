@@ -70,20 +70,13 @@ def dump_stack(run_dir: Path, rank: int, pid: int, deadline_s: float) -> str:
     As `stacks` gives them, without source lines and thread names. Empty where the rank is not
     prepared for the signal, was stopped, or wrote nothing by the deadline.
     """
-    return dump_stacks(run_dir, {rank: pid}, deadline_s)[rank]
-
-
-def dump_stacks(run_dir: Path, pids: dict[int, int], deadline_s: float) -> dict[int, str]:
-    """The same of several ranks at once, of all by the deadline: rank -> text."""
-    files = {rank: run_dir / exit_cause.STACKS_FILE.format(rank=rank) for rank in pids}
-    before = {rank: _size(path) for rank, path in files.items()}
-    asked = [rank for rank, pid in pids.items() if _send_dump(pid, files[rank])]
-    _wait_quiet([files[rank] for rank in asked], [before[rank] for rank in asked], deadline_s)
-    texts = dict.fromkeys(pids, "")
-    for rank in asked:
-        threads = stacks.parse_dump(procfs.text(files[rank], before[rank]))
-        texts[rank] = stacks.stacks_text(threads, cells_of(run_dir, rank))
-    return texts
+    path = run_dir / exit_cause.STACKS_FILE.format(rank=rank)
+    before = _size(path)
+    if not _send_dump(pid, path):
+        return ""
+    _wait_quiet(path, before, deadline_s)
+    threads = stacks.parse_dump(procfs.text(path, before))
+    return stacks.stacks_text(threads, cells_of(run_dir, rank))
 
 
 def _send_dump(pid: int, path: Path) -> bool:
@@ -98,15 +91,15 @@ def _send_dump(pid: int, path: Path) -> bool:
     return True
 
 
-def _wait_quiet(files: Sequence[Path], before: Sequence[int], deadline_s: float) -> None:
-    """Return once all files have grown and grow no more, or at the deadline."""
+def _wait_quiet(path: Path, before: int, deadline_s: float) -> None:
+    """Return once the file has grown and grows no more, or at the deadline."""
     since_s = time.monotonic()
-    end_s, sizes = since_s + deadline_s, list(before)
-    while files and (now_s := time.monotonic()) < end_s:
-        now = [_size(path) for path in files]
-        if now != sizes:
-            sizes, since_s = now, now_s
-        elif now_s > since_s + QUIET_S and all(a > b for a, b in zip(now, before, strict=True)):
+    end_s, size = since_s + deadline_s, before
+    while (now_s := time.monotonic()) < end_s:
+        now = _size(path)
+        if now != size:
+            size, since_s = now, now_s
+        elif now_s > since_s + QUIET_S and now > before:
             return
         time.sleep(POLL_S)
 

@@ -61,8 +61,7 @@ class RunningCell(Protocol):
 class Ranks:
     """The ranks of a cluster, and the way to them.
 
-    What keeps ranks fit for their next call is known further up: the methods below "What others
-    see to" do nothing here.
+    What keeps ranks fit for their next call is known further up, and set there.
 
     Attributes:
         topology: Which engine has which rank.
@@ -79,6 +78,16 @@ class Ranks:
         self.cells: dict[int, tuple[RunningCell, float]] = {}
         self.strategy_chosen: Strategy | None = None
         self._was_stopped = False
+        # Replaces a controller that has ended, and ranks that the user gave up on.
+        self.make_whole: Callable[[], None] = lambda: None
+        # Refuses ranks that can take nothing now: as `check_alive`, or with a RankBusy.
+        self.check_ready: Callable[[Sequence[int]], None] = self.check_alive
+        # Makes the groups anew where an earlier cell has left that to be done.
+        self.recover_if_needed: Callable[[], None] = lambda: None
+        # After collectives of nbdist's own that failed or were interrupted: back in step.
+        self.settle: Callable[[], None] = lambda: None
+        # Breaks off what ranks still wait in when another one of them has failed.
+        self.release: Callable[[Sequence[Future[Any]]], None] = lambda _futures: None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -254,30 +263,7 @@ class Ranks:
         key = uuid.uuid4().hex
         return self.call_all(barrier, key, deadline_s, deadline_s=deadline_s + 5)
 
-    # What others see to.
-
     def end_of(self, rank: int) -> str:
         """How the rank's process ended; empty while it lives."""
         end = self.exit_of(rank)
         return "" if end is None else end.how
-
-    def make_whole(self) -> None:
-        """Replace a controller that has ended, and ranks that the user gave up on."""
-
-    def check_ready(self, ranks: Sequence[int]) -> None:
-        """Refuse ranks that can take nothing now.
-
-        Raises:
-            NotRunning, RankGone: As `check_alive`.
-            RankBusy: If one still runs an earlier cell, after a moment to come back in.
-        """
-        self.check_alive(ranks)
-
-    def recover_if_needed(self) -> None:
-        """Make the groups anew where an earlier cell has left that to be done."""
-
-    def settle(self) -> None:
-        """After collectives of nbdist's own that failed or were interrupted: back in step."""
-
-    def release(self, futures: Sequence[Future[Any]]) -> None:
-        """Break off what ranks still wait in when another one of them has failed."""

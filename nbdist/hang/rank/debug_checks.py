@@ -9,7 +9,8 @@ below, and the checking backend comes in afterwards, under a type that nobody as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -42,17 +43,25 @@ def install() -> None:
     _installed.append(helper)
 
     def checking(*args: Any, **kwargs: Any) -> Any:
-        level = dist.get_debug_level()
-        dist.set_debug_level(dist.DebugLevel.INFO)
-        try:
+        with suspended():
             group, store = result = helper(*args, **kwargs)
-        finally:
-            dist.set_debug_level(level)
         if isinstance(group, dist.ProcessGroup):  # else this rank is no member
             _check(group, store)
         return result
 
     c10d._new_process_group_helper = checking  # noqa: SLF001
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Backends that are made in here are made at the level below torch's checks."""
+    level = dist.get_debug_level()
+    if are_on():
+        dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(level)
 
 
 def _check(group: Any, store: dist.Store) -> None:

@@ -113,7 +113,7 @@ def abort(generation: int | None = None) -> int | None:
             taken their place, and then nothing happens and None is returned. None: whichever.
     """
     with _state.ending:
-        if generation is not None and generation < _state.generation:
+        if generation is not None and is_outdated(generation):
             return None
         # A new group's members meet through the store, where there is no connection to shut down.
         rendezvous.cancel_meetings()
@@ -123,6 +123,11 @@ def abort(generation: int | None = None) -> int | None:
         while not all(_is_at_rest(*c) for c in _connections()) and time.monotonic() < end_s:
             time.sleep(_DRAIN_PAUSE_S)
         return sum(_shut(number, inode) for number, inode in _connections())
+
+
+def is_outdated(generation: int) -> bool:
+    """Whether groups of a newer generation have taken the place of these."""
+    return generation < _state.generation
 
 
 def _connections() -> set[tuple[int, int]]:

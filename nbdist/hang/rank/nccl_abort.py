@@ -11,8 +11,11 @@ without an error and with whatever was in memory: therefore `abort` calls `void`
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +32,11 @@ CUDA = torch.device("cuda")
 CELL_FUNCTION = "run_code"
 
 
-class Void(RuntimeError):
-    """Raised in a cell whose NCCL calls were aborted; what it has computed since is void."""
+class Void(BaseException):
+    """Raised in a cell whose NCCL calls were aborted; what it has computed since is void.
+
+    No Exception, as KeyboardInterrupt is none: a loop that catches those would go on with it.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -73,39 +79,56 @@ def abort(deadline_s: float = ABORT_DEADLINE_S) -> int:
     Raises:
         NbdistError: If NCCL did not return in time, or refused.
     """
+    return begin_abort(deadline_s)()
+
+
+def begin_abort(deadline_s: float = ABORT_DEADLINE_S) -> Callable[[], int]:
+    """Begin to `abort`, and return what waits for its end: all ranks should begin together."""
     aborted = backends()
-    if not aborted:
-        return 0
-    void()
+    if aborted:
+        void()
     errors: list[BaseException] = []
+    # At the same time: an abort frees memory of the GPU, which waits for the calls of all
+    # communicators on it, also of one that would be aborted after it (pytorch issue 119797).
+    # NCCL's own groups of calls do not help: torch aborts in a thread of its own. And it waits
+    # for NCCL as long as the group's timeout, without a way to stop it.
+    threads = [
+        threading.Thread(
+            target=_abort_one, args=(nccl, errors), name="nbdist-nccl-abort", daemon=True
+        )
+        for nccl in aborted
+    ]
+    for thread in threads:
+        thread.start()
+    return functools.partial(_finish, threads, errors, deadline_s, time.monotonic())
 
-    def abort_all() -> None:
-        # One by one, an abort can wait for a communicator that is aborted after it (pytorch issue
-        # 119797). torch's own _abort_process_group does this, but forgets the groups as well.
-        try:
-            aborted[0]._group_start()  # noqa: SLF001
-            try:
-                for nccl in aborted:
-                    nccl.abort()
-            finally:
-                aborted[0]._group_end()  # noqa: SLF001
-        except BaseException as error:  # noqa: BLE001  # handed on below
-            errors.append(error)
 
-    # torch waits for NCCL as long as the group's timeout, without a way to stop it.
-    thread = threading.Thread(target=abort_all, name="nbdist-nccl-abort", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if thread.is_alive():
+def _abort_one(nccl: Any, errors: list[BaseException]) -> None:
+    try:
+        nccl.abort()
+    except BaseException as error:  # noqa: BLE001  # handed on by who waits
+        errors.append(error)
+
+
+def _finish(
+    threads: Sequence[threading.Thread],
+    errors: Sequence[BaseException],
+    deadline_s: float,
+    began_s: float,
+) -> int:
+    for thread in threads:
+        thread.join(max(0.0, began_s + deadline_s - time.monotonic()))
+    n_hung = sum(thread.is_alive() for thread in threads)
+    if n_hung:
         raise NbdistError(
-            f"NCCL did not abort the calls of {len(aborted)} group(s) within {deadline_s:g} s. "
-            "%dist_restart replaces this rank."
+            f"NCCL did not abort the calls of {n_hung} of {len(threads)} groups within "
+            f"{deadline_s:g} s. %dist_restart replaces this rank."
         )
     if errors:
         raise NbdistError(
             f"NCCL could not be aborted: {errors[0]}. %dist_restart replaces this rank."
         ) from errors[0]
-    return len(aborted)
+    return len(threads)
 
 
 def void() -> bool:
@@ -167,10 +190,12 @@ def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> No
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = old.options.is_high_priority_stream
     options.config = old.options.config
-    options.global_ranks_in_group = old.options.global_ranks_in_group
+    # The default group's own list is empty, which only its first backend takes for all ranks.
+    options.global_ranks_in_group = list(c10d._world.pg_group_ranks[group])  # noqa: SLF001
     options.group_name = old.options.group_name
     options._timeout = timeout  # noqa: SLF001  # as in init_process_group
-    new = c10d.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    with debug_checks.suspended():
+        new = c10d.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     new._set_sequence_number_for_group()  # noqa: SLF001  # as in init_process_group
     checked = debug_checks.around(new, group, store, timeout)
     group._register_backend(CUDA, debug_checks.unused_type(group), checked)  # noqa: SLF001

@@ -9,6 +9,7 @@ take a dead rank's place with plain calls.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.rank import this_rank
@@ -25,6 +27,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import (
     call_log,
     debug_checks,
+    device_health,
     gloo_abort,
     main_thread,
     nccl_abort,
@@ -80,7 +83,11 @@ class _DeadlineStore(dist.Store):
 
 
 def install() -> None:
-    """Note every group that is made from now on. Once per process, before its first group."""
+    """Note every group that is made from now on. Once per process, before its first group.
+
+    No communicator is split off another: a split is collective over all ranks, so ranks that
+    recover cannot meet a new one in it, and its group is made in C++, where nothing notes it.
+    """
     if _registry.is_installed:
         return
     _registry.is_installed = True
@@ -88,11 +95,52 @@ def install() -> None:
     helper = c10d._new_process_group_helper  # noqa: SLF001
 
     def note_and_make(*args: Any, **kwargs: Any) -> Any:
+        arguments = _arguments(args, kwargs)
+        if arguments["ranks"] and "nccl" in str(arguments["backend"]):
+            # Connected now: in its first collective it could not be aborted.
+            kwargs["device_id"] = kwargs.get("device_id") or _world().default_pg.bound_device_id
         result = helper(*args, **kwargs)
-        _note(result[0], args, kwargs)
+        _note(result[0], arguments)
         return result
 
     c10d._new_process_group_helper = note_and_make  # noqa: SLF001
+    # Private; without it new_group splits where ranks are bound to GPUs.
+    if hasattr(c10d, "_get_split_source"):
+        c10d._get_split_source = lambda pg: None  # noqa: SLF001
+    for module in (c10d, device_mesh, dist):
+        if hasattr(module, "split_group"):
+            module.split_group = _split_group  # type: ignore[attr-defined]
+
+
+@functools.wraps(getattr(c10d, "split_group", c10d.new_group))
+def _split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> Any:
+    """Instead of torch's split_group: a new group for each list. Collective: the parent's ranks.
+
+    Raises:
+        ValueError: There are no lists.
+    """
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    members = dist.get_process_group_ranks(parent_pg)
+    is_whole = len(members) == dist.get_world_size()
+    own_group = None
+    for places in split_ranks:
+        ranks = [members[place] for place in places]
+        is_member = dist.get_rank() in ranks
+        if is_whole or is_member:
+            group = dist.new_group(
+                ranks, timeout, backend, pg_options,
+                use_local_synchronization=not is_whole, group_desc=group_desc,
+            )  # fmt: skip
+            own_group = group if is_member else own_group
+    return own_group
 
 
 def generation_store(store: dist.Store, generation: int) -> dist.Store:
@@ -111,8 +159,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
 
     Raises:
         NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
-            higher generation can be tried. Or a group has been recovered 249 times, which is
-            all that torch allows.
+            higher generation can be tried. Or a rank's GPU does not work any more. Or a group has
+            been recovered 249 times, which is all that torch allows.
     """
     state = this_rank()
     world = _world()
@@ -128,7 +176,9 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
     gloo_abort.outdate(generation)
+    device_health.drain()
     nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
+    device_health.refuse_broken(store, living, DEADLINE_S)
     fresh = [_connect(pg, store) for pg in whole]
     for new in fresh:
         debug_checks.register(new.pg, new.backends)
@@ -276,10 +326,14 @@ def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
     return backend
 
 
-def _note(pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Remember a group, from what torch's helper was called with."""
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What torch's helper is called with, by name."""
     names = ("size", "rank", "ranks", "backend", "store", "name")
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _note(pg: Any, arguments: dict[str, Any]) -> None:
+    """Remember a group, from what torch's helper was called with."""
     if not arguments["ranks"]:  # the default group: every rank makes it by itself, and first
         _registry.groups.clear()
         return

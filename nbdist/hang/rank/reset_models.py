@@ -115,7 +115,12 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number of 64 bits that any change of one word of the tensor changes; where it lies.
+    """A number of 64 bits that any change of one word of the tensor changes."""
+    return int(sum_words(tensor).item())
+
+
+def sum_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same number where the tensor lies; nothing waits for a GPU.
 
     Hashing on the host takes longer than is promised for a whole recovery: 15 s for a model of
     two billion parameters, even where these need not come from a GPU.
@@ -133,4 +138,4 @@ def checksum(tensor: torch.Tensor) -> int:
     total = flat[n_words * _WORD_BYTES :].sum(dtype=torch.int64)
     for number, piece in enumerate(torch.split(words, n_piece)):
         total += (piece * (weights[: piece.numel()] + 2 * n_piece * number)).sum()
-    return int(total.item())
+    return total

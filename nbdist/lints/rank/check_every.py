@@ -143,7 +143,6 @@ def _look(optimizer: Optimizer, watched: _Watched) -> None:
 
 
 def _settle(optimizer: Optimizer, watched: _Watched) -> None:
-    """Read the numbers of the last look."""
     pending, watched.pending = watched.pending, None
     if pending is None:
         return

@@ -131,14 +131,7 @@ def _peers_of_prepared(parameter_ids: Container[int]) -> tuple[int, ...] | None:
             continue
         if prepared.built.job.choice.name == "single":
             return ()
-        degrees, rank = prepared.degrees, torch.distributed.get_rank()
-        place = degrees.coordinate(rank)
-        return tuple(
-            other
-            for other in range(degrees.product)
-            if (there := degrees.coordinate(other))
-            and (there.tp, there.pp, there.cp) == (place.tp, place.pp, place.cp)
-        )
+        return prepared.degrees.peers(torch.distributed.get_rank(), "dp_replicate", "dp_shard")
     return None
 
 

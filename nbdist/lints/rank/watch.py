@@ -31,6 +31,7 @@ PARTS = (
     "nbdist.lints.rank.ddp",
     "nbdist.lints.rank.optimizer_steps",
     "nbdist.lints.rank.initial_values",
+    "nbdist.lints.rank.model_inputs",
 )
 
 
@@ -122,18 +123,14 @@ def around_cell(cell: CellContext) -> Iterator[None]:
     try:
         yield
     finally:
-        _send(cell.kernel)
-
-
-def _send(kernel: Any) -> None:
-    try:
-        if observations := collect():
-            content = [[seen.lint, seen.subject, dict(seen.facts)] for seen in observations]
-            kernel.shell.display_pub.publish({SEEN: content})
-    except KeyboardInterrupt:
-        return  # one press more: the cell has ended already
-    except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
-        warnings.warn(f"lints of this cell could not be evaluated: {error!r}", stacklevel=1)
+        try:
+            if observations := collect():
+                content = [[seen.lint, seen.subject, dict(seen.facts)] for seen in observations]
+                cell.kernel.shell.display_pub.publish({SEEN: content})
+        except KeyboardInterrupt:
+            pass  # one press more: the cell has ended already
+        except Exception as error:  # noqa: BLE001  # else the cell would get no reply at all
+            warnings.warn(f"lints of this cell could not be evaluated: {error!r}", stacklevel=1)
 
 
 def variable(is_meant: Callable[[Any], bool], otherwise: str) -> str:

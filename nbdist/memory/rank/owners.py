@@ -161,7 +161,6 @@ _Held = tuple[tuple[int, str], bool, str, torch.Tensor]
 
 
 def _of_models(variables: Mapping[int, str], modules: list[torch.nn.Module]) -> Iterator[_Held]:
-    """Every parameter and buffer."""
     visited: set[int] = set()
     walked = []
     for root in _roots(modules):
@@ -230,8 +229,12 @@ def _take_models(collected: _Collected, tensors: list[_Held]) -> None:
 
 def _take_optimizers(collected: _Collected, optimizers: list[Optimizer]) -> None:
     """Parameters that are in no module, all gradients, and state."""
-    for optimizer in optimizers:
-        _take_stepped(collected, optimizer)
+    groups = [(o, number, g) for o in optimizers for number, g in enumerate(o.param_groups)]
+    for optimizer, number, group in groups:
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in collected.names:
+                title = f"{type(optimizer).__name__}, group {number}, parameter {place}"
+                collected.take_parameter(parameter, collected.variables.get(id(parameter), title))
     for parameter in collected.trained:
         if parameter.is_leaf or parameter.retains_grad:  # torch warns of others
             collected.take(parameter.grad, GRADIENT, collected.names[id(parameter)])
@@ -251,15 +254,6 @@ def _take_parameter(
     collected.take(ddp_fsdp.padded(shard), PARAMETER, name)
     for gradient in ddp_fsdp.unsharded_gradients(shard):
         collected.take(gradient, GRADIENT, name)
-
-
-def _take_stepped(collected: _Collected, optimizer: Optimizer) -> None:
-    """Parameters that an optimizer has and no module."""
-    for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in collected.names:
-                title = f"{type(optimizer).__name__}, group {number}, parameter {place}"
-                collected.take_parameter(parameter, collected.variables.get(id(parameter), title))
 
 
 def _take_state(collected: _Collected, optimizer: Optimizer) -> None:

@@ -44,7 +44,6 @@ class ProfilerHistory:
 
     Attributes:
         events: In order of time. All times are the host's clock, as the profiler has it.
-        backwards: In order.
         marks_ns: Time of each mark, by its number.
         stacks, names: As RankMemory has them.
         problem: What is missing, as a sentence.
@@ -66,7 +65,6 @@ class _Within:
         link: The innermost call of Python.
         operator: The outermost operator below that call.
         is_cut: The link is not the caller, but the forward of a backward's node.
-        is_backward: Within a backward.
     """
 
     link: int = NO_LINK
@@ -80,10 +78,8 @@ class _Reading:
     """What was found so far.
 
     Attributes:
-        stacks: All.
         kinds: Names of torch's kinds of nodes, by number.
         names: Operators, each once, with its place.
-        events: Of memory.
         runs, nodes: Start and end of what ran a backward; of nodes with no such call around.
         others: Starts of operators outside of all of these.
         marks_ns: By number.
@@ -281,8 +277,9 @@ class Stacks:
         frames = []
         while link != NO_LINK:
             link, call = self.links[link]
-            file = self._file(call.file)
-            if file:
+            if call.file not in self._files:
+                self._files[call.file] = shown_file(call.file, self.cells)
+            if file := self._files[call.file]:
                 frames.append(replace(call, file=file))
         if not frames:
             return -1
@@ -298,11 +295,6 @@ class Stacks:
             place = self._places[link] = len(self.links)
             self.links.append(link)
         return place
-
-    def _file(self, file: str) -> str:
-        if file not in self._files:
-            self._files[file] = shown_file(file, self.cells)
-        return self._files[file]
 
 
 def visible_stacks(

@@ -42,8 +42,6 @@ NOUN = "memory"
 
 
 class _Recording(CellRecording):
-    """The recording of one cell."""
-
     noun = NOUN
 
     def __init__(self, options: MemoryOptions, token: str):

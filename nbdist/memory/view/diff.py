@@ -59,7 +59,6 @@ def _totals(growth: SnapshotDiff, since: str) -> Iterator[str]:
 
 
 def _rest(growth: SnapshotDiff) -> Iterator[str]:
-    """What the table leaves out, in sum."""
     if not growth.grown and growth.ranks:
         yield "nothing has grown"
     remaining = growth.grown[MOST_ROWS:]

@@ -188,7 +188,6 @@ def _over_time(axes: Axes, rank: RankMemory, peak: RankPeak | None, shared: Scal
 
 
 def _at_one_moment(axes: Axes, rank: RankMemory, shared: Scales) -> None:
-    """The bytes from left to right."""
     tops = _tops(sizes_at(changes(rank.blocks), np.zeros(1, np.int64)))
     layer = _layers(tops, shared.most_bytes / INNER, INNER).T
     axes.imshow(

@@ -64,7 +64,6 @@ class Kernel:
 
     Attributes:
         device: cpu or cuda; "" for any.
-        fits: Whether it takes this problem.
         forward: Attention to these keys alone.
         backward: From the gradient of the joined output, and the joined output and
             log-sum-exp, this piece's share of the gradients.

@@ -91,7 +91,6 @@ def _lay_out(job: ModelBuild) -> None:
 
 
 def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
-    """The module that runs all stages of a step."""
     cuts: Cuts = job.step_data[_KEPT]
     return Pipeline(job, len(cuts.spans), cuts.holders)
 
@@ -202,7 +201,6 @@ def _homes_of_ends(
 
 
 def _first_names(base: torch.nn.Module) -> dict[int, str]:
-    """The first name of each tensor, by id."""
     tensors = tensors_of(base)
     return {id(tensors[name]): name for name in names_of(base)}
 

@@ -75,12 +75,9 @@ class Pipeline(torch.nn.Module):
     def __init__(
         self, job: ModelBuild, count: int, holders: Mapping[str, frozenset[int] | None]
     ) -> None:
-        """Of a model that is laid out and filled.
+        """Of a model that is laid out and filled, in `count` stages; the job's root has our own.
 
-        Args:
-            job: Its root is this rank's `Stages`.
-            count: Stages of the whole pipeline.
-            holders: Coordinates along pp by each parameter's first name; None for all.
+        `holders` are coordinates along pp by each parameter's first name; None for all.
         """
         super().__init__()
         self.module = job.base

@@ -24,6 +24,7 @@ from nbdist.parallel.pp.outputs import find_loss, has_nan, only_loss, without_ca
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
+from nbdist.parallel.same_inputs import different_inputs
 from nbdist.parallel.tensors import digest
 
 
@@ -72,7 +73,6 @@ class _Run:
 
     Attributes:
         ends: What went in and out, of each stage that has run.
-        error: This rank's.
         failed: The first stage that has failed, as far as this rank has heard.
         whole: As in `Findings`.
     """
@@ -128,12 +128,7 @@ def infer(
 ) -> Findings:
     """Run a micro-batch and see. Collective: the ranks of a pipeline. Leaves no trace.
 
-    Args:
-        root: This rank's stages.
-        batch: A micro-batch.
-        route: The pipeline.
-        buffers: The model's that this rank holds, by name.
-        is_halved: Also find out whether backwards can run in two halves.
+    With `is_halved` also find out whether backwards can run in two halves.
 
     Raises:
         NbdistError: As `evaluate`; ranks were given different batches; or the model uses what its
@@ -156,7 +151,7 @@ def infer(
     dist.all_gather_object(reports, report, group=route.group)
     if run.error is not None:
         raise run.error
-    _check(reports)
+    _check(reports, dist.get_process_group_ranks(route.group))
     has_loss, skeleton, shapes, dtype = next(r.output for r in reports if r.output is not None)
     borders = tuple(
         (
@@ -260,16 +255,12 @@ def _check_result(part: StageModule, batch: FlatValue, received: Any, result: An
         )
 
 
-def _check(reports: Sequence[_Report]) -> None:
+def _check(reports: Sequence[_Report], ranks: Sequence[int]) -> None:
     failed = next((report.failed for report in reports if report.failed is not None), None)
     if failed is not None:
         raise failed
     if len({report.digest for report in reports}) > 1:
-        raise NbdistError(
-            "the ranks of one pipeline were given different batches: each stage computes with its "
-            "own, so the loss would belong to no batch. Take batches from a prepared DataLoader, "
-            "or make them alike on all ranks (torch.manual_seed(0) before they are drawn)"
-        )
+        raise different_inputs(ranks)
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class Missing:
     """A parameter outside of the blocks that this rank does not hold.
 
     Attributes:
-        name: In the model.
         table: Of its module, where the parameter stands.
         key: Its name there.
         number: What it is full of while the model runs.
@@ -91,7 +90,6 @@ class Wiring:
         root: The `Stages` that it is part of.
         modules: The list of blocks, with stand-ins.
         missing: Parameters that are elsewhere.
-        device: Where it runs.
     """
 
     model: torch.nn.Module
@@ -106,7 +104,6 @@ class StageStep:
     """One stage's share of one step.
 
     Attributes:
-        batches: The micro-batches' arguments.
         factor: By what each micro-batch's loss is multiplied before its backward.
         has_loss: The model computes its loss. Otherwise the last stage returns its outputs.
         losses: Of the micro-batches, without factor or gradient; of the last stage.
@@ -126,7 +123,6 @@ class StageModule(torch.nn.Module):
     """One stage. torch's schedule calls it, or its `Stages` where that has no other.
 
     Attributes:
-        index: Its number in the pipeline.
         span: Its blocks, as positions in the list.
         is_first, is_last: Whether it begins, whether it computes the loss.
         tree: What it holds of the model.

@@ -71,11 +71,8 @@ def common_optimizers(
 ) -> list[OptimizerHandle]:
     """The optimizers of these models that are on all ranks, with their state. Collective.
 
-    Args:
-        what: The operation, for messages.
-        models: The models.
-        is_quick: Those that were prepared will do where they step every parameter. Otherwise they
-            are looked for among all of Python's objects, which takes a tenth of a second.
+    With `is_quick` those that were prepared will do where they step every parameter. Otherwise they
+    are looked for among all of Python's objects, which takes a tenth of a second.
     """
     optimizers = prepared_optimizers(models) if is_quick else None
     if optimizers is None:

@@ -63,7 +63,6 @@ class RebindReport:
     """The user's names and containers after a switch.
 
     Attributes:
-        names: Rebound variables.
         lists: Lists and dicts that hold new objects now.
         stale: What still points to an old one, a phrase each.
     """
@@ -203,12 +202,7 @@ class _Search:
         yield from targets_by_owner.values()
 
     def names(self, item: Any, inner: Any = None) -> list[str]:
-        """Names, for messages, of what holds something; empty for what is internal.
-
-        Args:
-            item: The holder.
-            inner: What it holds; None to name the item itself.
-        """
+        """Names, for messages, of an item, or of where it holds `inner`; empty if internal."""
         key = "" if inner is None else _key(item, inner)
         return list(dict.fromkeys(_short(name) for name in self._paths(item, key, 0)))
 

@@ -189,7 +189,6 @@ def _routes(reshards: Sequence[Reshard], size: int) -> Iterator[_Route]:
 def _copy_own(
     routes: Sequence[_Route], local: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy what this rank has already."""
     for route in routes:
         _copy(new[route.reshard.name], local[route.reshard.name], route.transfer.dims)
 
@@ -239,7 +238,6 @@ def _rounds(routes: Sequence[_Route], size: int) -> Iterator[list[_Route]]:
 
 
 def _split_route(route: _Route, limit_bytes: int) -> Iterator[_Route]:
-    """A route in parts of at most `limit_bytes`."""
     limit = max(1, limit_bytes // route.reshard.dtype.itemsize)
     parts = split(route.transfer, limit)
     return (_Route(route.reshard, part, route.source) for part in parts)

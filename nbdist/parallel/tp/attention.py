@@ -34,8 +34,6 @@ class TpContext:
     """Where one layer is split.
 
     Attributes:
-        mesh: The tp mesh.
-        streams: The ranks' random numbers.
         sequence_dim: The dim along which what goes out of a rowwise layer is split, and the query
             of an attention, in a block with sequence parallelism; None where they are whole.
     """
@@ -145,7 +143,8 @@ def _forward(  # noqa: PLR0913, PLR0917  # torch's own arguments
     dropout = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
-        weights = _weights(q, k, mask)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         mixed = functional.dropout(weights, dropout) @ v
     else:
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
@@ -233,18 +232,12 @@ def _additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    return torch.softmax(scores if mask is None else scores + mask, dim=-1)
-
-
 def _gather_weights(
     weights: torch.Tensor,
     module: torch.nn.MultiheadAttention,
     context: TpContext,
     is_averaged: bool,
 ) -> torch.Tensor:
-    """The weights of attention, of all heads."""
     if not is_averaged:
         return spread(weights, context.mesh, Shard(1)).to_local()
     mean = weights.sum(dim=1) / module.num_heads

@@ -49,10 +49,7 @@ class _Trial:
     Attributes:
         whole: A copy with random weights.
         styles: Of its layers, by their names in it.
-        degree: Of tp.
-        batch: What goes in.
         rows: What came into each rowwise layer and out of it.
-        result: What comes out.
     """
 
     whole: torch.nn.Module
@@ -70,13 +67,6 @@ def fit(
 
     Some take the width of all heads from their input: `B, T, C = x.shape`, and `y.view(B, T, C)`
     later. Some count heads by an attribute, some by what is there, `x.view(B, T, -1, width)`.
-
-    Args:
-        module: The attention.
-        name: Its name.
-        plan: Of the model.
-        columns: Its colwise layers, by name.
-        degree: Of tp.
 
     Raises:
         OptionError: Nothing makes the ranks compute their parts of the whole.

@@ -61,12 +61,7 @@ def divide_attributes(
 ) -> dict[str, int]:
     """A module's attributes for heads and widths on one rank: name -> value.
 
-    Args:
-        module: It splits heads.
-        name: Its name.
-        plan: May say which attributes are divided.
-        columns: Its colwise layers, by name.
-        degree: Of tp.
+    The plan may say which ones are divided; `columns` are the module's colwise layers, by name.
 
     Raises:
         OptionError: There is no such attribute, or it cannot be divided.

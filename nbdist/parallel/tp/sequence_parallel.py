@@ -20,7 +20,6 @@ class Sequence:
     Attributes:
         lists: Names of the own stage's blocks, list by list, in order. It is split before the
             first and whole after the last.
-        blocks: Names of all blocks.
         norms: Layers with parameters in blocks that are not split themselves.
         dim: The sequence's.
     """

@@ -94,7 +94,6 @@ class _Share:
 
     Attributes:
         parameters, trained: Bytes of all, and of those that have gradients.
-        buffers: The model's own.
         stepped: Shapes and types of what its optimizer steps.
     """
 

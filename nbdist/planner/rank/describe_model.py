@@ -55,6 +55,7 @@ def describe(
         tensors = build.tensors_of(base)
         optimizer = optimizer_of(base, prepared)
         kind = None if optimizer is None else _kind_of(optimizer)
+        to_dict = getattr(getattr(base, "config", None), "to_dict", None)
         # How a plan calls it.
         word = "" if kind is None else kind[0].__name__.lower()
         if optimizer is not None and word == "sgd" and optimizer.defaults.get("momentum"):
@@ -75,7 +76,7 @@ def describe(
             n_buffers=len(buffers),
             tied=tuple(names for names in names.values() if len(names) > 1),
             blocks=_blocks(base),
-            config=_config(base),
+            config=dict(to_dict()) if callable(to_dict) else {},
             optimizer="" if kind is None else kind[0].__name__,
             optimizer_word=word if word in OPTIMIZERS else "",
             inputs=tuple(f"{tuple(t.shape)} {_word(t.dtype)}" for t in shown),
@@ -155,11 +156,6 @@ def _source(sent: PickledModel) -> tuple[Source, str]:
     except Exception as error:  # noqa: BLE001  # whatever a user's object raises when it is pickled
         return Source(), f"it cannot be sent to another process ({error})"
     return Source(pickled=data, sys_path=tuple(sys.path), folder=os.getcwd()), ""  # noqa: PTH109
-
-
-def _config(base: torch.nn.Module) -> dict[str, Any]:
-    read = getattr(getattr(base, "config", None), "to_dict", None)
-    return dict(read()) if callable(read) else {}
 
 
 def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:

