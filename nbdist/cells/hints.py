@@ -56,13 +56,28 @@ def _second_accelerator(message: str, has_name: HasName) -> str:
     )
 
 
-def _broken_gpu(message: str, _has_name: HasName) -> str:
-    if not re.search(_STICKY, message):
+def _mixed_tensors(message: str, _has_name: HasName) -> str:
+    if "got mixed torch.Tensor and DTensor" not in message:
         return ""
     return (
-        "No process comes back from that: this rank's variables on its GPU are lost. "
-        "%dist_restart with its number replaces it; the other ranks keep theirs"
+        "Under fsdp and tp parameters are DTensors, which do not mix with plain tensors in one "
+        "operation. Instead of a penalty on parameters in the loss, add its gradient between "
+        "backward and step: p.grad.add_(p.detach(), alpha=...), or let the optimizer do it "
+        "(weight_decay). docs/strategies.md, Code over all parameters, has more"
     )
+
+
+def _broken_gpu(message: str, has_name: HasName) -> str:
+    if not re.search(_STICKY, message):
+        return ""
+    what = "No process comes back from that: this rank's variables on its GPU are lost"
+    if has_name is None:
+        return what
+    return f"{what}. %dist_restart with its number replaces it; the other ranks keep theirs"
+
+
+def _runtime_error(message: str, has_name: HasName) -> str:
+    return _broken_gpu(message, has_name) or _mixed_tensors(message, has_name)
 
 
 # Errors of CUDA after which every call of the process fails.
@@ -75,6 +90,6 @@ _HINTS: dict[str, Callable[[str, HasName], str]] = {
     "AcceleratorError": _broken_gpu,
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
-    "RuntimeError": _broken_gpu,
+    "RuntimeError": _runtime_error,
     "ValueError": _second_accelerator,
 }

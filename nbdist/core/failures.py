@@ -25,6 +25,7 @@ FOLLOWER_PATTERNS = (
     r"timed out after \d+ms in barrier",
     r"until the wait was aborted",  # hang/rank/rendezvous.py
     r"the collectives of this rank were broken off",  # hang/rank/recorder.py
+    r"pipeline stage \d+, on rank \d+, failed",  # parallel/pp/shape_inference.py
 )
 _FOLLOWER = re.compile("|".join(FOLLOWER_PATTERNS))
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

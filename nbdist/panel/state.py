@@ -233,7 +233,7 @@ _WHY = {
     "none": "ranks are already running",
     "trace": "nothing has been recorded yet: use Profile next cell",
     "code": "no cell has run on all ranks yet",
-    "choice": "the chosen strategy is not possible with these ranks",
+    "choice": "the chosen strategy is not possible with these ranks and models",
     "other": "this strategy is already in use",
     "queue": "nothing is queued",
 }

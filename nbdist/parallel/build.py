@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
 from nbdist.parallel import module_patches
 from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.pp.absent import absent
 from nbdist.parallel.same_inputs import watch_inputs
 from nbdist.parallel.tensors import like, local_of
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform, load
@@ -31,7 +33,7 @@ class Built:
     Attributes:
         steps: What the choice consists of.
         names: First name -> all names, of parameters and buffers; several where tied.
-        parameters: First name -> what is in the model now; on meta where not held here.
+        parameters: First name -> what is in the model now; an `AbsentTensor` where not held here.
         index: id -> first name, of these.
         outer: What the user calls.
         changes: What the steps have done to base's modules.
@@ -215,11 +217,12 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
 def _fill_tensor(
     built: Built, name: str, shell: torch.Tensor, part: torch.Tensor | None
 ) -> torch.Tensor:
-    """What stands in the model from now on: with this rank's values, or on meta without."""
+    """What stands in the model from now on: with this rank's values, or absent."""
     grid = built.job.grid
     expected = local_shape(built.layouts[name], grid.degrees, grid.rank)
     if expected is None:
-        return shell if shell.is_meta else shell.to("meta")
+        # One that is split stays a DTensor, whose placements stand for it where it is missing.
+        return shell if isinstance(shell, DTensor) else absent(shell)
     assert part is not None, f"{name} is to be on rank {grid.rank}, and no values came"
     assert tuple(part.shape) == expected, (name, tuple(part.shape), expected)
     if not isinstance(shell, torch.nn.Parameter):

@@ -182,7 +182,7 @@ _ROWS = (
         steps=("pp", "pipeline"),
         sends=(SentBytes(("pp",), "send", "boundary", 2),),
         needs="a list of blocks, as many as stages or more; a batch that can be divided by the "
-        "micro-batches; a forward that returns the loss",
+        "micro-batches",
         when="the model is deep and the link is slow (between hosts)",
         source="https://arxiv.org/abs/2104.04473",
     ),

@@ -349,7 +349,7 @@ def test_what_cannot_be_had_cannot_be_applied_and_says_why(tab: Tab) -> None:
     tab.panel.get_by_label("strategy", exact=True).select_option("fsdp")
     tab.panel.get_by_label("--shard", exact=True).select_option("hybrid")
     tab.wait_panel("2 data-parallel ranks cannot form them")
-    why = "the chosen strategy is not possible with these ranks"
+    why = "the chosen strategy is not possible with these ranks and models"
     disabled = tab.panel.locator(f"button:disabled[title='{why}']", has_text="Apply")
     disabled.wait_for(timeout=DEADLINE_S * 1000)  # widgets change one after the other
     tab.panel.get_by_label("strategy", exact=True).select_option("ddp")

@@ -32,6 +32,11 @@ from nbdist.errors import StartError
             r".*Run %dist_reset, then create yours before anything uses `accelerator`",
         ),
         (
+            "RuntimeError",
+            "aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all",
+            r". Under fsdp and tp parameters are DTensors.*p\.grad\.add_\(p\.detach\(\), alpha.*",
+        ),
+        (
             "AcceleratorError",
             "CUDA error: device-side assert triggered",
             r". No process comes back from that: .*%dist_restart with its number replaces it.*",

@@ -198,9 +198,19 @@ def test_apply_that_ranks_refuse_is_told_and_changes_nothing(prepared: Kernel) -
     log = said(prepared)
     current = prepared.run("print(nbdist.session().strategy.current().name)").text
 
+    shown = prepared.run(
+        "until(lambda: not PANEL._plan().is_possible); print(PANEL._plan().text)\n"
+        "PANEL.press('apply'); print(log()[-1]); press('status', strategy='fsdp')\n"
+        "print(PANEL._plan().is_possible)"
+    ).text
+
     assert "%dist_strategy pp (" in log
     assert "OptionError: " in log
     assert current == "ddp\n"
+    # By now a rank has said so itself, and Apply is not offered.
+    assert "has no list of blocks" in shown
+    assert "Apply: the chosen strategy is not possible with these ranks and models" in shown
+    assert shown.endswith("True\n")
 
 
 def test_a_stop_while_something_is_queued_takes_it_back(panel: Kernel) -> None:

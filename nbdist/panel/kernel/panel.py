@@ -66,6 +66,9 @@ class Panel:
         self._answer: tuple[Strategy, Strategy] | None = None
         self._followed: Strategy | None = None
         self._prepared = PreparedModels()
+        # Why the models do not go with a strategy; and for which it was asked since they were.
+        self._refusals: dict[Strategy, str] = {}
+        self._asked: set[Strategy] = set()
         self._code = self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
@@ -199,6 +202,7 @@ class Panel:
                     self.board.drop("its ranks were stopped")
                 self._session, self._answer, self._code = session, None, ""
                 self._prepared = PreparedModels()
+                self._refusals.clear()
                 if session is not None and self._widgets is not None:
                     self._widgets.set_ranks(session.topology.world_size)
                 self._ask_prepared()
@@ -217,7 +221,9 @@ class Panel:
         last = ranks_panel.last_choice(session)
 
         def take(choice: Strategy, prepared: PreparedModels) -> None:
-            self._answer, self._prepared = (last, choice), prepared
+            self._answer, self._prepared, self._asked = (last, choice), prepared, set()
+            if not prepared.models:
+                self._refusals.clear()
             self.refresh()
 
         return ranks_panel.prepared(session, take)
@@ -251,6 +257,8 @@ class Panel:
         if isinstance(strategy, str) or session is None:
             return PanelPlan(str(strategy), is_possible=not strategy)
         prepared, current = self._prepared, self._current(session)
+        if refusal := self._refusal(session, strategy):
+            return PanelPlan(refusal, is_possible=False)
         if prepared.models and prepared.sketches:
             limit = ranks_panel.limit(session)
             return plan.plan_of_models(strategy, prepared.sketches, limit, current)
@@ -258,6 +266,23 @@ class Panel:
         if prepared.problem:
             text += f"; states only: the ranks could not describe the models ({prepared.problem})"
         return PanelPlan(text, is_possible=True)
+
+    def _refusal(self, session: Session, strategy: Strategy) -> str:
+        """Why the models do not go with it, as far as it is known.
+
+        After each cell an idle rank is asked anew: the answer may need a trial of the model.
+        """
+        is_free = not self.board.acting and strategy != self._current(session)
+        if is_free and self._prepared.models and strategy not in self._asked:
+            self._asked.add(strategy)
+
+            def take(refusal: str) -> None:
+                self._refusals[strategy] = refusal
+                self.refresh()
+
+            if not ranks_panel.ask_refusal(session, strategy, take):
+                self._asked.discard(strategy)
+        return self._refusals.get(strategy, "")
 
     def _follow(self, widgets: PanelWidgets) -> None:
         """Choose the strategy that counts, once when it has changed."""
@@ -277,7 +302,7 @@ class Panel:
             "ranks": True,
             "trace": session.traces.count,
             "code": self._code,
-            "choice": isinstance(picked, Strategy),
+            "choice": isinstance(picked, Strategy) and not self._refusals.get(picked),
             "other": picked != self._current(session),
             "queue": self.board.queued,
         }

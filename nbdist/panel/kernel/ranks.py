@@ -35,6 +35,8 @@ sketch_models: RankFunction[[], tuple[LiveModel, ...]] = RankFunction(
     "nbdist.planner.rank.describe_prepared:sketches"
 )
 
+switch_refusal: RankFunction[[Strategy], str] = RankFunction("nbdist.switch.rank.switch:refusal")
+
 
 def rows_and_waits(session: Session) -> tuple[tuple[RankRow, ...], tuple[str, ...]]:
     """Every rank as it was sampled last, and who waits for whom; nobody is asked or waited for."""
@@ -95,11 +97,8 @@ def prepared(
     Ranks that run a cell are not asked, and nothing is waited for. The function that is returned
     waits until they have been taken, so many seconds at most.
     """
-    rank = next(
-        (r for r in session.ranks if session.is_connected(r) and not session.is_busy(r)),
-        None,
-    )
-    if session.is_stopped or rank is None:
+    rank = _idle_rank(session)
+    if rank is None:
         return lambda _limit_s: None
     is_taken = threading.Event()
     choice = current_strategy(session.call, rank)
@@ -120,6 +119,30 @@ def prepared(
 
     sketches.add_done_callback(arrived)
     return is_taken.wait
+
+
+def ask_refusal(session: Session, choice: Strategy, take: Callable[[str], object]) -> bool:
+    """Ask a rank why its models do not go with a strategy; `take` is called in another thread.
+
+    False if no rank is idle; nobody is asked then. A rank that fails to answer refuses nothing.
+    """
+    rank = _idle_rank(session)
+    if rank is None:
+        return False
+
+    def arrived(done: Future[str]) -> None:
+        if done.exception() is None:
+            take(done.result())
+
+    switch_refusal(session.call, rank, choice).add_done_callback(arrived)
+    return True
+
+
+def _idle_rank(session: Session) -> int | None:
+    if session.is_stopped:
+        return None
+    idle = (r for r in session.ranks if session.is_connected(r) and not session.is_busy(r))
+    return next(idle, None)
 
 
 def limit(session: Session) -> Limit:

@@ -53,7 +53,8 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             f"fsdp does not offload to {job.choice.options.offload}. Use --offload cpu, or "
             "deepspeed --stage 3 --offload nvme."
         )
-    if _mesh(job) is None:
+    degrees = job.grid.degrees
+    if degrees.dp_shard == 1 and degrees.product > 1:  # as the mesh will be, if it is not made yet
         _refuse_without_split(job)
         return layouts
     parameters = dict(job.base.named_parameters())

@@ -11,11 +11,11 @@ from nbdist.errors import NbdistError
 from nbdist.parallel.pp.pytree import pack
 
 
-def loss_of(value: Any) -> torch.Tensor:
+def find_loss(value: Any) -> torch.Tensor | None:
     """The loss in what a model returns: a scalar, `.loss`, ["loss"], or the first of a tuple.
 
-    Raises:
-        NbdistError: There is none.
+    None if there is none. A tensor with dims is an output, if there is but one number in it: the
+    only row of a micro-batch may have one.
     """
     loss = value
     if isinstance(value, list | tuple) and value:
@@ -24,15 +24,24 @@ def loss_of(value: Any) -> torch.Tensor:
         loss = value.get("loss")
     elif not isinstance(value, torch.Tensor):
         loss = getattr(value, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.reshape(())
-    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-    raise NbdistError(
-        f"forward returned a {type(value).__name__}{shape} and no loss. A pipeline runs backward "
-        "while it runs forward, so the model computes the loss itself: let forward take the "
-        "targets and return a scalar, or an output with .loss. For outputs without a backward "
-        "use model.eval() or torch.no_grad()"
-    )
+    return loss if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
+
+
+def loss_of(value: Any) -> torch.Tensor:
+    """The same of a model that has returned one for a batch of this shape.
+
+    Raises:
+        NbdistError: There is none.
+    """
+    loss = find_loss(value)
+    if loss is None:
+        raise NbdistError(
+            f"forward returned a {type(value).__name__} without a loss, and one with a loss before "
+            "for a batch of the same shape: a pipeline runs backward while it runs such a forward, "
+            "so it has to know which it is. Call it with other arguments where it returns no loss, "
+            "or use model.eval() or torch.no_grad()"
+        )
+    return loss
 
 
 def has_nan(value: Any) -> bool:
@@ -45,8 +54,10 @@ def has_nan(value: Any) -> bool:
 
 
 def only_loss(output: Any) -> Any:
-    """The same kind of output with its loss alone: the rest is None, or left out."""
-    loss = loss_of(output)
+    """The same kind of output with its loss alone, the rest None or left out; else all of it."""
+    loss = find_loss(output)
+    if loss is None:
+        return without_cache(output)
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, dict):  # Hugging Face's outputs are

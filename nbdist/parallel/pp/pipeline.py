@@ -2,7 +2,8 @@
 
 A training step runs the whole of torch's schedule, backward included, inside forward. The loss
 that comes out is a node of autograd whose backward hands on the gradients that are there
-already, times the gradient of the loss: so dividing, scaling and adding up work as ever.
+already, times the gradient of the loss: so dividing, scaling and adding up work as ever. Where
+forward returns no loss, `outer_loss` runs the step instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.distributed.pipelining import (
 )
 
 from nbdist.errors import NbdistError, OptionError
+from nbdist.parallel.pp.absent import refuse_state_dict
 from nbdist.parallel.pp.loss_node import LossNode
+from nbdist.parallel.pp.outer_loss import OuterLossStep
 from nbdist.parallel.pp.pytree import FlatValue, batch_size, pack, split_batch, unpack
 from nbdist.parallel.pp.shape_inference import Findings, Route, evaluate, failure_of, infer
 from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
@@ -46,7 +49,7 @@ LOOPED = frozenset({"interleaved", "zb"})
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How batches of one shape run: what the first one has shown, and torch's object for them."""
+    """How batches of one shape run: what the first has shown; torch's object, if with a loss."""
 
     findings: Findings
     schedule: Any
@@ -56,7 +59,9 @@ class Pipeline(torch.nn.Module):
     """The user's model over the ranks of a pipeline. Each call is collective: all of them.
 
     In training, forward returns what the model does with its loss alone, the mean over the
-    micro-batches: equal on every rank. So the loss must be a mean over the batch. In eval() or
+    micro-batches: equal on every rank. So the loss must be a mean over the batch. Of a model that
+    returns no loss it returns the outputs, and the backward of what is computed of them is
+    collective: every rank computes the same. In eval() or
     under no_grad the whole batch goes through the stages once, and every rank gets what the
     last one's forward returned.
 
@@ -64,7 +69,7 @@ class Pipeline(torch.nn.Module):
     pipeline raise an NbdistError that names it. Gradients are then what they were before.
 
     Attributes:
-        module: The user's model; the other stages' parameters in it are on meta.
+        module: The user's model; the other stages' parameters in it are absent.
     """
 
     def __init__(
@@ -88,13 +93,14 @@ class Pipeline(torch.nn.Module):
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
         for part in self._parts:
             part.finish(job.base, job.root, job.device)
+        refuse_state_dict(job.base)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's loss in training; otherwise its own output.
+        """The model's loss in training, if it returns one; otherwise its own output.
 
         Raises:
-            NbdistError: The model has failed on another rank, returns no loss in training, uses
-                what its stage does not have, or ranks were given different batches.
+            NbdistError: The model has failed on another rank, uses what its stage does not have,
+                or ranks were given different batches.
             OptionError: The batch cannot be cut into the micro-batches that were asked for.
         """
         batch = pack((args, kwargs))
@@ -133,6 +139,8 @@ class Pipeline(torch.nn.Module):
             for name, parameter in trained.items()
             if not parameter.is_meta
         ]
+        if not plan.findings.has_loss:
+            return self._outputs(batch, pieces, plan, shares)
         scaler = getattr(self._job.accelerator, "scaler", None)
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         loss = self._run(plan, pieces, shares, scale)
@@ -172,6 +180,35 @@ class Pipeline(torch.nn.Module):
                 part.current = StageStep()
         all_reduce_tied(shares, self._route.group)
         return loss
+
+    def _outputs(
+        self,
+        batch: FlatValue,
+        pieces: Sequence[FlatValue],
+        plan: PipelinePlan,
+        shares: Sequence[GradientShare],
+    ) -> Any:
+        """What forward returns, for a loss outside of it (`OuterLossStep`)."""
+        if len(pieces) > 1:
+            whole = self._plan_for([batch])
+            if not _is_cut(plan.findings, whole.findings, len(pieces)):
+                pieces, plan = [batch], whole
+        for part, (incoming, outgoing) in zip(self._parts, plan.findings.borders, strict=True):
+            part.incoming, part.outgoing = incoming, outgoing
+            part.current = StageStep(pieces, has_loss=False)
+        step = OuterLossStep(self._parts, self._route, shares)
+        try:
+            step.run(len(pieces))
+            self._agree(plan.findings.dtype)
+            outputs = step.outputs(self._anchor)
+        except BaseException:
+            self._plans.clear()
+            raise
+        finally:
+            for part in self._parts:
+                part.current = StageStep()
+        self._send_buffers()
+        return outputs
 
     def _run_schedule(self, schedule: Any, count: int) -> None:
         numbers = torch.arange(count)
@@ -213,7 +250,8 @@ class Pipeline(torch.nn.Module):
         buffers = {name: b for name, b in self.module.named_buffers() if not b.is_meta}
         is_halved = self._job.choice.options.schedule == "zb"
         findings = infer(self._root, pieces[0], self._route, buffers, is_halved=is_halved)
-        plan = PipelinePlan(findings, self._schedule(findings, len(pieces)))
+        schedule = self._schedule(findings, len(pieces)) if findings.has_loss else None
+        plan = PipelinePlan(findings, schedule)
         self._plans.pop(key, None)
         self._plans[key] = plan
         if len(self._plans) > _REMEMBERED:
@@ -300,3 +338,11 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
+
+
+def _is_cut(piece: Findings, whole: Findings, count: int) -> bool:
+    """Whether outputs of micro-batches, one behind the other, are those of the whole batch."""
+    return piece.skeleton == whole.skeleton and all(
+        part and part[1:] == all_rows[1:] and part[0] * count == all_rows[0]
+        for part, all_rows in zip(piece.shapes, whole.shapes, strict=True)
+    )

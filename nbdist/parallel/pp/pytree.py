@@ -151,10 +151,9 @@ def split_batch(packed: FlatValue, count: int) -> list[FlatValue]:
 def send(value: Any, to: int, group: dist.ProcessGroup, device: torch.device) -> None:
     """Send a value to a rank of the group, which calls `receive`. Tensors lose their gradient."""
     packed = pack(value)
-    bodies = [_bytes(tensor) for tensor in packed.tensors]
+    tensors = packed.tensors
     dist.send_object_list([_header(packed)], group=group, group_dst=to, device=device)
-    for body in bodies:
-        dist.send(body, group=group, group_dst=to)
+    send_tensors(tensors, to, group)
 
 
 def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -162,10 +161,24 @@ def receive(source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     box: list[Any] = [None]
     dist.recv_object_list(box, group=group, group_src=source, device=device)
     skeleton, kinds = box[0]
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
+    alike = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+    return unpack(skeleton, receive_tensors(alike, source, group, device))
+
+
+def send_tensors(tensors: Iterable[torch.Tensor], to: int, group: dist.ProcessGroup) -> None:
+    """Send tensors to a rank of the group, which calls `receive_tensors` with their like."""
+    for tensor in tensors:
+        dist.send(_bytes(tensor), group=group, group_dst=to)
+
+
+def receive_tensors(
+    alike: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Tensors of these shapes and dtypes that a rank of the group has sent; contiguous leaves."""
+    tensors = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in alike)
     for tensor in tensors:
         dist.recv(_bytes(tensor), group=group, group_src=source)
-    return unpack(skeleton, tensors)
+    return tensors
 
 
 def broadcast(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ goes from stage to stage before torch's schedule, which must know it, runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from nbdist.errors import NbdistError
 from nbdist.parallel.dp.fsdp import settle
-from nbdist.parallel.pp.outputs import has_nan, loss_of, only_loss, without_cache
+from nbdist.parallel.pp.outputs import find_loss, has_nan, only_loss, without_cache
 from nbdist.parallel.pp.p2p_tensors import StageBoundary
 from nbdist.parallel.pp.pytree import FlatValue, broadcast, pack, receive, send, unpack
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
@@ -48,7 +49,9 @@ class Findings:
 
     Attributes:
         borders: What goes in and out, of each stage of this rank.
-        skeleton: What forward returns in training, without the loss.
+        has_loss: Forward returns a loss; without one, all that it returns is an output.
+        skeleton: What forward returns in training, without the loss or the outputs.
+        shapes: Of the loss or the outputs.
         dtype: Of the loss; fp32 where the model's has fewer bits.
         moving: Buffers that a forward changes -> which rank of the group has them right.
         whole: Of each stage of this rank, the parameters because of which its backward cannot
@@ -56,7 +59,9 @@ class Findings:
     """
 
     borders: tuple[tuple[StageBoundary | None, StageBoundary | None], ...]
+    has_loss: bool
     skeleton: bytes
+    shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     moving: dict[str, int]
     whole: tuple[tuple[str, ...], ...]
@@ -80,11 +85,11 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank tells the others of the first run; the output's skeleton, its loss's dtype."""
+    """What one rank tells the others of the first run; of the last one, what `Findings` says."""
 
     failed: NbdistError | None
     digest: str
-    output: tuple[bytes, torch.dtype] | None
+    output: tuple[bool, bytes, tuple[torch.Size, ...], torch.dtype] | None
     changed: tuple[str, ...]
 
 
@@ -126,16 +131,20 @@ def infer(
     With `is_halved` also find out whether backwards can run in two halves.
 
     Raises:
-        NbdistError: As `evaluate`; ranks were given different batches; there is no loss; or the
-            model uses what its stage does not have.
+        NbdistError: As `evaluate`; ranks were given different batches; or the model uses what its
+            stage does not have.
     """
     with torch.no_grad(), _without_trace(route.device, buffers) as find_changed:
         run = _run_through(root, batch, route, is_checked=True, is_halved=is_halved)
         names = tuple(find_changed())
     output = None
     if not run.failed and route.here == route.rank_of(route.stages - 1):
-        packed = pack(run.ends[-1][1])
-        output = packed.skeleton, torch.promote_types(packed.tensors[0].dtype, torch.float32)
+        value = run.ends[-1][1]
+        packed = pack(value)
+        dtypes = (tensor.dtype for tensor in packed.tensors)
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        shapes = tuple(tensor.shape for tensor in packed.tensors)
+        output = find_loss(value) is not None, packed.skeleton, shapes, dtype
     own_batch = digest(leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor))
     report = _Report(run.failed, own_batch, output, names)
     reports: list[Any] = [None] * route.ranks
@@ -143,7 +152,7 @@ def infer(
     if run.error is not None:
         raise run.error
     _check(reports, dist.get_process_group_ranks(route.group))
-    skeleton, dtype = next(report.output for report in reports if report.output is not None)
+    has_loss, skeleton, shapes, dtype = next(r.output for r in reports if r.output is not None)
     borders = tuple(
         (
             None if part.is_first else StageBoundary.of(received),
@@ -154,7 +163,7 @@ def infer(
     # A buffer that the first rank changes is used before the blocks, and others' may have NaN.
     by_importance = (*range(len(reports))[::-1], 0)
     moving = {name: here for here in by_importance for name in reports[here].changed}
-    return Findings(borders, skeleton, dtype, moving, tuple(run.whole))
+    return Findings(borders, has_loss, skeleton, shapes, dtype, moving, tuple(run.whole))
 
 
 def _parts(root: Stages) -> Sequence[StageModule]:
@@ -220,7 +229,8 @@ def _unsplit(root: Stages, part: StageModule, batch: FlatValue, received: Any) -
     ]
     with torch.enable_grad():
         result = root(unpack(packed.skeleton, leaves), batch=batch, part=part)
-        outputs = (loss_of(result),) if part.is_last else pack(result).tensors
+        loss = find_loss(result) if part.is_last else None
+        outputs = pack(result).tensors if loss is None else (loss,)
     inputs = [leaf for leaf in leaves if leaf.requires_grad]
     return tuple(_params_with_shared_grad(outputs, inputs, dict(part.tree.named_parameters())))
 

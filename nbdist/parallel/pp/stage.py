@@ -22,7 +22,7 @@ import torch
 
 from nbdist.errors import NbdistError
 from nbdist.parallel.blocks import BlockList
-from nbdist.parallel.pp.outputs import has_nan, loss_of
+from nbdist.parallel.pp.outputs import has_nan, loss_of, without_cache
 from nbdist.parallel.pp.p2p_tensors import (
     StageBoundary,
     nan_like,
@@ -105,12 +105,16 @@ class StageStep:
 
     Attributes:
         factor: By what each micro-batch's loss is multiplied before its backward.
+        has_loss: The model computes its loss. Otherwise the last stage returns its outputs.
         losses: Of the micro-batches, without factor or gradient; of the last stage.
+        skeleton: Of the last stage's outputs.
         failure: The first error of the model's code.
     """
 
     batches: Sequence[FlatValue] = ()
     factor: float = 1.0
+    has_loss: bool = True
+    skeleton: bytes = b""
     losses: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
 
@@ -143,7 +147,7 @@ class StageModule(torch.nn.Module):
         self._unknown_number = _NAN
 
     def forward(self, *wires: torch.Tensor, number: torch.Tensor) -> Any:
-        """The wires of one micro-batch to the next stage; of the last stage, its scaled loss."""
+        """One micro-batch: wires to the next stage; of the last one the scaled loss, or outputs."""
         assert self._wiring is not None
         return self._wiring.root(*wires, number=number, part=self)
 
@@ -283,6 +287,10 @@ class StageModule(torch.nn.Module):
         return unpack(self._nothing.skeleton, self._nothing.leaves)
 
     def _result(self, value: Any) -> Any:
+        if self.outgoing is None and not self.current.has_loss:
+            packed = pack(without_cache(value))
+            self.current.skeleton = packed.skeleton
+            return packed.tensors
         if self.outgoing is None:
             loss = loss_of(value)
             self.current.losses.append(loss.detach())

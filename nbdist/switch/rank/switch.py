@@ -30,6 +30,7 @@ from nbdist.parallel.consensus import (
     world_size,
 )
 from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, local_state
@@ -73,12 +74,7 @@ def switch(choice: Strategy) -> RankSwitchReport:
         progress.tell("planning")
         models = common_models(WHAT)
         if models and reason:
-            raise OptionError(
-                f"Live models cannot be switched from {label(before)} to {label(choice)}: "
-                f"{reason}. Save with accelerator.save_state(DIR), start afresh with "
-                f"%dist_reset --strategy {choice.name}, prepare again, and load with "
-                "accelerator.load_state(DIR)."
-            )
+            raise OptionError(_fixed(before, choice, reason))
         # Loaders and optimizers that cannot follow refuse before anything changes.
         all_or_none(WHAT, lambda: registry.ask(before, choice))
         all_or_none(WHAT, live_models.refuse_alone)
@@ -95,6 +91,36 @@ def switch(choice: Strategy) -> RankSwitchReport:
         models=tuple(display_name(model.built) for model in models),
         elapsed_s=time.perf_counter() - began_s,
         batch=_batch(before, choice),
+    )
+
+
+def refusal(choice: Strategy) -> str:
+    """Why the models of this rank cannot be switched to a strategy; "" where they can.
+
+    Plans as a switch does, which nothing changes and no rank is met for; so what depends on other
+    ranks is not in it. Random generators stay as they are.
+    """
+    choice, rows = precision.with_accelerator_precision(choice), rows_of(registry.current())
+    models = registry.prepared()
+    reason = next((row.fixed for row in [*rows, *rows_of(choice)] if row.fixed), "")
+    coordinate = choice.degrees.coordinate(0 if choice.name == "single" else rank())
+    grid = ParallelMesh(choice.degrees, rank(), coordinate, None)
+    if models and reason:
+        return _fixed(registry.current(), choice, reason)
+    try:
+        with same_random():
+            for model in models:
+                _plan_model(model, choice, grid)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def _fixed(before: Strategy, choice: Strategy, reason: str) -> str:
+    return (
+        f"Live models cannot be switched from {label(before)} to {label(choice)}: {reason}. Save "
+        f"with accelerator.save_state(DIR), start afresh with %dist_reset --strategy "
+        f"{choice.name}, prepare again, and load with accelerator.load_state(DIR)."
     )
 
 
@@ -144,14 +170,18 @@ def _plan(choice: Strategy, models: Sequence[Prepared]) -> list[ModelMove]:
 
     def work() -> None:
         for place, model in enumerate(models):
-            old = model.built.job
             _refuse_changed(model)
-            job = ModelBuild(model.base, choice, grid, old.device, accelerator=old.accelerator)
-            with build.bare(model.built):
-                planned.append(ModelMove(model, place, build.plan(job)))
+            planned.append(ModelMove(model, place, _plan_model(model, choice, grid)))
 
     all_or_none(WHAT, work)
     return planned
+
+
+def _plan_model(model: Prepared, choice: Strategy, grid: ParallelMesh) -> build.Built:
+    old = model.built.job
+    job = ModelBuild(model.base, choice, grid, old.device, accelerator=old.accelerator)
+    with build.bare(model.built):
+        return build.plan(job)
 
 
 def _refuse_changed(model: Prepared) -> None:
