@@ -72,7 +72,7 @@ build/settings: | $(INSTALLED)
 	@MPLCONFIGDIR=$(SETTINGS)/matplotlib $(PY) -c 'import matplotlib.font_manager'
 
 demo: $(INSTALLED) | build/settings
-	@echo "Running notebooks/$(DEMO).ipynb on two ranks: about half a minute."
+	@echo "Running notebooks/$(DEMO).ipynb on two ranks: about 40 seconds on 2 cores."
 	$(PY) -m nbconvert --to notebook --execute \
 	  --ExecutePreprocessor.kernel_name=python3 \
 	  --ExecutePreprocessor.startup_timeout=120 --ExecutePreprocessor.timeout=600 \

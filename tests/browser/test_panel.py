@@ -405,7 +405,7 @@ def test_a_living_rank_is_not_restarted_by_one_click(tab: Tab) -> None:
     """It asks, in the panel, and does nothing until that is confirmed."""
     tab.panel.get_by_label("rank", exact=True).select_option("1")
     tab.button("Restart rank").click()
-    tab.wait_panel("Rank 1 is alive (idle). A restart ends its process")
+    tab.wait_panel("A restart ends its process, and all its variables are lost")
     tab.picture("asked")
     tab.button("Leave it").click()
     tab.button("Leave it").wait_for(state="hidden", timeout=DEADLINE_S * 1000)

@@ -269,7 +269,7 @@ def _row(*children: Any) -> Any:
 def _group(title: str, *rows: Any) -> Any:
     """Rows with what they are for beside them."""
     head = ipywidgets.HTML(_wrapped(f'<span class="np-group">{title}</span>'))
-    head.layout.min_width = "64px"
+    head.layout.min_width = "80px"
     inner = ipywidgets.VBox(list(rows))
     inner.layout.flex = "1 1 0%"
     return ipywidgets.HBox([head, inner])
