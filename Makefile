@@ -51,12 +51,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  || { echo "nbdist needs Python 3.11 or newer; $(PYTHON) is not. Use: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \
 	  || { echo "$(PYTHON) cannot make environments. On Debian: apt-get install python3-venv"; exit 1; }
+	@echo "Installing into $(VENV), once: about 1.8 GB and 2 to 4 minutes with a fast connection."
+	@echo "Torch with CUDA is several GB more; constraints.txt says how to have the CPU's alone."
 	$(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: torch, the larger half"
 	$(PIP) install --quiet -c constraints.txt torch hatchling
+	@echo "2 of 2: nbdist with what it uses (Jupyter, Accelerate, matplotlib) and what its tests use"
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(LAB_INSTALLED): $(INSTALLED)
+	@echo "Installing JupyterLab, once: about 0.1 GB and half a minute."
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,lab]'
 	@touch $@
 
@@ -67,6 +72,7 @@ build/settings: | $(INSTALLED)
 	@MPLCONFIGDIR=$(SETTINGS)/matplotlib $(PY) -c 'import matplotlib.font_manager'
 
 demo: $(INSTALLED) | build/settings
+	@echo "Running notebooks/$(DEMO).ipynb on two ranks: about 40 seconds on 2 cores."
 	$(PY) -m nbconvert --to notebook --execute \
 	  --ExecutePreprocessor.kernel_name=python3 \
 	  --ExecutePreprocessor.startup_timeout=120 --ExecutePreprocessor.timeout=600 \

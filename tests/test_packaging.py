@@ -174,6 +174,19 @@ def test_readme_commands_exist() -> None:
     assert {"demo", "test"} <= shown <= targets
 
 
+@pytest.mark.parametrize("target", ["demo", "lab"])
+def test_what_is_installed_is_said_before_it_is(target: str, tmp_path: Path) -> None:
+    """With its size and time: pip says nothing for minutes."""
+    command = ["make", "-n", "-f", str(ROOT / "Makefile"), f"VENV={tmp_path / 'none'}", target]
+    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    before_all, _, _ = plan.partition("-m venv ")
+    steps = re.split("pip .*install ", plan)[:-1]
+
+    assert re.search(r"echo .*GB and .* minutes", before_all)
+    assert all("echo " in step for step in steps)
+    assert len(steps) == {"demo": 2, "lab": 3}[target]
+
+
 def test_the_package_knows_its_version() -> None:
     """What `nbdist version` prints is what is installed."""
     assert PROJECT["version"] == VERSION

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from nbdist.bandwidth.results import OPS, BandwidthRow, Bench
 from nbdist.bandwidth.sizes import size_text
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import is_stored, shown
-from nbdist.core.view import View, lines_html, table
+from nbdist.core.view import View, figure_html, folded, lines_html, table
 
 _ROW = ["op", "size", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "result"]
 _WIDTH_PX = 640
@@ -22,27 +20,29 @@ _LINKS_SHOWN = 30
 
 
 def bench(result: Bench, *, has_picture: bool = True) -> View:
-    """Rows, model, what was left out, what links can carry; a picture unless text alone is seen."""
-    head = _head(result)
-    foot = [f"left out: {sentence}" for sentence in result.left_out] + _legend(result)
-    rows = table(_ROW, [_cells(row, result.world_size) for row in result.rows])
+    """Model and picture, then rows, what was left out, what links can carry.
+
+    The picture is left out where text alone is seen; rows are folded unless one of them is wrong.
+    """
+    head, left_out = _head(result), [f"left out: {sentence}" for sentence in result.left_out]
+    rows = table(
+        _ROW, [_cells(row, result.world_size) for row in result.rows], after=_legend(result)
+    )
     model, links = _model(result), _links(result)
-    parts = ["\n".join([*head, rows.text, *foot]), model.text, links.text]
+    is_wrong = any(row.wrong for row in result.rows)
+    parts = ["\n".join(head), model.text, rows.text, "\n".join(left_out), links.text]
     image = ""
     if has_picture and result.rows and not is_stored():
         alt = f"Bus bandwidth against size of {', '.join(result.ops)}; the table has the numbers."
-        data = base64.b64encode(picture(result)).decode()
-        image = (
-            f'<img alt="{html.escape(alt)}" style="width:100%" src="data:image/png;base64,{data}">'
-        )
-    column = f'<div style="margin-right:2em;max-width:{_WIDTH_PX}px">'
+        image = figure_html(picture(result), alt)
     body = (
         f'<div>{lines_html(head)}<div style="display:flex;flex-wrap:wrap;align-items:flex-start">'
-        f"{column}{image}{model.html}</div>{column}{rows.html}</div></div>{lines_html(foot)}"
-        f"<details><summary>links to compare with</summary>{links.html}</details></div>"
+        f'<div style="margin-right:2em">{model.html}</div>'
+        f'<div style="max-width:{_WIDTH_PX}px">{image}</div></div>'
+        f"{folded(f'measurements ({len(result.rows)})', rows.html, is_open=is_wrong)}"
+        f"{lines_html(left_out)}{folded('links to compare with', links.html)}</div>"
     )
-    text = "\n\n".join(part for part in parts if part)
-    return View(text, body, is_bad=any(row.wrong for row in result.rows))
+    return View("\n\n".join(part for part in parts if part), body, is_bad=is_wrong)
 
 
 def _head(result: Bench) -> list[str]:

@@ -19,6 +19,7 @@ from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
 from nbdist.core.view import View
 from nbdist.errors import OptionError
+from nbdist.monitor.kernel.monitor import FIRST_S
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import (
     ANYWHERE,
@@ -108,15 +109,19 @@ def make_plan(
         )
     shape = _shape(model) if live is None else shape_of(live)
     load = load if live is None else load_of(live, load, request.optimizer)
-    given = dict(given or {})
     device, measured, assumed = _device(request)
+    given, assumed_precision = _with_precision(dict(given or {}), load, device)
+    load = replace(load, has_gpu=not device.is_cpu)
     world_size, assumed_ranks = _ranks(request, given)
+    if device.is_cpu:  # all of them share it
+        here = NOTEBOOK.session.topology.world_size
+        device = replace(device, memory_bytes=device.memory_bytes * here / world_size)
     if measured is not None and measured.world_size != world_size:
         measured = None
     with progress.during("plan") as tell, _engine(shape, live, request) as engine:
         result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
-            engine=engine, assumed=(*assumed, *assumed_ranks), progress=tell,
+            engine=engine, assumed=(*assumed, *assumed_ranks, *assumed_precision), progress=tell,
         )  # fmt: skip
     if live is not None:
         result = replace(result, live=described(live))
@@ -203,10 +208,27 @@ def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, 
     default = DEVICES[ASSUMED]
     if not NOTEBOOK.is_running:
         return default, None, (f"--gpu {ASSUMED}",)
-    topology, last = NOTEBOOK.session.topology, NOTEBOOK.session.bandwidth.last
-    device, topology_text = device_of_ranks(topology)
+    session = NOTEBOOK.session
+    last, samples = session.bandwidth.last, session.monitor.latest()
+    samples = samples or session.monitor.wait(0.0, FIRST_S)
+    device, told = device_of_ranks(session.topology, next(iter(samples), None))
     model = last.model if device is not None and last is not None and not last.caveat else None
-    return device or default, model, topology_text
+    return device or default, model, told
+
+
+def _with_precision(
+    given: dict[str, object], load: Workload, device: Device
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """What was typed with the precision in which people train there, unless one was typed.
+
+    A recipe says which: what is stored in fp32 is computed in it.
+    """
+    if "precision" in options.read(given)[1]:
+        return given, ()
+    usual = "fp32" if load.recipe == "fp32" else device.usual_precision
+    whys = {"fp16": f", as {device.title} has no bf16", "fp32": ", as is usual on a CPU"}
+    why = "" if load.recipe == "fp32" else whys.get(usual, "")
+    return {**given, "precision": usual}, (f"--{usual}{why}",)
 
 
 def _ranks(request: PlanRequest, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
@@ -232,10 +254,10 @@ def dist_plan(values: Namespace) -> View:
         )
     given = strategy_given(values)
     others = [word for word in ("bf16", "fp16") if given[word]]
-    if values.is_fp32 and (others or (values.precision or "fp32") != "fp32"):
-        raise OptionError(
-            f"%dist_plan: --fp32 and --{[*others, 'precision'][0]} contradict each other."
-        )
+    if values.is_fp32:
+        if others:
+            raise OptionError(f"%dist_plan: --fp32 and --{others[0]} contradict each other.")
+        given["precision"] = "fp32"
     if values.checkpoints_all:
         given["checkpoint"] = given["checkpoint"] or "full"
     load = Workload(
@@ -324,7 +346,7 @@ VERBS = (
     Verb(
         "dist_plan",
         "Say whether a model will fit, under which strategy, and what to choose.",
-        "%dist_plan llama-3-8b --ranks 8 --gpu h100 --bf16 --seq 4096",
+        "%dist_plan llama-3-8b --ranks 8 --gpu h100 --seq 4096",
         dist_plan,
         (
             Option(
@@ -338,7 +360,11 @@ VERBS = (
                 ("--ranks", "-n"), "number of ranks (default: those running, or 8)", rank_count,
                 metavar="N",
             ),
-            Option(("--gpu",), f"one of {', '.join(DEVICES)} (default: h100)", metavar="NAME"),
+            Option(
+                ("--gpu",),
+                f"one of {', '.join(DEVICES)} (default: what the ranks have, or h100)",
+                metavar="NAME",
+            ),
             Option(("--memory",), "memory of a GPU that is not listed: 24GB", metavar="SIZE"),
             Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
             Option(
@@ -375,7 +401,12 @@ VERBS = (
                 None,
                 name="is_check",
             ),
-            Option(("--fp32",), "compute in fp32, the default", None, name="is_fp32"),
+            Option(
+                ("--fp32",),
+                "compute in fp32 (default: bf16; fp16 on a GPU without it, fp32 on the CPU)",
+                None,
+                name="is_fp32",
+            ),
             Option(("--ac",), "same as --checkpoint full", None, name="checkpoints_all"),
             *strategy_options(),
         ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING
 from nbdist.comparison.comparison import PARTS, ComparedRow, Comparison
 from nbdist.core import units
 from nbdist.core.units import is_stored, shown
-from nbdist.core.view import View, lines_html, table
+from nbdist.core.view import View, figure_html, lines_html, table
 from nbdist.trace.view.image import COLOURS
 
 if TYPE_CHECKING:  # it takes half a second to import
@@ -40,9 +38,9 @@ def comparison_result(comparison: Comparison) -> View:
         return View(rows.text + text, png=image)
     body = ""
     if image:
-        alt = html.escape(f"Bar charts of the strategies; the numbers are below. {rows.text}")
-        source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-        body = f'<img style="max-width:100%" alt="{alt}" src="{source}"/>'
+        body = figure_html(
+            image, f"Bar charts of the strategies; the numbers are below. {rows.text}"
+        )
     page = f"<div>{body}{rows.html}{lines_html(lines)}</div>"
     return View(rows.text + text, page, png=image)
 

@@ -12,6 +12,13 @@ from nbdist.core.finding import BAD, OK, Finding, advice, summary
 from nbdist.core.units import shown
 
 _NUMBER = re.compile(r"[0-9.,#]+")
+# A first column up to so wide is one of names, and stays on one line.
+_NAME_CHARS = 40
+_FIGURE = "nbdist-figure"
+_DARK = (
+    f'<style>[data-jp-theme-light="false"] .{_FIGURE}, .vscode-dark .{_FIGURE} '
+    "{filter:invert(1) hue-rotate(180deg);mix-blend-mode:screen}</style>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +71,14 @@ def table(
         )
         return "  ".join(fitted).rstrip()
 
+    styles = [f"text-align:{'right' if right else 'left'}" for right in is_number]
+    if widths[0] <= _NAME_CHARS:  # in a wide table a browser breaks names first
+        styles[0] += ";white-space:nowrap"
+
     def row_html(tag: str, cells: Sequence[str]) -> str:
         inner = "".join(
-            f'<{tag} style="text-align:{"right" if right else "left"}">{html.escape(cell)}</{tag}>'
-            for cell, right in zip(cells, is_number, strict=True)
+            f'<{tag} style="{style}">{html.escape(cell)}</{tag}>'
+            for cell, style in zip(cells, styles, strict=True)
         )
         return f"<tr>{inner}</tr>"
 
@@ -98,6 +109,25 @@ def verdicts(
     above = [*before, f"{title}{summary(findings)}"]
     view = table(head, rows, before=above, after=after or [none])
     return View(view.text, view.html, is_bad=any(finding.verdict == BAD for finding in findings))
+
+
+def folded(title: str, body: str, *, is_open: bool = False) -> str:
+    """HTML that a reader opens who wants to know more; the title says what is in it."""
+    state = " open" if is_open else ""
+    return f"<details{state}><summary>{html.escape(title)}</summary>{body}</details>"
+
+
+def figure_html(png: bytes, alt: str) -> str:
+    """A figure on white as HTML: as wide as there is room, on a dark page dark.
+
+    It has black text and lines on white; where JupyterLab's theme is dark (Notebook's and VS
+    Code's too) it is inverted with its hues kept, and black becomes the page's own colour.
+    """
+    source = base64.b64encode(png).decode("ascii")
+    return (
+        f'{_DARK}<img class="{_FIGURE}" alt="{html.escape(alt)}" style="max-width:100%" '
+        f'src="data:image/png;base64,{source}">'
+    )
 
 
 def lines_html(texts: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 from nbdist.core import units
 from nbdist.core.finding import Finding
 from nbdist.core.units import is_stored, shown
-from nbdist.core.view import View, table
+from nbdist.core.view import View, figure_html, table
 from nbdist.monitor.samples import Sample, SampleHistory
 
 # More pictures than this are too small, or too many, to be read.
@@ -96,9 +95,7 @@ def monitor(
     alt = (
         "Utilisation, memory, temperature and power of each rank over time; the table has numbers."
     )
-    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
-    picture = f'<img alt="{alt}" style="max-width:100%" src="{source}">'
-    return View(view.text, view.html + picture)
+    return View(view.text, view.html + figure_html(image, alt))
 
 
 def _is_known(history: SampleHistory, column: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import count
@@ -58,6 +59,19 @@ class CellOptions:
     record: Record | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LastCell:
+    """The last cell that all ranks have run to its end.
+
+    Attributes:
+        number: Of the notebook's cell; None outside of one.
+    """
+
+    code: str
+    number: int | None
+    took_s: float
+
+
 class Notebook:
     """One notebook's ranks and settings. There is one of these in a kernel."""
 
@@ -72,6 +86,7 @@ class Notebook:
         self.before_cell: Callable[[str, CellOptions], CellOptions] = lambda _code, options: options
         # Told of the progress bar that the running cell draws, and of its end by "".
         self.on_bar: Callable[[str], object] = lambda _text: None
+        self.last_cell: LastCell | None = None  # of the running ranks
         self.panel: object = None  # that of %dist_panel; nbdist.commands brings it
         self._file_numbers = count(1)
         self._live: LiveCell | None = None  # what draws the last cell on ranks
@@ -141,6 +156,7 @@ class Notebook:
             started.session.has_name = lambda name: name in shell.user_ns
         started.session.panel = lambda: self.panel
         self.current, self.options, self._why_none = started.session, options, ""
+        self.last_cell = None
         atexit.register(self._stop_at_exit, started.session)
         return started
 
@@ -176,14 +192,22 @@ class Notebook:
     def run(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and block until it ends."""
         options = self.before_cell(code, options)
-        with self._record_cell(options.record):
+        with self._remember_cell(code, options), self._record_cell(options.record):
             return wait.wait(self.request(code, options))
 
     async def run_async(self, code: str, options: CellOptions) -> CellResult:
         """Run a distributed cell and leave the kernel's loop free meanwhile."""
         options = self.before_cell(code, options)
-        with self._record_cell(options.record):
+        with self._remember_cell(code, options), self._record_cell(options.record):
             return await wait.wait_async(self.request(code, options))
+
+    @contextlib.contextmanager
+    def _remember_cell(self, code: str, options: CellOptions) -> Iterator[None]:
+        """Keep the cell that runs inside as the last one, if it ends well and is for all ranks."""
+        session, began_s = self.session, time.monotonic()
+        yield
+        if set(session.chosen(options.ranks)) == set(session.ranks):
+            self.last_cell = LastCell(code, self.cell_number, time.monotonic() - began_s)
 
     @contextlib.contextmanager
     def _record_cell(self, record: Record | None) -> Iterator[None]:

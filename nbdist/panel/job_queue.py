@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from nbdist.panel.state import BUTTONS, LogEntry
@@ -124,12 +124,12 @@ class JobQueue:
             self._acting = None
             self.note(f"{typed} ({took_s:.1f} s): {text}", kind)
 
-    def drop(self, why: str) -> int:
-        """Take back all that is queued; how much it was."""
+    def drop(self, why: str, keep: Collection[str] = ()) -> int:
+        """Take back all that is queued but these buttons' jobs; how much it was."""
         with self._lock:
-            dropped = list(self._queue)
-            self._queue.clear()
+            dropped = [job for job in self._queue if job.name not in keep]
             for job in dropped:
+                self._queue.remove(job)
                 self.note(f"{job.typed} is removed from the queue: {why}")
             return len(dropped)
 

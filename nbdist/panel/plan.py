@@ -6,17 +6,19 @@ The numbers are those of `%dist_plan MODEL --engine formulas` with the same batc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core import units
 from nbdist.errors import OptionError
 from nbdist.panel.state import PanelPlan
+from nbdist.panel.strategy_form import Value, pick, typed
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
 from nbdist.planner.workload import Workload
 from nbdist.strategy.choice import Strategy
+from nbdist.strategy.table import ROWS
 
 # Of a step: what is more than states.
 _MORE = ("activations", "buffers", "overhead")
@@ -93,6 +95,41 @@ def plan_of_models(
     else:
         batch = f"assumed: {batch} (no prepared data loader has yielded a batch yet)"
     return PanelPlan(f"{text}\n{step}; {batch}", True, word, share)
+
+
+def fitting(
+    models: Sequence[LiveModel], limit: Limit, current: Strategy, on: tuple[int, str, str]
+) -> tuple[str, ...]:
+    """Strategies other than the current one that these ranks and models can have, as typed.
+
+    Each computes in what the current one computes in. DeepSpeed is another package, and `single`
+    trains on each rank by itself: both can be chosen, and are not offered. `on`: the number of
+    ranks, their device's type and their backend.
+    """
+    values: dict[str, Value] = {}
+    if current.options.precision != "fp32":
+        values["precision"] = current.options.precision
+    names = [name for name in ROWS if name not in {"single", "deepspeed", current.name}]
+    return tuple(typed(name, values) for name in names if _fits(name, values, models, limit, on))
+
+
+def _fits(
+    name: str,
+    values: Mapping[str, Value],
+    models: Sequence[LiveModel],
+    limit: Limit,
+    on: tuple[int, str, str],
+) -> bool:
+    choice = pick(name, values, *on)
+    if isinstance(choice, str):
+        return False
+    if not models:
+        return True
+    try:
+        memory = planned_memory(choice, models, limit)
+    except OptionError:
+        return False
+    return not limit.memory_bytes or verdict(memory.peak / limit.memory_bytes) != NO
 
 
 def _sum(memory: Memory, names: Sequence[str]) -> str:

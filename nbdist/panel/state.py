@@ -105,6 +105,23 @@ class LogEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked before a button does something that costs much.
+
+    Attributes:
+        name: The button's.
+        text: What it would cost; a sentence or two.
+        choices: Strategies as typed, of which any can be compared with the current one.
+        preset: Those of them that are chosen until somebody chooses others.
+    """
+
+    name: str
+    text: str
+    choices: tuple[str, ...] = ()
+    preset: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PanelState:
     """All that the panel shows.
 
@@ -120,6 +137,7 @@ class PanelState:
         acting: What the panel is doing now, and since when, or "".
         queued: What it will do when the cell ends, in order.
         armed: What happens with the next cell on ranks.
+        question: What has to be confirmed first, or None.
         log: Oldest first.
     """
 
@@ -135,7 +153,14 @@ class PanelState:
     acting: str = ""
     queued: tuple[str, ...] = ()
     armed: tuple[str, ...] = ()
+    question: Question | None = None
     log: tuple[LogEntry, ...] = ()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to interrupt."""
+        busy = any(row.kind in {"running", "waiting"} for row in self.ranks)
+        return busy or bool(self.cell or self.acting)
 
 
 def bar_share(bar: str) -> float | None:
@@ -187,7 +212,10 @@ class Button:
 
 
 _BUTTONS = (
-    Button("interrupt", "Interrupt", "the stop button", "interrupt what runs on the ranks", "now"),
+    Button(
+        "interrupt", "Interrupt", "the stop button",
+        "interrupt what runs on the ranks, and remove what waits for its end from the queue", "now",
+    ),
     Button(
         "status", "Status", "%dist_status --stacks",
         "what every rank does, who waits for whom, and the Python stacks", "now",
@@ -195,7 +223,8 @@ _BUTTONS = (
     ),
     Button(
         "restart", "Restart rank", "%dist_restart",
-        "replace this rank by a new process; its variables are lost", "between",
+        "replace this rank by a new process; its variables are lost; asks first if it is alive",
+        "between",
     ),
     Button(
         "profile", "Profile next cell", "%%dist_profile",
@@ -216,14 +245,16 @@ _BUTTONS = (
     ),
     Button(
         "compare", "Compare", "%dist_compare",
-        "run the last cell on ranks again, under the current strategy and the chosen one, "
-        "then restore the state", "between", ("ranks", "code", "choice"), "comparison",
+        "run the last cell on ranks again, under the current strategy and others that fit, "
+        "then restore the state; asks first", "between", ("ranks", "code"), "comparison",
     ),
     Button("apply", "Apply", "%dist_strategy", "switch to this strategy", "between",
            ("ranks", "choice", "other")),
     Button("start", "Start ranks", "%dist_init", "start ranks, with the options of the last start",
            "between", ("none",), "ranks"),
     Button("cancel", "Cancel queued", "", "remove all jobs from the queue", "now", ("queue",)),
+    Button("confirm", "Go on", "", "do what was asked about", "now", ("question",)),
+    Button("dismiss", "Leave it", "", "do nothing of it", "now", ("question",)),
 )  # fmt: skip
 BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}
 
@@ -232,10 +263,11 @@ _WHY = {
     "ranks": "no ranks are running",
     "none": "ranks are already running",
     "trace": "nothing has been recorded yet: use Profile next cell",
-    "code": "no cell has run on all ranks yet",
+    "code": "no cell has run on all ranks to its end yet",
     "choice": "the chosen strategy is not possible with these ranks and models",
     "other": "this strategy is already in use",
     "queue": "nothing is queued",
+    "question": "there is nothing to confirm",
 }
 
 

@@ -15,7 +15,7 @@ from nbdist.strategy import footprint
 from nbdist.strategy.choice import Options, Strategy
 from nbdist.strategy.choose import choose
 from nbdist.strategy.degrees import WORDS, divisors
-from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, takers
+from nbdist.strategy.options import DEGREE_LABELS, DEGREES, OPTIONS, SHORTHANDS, takers
 from nbdist.strategy.table import ROWS
 
 # A field that was left alone.
@@ -33,7 +33,8 @@ class FormField:
 
     Attributes:
         word: A degree, or an option's name from Python.
-        label: As typed: `--tp`.
+        label: In words: `tensor parallel`.
+        flag: As typed: `--tp`.
         kind: "choice" (one of), "suggest" (one of these, or another text), "text" or "switch".
         choices: Of the first two; UNSET is not among them.
         default: What counts where it is left alone, in words.
@@ -42,6 +43,7 @@ class FormField:
 
     word: str
     label: str
+    flag: str
     kind: str
     choices: tuple[str, ...]
     default: str
@@ -57,7 +59,16 @@ def fields(name: str, world_size: int) -> tuple[FormField, ...]:
         degrees.append("replicas")
     counts = tuple(str(n) for n in divisors(world_size))
     result = [
-        FormField(word, f"--{word}", "choice", counts, "auto", DEGREES[word], is_own=True)
+        FormField(
+            word,
+            DEGREE_LABELS[word],
+            f"--{word}",
+            "choice",
+            counts,
+            "auto",
+            DEGREES[word],
+            is_own=True,
+        )
         for word in degrees
     ]
     for option in OPTIONS.values():
@@ -67,7 +78,9 @@ def fields(name: str, world_size: int) -> tuple[FormField, ...]:
             choices = choices or _OFTEN.get(option.kind, ())
             is_own = len(takers(option)) < len(ROWS) / 2
             words = option.default or "no", option.help
-            result.append(FormField(option.word, option.flag, kind, choices, *words, is_own))
+            result.append(
+                FormField(option.word, option.label, option.flag, kind, choices, *words, is_own)
+            )
     return tuple(result)
 
 

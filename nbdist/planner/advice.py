@@ -11,7 +11,7 @@ from nbdist.errors import OptionError
 from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, PlanRow, plan
 from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
-from nbdist.strategy.options import DEGREES
+from nbdist.strategy.options import DEGREES, read
 
 _MOST_RANKS = 4096
 
@@ -115,24 +115,29 @@ def cost(planned: Plan, row: PlanRow) -> str:
     """What a strategy costs beside computation, for each sample, as text."""
     if not planned.counts_sent(row):
         return "what it sends is not known"
-    sent = f"{exact_size(row.sent_bytes / row.samples)} sent"
+    sent = f"{exact_size(row.sent_bytes / row.samples)} sent per sample"
     if row.time is None:
-        return f"{sent} per sample"
-    waits = " and idle" if row.time.idle_s else ""
-    return f"{sent}{waits}, about {row.time.cost_s:.2g} s per sample"
+        return sent
+    idle = " and idle time" if row.time.idle_s else ""
+    return f"{sent}, about {row.time.cost_s:.2g} s of communication{idle} per sample"
 
 
 def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
     """The first of these that makes a strategy safe, each with those before it; else more ranks."""
     load, options = planned.load, dict(given)
     added: list[str] = []
-    is_half = options.get("bf16") or options.get("fp16") or options.get("precision")
     half = "bf16" if planned.device.has_bf16 else "fp16"
+    is_single = read(options)[1].get("precision", "fp32") == "fp32"
     steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
-        (f"--{half}", not is_half, {half: True}, None),
+        (f"--{half}", is_single, {"precision": half}, None),
         ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}, None),
         ("--batch 1", load.batch > 1, {}, 1),
-        ("--offload cpu", options.get("offload") is None, {"offload": "cpu"}, None),
+        (
+            "--offload cpu",
+            options.get("offload") is None and load.has_gpu,
+            {"offload": "cpu"},
+            None,
+        ),
     )
     ladder: list[tuple[str, Plan, dict[str, object]]] = []
     for word, is_new, more, batch in steps:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from nbdist.bandwidth.links import LINKS, Link
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
+from nbdist.monitor.samples import Sample
 
 # What is planned for where nothing else is known.
 ASSUMED = "h100"
@@ -31,6 +32,7 @@ class Device:
         link: To the others of its host, a name of bandwidth.links.
         network: To other hosts, likewise: what such hosts commonly have.
         driver: Words of the name under which the driver knows it.
+        is_cpu: Ranks compute on a CPU; the memory is one rank's share of its host's.
     """
 
     name: str
@@ -44,6 +46,14 @@ class Device:
     driver: tuple[str, ...] = ()
     source: str = ""
     has_bf16: bool = True
+    is_cpu: bool = False
+
+    @property
+    def usual_precision(self) -> str:
+        """What people train in on it: bf16, fp16 where there is no bf16, fp32 on a CPU."""
+        if self.is_cpu:
+            return "fp32"
+        return "bf16" if self.has_bf16 else "fp16"
 
     def flops(self, precision: str) -> float:
         """Operations per second in fp32, bf16 or fp16."""
@@ -140,15 +150,37 @@ def link_of(device: Device, n_ranks: int) -> Link | None:
     return _LINKS.get(device.link if n_ranks <= PER_HOST else device.network)
 
 
-def device_of_ranks(topology: Topology) -> tuple[Device | None, tuple[str, ...]]:
-    """What the running ranks have, if the catalogue knows it, and what is told of that."""
+def device_of_ranks(
+    topology: Topology, sample: Sample | None = None
+) -> tuple[Device | None, tuple[str, ...]]:
+    """What the running ranks have, and what is told of that; None where nobody knows its memory.
+
+    `sample` is the newest one of a rank: it has the memory of what is not in the catalogue.
+    """
     first = topology.ranks[0]
+    if first.device == "cpu":
+        return _cpu_of_ranks(topology, sample)
     device = known_as(first.device_name)
+    gpu = None if sample is None else sample.gpu
+    if device is None and gpu is not None and gpu.total_bytes:
+        device = Device("", first.device_name, gpu.total_bytes)
     if device is None:
-        why = f", as {first.device_name} is not in the catalogue" if first.device_name else ""
-        return None, (f"--gpu {ASSUMED}{why}",)
+        return None, (f"--gpu {ASSUMED}, as {first.device_name} is not in the catalogue",)
+    title = f"--gpu {device.name}" if device.name else device.title
     sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
     if sharing == 1:
-        return device, (f"--gpu {device.name}, as the ranks here have",)
+        return device, (f"{title}, as the ranks here have",)
     shared = replace(device, memory_bytes=device.memory_bytes / sharing)
-    return shared, (f"--gpu {device.name}, which {sharing} ranks share here",)
+    return shared, (f"{title}, which {sharing} ranks share here",)
+
+
+def _cpu_of_ranks(
+    topology: Topology, sample: Sample | None
+) -> tuple[Device | None, tuple[str, ...]]:
+    """A rank's share of its host's memory, or of what its control group may have of that."""
+    if sample is None or sample.usage is None:
+        return None, (f"--gpu {ASSUMED}, as the memory of this machine is not known",)
+    on_host = max(Counter(place.host for place in topology.ranks).values())
+    limit_bytes = sample.usage.host_limit_bytes
+    device = Device("", "this machine's CPU", limit_bytes / on_host, is_cpu=True)
+    return device, (f"this machine's CPU ({limit_bytes / _GB:.1f} GB)",)

@@ -24,6 +24,7 @@ class OptionRow:
         why: The reason why it belongs nowhere else.
         default: What counts without it, in words; empty where nothing happens.
         is_whole: A choice of whole numbers.
+        title: In words, where the flag's own are none.
     """
 
     name: str
@@ -36,6 +37,12 @@ class OptionRow:
     choices: tuple[str, ...] = ()
     default: str = ""
     is_whole: bool = False
+    title: str = ""
+
+    @property
+    def label(self) -> str:
+        """The option in words, as a form has it."""
+        return self.title or self.word.replace("_", " ")
 
     @property
     def word(self) -> str:
@@ -54,28 +61,34 @@ _OPTIONS = (
         "checkpoint", "--checkpoint", "blocks",
         "compute activations again in backward: full, selective, or every K-th block",
         steps=("options",),
+        title="recompute activations",
     ),
     OptionRow(
-        "accumulate", "--accumulate", "count", "backwards per step of the optimizer", default="1"
+        "accumulate", "--accumulate", "count", "backwards per step of the optimizer", default="1",
+        title="accumulate gradients",
     ),
     OptionRow(
-        "is_fused", "--fused", "switch", "the optimizer's fused implementation"
+        "is_fused", "--fused", "switch", "the optimizer's fused implementation",
+        title="fused optimizer",
     ),
     OptionRow("is_compiled", "--compile", "switch", "torch.compile, block by block",
-              steps=("options",)),
+              steps=("options",), title="torch.compile"),
     OptionRow(
         "sdpa", "--sdpa", "choice", "backend of scaled_dot_product_attention",
         steps=("options",), never=("cp", "ulysses"),
         why="it computes attention over all ranks itself",
         choices=("flash", "efficient", "math", "cudnn"), default="torch's",
+        title="attention backend",
     ),
     OptionRow(
         "blocks", "--blocks", "text", "name of the model's list of blocks, such as model.layers",
         default="automatic",
+        title="list of blocks",
     ),
     OptionRow(
         "bucket_mb", "--bucket", "number", "MiB of gradients that are reduced at once",
         steps=("ddp",), why="only DDP has buckets", default="25",
+        title="bucket (MiB)",
     ),
     OptionRow(
         "has_static_graph", "--static-graph", "switch", "the same parameters in every step",
@@ -84,21 +97,25 @@ _OPTIONS = (
     OptionRow(
         "finds_unused", "--find-unused", "switch", "look for parameters without gradient each step",
         steps=("ddp",), why=_DDP_ONLY,
+        title="find unused parameters",
     ),
     OptionRow(
         "hook", "--hook", "choice", "compress gradients on the wire",
         steps=("ddp",), why="it hooks into DDP's all-reduce", choices=("fp16", "bf16", "powersgd"),
+        title="compress gradients",
     ),
     OptionRow(
         "shard", "--shard", "choice",
         "what is split: all (full), all outside of a step (grad-op), within copies (hybrid)",
         steps=("fsdp", "fsdp1"), why="only fsdp splits what data-parallel ranks hold alike",
         choices=("full", "grad-op", "hybrid"), default="full",
+        title="what is sharded",
     ),
     OptionRow(
         "offload", "--offload", "choice", "keep parameters and optimizer in CPU memory, or on NVMe",
         steps=("fsdp", "deepspeed"), why="only sharded parameters are brought in block by block",
         choices=("cpu", "nvme"),
+        title="offload to",
     ),
     OptionRow(
         "has_sequence_parallel", "--sequence-parallel", "switch",
@@ -114,11 +131,13 @@ _OPTIONS = (
     OptionRow(
         "microbatches", "--microbatches", "count", "pieces of a batch",
         steps=("pp",), why="only a pipeline cuts a batch into pieces; the others --accumulate",
+        title="micro-batches",
     ),
     OptionRow(
         "stage", "--stage", "choice", "what is split: 1 optimizer, 2 gradients too, 3 all",
         steps=("deepspeed",), why="it is DeepSpeed's; zero1 is stage 1, fsdp stage 3",
         choices=("1", "2", "3"), default="2", is_whole=True,
+        title="ZeRO stage",
     ),
 )  # fmt: skip
 OPTIONS: Mapping[str, OptionRow] = {row.name: row for row in _OPTIONS}
@@ -136,6 +155,15 @@ DEGREES: Mapping[str, str] = {
     "pp": "stages",
     "cp": "ranks that share each sequence",
     "replicas": "copies of the model under --shard hybrid",
+}
+
+# Typed word -> the same as a form has it.
+DEGREE_LABELS: Mapping[str, str] = {
+    "dp": "data parallel",
+    "tp": "tensor parallel",
+    "pp": "pipeline stages",
+    "cp": "context parallel",
+    "replicas": "replicas",
 }
 
 _BY_WORD: Mapping[str, OptionRow] = {**{row.word: row for row in _OPTIONS}, **OPTIONS}

@@ -38,20 +38,21 @@ ONE_ROW = replace(SLOW, rows=SLOW.rows[:1], left_out=())
 
 
 def test_text() -> None:
-    """The caveat first, rows with units, what was left out, factors, model, and links."""
+    """The caveat and the model first, rows with units, factors, what was left out, and links."""
     view = bench(SLOW)
-    lines = view.text.splitlines()
+    before, model, rows, left_out, _ = view.text.split("\n\n")
+    lines = rows.splitlines()
 
-    assert lines[:6] == [
-        "2 ranks on 1 host, gloo, CPU",
-        CAVEAT,
+    assert before.splitlines() == ["2 ranks on 1 host, gloo, CPU", CAVEAT]
+    assert model.startswith("model: time = latency + ")
+    assert lines[:4] == [
         "op          size   time (us)  algbw (GB/s)  busbw (GB/s)  result",
         "all_gather  1 KiB      100.0        0.0102        0.0051  ok",
         "all_gather  1 MiB     1100.0        0.9533        0.4766  WRONG on rank 1",
         "broadcast   1 KiB       50.0        0.0205        0.0205  ok",
     ]
-    assert lines[6] == "left out: broadcast 1 MiB: no <time>"
-    assert "all_gather (n-1)/n = 0.5, broadcast 1." in lines[8]
+    assert "all_gather (n-1)/n = 0.5, broadcast 1." in lines[5]
+    assert left_out == "left out: broadcast 1 MiB: no <time>"
     assert re.search(r"^all_gather +99\.\d +0\.52\d+ +0$", view.text, re.MULTILINE)
     assert "no model of broadcast: it needs two sizes or more" in view.text
     assert "direction of one device (not measured here)\n" in view.text
@@ -82,6 +83,15 @@ def test_html_is_closed_and_safe(result: Bench) -> None:
 
     assert not {"time", "script"} & {*names}
     assert names.count("img") == bool(result.rows)
+
+
+def test_rows_are_folded_below_the_picture_unless_one_is_wrong() -> None:
+    """Model and picture are seen without a click."""
+    page, wrong = bench(FAST).html, bench(SLOW).html
+
+    assert page.index("model: time") < page.index("<img") < page.index("<details><summary>meas")
+    assert f"<summary>measurements ({len(FAST.rows)})</summary>" in page
+    assert "<details open><summary>measurements (3)</summary>" in wrong
 
 
 def test_the_picture_shows_each_operation() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 
@@ -71,6 +74,7 @@ CELLS = {
     "brief": "print('begun', flush=True)\nimport pathlib, time\n"
     "while not pathlib.Path('go').exists(): time.sleep(0.05)",
     "kill": "%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "monitor": "%dist_monitor",
     "count": "%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())",
 }
 NUMBER = {name: index for index, name in enumerate(CELLS)}
@@ -153,6 +157,14 @@ _IS_LOGGED = "() => window.nbdistLogged > 0"
 # With this prompt the outputs of the last run are gone.
 _IS_STARTED = """index => document.querySelectorAll('.jp-Notebook .jp-Cell')[index]
     .querySelector('.jp-InputPrompt').innerText.trim() == '[*]:'"""
+# How far a checkbox stands above or below the middle of its label, in pixels.
+_OFF_MIDDLE = """all => all.map(label => {
+    const box = one => one.getBoundingClientRect();
+    const middle = one => (box(one).top + box(one).bottom) / 2;
+    const text = document.createRange();
+    text.selectNodeContents(label);
+    return Math.abs(middle(label.querySelector('input')) - middle(text));
+})"""
 _HAS_STILL = """text => [...document.querySelectorAll('.nbdist-panel-still')]
     .some(one => one.textContent.includes(text))"""
 _DRAWN = "() => Number(document.querySelector('.np-age').dataset.drawn)"
@@ -208,20 +220,22 @@ def test_it_shows_ranks_with_memory_and_use(tab: Tab) -> None:
     text = tab.panel.inner_text()
 
     assert "2 ranks on 1 host, gloo" in text
-    assert "strategy ddp, dp 2" in text
+    assert "gloo; strategy ddp, dp 2" in text
+    assert tab.panel.locator(".np-group").all_inner_texts() == ["Control", "Record", "Strategy"]
     assert tab.panel.locator("tr[data-rank]").count() == 2
 
 
 def test_every_control_has_a_name_and_is_reached_by_keyboard(tab: Tab) -> None:
     """Tab goes from one to the next, and Space presses."""
     tab.button("More options").click()
-    tab.panel.get_by_label("--accumulate").wait_for(timeout=DEADLINE_S * 1000)
+    tab.panel.get_by_label("accumulate gradients").wait_for(timeout=DEADLINE_S * 1000)
     controls = tab.panel.locator("button:visible, select:visible, input:visible")
     names = controls.evaluate_all(
         "all => all.map(one => (one.labels && one.labels[0] || one).innerText.trim())"
     )
     enabled = controls.evaluate_all("all => all.filter(one => !one.disabled).length")
     tab.button("Interrupt").focus()
+    boxes = tab.panel.locator("label:has(input[type=checkbox]):visible").evaluate_all(_OFF_MIDDLE)
     reached = 1
     for _ in range(enabled - 1):
         tab.page.keyboard.press("Tab")
@@ -230,10 +244,13 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(tab: Tab) -> None:
     tab.page.keyboard.press("Space")
     tab.page.wait_for_function(
         "() => ![...document.querySelectorAll('.nbdist-panel label')]"
-        ".some(one => one.innerText == '--accumulate' && one.offsetParent)"
+        ".some(one => one.innerText == 'accumulate gradients' && one.offsetParent)"
     )
 
     assert all(names), names
+    assert not any(name.startswith("--") for name in names)
+    assert boxes
+    assert max(boxes) < 2
     assert len(names) > 15
     assert reached == enabled
 
@@ -347,7 +364,7 @@ def test_during_a_cell_a_switch_is_queued_and_can_be_taken_back(tab: Tab, lab: L
 def test_what_cannot_be_had_cannot_be_applied_and_says_why(tab: Tab) -> None:
     """With the same words as %dist_strategy."""
     tab.panel.get_by_label("strategy", exact=True).select_option("fsdp")
-    tab.panel.get_by_label("--shard", exact=True).select_option("hybrid")
+    tab.panel.get_by_label("what is sharded", exact=True).select_option("hybrid")
     tab.wait_panel("2 data-parallel ranks cannot form them")
     why = "the chosen strategy is not possible with these ranks and models"
     disabled = tab.panel.locator(f"button:disabled[title='{why}']", has_text="Apply")
@@ -384,6 +401,19 @@ def test_a_killed_rank_is_restarted_by_mouse(tab: Tab) -> None:
     assert tab.run("count").strip() == "[0-1] 2.0"
 
 
+def test_a_living_rank_is_not_restarted_by_one_click(tab: Tab) -> None:
+    """It asks, in the panel, and does nothing until that is confirmed."""
+    tab.panel.get_by_label("rank", exact=True).select_option("1")
+    tab.button("Restart rank").click()
+    tab.wait_panel("A restart ends its process, and all its variables are lost")
+    tab.picture("asked")
+    tab.button("Leave it").click()
+    tab.button("Leave it").wait_for(state="hidden", timeout=DEADLINE_S * 1000)
+    tab.panel.get_by_label("rank", exact=True).select_option("ended")
+
+    assert "%dist_restart 1" not in tab.panel.inner_text()
+
+
 @MORE
 def test_after_a_reload_in_the_middle_of_a_cell_the_panel_lives(tab: Tab) -> None:
     """The page is loaded anew while ranks sleep: rows go on, and Interrupt ends the cell."""
@@ -402,9 +432,11 @@ def test_after_a_reload_in_the_middle_of_a_cell_the_panel_lives(tab: Tab) -> Non
     assert tab.run("count").strip() == "[0-1] 2.0"
 
 
-def test_it_follows_jupyterlabs_theme(tab: Tab) -> None:
-    """Text is light on dark, and dark on light."""
-    seen = {}
+def test_it_and_figures_follow_jupyterlabs_theme(tab: Tab) -> None:
+    """Text is light on dark, and dark on light; so is a figure of matplotlib's, in its output."""
+    seen, figures = {}, {}
+    tab.run("monitor")
+    figure = tab.output(NUMBER["monitor"]).locator("img.nbdist-figure")
     for theme in ("JupyterLab Dark", "JupyterLab Light"):
         tab.page.evaluate(
             "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", theme
@@ -415,7 +447,15 @@ def test_it_follows_jupyterlabs_theme(tab: Tab) -> None:
         seen[theme] = tab.panel.evaluate(
             "one => getComputedStyle(one).color.match(/\\d+/g).slice(0, 3).map(Number)"
         )
+        pixels = imread(io.BytesIO(figure.screenshot()))[..., :3]
+        figures[theme] = float(np.median(pixels)), float(pixels.min()), float(pixels.max())
 
+    background, _, text = figures["JupyterLab Dark"]
+    assert background < 0.15
+    assert text > 0.7
+    background, text, _ = figures["JupyterLab Light"]
+    assert background > 0.9
+    assert text < 0.3
     assert min(seen["JupyterLab Dark"]) > 200
     assert max(seen["JupyterLab Light"]) < 80
 

@@ -60,12 +60,20 @@ def test_html_has_the_same_cells() -> None:
     """The HTML table has the text's cells in order, numbers to the right, escaped."""
     rows = [["0", "<script>alert(1)</script>"], ["1", "a & b"]]
     page = table(["rank", "host"], rows).html
-    cells = re.findall(r'<t[hd] style="text-align:(\w+)">([^<]*)</t[hd]>', page)
+    cells = re.findall(r'<t[hd] style="text-align:(\w+)[^"]*">([^<]*)</t[hd]>', page)
 
     assert [side for side, _ in cells] == ["right", "left"] * 3
     assert [unescape(text) for _, text in cells] == ["rank", "host", *rows[0], *rows[1]]
     assert "<script" not in page
     assert page.count("<tr>") == 3
+
+
+def test_names_stay_on_one_line() -> None:
+    """The first column does not wrap, unless sentences stand in it."""
+    names, sentences = (table(["what", "n"], [[word, "1"]]).html for word in ("a b", "a b " * 20))
+
+    assert names.count("white-space:nowrap") == 2
+    assert "nowrap" not in sentences
 
 
 def test_lines_are_escaped() -> None:

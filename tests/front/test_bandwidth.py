@@ -55,7 +55,7 @@ def test_a_notebook_measures_its_ranks(kernel: Kernel, shared_folder: Path) -> N
         [op, size] for op in ("all_reduce", "broadcast") for size in sizes
     ]
     page = cell.data("text/html")[-1]
-    assert "<img alt=" in page
+    assert '<img class="nbdist-figure" alt=' in page
     assert "NVLink 4" in page
     assert ended_well(again) == text
     assert told.plain == ["('broadcast', 65536, 8, 2)"]

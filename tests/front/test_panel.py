@@ -94,6 +94,14 @@ def said(kernel: Kernel) -> str:
     return kernel.run("print(*log(), sep='\\n')").text
 
 
+def wait_for(path: Path) -> None:
+    """Until a cell has made this file."""
+    end_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 def is_interrupted(cell: Cell) -> bool:
     return cell.error is not None and cell.error.ename == "KeyboardInterrupt"
 
@@ -152,8 +160,7 @@ from nbdist.panel.plan import Limit, planned_memory
 from nbdist.strategy.choose import choose
 def both(name, **batch):
     row = nbdist.plan('panel_lm', engine='formulas', strategy=name, **batch).plan.rows[0]
-    limit = Limit(80e9, has_gpu=True)
-    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, limit)
+    return row.memory, planned_memory(choose(name, {}, 2), PANEL._prepared.sketches, Limit(80e9))
 """
 
 
@@ -255,6 +262,31 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
     assert re.search(r"interrupting cell \[\d+\]; ranks 0-1 have not come back from cell \[", log)
 
 
+def test_an_interrupt_takes_back_what_waits_for_the_cell(
+    panel: Kernel, shared_folder: Path
+) -> None:
+    """The panel's and the notebook's own; what is asked for afterwards is done, and a restart."""
+    by_panel = panel.run("press('apply', strategy='fsdp'); press('checkpoint'); press('interrupt')")
+    waiting = shared_folder / "waiting"
+    own = panel.start(
+        "press('apply', strategy='zero1'); press('restart')\n"
+        f"open({str(waiting)!r}, 'w').close(); time.sleep(600)"
+    )
+    wait_for(waiting)
+    panel.interrupt()
+    by_notebook = panel.finish(own)
+    waiting.unlink()
+    log = said(panel)
+    strategy = panel.run("print(nbdist.session().strategy.current().name)").text
+
+    assert is_interrupted(by_panel)
+    assert is_interrupted(by_notebook)
+    for typed in ("%dist_strategy fsdp", "%dist_save checkpoints/TIME", "%dist_strategy zero1"):
+        assert f"{typed} is removed from the queue: what it waited for was interrupted" in log
+    assert "%dist_restart begins" in log
+    assert strategy == "ddp\n"
+
+
 def test_interrupt_is_not_lost_when_a_job_has_just_begun(panel: Kernel) -> None:
     """Between two cells the kernel ignores SIGINT; what was pressed counts once the job acts."""
     panel.run(
@@ -285,11 +317,7 @@ def test_the_notebooks_stop_button_ends_what_the_panel_does(
         "run_instead(sleeping)\n"
         "later('apply', when=between_cells, strategy='fsdp')"
     )
-    acting = shared_folder / "acting"
-    end_s = time.monotonic() + 30
-    while not acting.exists():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+    wait_for(shared_folder / "acting")
     panel.interrupt()
     asked = panel.finish(asking)
     panel.run("PANEL.verbs = VERBS; pathlib.Path('acting').unlink()")
@@ -348,21 +376,63 @@ def test_a_checkpoint_is_saved(prepared: Kernel, shared_folder: Path) -> None:
 
 
 def test_compare_runs_the_last_cell_under_both_strategies(prepared: Kernel) -> None:
-    """And puts the state of before back."""
+    """It says before what it costs, and puts the state of before back."""
     prepared.run(
         "%%distributed\nloss = panel_net(torch.ones(4, 8)).sum()\naccelerator.backward(loss)\n"
         "panel_optimizer.step()\npanel_optimizer.zero_grad()"
     )
-    prepared.run("press('compare', strategy='fsdp')", 120)
+    asked = prepared.run("press('compare', strategy='fsdp'); print(PANEL._question)")
+    prepared.run("press('confirm')", 120)
     found = prepared.run("print(PANEL._widgets._detail.value)").text
     log = said(prepared)
     current = prepared.run("print(nbdist.session().strategy.current().name)").text
 
+    assert re.search(r"It took [\d.]+ m?s: expect [\d.]+ m?s or more for each", asked.text)
+    assert "preset=('fsdp',)" in asked.text
     assert "%dist_compare ddp fsdp -- (the last cell)" in log
     assert "done, see below" in log
     assert "<td" in found
     assert "fsdp" in found
     assert current == "ddp\n"
+
+
+def test_compare_knows_cells_of_before_the_panel_and_offers_what_fits(panel: Kernel) -> None:
+    """The current strategy is chosen: the others that fit are, of which one is left."""
+    panel.run("PANEL.close()")
+    panel.run("%%distributed\ntorch.ones(4).sum()")
+    panel.run("%dist_panel")
+    asked = panel.run(
+        "press('compare', strategy='ddp'); q = PANEL._question; print(q.preset == q.choices, q)\n"
+        "print(PANEL._widgets.compared.value == q.choices)"
+    )
+    none = panel.run(
+        "PANEL._widgets.compared.value = (); press('confirm'); print(log()[-1])\n"
+        "press('dismiss'); print(PANEL._question, PANEL._widgets._ask.layout.display)"
+    )
+
+    assert asked.text.startswith("True Question(name='compare', text='Compare runs cell ["), asked
+    assert "choices=('fsdp', 'fsdp1', 'zero1', " in asked.text
+    assert "'ddp'" not in asked.text
+    assert asked.text.endswith("True\n")
+    assert none.text == "Compare: choose at least one strategy to compare with\nNone none\n"
+
+
+def test_a_rank_that_lives_is_restarted_only_if_that_is_confirmed(panel: Kernel) -> None:
+    """Its variables would be lost; one that has ended has none."""
+    panel.run(
+        "from nbdist.core.view import View\n"
+        "restart = dataclasses.replace(VERBS['dist_restart'], run=lambda _: View('restarted'))\n"
+        "PANEL.verbs = {**VERBS, 'dist_restart': restart}"
+    )
+    asked = panel.run("press('restart', rank=1); print(PANEL._question.text); print(log())")
+    panel.run("press('confirm')")
+    log = said(panel)
+    panel.run("PANEL.verbs = VERBS")
+
+    assert "Rank 1 is alive (idle). A restart ends its process" in asked.text
+    assert "%dist_restart" not in asked.text
+    assert "%dist_restart 1 begins" in log
+    assert log.splitlines()[-1].endswith(": restarted")
 
 
 def test_a_progress_bar_of_the_running_cell_is_on_the_panel(panel: Kernel) -> None:

@@ -4,13 +4,17 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbdist import plan
 from nbdist.core import topology
+from nbdist.core.nvml import GpuReading
 from nbdist.errors import OptionError
-from nbdist.planner.devices import DEVICES, device_of_ranks
+from nbdist.monitor.process_usage import Usage
+from nbdist.monitor.samples import Doing, Sample
+from nbdist.planner.devices import DEVICES, Device, device_of_ranks
 from nbdist.planner.view.plan_view import PlanView
 from tests.support.kernel import Kernel, run_python
 
@@ -30,14 +34,27 @@ _MISTAKES = {
 
 
 def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
-    """As many ranks as run; on CPUs a device is assumed, and that is told."""
-    cell = kernel.run("%dist_plan llama-3-8b --bf16 --ac --seq 4096")
+    """As many ranks as run, on this machine's CPU, in fp32; what else is asked for is typed."""
+    cell = kernel.run("%dist_plan llama-3-8b --ac --seq 4096")
+    shares = kernel.run(
+        "import nbdist\n"
+        "here = [nbdist.plan('gpt2', ranks=n).plan.device.memory_bytes for n in (1, 2, 4)]\n"
+        "h100 = nbdist.plan('gpt2', gpu='h100')\n"
+        "(here[0] / here[1], here[0] / here[2], h100.plan.load.has_gpu,"
+        " h100.plan.rows[0].choice.options.precision)"
+    )
 
     assert cell.status == "ok", cell.visible
-    assert "on 2 ranks with NVIDIA H100 SXM" in cell.plain[0]
-    assert "Assumed: --gpu h100, --ranks 2, as run here" in cell.plain[0]
+    assert "on 2 ranks with this machine's CPU, " in cell.plain[0]
+    assert re.search(
+        r"^Assumed: this machine's CPU \([\d,.]+ GB\), --ranks 2, as run here, --fp32, as is usual",
+        cell.plain[0],
+        re.MULTILINE,
+    )
+    assert "Time: not estimated, since the device's speed is not known" in cell.plain[0]
     assert re.search(r"^fsdp +dp 2 ", cell.plain[0], re.MULTILINE)
     assert "<svg" in cell.data("text/html")[0]
+    assert shares.plain[-1] == "(2.0, 4.0, True, 'bf16')"
 
 
 def test_a_config_of_the_notebook(kernel: Kernel) -> None:
@@ -52,7 +69,7 @@ def test_a_config_of_the_notebook(kernel: Kernel) -> None:
     parameters = 2 * (4 * 64 + 32 + 2 * 256 + 40 + 32) + 1034 * 8 + 16
 
     assert told.status == "ok", told.visible
-    assert told.plain[0].startswith(f"gpt2: {parameters:,} parameters")
+    assert f"\ngpt2: {parameters:,} parameters" in told.plain[0]
     assert told.plain[-1] == f"('fsdp', {parameters:.1f}, 'fsdp', False)"
 
 
@@ -84,9 +101,9 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
     assert (number.returncode, number.stderr) == (0, "")
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 ", number.stdout, re.MULTILINE)
-    assert "Assumed: --gpu h100\n" in number.stdout
-    assert folder.stdout.startswith("tiny: ")
-    assert file.stdout.startswith("gpt2: ")
+    assert "Assumed: --gpu h100, --bf16\n" in number.stdout
+    assert "\ntiny: " in folder.stdout
+    assert "\ngpt2: " in file.stdout
     assert wrong.returncode == 2
     assert "Did you mean h100" in wrong.stderr
 
@@ -122,10 +139,44 @@ def test_from_python() -> None:
     assert "--ranks 64, as the degrees make them" in view.text
 
 
+@pytest.mark.parametrize(
+    ("given", "precision", "assumed"),
+    [({}, "bf16", "--gpu h100, --ranks 8, --bf16\n"),
+     ({"gpu": "v100"}, "fp16", "--fp16, as NVIDIA V100 PCIe 16 GB has no bf16\n"),
+     ({"gpu": "t4"}, "fp16", "--fp16, as NVIDIA T4 has no bf16\n"),
+     ({"memory": "24GB"}, "bf16", "--ranks 8, --bf16\n"),
+     ({"recipe": "fp32"}, "fp32", "--ranks 8, --fp32\n"),
+     ({"precision": "fp32"}, "fp32", "--ranks 8\n"),
+     ({"fp16": True}, "fp16", "--ranks 8\n")],
+)  # fmt: skip
+def test_it_is_planned_in_what_people_train_in(
+    given: dict[str, Any], precision: str, assumed: str
+) -> None:
+    """In bf16 where the device has it, unless another precision is typed; it says which."""
+    view = plan("gpt2", strategy="ddp", **given)
+
+    assert view.plan is not None
+    [row] = view.plan.rows
+    assert row.choice is not None
+    assert row.choice.options.precision == precision
+    assert assumed in view.text
+
+
 @pytest.mark.parametrize("given", [{"tp": "two"}, {"tp": 0}, {"batch": 0}, {"nope": 1}])
 def test_wrong_values_from_python(given: dict[str, object]) -> None:
     with pytest.raises(OptionError):
         plan("7e9", **given)  # type: ignore[arg-type]
+
+
+def test_fp32_can_be_typed() -> None:
+    """As a flag of the verb."""
+    from nbdist.commands import VERBS
+    from nbdist.notebook.verb import parse
+
+    verb = VERBS["dist_plan"]
+    view = verb.run(parse(verb, "gpt2 --fp32 --strategy ddp").values)
+
+    assert view.plan.rows[0].choice.options.precision == "fp32"
 
 
 def _topology(name: str, ranks: int, devices: int) -> topology.Topology:
@@ -137,11 +188,22 @@ def test_the_device_is_that_of_the_ranks() -> None:
     """Its memory is shared where ranks share it; what is not in the catalogue is named."""
     own, told = device_of_ranks(_topology("NVIDIA H200", 2, 2))
     shared, shared_told = device_of_ranks(_topology("NVIDIA H200", 2, 1))
-    unknown = device_of_ranks(_topology("Quadro K620", 2, 2))
+    k620, cpus = _topology("Quadro K620", 2, 2), _topology("", 2, 0)
+    doing = Doing("idle", "idle")
+    by_driver = Sample(0, 0.0, doing, gpu=GpuReading(0, "G", "K620", total_bytes=2 * 10**9))
+    by_host = Sample(0, 0.0, doing, usage=Usage(0.0, 1, 1, 1, 64 * 10**9))
 
     assert (own, told) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
     assert shared is not None
     assert shared.memory_bytes == 70.5e9
     assert shared_told == ("--gpu h200, which 2 ranks share here",)
-    assert unknown == (None, ("--gpu h100, as Quadro K620 is not in the catalogue",))
-    assert device_of_ranks(_topology("", 2, 0)) == (None, ("--gpu h100",))
+    assert device_of_ranks(k620) == (
+        None, ("--gpu h100, as Quadro K620 is not in the catalogue",)
+    )  # fmt: skip
+    assert device_of_ranks(k620, by_driver) == (
+        Device("", "Quadro K620", 2e9), ("Quadro K620, as the ranks here have",)
+    )  # fmt: skip
+    assert device_of_ranks(cpus)[0] is None
+    assert device_of_ranks(cpus, by_host) == (
+        Device("", "this machine's CPU", 32e9, is_cpu=True), ("this machine's CPU (64.0 GB)",)
+    )  # fmt: skip

@@ -75,6 +75,17 @@ def test_the_text_has_all_numbers() -> None:
     assert lines[-1] == "Two files were read."
 
 
+def test_tables_below_that_of_the_ranks_are_folded() -> None:
+    """Each under what it is of."""
+    page = remembered(training()).html
+    summaries = re.findall(r"<details><summary>([^<]+)</summary><div><table>", page)
+
+    assert [title.partition(", ")[2] for title in summaries] == [
+        "by category", "by allocating line", "by owner"
+    ]  # fmt: skip
+    assert page.count("<table>") == 1 + len(summaries)
+
+
 def test_what_is_guessed_is_told_from_what_is_exact() -> None:
     """In every table: a column, or a question mark."""
     pieces = [

@@ -105,7 +105,9 @@ def test_the_picture_has_a_row_for_each_rank_and_a_column_for_each_number() -> N
         heights.append(pixels.shape[0])
         assert pixels.shape[1] == 5 * 286
     view = monitor(*recorded(SAMPLE))
-    (data,) = re.findall(r'<img alt="[^"]+" [^>]*src="data:image/png;base64,([^"]+)">', view.html)
+    (data,) = re.findall(
+        r'<img [^>]*alt="[^"]+" [^>]*src="data:image/png;base64,([^"]+)">', view.html
+    )
 
     assert heights[0] < heights[1] < heights[2] == heights[3]
     assert base64.b64decode(data).startswith(b"\x89PNG")

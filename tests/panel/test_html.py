@@ -1,11 +1,12 @@
 """The panel as text and HTML, without widgets."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from nbdist.panel.state import LogEntry, PanelState, RankRow
-from nbdist.panel.view.html import log_html, still, top_html
+from nbdist.panel.state import LogEntry, PanelPlan, PanelState, Question, RankRow
+from nbdist.panel.view.html import log_html, plan_html, still, top_html
 
 STATE = PanelState(
     "2 ranks on 1 host, gloo",
@@ -18,6 +19,7 @@ STATE = PanelState(
     strategy="fsdp, dp 2",
     models=("net: 12,600 parameters",),
     queued=("%dist_strategy tp",),
+    question=Question("restart", "Sure?"),
     log=(LogEntry(0.0, "%dist_restart 1 (2.5 s): <back>", "done"),),
 )
 
@@ -36,8 +38,11 @@ def test_as_text_it_is_complete() -> None:
         "prepared: net: 12,600 parameters",
         "queued until the cell ends: %dist_strategy tp",
         "%dist_restart 1 (2.5 s): <back>",
+        "to be confirmed: Sure?",
     ):
         assert part in text
+    assert re.search(r"\nas of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", text)
+    assert "gloo</span>; <span" in still(STATE).html
 
 
 def test_stored_it_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +56,7 @@ def test_stored_it_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> No
         assert "150%" not in text
         assert "2.5 s" not in text
         assert "# s" in text
+        assert "as of #" in text
 
 
 def test_texts_are_escaped() -> None:
@@ -77,6 +83,17 @@ def test_what_lasts_has_a_bar_as_long_as_it_is_far() -> None:
     assert "np-progress" not in top_html(STATE)
 
 
+def test_a_verdict_has_a_mark_and_what_is_not_known_has_none() -> None:
+    """A question mark alone would say nothing."""
+    safe, unknown = (
+        plan_html(PanelPlan("so", is_possible=True, verdict=word)) for word in ("safe", "?")
+    )
+
+    assert "✓ safe</span>" in safe
+    assert "np-verdict" not in unknown
+    assert "?" not in unknown
+
+
 def test_only_the_live_one_counts_its_age() -> None:
     """The picture says nothing of the kernel, which is gone where it is seen."""
     assert "np-age" not in top_html(STATE)
@@ -87,5 +104,5 @@ def test_without_ranks_it_says_so() -> None:
     """One line, no table."""
     view = still(PanelState("no ranks are running"))
 
-    assert view.text == "no ranks are running"
+    assert re.fullmatch("no ranks are running\nas of [-0-9: ]{19}", view.text)
     assert "<table" not in view.html

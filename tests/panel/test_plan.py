@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.panel.plan import Limit, plan_of_models, planned_memory
+from nbdist.panel.plan import Limit, fitting, plan_of_models, planned_memory
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.live_model import LiveModel, ParameterKind, by_kinds, load_of, shape_of
 from nbdist.planner.plan import plan
@@ -97,6 +97,22 @@ def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
     assert "%dist_plan net --inputs NAME measures them in a run" in found.text
     assert found.verdict == "?"
     assert plan_of_models(FSDP, [OWN], Limit(90e3)).verdict == "no"
+
+
+def test_what_fits_is_offered_for_a_comparison() -> None:
+    """Not the current one, nor what the ranks or the model cannot have, nor what is too large."""
+    on = (2, "cpu", "gloo")
+    roomy, tight = Limit(4e9), Limit(planned_memory(FSDP, [KNOWN], Limit()).peak * 1.01)
+    four = fitting([KNOWN], roomy, choose("ddp", {}, 4), (4, "cpu", "gloo"))
+    short = fitting([KNOWN], roomy, choose("ddp", {"bf16": True}, 2), on)
+
+    assert {"zero1", "fsdp", "tp"} <= {*fitting([KNOWN], roomy, DDP, on)}
+    assert not {"ddp", "single", "deepspeed"} & {*fitting([KNOWN], roomy, DDP, on)}
+    assert "tp" not in four  # two heads of keys and values
+    assert "fsdp" in fitting([KNOWN], tight, DDP, on)
+    assert "zero1" not in fitting([KNOWN], tight, DDP, on)
+    assert "fsdp --bf16" in short
+    assert "fsdp" in fitting([], Limit(), DDP, on)
 
 
 def test_several_models_are_together_in_a_step() -> None:

@@ -1,5 +1,7 @@
 """The panel without widgets: what a button may do, what is queued, what a choice would hold."""
 
+import re
+
 import pytest
 
 from nbdist.commands import VERBS
@@ -118,7 +120,9 @@ def test_what_is_queued_can_be_taken_back(board: JobQueue) -> None:
     board.ask(FSDP, "cell [3]")
     board.ask(RESTART, "cell [3]")
 
-    assert board.drop("cancelled") == 2
+    assert board.drop("interrupted", keep=("restart",)) == 1
+    assert board.queued == ("%dist_restart 1",)
+    assert board.drop("cancelled") == 1
     assert board.take() is None
     assert log(board)[-1] == "%dist_restart 1 is removed from the queue: cancelled"
 
@@ -177,6 +181,15 @@ def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
 
     assert words[len(words) - len(options) :] == options
     assert set(words) - set(options) <= {"dp", "tp", "pp", "cp", "replicas"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_labels_are_words(name: str) -> None:
+    """Nothing to be typed, and no two alike."""
+    labels = [field.label for field in fields(name, 8)]
+
+    assert all(re.fullmatch(r"[A-Za-z][A-Za-z ().-]+", label) for label in labels), labels
+    assert len({*labels}) == len(labels)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from nbdist.panel.state import BUTTONS, PanelPlan, PanelState
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, Question
 from nbdist.panel.strategy_form import fields
 from nbdist.panel.view.widgets import PanelWidgets, answer_in_subshell
 from nbdist.strategy.table import ROWS
@@ -102,6 +103,37 @@ def test_what_can_do_nothing_is_disabled_with_the_reason(widgets: PanelWidgets) 
     assert "because &lt;that&gt;" in plan
     assert widgets._with_ranks.layout.display == "none"
     assert widgets._none.layout.display is None
+
+
+def test_what_is_asked_is_shown_until_it_is_answered(widgets: PanelWidgets) -> None:
+    """What is offered can be chosen from, and a choice stays when the panel is drawn again."""
+    why_not, plan = dict.fromkeys(BUTTONS, ""), PanelPlan("", is_possible=True)
+    question = Question("compare", "It <costs>.", ("zero1", "fsdp"), ("zero1", "fsdp"))
+    state = PanelState("2 ranks", is_running=True, question=question)
+    widgets.draw(replace(state, question=None), why_not, plan)
+    hidden = widgets._ask.layout.display
+    widgets.draw(state, why_not, plan)
+    first = widgets._ask.layout.display, widgets.compared.value
+    widgets.compared.value = ("fsdp",)
+    widgets.draw(state, why_not, plan)
+
+    assert hidden == "none"
+    assert first == (None, ("zero1", "fsdp"))
+    assert widgets.compared.value == ("fsdp",)
+    assert "It &lt;costs&gt;." in widgets._question.value
+    widgets.draw(replace(state, question=Question("restart", "Sure?")), why_not, plan)
+    assert widgets.compared.layout.display == "none"
+
+
+def test_interrupt_stands_out_while_something_runs(widgets: PanelWidgets) -> None:
+    """And not between cells."""
+    why_not, plan = dict.fromkeys(BUTTONS, ""), PanelPlan("", is_possible=True)
+    styles = []
+    for cell in ("cell [3]", ""):
+        widgets.draw(PanelState("2 ranks", is_running=True, cell=cell), why_not, plan)
+        styles.append(widgets.buttons["interrupt"].button_style)
+
+    assert styles == ["primary", ""]
 
 
 def test_clicks_go_where_the_frontend_sends_them() -> None:

@@ -23,10 +23,11 @@ def view(
 
 
 def test_head_and_columns() -> None:
-    """What is planned, both sums with their recipes, and the states in columns of their own."""
+    """The advice, what is planned, both sums with their recipes, the states in columns."""
     text = view().text
 
-    assert text.startswith(
+    assert text.startswith("Recommended: ")
+    assert text.partition("\n\n")[2].startswith(
         "7e9: 7,000,000,000 parameters (assumed: 33 blocks of width 4224), on 8 ranks with NVIDIA "
         "H100 SXM, 80.0 GB each\nbatch 1 x 2048 tokens on each data-parallel rank, adamw\n"
         "unsharded: parameters 28.0 GB in fp32, 14.0 GB in bf16; with gradients and Adam 112.0 GB "
@@ -36,9 +37,9 @@ def test_head_and_columns() -> None:
     )
     assert re.search(r"^ddp +dp 8 +28\.0 +28\.0 +56\.0 +", text, re.MULTILINE)
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 +", text, re.MULTILINE)
-    assert "\nRecommended: " in text
+    assert re.search(r"^Recommended: .* sent per sample, about \S+ s of communication", text)
     assert '\nThe rule "' in text
-    assert "Time: an estimate" in text
+    assert "s per step: an estimate for a step of all samples" in text
     assert "40 % of 989 TFLOPS (67 in fp32)" in text
 
 
@@ -71,17 +72,33 @@ def test_text_bars_are_as_long_as_the_peak() -> None:
     "shown", [view(), view("gpt2", 1), view("llama-3-70b", 64, bf16=True), view(n=7)]
 )
 def test_html_is_closed_and_needs_nothing(shown: PlanView) -> None:
-    """No scripts, nothing loaded; the picture has a name and a bar for each row."""
+    """No scripts, nothing loaded; the pictures have a name and a bar for each row."""
     page = ClosedTags(shown.html)
     names = [tag for tag, _ in page.tags]
     assert shown.plan is not None
     counted = [row for row in shown.plan.rows if row.memory is not None]
 
     assert not {"script", "img", "link"} & {*names}
-    assert "beside the device's limit" in page.one("svg")["aria-label"]
+    pictures = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
+    assert all("beside the device's limit" in name for name in pictures)
     assert names.count("title") >= 4 * len(counted)
     for row in counted:
         assert f">{100 * row.share:.1f} %</text>" in shown.html
+
+
+def test_what_does_not_fit_is_folded() -> None:
+    """Its rows, and the strategies that the model cannot have; unless nothing fits."""
+    mixed, none = view("llama-3-8b", bf16=True).html, view("70e9").html
+    open_part = re.sub(r"<details>.*?</details>", "", mixed)
+    rows = re.compile(r'<tr><td style="[^"]*">([^<]+)</td>')
+
+    assert mixed.startswith('<div><div style="font-weight:600"><div>Recommended: ')
+    assert "<summary>does not fit: single, ddp, zero1" in mixed
+    assert "fsdp" in rows.findall(open_part)
+    assert "ddp" not in rows.findall(open_part)
+    assert "ddp" in rows.findall(mixed)
+    assert "<summary>not possible: tp, cp, ulysses</summary>" in view("gpt2", 8).html
+    assert "ddp" in rows.findall(re.sub(r"<details>.*?</details>", "", none))
 
 
 def test_what_a_user_types_is_escaped() -> None:

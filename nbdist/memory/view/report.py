@@ -9,7 +9,7 @@ from nbdist.core import finding, units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
 from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
-from nbdist.core.view import View, lines, table
+from nbdist.core.view import View, folded, lines, table
 from nbdist.memory.call_site import frame_text
 from nbdist.memory.downsample import Level
 from nbdist.memory.peak import RankPeak, when, worst
@@ -160,10 +160,10 @@ def _categories(peak: RankPeak, *, has_time: bool) -> View:
         is_equal = not is_stored() or place in _EQUAL
         exact = units.exact_size(at_end.exact) if is_equal else PLACEHOLDER
         rows.append([*row, *([units.size(at_end.total), exact] if has_time else [])])
-    title = f"rank {peak.rank}, by category:"
+    title = f"rank {peak.rank}, by category"
     sizes = (units.size(peak.size_bytes), units.size(peak.end_bytes))
     total = f"total {sizes[0]} at the peak, {sizes[1]} at the end"
-    return table(head, rows, before=[title], after=[total] if has_time else [])
+    return _folded(title, table(head, rows, after=[total] if has_time else []))
 
 
 def _sites(peak: RankPeak, who: str) -> View:
@@ -185,9 +185,8 @@ def _sites(peak: RankPeak, who: str) -> View:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    title = f"{who}, by allocating line:"
     legend = "?: guessed category; -: no known line (allocated before the recording)"
-    return table(head, rows, before=[title], after=[legend])
+    return _folded(f"{who}, by allocating line", table(head, rows, after=[legend]))
 
 
 def _owners(peak: RankPeak, who: str) -> View:
@@ -206,7 +205,12 @@ def _owners(peak: RankPeak, who: str) -> View:
         return View("")
     if is_stored():
         rows = [[PLACEHOLDER] * len(head)]
-    return table(head, rows, before=[f"{who}, by owner:"])
+    return _folded(f"{who}, by owner", table(head, rows))
+
+
+def _folded(title: str, rows: View) -> View:
+    """A table below its title, which opens it in the HTML."""
+    return View(f"{title}:\n{rows.text}", folded(title, rows.html))
 
 
 def _notes(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> Iterator[str]:

@@ -43,11 +43,13 @@ class Chosen:
 
     Attributes:
         rank: To be restarted; None for those that have ended.
+        compared: Strategies as typed, to be compared with the current one.
     """
 
     name: str
     values: Mapping[str, Value]
     rank: int | None
+    compared: tuple[str, ...] = ()
 
     @property
     def typed(self) -> str:
@@ -68,7 +70,7 @@ def job(name: str, chosen: Chosen, current: Strategy | None, code: str) -> Panel
         line = str(chosen.rank)
     elif name == "compare" and current is not None:
         now = strategy_form.typed(current.name, strategy_form.values_of(current))
-        strategies = dict.fromkeys([now, chosen.typed])
+        strategies = dict.fromkeys([now, *chosen.compared])
         quoted = " ".join(
             f'"{typed_as}"' if " " in typed_as else typed_as for typed_as in strategies
         )

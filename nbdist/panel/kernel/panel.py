@@ -20,6 +20,7 @@ from IPython.display import DisplayHandle, display
 from nbdist.cells.kernel import progress
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster.view import ranks_and_hosts
+from nbdist.core import units
 from nbdist.core.progress import Progress
 from nbdist.core.units import is_stored
 from nbdist.errors import NbdistError
@@ -33,7 +34,7 @@ from nbdist.panel.kernel import ranks as ranks_panel
 from nbdist.panel.kernel.actions import Chosen, Shows
 from nbdist.panel.kernel.ranks import PreparedModels
 from nbdist.panel.kernel.scheduler import JobScheduler
-from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, missing
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, Question, missing
 from nbdist.panel.view import html as panel_view
 from nbdist.strategy.choice import Strategy, described
 
@@ -69,7 +70,8 @@ class Panel:
         # Why the models do not go with a strategy; and for which it was asked since they were.
         self._refusals: dict[Strategy, str] = {}
         self._asked: set[Strategy] = set()
-        self._code = self._bar = self._doing = ""
+        self._question: Question | None = None
+        self._bar = self._doing = ""
         self._ticker: threading.Event | None = None  # set to end the thread
 
     def _ipython_display_(self) -> None:
@@ -113,6 +115,8 @@ class Panel:
                 self.board.arm(name)
             elif BUTTONS[name].when == "now":
                 _NOW[name](self)
+            elif name in _ASKS and (asking := _ASKS[name](self)) is not None:
+                self._question = asking
             else:
                 self.turns.ask(self._job(name))
         self.refresh()
@@ -163,6 +167,7 @@ class Panel:
             acting=self.board.acting,
             queued=self.board.queued,
             armed=tuple(BUTTONS[name].magic for name in self.board.armed),
+            question=self._question,
             log=self.board.log,
         )
         if session is None:
@@ -178,10 +183,8 @@ class Panel:
             models=tuple(strategy_form.model_text(model) for model in self._prepared.models),
         )
 
-    def before_cell(self, code: str, options: CellOptions) -> CellOptions:
+    def before_cell(self, _code: str, options: CellOptions) -> CellOptions:
         """The options of a cell that begins on ranks, with what the buttons have asked for."""
-        if options.ranks is None:
-            self._code = code
         name = "" if options.record is not None else self.board.disarm()
         if not name:
             return options
@@ -200,7 +203,7 @@ class Panel:
             if session is not self._session:
                 if self._session is not None:
                     self.board.drop("its ranks were stopped")
-                self._session, self._answer, self._code = session, None, ""
+                self._session, self._answer, self._question = session, None, None
                 self._prepared = PreparedModels()
                 self._refusals.clear()
                 if session is not None and self._widgets is not None:
@@ -248,9 +251,7 @@ class Panel:
         session, widgets = self._session, self._widgets
         if session is None or widgets is None:
             return ""
-        topology = session.topology
-        on = (topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend)
-        return strategy_form.pick(widgets.strategy.value, widgets.values, *on)
+        return strategy_form.pick(widgets.strategy.value, widgets.values, *_ranks_of(session))
 
     def _plan(self) -> PanelPlan:
         strategy, session = self._pick(), self._session
@@ -301,10 +302,11 @@ class Panel:
         facts = {
             "ranks": True,
             "trace": session.traces.count,
-            "code": self._code,
+            "code": NOTEBOOK.last_cell,
             "choice": isinstance(picked, Strategy) and not self._refusals.get(picked),
             "other": picked != self._current(session),
             "queue": self.board.queued,
+            "question": self._question,
         }
         return {fact for fact, is_so in facts.items() if is_so}
 
@@ -312,18 +314,84 @@ class Panel:
 
     def _job(self, name: str) -> PanelJob:
         session, widgets = self._session, self._widgets
-        chosen = Chosen("", {}, None)
+        chosen = Chosen("", {}, None, self._compared())
         if widgets is not None:
-            rank = widgets.rank.value
-            chosen = Chosen(widgets.strategy.value, widgets.values, None if rank == "" else rank)
+            strategy, values = widgets.strategy.value, widgets.values
+            chosen = Chosen(strategy, values, widgets.restarted, self._compared())
         current = None if session is None else self._current(session)
-        return actions.job(name, chosen, current, self._code)
+        last = NOTEBOOK.last_cell
+        return actions.job(name, chosen, current, "" if last is None else last.code)
+
+    def _compared(self) -> tuple[str, ...]:
+        """What stands in the question, as far as it is chosen there."""
+        if self._question is None:
+            return ()
+        return self._question.preset if self._widgets is None else self._widgets.compared.value
+
+    # What is asked first.
+
+    def confirm(self) -> None:
+        """Do what was asked about."""
+        question = self._question
+        if question is None:
+            return
+        if question.choices and not self._compared():
+            self.board.note("Compare: choose at least one strategy to compare with", "failed")
+            return
+        self.turns.ask(self._job(question.name))
+        self._question = None
+
+    def dismiss(self) -> None:
+        """Do nothing of what was asked about."""
+        self._question = None
+
+    def _ask_restart(self) -> Question | None:
+        """Of a rank that lives; None where nothing is lost by it."""
+        rank = None if self._widgets is None else self._widgets.restarted
+        row = next((row for row in self.state().ranks if row.rank == rank), None)
+        if row is None or row.kind == "dead":
+            return None
+        return Question(
+            "restart",
+            f"Rank {rank} is alive ({row.doing}). A restart ends its process, and all its "
+            "variables are lost, its part of the models too.",
+        )
+
+    def _ask_compare(self) -> Question:
+        """Which strategies, and what that costs; see `missing` for what there is by then.
+
+        Raises:
+            NbdistError: No strategy is left to compare with.
+        """
+        session, last = self._session, NOTEBOOK.last_cell
+        assert session is not None
+        assert last is not None
+        current, picked = self._current(session), self._pick()
+        limit, models = ranks_panel.limit(session), self._prepared.sketches
+        others = plan.fitting(models, limit, current, _ranks_of(session))
+        preset = others
+        if isinstance(picked, Strategy) and picked != current:
+            preset = (strategy_form.typed(picked.name, strategy_form.values_of(picked)),)
+            others = tuple(dict.fromkeys([*preset, *others]))
+        if not others:
+            raise NbdistError("no other strategy fits these ranks and the prepared models")
+        cell = "the last cell" if last.number is None else f"cell [{last.number}]"
+        return Question(
+            "compare",
+            f"Compare runs {cell} twice under {described(current)} and under each strategy chosen "
+            f"here, and restores the state. It took {units.seconds(last.took_s)}: expect "
+            f"{units.seconds(2 * last.took_s)} or more for each, and the switches. No other cell "
+            "runs on the ranks meanwhile.",
+            others,
+            preset,
+        )
 
     def _act(self, job: PanelJob) -> str:
         return actions.act(job, self.verbs, Shows(self._progress, self._detail))
 
     def interrupt(self) -> None:
         """As the stop button: the cells on the ranks, else what the notebook itself does."""
+        self.turns.drop()
         session = self._now()
         interrupted, not_back = ("", "") if session is None else ranks_panel.interrupt(session)
         interrupted = interrupted or self.turns.interrupt()
@@ -394,4 +462,16 @@ _NOW: Mapping[str, Callable[[Panel], object]] = {
     "interrupt": Panel.interrupt,
     "status": Panel.ask_status,
     "cancel": lambda panel: panel.board.drop("cancelled"),
+    "confirm": Panel.confirm,
+    "dismiss": Panel.dismiss,
 }
+_ASKS: Mapping[str, Callable[[Panel], Question | None]] = {
+    "restart": Panel._ask_restart,  # noqa: SLF001
+    "compare": Panel._ask_compare,  # noqa: SLF001
+}
+
+
+def _ranks_of(session: Session) -> tuple[int, str, str]:
+    """What a strategy's rules ask of ranks: how many, on what, and their backend."""
+    topology = session.topology
+    return topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend

@@ -146,20 +146,11 @@ def _idle_rank(session: Session) -> int | None:
 
 
 def limit(session: Session) -> Limit:
-    """Of a rank: of its GPU as %dist_plan takes it, else as the monitor measures it."""
-    device, _ = device_of_ranks(session.topology)
-    if device is not None:
-        return Limit(device.memory_bytes, has_gpu=True)
-    first = session.topology.ranks[0]
-    sample = next(iter(session.monitor.latest()), None)
-    if first.device != "cpu":
-        total = None if sample is None or sample.gpu is None else sample.gpu.total_bytes
-        sharing = [place.device_uuid for place in session.topology.ranks].count(first.device_uuid)
-        return Limit((total or 0.0) / sharing, has_gpu=True)
-    if sample is None or sample.usage is None:
-        return Limit()
-    on_host = [place.host for place in session.topology.ranks].count(first.host)
-    return Limit(sample.usage.host_limit_bytes / on_host)
+    """Of a rank, as %dist_plan takes it."""
+    topology = session.topology
+    device, _ = device_of_ranks(topology, next(iter(session.monitor.latest()), None))
+    has_gpu = topology.ranks[0].device != "cpu"
+    return Limit(0.0 if device is None else device.memory_bytes, has_gpu)
 
 
 def last_choice(session: Session) -> Strategy:

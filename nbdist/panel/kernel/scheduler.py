@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from IPython import get_ipython
+from IPython.core.interactiveshell import ExecutionResult
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK
@@ -39,6 +40,7 @@ class JobScheduler:
         self._changed = changed
         self._cells = 0
         self._is_watching = False
+        self._is_dropped = False  # what waited for the running cell, whose interrupt was pressed
 
     @property
     def cell(self) -> str:
@@ -52,6 +54,15 @@ class JobScheduler:
         kernel = getattr(get_ipython(), "kernel", None)
         if kernel is not None:
             kernel.io_loop.add_callback(self._work)
+
+    def drop(self) -> None:
+        """Take back what waits for the end of a cell that is interrupted.
+
+        It was asked for with a cell in mind that ends well. What is asked for from now on stays,
+        and so does the restart of a rank, which is for what goes wrong.
+        """
+        self._is_dropped = bool(self._cells)
+        self._board.drop("what it waited for was interrupted", keep=("restart",))
 
     def interrupt(self) -> str:
         """Interrupt what the main thread does, as the stop button; what that is, or ""."""
@@ -81,9 +92,13 @@ class JobScheduler:
     def _began(self, *_: object) -> None:
         self._cells += 1  # a cell can run another one
 
-    def _ended(self, *_: object) -> None:
+    def _ended(self, result: ExecutionResult | None = None) -> None:
         self._cells = max(0, self._cells - 1)  # a silent one has no end
         if not self._cells:
+            error = None if result is None else result.error_in_exec
+            if isinstance(error, KeyboardInterrupt) and not self._is_dropped:
+                self.drop()  # by the notebook's own stop button
+            self._is_dropped = False
             self._changed()  # of a cell that stopped the ranks: nothing is done for them any more
             self._work()
 

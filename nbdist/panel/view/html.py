@@ -16,11 +16,12 @@ from nbdist.panel.state import (
     LogEntry,
     PanelPlan,
     PanelState,
+    Question,
     RankRow,
     bar_share,
     bar_text,
 )
-from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN
+from nbdist.planner.plan import NO, RISKY, SAFE
 
 # The live panel's page hides the picture that stands below it for when there is no panel.
 STILL = "nbdist-panel-still"
@@ -30,7 +31,6 @@ _VERDICTS = {
     SAFE: ("✓", "#009E73"),
     RISKY: ("!", "#E69F00"),
     NO: ("✕", "#D55E00"),
-    UNKNOWN: ("", "#999999"),
 }
 _HEAD = ("rank", "host", "device", "state", "memory", "use")
 
@@ -41,6 +41,10 @@ STYLE = """<style>
   font-family: var(--jp-ui-font-family, system-ui, sans-serif); }
 .nbdist-panel .np-title { font-weight: 600; }
 .nbdist-panel .np-dim { opacity: .72; }
+.nbdist-panel .np-group { font-weight: 600; opacity: .72; line-height: 32px; }
+.nbdist-panel .widget-checkbox, .nbdist-panel .widget-checkbox label { display: flex;
+  align-items: center; margin-top: 0; margin-bottom: 0; }
+.nbdist-panel .widget-checkbox input { margin: 0 6px 0 0; }
 .nbdist-panel table.np-ranks { border-collapse: collapse; width: 100%; margin: 6px 0; border: 0;
   font-size: inherit; table-layout: auto; color: inherit; }
 .nbdist-panel table.np-ranks th, .nbdist-panel table.np-ranks td { text-align: left;
@@ -55,9 +59,10 @@ STYLE = """<style>
 .nbdist-panel .np-bar i { display: block; height: 100%; background: #56B4E9; }
 .nbdist-panel .np-bar i.np-full { background: #D55E00; }
 .nbdist-panel .np-num { font-variant-numeric: tabular-nums; }
-.nbdist-panel .np-waits, .nbdist-panel .np-busy { border-left: 4px solid #E69F00;
-  padding: 1px 8px; margin: 4px 0; }
+.nbdist-panel .np-waits, .nbdist-panel .np-busy, .nbdist-panel .np-question {
+  border-left: 4px solid #E69F00; padding: 1px 8px; margin: 4px 0; }
 .nbdist-panel .np-busy { border-left-color: #0072B2; }
+.nbdist-panel .np-still { opacity: .72; font-size: smaller; }
 .nbdist-panel .np-log { display: flex; flex-direction: column-reverse; /* the end is seen */
   max-height: 132px; overflow-y: auto; margin: 4px 0 0; padding: 4px 8px;
   border: 1px solid rgba(128,128,128,.28); border-radius: 3px; white-space: pre-wrap;
@@ -89,8 +94,10 @@ LIVE_STYLE = f"""{STYLE}<style>
 
 
 def still(state: PanelState) -> View:
-    """The panel without anything that moves: for saved notebooks, pages and terminals."""
+    """The panel without anything that moves, with its time: for saved notebooks and terminals."""
     log = state.log[-SHOWN_LOG:]
+    drawn = f"as of {shown(time.strftime('%Y-%m-%d %H:%M:%S'))}"
+    question = state.question
     lines = [
         *state.waits,
         *(f"prepared: {model}" for model in state.models),
@@ -98,14 +105,17 @@ def still(state: PanelState) -> View:
         *([state.doing] if state.doing else []),
         *(f"queued until the cell ends: {job}" for job in state.queued),
         *(f"next cell on ranks: {magic}" for magic in state.armed),
+        *([f"to be confirmed: {question.text}"] if question else []),
         *_log_lines(log),
+        drawn,
     ]
     if not state.ranks:
         text = "\n".join([state.title, *lines])
     else:
         title = f"{state.title}; strategy {state.strategy}" if state.strategy else state.title
         text = table(_HEAD, [_cells(row) for row in state.ranks], before=[title], after=lines).text
-    body = top_html(state) + log_html(log)
+    asks = "" if question is None else question_html(question)
+    body = f'{top_html(state)}{asks}{log_html(log)}<div class="np-still">{drawn}</div>'
     return View(text, f'{STYLE}<div class="{STILL} nbdist-panel">{body}</div>')
 
 
@@ -118,7 +128,7 @@ def top_html(state: PanelState, *, drawn: int | None = None) -> str:
     head = f'<span class="np-title">{html.escape(state.title)}</span>'
     if state.strategy:
         strategy = html.escape(state.strategy)
-        head += f' <span class="np-dim">strategy</span> <span class="np-title">{strategy}</span>'
+        head += f'; <span class="np-dim">strategy</span> <span class="np-title">{strategy}</span>'
     ranks = ""
     if state.ranks:
         words = "".join(f'<th scope="col">{word}</th>' for word in _HEAD)
@@ -146,13 +156,20 @@ def plan_html(plan: PanelPlan) -> str:
     if not plan.is_possible:
         return f'<div class="np-why">{html.escape(plan.text)}</div>'
     mark = ""
-    if plan.verdict:
+    if plan.verdict in _VERDICTS:  # what is not known is said in words
         sign, color = _VERDICTS[plan.verdict]
         mark = (
             f'<span class="np-verdict" style="border-color:{color}">{sign} '
             f"{html.escape(plan.verdict)}</span>"
         )
     return f'<div class="np-plan">{mark}{_bar(plan.share)}{html.escape(plan.text)}</div>'
+
+
+def question_html(question: Question | None) -> str:
+    """What has to be confirmed; a screen reader says it at once."""
+    if question is None:
+        return ""
+    return f'<div class="np-question" role="alert">{html.escape(question.text)}</div>'
 
 
 def _progress_html(bar: str) -> str:

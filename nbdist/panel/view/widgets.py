@@ -10,15 +10,16 @@ from typing import Any, Protocol
 
 import ipywidgets
 
-from nbdist.panel.state import BUTTONS, PanelPlan, PanelState
+from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, Question
 from nbdist.panel.strategy_form import UNSET, FormField, Value, fields
-from nbdist.panel.view.html import LIVE_STYLE, log_html, plan_html, top_html
+from nbdist.panel.view.html import LIVE_STYLE, log_html, plan_html, question_html, top_html
 from nbdist.strategy.table import ROWS
 
 # In the order of the rows of buttons; the table of buttons has the rest.
-_TROUBLE = ("interrupt", "status", "restart")
-_RECORD = ("profile", "memory", "save", "checkpoint", "compare")
-_PRIMARY = frozenset({"interrupt", "apply", "start"})
+_CONTROL = ("interrupt", "cancel", "status", "restart")
+_RECORD = ("profile", "memory", "save", "checkpoint")
+_PRIMARY = frozenset({"apply", "start", "confirm"})
+_MOST_CHOICES = 8  # rows of a list
 _ENDED = ("ended", "")  # those that have
 _NARROW = {"description_width": "initial"}
 
@@ -51,14 +52,18 @@ class PanelWidgets:
             button.layout.width = "auto"
             button.button_style = "primary" if name in _PRIMARY else ""
             button.on_click(lambda _button, name=name: self._owner.press(name))
-        self.rank = ipywidgets.Dropdown(
-            options=[_ENDED], value="", description="rank", style=_NARROW
+        self.rank = _picker(
+            ipywidgets.Dropdown, "130px", description="rank", options=[_ENDED], value="",
+            tooltip="which rank Restart rank restarts",
+        )  # fmt: skip
+        self.compared = _picker(
+            ipywidgets.SelectMultiple, "auto", description="compare with",
+            tooltip="Ctrl-click or Shift-arrow chooses several",
+        )  # fmt: skip
+        self._asked: Question | None = None
+        self.strategy = _picker(
+            ipywidgets.Dropdown, "190px", description="strategy", options=list(ROWS), value="ddp"
         )
-        self.rank.layout.width = "130px"
-        self.strategy = ipywidgets.Dropdown(
-            options=list(ROWS), value="ddp", description="strategy", style=_NARROW
-        )
-        self.strategy.layout.width = "190px"
         self.strategy.observe(self._changed, "value")
         self.more = ipywidgets.ToggleButton(value=False, description="More options")
         self.more.tooltip = "options that most strategies have"
@@ -66,7 +71,7 @@ class PanelWidgets:
         self.more.observe(self._fill, "value")
         self._strategy = _row(self.strategy)
         self._common = _row()
-        self._top, self._plan, self._log = (ipywidgets.HTML() for _ in range(3))
+        self._top, self._plan, self._log, self._question = (ipywidgets.HTML() for _ in range(4))
         self._detail = ipywidgets.HTML()
         self.root = self._assembled()
         for widget in _below(self.root):
@@ -74,13 +79,20 @@ class PanelWidgets:
 
     def _assembled(self) -> Any:
         of = self.buttons
-        trouble, record = [of[name] for name in _TROUBLE], [of[name] for name in _RECORD]
-        self._trouble = _row(*trouble, self.rank, *record)
-        self._last = _row(of["apply"], of["cancel"], self.more)
+        control, record = [of[name] for name in _CONTROL], [of[name] for name in _RECORD]
         self._none = _row(of["start"])
-        self._with_ranks = ipywidgets.VBox(
-            [self._trouble, self._strategy, self._common, self._plan, self._last]
+        self._ask = ipywidgets.VBox(
+            [self._question, _row(self.compared), _row(of["confirm"], of["dismiss"])]
         )
+        self._with_ranks = ipywidgets.VBox(
+            [
+                _group("Control", _row(*control, self.rank)),
+                _group("Record", _row(*record)),
+                _group("Strategy", self._strategy, self._common, self._plan,
+                       _row(of["apply"], of["compare"], self.more)),
+                self._ask,
+            ]
+        )  # fmt: skip
         root = ipywidgets.VBox(
             [ipywidgets.HTML(LIVE_STYLE), self._top, self._none, self._with_ranks,
              self._log, self._detail]
@@ -94,6 +106,11 @@ class PanelWidgets:
             if change.owner is self.strategy:
                 self.set_values(self.strategy.value, {})
             self._owner.refresh()
+
+    @property
+    def restarted(self) -> int | None:
+        """The rank that Restart rank is for; None for those that have ended."""
+        return None if self.rank.value == "" else self.rank.value
 
     @property
     def values(self) -> dict[str, Value]:
@@ -157,9 +174,24 @@ class PanelWidgets:
             for name in ("profile", "memory"):
                 is_armed = BUTTONS[name].magic in state.armed
                 _set(self.buttons[name], "button_style", "success" if is_armed else "")
+            _set(self.buttons["interrupt"], "button_style", "primary" if state.is_busy else "")
+            self._draw_question(state.question)
             _show(self._with_ranks, is_shown=state.is_running)
             _show(self._none, is_shown=not state.is_running)
             _show(self.buttons["cancel"], is_shown=bool(state.queued))
+
+    def _draw_question(self, question: Question | None) -> None:
+        """What it offers is filled in once: what is chosen there stays."""
+        if question is not self._asked:
+            self._asked = question
+            choices = () if question is None else question.choices
+            self.compared.value = ()
+            self.compared.options = choices
+            self.compared.rows = max(2, min(_MOST_CHOICES, len(choices)))
+            self.compared.value = () if question is None else question.preset
+            self._question.value = _wrapped(question_html(question))
+        _show(self.compared, is_shown=question is not None and bool(question.choices))
+        _show(self._ask, is_shown=question is not None)
 
     def show_detail(self, title: str, body: str) -> None:
         """Show something long below the log, folded or not as the reader likes."""
@@ -189,7 +221,7 @@ def answer_in_subshell(widget: Any) -> None:
 
 def _field_widget(field: FormField) -> Any:
     widget = _KINDS[field.kind](field)
-    widget.tooltip = field.help
+    widget.tooltip = f"{field.help} ({field.flag})"
     widget.style = _NARROW
     widget.layout.width = "auto"
     if field.kind in {"text", "suggest"}:
@@ -224,10 +256,23 @@ def _tip(name: str) -> str:
     return f"{row.help}{later}" + (f" ({row.magic})" if row.magic else "")
 
 
+def _picker(kind: Any, width: str, **traits: object) -> Any:
+    return kind(style=_NARROW, layout=ipywidgets.Layout(width=width), **traits)
+
+
 def _row(*children: Any) -> Any:
     # grid_gap: the old name of gap, which ipywidgets lacks; it holds for flex boxes too.
     layout = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 8px")
     return ipywidgets.HBox(list(children), layout=layout)
+
+
+def _group(title: str, *rows: Any) -> Any:
+    """Rows with what they are for beside them."""
+    head = ipywidgets.HTML(_wrapped(f'<span class="np-group">{title}</span>'))
+    head.layout.min_width = "80px"
+    inner = ipywidgets.VBox(list(rows))
+    inner.layout.flex = "1 1 0%"
+    return ipywidgets.HBox([head, inner])
 
 
 def _below(widget: Any) -> list[Any]:

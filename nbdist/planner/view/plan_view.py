@@ -6,10 +6,10 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.view import View, lines_html, table
+from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
-from nbdist.planner.plan import Plan, PlanRow
+from nbdist.planner.plan import NO, Plan, PlanRow
 from nbdist.planner.step_time import UTILISATION
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
@@ -17,7 +17,7 @@ from nbdist.strategy.footprint import RECIPES
 # In {} stands the unit of all columns of memory.
 _HEAD = (
     "strategy", "mesh", "parameters", "gradients", "optimizer", "activations", "buffers", "step",
-    "overhead", "peak ({})", "% of device", "fits", "samples", "sent ({})", "time (s)",
+    "overhead", "peak ({})", "% of device", "fits", "samples", "sent ({})", "s per step",
 )  # fmt: skip
 _UNITS = {"GB": 1e9, "MB": 1e6}
 _SMALL = 50_000_000  # parameters: 0.8 GB with gradients and Adam
@@ -44,20 +44,43 @@ class PlanView(View):
 
 
 def shown_plan(plan: Plan, advice: Advice) -> PlanView:
-    """Table, bars and advice."""
+    """The advice first, then table and bars; in the HTML what does not fit is folded."""
     counted = [row for row in plan.rows if row.memory is not None]
+    refused = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
     before, after = _before(plan), _after(plan)
-    unit = "MB" if plan.model.parameters < _SMALL else "GB"
-    head = [word.format(unit) for word in _HEAD]
-    rows = table(head, [_cells(plan, row, _UNITS[unit]) for row in counted])
-    sentences = [*advice.sentences, *advice.rules]
+    rules = [*advice.rules, ""] if advice.rules else []
     bars = _text_bars(plan, counted)
-    text = "\n".join([*before, "", rows.text, "", *bars, "", *sentences, "", *after])
+    text = "\n".join(
+        [*advice.sentences, "", *before, "", _table(plan, counted).text, "", *bars, "", *rules,
+         *refused, *after]
+    )  # fmt: skip
+    fitting = [row for row in counted if row.verdict != NO] or counted
+    rest = [row for row in counted if row not in fitting]
     page = (
-        f"<div>{lines_html(before)}{rows.html}{_svg(plan, counted)}{lines_html(sentences)}"
+        f'<div><div style="font-weight:600">{lines_html(advice.sentences)}</div>'
+        f"{lines_html(before)}{_rows_html(plan, fitting)}"
+        f"{_folded('does not fit', [row.typed for row in rest], _rows_html(plan, rest))}"
+        f"{_folded('not possible', [r.typed for r in plan.rows if r.problem], lines_html(refused))}"
+        f"{lines_html(advice.rules)}"
         f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
     return PlanView(text, page, plan=plan, advice=advice)
+
+
+def _table(plan: Plan, rows: Sequence[PlanRow]) -> View:
+    unit = "MB" if plan.model.parameters < _SMALL else "GB"
+    return table(
+        [word.format(unit) for word in _HEAD], [_cells(plan, row, _UNITS[unit]) for row in rows]
+    )
+
+
+def _rows_html(plan: Plan, rows: Sequence[PlanRow]) -> str:
+    return _table(plan, rows).html + _svg(plan, rows)
+
+
+def _folded(what: str, names: Sequence[str], body: str) -> str:
+    """What a reader opens who wants to know more; "" of no strategies."""
+    return folded(f"{what}: {', '.join(names)}", body) if names else ""
 
 
 def _before(plan: Plan) -> list[str]:
@@ -130,8 +153,7 @@ def _gb(size_bytes: float) -> str:
 
 
 def _after(plan: Plan) -> list[str]:
-    lines = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
-    lines += _notes(plan)
+    lines = _notes(plan)
     device = plan.device
     lines.append(
         "GB = 10^9 bytes, on the rank that needs most. Peak: the sum with activations, or with "
@@ -157,12 +179,15 @@ def _after(plan: Plan) -> list[str]:
             "as measured here" if measured else f"over {device.link} in a host, {device.network}"
         )
         lines.append(
-            "Time: an estimate for a step of all samples, communication fully overlapped - "
+            "s per step: an estimate for a step of all samples, communication fully overlapped - "
             f"not overlapped; {100 * UTILISATION:.0f} % of {half:.0f} TFLOPS ({single:.0f} in "
             f"fp32), messages {links}. {device.source}"
         )
     else:
-        lines.append("Time: not estimated, since only the device's memory is known: type --gpu.")
+        lines.append(
+            "Time: not estimated, since the device's speed is not known; --gpu takes one whose "
+            "speed is."
+        )
     lines.append("Formulas, sources and what is assumed: docs/plan.md.")
     return lines
 
