@@ -28,7 +28,7 @@ from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import QUIET, CellRecording, is_profiling
+from nbdist.recording.rank.steps import CellRecording, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -174,7 +174,6 @@ def begin(options: TraceOptions, token: str) -> None:
     Raises:
         TraceError: If its file has no place.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     cell_hook.state.armed = None
     folder = _folder()
     for path in folder.glob(f"rank{this_rank().place.rank}.json*"):
