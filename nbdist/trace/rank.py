@@ -22,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nbdist.core.host import usable_cpus
 from nbdist.core.rank import this_rank
 from nbdist.core.units import size
 from nbdist.errors import TraceError
@@ -146,6 +147,7 @@ class _Recording(CellRecording):
         return {
             "rank": this_rank().place.rank,
             "host": socket.gethostname(),
+            "cpus": usable_cpus(),
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},

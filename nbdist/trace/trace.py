@@ -96,6 +96,7 @@ class RankTrace:
         events: The columns.
         steps: In order; empty where the cell made none.
         problem: Why something is missing, as a sentence; empty when nothing is.
+        cpus: Numbers of the CPUs that it may use; empty where the file does not tell.
     """
 
     rank: int
@@ -108,6 +109,7 @@ class RankTrace:
     events: Events
     steps: tuple[Step, ...] = ()
     problem: str = ""
+    cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
