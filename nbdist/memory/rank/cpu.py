@@ -191,6 +191,7 @@ def assemble(
         memory,
         blocks=blocks,
         duration_ns=max(1, duration_ns),
+        zero_ns=zero_ns,
         stacks=history.stacks,
         names=history.names,
         phases=merge_phases([*backwards, *marks.stepping(times)]),
