@@ -26,6 +26,7 @@ BEHIND_S = 1.0
 _ERASE = re.compile(r"\x1b\[[02]?K")
 _ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _OPENING, _CLOSING = "([{", ")]}"
+_INNER = f" \t{_CLOSING}"  # what a line within a value begins with, unless it is empty
 # Longer ones are shown line by line.
 _MOST_VALUE_LINES = 1000
 
@@ -152,16 +153,17 @@ def _split(text: str) -> list[str]:
     lines = text.split("\n")
     if not any(bracket in text for bracket in _OPENING):
         return lines
-    values: list[list[str]] = []
-    depth = 0
-    for line in lines:
-        goes_on = depth > 0 and not line[:1].strip(f" \t{_CLOSING}") and "\r" not in line
-        if goes_on and len(values[-1]) < _MOST_VALUE_LINES:
-            values[-1].append(line)
-        else:
-            values.append([line])
-            depth = 0
-        depth += _opened(line)
+    values = [[lines[0]]]
+    depth: int | None = None  # of the last value; most lines need not be looked at for it
+    for line in lines[1:]:
+        if line[:1] in _INNER and "\r" not in line:
+            depth = _opened(values[-1][0]) if depth is None else depth
+            if depth > 0 and len(values[-1]) < _MOST_VALUE_LINES:
+                values[-1].append(line)
+                depth += _opened(line)
+                continue
+        values.append([line])
+        depth = None
     return ["\n".join(value) for value in values]
 
 

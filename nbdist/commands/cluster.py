@@ -283,7 +283,6 @@ VERBS = (
             Option(("-d", "--disable"), "the same as local", None, name="is_off"),
         ),
     ),
-    Verb("sync", "The same as %dist_sync.", "%sync", sync, _SYNC_OPTIONS),
     Verb(
         "dist_sync",
         "Wait until all ranks have come to this point.",
@@ -291,4 +290,5 @@ VERBS = (
         sync,
         _SYNC_OPTIONS,
     ),
+    Verb("sync", "The same as %dist_sync.", "%sync", sync, _SYNC_OPTIONS),
 )
