@@ -2,6 +2,7 @@
 
 The output of several ranks is read as lines. Line k of a rank is shown
 together with line k of the other ranks, equal texts once: `[0-3] loss 2.31`.
+A value of several lines (a printed tensor, dict or model) counts as one line.
 It is shown when every chosen rank has its line k or has ended. A rank that is
 behind by BEHIND_S is not waited for until it has caught up, so a cell in which
 only rank 0 prints is shown live.
@@ -23,6 +24,11 @@ from nbdist.core.ranks import rank_label
 BEHIND_S = 1.0
 # "Erase to the end of the line" and "erase the line", with which some bars begin a redraw.
 _ERASE = re.compile(r"\x1b\[[02]?K")
+_ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_OPENING, _CLOSING = "([{", ")]}"
+_INNER = f" \t{_CLOSING}"  # what a line within a value begins with, unless it is empty
+# Longer ones are shown line by line.
+_MOST_VALUE_LINES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,8 @@ class _RankLines:
     def visible(self) -> str:
         """What can be seen of the unfinished line, read once for each that was written."""
         if self._read_of is not self.partial:
-            self._read_of, self._visible = self.partial, _read(self.partial)[0]
+            last = self.partial.removesuffix("\n").rpartition("\n")[2]
+            self._read_of, self._visible = self.partial, _read(last)[0]
         return self._visible
 
 
@@ -138,9 +145,42 @@ def _compact(raw: str) -> str:
     return body + "\r" if raw.endswith("\r") else body
 
 
+def _split(text: str) -> list[str]:
+    """Lines; a value whose brackets stay open, and are closed in indented lines, is one of them.
+
+    Where a print begins and ends is not known: one message has those of a fifth of a second.
+    """
+    lines = text.split("\n")
+    if not any(bracket in text for bracket in _OPENING):
+        return lines
+    values = [[lines[0]]]
+    depth: int | None = None  # of the last value; most lines need not be looked at for it
+    for line in lines[1:]:
+        if line[:1] in _INNER and "\r" not in line:
+            depth = _opened(values[-1][0]) if depth is None else depth
+            if depth > 0 and len(values[-1]) < _MOST_VALUE_LINES:
+                values[-1].append(line)
+                depth += _opened(line)
+                continue
+        values.append([line])
+        depth = None
+    return ["\n".join(value) for value in values]
+
+
+def _opened(line: str) -> int:
+    """How many brackets a line leaves open, less those of lines before it that it closes."""
+    if "\r" in line:  # a bar
+        return 0
+    seen = _ESCAPE.sub("", line) if "\x1b" in line else line
+    return sum(map(seen.count, _OPENING)) - sum(map(seen.count, _CLOSING))
+
+
 def label_lines(ranks: Iterable[int], text: str) -> str:
     """`[0-3] text`, further lines indented to the text's column."""
-    label = f"[{rank_label(ranks)}] "
+    return _labelled(f"[{rank_label(ranks)}] ", text)
+
+
+def _labelled(label: str, text: str) -> str:
     return label + text.replace("\n", "\n" + " " * len(label))
 
 
@@ -163,7 +203,7 @@ class LineMerger:
         """Take text as the rank wrote it: any number of lines, or part of one."""
         lines = self._ranks[rank]
         text = lines.partial + text
-        *whole, partial = text.split("\n")
+        *whole, partial = _split(text)
         if whole and "\r" not in text and "\x1b" not in text:
             lines.items.append(_Run(whole, now_s))
         else:
@@ -228,7 +268,7 @@ class LineMerger:
 
     def _end_partial(self, lines: _RankLines, now_s: float) -> None:
         if lines.partial:
-            line, is_bar = _read(lines.partial)
+            line, is_bar = _read(lines.partial.removesuffix("\n"))
             if line or "\r" not in lines.partial:  # a bar that was blanked out is no line
                 lines.items.append(_Run([line], now_s, is_bar))
             lines.partial = ""
@@ -335,7 +375,7 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
     """Equally many lines of each rank, line by line with their labels."""
     if all(other == texts[0] for other in texts):
         label = f"[{rank_label(ranks)}] "
-        return label + f"\n{label}".join(texts[0]) + "\n"
+        return "".join(f"{_labelled(label, text)}\n" for text in texts[0])
     labels: dict[tuple[int, ...], str] = {}
     lines = []
     for row in zip(*texts, strict=True):
@@ -346,5 +386,5 @@ def _merged(ranks: list[int], texts: list[list[str]]) -> str:
             key = tuple(same)
             if key not in labels:
                 labels[key] = f"[{rank_label(same)}] "
-            lines.append(f"{labels[key]}{text}\n")
+            lines.append(f"{_labelled(labels[key], text)}\n")
     return "".join(lines)

@@ -229,6 +229,8 @@ _MASTER_ADDRESS = dict.fromkeys(
     "not needed: ranks on this machine meet in a file, and others find rank 0 by themselves",
 )
 
+_SYNC_OPTIONS = (_timeout("longest wait", 30.0),)
+
 VERBS = (
     Verb(
         "dist_init",
@@ -281,10 +283,11 @@ VERBS = (
         ),
     ),
     Verb(
-        "sync",
+        "dist_sync",
         "Wait until all ranks have come to this point.",
-        "%sync",
+        "%dist_sync",
         sync,
-        (_timeout("longest wait", 30.0),),
+        _SYNC_OPTIONS,
     ),
+    Verb("sync", "The same as %dist_sync.", "%sync", sync, _SYNC_OPTIONS),
 )

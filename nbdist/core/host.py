@@ -23,11 +23,16 @@ class Machine:
     pid_space: str
 
 
-def usable_cores() -> int:
-    """The CPUs that this process may use (its affinity, not the machine's count)."""
+def usable_cpus() -> tuple[int, ...]:
+    """The numbers of the CPUs that this process may use: its affinity, not all of the machine."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many CPUs this process may use."""
+    return len(usable_cpus())
 
 
 def this_machine() -> Machine:

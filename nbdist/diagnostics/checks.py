@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from nbdist.cluster import host_memory, run_owner, shm
+from nbdist.cluster import capacity, run_owner, shm
 from nbdist.cluster.run_owner import Run
 from nbdist.core import units, versions
 from nbdist.core.finding import BAD, OK, WARN, Finding
@@ -172,7 +172,7 @@ def machine(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("cores", f"{cores} for {_ranks(n)}")
     available = f"{facts.available_bytes / 1e9:.1f} GB available"
-    yield _as_at_start("memory", available, lambda: host_memory.check(facts.available_bytes, n))
+    yield _as_at_start("memory", available, lambda: capacity.check(facts.available_bytes, n, cores))
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:

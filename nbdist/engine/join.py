@@ -356,7 +356,7 @@ def barrier(key: str, deadline_s: float) -> float:
     this.store.set(keys[this.place.rank], "here")
     if missing := rendezvous.await_keys(this.store, keys, deadline_s):
         raise NbdistError(
-            f"rank {this.place.rank} waited {deadline_s:.0f} s at %sync for rank(s) "
+            f"rank {this.place.rank} waited {deadline_s:.0f} s at %dist_sync for rank(s) "
             f"{rank_label(missing)}"
         )
     return time.monotonic() - began_s

@@ -27,13 +27,17 @@ PRIVATE = (
     "_original_stdstream_copy",
     "watch_fd_thread",
 )
-# What torch writes for memory that is freed and is older than a profiler, once in a thousand times:
-# it says nothing of the cell. nbdist's recordings of memory learn of those frees elsewhere.
+# What says nothing of the cell. For memory that is freed and is older than a profiler torch writes
+# a line once in a thousand times; nbdist's recordings of memory learn of those frees elsewhere.
+# libkineto writes one where a profiler starts or stops, at a level above that of its errors.
 _NOISE = re.compile(
-    r"^(\[rank\d+\]:)?\[W[^\]\n]* CPUAllocator\.cpp:\d+\] "
-    r"Memory block of unknown size[^\n]*\n",
+    r"^((\[rank\d+\]:)?\[W[^\]\n]* CPUAllocator\.cpp:\d+\] Memory block of unknown size"
+    r"|(USDT|STAGE):\d{4}-)[^\n]*\n",
     re.MULTILINE,
 )
+_HALF_NOISE = ("USDT:", "STAGE:")  # the end of such a line is written by itself
+# Words first: they take a hundredth of the pattern's time, in which a cell's print would overtake.
+_NOISY_WORDS = (*_HALF_NOISE, "CPUAllocator.cpp:")
 
 
 class RawReader:
@@ -53,6 +57,7 @@ class RawReader:
         self._stream = stream
         self._lock = threading.Lock()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
         stream._should_watch = False
         os.write(stream._original_stdstream_fd, b"\0")  # wakes the thread, which drops it
         stream.watch_fd_thread.join(TAKE_OVER_DEADLINE_S)
@@ -81,11 +86,19 @@ class RawReader:
                 if not raw:
                     return  # a cell has closed the last writing end
                 if stream._should_watch:
-                    stream.write(_NOISE.sub("", self._decoder.decode(raw)))
+                    stream.write(self._without_noise(self._decoder.decode(raw)))
                     # A copy for the engine's log. Where that is on a full disk this thread has
                     # to go on: writers would block for ever on a pipe that nobody reads.
                     with contextlib.suppress(OSError):
                         os.write(stream._original_stdstream_copy, raw)
+
+    def _without_noise(self, text: str) -> str:
+        text = self._held + text
+        if any(word in text for word in _NOISY_WORDS):
+            text = _NOISE.sub("", text)
+        last = text.rfind("\n") + 1
+        self._held = text[last:] if text.startswith(_HALF_NOISE, last) else ""
+        return text.removesuffix(self._held)
 
 
 def install(shell: Any) -> None:

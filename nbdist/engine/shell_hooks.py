@@ -19,7 +19,7 @@ from IPython.core import page
 
 from nbdist.core import stacks
 from nbdist.core.failures import chain
-from nbdist.engine import raw_output, script
+from nbdist.engine import packaging, raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
 from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_NUMBER
@@ -35,6 +35,7 @@ def install(shell: Any) -> None:
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
     raw_output.install(shell)
+    packaging.install(shell)
     # `model?` asks for a pager, which only the notebook's own kernel could open.
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
     # Out[...] would keep every displayed tensor alive, on the GPU too. `_` still works.

@@ -20,7 +20,7 @@ from nbdist.core.ranks import pack_ranks, unpack_ranks
 from nbdist.hang.records import Call, CallLog, GroupRecord, SourceLine
 
 WORD_BYTES = 8
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 # Read with the other byte order it is another number, so such a box is refused as well.
 MAGIC = int.from_bytes(b"nbdbox\0" + bytes([LAYOUT_VERSION]), "little")
 MAX_CHANNELS = 256
@@ -41,6 +41,7 @@ _TEXT_SPACE_BYTES = 32_768
 _SEQUENCE, _STATE, _BEGAN, _ENDED, _NUMBER, _CALLED_IN = range(6)
 _WHAT_BYTES = 104
 _PLACE_BYTES = 208
+_DESCRIPTION_BYTES = 40
 # state, began, ended, number, run, channel, peer, generation; what; place.
 _RECORD = struct.Struct(f"=QddQQqqQ{_WHAT_BYTES}s{_PLACE_BYTES}s")
 _pack_record = _RECORD.pack_into
@@ -104,11 +105,12 @@ class CallLogWriter:
                 self._words[_channel_at(channel) + _COUNT] = 0
             self._words[_GENERATION] = generation
 
-    def group(self, name: str, ranks: Sequence[int]) -> int:
+    def group(self, name: str, ranks: Sequence[int], description: str = "") -> int:
         """The channel of a group, made at its first call; NO_CHANNEL when there is no room."""
         with self._lock:
             channel = self._channels.get(name)
-            text = name.encode() + b"\0" + pack_ranks(ranks)
+            described = (description or name).encode()[:_DESCRIPTION_BYTES]
+            text = b"\0".join([name.encode(), described, pack_ranks(ranks)])
             return (
                 self._new_channel(name, (_IS_GROUP, 0, 0, 0), text) if channel is None else channel
             )
@@ -330,10 +332,13 @@ def _read_channels(
         kind, count, start, size, group, source, destination = words[at : at + _DESTINATION + 1]
         if size:
             text = data[_TEXT_AT + start : _TEXT_AT + start + size]
-            name, _, ranks = text.partition(b"\0")
+            name, _, rest = text.partition(b"\0")
             names[channel] = name.decode()
             if kind == _IS_GROUP:
-                groups[names[channel]] = GroupRecord(names[channel], unpack_ranks(ranks), count)
+                described, _, ranks = rest.partition(b"\0")
+                groups[names[channel]] = GroupRecord(
+                    names[channel], unpack_ranks(ranks), count, described.decode(errors="ignore")
+                )
         else:
             names[channel] = names.get(group, "")
             if kind == _IS_TRANSFER:

@@ -63,11 +63,13 @@ class GroupRecord:
         name: torch's name; the same on every member.
         ranks: Global ranks, in order.
         calls: Collectives that this rank has made in it since the last recovery.
+        description: What it was called when it was made (`group_desc`), else torch's name.
     """
 
     name: str
     ranks: tuple[int, ...]
     calls: int
+    description: str = ""
 
 
 @dataclass(frozen=True, slots=True)

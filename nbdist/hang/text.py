@@ -82,6 +82,7 @@ class WaitText:
         members: The ranks of a group that is not the world; else empty.
         partner: "a send to" or "a recv from" for a transfer: what the other rank owes this one.
         since_s: The host's monotonic clock; a C++ wait may have begun later.
+        group: What its group is called.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class WaitText:
     members: tuple[int, ...]
     partner: str
     since_s: float
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +243,17 @@ def _block(waits: Sequence[WaitText], causes: Iterable[BlockingRank]) -> list[st
 
 def _clauses(waits: Sequence[WaitText], whom: Mapping[int, str] | None = None) -> list[str]:
     """`ranks 0-2 wait in all_reduce(float32[3]) at line 7 of cell [12]: ...`, for each call."""
+    groups: dict[tuple[tuple[str, str], tuple[int, ...]], set[str]] = {}
+    for wait in waits:
+        groups.setdefault((wait.act.kind, wait.members), set()).add(wait.group)
 
     def text_of(wait: WaitText, *, is_short: bool) -> str:
         act = wait.act
         if is_short:
             return f" in {act.op}{place_suffix(act)}"
         of = f" of {ranks_phrase(wait.members)}" if wait.members else ""
+        if len(groups[act.kind, wait.members]) > 1:  # the same call, but not to each other
+            of = f" in group {wait.group}{of}"
         return f"{(whom or {}).get(wait.rank, '')} in {call_text(act, of=of)}"
 
     def by_text(*, is_short: bool) -> dict[str, list[int]]:

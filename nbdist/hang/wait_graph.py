@@ -79,7 +79,8 @@ class WaitGraph:
         members = () if partner else self._shown_members(call.group)
         ends = (str(view.rank), str(call.peer)) if partner else ()
         key = ("call", call.group, str(call.number), *ends)
-        return WaitText(view.rank, key, act_of(call), members, partner, call.began_s)
+        group = self._description(call.group)
+        return WaitText(view.rank, key, act_of(call), members, partner, call.began_s, group)
 
     def _call(self, rank: int) -> Call | None:
         """The call from Python in which it waits; a box of another cell counts as nothing."""
@@ -107,9 +108,8 @@ class WaitGraph:
         for group, pending, _ in self._pending(view.rank):
             act = act_inside(pending, view.look.place if view.look else None)
             key = ("inner", group, str(pending.number))
-            return WaitText(
-                view.rank, key, act, self._shown_members(group), "", last_event_s(view.box)
-            )
+            members, since_s = self._shown_members(group), last_event_s(view.box)
+            return WaitText(view.rank, key, act, members, "", since_s, self._description(group))
         return None
 
     def _pending(self, rank: int) -> list[tuple[str, FlightRecorderEntry, bool]]:
@@ -319,6 +319,12 @@ class WaitGraph:
             return tuple(self.views)
         looks = {rank: view.look for rank, view in self.views.items()}
         return tuple(rank for rank, look in looks.items() if look and group in look.newest)
+
+    def _description(self, group: str) -> str:
+        """What a group is called by a rank whose box knows it."""
+        boxes = (view.box for view in self.views.values() if view.box is not None)
+        descriptions = (box.groups[group].description for box in boxes if group in box.groups)
+        return next(filter(None, descriptions), group)
 
     def _shown_members(self, group: str) -> tuple[int, ...]:
         members = self._members(group)

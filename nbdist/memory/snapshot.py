@@ -2,14 +2,14 @@
 
 Made by `memory.rank.record`, or read from a file by `memory.file`; judged by `memory.peak` and
 `memory.findings`; drawn by `memory.view.report`. Times are integers in nanoseconds since the
-beginning of the rank's recording. All sizes are bytes that a storage or the allocator holds, not
-what a tensor shows of it.
+beginning of the recording, the same zero on every rank of a `Snapshot`. All sizes are bytes that a
+storage or the allocator holds, not what a tensor shows of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -167,7 +167,8 @@ class RankMemory:
         device: "cuda" or "cpu": whose memory.
         device_name: As its driver calls it; empty for a CPU.
         limit_bytes: What the device has; 0 where it is not known.
-        duration_ns: Of the recording; 0 for a snapshot of one moment, without a history.
+        duration_ns: When the recording ended; 0 for a snapshot of one moment, without a history.
+        zero_ns: When its times are 0, since 1970 by the host's clock; 0 where it is not known.
         stacks: Innermost frame first.
         names: Of owners and operators.
         reserved: Of a GPU; empty on a CPU, whose allocator gives everything back.
@@ -186,6 +187,7 @@ class RankMemory:
     device_name: str = ""
     limit_bytes: int = 0
     duration_ns: int = 0
+    zero_ns: int = 0
     stacks: tuple[tuple[AllocationFrame, ...], ...] = ()
     names: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
@@ -249,6 +251,29 @@ def make_blocks(rows: Iterable[BlockRow] = ()) -> Blocks:
         name=np.full(len(table), -1, np.int32),
         operator=operator.astype(np.int32),
     )  # fmt: skip
+
+
+def shift(memory: RankMemory, by_ns: int) -> RankMemory:
+    """The same, by a clock whose zero is so much earlier."""
+    blocks, reserved = memory.blocks, memory.reserved
+    moved = replace(
+        blocks,
+        start_ns=np.where(blocks.start_ns == BEFORE, BEFORE, blocks.start_ns + by_ns),
+        end_ns=np.where(blocks.end_ns == STAYS, STAYS, blocks.end_ns + by_ns),
+    )
+    return replace(
+        memory,
+        blocks=moved,
+        duration_ns=memory.duration_ns + by_ns,
+        zero_ns=memory.zero_ns - by_ns,
+        phases=tuple(
+            Phase(phase.kind, phase.start_ns + by_ns, phase.end_ns + by_ns)
+            for phase in memory.phases
+        ),
+        step_ends_ns=tuple(end_ns + by_ns for end_ns in memory.step_ends_ns),
+        reserved=Reserved(reserved.time_ns + by_ns, reserved.size_bytes),
+        failures=tuple(replace(each, time_ns=each.time_ns + by_ns) for each in memory.failures),
+    )
 
 
 def empty(rank: int, host: str, problem: str) -> RankMemory:

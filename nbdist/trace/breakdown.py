@@ -9,6 +9,7 @@ from itertools import chain
 
 import numpy as np
 
+from nbdist.core import units
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import is_stored
 from nbdist.strategy.footprint import CALLS
@@ -102,13 +103,17 @@ class Slowest:
     Attributes:
         cost_ns: Per step: how much sooner the others could have gone on; see `trace_slowest.costs`.
         share: The same of a step's duration: 0.12 is "without it a step would be 12 % faster".
-        is_alone: Whether no other rank costs half as much, so that it is this rank and not chance.
+        late_steps: In how many steps it costs the others the most.
+        spread_ns: How far apart the middle half of the steps is in what it costs.
+        doubt: Why it may be chance and not this rank; empty where it is the rank.
     """
 
     rank: int
     cost_ns: int
     share: float
-    is_alone: bool
+    late_steps: int
+    spread_ns: int
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +147,8 @@ class TimeBreakdown:
 TOP = 12
 # A first step this much longer than the others is no measure of them.
 FIRST_STEP = 1.5
+# From fewer steps nothing can be said of their spread.
+LEAST_STEPS = 3
 # Beside those of strategy.footprint, of which ranks send nothing, or as much as of a broadcast.
 _SENT = {"reduce": "broadcast", "gather": "broadcast", "scatter": "broadcast"}
 
@@ -169,7 +176,7 @@ def breakdown(trace: Trace) -> TimeBreakdown:
     return TimeBreakdown(
         ranks=ranks,
         step_ns=step_ns,
-        slowest=_slowest(ranks, straggler.costs(traces, calls, spans_of), step_ns),
+        slowest=_slowest(traces, ranks, straggler.costs(traces, calls, spans_of, n_steps), step_ns),
         operations=_operations(traces, spans_of),
         traffic=traffic,
         sent_bytes=sum(row.sent_bytes for row in traffic),
@@ -213,18 +220,37 @@ def _rank(
 
 
 def _slowest(
-    ranks: Sequence[RankBreakdown], costs: Mapping[int, int], step_ns: int
+    traces: Sequence[RankTrace],
+    ranks: Sequence[RankBreakdown],
+    costs: Mapping[int, Integers],
+    step_ns: int,
 ) -> Slowest | None:
-    if not costs:
+    totals_ns = {place: int(cost.sum()) for place, cost in costs.items()}
+    place = max(totals_ns, key=lambda candidate: totals_ns[candidate], default=-1)
+    whole_ns = step_ns or max((rank.window_ns for rank in ranks), default=0)
+    if not totals_ns.get(place) or not whole_ns:
         return None
-    place = max(costs, key=lambda candidate: costs[candidate])
-    n_steps = max(1, len(ranks[place].steps_ns))
-    whole_ns = step_ns or max(rank.window_ns for rank in ranks)
-    if not costs[place] or not whole_ns:
-        return None
-    others = max((cost for other, cost in costs.items() if other != place), default=0)
-    cost_ns = costs[place] // n_steps
-    return Slowest(ranks[place].rank, cost_ns, cost_ns / whole_ns, 2 * others < costs[place])
+    others = [other for other in costs if other != place]
+    margins_ns = costs[place] - np.max([0 * costs[place], *(costs[o] for o in others)], axis=0)
+    # Of three steps these are the least and the most.
+    low_ns = int(np.quantile(margins_ns, 0.25, method="lower"))
+    spread_ns = int(np.quantile(margins_ns, 0.75, method="higher")) - low_ns
+    late_steps, n_steps = int((margins_ns > 0).sum()), len(margins_ns)
+    usual = f"{late_steps} of {n_steps} steps (spread {units.duration(spread_ns)})"
+    doubts = (
+        (straggler.share_cpus(traces), "this may be chance, as the ranks share cores"),
+        (n_steps < LEAST_STEPS, f"this may be chance: fewer than {LEAST_STEPS} steps"),
+        (
+            2 * max((totals_ns[other] for other in others), default=0) >= totals_ns[place],
+            "others cost at least half as much",
+        ),
+        (low_ns <= spread_ns, f"this may be chance: last in {usual}"),
+    )
+    cost_ns = totals_ns[place] // n_steps
+    return Slowest(
+        ranks[place].rank, cost_ns, cost_ns / whole_ns, late_steps, spread_ns,
+        doubt=next((text for is_so, text in doubts if is_so), ""),
+    )  # fmt: skip
 
 
 def _operations(traces: Sequence[RankTrace], spans_of: Sequence[Spans]) -> tuple[Operation, ...]:

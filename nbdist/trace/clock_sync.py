@@ -37,27 +37,35 @@ def align(recordings: Sequence[RecordedTrace], missing: Sequence[RankTrace] = ()
 
     Of the `missing` ranks there is nothing but a reason.
     """
-    has_zeros = all(recording.zero_ns for recording in recordings)
-    zeros_ns = [recording.zero_ns if has_zeros else 0 for recording in recordings]
-    clocks = offsets(recordings)
-    shifts_ns = [
-        zero_ns + clocks[recording.trace.host].offset_ns
-        for zero_ns, recording in zip(zeros_ns, recordings, strict=True)
-    ]
-    first_ns = min(shifts_ns, default=0)
+    shifts_ns, notes = shifts(recordings)
     moved = [
-        _shift(recording.trace, shift_ns - first_ns)
+        _shift(recording.trace, shift_ns)
         for recording, shift_ns in zip(recordings, shifts_ns, strict=True)
     ]
     ours = next((recording.ours for recording in recordings if recording.ours.get("strategy")), {})
-    notes = [] if has_zeros else ["The files have no start time: each rank begins at 0."]
     return Trace(
         ranks=tuple(sorted([*moved, *missing], key=lambda trace: trace.rank)),
         strategy=str(ours.get("strategy", "")),
         formula=tuple(map(str, ours.get("formula") or ())),
         formula_bytes=ours.get("formula_bytes"),
-        notes=(*notes, *_clock_notes(clocks)),
+        notes=tuple(notes),
     )
+
+
+def shifts(recordings: Sequence[RecordedTrace]) -> tuple[list[int], list[str]]:
+    """What is to be added to each recording's times for one clock that begins at 0, and notes.
+
+    Never below 0: the recording that began first stays as it is.
+    """
+    has_zeros = all(recording.zero_ns for recording in recordings)
+    clocks = offsets(recordings)
+    zeros_ns = [
+        (recording.zero_ns if has_zeros else 0) + clocks[recording.trace.host].offset_ns
+        for recording in recordings
+    ]
+    first_ns = min(zeros_ns, default=0)
+    notes = [] if has_zeros else ["The files have no start time: each rank begins at 0."]
+    return [zero_ns - first_ns for zero_ns in zeros_ns], [*notes, *_clock_notes(clocks)]
 
 
 def offsets(recordings: Sequence[RecordedTrace]) -> Mapping[str, Clock]:

@@ -172,15 +172,16 @@ def small_kernels(context: TraceContext) -> RuleHit | None:
 
 
 def late_rank(context: TraceContext) -> RuleHit | None:
-    """The others wait for this rank, and for no other one."""
+    """The others wait for this rank in most steps, and for no other one."""
     slowest = context.shares.slowest
     if slowest is None or slowest.rank != context.breakdown.rank:
         return None
-    if not slowest.is_alone or slowest.share <= LATE:
+    if slowest.doubt or slowest.share <= LATE:
         return None
     return RuleHit(
-        f"the other ranks wait for rank {slowest.rank}: without it a {context.per} would be "
-        f"{slowest.share:.0%} faster{_longer(context)}",
+        f"the other ranks wait for rank {slowest.rank} in {slowest.late_steps} of "
+        f"{context.n_steps} steps (spread {slowest.spread_ns / 1e6:.1f} ms): without it a step "
+        f"would be {slowest.share:.0%} faster{_longer(context)}",
         share=slowest.share,
     )
 

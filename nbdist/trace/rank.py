@@ -22,13 +22,14 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nbdist.core.host import usable_cpus
 from nbdist.core.rank import this_rank
 from nbdist.core.units import size
 from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import QUIET, CellRecording, is_profiling
+from nbdist.recording.rank.steps import CellRecording, is_profiling
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -144,6 +145,7 @@ class _Recording(CellRecording):
         return {
             "rank": this_rank().place.rank,
             "host": socket.gethostname(),
+            "cpus": usable_cpus(),
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
@@ -172,7 +174,6 @@ def begin(options: TraceOptions, token: str) -> None:
     Raises:
         TraceError: If its file has no place.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     cell_hook.state.armed = None
     folder = _folder()
     for path in folder.glob(f"rank{this_rank().place.rank}.json*"):

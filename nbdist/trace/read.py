@@ -112,6 +112,7 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
         events=events,
         steps=steps,
         problem=" ".join(filter(None, (torn, empty))),
+        cpus=tuple(map(int, ours.get("cpus") or ())),
     )
     return RecordedTrace(trace, raw.base_ns + zero_ns if raw.base_ns else 0, ours)
 

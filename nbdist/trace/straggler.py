@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,9 +26,14 @@ def waits(traces: Sequence[RankTrace], calls: Sequence[MatchedCollective]) -> di
 
 
 def costs(
-    traces: Sequence[RankTrace], calls: Sequence[MatchedCollective], spans: Sequence[Spans]
-) -> dict[int, int]:
-    """Place of a rank -> how much sooner the others would have been through without it, in ns.
+    traces: Sequence[RankTrace],
+    calls: Sequence[MatchedCollective],
+    spans: Sequence[Spans],
+    n_steps: int,
+) -> dict[int, Integers]:
+    """Place of a rank -> how much sooner the others would have been through each step without it.
+
+    In ns; without steps one number, of all that was recorded.
 
     A rank that enters a collective last costs the others the time from the last of *them* to its
     own arrival, and only as far as they do nothing else then:
@@ -58,11 +63,40 @@ def costs(
     }
     return {
         late: min(
-            intervals.length(intervals.intersection(intervals.union_of(sets), exposed[other]))
-            for other, sets in others.items()
+            (
+                _by_step(
+                    intervals.intersection(intervals.union_of(sets), exposed[other]),
+                    traces[other],
+                    n_steps,
+                )
+                for other, sets in others.items()
+            ),
+            key=np.sum,
         )
         for late, others in lost.items()
     }
+
+
+def share_cpus(traces: Sequence[RankTrace]) -> bool:
+    """Whether ranks of one host have to take turns: more of them than the CPUs they may use."""
+    ranks = Counter((trace.host, trace.cpus) for trace in traces if trace.cpus)
+    return any(
+        sum(n for (host, cpus), n in ranks.items() if host == of and set(cpus) <= set(all_cpus))
+        > len(all_cpus)
+        for of, all_cpus in ranks
+    )
+
+
+def _by_step(waits: Integers, trace: RankTrace, n_steps: int) -> Integers:
+    """How long these intervals are in each step of a rank; in all where there are no steps."""
+    if not n_steps:
+        return np.array([intervals.length(waits)])
+    times = np.array([(step.start_ns, step.end_ns) for step in trace.steps[:n_steps]])
+    begun = np.searchsorted(waits[:, 0], times)
+    whole = np.concatenate([[0], np.cumsum(waits[:, 1] - waits[:, 0])])[begun]
+    ends = np.concatenate([[times.min()], waits[:, 1]])[begun]
+    covered: Integers = whole - np.maximum(ends - times, 0)
+    return covered[:, 1] - covered[:, 0]
 
 
 def _starts(traces: Sequence[RankTrace], calls: MatchedCollective) -> Integers:

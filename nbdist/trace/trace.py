@@ -94,6 +94,7 @@ class RankTrace:
         groups, group_ranks: Process groups, as the user calls them, and the ranks of each.
         steps: In order; empty where the cell made none.
         problem: Why something is missing, as a sentence; empty when nothing is.
+        cpus: Numbers of the CPUs that it may use; empty where the file does not tell.
     """
 
     rank: int
@@ -106,6 +107,7 @@ class RankTrace:
     events: Events
     steps: tuple[Step, ...] = ()
     problem: str = ""
+    cpus: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nbdist.cells.hints import explain
-from nbdist.cluster import host_memory
+from nbdist.cluster import capacity
 from nbdist.core.failures import RankFailure, summary
 from nbdist.errors import StartError
 
@@ -91,6 +91,14 @@ def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None
 
 def test_more_ranks_than_memory_are_refused() -> None:
     """200 ranks at 0.25 GB need 50 GB; 20 GB hold 80."""
-    with pytest.raises(StartError, match=r"200 ranks need about 50\.0 GB .*Use -n 80 or fewer"):
-        host_memory.check(20_000_000_000, 200)
-    host_memory.check(20_000_000_000, 80)
+    said = r"200 ranks need about 50\.0 GB .*Use -n 80 or fewer \(this machine has 2 cores\)"
+    with pytest.raises(StartError, match=said):
+        capacity.check(20_000_000_000, 200, 2)
+    capacity.check(20_000_000_000, 80, 1)
+
+
+def test_more_than_four_ranks_a_core_are_told() -> None:
+    """Eight on two cores are not."""
+    assert capacity.crowding(8, 2) == ""
+    assert capacity.crowding(9, 2).startswith("9 ranks share 2 cores and take turns: ")
+    assert "-n 1 gives each rank a core of its own" in capacity.crowding(5, 1)

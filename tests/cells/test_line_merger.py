@@ -76,6 +76,17 @@ _BLANKED = "\r 50%|#####     |\r100%|##########|\r{spaces}\rrank {rank} done\n"
         ([(0, "    x  \n\ty\n")], "[0]     x  \n[0] \ty\n", set()),
         ([(0, f"{_WIDE}\n"), (1, f"{_WIDE}\n")], f"[0-1] {_WIDE}\n", set()),
         ([(0, "\x1b[31mred\x1b[0m\n"), (1, "red\n")], "[0] \x1b[31mred\x1b[0m\n[1] red\n", set()),
+        # A value of several lines is compared as one, in pieces too; open brackets alone are none.
+        (
+            [(0, "t([[1],\n   [2]])\nx\n"), (1, "t([[3],\n"), (1, "\n   [4]])\nx\n")],
+            "[0] t([[1],\n       [2]])\n[1] t([[3],\n    \n       [4]])\n[0-1] x\n",
+            set(),
+        ),
+        (
+            [(rank, f"{{\n  'a': 1\n}}\n:(\n{rank}\n") for rank in range(2)],
+            "[0-1] {\n        'a': 1\n      }\n[0-1] :(\n[0] 0\n[1] 1\n",
+            set(),
+        ),
         # Bars that have ended: one of several is shown, and no plain line is hidden by one.
         ([(rank, "\r10%\r100%\n") for rank in range(2)], "[0-1] 100%\n", set()),
         (
@@ -206,6 +217,16 @@ def test_a_rank_that_ends_early_is_not_waited_for() -> None:
         ),
         # Dots that are printed one by one are shown as they come after the first second.
         (1, [(0.0, {0: "."}, []), (1.0, {}, ["bar [0] ."]), (2.0, {0: "."}, ["bar [0] .."])]),
+        # So is a line whose bracket is open; without an indented line after it, it was whole.
+        (
+            2,
+            [
+                (0.0, {0: "a (\n", 1: "a (\n"}, []),
+                (1.0, {}, ["bar [0] a ("]),
+                (2.0, {0: "b\n", 1: "  c)\n"}, ["[0] a (\n", "[1] a (\n      c)\n", "bar "]),
+                (3.0, {}, ["[0] b\n"]),
+            ],
+        ),
         # That second is the unfinished line's own, not one of an earlier line.
         (
             1,
@@ -304,7 +325,8 @@ def test_patient_shows_no_bars() -> None:
     assert merger.due(100) == []
 
 
-ALPHABET = ("a", "b", " ", "\n", "\n", "\r", "\r", "é", "🏖", "\x1b[K", "  ", "ab\n", "\r\n")
+ALPHABET = ("a", "b", " ", "\n", "\n", "\r", "\r", "é", "🏖", "\x1b[K", "  ", "ab\n", "\r\n", "([",
+            "\n )", "}")  # fmt: skip
 
 
 def written(generator: random.Random) -> list[str]:

@@ -15,8 +15,10 @@ import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster.kernel import gpus
+from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.core import topology
 from nbdist.core.topology import Gpu
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.notebook.session import start as start_session
@@ -335,6 +337,18 @@ def test_a_full_shared_memory_is_refused_before_anything_starts(
         begin(world_size=2)
 
     assert processes.open_run_dirs(runs) == []
+
+
+@pytest.mark.parametrize(("n", "is_told"), [(4, False), (5, True)])
+def test_ranks_that_share_a_core_are_told(
+    n: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among what is said of the machine at the start."""
+    monkeypatch.setattr(kernel_start, "usable_cores", lambda: 1)
+    reports = topology.local_reports(n, hostname="here", gpus=(), cores=1)
+    notes = kernel_start._local_notes(topology.plan(reports, "auto"), StartOptions(world_size=n))
+
+    assert any(f"{n} ranks share 1 core" in note for note in notes) == is_told
 
 
 def test_a_base_folder_of_somebody_else_is_refused(runs: Path) -> None:

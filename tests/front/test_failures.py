@@ -287,7 +287,7 @@ def test_an_interrupted_sync_gives_the_ranks_back(kernel: Kernel) -> None:
         "get_ipython().run_line_magic('sync', '--timeout 50')",
         timeout_s=20,
     )
-    again = kernel.run("%sync")
+    again = kernel.run("%dist_sync")
 
     cell.check_failure("KeyboardInterrupt", "ranks 0-1 had not answered")
     assert again.status == "ok"

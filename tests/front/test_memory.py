@@ -75,6 +75,16 @@ def test_a_cell_s_memory_is_recorded(trained: Kernel) -> None:
     }
 
 
+def test_ranks_are_on_one_clock(trained: Kernel) -> None:
+    """No rank is through a step before all have begun it: each step has all-reduces."""
+    step = "for m in range(10): dist.all_reduce(torch.ones(3))"
+    ran(trained, f"%%dist_memory\nimport nbdist\nfor n in range(9):\n    {step}\n    nbdist.step()")
+    ends = "a, b = (r.step_ends_ns for r in nbdist.session().memory().ranks)"
+    order = "len(a), all(x < y for x, y in zip(a, b[1:])), all(x < y for x, y in zip(b, a[1:]))"
+
+    assert trained.run(f"{ends}\n({order})").plain == ["(9, True, True)"]
+
+
 def test_a_step_ends_where_the_cell_says_so(trained: Kernel) -> None:
     """Then optimizers no longer count; only what is wanted of ranks, stacks and events is there."""
     code = "import nbdist\nfor n in range(4): mem_step(); mem_step(); nbdist.step()"

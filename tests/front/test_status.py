@@ -55,6 +55,21 @@ def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
     assert later.count(" idle ") == 2
 
 
+def test_a_hang_in_two_groups_names_them(impatient: Kernel) -> None:
+    """All ranks are in the same line; what differs is the group."""
+    cell = impatient.run(
+        "%%distributed\npair = [dist.new_group([0, 1], group_desc=name) for name in ('tp', 'dp')]\n"
+        "dist.all_reduce(torch.ones(4), group=pair[rank])"
+    )
+    impatient.run("%%distributed\nfor group in pair: dist.destroy_process_group(group)\ndel pair")
+
+    cell.check_failure(
+        "Deadlock",
+        r"^rank 0 waits in all_reduce\(float32\[4\]\) in group tp at line 3 of cell ",
+        r"; rank 1 waits in all_reduce\(float32\[4\]\) in group dp at .*; they wait for each other",
+    )
+
+
 def test_an_error_of_all_ranks_recovers_nothing(kernel: Kernel) -> None:
     """Their calls are in step: nothing is touched, nothing said."""
     kernel.run(

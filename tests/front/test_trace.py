@@ -151,7 +151,7 @@ for n in range(4):
     assert eval(trained.run(_RULES).plain[0])["one late rank"] == (1,)
     slowest = trained.run("trace_shares.breakdown(trace).slowest")
     assert "rank=1" in slowest.plain[0]
-    assert "is_alone=True" in slowest.plain[0]
+    assert "late_steps=3" in slowest.plain[0]
 
 
 def test_from_python(trained: Kernel) -> None:

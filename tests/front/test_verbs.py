@@ -24,7 +24,7 @@ _OPTION_MISTAKES = {
     "%dist_mode -e -d": "choose one of all, local",
     "%dist_mode all -d": "choose one of all, local",
     "%dist_pull x --ranks 5": "rank 5 does not exist: 2 ranks run, 0-1",
-    "%sync --timeout 0": "0 is not above 0",
+    "%dist_sync --timeout 0": "0 is not above 0",
     "%dist_restart 1 --timeout x": "'x' is not a number",
     "%dist_restart --timeout 5 7": "rank 7 does not exist: 2 ranks run, 0-1",
     "%dist_export": "name one file, for example %dist_export train.py",
@@ -94,7 +94,7 @@ def test_a_wrong_option_is_an_ordinary_error(kernel: Kernel, code: str) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["%dist_init", "%dist_reset", "%dist_shutdown", "%dist_status", "%dist_doctor", "%dist_mode",
-     "%sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_monitor", "%dist_check",
+     "%dist_sync", "%dist_push", "%dist_pull", "%dist_bench", "%dist_monitor", "%dist_check",
      "%dist_plan", "%dist_export",
      "%%distributed", "%%rank"],
 )  # fmt: skip
@@ -157,6 +157,19 @@ def test_magics_and_shell_commands_go_along_in_automatic_mode(kernel: Kernel) ->
     assert kernel.run("!echo $RANK").text == "[0] 0\n[1] 1\n"
     assert kernel.run("%%bash\necho $RANK").text == "[0] 0\n[1] 1\n"
     assert kernel.run("%env RANK").text == "[0] '0'\n[1] '1'\n"
+
+
+def test_pip_runs_once_per_host(kernel: Kernel) -> None:
+    """On one rank, which says so, each time that it is called; the others wait for its end."""
+    cell = kernel.run("%%distributed\nfor n in range(2):\n    %pip --version\nprint('after', rank)")
+    alone = kernel.run("%%rank[1]\n%pip --version").text
+    said = re.findall(r"\[\d\] %pip ran once for the 2 ranks of this host, on rank \d", cell.text)
+
+    assert cell.status == "ok"
+    assert len(said) == len(re.findall(r"pip \d+\.\d+", cell.text)) == 2
+    assert "restart the kernel" not in cell.visible
+    assert {"[0] after 0", "[1] after 1"} <= set(cell.text.splitlines())
+    assert alone.count("[1] pip ") == alone.count("on rank 1. A package that a rank has ") == 1
 
 
 def test_local_runs_in_the_kernel_in_automatic_mode(kernel: Kernel) -> None:

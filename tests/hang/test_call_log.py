@@ -58,7 +58,7 @@ def test_call_is_read_as_it_was_made() -> None:
     """Every field of a waiting call, then its end."""
     memory, writer = new_writer()
     writer.set_cell(41, "running")
-    world = writer.group("0", (0, 1, 2, 3))
+    world = writer.group("0", (0, 1, 2, 3), "default_pg")
     before_s = time.monotonic()
     entry = writer.begin(world, pack_what("all_reduce", "float32[3]"), pack_place(PLACE))
     after_s = time.monotonic()
@@ -70,7 +70,7 @@ def test_call_is_read_as_it_was_made() -> None:
     assert call is not None
     assert (call.op, call.detail, call.group, call.number) == ("all_reduce", "float32[3]", "0", 1)
     assert (call.peer, call.place, call.run, call.ended_s) == (None, PLACE, 41, None)
-    assert box.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1)}
+    assert box.groups == {"0": GroupRecord("0", (0, 1, 2, 3), 1, "default_pg")}
 
     writer.end(entry, DONE)
     done = read(memory).calls[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbdist.hang.diagnose import diagnose
@@ -253,6 +255,28 @@ def test_ranks_in_a_circle_wait_for_each_other() -> None:
         is_certain=True,
         waiting=(0, 1),
         blamed=(0, 1),
+    )
+
+
+def test_the_same_call_in_two_groups_is_told_with_the_groups() -> None:
+    """By their descriptions, or torch's names; where only the members differ those say it."""
+    groups = {"1": (0, 1), "2": (0, 1)}
+    views = [
+        view(rank, "running", reduce("waiting", group=group), groups=groups)
+        for rank, group in enumerate(groups)
+    ]
+    place = f"at line 7 of cell [12]: {REDUCE}"
+
+    assert only_finding(*views).text == (
+        f"rank 0 waits in all_reduce(float32[3]) in group 1 {place}; "
+        f"rank 1 waits in all_reduce(float32[3]) in group 2 {place}; they wait for each other"
+    )
+    box = views[0].box
+    assert box is not None
+    tp = {**box.groups, "1": replace(box.groups["1"], description="tp")}
+    described = replace(views[0], box=replace(box, groups=tp))
+    assert "rank 0 waits in all_reduce(float32[3]) in group tp at" in (
+        only_finding(described, views[1]).text
     )
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nbdist.core.failures import RankFailure
@@ -12,7 +14,20 @@ from nbdist.memory.kernel import recordings
 from nbdist.memory.kernel.recordings import COST, Memories
 from nbdist.memory.oom_message import HOST, OomMessage
 from nbdist.memory.oom_remedies import OomReport
-from nbdist.memory.snapshot import CATEGORIES, MemoryOptions
+from nbdist.memory.snapshot import (
+    BACKWARD,
+    BEFORE,
+    CATEGORIES,
+    STAYS,
+    BlockRow,
+    MemoryOptions,
+    OutOfMemory,
+    Phase,
+    Reserved,
+    empty,
+    make_blocks,
+)
+from nbdist.variables import pack
 from tests.recording.test_kernel import Ranks, answered, memory_parcel
 
 
@@ -31,6 +46,35 @@ def test_before_a_recording_the_memory_of_this_moment_is_given_and_not_kept() ->
     recorded = memories.finish()
     assert (recorded.strategy, recorded.notes) == ("ddp", (COST,))
     assert memories.last_or_now() is recorded
+
+
+def test_ranks_have_one_zero_however_late_each_began() -> None:
+    """That of the first; times that stand for no moment stay as they are."""
+    rows = [BlockRow(1, 8, BEFORE, 5), BlockRow(2, 8, 3, STAYS)]
+    parts = {
+        "duration_ns": 9,
+        "blocks": make_blocks(rows),
+        "phases": (Phase(BACKWARD, 1, 2),),
+        "step_ends_ns": (4,),
+        "reserved": Reserved(np.array([0]), np.array([64])),
+        "failures": (OutOfMemory(6, 8),),
+    }
+
+    def parcel(rank: int, zero_ns: int) -> Future[Any]:
+        memory = replace(empty(rank, "one", ""), zero_ns=zero_ns, **parts)
+        return answered(pack.send(pack.pack({"memory": memory, "strategy": ""}), ()))
+
+    ranks = Ranks({0: lambda: parcel(0, 10**18 + 300), 1: lambda: parcel(1, 10**18)})
+    memories = Memories(ranks, ranks.variables)  # type: ignore[arg-type]
+    memories.begin(MemoryOptions())
+    late, first = memories.finish().ranks
+
+    assert (first.step_ends_ns, first.duration_ns) == ((4,), 9)
+    assert (late.step_ends_ns, late.duration_ns, late.zero_ns) == ((304,), 309, first.zero_ns)
+    assert late.blocks.start_ns.tolist() == [BEFORE, 303]
+    assert late.blocks.end_ns.tolist() == [305, STAYS]
+    assert late.phases == (Phase(BACKWARD, 301, 302),)
+    assert (late.reserved.time_ns.tolist(), late.failures[0].time_ns) == ([300], 306)
 
 
 MESSAGE = (

@@ -45,7 +45,6 @@ Record = Callable[..., RankMemory]
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
     """Records a call in this process, which is no rank; nothing is left on afterwards."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", steps.QUIET)
     monkeypatch.setattr(memory_record, "this_rank", Place)
     gc.collect()
     before = dict(optimizers._global_optimizer_post_hooks)

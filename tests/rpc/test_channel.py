@@ -155,7 +155,7 @@ def test_a_call_that_raises_raises_here(channel: Channel) -> None:
 
 def test_a_barrier_names_who_does_not_come(channel: Channel, session: Session) -> None:
     """A rank that waits alone says for whom, and the next barrier of all works."""
-    with pytest.raises(RemoteError, match=r"waited 1 s at %sync for rank\(s\) 1"):
+    with pytest.raises(RemoteError, match=r"waited 1 s at %dist_sync for rank\(s\) 1"):
         barrier(channel.call, 0, "one", 1.0).result(DEADLINE_S)
     # The other one comes late to the first: it finds the first rank's mark there.
     barrier(channel.call, 1, "one", 1.0).result(DEADLINE_S)

@@ -128,7 +128,9 @@ def test_a_rank_that_comes_late_costs_the_wait_of_the_others() -> None:
         for arrival in (2, 5, 8)
     ]
 
-    assert slowest(*did, end=10, world_size=3) == Slowest(2, 3 * MS, 0.3, is_alone=True)
+    assert slowest(*did, end=10, world_size=3) == Slowest(
+        2, 3 * MS, 0.3, 1, 0, "this may be chance: fewer than 3 steps"
+    )
 
 
 def test_a_wait_under_which_others_compute_costs_nothing() -> None:
@@ -149,13 +151,6 @@ def test_two_collectives_that_wait_at_once_count_once() -> None:
     late_rank = slowest(early, late, end=8)
 
     assert (late_rank.rank, late_rank.cost_ns) == (1, 4 * MS)
-
-
-def test_two_ranks_that_are_late_in_turn_are_told_as_chance() -> None:
-    """Each costs the other as much."""
-    did = [[all_reduce(1 + late, 3), all_reduce(5 - late, 7)] for late in (0, 1)]
-
-    assert not slowest(*did, end=8).is_alone
 
 
 def test_self_time_is_the_duration_without_what_is_inside() -> None:

@@ -1,6 +1,7 @@
 """Each rule on a small trace that has what it looks for, and on one that nearly has it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from nbdist.core.finding import Finding
 from nbdist.trace.breakdown import breakdown
 from nbdist.trace.findings import RULES, findings
 from nbdist.trace.kernel.recordings import read_folder
+from nbdist.trace.straggler import share_cpus
 from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, Trace
 from tests.support.findings import check_rules
 from tests.support.traces import MS, Did, rank_trace, trace
@@ -52,22 +54,21 @@ def casts(share: float) -> Trace:
     return both([busy(0, 80 * (1 - share)), busy(80 * (1 - share), 80, "aten::_to_copy")])
 
 
-def late(by: float) -> Trace:
-    """Rank 1 computes longer before the one all-reduce."""
-    return trace(
-        *(
-            rank_trace(
-                rank,
-                [
-                    Did(COMPUTE, 0, 50 + rank * by),
-                    Did(COMMUNICATION, 50 + rank * by, 55 + by, "all-reduce", 1, 8),
-                    Did(COMPUTE, 55 + by, 100),
-                ],
-                [0, 100],
-            )
-            for rank in (0, 1)
-        )
-    )
+def late(*by: float, n_cpus: int = 2) -> Trace:
+    """Rank 1 computes so much longer before the one all-reduce of each step of 100 ms."""
+    did: list[list[Did]] = [[], []]
+    for step, longer in enumerate(by):
+        at = 100 * step
+        for rank, more in enumerate((max(0, -longer), max(0, longer))):
+            arrived, ended = at + 50 + more, at + 55 + abs(longer)
+            did[rank] += [
+                Did(COMPUTE, at, arrived),
+                Did(COMMUNICATION, arrived, ended, "all-reduce", 1, 8),
+                Did(COMPUTE, ended, at + 100),
+            ]
+    steps = [100 * step for step in range(len(by) + 1)]
+    ranks = (rank_trace(rank, did[rank], steps) for rank in (0, 1))
+    return trace(*(replace(rank, cpus=tuple(range(n_cpus))) for rank in ranks))
 
 
 def communication(length: float, strategy: str = "ddp") -> Trace:
@@ -111,9 +112,9 @@ _CASES = {
         "rank 0"),
     ),
     "one late rank": (
-        late(6), late(4),
-        ("the other ranks wait for rank 1: without it a step would be 6% faster; it computes "
-        "6.0 ms longer than the others"),
+        late(6, 6, 6), late(4, 4, 4),
+        ("the other ranks wait for rank 1 in 3 of 3 steps (spread 0.0 ms): without it a step would "
+        "be 6% faster; it computes 6.0 ms longer than the others"),
     ),
     "many small kernels": (
         small_kernels(6, 4), small_kernels(12, 4),
@@ -158,11 +159,46 @@ def test_the_largest_finding_is_first() -> None:
 
 def test_a_rank_that_waits_for_a_late_one_does_not_communicate_much() -> None:
     """60 ms of waiting are the late rank's, not the link's."""
-    rules = findings_by_rule(late(45))
+    rules = findings_by_rule(late(45, 45, 45))
 
     assert "one late rank" in rules
     assert "much communication" not in rules
     assert "buckets that do not overlap" not in rules
+
+
+@pytest.mark.parametrize(
+    ("recorded", "doubt"),
+    [
+        (late(20, 22, 18), ""),
+        (late(20, 20, 20, -20, 20, 20), ""),  # one step in between
+        (late(40, -40, 40, -39), "others cost at least half as much"),
+        (late(40, 5, 20), "chance: last in 3 of 3 steps (spread 35.0 ms)"),
+        (late(30, 30), "chance: fewer than 3 steps"),
+        (late(20, 20, 20, n_cpus=1), "chance, as the ranks share cores"),
+    ],
+)
+def test_a_late_rank_is_told_where_it_is_no_chance(recorded: Trace, doubt: str) -> None:
+    """The same one in most steps, by more than they differ, and not for want of a core."""
+    slowest = breakdown(recorded).slowest
+
+    assert slowest is not None
+    assert slowest.rank == 1
+    assert slowest.doubt.endswith(doubt)
+    assert ("one late rank" in findings_by_rule(recorded)) == (not doubt) == (not slowest.doubt)
+
+
+def test_ranks_that_are_bound_to_cpus_share_them_or_not() -> None:
+    """Two on a CPU each, then both on the same one of two; of another host they are others."""
+    ranks = late(20, 20, 20).ranks
+
+    def bound(*cpus: tuple[int, ...], hosts: str = "aa") -> bool:
+        each = zip(ranks, cpus, hosts, strict=True)
+        return share_cpus([replace(rank, cpus=c, host=host) for rank, c, host in each])
+
+    assert not bound((0,), (1,))
+    assert bound((1,), (1,))
+    assert not bound((1,), (1,), hosts="ab")
+    assert not bound((), ())
 
 
 @pytest.mark.parametrize("strategy", ["tp, tp 2", "ddp x pp, dp 2 x pp 2", "cp, cp 2"])

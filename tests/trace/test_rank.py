@@ -68,7 +68,6 @@ def test_an_explicit_step_costs_nothing_where_nothing_is_recorded() -> None:
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trace_rank._Recording:
     """A recording of this process, which is no rank."""
-    monkeypatch.setenv("KINETO_LOG_LEVEL", recording_steps.QUIET)
     monkeypatch.setattr(trace_rank, "this_rank", Place)
     monkeypatch.setattr(trace_rank._Recording, "_header", lambda self: {"ends": self.steps.ends})
     return trace_rank._Recording(trace_rank.TraceOptions(steps=1), tmp_path, "token")

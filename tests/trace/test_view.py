@@ -43,7 +43,7 @@ def rank_shares(rank: int) -> RankBreakdown:
 SHARES = TimeBreakdown(
     (rank_shares(0), rank_shares(1)),
     step_ns=10 * MS,
-    slowest=Slowest(1, 2 * MS, 0.125, is_alone=True),
+    slowest=Slowest(1, 2 * MS, 0.125, 6, 0),
     operations=(Operation("aten::mm", COMPUTE, 120, 15 * MS, 0.4),),
     traffic=(Traffic("all-reduce", "world", 4_000_000, 2.0, 8e6, 1_500_000),),
     sent_bytes=8e6,
@@ -210,7 +210,7 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
     slower = replace(
         SHARES,
         ranks=(replace(rank_shares(0), compute_ns=0, overlap_ns=0), rank_shares(1)),
-        slowest=replace(SHARES.slowest, rank=0, is_alone=False),  # type: ignore[type-var]
+        slowest=replace(SHARES.slowest, rank=0, doubt="others"),  # type: ignore[type-var]
         operations=(Operation("aten::add", COMPUTE, 7, MS, 0.9), *SHARES.operations),
         traffic=(replace(SHARES.traffic[0], median_ns=7),),
     )
@@ -229,7 +229,7 @@ def test_measured_numbers_are_placeholders_where_outputs_are_stored(
     [
         (None, "slowest rank: none (no rank waits for another)"),
         (
-            Slowest(0, MS, 0.1, is_alone=False),
+            Slowest(0, MS, 0.1, 3, 0, "others cost at least half as much"),
             (
                 "slowest rank: 0; without it a step would be 10.0 % faster (1.0 ms); "
                 "others cost at least half as much"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from traitlets.config import Config
 
-from nbdist.cluster import host_memory, nccl_env, shm
+from nbdist.cluster import capacity, nccl_env, shm
 from nbdist.cluster.kernel import gpus, ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
@@ -187,9 +187,11 @@ def _expected_plan(
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     """What is to be said of this machine, and of the environment that its ranks will have."""
     versions.check_torch(ipp_cluster.installed_version("torch"), sys.executable)
-    host_memory.check(psutil.virtual_memory().available, expected.world_size)
+    cores = usable_cores()
+    capacity.check(psutil.virtual_memory().available, expected.world_size, cores)
     uses_nccl = expected.backend == "nccl"
-    notes = [*nccl_env.conflicts(os.environ)] if uses_nccl else []
+    notes = [capacity.crowding(expected.world_size, cores)]
+    notes += nccl_env.conflicts(os.environ) if uses_nccl else []
     if os.path.isdir(shm.SHM):  # noqa: PTH112
         usage = shutil.disk_usage(shm.SHM)
         free, total = usage.free, usage.total

@@ -151,7 +151,7 @@ class CallRecorder:
         for name, group in living.items():
             if name not in self.channels:
                 ranks = dist.get_process_group_ranks(group)
-                self.channels[name] = self.box.group(name, ranks)
+                self.channels[name] = self.box.group(name, ranks, group_description(group))
 
     def channel(self, name: str) -> int:
         """The channel of the group with this name."""
@@ -420,6 +420,12 @@ def group_name(group: Any) -> str | None:
     world: Any = c10d._world  # noqa: SLF001
     name: str | None = world.pg_names.get(world.default_pg if group is None else group)
     return name
+
+
+def group_description(group: dist.ProcessGroup) -> str:
+    """What its maker calls it; empty where nobody has said."""
+    description = str(group.group_desc).replace("\0", "")
+    return "" if description == "undefined" else description
 
 
 def living_groups() -> dict[str, dist.ProcessGroup]:

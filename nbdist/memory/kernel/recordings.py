@@ -12,9 +12,11 @@ from nbdist.errors import OptionError, SnapshotError
 from nbdist.memory import file as memory_file
 from nbdist.memory import oom_message, oom_text
 from nbdist.memory.oom_remedies import OomReport
-from nbdist.memory.snapshot import MemoryOptions, Snapshot, empty
+from nbdist.memory.snapshot import MemoryOptions, Snapshot, empty, shift
 from nbdist.recording.kernel import Recordings
 from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.trace import clock_sync, trace
+from nbdist.trace.read import RecordedTrace
 from nbdist.variables.kernel import Variables
 from nbdist.variables.pack import PackedValue
 
@@ -130,10 +132,18 @@ class Memories(Recordings[MemoryOptions, Snapshot]):
         )
 
     def _join(self, replies: dict[int, dict[str, Any]]) -> Snapshot:
+        memories = {rank: reply["memory"] for rank, reply in replies.items() if "memory" in reply}
+        with_zero = [memory for memory in memories.values() if memory.zero_ns]
+        shifts_ns, clock_notes = clock_sync.shifts(
+            [RecordedTrace(trace.empty(m.rank, m.host, ""), m.zero_ns) for m in with_zero]
+        )
+        for memory, by_ns in zip(with_zero, shifts_ns, strict=True):
+            memories[memory.rank] = shift(memory, by_ns)
         ranks = tuple(
-            reply.get("memory") or empty(rank, self._host(rank), reply["problem"])
+            memories.get(rank) or empty(rank, self._host(rank), reply["problem"])
             for rank, reply in sorted(replies.items())
         )
         strategies = [reply.get("strategy") for _, reply in sorted(replies.items())]
         has_history = any(memory.duration_ns for memory in ranks)
-        return Snapshot(ranks, next(filter(None, strategies), ""), (COST,) if has_history else ())
+        notes = (COST, *clock_notes) if has_history else ()
+        return Snapshot(ranks, next(filter(None, strategies), ""), notes)

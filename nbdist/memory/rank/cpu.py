@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import tempfile
 import time
 import weakref
@@ -28,7 +27,7 @@ from nbdist.memory.rank.marks import Marks, merge_phases
 from nbdist.memory.rank.owners import StorageOwner, live_storages
 from nbdist.memory.rank.profiler_tree import MARK, ProfilerHistory
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
-from nbdist.recording.rank.steps import QUIET, is_profiling
+from nbdist.recording.rank.steps import is_profiling
 from nbdist.rpc.rank import crash_files
 
 DEVICE = "cpu"
@@ -80,7 +79,6 @@ class CpuRecorder:
         self._numbers = itertools.count()
         self._ends = _StorageFrees()
         self._profiler: profile | None = None
-        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
 
     def start(self) -> bool:
         """Begin; whether that has worked, or else why not is in `problem`."""
@@ -193,6 +191,7 @@ def assemble(
         memory,
         blocks=blocks,
         duration_ns=max(1, duration_ns),
+        zero_ns=zero_ns,
         stacks=history.stacks,
         names=history.names,
         phases=merge_phases([*backwards, *marks.stepping(times)]),

@@ -194,6 +194,7 @@ def assemble(
     recorded = replace(
         _with_cells(recorded),
         version=memory.version,
+        zero_ns=zero_ns,
         phases=merge_phases([*backwards, *marks.stepping(times)]),
         step_ends_ns=marks.step_ends(times),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.tensors import local_of
 from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.run import loss_of
-from nbdist.recording.rank.steps import QUIET, is_profiling
+from nbdist.recording.rank.steps import is_profiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,6 @@ def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
     Private: the profiler's own list of events. The file for Chrome has them too, and takes
     seconds to write and read.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     inner = getattr(profiler, "profiler", None)

@@ -10,10 +10,6 @@ import torch
 
 from nbdist.rpc.rank import progress
 
-# libkineto writes lines like "USDT:... profiler_start" to the cell's stderr below this level. It
-# is read once, at the process's first profiler.
-QUIET = "99"
-
 
 @dataclass(slots=True)
 class Steps:

@@ -108,8 +108,8 @@ def _slowest(shares: TimeBreakdown) -> list[str]:
     if slowest is None:
         return ["slowest rank: none (no rank waits for another)"] if len(shares.ranks) > 1 else []
     gain = f"{unit} would be {_percent(slowest.share)} % faster ({units.duration(slowest.cost_ns)})"
-    others = "" if slowest.is_alone else "; others cost at least half as much"
-    return [f"slowest rank: {slowest.rank}; without it {gain}{others}"]
+    doubt = f"; {slowest.doubt}" if slowest.doubt else ""
+    return [f"slowest rank: {slowest.rank}; without it {gain}{doubt}"]
 
 
 def _operations(shares: TimeBreakdown) -> View:
