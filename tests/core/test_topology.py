@@ -310,7 +310,10 @@ def test_unknown_backend(name: str) -> None:
     with pytest.raises(OptionError) as caught:
         choose_backend(name, [])
 
-    assert str(caught.value) == f"There is no backend {name!r}. Use auto, nccl or gloo."
+    hint = " Did you mean nccl?" if name == "NCCL" else ""
+    assert (
+        str(caught.value) == f"There is no backend {name!r}.{hint} Choose one of auto, nccl, gloo."
+    )
 
 
 @pytest.mark.parametrize(
