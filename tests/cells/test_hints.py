@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nbdist.cells.hints import explain
+from nbdist.cells.hints import explain, name_of_the_ranks
 from nbdist.cluster import host_memory
 from nbdist.core.failures import RankFailure, summary
 from nbdist.errors import StartError
@@ -43,6 +43,17 @@ def test_what_to_do_is_added_where_it_is_known(name: str, message: str, hint: st
     told = explain(RankFailure(1, name, message), {"data"}.__contains__).message
 
     assert re.fullmatch(re.escape(message) + hint, told)
+
+
+def test_a_name_that_ranks_have_is_told_with_the_ways_to_it() -> None:
+    """What cannot be pulled is used where it is."""
+    assert name_of_the_ranks("x", {0: "Tensor", 1: "Tensor"}) == (
+        "x is on ranks 0-1, not in the notebook: run the cell with %%distributed, or copy it with "
+        "%dist_pull x"
+    )
+    assert name_of_the_ranks("torch", {1: "module"}) == (
+        "torch is on rank 1, not in the notebook: run the cell with %%distributed"
+    )
 
 
 def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:
