@@ -218,6 +218,8 @@ class CellRun:
                 outcome=outcome or RecoveryOutcome(),
                 replaced=self._replaced,
                 stopped=self._watchdog.stopped,
+                waiting=self._released,
+                places=self._watchdog.places,
             ).raise_for(result, self._ranks.explain)
         return result
 
