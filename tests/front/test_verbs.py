@@ -9,7 +9,7 @@ from tests.support.kernel import Kernel
 
 _OPTION_MISTAKES = {
     "%dist_init --nope": "unrecognized arguments: --nope",
-    "%dist_init 4": "unrecognized arguments: 4 . Did you mean -n 4?",
+    "%dist_init 4": "unrecognized arguments: 4. Did you mean -n 4?",
     "%%rank\n1": "%%rank: no rank is named",
     "%%local --ranks 0\n1": "%%local takes no options",
     "%dist_init -n 0": "'0' is not a valid number of ranks",
