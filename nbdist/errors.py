@@ -6,8 +6,10 @@ pass over that one, so a failure would be reported as success.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
+from collections.abc import Iterable
 
 
 class NbdistError(Exception):
@@ -21,6 +23,22 @@ class NbdistError(Exception):
 
 class OptionError(NbdistError):
     """An option, rank or value that does not exist; the message lists what does."""
+
+
+def did_you_mean(word: object, choices: Iterable[str], most: int = 1) -> str:
+    """` Did you mean fsdp?`, behind the sentence that there is no such word; empty if none is."""
+    near = difflib.get_close_matches(str(word).lower(), choices, most)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def no_such(what: str, word: object, choices: Iterable[str], also: str = "") -> OptionError:
+    """The error for a word that is none of the choices; `also` is what the list does not have."""
+    choices = tuple(choices)
+    typed = word if what.startswith("-") else repr(word)
+    return OptionError(
+        f"There is no {what} {typed}.{did_you_mean(word, choices)} "
+        f"Choose one of {', '.join(choices)}{also}."
+    )
 
 
 class StartError(NbdistError):

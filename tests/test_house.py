@@ -74,6 +74,7 @@ REACH = {
 # Libraries beside numpy that pure code may use, by module.
 PURE_LIBRARIES = {
     "nbdist.config.yaml_reader": {"yaml"},
+    "nbdist.variables.definitions": {"cloudpickle"},
     "nbdist.variables.unpack": {"ml_dtypes"},
 }
 # Where an engine process begins: it hands itself over to ipyparallel.

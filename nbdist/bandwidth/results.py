@@ -16,7 +16,7 @@ from nbdist.bandwidth.sizes import size_text
 from nbdist.core import units
 from nbdist.core.topology import Topology
 from nbdist.core.units import shown
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, no_such
 
 # However long a run takes, there are so many.
 LEAST_RUNS = 3
@@ -60,10 +60,7 @@ def parse_ops(text: str | Sequence[str] | None) -> tuple[str, ...]:
     words = text.split(",") if isinstance(text, str) else list(text)
     named = dict.fromkeys(str(word).strip() for word in words)
     if unknown := [word for word in named if word not in OPS]:
-        raise OptionError(
-            f"There is no operation {', '.join(map(repr, unknown))}. Use {', '.join(OPS)}, "
-            "several with commas."
-        )
+        raise no_such("operation", unknown[0], OPS, ", several with commas")
     return tuple(named)
 
 

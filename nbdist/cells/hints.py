@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from nbdist.core.failures import RankFailure
+from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.hang import torch_messages
 
 # Whether the notebook itself has a variable of a name; None where there is no notebook.
 HasName = Callable[[str], bool] | None
+# Types of what cannot be pulled: it is found by its name, or belongs to its rank.
+_STAY = frozenset({"module", "function", "type", "Accelerator", "LazyAccelerator"})
 
 
 def explain(failure: RankFailure, has_name: HasName) -> RankFailure:
@@ -44,6 +46,13 @@ def _name_of_the_notebook(message: str, has_name: HasName) -> str:
         f"{name} exists in the notebook, not on the ranks: each process has its own "
         f"variables. Define it in a %%distributed cell, or copy it with %dist_push {name}"
     )
+
+
+def name_of_the_ranks(name: str, types: Mapping[int, str]) -> str:
+    """What to do in the notebook about a name that ranks have, by its type there."""
+    where = f"{name} is on {ranks_phrase(sorted(types))}, not in the notebook"
+    pull = f", or copy it with %dist_pull {name}"
+    return f"{where}: run the cell with %%distributed{'' if _STAY & {*types.values()} else pull}"
 
 
 def _second_accelerator(message: str, has_name: HasName) -> str:

@@ -90,7 +90,12 @@ def _tell(text: str) -> None:
 
 
 _OPTIONS = (
-    Option(("--ops",), f"one or more of {', '.join(OPS)} (default: all)", metavar="OP,OP"),
+    Option(
+        ("--ops",),
+        f"one or more of {', '.join(OPS)} (default: all)",
+        metavar="OP,OP",
+        choices=tuple(OPS),
+    ),
     Option(
         ("--sizes",),
         "such as 4M, 1K,1M or 1K:1G, in steps of 4 (default: 1K:1G, with Gloo 1K:64M)",

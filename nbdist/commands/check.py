@@ -79,11 +79,11 @@ VERBS = (
             Option(("--lints",), "list lints and when they are reported", None, name="wants_lints"),
             Option(
                 ("--silence",), "silence lints: their names, or all", metavar="NAME,NAME",
-                name="silenced",
+                name="silenced", choices=("all", *rules.LINTS),
             ),
             Option(
                 ("--tell",), "report lints again: their names, or all", metavar="NAME,NAME",
-                name="restored",
+                name="restored", choices=("all", *rules.LINTS),
             ),
         ),
     ),

@@ -11,8 +11,11 @@ from dataclasses import fields, replace
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
+from nbdist.cluster.kernel import profiles
+from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
+from nbdist.core.topology import BACKENDS
 from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
@@ -27,6 +30,7 @@ from nbdist.notebook.verb import (
     strategy_options,
 )
 from nbdist.strategy.choose import StrategySpec
+from nbdist.strategy.table import ROWS
 
 
 def start_and_show(options: StartOptions, title: str = "starting") -> StartedSession:
@@ -195,14 +199,27 @@ START_OPTIONS = (
         metavar="N",
         name="world_size",
     ),
-    Option(("--profile",), "kind of cluster (default: local)", default="local", metavar="NAME"),
+    Option(
+        ("--profile",),
+        "kind of cluster (default: local)",
+        default="local",
+        metavar="NAME",
+        choices=profiles.available,
+    ),
     Option(
         ("-g", "--gpus", "--gpu-ids"),
         "GPUs such as 0,1, or none for the CPU (default: all)",
         metavar="IDS",
         name="gpus",
+        choices=("none",),
     ),
-    Option(("--backend",), "auto, nccl or gloo (default: auto)", default="auto", metavar="NAME"),
+    Option(
+        ("--backend",),
+        "auto, nccl or gloo (default: auto)",
+        default="auto",
+        metavar="NAME",
+        choices=BACKENDS,
+    ),
     Option(("--seed",), "seed all ranks' random generators alike", int, metavar="S"),
     _timeout("longest time the start may take", DEFAULT_DEADLINE_S, "deadline_s"),
     Option(
@@ -219,9 +236,15 @@ START_OPTIONS = (
         "torch's own checks of every collective: off, info or detail (default: off)",
         default="off",
         metavar="LEVEL",
+        choices=tuple(DEBUG_LEVELS),
     ),
     Option(("--auto",), "run plain cells on all ranks from now on", None),
-    Option(("--strategy",), "how models are trained in parallel (default: ddp)", metavar="NAME"),
+    Option(
+        ("--strategy",),
+        "how models are trained in parallel (default: ddp)",
+        metavar="NAME",
+        choices=tuple(ROWS),
+    ),
     *strategy_options(),
 )
 _MASTER_ADDRESS = dict.fromkeys(
@@ -277,7 +300,12 @@ VERBS = (
         "%dist_mode all",
         dist_mode,
         (
-            Option(("where",), "all, local, or ranks such as 0,1", metavar="WHERE"),
+            Option(
+                ("where",),
+                "all, local, or ranks such as 0,1",
+                metavar="WHERE",
+                choices=("all", LOCAL),
+            ),
             Option(("-e", "--enable"), "the same as all", None, name="is_on"),
             Option(("-d", "--disable"), "the same as local", None, name="is_off"),
         ),

@@ -64,6 +64,8 @@ VERBS = (
                 "one or more, each quoted together with its options; then -- and the steps, or "
                 "%%dist_compare with the steps below",
                 metavar="STRATEGY",
+                choices=tuple(ROWS),
+                is_list=True,
             ),
         ),
         takes_code=True,

@@ -15,12 +15,13 @@ from nbdist.config.launch import Configured, configured
 from nbdist.config.report import TYPED, CheckContext
 from nbdist.config.tree import Document
 from nbdist.core.view import View
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, no_such
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, positive_number, rank_count, strategy_given
 from nbdist.notebook.verb import strategy_options as typed_options
 from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options
+from nbdist.strategy.table import ROWS
 
 # How a file's name says which form it has.
 _SUFFIXES = {
@@ -76,12 +77,11 @@ def _form(form: str | None, path: Path) -> str:
     word = form or _SUFFIXES.get(path.suffix.lower())
     if word in FORMS:
         return str(word)
-    choices = ", ".join(FORMS)
     if form is not None:
-        raise OptionError(f"There is no --as {form}. Choose one of {choices}.")
+        raise no_such("--as", form, FORMS)
     raise OptionError(
         f"The name {path.name} does not say which form the file has (.yaml, .json and .sbatch do). "
-        f"Add --as with one of {choices}."
+        f"Add --as with one of {', '.join(FORMS)}."
     )
 
 
@@ -226,6 +226,7 @@ VERBS = (
                 f"the form to write, one of {', '.join(FORMS)} (default: by the file's name)",
                 metavar="FORM",
                 name="form",
+                choices=FORMS,
             ),
             Option(("--force",), "replace the file if it exists", None, name="is_forced"),
             Option(
@@ -244,7 +245,10 @@ VERBS = (
                 ("--nodes",), "hosts of the ranks (default: those running)", rank_count, metavar="N"
             ),
             Option(
-                ("--strategy",), "strategy to show (default: the one of the ranks)", metavar="NAME"
+                ("--strategy",),
+                "strategy to show (default: the one of the ranks)",
+                metavar="NAME",
+                choices=tuple(ROWS),
             ),
             Option(
                 ("--script",), f"script to start (default: {SCRIPT})", default=SCRIPT, metavar="PY"

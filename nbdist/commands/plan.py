@@ -18,7 +18,7 @@ from IPython import get_ipython
 from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
 from nbdist.core.view import View
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, no_such
 from nbdist.monitor.kernel.monitor import FIRST_S
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import (
@@ -48,6 +48,7 @@ from nbdist.strategy import choice as strategies
 from nbdist.strategy import options
 from nbdist.strategy.choose import choose
 from nbdist.strategy.footprint import RECIPES
+from nbdist.strategy.table import ROWS
 
 # What memory is counted by: closed formulas, or a step with fake tensors in a process of its own.
 ENGINES = ("formulas", "fake")
@@ -98,9 +99,7 @@ def make_plan(
         NbdistError: A model on the ranks is not the same on all.
     """
     if request.engine is not None and request.engine not in ENGINES:
-        raise OptionError(
-            f"There is no --engine {request.engine}. Choose one of {', '.join(ENGINES)}."
-        )
+        raise no_such("--engine", request.engine, ENGINES)
     live = _live(model, request)
     if live is None and request.inputs:
         raise OptionError(
@@ -354,16 +353,19 @@ VERBS = (
                 "number of parameters (7e9, 7B), a name such as llama-3-8b, the path of a "
                 "config.json, or a model's variable on the ranks",
                 metavar="MODEL",
+                choices=tuple(CONFIGS),
             ),
-            Option(("--strategy",), "one strategy (default: a row for each)", metavar="NAME"),
+            Option(
+                ("--strategy",), "one strategy (default: a row for each)", metavar="NAME",
+                choices=tuple(ROWS),
+            ),
             Option(
                 ("--ranks", "-n"), "number of ranks (default: those running, or 8)", rank_count,
                 metavar="N",
             ),
             Option(
-                ("--gpu",),
-                f"one of {', '.join(DEVICES)} (default: what the ranks have, or h100)",
-                metavar="NAME",
+                ("--gpu",), f"one of {', '.join(DEVICES)} (default: what the ranks have, or h100)",
+                metavar="NAME", choices=tuple(DEVICES),
             ),
             Option(("--memory",), "memory of a GPU that is not listed: 24GB", metavar="SIZE"),
             Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
@@ -377,18 +379,21 @@ VERBS = (
                 metavar="N",
             ),
             Option(
-                ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)", metavar="NAME"
+                ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)",
+                metavar="NAME", choices=tuple(OPTIMIZERS),
             ),
             Option(
                 ("--recipe",),
                 f"what is stored, one of {', '.join(RECIPES)} (default: as nbdist stores it)",
                 metavar="NAME",
+                choices=tuple(RECIPES),
             ),
             Option(
                 ("--engine",),
                 "how memory is counted: formulas, or fake, a step with fake tensors (default: "
                 "formulas; fake for a model on the ranks)",
                 metavar="NAME",
+                choices=ENGINES,
             ),
             Option(
                 ("--inputs",),

@@ -67,7 +67,12 @@ VERBS = (
         "%dist_strategy fsdp --tp 2 --bf16",
         dist_strategy,
         (
-            Option(("named",), f"{listed(ROWS, 'or')} (default: show all)", metavar="NAME"),
+            Option(
+                ("named",),
+                f"{listed(ROWS, 'or')} (default: show all)",
+                metavar="NAME",
+                choices=tuple(ROWS),
+            ),
             *strategy_options(),
         ),
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
+from typing import Any
 
 from IPython import get_ipython
 
@@ -40,14 +42,22 @@ def dist_pull(values: Namespace) -> View:
     return View("\n".join([*lines, *moved.remarks]))
 
 
-_NAMES = Option(("names",), "variables", metavar="NAME")
+def _notebook_names() -> list[str]:
+    """What Tab offers to push: IPython itself completes no names behind a magic."""
+    shell: Any = get_ipython()
+    hidden, variables = shell.user_ns_hidden, shell.user_ns.items()
+    names = [n for n, value in variables if n not in hidden or hidden[n] is not value]
+    return [name for name in names if not name.startswith("_")]
+
+
+_NAMES = Option(("names",), "variables", metavar="NAME", is_list=True)
 VERBS = (
     Verb(
         "dist_push",
         "Give ranks copies of the notebook's variables.",
         "%dist_push a b --ranks 0,2",
         dist_push,
-        (_NAMES, RANKS),
+        (replace(_NAMES, choices=_notebook_names), RANKS),
     ),
     Verb(
         "dist_pull",

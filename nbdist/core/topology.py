@@ -16,7 +16,7 @@ from itertools import groupby
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import is_all, parse_numbers
-from nbdist.errors import OptionError, StartError
+from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
 
@@ -169,7 +169,7 @@ def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") ->
         OptionError: If the wanted backend is unknown, or is NCCL and cannot run here.
     """
     if wanted not in BACKENDS:
-        raise OptionError(f"There is no backend {wanted!r}. Use auto, nccl or gloo.")
+        raise no_such("backend", wanted, BACKENDS)
     n_gpus = len(set(gpu_uuids))
     gpus = "1 GPU" if n_gpus == 1 else f"{n_gpus} GPUs"
     facts = {

@@ -6,7 +6,6 @@ use, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from nbdist.commands import VERBS, WORDS
-from nbdist.errors import DistributedError, NbdistError, OptionError
+from nbdist.errors import DistributedError, NbdistError, OptionError, did_you_mean
 from nbdist.notebook.verb import NOTEBOOK, Verb, help_view, parse
 
 FAILED = 1
@@ -46,8 +45,7 @@ def _run(words: list[str]) -> int:
         return 0
     verb = find_verb("version" if word == "--version" else word)
     if verb is None:
-        close = difflib.get_close_matches(word.lstrip("%").removeprefix("dist_"), WORDS)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(word.lstrip("%").removeprefix("dist_"), WORDS, 3)
         _say(f"nbdist: there is no verb {word!r}.{hint} nbdist --help lists all.")
         return WRONG_USE
     if verb.place == NOTEBOOK and _HELP.isdisjoint(rest):

@@ -5,27 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
-from IPython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist import commands
-from nbdist.cells.completion import Reply, reply_of, reply_with, shift_reply
+from nbdist.cells.completion import Reply, reply_with, shift_reply
 from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
 from nbdist.frontend.input_transformer import Destination, destination
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, CellOptions
-from nbdist.notebook.verb import Verb, parse
+from nbdist.notebook.verb import Option, Verb, parse
 
 _OURS = "_nbdist_original"
 _MAGIC_LINE = re.compile(r"\s*(%%?)(\w+)[ \[]")
-_WORD = re.compile(r"[^\s]*$")
+# A choice begins behind these: "fsdp --bf16", --shard=full, --ops all_reduce,all_gather.
+_BEGINS = re.compile(r"[=,'\"]")
 # What stands behind these are names that ranks have.
 _OF_RANKS = frozenset({"dist_pull"})
-# And behind these that the notebook has: IPython completes no names behind a magic.
-_OF_NOTEBOOK = frozenset({"dist_push"})
 
 
 def install(shell: InteractiveShell) -> None:
@@ -56,19 +55,15 @@ async def _complete(original: Callable[..., Any], code: str, cursor_pos: int | N
     cursor = len(code) if cursor_pos is None else cursor_pos
     behind = _typed_behind(code, cursor)
     if behind is not None:
-        verb, typed = behind
-        if typed.startswith("-"):
-            flags = [flag for option in verb.options for flag in option.flags]
-            fitting = [f for f in flags if f.startswith("--") and f.startswith(typed)]
-            return reply_with(sorted(fitting), cursor - len(typed), cursor)
+        verb, before, typed = behind
+        offered = _offered(verb, before, typed)
+        if offered is not None:
+            begun = _BEGINS.split(typed)[-1]
+            fitting = sorted(word for word in offered if word.startswith(begun))
+            return reply_with(fitting, cursor - len(begun), cursor)
         if verb.name in _OF_RANKS and NOTEBOOK.is_running:
             reply = await completion.complete(NOTEBOOK.session, 0, typed, len(typed))
             return shift_reply(reply, cursor - len(typed))
-        if verb.name in _OF_NOTEBOOK:
-            shell: Any = get_ipython()
-            hidden, variables = shell.user_ns_hidden, shell.user_ns.items()
-            names = [n for n, value in variables if n not in hidden or hidden[n] is not value]
-            return reply_of(dict.fromkeys(names, "instance"), code, cursor)
     place = _place(code, cursor)
     if place is None:
         return await _awaited(original(code, cursor_pos))
@@ -119,15 +114,43 @@ def _ranks(where: Destination) -> str | None:
     return options.ranks
 
 
-def _typed_behind(code: str, cursor: int) -> tuple[Verb, str] | None:
-    """(the magic of ours in the cursor's line, the word before the cursor); None elsewhere."""
+def _typed_behind(code: str, cursor: int) -> tuple[Verb, list[str], str] | None:
+    """(our magic in the cursor's line, the words behind it, the one at the cursor), else None."""
     begin = code.rfind("\n", 0, cursor) + 1
     magic = _MAGIC_LINE.match(code, begin, cursor)
     verb = commands.VERBS.get(magic.group(2)) if magic else None
     if verb is not None and verb.as_line is not None and magic and magic.group(1) == "%":
         verb = verb.as_line
-    word = _WORD.search(code, begin, cursor)
-    return None if verb is None else (verb, word.group() if word else "")
+    if verb is None or magic is None:
+        return None
+    text = code[magic.end() - 1 : cursor]
+    *before, typed = text.split() if text and not text[-1].isspace() else [*text.split(), ""]
+    return verb, before, typed
+
+
+def _offered(verb: Verb, before: list[str], typed: str) -> Iterable[str] | None:
+    """What may stand at the cursor, by the verb's table; None where that is anything."""
+    if "--" in before and (verb.takes_code or verb.takes_rest):
+        return None
+    options = {flag: o for o in verb.options for flag in o.flags if not o.is_argument}
+    flag, has_value, _ = typed.partition("=")
+    option = options.get(flag if has_value else ["", *before][-1])
+    if option is not None and option.kind is not None:
+        return option.offered or (None if option.kind is str else ())
+    flags = [flag for flag in options if flag.startswith("--")]
+    argument = next((option for option in verb.options if option.is_argument), None)
+    is_typed = any(_is_argument(word, last, options) for last, word in pairwise(["", *before]))
+    if typed.startswith("-") or argument is None or (is_typed and not argument.is_list):
+        return flags
+    # It may be something else, such as a path: then IPython completes it.
+    begun = _BEGINS.split(typed)[-1]
+    return [choice for choice in argument.offered if choice.startswith(begun)] or None
+
+
+def _is_argument(word: str, last: str, options: Mapping[str, Option]) -> bool:
+    """Whether it is neither an option nor the value of the one before it."""
+    is_value = last in options and options[last].kind is not None
+    return not word.startswith("-") and not is_value
 
 
 async def _awaited(reply: Any) -> Reply:

@@ -13,7 +13,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.commands import REPLACED_MAGICS, VERBS
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import Verb
 
@@ -25,6 +25,7 @@ CELL_VERBS = tuple(name for name, verb in VERBS.items() if verb.is_cell)
 CODE_VERBS = tuple(name for name, verb in VERBS.items() if verb.takes_code)
 WITH_BODY = frozenset({*CELL_VERBS, *CODE_VERBS, LOCAL_CELL})
 OWN_NAMES = frozenset({*VERBS, *REPLACED_MAGICS, LOCAL_CELL})
+TYPED = (*(verb.typed for verb in VERBS.values()), f"%%{LOCAL_CELL}")
 
 # `%%rank[0,1]` is written without a space in nbdistributed, which IPython takes for a name.
 _GLUED_RANKS = re.compile(r"^%%rank\[")
@@ -47,6 +48,7 @@ def route(lines: list[str]) -> list[str]:
     first = _first_code_line(lines)
     if first is None:
         return lines
+    _check_misspelled(shell, lines, first)
     percents, name, rest = _magic(lines[first])
     if percents == "%%" and name in WITH_BODY:
         return _routed_cell(shell, lines, first, name, rest.strip())
@@ -139,6 +141,30 @@ def _first_code_line(lines: list[str]) -> int | None:
     return next((n for n, text in enumerate(texts) if text and not text.startswith("#")), None)
 
 
+def _check_misspelled(shell: InteractiveShell, lines: list[str], first: int) -> None:
+    """Say which magic of ours was meant, for one that nobody has.
+
+    IPython says only that there is none, as a UsageError, over which Run All passes.
+    """
+    below = [] if lines[first].startswith("%%") else lines[first + 1 :]
+    for line in [lines[first], *below]:
+        percents, name, _ = _magic(line.lstrip())
+        is_magic = any(shell.find_magic(name, kind) for kind in ("line", "cell"))
+        hint = "" if not percents or is_magic else did_you_mean(f"{percents}{name}", TYPED)
+        if hint and not _is_python(lines):  # else it stands in a string
+            raise OptionError(
+                f"There is no magic {percents}{name}.{hint} %dist_help shows all of nbdist."
+            )
+
+
+def _is_python(lines: list[str]) -> bool:
+    try:
+        ast.parse("".join(lines))
+    except SyntaxError:
+        return False
+    return True
+
+
 def _check_misplaced(lines: list[str], first: int) -> None:
     """Say so when a cell magic of ours stands below other code.
 
@@ -146,14 +172,11 @@ def _check_misplaced(lines: list[str], first: int) -> None:
     """
     for line in lines[first + 1 :]:
         percents, name, _ = _magic(line)
-        if percents == "%%" and name in WITH_BODY:
-            try:
-                ast.parse("".join(lines))
-            except SyntaxError:
-                raise OptionError(
-                    f"%%{name} has to be the first line of its cell, and the whole cell "
-                    "runs on the ranks. Put the lines above it into a cell of their own."
-                ) from None
+        if percents == "%%" and name in WITH_BODY and not _is_python(lines):
+            raise OptionError(
+                f"%%{name} has to be the first line of its cell, and the whole cell "
+                "runs on the ranks. Put the lines above it into a cell of their own."
+            )
 
 
 def _is_nested() -> bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
+import traceback
 from typing import Any
 
-from IPython.core.interactiveshell import InteractiveShell
+from IPython import get_ipython
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.core.magic import no_var_expand
 
 from nbdist import commands
+from nbdist.cells.hints import name_of_the_ranks
+from nbdist.cells.kernel.completion import types_on_ranks
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.frontend import completer, input_transformer
@@ -81,6 +86,18 @@ def answer(name: str, _line: str) -> None:
     commands.show(View(f"%{name}: {commands.REPLACED_MAGICS[name]}"))
 
 
+def _tell_where(result: ExecutionResult) -> None:
+    """Below the NameError of a plain cell: whether ranks have a variable of that name."""
+    error, shell = result.error_in_exec, get_ipython()
+    if type(error) is not NameError or not error.name or not NOTEBOOK.is_running or not shell:
+        return
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals is shell.user_ns:  # else it is a library's own mistake
+        types = types_on_ranks(NOTEBOOK.session, error.name)
+        if types:
+            sys.stderr.write(f"{name_of_the_ranks(error.name, types)}\n")
+
+
 def _is_answered(verb: Verb, parsed: Parsed) -> bool:
     for text in parsed.answers:
         commands.show(View(text))
@@ -107,6 +124,7 @@ def register(shell: InteractiveShell) -> None:
     add(functools.partial(run_local, shell), "cell", input_transformer.LOCAL_CELL)
     unregister(shell)
     shell.input_transformers_cleanup.insert(0, input_transformer.route)
+    shell.events.register("post_run_cell", _tell_where)
     completer.install(shell)
 
 
@@ -116,4 +134,6 @@ def unregister(shell: InteractiveShell) -> None:
     # By name: after %reload_ext the function is another object.
     ours = input_transformer.__name__
     transformers[:] = [t for t in transformers if getattr(t, "__module__", "") != ours]
+    callbacks = shell.events.callbacks["post_run_cell"]
+    callbacks[:] = [c for c in callbacks if getattr(c, "__module__", "") != __name__]
     completer.uninstall(shell)

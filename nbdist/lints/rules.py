@@ -8,7 +8,7 @@ from typing import Any
 
 from nbdist.core.finding import RuleHit
 from nbdist.core.ranks import rank_label
-from nbdist.errors import OptionError
+from nbdist.errors import no_such
 from nbdist.lints import (
     apart_since,
     beside_wrapper,
@@ -96,9 +96,7 @@ def resolve_names(names: Iterable[str]) -> tuple[str, ...]:
     chosen: list[str] = []
     for name in names:
         if name != "all" and name not in LINTS:
-            raise OptionError(
-                f"There is no lint {name!r}. Choose one of {', '.join(LINTS)}, or all."
-            )
+            raise no_such("lint", name, LINTS, ", or all")
         chosen += list(LINTS) if name == "all" else [name]
     return tuple(dict.fromkeys(chosen))
 

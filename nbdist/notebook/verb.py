@@ -7,12 +7,12 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from nbdist.core.view import View
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, listed, takers
 from nbdist.strategy.table import ROWS
 
@@ -33,6 +33,8 @@ class Option:
             name without dashes.
         kind: Turns the text into a value; None for a switch.
         name: Its name in the parsed result.
+        choices: What Tab offers for it, or what gives that; the verb itself checks what was typed.
+        is_list: An argument that several words make.
     """
 
     flags: tuple[str, ...]
@@ -41,6 +43,18 @@ class Option:
     default: Any = None
     metavar: str | None = None
     name: str | None = None
+    choices: tuple[str, ...] | Callable[[], Iterable[str]] = ()
+    is_list: bool = False
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it is typed without a name before it."""
+        return not self.flags[0].startswith("-")
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """The choices as they are now."""
+        return tuple(self.choices() if callable(self.choices) else self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +123,18 @@ class Parsed:
 class _Parser(argparse.ArgumentParser):
     """argparse, but a mistake is an OptionError and nothing exits the kernel."""
 
+    flags: tuple[str, ...] = ()
+
     def error(self, message: str) -> NoReturn:
         # Typed lines must not raise UsageError: nbval and Run All pass over it.
         # parse_intermixed_args keeps the usage as a template, in which % would mean something.
         usage = self.format_usage() if self.usage is None else f"usage: {self.usage}"
-        number = re.fullmatch(r"unrecognized arguments: (\d+)", message)
-        if number is not None and "-n" in usage:
-            message += f" (did you mean -n {number.group(1)}?)"
-        raise OptionError(f"{self.prog}: {message}.\n{usage.strip()}")
+        unknown = re.match(r"unrecognized arguments: (?:(\d+)$|(--?[\w-]+))", message)
+        number, flag = unknown.groups() if unknown else (None, None)
+        hint = did_you_mean(flag, self.flags) if flag else ""
+        if number and "-n" in self.flags:
+            hint = f" Did you mean -n {number}?"
+        raise OptionError(f"{self.prog}: {message}.{hint}\n{usage.strip()}")
 
 
 def parse(verb: Verb, line: str) -> Parsed:
@@ -169,13 +187,15 @@ def _parser(verb: Verb) -> _Parser:
         named: dict[str, Any] = {"help": option.help}
         if option.kind is None:
             named |= {"action": "store_true", "dest": option.name}
-        elif option.flags[0].startswith("-"):
+        elif not option.is_argument:
             named |= {"type": option.kind, "default": option.default, "dest": option.name}
         else:
             named["nargs"] = "*"
         if option.kind is not None:
             named["metavar"] = option.metavar
         parser.add_argument(*option.flags, **named)
+    options = (option for option in verb.options if not option.is_argument)
+    parser.flags = tuple(flag for option in options for flag in option.flags)
     return parser
 
 
@@ -250,5 +270,6 @@ def _typed(row: OptionRow) -> Option:
     if row.kind == "switch":
         return Option((row.flag,), help_text, None, name=row.word)
     kind = positive_number if row.kind == "number" else str
-    metavar = "|".join(row.choices) or {"count": "K", "number": "MB"}.get(row.kind, "WHAT")
-    return Option((row.flag,), help_text, kind, metavar=metavar, name=row.word)
+    choices = "|".join(row.choices)
+    metavar = {"choice": choices, "count": "K", "number": "MB"}.get(row.kind, "WHAT")
+    return Option((row.flag,), help_text, kind, None, metavar, row.word, row.choices)

@@ -21,9 +21,6 @@ from nbdist.strategy.table import ROWS
 # A field that was left alone.
 UNSET = ""
 _KINDS = {"choice": "choice", "switch": "switch", "blocks": "suggest"}
-# What can be chosen where an option takes a text or a number that is mostly one of these.
-_OFTEN: Mapping[str, tuple[str, ...]] = {"blocks": ("full", "selective", "2", "4")}
-
 Value = str | bool
 
 
@@ -75,7 +72,6 @@ def fields(name: str, world_size: int) -> tuple[FormField, ...]:
         if name in takers(option):
             kind = _KINDS.get(option.kind, "text")
             choices = tuple(choice for choice in option.choices if choice != option.default)
-            choices = choices or _OFTEN.get(option.kind, ())
             is_own = len(takers(option)) < len(ROWS) / 2
             words = option.default or "no", option.help
             result.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.links import LINKS, Link
 from nbdist.core.topology import Topology
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 from nbdist.monitor.samples import Sample
 
 # What is planned for where nothing else is known.
@@ -111,8 +110,7 @@ def device_of(name: str) -> Device:
     word = _ALIASES.get(word, word)
     if word in DEVICES:
         return DEVICES[word]
-    near = difflib.get_close_matches(word, [*DEVICES, *_ALIASES], 3, 0.5)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    hint = did_you_mean(word, [*DEVICES, *_ALIASES], 3)
     raise OptionError(
         f"There is no --gpu {name} in the catalogue.{hint} Choose one of {', '.join(DEVICES)}, or "
         "type its memory: --memory 24GB."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 
 _LARGEST = 1e15
 # x, 0.5 x, tanh(...), 1 + tanh(...), and the product.
@@ -195,8 +194,7 @@ def model_of(model: str | float | Mapping[str, Any]) -> ModelShape:
     name = text.lower().replace("_", "-").rpartition("/")[2]
     name = name.replace("meta-llama-", "llama-").removesuffix("-hf").removesuffix("-v0.1")
     if name not in CONFIGS:
-        near = difflib.get_close_matches(name, CONFIGS, 3, 0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, CONFIGS, 3)
         raise OptionError(
             f"There is no model {text!r} to plan for.{hint} Type its number of parameters (7e9, "
             f"7B, 350M), the path of a config.json, or one of {', '.join(CONFIGS)}. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, no_such
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
@@ -117,12 +117,11 @@ def check_load(load: Workload) -> None:
         if type(count) is not int or count < 1:
             raise OptionError(f"{flag} {count} is nothing to train on. Use a number, 1 or more.")
     for flag, word, words in (
-        ("--recipe", load.recipe, ("", *footprint.RECIPES)),
+        ("--recipe", load.recipe or "fp32", footprint.RECIPES),
         ("--optimizer", load.optimizer, OPTIMIZERS),
     ):
         if word not in words:
-            named = ", ".join(filter(None, words))
-            raise OptionError(f"There is no {flag} {word}. Choose one of {named}.")
+            raise no_such(flag, word, words)
 
 
 def micro_batches(choice: Strategy, load: Workload) -> int:

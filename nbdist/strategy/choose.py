@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from nbdist.core.topology import Topology
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 from nbdist.strategy import options as typed_options
 from nbdist.strategy import validate
 from nbdist.strategy.choice import MESHED, Degrees, Options, Strategy
@@ -96,8 +95,7 @@ def _row(name: str | None, degrees: Mapping[str, int]) -> StrategyRow:
     if wanted in ROWS:
         return ROWS[wanted]
     equivalent = OTHER_NAMES.get(wanted.lower())
-    near = difflib.get_close_matches(wanted.lower(), ROWS, 1)
-    hint = f" Use {equivalent}." if equivalent else f" Did you mean {near[0]}?" if near else ""
+    hint = f" Use {equivalent}." if equivalent else did_you_mean(wanted, ROWS)
     raise OptionError(f"There is no strategy {wanted!r}.{hint} Choose one of {', '.join(ROWS)}.")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean, no_such
 from nbdist.strategy.table import ROWS
 
 
@@ -22,6 +21,7 @@ class OptionRow:
         steps: It belongs where one of these steps runs; empty for everywhere.
         never: Names of strategies that it does not go with all the same.
         why: The reason why it belongs nowhere else.
+        choices: Of a choice; of blocks what is mostly typed.
         default: What counts without it, in words; empty where nothing happens.
         is_whole: A choice of whole numbers.
         title: In words, where the flag's own are none.
@@ -60,8 +60,7 @@ _OPTIONS = (
     OptionRow(
         "checkpoint", "--checkpoint", "blocks",
         "compute activations again in backward: full, selective, or every K-th block",
-        steps=("options",),
-        title="recompute activations",
+        steps=("options",), choices=("full", "selective", "2", "4"), title="recompute activations",
     ),
     OptionRow(
         "accumulate", "--accumulate", "count", "backwards per step of the optimizer", default="1",
@@ -190,10 +189,9 @@ def read(settings: Mapping[str, object]) -> tuple[dict[str, int], dict[str, obje
         row = _BY_WORD.get(name)
         if row is None:
             words = [*DEGREES, *SHORTHANDS, *(option.word for option in _OPTIONS)]
-            near = difflib.get_close_matches(name, words, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
             raise OptionError(
-                f"There is no option {name!r} of a strategy.{hint} Choose from: {', '.join(words)}."
+                f"There is no option {name!r} of a strategy.{did_you_mean(name, words)} "
+                f"Choose from: {', '.join(words)}."
             )
         parsed = _READ[row.kind](row, meant)
         if options.setdefault(row.name, parsed) != parsed:
@@ -209,9 +207,7 @@ def _text(row: OptionRow, value: object) -> str:
 
 def _choice(row: OptionRow, value: object) -> object:
     if str(value) not in row.choices:
-        raise OptionError(
-            f"There is no {row.flag} {value}. Choose one of {', '.join(row.choices)}."
-        )
+        raise no_such(row.flag, value, row.choices)
     return int(str(value)) if row.is_whole else str(value)
 
 
@@ -238,10 +234,9 @@ def _switch(row: OptionRow, value: object) -> bool:
 
 def _blocks(row: OptionRow, value: object) -> str:
     text = "full" if value is True else str(value)
-    if text in {"full", "selective"} or (text.isascii() and text.isdigit() and int(text) > 0):
+    if text in row.choices or (text.isascii() and text.isdigit() and int(text) > 0):
         return text
-    raise OptionError(f"There is no {row.flag} {value}. Use full, selective, or the K of every "
-                      "K-th block, such as 2.")  # fmt: skip
+    raise no_such(row.flag, value, row.choices, ", or another K of every K-th block")
 
 
 _READ: Mapping[str, Callable[[OptionRow, object], object]] = {

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from IPython import get_ipython
+
 from nbdist.cluster import shm
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.failures import ranks_phrase
@@ -25,7 +27,7 @@ from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.variables import pack, unpack
 from nbdist.variables.names import check_names, check_on_ranks
-from nbdist.variables.pack import PackedValue
+from nbdist.variables.pack import Packed, PackedValue
 from nbdist.variables.unpack import UnpackedMemory
 
 ASK_S = 30.0
@@ -43,7 +45,7 @@ send_values: RankFunction[[Sequence[str], Sequence[str], bool, bool], PackedValu
     "nbdist.variables.rank:send"
 )
 receive: RankFunction[[str, PackedValue], None] = RankFunction("nbdist.variables.rank:receive")
-bind: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:bind")
+bind: RankFunction[[str, Sequence[str]], None] = RankFunction("nbdist.variables.rank:bind")
 drop: RankFunction[[str], None] = RankFunction("nbdist.variables.rank:drop")
 
 
@@ -74,6 +76,9 @@ class Variables:
     ) -> VariableTransfer:
         """Give ranks copies of values, each its own, under these names; all of them or none.
 
+        Functions and classes of cells go as their code. What they use goes along, to the ranks that
+        have no variable of that name.
+
         Args:
             variables: By name.
             ranks: As in Session.run.
@@ -89,18 +94,43 @@ class Variables:
         self._ranks.make_whole()
         self._ranks.check_ready(chosen)  # before a large value is copied
         with _all_or_nothing("pushed"):
-            packed = pack.pack(variables, sys.modules.get("torch"))
+            packed, remarks = self._packed(variables, chosen)
             token = uuid.uuid4().hex
             with self.folders(chosen) as folders:
-                parcel = pack.send(packed, folders)
+                parcel = pack.send(packed, folders, remarks)
                 try:
                     self._call(receive, token, parcel, ranks=chosen)
                 except (NbdistError, KeyboardInterrupt):
                     for rank in chosen:
                         drop(self._ranks.call, rank, token)
                     raise
-        self._call(bind, token, ranks=chosen)
+        self._call(bind, token, tuple(variables), ranks=chosen)
         return VariableTransfer(variables, chosen, parcel.remarks)
+
+    def _packed(
+        self, variables: Mapping[str, object], ranks: tuple[int, ...]
+    ) -> tuple[Packed, list[str]]:
+        """Values taken apart together with what they use, and what there is to say of that."""
+        from nbdist.variables import definitions  # cloudpickle: not for every notebook
+
+        torch = sys.modules.get("torch")
+        packed = definitions.pack_definitions(variables, torch, _name_of_cell)
+        uses, refused = definitions.used_by(packed, variables, torch)
+        if not uses and not refused:
+            return packed, []
+        names = sorted({*uses, *refused})
+        missing = self._ranks.call_all(missing_names, names, deadline_s=ASK_S, ranks=ranks)
+        lacking = {name: [absent for absent in missing if name in absent] for name in names}
+        along = {name: uses[name] for name in names if name in uses and lacking[name]}
+        packed = definitions.pack_definitions({**variables, **along}, torch, _name_of_cell)
+        kept = [name for name in uses if len(lacking[name]) < len(ranks)]
+        kept = sorted(name for name in kept if not definitions.is_imported(uses[name]))
+        remarks = [f"sent along, as it is used there: {', '.join(along)}"] if along else []
+        if kept:
+            verb = f"%dist_push {' '.join(kept)}"
+            remarks.append(f"used as the ranks have it: {', '.join(kept)} ({verb} replaces it)")
+        remarks += [f"used, but {why}" for name, why in refused.items() if lacking[name]]
+        return packed, remarks
 
     def pull(
         self,
@@ -194,6 +224,13 @@ class Variables:
                     "`import torch` in the notebook, tensors arrive as tensors"
                 ] = None
         return tuple(remarks)
+
+
+def _name_of_cell(file: str) -> str:
+    """`cell [3] of the notebook`; another file's own name."""
+    shell = get_ipython()
+    label = shell.compile.format_code_name(file) if shell is not None else None
+    return f"cell {label[1].removeprefix('In')} of the notebook" if label else file
 
 
 def _unpack_all(parcels: Mapping[int, PackedValue]) -> list[dict[str, Any]]:

@@ -78,6 +78,8 @@ def describe(value: object) -> str:
         word = "array" if isinstance(value, np.ndarray) else "tensor"
         dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
         return f"{word} {dtype} {tuple(getattr(value, 'shape', ()))}"
+    if isinstance(value, type):
+        return "class"
     if isinstance(value, dict | list | tuple | set | frozenset):
         return f"{kind.__name__} of {len(value)}"
     return kind.__name__

@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,13 @@ class Packed:
         pieces: The pickle, arrays that it refers to, then one piece for each tensor.
         tensors: In the order of their pieces.
         held: Keeps the pieces' memory from being freed.
+        uses: Variables that functions in it use, by name; see variables.definitions.
     """
 
     pieces: tuple[memoryview, ...]
     tensors: tuple[TensorRecord, ...]
     held: tuple[Any, ...] = ()
+    uses: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -95,7 +97,7 @@ def tensor_at(number: int) -> Any:
     raise TransferError(f"tensor {number} is not in its pickle: use nbdist.variables.unpack.unpack")
 
 
-class _Packer(pickle.Pickler):
+class Packer(pickle.Pickler):
     """Pickles everything but the memory of tensors and arrays."""
 
     def __init__(self, torch: Any, plain: Callable[[Any], Any], *, keeps_memory: bool):
@@ -104,6 +106,7 @@ class _Packer(pickle.Pickler):
         self.held: list[Any] = []
         self.memories: list[memoryview] = []
         self.tensors: list[TensorRecord] = []
+        self.uses: dict[str, Any] = {}
         self._torch, self._plain, self._keeps_memory = torch, plain, keeps_memory
         super().__init__(self.file, protocol=5, buffer_callback=self._keep)
 
@@ -152,6 +155,7 @@ def pack(
     plain: Callable[[Any], Any] = lambda tensor: tensor,
     keeps_memory: bool = True,
     finds_culprit: bool = True,
+    packer_type: Callable[..., Packer] = Packer,
 ) -> Packed:
     """Take values apart; they must not change until they are sent.
 
@@ -162,21 +166,22 @@ def pack(
         keeps_memory: Without it only `plain` is called on all there is.
         finds_culprit: Take the values apart once more, one by one, to name the one that fails.
             Not where `plain` is collective: the other ranks would not do so.
+        packer_type: Makes what pickles.
 
     Raises:
         TransferError: If one of them cannot be pickled; the message names it.
     """
     try:
-        packer = _Packer(torch, plain, keeps_memory=keeps_memory)
+        packer = packer_type(torch, plain, keeps_memory=keeps_memory)
         packer.dump(dict(variables))
     except Exception as error:
         if len(variables) > 1 and finds_culprit:
             for name, value in variables.items():  # raises for the one that it is
-                pack({name: value}, torch, plain=plain)
+                pack({name: value}, torch, plain=plain, packer_type=packer_type)
         problem = one_line(error)
         raise TransferError(f"{', '.join(variables)} cannot be sent: {problem}.") from error
     pieces = (packer.file.getbuffer(), *packer.arrays, *packer.memories)
-    return Packed(pieces, tuple(packer.tensors), tuple(packer.held))
+    return Packed(pieces, tuple(packer.tensors), tuple(packer.held), packer.uses)
 
 
 def send(packed: Packed, folders: Sequence[str | Path], remarks: Sequence[str] = ()) -> PackedValue:

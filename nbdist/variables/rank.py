@@ -70,9 +70,10 @@ def receive(token: str, parcel: PackedValue) -> None:
     _received[token] = unpack.unpack(parcel, torch)
 
 
-def bind(token: str) -> None:
-    """Give the user's code what was received."""
-    namespace.push(_received.pop(token))
+def bind(token: str, named: Sequence[str]) -> None:
+    """Give the user's code what was received; what only came along not under a name that it has."""
+    received, variables = _received.pop(token), namespace.everything()
+    namespace.push({n: v for n, v in received.items() if n in named or n not in variables})
 
 
 def drop(token: str) -> None:

@@ -103,7 +103,9 @@ def test_ops() -> None:
     assert parse_ops(None) == tuple(OPS)
     assert parse_ops("reduce, all_gather,reduce") == ("reduce", "all_gather")
     assert parse_ops(["broadcast"]) == ("broadcast",)
-    with pytest.raises(OptionError, match=r"no operation 'allreduce'. Use all_reduce, all_gather,"):
+    with pytest.raises(
+        OptionError, match=r"no operation 'allreduce'\. Did you mean all_reduce\? Choose one of"
+    ):
         parse_ops("allreduce,reduce")
     with pytest.raises(OptionError, match="no operation ''"):
         parse_ops("")

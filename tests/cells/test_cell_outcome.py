@@ -117,6 +117,49 @@ def test_a_timeout_that_aborts_says_who_waited() -> None:
     assert LINE in str(error)
 
 
+SLEEP = ("Cell In[4], line 3, in step(n)\n      1 def step(n):\n----> 3     time.sleep(60)\n",)
+LIBRARY = "File /usr/lib/python3.11/threading.py:327, in wait(self)\n--> 327     waiter.acquire()"
+COMPREHENSION = "Cell In[4], line 3, in step.<locals>.<listcomp>(.0)\n----> 3 def step(n):\n"
+SCRIPT = "File ~/work/train.py:12, in main()\n---> 12     loop()"
+
+
+def interrupted(rank: int, *frames: str) -> RankResult:
+    """A rank that an interrupt ended, with IPython's frames of it, coloured."""
+    coloured = tuple(frame.replace("Cell", "\x1b[36mCell\x1b[39m") for frame in frames)
+    failure = RankFailure(rank, "KeyboardInterrupt", "", ("Traceback ...", *coloured, "Keyb.."))
+    return RankResult(rank, "interrupted", 1.0, "", failure)
+
+
+def test_an_interrupt_says_where_ranks_were_each_place_once() -> None:
+    """The innermost line of the user's; of a rank in C code where it was last seen."""
+    error = raised(
+        CellOutcome("", True, 3.0, places={3: "line 9 of cell [4]: a @ b"}),
+        interrupted(0, *SLEEP, LIBRARY),
+        interrupted(1, *SLEEP, COMPREHENSION, LIBRARY),
+        interrupted(2, *SLEEP, SCRIPT),
+        RankResult(3, "unfinished", 4.5),
+        RankResult(4, "ok", 1.0),
+        RankResult(5, "interrupted", 1.0),
+    )
+
+    assert str(error).endswith(
+        "\n[0-1] at line 3 of cell [4]: time.sleep(60)\n[2] at line 12 of train.py: loop()\n"
+        "[3] at line 9 of cell [4]: a @ b\n[4] had finished the cell"
+    )
+
+
+def test_ranks_that_were_aborted_are_not_told_twice_and_many_places_are_cut() -> None:
+    """Where those waited stands in the message already."""
+    frames = [f"Cell In[4], line {line}\n----> {line} f{line}()" for line in range(10)]
+    ranks = [interrupted(rank, frame) for rank, frame in enumerate(frames)]
+    one = raised(CellOutcome("", True, None, LINE, waiting=frozenset({0})), *ranks[:1])
+    many = str(raised(CellOutcome("", True, None), *ranks)).splitlines()
+
+    assert "\n" not in str(one)
+    assert many[-2:] == ["[7] at line 7 of cell [4]: f7()", "[8-9] at other lines"]
+    assert len(many) == 1 + 8 + 1
+
+
 @pytest.mark.parametrize(
     ("name", "message", "was_aborted", "expected"),
     [

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nbdist.cells.hints import explain
+from nbdist.cells.hints import explain, name_of_the_ranks
 from nbdist.cluster import capacity
 from nbdist.core.failures import RankFailure, summary
 from nbdist.errors import StartError
@@ -65,6 +65,17 @@ def test_a_program_is_not_sent_to_a_notebook() -> None:
     assert missing.message.endswith("-m pip install NAME)")
     assert "%" not in explain(RankFailure(1, "ValueError", second), None).message
     assert explain(RankFailure(1, *names), None).message == names[1]
+
+
+def test_a_name_that_ranks_have_is_told_with_the_ways_to_it() -> None:
+    """What cannot be pulled is used where it is."""
+    assert name_of_the_ranks("x", {0: "Tensor", 1: "Tensor"}) == (
+        "x is on ranks 0-1, not in the notebook: run the cell with %%distributed, or copy it with "
+        "%dist_pull x"
+    )
+    assert name_of_the_ranks("torch", {1: "module"}) == (
+        "torch is on rank 1, not in the notebook: run the cell with %%distributed"
+    )
 
 
 def test_a_mismatch_that_each_rank_tells_from_its_own_side_stands_once() -> None:

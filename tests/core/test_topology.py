@@ -271,8 +271,9 @@ def test_the_device_counts_as_the_process_does() -> None:
                       "Use --backend gloo or --backend auto.")),
         ("nccl", ["MIG-a"], ("NCCL may not join MIG slices, and ranks run on them. "
                              "Use --backend gloo, or whole GPUs.")),
-        *((name, [], f"There is no backend {name!r}. Use auto, nccl or gloo.")
-          for name in ("mpi", "", "NCCL")),
+        *((name, [], f"There is no backend {name!r}. Choose one of auto, nccl, gloo.")
+          for name in ("mpi", "")),
+        ("NCCL", [], "There is no backend 'NCCL'. Did you mean nccl? Choose one of auto, nccl, gloo."),
     ],
 )  # fmt: skip
 def test_backends_that_cannot_run_are_refused(backend: str, uuids: list[str], message: str) -> None:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from nbdist.strategy.table import ROWS
 from tests.support.kernel import Kernel
 
 MADE = """%%distributed
@@ -89,6 +90,33 @@ def test_automatic_mode_asks_the_ranks(kernel: Kernel) -> None:
 def test_options_behind_a_magic(kernel: Kernel, code: str, flags: list[str]) -> None:
     """The table of verbs has them."""
     assert kernel.complete(code)["matches"] == flags
+
+
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("%dist_strategy ", sorted(ROWS)),
+        ("%dist_strategy fsdp --bf16 --shard ", ["full", "grad-op", "hybrid"]),
+        ("%dist_strategy --shard=gr", ["grad-op"]),
+        ("%dist_strategy --tp 2 ", sorted(ROWS)),
+        ("%dist_plan 7e9 --gpu rtx-4", ["rtx-4090"]),
+        ("%dist_plan 7e9 --engine ", ["fake", "formulas"]),
+        ('%dist_compare ddp "fs', ["fsdp", "fsdp1"]),
+        ("%dist_bench --ops all_reduce,all_g", ["all_gather"]),
+        ("%dist_check --silence same", ["same-data"]),
+        ("%dist_init --profile lo", ["local"]),
+        ("%dist_init -n ", []),
+        ("%dist_mode ", ["all", "local"]),
+        ("%dist_status ", ["--stacks"]),
+        ("%dist_mode all ", ["--disable", "--enable"]),
+        ("%%distributed ", ["--ranks", "--tabs", "--timeout"]),
+    ],
+)
+def test_tab_offers_the_choices_and_nothing_else(
+    kernel: Kernel, code: str, offered: list[str]
+) -> None:
+    """No names of Python, no files: of options and arguments that have choices, in every verb."""
+    assert kernel.complete(code)["matches"] == offered
 
 
 def test_shift_tab_shows_what_the_rank_has(kernel: Kernel) -> None:

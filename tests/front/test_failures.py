@@ -25,6 +25,7 @@ _BUSY = {
     "a call from Python": "import nbdist\nnbdist.session().run('print(\"go\"); time.sleep(60)')",
 }
 
+_PLACE = re.compile(r"\n\[(0|1|0-1)\] at line \d of cell \[\d+\]: \S")
 _CATCHES = "%%distributed\nprint('go')\ntry: time.sleep(60)\nexcept KeyboardInterrupt: {}"
 
 
@@ -205,6 +206,8 @@ def test_an_interrupt_gives_notebook_and_ranks_back(ready: Kernel, name: str) ->
     assert back_s < _BACK_S
     assert cell.status == "error"
     cell.check_failure("KeyboardInterrupt", "back, variables kept")
+    if name != "a shell command":  # IPython waits for it by itself, and returns
+        assert _PLACE.search(cell.failure.evalue), cell.failure.evalue
 
 
 # A second press 50 ms later can come when the cell has just ended, and then hits ipykernel itself
@@ -219,7 +222,7 @@ def test_two_presses_are_no_worse_than_one(ready: Kernel, gap_s: float) -> None:
     ready.interrupt()
     cell = ready.finish(handle, 30)
 
-    assert cell.failure.evalue == "ranks 0-1 are back, variables kept"
+    assert cell.failure.evalue.startswith("ranks 0-1 are back, variables kept\n[0-1] at line 3 of")
 
 
 def test_an_interrupt_before_the_cell_has_begun_is_not_lost(ready: Kernel) -> None:
@@ -228,7 +231,7 @@ def test_an_interrupt_before_the_cell_has_begun_is_not_lost(ready: Kernel) -> No
     ready.run("%%rank[0]\ntime.sleep(0.3)")
     cell, _ = _interrupt(ready, _BUSY["a sleep"])
 
-    assert cell.failure.evalue == "ranks 0-1 are back, variables kept"
+    assert cell.failure.evalue.startswith("ranks 0-1 are back, variables kept")
 
 
 def test_code_that_catches_the_interrupt_goes_on(ready: Kernel) -> None:
@@ -276,6 +279,20 @@ def test_a_name_of_the_notebook_on_a_rank_is_explained(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nsum(of_the_notebook)")
 
     assert "of_the_notebook exists in the notebook, not on the ranks" in cell.failure.evalue
+
+
+def test_a_name_of_the_ranks_in_the_notebook_is_explained(kernel: Kernel) -> None:
+    """The other way round: also of names that nbdist gave them."""
+    kernel.run("%%distributed\nof_the_ranks = torch.ones(2)")
+    cells = [kernel.run(code) for code in ("of_the_ranks.sum()", "rank", "nobody_has_this")]
+
+    assert [cell.failure.ename for cell in cells] == ["NameError"] * 3
+    assert cells[0].stderr == (
+        "of_the_ranks is on ranks 0-1, not in the notebook: run the cell with %%distributed, or "
+        "copy it with %dist_pull of_the_ranks\n"
+    )
+    assert "rank is on ranks 0-1" in cells[1].stderr
+    assert cells[2].stderr == ""
 
 
 def test_an_interrupted_sync_gives_the_ranks_back(kernel: Kernel) -> None:

@@ -257,7 +257,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
         "by zero. Nothing was pulled."
     )
     assert "it contains torch.nn.modules.linear.Linear: `import torch` in the notebook" in needs[1]
-    assert "it contains Accelerator: it belongs to its rank. Pull its contents" in ours[1]
+    assert "Accelerator: it belongs to its rank. Pull its contents" in ours[1]
     assert kept.plain == ["('old', 'old', 'old')"]
     assert kernel.run(_HAS_TORCH).plain == ["False"]
 
@@ -274,6 +274,62 @@ def test_classes_of_cells_are_found_by_name(kernel: Kernel) -> None:
 
     assert there.text == "[0-1] (0.5, True)\n"
     assert here.plain == ["(0.5, True)"]
+
+
+_FUNCTIONS = """
+import dataclasses, functools, math, threading
+factor, lock = 3, threading.Lock()
+@dataclasses.dataclass
+class Pair:
+    left: int
+    right: int = 2
+    class Inner: pass
+    @functools.cached_property
+    def total(self): return self.left + self.right
+def scaled(x): return math.floor(x * factor)
+def pushed(x):
+    with lock: pass
+    return scaled(x)
+def summed(x):
+    def inner(): return scaled(x) + rank
+    return inner()
+pair = Pair(1), Pair.Inner()
+"""
+
+
+def test_functions_and_classes_of_cells_go_with_what_they_use(kernel: Kernel) -> None:
+    """Named, and what cannot go; there they are as if their cell had run there."""
+    names = ("factor", "math", "scaled", "lock", "Pair")
+    kernel.run(f"%%distributed\nfor name in {names}: globals().pop(name, None)")
+    kernel.run(_FUNCTIONS)
+    first = kernel.run("%dist_push summed pair pushed")
+    used = kernel.run("%%distributed\nsummed(1.5), pair[0].total, type(pair[1]) is Pair.Inner")
+    child = kernel.run(
+        "%%distributed\nimport dataclasses\n@dataclasses.dataclass\nclass Triple(Pair):\n"
+        "    last: int = 0\nTriple(1), Pair(4)"
+    )
+    lacking = kernel.run("%%distributed\npushed(1)")
+    kernel.run("%%rank [1]\nfactor = 10")
+    kernel.run("factor = 100")
+    again = kernel.run("%dist_push scaled")
+    kept = kernel.run("%%distributed\nsummed(1.5)")
+
+    assert "".join(first.plain).splitlines() == [
+        "summed to ranks 0-1: function",
+        "pair to ranks 0-1: tuple of 2",
+        "pushed to ranks 0-1: function",
+        "sent along, as it is used there: Pair, factor, math, scaled",
+        "used, but lock cannot be sent: TypeError: cannot pickle '_thread.lock' object.",
+    ]
+    assert used.text == "[0] (4, 3, True)\n[1] (5, 3, True)\n"
+    assert child.text == "[0-1] (Triple(left=1, right=2, last=0), Pair(left=4, right=2))\n"
+    assert "name 'lock' is not defined" in lacking.failure.evalue
+    assert "with lock: pass" in lacking.failure.traceback
+    assert "".join(again.plain).splitlines() == [
+        "scaled to ranks 0-1: function",
+        "used as the ranks have it: factor (%dist_push factor replaces it)",
+    ]
+    assert kept.text == "[0] 4\n[1] 16\n"
 
 
 def test_an_interrupt_leaves_no_file_and_the_ranks_idle(

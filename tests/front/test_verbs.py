@@ -9,7 +9,7 @@ from tests.support.kernel import Kernel
 
 _OPTION_MISTAKES = {
     "%dist_init --nope": "unrecognized arguments: --nope",
-    "%dist_init 4": "unrecognized arguments: 4 (did you mean -n 4?)",
+    "%dist_init 4": "unrecognized arguments: 4. Did you mean -n 4?",
     "%%rank\n1": "%%rank: no rank is named",
     "%%local --ranks 0\n1": "%%local takes no options",
     "%dist_init -n 0": "'0' is not a valid number of ranks",
@@ -41,6 +41,12 @@ _OPTION_MISTAKES = {
     "%%rank [0] --ranks 1\n1": "Ranks are given twice",
     "%%rank[0] print(1)": "does not name ranks",
     "x = 1\n%%distributed\nrank": "%%distributed has to be the first line of its cell",
+    "%dist_stratgy fsdp": "no magic %dist_stratgy. Did you mean %dist_strategy? %dist_help",
+    "if True:\n    %dist_stats": "no magic %dist_stats. Did you mean %dist_status?",
+    "%%distribued\n1": "no magic %%distribued. Did you mean %%distributed?",
+    "%%distributed --rank 0\n1": "unrecognized arguments: --rank 0. Did you mean --ranks?",
+    "%dist_strategy fsdp --shard ful": "no --shard ful. Did you mean full? Choose one of",
+    "%dist_config --as acelerate --write a": "no --as acelerate. Did you mean accelerate?",
 }
 _RANKS = {
     "%%distributed\nrank": "[0] 0\n[1] 1\n",
@@ -235,6 +241,7 @@ def test_a_timeout_interrupts_the_ranks_and_keeps_their_variables(kernel: Kernel
     assert cell.failure.ename == "CellTimeout"
     assert "longer than --timeout 0.3" in cell.failure.evalue
     assert "ranks 0-1 are back, variables kept" in cell.failure.evalue
+    assert "\n[0-1] at line 2 of cell [" in cell.failure.evalue
     assert after.text == "[0] 0\n[1] 1\n"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
 from nbdist.hang.kernel.health import Health
+from nbdist.hang.records import SourceLine, ThreadSnapshot
 
 AHEAD_S = 5000.0
 
@@ -52,14 +53,37 @@ def content() -> bytes:
     return bytes(box.memory)
 
 
+def health_of(channel: FakeChannel, run_dir: Path) -> Health:
+    """Of a rank on another host: no process of this machine, and no file. It is engine 0."""
+    cluster: Any = SimpleNamespace(run_dir=run_dir, channel=channel, exits={}, pids=dict)
+    place = SimpleNamespace(rank=0, engine_id=0)
+    topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
+    return Health(Ranks(cluster, topology))
+
+
+def test_a_rank_that_made_no_call_is_told_with_the_line_in_which_it_was_seen(
+    tmp_path: Path,
+) -> None:
+    """What it answered last in its cell; of an earlier cell nothing."""
+    channel = FakeChannel()
+    health = health_of(channel, tmp_path)
+    health.ask_looks([0], 0.0)
+    place = SourceLine(cell=4, file="", line=3, source="step()")
+    channel.asked[0].set_result(ThreadSnapshot(place, (), is_in_torch=False, is_asleep=False))
+    health.views({0: ("running", "")})
+    health.note_exit(0, -9, is_ours=False)
+    seen = health.last_words_of(0)
+    health.forget_looks()  # another cell begins
+    health.note_exit(0, -9, is_ours=False)
+
+    assert seen == "last seen at line 3 of cell [4]: step()"
+    assert health.last_words_of(0) == ""
+
+
 def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:
     """In the moment in which it is done and not noted yet nothing is known, and nothing fails."""
     channel = FakeChannel()
-    # A rank on another host: no process of this machine, and no file. It is engine 0.
-    cluster: Any = SimpleNamespace(run_dir=tmp_path, channel=channel, exits={}, pids=dict)
-    place = SimpleNamespace(rank=0, engine_id=0)
-    topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
-    health = Health(Ranks(cluster, topology))
+    health = health_of(channel, tmp_path)
     assert health.box(0) is None
     (first,) = channel.asked
     written = content()

@@ -129,9 +129,8 @@ def test_the_page_has_the_lints_as_they_are() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    with pytest.raises(
-        OptionError, match=r"no lint 'data'\. Choose one of same-data, model-inputs"
-    ):
+    told = r"no lint 'data'\. Did you mean same-data\? Choose one of same-data, model-inputs"
+    with pytest.raises(OptionError, match=told):
         rules.resolve_names(["data"])
     assert rules.resolve_names(["all"]) == tuple(LINTS)
 

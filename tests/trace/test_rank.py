@@ -12,7 +12,6 @@ from torch.optim import optimizer as optimizers
 
 import nbdist
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank import steps as recording_steps
 from nbdist.recording.rank.steps import CellRecording, Steps
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING

@@ -192,7 +192,9 @@ def test_a_push_is_bound_only_when_it_is_said(user_ns: dict[str, Any]) -> None:
     variables_rank.drop("one")
     variables_rank.receive("two", parcel(2))
     before = user_ns["loss"]
-    variables_rank.bind("two")
+    variables_rank.bind("two", ["loss"])
+    variables_rank.receive("three", parcel(3))
+    variables_rank.bind("three", [])  # it only came along
 
     assert torch.equal(before, torch.ones(3))
     assert user_ns["loss"] == 2

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import PurePath
 
-from nbdist.cells.outputs import CellResult
+from nbdist.cells.outputs import CellResult, RankResult
 from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, is_follower, ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
+from nbdist.core.stacks import is_library, is_ours
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, RankGone
 from nbdist.hang.kernel.group_recovery import RecoveryOutcome
+from nbdist.hang.records import SourceLine
+from nbdist.hang.text import place_text
 
 UNTOUCHED = RecoveryOutcome()
 # What the user presses to interrupt a cell, and a program of `nbdist run`.
 STOP = {False: "the stop button", True: "Ctrl-C"}
 INTERRUPT_NAMES = frozenset({"KeyboardInterrupt", "CancelledError"})
+# So many different places of interrupted ranks are told; what is left over in one line.
+MOST_PLACES = 8
+
+# As IPython begins a frame, `Cell In[4], line 3, in step(x)` or `File ~/train.py:12, in main()`,
+# and as it marks the line that was running.
+_FRAME = re.compile(
+    r"\s*(?:Cell In\[(?P<cell>\d+)\], line (?P<line>\d+)|File (?P<file>.+?):(?P<at>\d+)(?:,|$))",
+    re.MULTILINE,
+)
+# Of these IPython shows the cell's first line in place of their own (9.18, in a kernel).
+_COMPREHENSION = re.compile(r".*, in .*<(?:\w+comp|genexpr)>")
+_RUNNING = re.compile(r"^-+> *\d+ (.*)$", re.MULTILINE)
 
 
 def is_by_interrupt(failure: tuple[str, str, tuple[str, ...]], *, was_aborted: bool) -> bool:
@@ -26,13 +43,35 @@ def is_by_interrupt(failure: tuple[str, str, tuple[str, ...]], *, was_aborted: b
 
 def waiting_message(waiting: Mapping[int, str]) -> str:
     """`rank 0 was waiting in barrier at line 3 of cell [4]`, for ranks that an interrupt aborts."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in waiting.items():
-        by_text.setdefault(text, []).append(rank)
     return "; ".join(
         f"{ranks_phrase(ranks)} {'were' if len(ranks) > 1 else 'was'} {text}"
-        for text, ranks in by_text.items()
+        for text, ranks in _ranks_by_text(waiting).items()
     )
+
+
+def _ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        by_text.setdefault(text, []).append(rank)
+    return by_text
+
+
+def place_of(failure: RankFailure) -> str:
+    """`line 3 of cell [4]: sleep(9)`: the innermost line of the user's in IPython's traceback.
+
+    Empty where the traceback has none, or has another form.
+    """
+    for text in map(failing.plain, reversed(failure.traceback)):
+        frame, running = _FRAME.match(text), _RUNNING.search(text)
+        if frame is None or _COMPREHENSION.match(text):
+            continue
+        if is_library(file := frame["file"] or "") or is_ours(file):
+            continue
+        cell = int(frame["cell"]) if frame["cell"] else None
+        line = int(frame["line"] or frame["at"])
+        source = running[1] if running else ""
+        return place_text(SourceLine(cell, PurePath(file).name, line, source))
+    return ""
 
 
 def unresponsive_message(
@@ -102,6 +141,8 @@ class CellOutcome:
         replaced: Ranks in C code that the user gave up on.
         stopped: Ranks whose process a signal has stopped.
         is_program: The ranks end with it: nothing is said of what they have.
+        waiting: Ranks that were aborted inside a collective; `aborted` has where.
+        places: Where ranks were when they were last seen, as far as that is known.
     """
 
     lost: str
@@ -114,6 +155,8 @@ class CellOutcome:
     replaced: tuple[int, ...] = ()
     stopped: frozenset[int] = frozenset()
     is_program: bool = False
+    waiting: frozenset[int] = frozenset()
+    places: Mapping[int, str] = field(default_factory=dict)
 
     def raise_for(self, result: CellResult, explain: Callable[[RankFailure], RankFailure]) -> None:
         """Raise what the cell has to fail with; return where it has not failed.
@@ -139,8 +182,10 @@ class CellOutcome:
             after = f"{self.aborted}; {after}"
         if failures:
             message = failing.summary(failures)
+            if self.aborted or self.outcome.problem:
+                message = f"{message}; {after}"
             raise DistributedError(
-                f"{message}; {after}" if self.aborted or self.outcome.problem else message,
+                message + self._interrupted_at(result),
                 ranks=tuple(failure.rank for failure in failures),
                 traceback_text=failing.traceback_text(failures),
                 advice=failing.advice(failures),
@@ -152,9 +197,30 @@ class CellOutcome:
         if self.timeout_s is not None:
             raise CellTimeout(
                 f"The cell ran longer than --timeout {self.timeout_s:g} and was interrupted: "
-                f"{after}."
+                f"{after}.{self._interrupted_at(result)}"
             )
-        raise Interrupted(after)
+        raise Interrupted(after + self._interrupted_at(result))
+
+    def _interrupted_at(self, result: CellResult) -> str:
+        """Where the ranks were, a line for each place: `[0-1] at line 3 of cell [4]: sleep(9)`.
+
+        Ranks that had ended the cell are named only beside others.
+        """
+        places = {r.rank: self._place(r) for r in result.ranks if r.rank not in self.waiting}
+        if not self.is_interrupted or not any(text.startswith("at ") for text in places.values()):
+            return ""
+        by_text = _ranks_by_text({rank: text for rank, text in places.items() if text})
+        others = sorted(rank for text in [*by_text][MOST_PLACES:] for rank in by_text.pop(text))
+        if others:
+            by_text["at other lines"] = others
+        return "".join(f"\n[{rank_label(ranks)}] {text}" for text, ranks in by_text.items())
+
+    def _place(self, result: RankResult) -> str:
+        if result.status == "ok":
+            return "had finished the cell"
+        place = place_of(result.failure) if result.failure is not None else ""
+        place = place or self.places.get(result.rank, "")
+        return f"at {place}" if place and result.status in {"interrupted", "unfinished"} else ""
 
     def _after(self, result: CellResult) -> str:
         """`aborted after 5 s: ranks 0-1 are back, variables kept, groups recovered`."""

@@ -221,6 +221,8 @@ class CellRun:
                 replaced=self._replaced,
                 stopped=self._watchdog.stopped,
                 is_program=self.request.is_program,
+                waiting=self._released,
+                places=self._watchdog.places,
             ).raise_for(result, self._ranks.explain)
         return result
 

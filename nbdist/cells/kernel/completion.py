@@ -1,10 +1,11 @@
-"""Tab and Shift-Tab in distributed cells: asked of a rank, within a second, busy or not."""
+"""Names on ranks, for Tab, Shift-Tab and hints: asked within a second, busy or not."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -79,6 +80,18 @@ async def inspect(ranks: Ranks, rank: int, code: str, cursor: int, detail: int) 
     if reply["found"]:
         reply["data"]["text/plain"] += f"\n\nRank {rank} is busy: no value is shown."
     return reply
+
+
+def types_on_ranks(ranks: Ranks, name: str) -> dict[int, str]:
+    """The type of a variable on the ranks that have it, as far as they answer in time."""
+    asked = ranks.ask_all(lambda ask, rank: glance(ask, rank, (name,)))
+    answered, _ = wait_for(asked.values(), COMPLETE_S)
+    replies = {rank: f.result() for rank, f in asked.items() if f in answered and not f.exception()}
+    return {
+        rank: str(reply["data"]["text/plain"]).split("\n")[0].removeprefix("Type: ")
+        for rank, reply in replies.items()
+        if reply["found"]
+    }
 
 
 def _is_free(ranks: Ranks, rank: int) -> bool:

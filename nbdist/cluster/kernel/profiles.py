@@ -8,7 +8,7 @@ from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 from traitlets.config.loader import PyFileConfigLoader
 
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, did_you_mean
 
 CONFIG_FILE = "ipcluster_config.py"
 
@@ -53,8 +53,8 @@ def load(name: str) -> Config:
         ours = ", ".join(sorted(shipped_profiles()))
         mine = ", ".join(sorted(user_profiles())) or "none"
         raise OptionError(
-            f"There is no profile {name!r}. Shipped with nbdist: {ours}. "
-            f"Your own, in {get_ipython_dir()}: {mine}. A profile is a folder "
+            f"There is no profile {name!r}.{did_you_mean(name, profiles)} Shipped with nbdist: "
+            f"{ours}. Your own, in {get_ipython_dir()}: {mine}. A profile is a folder "
             f"profile_{name} there with an {CONFIG_FILE}."
         )
     try:

@@ -24,7 +24,7 @@ from nbdist.core import topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
-from nbdist.errors import OptionError, StartError
+from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
@@ -145,10 +145,7 @@ def _prepare(
 def _check_values(options: Any) -> None:
     """Refuse what Python callers can pass and the magics cannot."""
     if options.backend not in topology.BACKENDS:
-        raise OptionError(
-            f"There is no backend {options.backend!r}. "
-            f"Choose one of {', '.join(topology.BACKENDS)}."
-        )
+        raise no_such("backend", options.backend, topology.BACKENDS)
     if not isinstance(options.world_size, int | None):
         raise OptionError(f"{options.world_size!r} is not a valid number of ranks. Use 1 or more.")
     if not isinstance(options.gpus, str | None):
@@ -160,10 +157,7 @@ def _check_values(options: Any) -> None:
             f"The grace period cannot be {options.grace_s!r} s. Use 0 (abort at once) or more."
         )
     if options.debug not in tuple(launcher.DEBUG_LEVELS):  # also of what cannot be hashed
-        raise OptionError(
-            f"There is no --debug {options.debug!r}. "
-            f"Choose one of {', '.join(launcher.DEBUG_LEVELS)}."
-        )
+        raise no_such("--debug", options.debug, launcher.DEBUG_LEVELS)
 
 
 def _expected_plan(

@@ -19,6 +19,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
 from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
 from nbdist.hang.recovery import RecoveryResult
+from nbdist.hang.text import place_text
 from nbdist.rpc.kernel.functions import RankFunction
 
 # A rank that has not answered by then is asked again.
@@ -100,9 +101,12 @@ class Health:
         watched = self._watched.get(rank)
         if watched is not None:
             self._causes[rank] = watched[1].cause(code, is_ours=is_ours)
-        self._last_words[rank] = diagnose.last_words(
+        last_words = diagnose.last_words(
             list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
         )
+        look = self._looks.get(rank)
+        seen = place_text(look.place) if look is not None else ""
+        self._last_words[rank] = last_words or (f"last seen at {seen}" if seen else "")
 
     def end_of(self, rank: int) -> str:
         """How the rank's process ended; empty while it lives."""
@@ -110,7 +114,7 @@ class Health:
         return "" if end is None else self._causes.get(rank) or end.how
 
     def last_words_of(self, rank: int) -> str:
-        """What an ended rank was doing in torch.distributed; empty if nothing in its cell."""
+        """What an ended rank did last in its cell: its call, else its line where that is known."""
         return self._last_words.get(rank, "")
 
     def pids(self) -> dict[int, int]:

@@ -7,8 +7,6 @@ machine or cluster.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import io
 import pickle
 import weakref
@@ -17,6 +15,8 @@ from typing import Any
 import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
+
+from nbdist.variables.definitions import corrected
 
 # What nbdist or users set on parameters and steps look at.
 _KEPT = frozenset({"tp_plan"})
@@ -61,11 +61,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _tensor, args, {k: v for k, v in vars(value).items() if k in _KEPT} or None
         if isinstance(value, _WEAK):
             return _lost, ()
-        if value is dataclasses.MISSING:  # which dataclasses compare by identity
-            return "MISSING"
-        if isinstance(value, functools.cached_property):  # Python 3.11's has a lock
-            return functools.cached_property, (value.func,), {"attrname": value.attrname}
-        return super().reducer_override(value)
+        reduced = corrected(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 def _tensor(
