@@ -273,7 +273,8 @@ def test_the_device_counts_as_the_process_does() -> None:
                              "Use --backend gloo, or whole GPUs.")),
         *((name, [], f"There is no backend {name!r}. Choose one of auto, nccl, gloo.")
           for name in ("mpi", "")),
-        ("NCCL", [], "There is no backend 'NCCL'. Did you mean nccl? Choose one of auto, nccl, gloo."),
+        ("NCCL", [], ("There is no backend 'NCCL'. Did you mean nccl? "
+                      "Choose one of auto, nccl, gloo.")),
     ],
 )  # fmt: skip
 def test_backends_that_cannot_run_are_refused(backend: str, uuids: list[str], message: str) -> None:

@@ -131,7 +131,9 @@ def _peers_of_prepared(parameter_ids: Container[int]) -> tuple[int, ...] | None:
             continue
         if prepared.built.job.choice.name == "single":
             return ()
-        return prepared.degrees.peers(torch.distributed.get_rank(), "dp_replicate", "dp_shard")
+        rank = torch.distributed.get_rank()
+        peers: tuple[int, ...] = prepared.degrees.peers(rank, "dp_replicate", "dp_shard")
+        return peers
     return None
 
 
