@@ -58,7 +58,7 @@ SAME = """
         results.append((plan_cache._plans[0].token if plan_cache._plans else None) == first)
         wanted = run(parts, [next(loop)])
         load(f"{folder}/{name} 2")
-        results.append(abs(run(parts, [next(iter(parts[3]))])[0] - wanted[0]))
+        results.append(abs(run(parts, [next(loop)])[0] - wanted[0]))
         return results
 """
 ALL = """

@@ -75,6 +75,7 @@ FOLLOWERS = (
     "timed out after 3000ms in barrier",
     "rank 0 waited in new_group for other ranks until the wait was aborted.",
     "all_reduce was not called: the collectives of this rank were broken off",
+    "NCCL calls of this rank hung and were aborted. What this cell received is void",
     "pipeline stage 1, on rank 3, failed, so this rank's step was cancelled too: ValueError: no",
 )
 
