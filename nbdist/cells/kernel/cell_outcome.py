@@ -199,7 +199,7 @@ class CellOutcome:
                 f"The cell ran longer than --timeout {self.timeout_s:g} and was interrupted: "
                 f"{after}.{self._interrupted_at(result)}"
             )
-        raise Interrupted(after + self._interrupted_at(result))
+        raise Interrupted((after + self._interrupted_at(result)).lstrip())
 
     def _interrupted_at(self, result: CellResult) -> str:
         """Where the ranks were, a line for each place: `[0-1] at line 3 of cell [4]: sleep(9)`.
