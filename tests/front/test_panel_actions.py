@@ -99,7 +99,7 @@ def test_what_a_verb_has_shown_before_it_fails_is_kept() -> None:
 
 def test_what_is_asked_for_is_a_line_as_it_would_be_typed() -> None:
     """A strategy with options is one word of a comparison, and no line is longer than it has to."""
-    chosen = Chosen("fsdp", {"precision": "bf16", "tp": ""}, 1)
+    chosen = Chosen("fsdp", {"precision": "bf16", "tp": ""}, 1, ("fsdp --bf16",))
     ddp = choose("ddp", {}, 2)
 
     def job(name: str) -> tuple[str, str]:
