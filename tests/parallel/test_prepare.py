@@ -26,7 +26,7 @@ TRACES = """
     for name, options in (("fsdp", {}), ("tp", {}), ("pp", {}), ("fsdp", {"checkpoint": "full"}),
                         ("fsdp", {"precision": "bf16"}), ("zero1", {})):
         switch.switch(pick(name, **options))
-        value = model(tokens(0).chunk(n)[rank] if name != "pp" else tokens(0))
+        value = model(tokens(0).chunk(n)[rank] if name not in ("tp", "pp") else tokens(0))
         value.backward()
         with torch.no_grad():
             model.eval(); model(tokens(0)); model.train()
