@@ -123,12 +123,12 @@ class Variables:
         lacking = {name: [absent for absent in missing if name in absent] for name in names}
         along = {name: uses[name] for name in names if name in uses and lacking[name]}
         packed = definitions.pack_definitions({**variables, **along}, torch, _name_of_cell)
-        kept = [name for name in uses if len(lacking[name]) < len(ranks)]
-        kept = sorted(name for name in kept if not definitions.is_imported(uses[name]))
+        present = [name for name in uses if len(lacking[name]) < len(ranks)]
+        present = sorted(name for name in present if not definitions.is_imported(uses[name]))
         remarks = [f"sent along, as it is used there: {', '.join(along)}"] if along else []
-        if kept:
-            verb = f"%dist_push {' '.join(kept)}"
-            remarks.append(f"used as the ranks have it: {', '.join(kept)} ({verb} replaces it)")
+        if present:
+            verb = f"%dist_push {' '.join(present)}"
+            remarks.append(f"used as the ranks have it: {', '.join(present)} ({verb} replaces it)")
         remarks += [f"used, but {why}" for name, why in refused.items() if lacking[name]]
         return packed, remarks
 

@@ -108,17 +108,17 @@ class OuterLossStep:
         self, graph: StageGraph, number: int, gradients: dict[int, torch.Tensor | None]
     ) -> None:
         part = graph.part
-        own: Sequence[torch.Tensor | None]
+        received: Sequence[torch.Tensor | None]
         if part.is_last:
-            own = [
+            received = [
                 None if (whole := gradients.get(place)) is None else self._piece(whole, number)
                 for place in range(len(graph.results))
             ]
         else:
-            own = self._receive(part.index + 1, graph.results)
+            received = self._receive(part.index + 1, graph.results)
         pairs = [
             (result, gradient)
-            for result, gradient in zip(graph.results, own, strict=True)
+            for result, gradient in zip(graph.results, received, strict=True)
             if result.requires_grad and gradient is not None
         ]
         for wire in graph.wires:

@@ -109,8 +109,8 @@ def _modules(was: ModelLayout, now: ModelLayout) -> Iterator[tuple[Any, str]]:
     if was.layouts == now.layouts:
         return
     kinds = set(type(was.model.base).__mro__) - {torch.nn.Module, object}
-    own = {id(module) for model in registry.prepared() for module in model.outer.modules()}
-    modules = [module for module in live(torch.nn.Module) if id(module) not in own]
+    prepared = {id(module) for model in registry.prepared() for module in model.outer.modules()}
+    modules = [module for module in live(torch.nn.Module) if id(module) not in prepared]
     parents = {
         id(child): (module, name)
         for module in modules
