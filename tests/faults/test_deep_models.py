@@ -1,7 +1,5 @@
 """A deep model under every strategy trains on as if ten broken steps in a row had not been."""
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.support.deep_model import DEEP_MODEL
@@ -26,15 +24,12 @@ except Left:
 """
 
 
+@pytest.mark.parametrize("n", [2])
 @pytest.mark.parametrize(
     "typed", ["ddp", "zero1", "fsdp", "fsdp --shard grad-op", "tp", "pp", "cp"]
 )
-def test_ten_broken_steps_under_every_strategy(
-    typed: str, ranks_of: Callable[[int], Ranks]
-) -> None:
+def test_ten_broken_steps_under_every_strategy(typed: str, ranks: Ranks) -> None:
     """Forward and backward, at each block, on either rank; by exception, by stop and by hang."""
-    ranks = ranks_of(2)
-    ranks.set_kept()
     ranks.ok(f"%dist_strategy {typed}")
     ranks.ok(DEEP_MODEL)
     ranks.ok("%%distributed\nmodel, optimizer = fresh()")
