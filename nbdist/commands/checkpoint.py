@@ -23,7 +23,7 @@ def dist_save(values: Namespace) -> None:
     if values.model or values.is_merged:
         typed = "--model" if values.model else "--merged"
         raise OptionError(
-            f"%dist_save: {typed} is for --export; a checkpoint always has all of all models. "
+            f"%dist_save: {typed} is for --export; a checkpoint always holds every model in full. "
             "Leave it out."
         )
     checkpoints = NOTEBOOK.session.checkpoints

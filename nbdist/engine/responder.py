@@ -116,7 +116,7 @@ def install(kernel: Any) -> None:
 def answer(request: Any) -> tuple[dict[str, str], list[bytes]]:
     """Content and buffers of the reply to a message; what the function raised is in it."""
     try:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized() and this_rank().place.device != "cpu":  # type: ignore[no-untyped-call]
             # A thread begins on GPU 0, where each rank would take half a gigabyte for a context.
             torch.cuda.set_device(this_rank().place.device)
         function = TABLE[request["content"]["name"]]

@@ -17,7 +17,7 @@ from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
 from nbdist.planner.workload import Workload
-from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.table import ROWS
 
 # Of a step: what is more than states.
@@ -125,6 +125,8 @@ def _fits(
         return False
     if not models:
         return True
+    if any(row.fixed for row in rows_of(choice)):  # live models cannot be switched to it
+        return False
     try:
         memory = planned_memory(choice, models, limit)
     except OptionError:

@@ -254,7 +254,7 @@ _BUTTONS = (
            "between", ("none",), "ranks"),
     Button("cancel", "Cancel queued", "", "remove all jobs from the queue", "now", ("queue",)),
     Button("confirm", "Go on", "", "do what was asked about", "now", ("question",)),
-    Button("dismiss", "Leave it", "", "do nothing of it", "now", ("question",)),
+    Button("dismiss", "Leave it", "", "do not do what was asked about", "now", ("question",)),
 )  # fmt: skip
 BUTTONS: Mapping[str, Button] = {button.name: button for button in _BUTTONS}
 

@@ -20,8 +20,8 @@ from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.tensors import digest
 from nbdist.parallel.transform import ModelBuild
 
-# A pipeline compares the batches of its ranks itself, with every new shape.
-_COMPARED_AXES = ("cp", "tp")
+# In this order; a pipeline alone compares its ranks' batches itself, with every new shape.
+_COMPARED_AXES = ("cp", "tp", "pp")
 
 
 def watch_inputs(job: ModelBuild, outer: torch.nn.Module) -> None:
@@ -29,7 +29,8 @@ def watch_inputs(job: ModelBuild, outer: torch.nn.Module) -> None:
     degrees = job.choice.degrees
     if job.choice.name == "single" or degrees.dp == degrees.product:
         return
-    groups = [group for axis in _COMPARED_AXES if (group := job.grid.group(axis)) is not None]
+    axes = _COMPARED_AXES if degrees.cp * degrees.tp > 1 else ()
+    groups = [group for axis in axes if (group := job.grid.group(axis)) is not None]
     hook = InputHook(groups, degrees.peers(job.grid.rank, "pp", "cp", "tp"))
     outer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
@@ -56,29 +57,28 @@ class InputHook:
         if not inputs:
             return
         if not self._is_compared and torch.is_grad_enabled():
-            for group in self._groups:
-                refuse_different(inputs, group)
+            if self._groups:
+                self._refuse_different(digest(inputs))
             self._is_compared = True
         for act in events.on_inputs:
             act(module, inputs, self._ranks)
+
+    def _refuse_different(self, own_digest: str) -> None:
+        """Compare along one axis after the other; what one finds goes on along the next."""
+        is_apart = False
+        for group in self._groups:
+            reports: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(reports, (own_digest, is_apart), group=group)
+            digests = {each for each, _ in reports}
+            is_apart = len(digests) > 1 or any(apart for _, apart in reports)
+        if is_apart:
+            raise different_inputs(self._ranks)
 
     def __deepcopy__(self, _memo: object) -> InputHook:
         return InputHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InputHook, ()
-
-
-def refuse_different(inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Compare inputs bit by bit. Collective: the ranks of the group.
-
-    Raises:
-        NbdistError: They differ; on all of these ranks.
-    """
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest(inputs), group=group)
-    if len(set(digests)) > 1:
-        raise different_inputs(dist.get_process_group_ranks(group))
 
 
 def different_inputs(ranks: Sequence[int]) -> NbdistError:

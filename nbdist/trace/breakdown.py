@@ -101,7 +101,7 @@ class Slowest:
     """The rank for which the others wait the longest.
 
     Attributes:
-        cost_ns: Per step: how much sooner the others could have gone on; see `trace_slowest.costs`.
+        cost_ns: Per step: how much sooner the others could have gone on; see `straggler.costs`.
         share: The same of a step's duration: 0.12 is "without it a step would be 12 % faster".
         late_steps: In how many steps it costs the others the most.
         spread_ns: How far apart the middle half of the steps is in what it costs.

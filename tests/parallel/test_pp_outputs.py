@@ -43,6 +43,11 @@ class Single(Net):
     def forward(self, x):
         return self.hidden(x)[:, -1, 0]
 
+class Squeezed(Net):
+    "The same, of one sample a scalar, as a loss is."
+    def forward(self, x):
+        return self.hidden(x)[:, -1, 0].squeeze()
+
 def cross_entropy(outputs, x):
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs
     return F.cross_entropy(logits.flatten(0, 1), x.roll(1, 1).flatten())
@@ -99,6 +104,7 @@ fp32 = {
     "seven samples": differ(of_step(cross_entropy, 7)),
     "not per sample": differ(of_step(both), Several),
     "one number": differ(of_step(lambda y, x: F.mse_loss(y, x[:, 0] / WORDS), 4), Single),
+    "squeezed": differ(of_step(lambda y, x: F.mse_loss(y, x[:, 0] / WORDS), 4), Squeezed),
     "two forwards": differ(twice), "two backwards": differ(again),
     "frozen": differ(usual, how=frozen), "checkpointed": differ(usual, checkpoint="full"),
 }

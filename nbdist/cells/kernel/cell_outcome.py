@@ -217,7 +217,7 @@ class CellOutcome:
 
     def _place(self, result: RankResult) -> str:
         if result.status == "ok":
-            return "had finished the cell"
+            return f"had finished the {'program' if self.is_program else 'cell'}"
         place = place_of(result.failure) if result.failure is not None else ""
         place = place or self.places.get(result.rank, "")
         return f"at {place}" if place and result.status in {"interrupted", "unfinished"} else ""

@@ -134,6 +134,11 @@ class Pipeline(torch.nn.Module):
         count = self._count(batch_size(batch))
         pieces = split_batch(batch, count)
         plan = self._plan_for(pieces)
+        if plan.findings.has_loss and count > 1 and batch_size(pieces[0]) == 1:
+            # The only row of a micro-batch may be squeezed to a scalar, which is no loss.
+            whole = self._plan_for([batch])
+            if not whole.findings.has_loss:
+                pieces, plan = [batch], whole
         shares = [
             GradientShare(parameter, self._holders[name], None)
             for name, parameter in trained.items()

@@ -143,7 +143,10 @@ def _tables(was: ModelLayout, now: ModelLayout) -> Iterator[tuple[Any, str]]:
         is_of_tensors = issubclass(type(_first(table.values())), torch.Tensor)
         if not is_of_tensors or not isinstance(_first(table), str):
             continue
-        tensors = {key.removeprefix(was.prefix): table[key] for key in list(table)}
+        items = list(table.items())
+        if not all(isinstance(key, str) for key, _ in items):
+            continue
+        tensors = {key.removeprefix(was.prefix): value for key, value in items}
         if not names.issuperset(tensors) or not _are_copies(tensors.values()):
             continue
         layouts = _layouts({name: tensors[name] for name in was.layouts if name in tensors})
