@@ -113,12 +113,16 @@ class Question:
         text: What it would cost; a sentence or two.
         choices: Strategies as typed, of which any can be compared with the current one.
         preset: Those of them that are chosen until somebody chooses others.
+        rank: Whose restart it is; None for another one.
+        code: Of the cell that would run.
     """
 
     name: str
     text: str
     choices: tuple[str, ...] = ()
     preset: tuple[str, ...] = ()
+    rank: int | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

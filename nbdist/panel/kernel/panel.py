@@ -313,14 +313,17 @@ class Panel:
     # What the buttons do.
 
     def _job(self, name: str) -> PanelJob:
-        session, widgets = self._session, self._widgets
+        session, widgets, last = self._session, self._widgets, NOTEBOOK.last_cell
+        # What was asked about counts, whatever was chosen or run since.
+        asked = self._question if self._question and self._question.name == name else None
         chosen = Chosen("", {}, None, self._compared())
         if widgets is not None:
             strategy, values = widgets.strategy.value, widgets.values
-            chosen = Chosen(strategy, values, widgets.restarted, self._compared())
+            rank = widgets.restarted if asked is None else asked.rank
+            chosen = Chosen(strategy, values, rank, self._compared())
         current = None if session is None else self._current(session)
-        last = NOTEBOOK.last_cell
-        return actions.job(name, chosen, current, "" if last is None else last.code)
+        code = last.code if last is not None else ""
+        return actions.job(name, chosen, current, code if asked is None else asked.code)
 
     def _compared(self) -> tuple[str, ...]:
         """What stands in the question, as far as it is chosen there."""
@@ -355,6 +358,7 @@ class Panel:
             "restart",
             f"Rank {rank} is alive ({row.doing}). A restart ends its process, and all its "
             "variables are lost, its part of the models too.",
+            rank=rank,
         )
 
     def _ask_compare(self) -> Question:
@@ -384,6 +388,7 @@ class Panel:
             "runs on the ranks meanwhile.",
             others,
             preset,
+            code=last.code,
         )
 
     def _act(self, job: PanelJob) -> str:
