@@ -252,6 +252,9 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
         step = 1 if self._settings.config.split_batches else share.count
         self._enter(place)
         n_used = place.used // step  # another number of ranks may repeat a part of a round
+        generator = self._generator()
+        if n_used and generator is not None and place.order is not None:
+            generator.set_state(place.order.cpu())  # what is read once more is drawn as it was
         drawn = torch.random.get_rng_state()
         try:
             for number, batch in enumerate(super().__iter__()):
