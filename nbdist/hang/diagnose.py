@@ -101,11 +101,12 @@ def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
 
 
 def counts_differ(
-    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
+    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]]
 ) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
-    By the boxes of the living ranks, and rank -> its newest calls in the flight recorder.
+    By the boxes of the living ranks, and rank -> its newest calls in the flight recorders by
+    backend and group.
     """
     by_rank = {box.rank: box for box in boxes}
     members: dict[str, set[int]] = {}
@@ -125,13 +126,14 @@ def counts_differ(
 
 
 def _newest_differ(
-    members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
+    members: Mapping[str, set[int]],
+    newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]],
 ) -> bool:
-    for name in {name for calls in newest.values() for name in calls}:
-        numbers = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
+    for key in {key for calls in newest.values() for key in calls}:
+        numbers = {rank: calls[key].number for rank, calls in newest.items() if key in calls}
         # A member whose recorder has other groups, but not this one, has made no call in it.
         idle = [
-            rank for rank in members.get(name, ()) if newest.get(rank) and name not in newest[rank]
+            rank for rank in members.get(key[1], ()) if newest.get(rank) and key not in newest[rank]
         ]
         if len(set(numbers.values())) > 1 or idle:
             return True

@@ -108,18 +108,18 @@ def test_a_dead_rank_counts_for_nothing_in_the_counts() -> None:
     """Its sends and calls are not compared: only the living are given."""
     alive = box(0, reduce(), call("send", peer=1), groups=PAIR)
 
-    assert not counts_differ([alive], {0: {WORLD: inner("all_reduce", "", 3)}})
+    assert not counts_differ([alive], {0: {("gloo", WORLD): inner("all_reduce", "", 3)}})
 
 
 def test_counts_of_the_flight_recorder_are_compared() -> None:
     """Where it is there: equal, different, none at all, none in this group."""
     boxes: list[CallLog] = [box(rank, groups=PAIR) for rank in (0, 1)]
-    three, four = ({WORLD: inner("all_reduce", "", number)} for number in (3, 4))
+    three, four = ({("gloo", WORLD): inner("all_reduce", "", number)} for number in (3, 4))
 
     assert not counts_differ(boxes, {0: three, 1: three})
     assert counts_differ(boxes, {0: three, 1: four})
     assert not counts_differ(boxes, {0: three, 1: {}})
-    assert counts_differ(boxes, {0: three, 1: {"7": inner("barrier", "", 1)}})
+    assert counts_differ(boxes, {0: three, 1: {("gloo", "7"): inner("barrier", "", 1)}})
 
 
 def test_the_last_call_of_a_dead_rank() -> None:

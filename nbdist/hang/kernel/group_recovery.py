@@ -22,7 +22,7 @@ RECOVER_S = recovery.DEADLINE_S + 5.0
 # How often it is looked whether a rank has ended that the others wait for.
 LOOK_S = 0.1
 
-newest: RankFunction[[], dict[str, FlightRecorderEntry]] = RankFunction("newest")
+newest: RankFunction[[], dict[tuple[str, str], FlightRecorderEntry]] = RankFunction("newest")
 checksums: RankFunction[[], dict[str, str]] = RankFunction(
     "nbdist.hang.rank.reset_models:checksums"
 )

@@ -1,0 +1,88 @@
+"""The faults of ranks whose device works off a queue, as GPUs do, with NCCL's manners."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.fault import Fault, happen
+from tests.faults.test_matrix import assert_error, assert_told
+from tests.support.faults import ABORT_S, BACK_S, GRACE_S, LATE_TOLD_S, TOLD_S, Ranks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+# A call returns at once; it is this line that waits, in C and on a core.
+_WAIT = "x.sum().item()"
+_ELSE = "if rank != 1:\n    go()\n    {}\n    {}"
+_REDUCE = "dist.all_reduce(x)"
+_GRADIENT = "ddp.module.weight.grad.sum().item()"
+
+
+def _hang(name: str, source: str, wait: str = _WAIT, line: str = "", **fields: object) -> Fault:
+    code = _ELSE.format(source, wait)
+    if fields.get("waiting") == (0,):
+        code = code.replace("rank != 1", "rank == 0")
+    on_stderr = (line or "{waiting} in all_reduce(float32[3])", "{place}", "rank 1")
+    return Fault(f"queued, {name}", "queued", code, on_stderr, source, **fields)  # type: ignore[arg-type]
+
+
+_ZERO = {"waiting": (0,), "unnamed": (2, 3)}
+_PRESSED = {"ename": "KeyboardInterrupt", "promise_s": LATE_TOLD_S}
+FAULTS = (
+    _hang("missing call", _REDUCE, is_short=True),
+    _hang("the oldest call of several", _REDUCE, f"dist.broadcast(x, 0)\n    {_WAIT}"),
+    _hang("synchronize", _REDUCE, "torch.cuda.synchronize()"),
+    _hang("copy to the host", _REDUCE, "host = x.cpu()"),
+    _hang("print", _REDUCE, "print(x)"),
+    _hang("nobody waits before the cell's end", _REDUCE, "pass", is_short=True),
+    _hang("async wait", "dist.all_reduce(x, async_op=True).wait()"),
+    Fault(
+        "queued, wrong order",
+        "queued",
+        f"go()\nif rank == 1:\n    dist.broadcast(x, src=0)\nelse:\n    {_REDUCE}\n{_WAIT}",
+        ("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
+        is_short=True,
+    ),
+    _hang("hang in a subgroup", "dist.all_reduce(x, group=pair)", **_ZERO),
+    _hang("send without recv", "dist.send(x, 1)", line="{waiting} in send(float32[3]", **_ZERO),
+    _hang("recv without send", "dist.recv(x, 1)", line="{waiting} in recv(float32[3]", **_ZERO),
+    Fault(
+        "queued, backward on one rank, DDP",
+        "queued",
+        "loss = ddp(data).sum()\n" + _ELSE.format("loss.backward()", _GRADIENT),
+        ("{waiting} in all_reduce(float32[16]) inside", "{place}", "rank 1"),
+        _GRADIENT,
+        said="gradients of ddp were cleared",
+        is_short=True,
+    ),
+    Fault(
+        "queued, a rank raises while others wait",
+        "queued",
+        f"if rank == 1:\n    raise ValueError('boom')\ngo()\n{_REDUCE}\n{_WAIT}",
+        source=_REDUCE,
+        ename="DistributedError",
+        error=("rank 1 raised ValueError: boom", "variables kept"),
+    ),
+    _hang("interrupt in a wait", _REDUCE, act="press", is_short=True, **_PRESSED),
+    _hang("interrupt at the cell's end", _REDUCE, "pass", act="press", **_PRESSED),
+    _hang("interrupt during a recovery", _REDUCE, act="press on", **_PRESSED),
+)
+
+
+def _cases() -> Iterator[object]:
+    for n in (2, 4):
+        for fault in FAULTS:
+            marks = () if fault.is_short and n == 2 else (pytest.mark.faults,)
+            yield pytest.param(n, fault, id=f"{n}-{fault.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("n", "fault"), list(_cases()))
+def test_a_fault(n: int, fault: Fault, queued_ranks: Ranks) -> None:
+    """As on Gloo: it is told once, in time, aborted, and ranks and models go on."""
+    outcome = happen(queued_ranks, fault)
+
+    assert outcome.cell.status == "error"
+    assert_told(queued_ranks, fault, outcome)
+    assert_error(fault, outcome)
+    allowed_s = BACK_S if fault.act.startswith("press") else TOLD_S + GRACE_S + ABORT_S
+    assert outcome.back_s < allowed_s + queued_ranks.load_s
+    queued_ranks.conclude(fault.name, fault.kind, outcome.told_s, outcome.back_s)
