@@ -11,6 +11,7 @@ from nbdist.hang.text import (
     act_of,
     blamed_ranks,
     call_signature,
+    call_text,
     last_call,
     line,
     place_suffix,
@@ -71,6 +72,34 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
             if all(call.state == "done" for call in calls.values()):
                 lines[f"{_mismatch(calls)}: the results are wrong"] = None
     return tuple(lines)
+
+
+def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> str:
+    """A call of a cell run that not all members of its group have made, though all have ended.
+
+    Such a call can end where it only sends, and the next cell would meet it. Empty where there is
+    none, where a member did not run the cell, and where calls still go on behind the cell.
+    """
+    by_rank = {box.rank: box for box in boxes}
+    if len({box.generation for box in boxes}) > 1 or not set(ranks) <= set(by_rank):
+        return ""
+    for group in [group for box in boxes for group in box.groups.values()]:
+        members = {rank: by_rank[rank] for rank in group.ranks if rank in ranks}
+        counts = {rank: count_in(box, group.name) for rank, box in members.items()}
+        missing = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if len(members) < len(group.ranks) or len(missing) == len(members):
+            continue
+        calls = [
+            call for box in members.values() for call in box.calls
+            if (call.run, call.group) == (run, group.name) and not is_transfer(call)
+        ]  # fmt: skip
+        number = min(counts.values()) + 1
+        call = next((call for call in calls if call.number == number), None)
+        if call is not None and all(call.state == "done" for call in calls):
+            callers = ranks_phrase(sorted(set(members) - set(missing)))
+            text = call_text(act_of(call))
+            return f"{callers} called {text}; {ranks_phrase(missing)} finished without calling it"
+    return ""
 
 
 def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
