@@ -74,7 +74,7 @@ def finish_device_calls(shell: Any) -> None:
 
     async def run_ast_nodes(*args: Any, **options: Any) -> bool:
         has_raised = await run_nodes(*args, **options)
-        return has_raised or await shell.run_code(finish, options.get("result"))
+        return bool(has_raised or await shell.run_code(finish, options.get("result")))
 
     shell.run_ast_nodes = run_ast_nodes
 

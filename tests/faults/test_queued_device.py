@@ -1,12 +1,13 @@
 """The faults of ranks whose device works off a queue, as GPUs do, with NCCL's manners."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.faults.fault import Fault, happen
+from tests.faults.fault import Fault, cases, happen
 from tests.faults.test_matrix import assert_error, assert_told
-from tests.support.faults import ABORT_S, BACK_S, GRACE_S, LATE_TOLD_S, TOLD_S, Ranks
+from tests.support.faults import ABORT_S, BACK_S, DEATH_TOLD_S, GRACE_S, LATE_TOLD_S, TOLD_S, Ranks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -26,6 +27,13 @@ def _hang(name: str, source: str, wait: str = _WAIT, line: str = "", **fields: o
 
 
 _ZERO = {"waiting": (0,), "unnamed": (2, 3)}
+_DEAD: dict[str, Any] = {
+    "on_stderr": ("rank 1 ended (",),
+    "ename": "DistributedError",
+    "error": ("rank 1 ended (",),
+    "dead": (1,),
+    "promise_s": DEATH_TOLD_S,
+}
 _PRESSED = {"ename": "KeyboardInterrupt", "promise_s": LATE_TOLD_S}
 FAULTS = (
     _hang("missing call", _REDUCE, is_short=True),
@@ -86,3 +94,60 @@ def test_a_fault(n: int, fault: Fault, queued_ranks: Ranks) -> None:
     allowed_s = BACK_S if fault.act.startswith("press") else TOLD_S + GRACE_S + ABORT_S
     assert outcome.back_s < allowed_s + queued_ranks.load_s
     queued_ranks.conclude(fault.name, fault.kind, outcome.told_s, outcome.back_s)
+
+
+@pytest.mark.parametrize("n", [2])
+def test_a_busy_device_is_no_hang(n: int, queued_ranks: Ranks) -> None:
+    """Every rank waits long for work that all have called; one leaves a call that nobody awaits."""
+    cell = queued_ranks.ok(
+        "%%distributed\n"
+        "queued_device.kernel(4.0)\ndist.all_reduce(total := torch.ones(1, device=device))\n"
+        "print(total.item())\n"
+        "work = dist.all_reduce(total, async_op=True)"
+    )
+    later = queued_ranks.ok("%%distributed\nwork.wait()\nprint(total.item())")
+
+    assert (cell.text.strip(), cell.stderr) == (f"[0-1] {n}.0", "")
+    assert later.text.strip() == f"[0-1] {n * n}.0"
+    queued_ranks.conclude("queued, busy device", "queued", None, None)
+
+
+@pytest.mark.parametrize("n", [2])
+def test_a_device_that_has_failed_is_named(n: int, queued_ranks: Ranks) -> None:
+    """Its rank cannot recover, and says so before anybody connects; the others keep everything."""
+    survivors = [rank for rank in range(n) if rank != 1]
+    cell = queued_ranks.kernel.run(
+        f"%%distributed\nif rank == 1:\n    queued_device.device_assert()\n    {_WAIT}\n"
+        f"{_REDUCE}\n{_WAIT}",
+        60,
+    )
+
+    assert cell.failure.ename == "DistributedError"
+    assert "rank 1 raised DeviceError: CUDA error: device-side assert" in cell.failure.evalue
+    assert "the GPU of rank(s) 1 cannot be used any more" in cell.failure.evalue
+    assert "%dist_restart 1 replaces it; the other ranks keep theirs" in cell.failure.evalue
+    kept = queued_ranks.values("kept", survivors)
+    assert kept == {rank: queued_ranks.kept[rank] for rank in survivors}
+
+
+_LOOP = f"go()\nwhile True:\n    {_REDUCE}\n    {_WAIT}"
+_DEATHS = (
+    Fault("queued, SIGKILL in a wait", "queued", _LOOP, act="SIGKILL", **_DEAD),
+    Fault("queued, os._exit in a wait", "queued",
+          "if rank == 1:\n    threading.Timer(0.5, os._exit, (3,)).start()\n" + _LOOP, **_DEAD),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "fault"), cases((2, _DEATHS[0]), (2, 4), _DEATHS))
+def test_a_death(n: int, fault: Fault, queued_ranks: Ranks) -> None:
+    """It is told as on Gloo; who waits for the dead rank on a core is back, with its variables.
+
+    No new rank takes its place here: a process that begins has no such device.
+    """
+    outcome = happen(queued_ranks, fault)
+
+    assert_told(queued_ranks, fault, outcome)
+    assert_error(fault, outcome)
+    assert outcome.back_s < TOLD_S + GRACE_S + ABORT_S + queued_ranks.load_s
+    survivors = [rank for rank in range(n) if rank not in fault.dead]
+    assert queued_ranks.are_kept(survivors)

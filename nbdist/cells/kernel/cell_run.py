@@ -402,9 +402,9 @@ class CellRun:
             if self._lost or self.request.is_program:  # with which the ranks end
                 return None
             if self._is_whole:
-                pause_s = self._find_unmatched(now_s)
-                if not self._unmatched or pause_s > 0:
-                    return pause_s or None
+                settling_s = self._find_unmatched(now_s)
+                if not self._unmatched or settling_s > 0:
+                    return settling_s or None
             statuses = {state.status for state in self._states.values()}
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)

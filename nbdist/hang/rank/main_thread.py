@@ -73,13 +73,13 @@ def snapshot() -> ThreadSnapshot:
     is_held = any(call.is_pending for call in calls) and _stillness.lasts(position, asleep.began_s)
     waits_inside = (is_in_torch and is_asleep) or is_held
     is_free, others = free_threads(_places, waits_inside=waits_inside)
+    # Last: a backend notes a call in a thread of its own, a moment after it was made.
     newest = newest_collectives()
     return ThreadSnapshot(
         place=place,
         stack=tuple(stacks.frame_text(entry, crash_files.cells) for entry in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
-        # Last: a backend notes a call in a thread of its own, a moment after it was made.
         newest={group: call for (backend, group), call in newest.items() if backend != NCCL},
         device_calls=calls,
         is_held=is_held,
