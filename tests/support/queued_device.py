@@ -229,6 +229,8 @@ def _queue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def compute() -> None:
         results, _ = torch.utils._pytree.tree_flatten(func(*memories, **options))
         for output, result in zip(flat, results, strict=True):
+            if output.shape != result.shape:
+                raise RuntimeError(f"{func}: {output.shape} was told, {result.shape} came out")
             output.copy_(result)
 
     _device.stream.put(compute)
@@ -581,6 +583,15 @@ def _register_factories() -> None:
 
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
+    # torch makes these of something empty that it resizes, which a queue would do too late.
+    for name in ("arange", "arange.start", "arange.start_step", "eye", "linspace", "randperm"):
+        op, _, overload = name.partition(".")
+        function = getattr(getattr(_aten, op), overload or "default")
+
+        def make(*args: Any, function: Any = function, **options: Any) -> QueuedTensor:
+            return QueuedTensor.on(function(*args, **_on_cpu(options)))
+
+        library.impl(name, make, "PrivateUse1")
 
 
 _libraries: list[Any] = []

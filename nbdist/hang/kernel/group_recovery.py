@@ -147,9 +147,11 @@ class GroupRecovery:
         run_dir.reserve(self._ranks.cluster.run_dir)
         if failed:
             rank, why = min(failed.items())
+            # A rank that knows whom to replace has said so.
+            advice = "" if "%dist_restart" in why else "; %dist_reset starts afresh"
             problem = (
                 f"{ranks_phrase(sorted(failed))} could not recreate the groups "
-                f"(rank {rank}: {why}); %dist_reset starts afresh"
+                f"(rank {rank}: {why}){advice}"
             )
             return RecoveryOutcome(problem=problem)
         return RecoveryOutcome(is_recovered=True, lines=recovery.notes(self._answers()))
