@@ -33,7 +33,7 @@ from torch.utils import backend_registration
 
 from nbdist.core import rank as ranks
 from nbdist.engine import shell_hooks
-from nbdist.hang.rank import main_thread, nccl_abort
+from nbdist.hang.rank import call_log, main_thread, nccl_abort
 
 NAME = "queued"
 DEVICE = torch.device("privateuseone", 0)
@@ -609,6 +609,8 @@ def _stand_for_cuda() -> None:
     for module in (c10d, dist):
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
     nccl_abort.CUDA = DEVICE
+    if call_log._recorder is not None:  # it stands around torch's own class alone
+        _Work.wait = call_log._recorder._wrap_wait(_Work.wait)  # type: ignore[method-assign]
     if (shell := get_ipython()) is not None:
         shell_hooks.finish_device_calls(shell)
     main_thread._recorders.append(main_thread._FlightRecorder(_dump))  # type: ignore[arg-type]
