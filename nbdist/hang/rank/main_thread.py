@@ -21,10 +21,10 @@ from torch._C import _distributed_c10d
 
 from nbdist.core import procfs, stacks
 from nbdist.core.stacks import Frame
-from nbdist.hang.rank import recorder
+from nbdist.hang.rank import graph_capture, recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
-from nbdist.hang.torch_messages import DTYPES
+from nbdist.hang.torch_messages import DTYPES, python_name
 from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
@@ -207,7 +207,9 @@ class _FlightRecorder:
         return entries
 
     def newest(self) -> dict[str, FlightRecorderEntry]:
-        with self.lock:
+        with self.lock, graph_capture.held_off() as may_ask:
+            if not may_ask:
+                return self.calls
             # 0.1 ms; with its 2000 entries it is 20.
             status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
             is_pending = any(entry.is_pending for entry in self.calls.values())
@@ -264,7 +266,7 @@ def newest_of(
         kind = (entry["input_dtypes"] or [""])[0]
         sizes = entry["input_sizes"]
         newest[name] = FlightRecorderEntry(
-            op=entry["profiling_name"].rpartition(":")[2],
+            op=python_name(entry["profiling_name"].rpartition(":")[2]),
             detail=f"{_DTYPES.get(kind, kind.lower())}{sizes[0]}" if sizes else "",
             number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
             is_pending=not entry["retired"],
