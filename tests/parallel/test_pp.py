@@ -108,7 +108,7 @@ def order(model, count, schedule, loss_of=lambda loss: loss):
 
 done(orders={
     schedule: order(make(depth=8, tied=False), 8, schedule)
-    for schedule in ("gpipe", "1f1b", "interleaved", "zb")
+    for schedule in ("1f1b", "interleaved", "zb")
 } | {"outside": order(Open(depth=8, tied=False), 8, "interleaved", lambda y: y.sum())})
 """
 )

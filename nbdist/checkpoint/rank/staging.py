@@ -107,12 +107,13 @@ def _unpin() -> None:
 
 def _register(address: int, size_bytes: int) -> int:
     portable = 1  # as torch pins: for whichever of several GPUs copies
-    return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, portable))
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(cudart.cudaHostRegister(address, size_bytes, portable))
 
 
 def _unregister(address: int) -> None:
     # An error of it is one that an earlier kernel made, and is told there.
-    torch.cuda.cudart().cudaHostUnregister(address)
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _views(boxes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

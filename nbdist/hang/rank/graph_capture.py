@@ -44,10 +44,8 @@ def install() -> None:
         finally:
             _capturing.discard(id(graph))
 
-    CUDAGraph.capture_begin, CUDAGraph.capture_end = (  # type: ignore[method-assign]
-        capture_begin,
-        capture_end,
-    )
+    CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign, assignment]
+    CUDAGraph.capture_end = capture_end  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
