@@ -40,7 +40,14 @@ from nbdist.engine import (
     shell_hooks,
 )
 from nbdist.errors import NbdistError, StartError
-from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
+from nbdist.hang.rank import (
+    call_log,
+    debug_checks,
+    gloo_abort,
+    graph_capture,
+    process_groups,
+    rendezvous,
+)
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
@@ -151,6 +158,8 @@ def join(
     gloo_abort.install()
     process_groups.install()
     debug_checks.install()
+    if place.device != "cpu":
+        graph_capture.install()
     common = process_groups.generation_store(store, generation)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))

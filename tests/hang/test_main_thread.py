@@ -16,7 +16,7 @@ import pytest
 
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel import health
-from nbdist.hang.rank import main_thread
+from nbdist.hang.rank import graph_capture, main_thread
 from nbdist.hang.records import FlightRecorderEntry, SourceLine, ThreadSnapshot
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
@@ -290,12 +290,29 @@ def entry(**changes: Any) -> dict[str, Any]:
 def test_entries_that_do_not_count() -> None:
     """Groups without a name, and what was before the mark."""
     others = [entry(process_group=("", "")), entry(record_id=3)]
-    call = FlightRecorderEntry("_all_gather_base", "bfloat16[2, 3]", 3, is_pending=True, group="0")
+    call = FlightRecorderEntry(
+        "all_gather_into_tensor", "bfloat16[2, 3]", 3, is_pending=True, group="0"
+    )
 
     assert list(main_thread.calls_of(others, mark=3, base={})) == []
     assert list(main_thread.calls_of([*others, entry()], mark=3, base={0: 1})) == [
         (("nccl", "0"), call)
     ]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "name"),
+    [
+        ("nccl:_reduce_scatter_base", "reduce_scatter_tensor"),
+        ("nccl:all_reduce_barrier", "barrier"),
+        ("gloo:all_gather", "all_gather"),
+    ],
+)
+def test_calls_of_the_recorder_have_their_python_names(recorded: str, name: str) -> None:
+    """C++'s own would mean nothing to who has called them."""
+    ((_, call),) = main_thread.calls_of([entry(profiling_name=recorded)], -1, {})
+
+    assert call.op == name
 
 
 def test_what_was_counted_and_not_yet_noted_is_read_again() -> None:
@@ -373,3 +390,63 @@ def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatc
 
     may_end.set()
     thread.join(DEADLINE_S)
+
+
+class _Graph:
+    """Stands for torch.cuda.CUDAGraph, which a build without CUDA cannot make.
+
+    Attributes:
+        error: What its capture cannot begin with.
+    """
+
+    error: BaseException | None = None
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        del pool, capture_error_mode
+        if self.error is not None:
+            raise self.error
+
+    def capture_end(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It knows what it knew before; whatever becomes of the capture, the next look asks."""
+    monkeypatch.setattr(graph_capture, "CUDAGraph", _Graph)
+    monkeypatch.setattr(_Graph, "capture_begin", _Graph.capture_begin)  # restored at the end
+    monkeypatch.setattr(_Graph, "capture_end", _Graph.capture_end)
+    graph_capture.install()
+    noted = [entry(op_id=4)]
+    is_held: list[bool] = []
+
+    def dump(with_entries: bool, _stacks: bool, _active: bool) -> bytes:
+        is_held.append(graph_capture._lock.locked())  # a capture waits for it
+        status = {"0": {"last_enqueued_collective": len(noted)}}
+        return pickle.dumps({"pg_status": status, "entries": noted if with_entries else []})
+
+    recorder = main_thread._FlightRecorder(dump)
+
+    def asked() -> int:
+        is_held.clear()
+        recorder.read()
+        assert all(is_held)
+        return len(is_held)
+
+    assert asked() == 2
+    known, graph, other = dict(recorder.calls), _Graph(), _Graph()
+    graph.capture_begin(capture_error_mode="global")
+    other.capture_begin()
+    noted.append(entry(op_id=5, record_id=6, profiling_name="nccl:all_reduce"))
+    assert (asked(), recorder.read()) == (0, known)
+    graph.capture_end()
+    assert asked() == 0
+    other.error = RuntimeError("capture failed")
+    with pytest.raises(RuntimeError, match="capture failed"):
+        other.capture_end()
+    with pytest.raises(RuntimeError, match="capture failed"):
+        other.capture_begin()
+    assert asked() == 2
+    assert recorder.calls["0"].op == "all_reduce"

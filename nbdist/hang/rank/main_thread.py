@@ -23,10 +23,10 @@ from torch._C import _distributed_c10d
 from nbdist.core import procfs, stacks
 from nbdist.core.rank import this_rank
 from nbdist.core.stacks import Frame
-from nbdist.hang.rank import nccl_abort, recorder
+from nbdist.hang.rank import graph_capture, nccl_abort, recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
-from nbdist.hang.torch_messages import DTYPES
+from nbdist.hang.torch_messages import DTYPES, python_name
 from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
@@ -279,7 +279,9 @@ class _FlightRecorder:
 
     def read(self) -> dict[CallKey, FlightRecorderEntry]:
         """The newest calls; `device_calls` is as new afterwards."""
-        with self.lock:
+        with self.lock, graph_capture.held_off() as may_ask:
+            if not may_ask:
+                return self.calls
             # 0.1 ms; with its 2000 entries it is 20.
             status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
             noted = (*self.calls.values(), *self.device_calls)
@@ -341,7 +343,7 @@ def calls_of(
         yield (
             (backend, name),
             FlightRecorderEntry(
-                op=op,
+                op=python_name(op),
                 detail=f"{_DTYPES.get(kind, kind.lower())}{sizes[0]}" if sizes else "",
                 number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
                 is_pending=not entry["retired"],
