@@ -449,4 +449,4 @@ def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
     with pytest.raises(RuntimeError, match="capture failed"):
         other.capture_begin()
     assert asked() == 2
-    assert recorder.calls["0"].op == "all_reduce"
+    assert recorder.calls["nccl", "0"].op == "all_reduce"
