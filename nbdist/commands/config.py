@@ -23,7 +23,8 @@ from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options
 from nbdist.strategy.table import ROWS
 
-DEVICES = ("cuda", "cpu")
+# As typed -> as torch calls it.
+DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 # How a file's name says which form it has.
 _SUFFIXES = {
     ".yaml": "accelerate",
@@ -43,7 +44,8 @@ def _configure(values: Namespace) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations."""
     spec = StrategySpec.parse(values.strategy, strategy_given(values))
     ranks = values.ranks
-    if values.device not in (None, *DEVICES):
+    device = "" if values.device is None else DEVICES.get(values.device)
+    if device is None:
         raise no_such("--device", values.device, DEVICES)
     if spec is None:
         if ranks is not None:
@@ -54,14 +56,14 @@ def _configure(values: Namespace) -> Configured:
                 "strategy: --strategy ddp --ranks 8."
             )
         return NOTEBOOK.session.config(
-            values.nodes, device=values.device or "", script=values.script, clip=values.clip
+            values.nodes, device=device, script=values.script, clip=values.clip
         )
     if ranks is None:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
     here = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
-    hosts, device_type = values.nodes or 1, values.device or here.split(":")[0]
+    hosts, device_type = values.nodes or 1, device or here.split(":")[0]
     choice = spec.choose(ranks)
     return configured(Setting(choice, hosts, device_type, clip=values.clip, script=values.script))
 
@@ -253,7 +255,7 @@ VERBS = (
                 ("--device",),
                 f"what its ranks run on, {' or '.join(DEVICES)} (default: as the ranks here)",
                 metavar="DEVICE",
-                choices=DEVICES,
+                choices=tuple(DEVICES),
             ),
             Option(
                 ("--strategy",),
