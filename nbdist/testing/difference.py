@@ -110,7 +110,7 @@ def _said(sources: Sequence[int], verb: str, changes: Sequence[Change]) -> Itera
         yield f"{who} {verb} (line {number}):"
         yield from _pair(stored, now)
     if len(changes) > MOST_CHANGES:
-        yield f"{who} differs in {len(changes) - MOST_CHANGES} more places"
+        yield f"and {len(changes) - MOST_CHANGES} more in what {who} {verb}"
 
 
 def _pair(stored: Sequence[str], now: Sequence[str]) -> Iterator[str]:

@@ -75,6 +75,9 @@ def test_long_outputs_are_cut_around_what_differs() -> None:
         printed("", "".join(f"[0] line {n}\n" for n in range(30))),
     )
 
+    apart = printed("".join("a\n=\n" for _ in range(7)), "".join("b\n=\n" for _ in range(7)))
+
+    assert apart[-1] == "and 2 more in what the notebook printed"
     assert all("A" in line or "B" in line for line in long[1:])
     assert max(map(len, long)) < MOST_CHARACTERS + 30
     assert len(many) == 1 + 1 + MOST_LINES + 1
