@@ -379,7 +379,7 @@ def _communication_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
         for trace in traces
         for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
     }
-    on_cpu = any(trace.device == "cpu" for trace in traces)
+    on_cpu = not is_stored() and any(trace.device == "cpu" for trace in traces)
     if not names:
         yield "No collective was recorded."
     if on_cpu:
