@@ -34,6 +34,7 @@ from nbdist.engine import (
     child_sockets,
     default_group,
     facts,
+    host_staging,
     idle_imports,
     partial_state,
     responder,
@@ -151,6 +152,7 @@ def join(
     gloo_abort.install()
     process_groups.install()
     debug_checks.install()
+    host_staging.install()
     common = process_groups.generation_store(store, generation)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))
