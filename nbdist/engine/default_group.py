@@ -112,8 +112,8 @@ def _on_own_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def barrier(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         if bound.arguments.get("device_ids"):
-            index = torch.device(this_rank().place.device).index
-            bound.arguments["device_ids"] = None if index is None else [index]
+            place = torch.device(this_rank().place.device)
+            bound.arguments["device_ids"] = None if place.type == "cpu" else [place.index]
         return original(*bound.args, **bound.kwargs)
 
     return barrier
