@@ -66,7 +66,10 @@ _arrivals: weakref.WeakKeyDictionary[Any, _Arrival] = weakref.WeakKeyDictionary(
 
 @functools.cache  # once in a process
 def install() -> None:
-    """Wrap the methods. Before the recorder, which so sees one call and one wait as ever."""
+    """Wrap the methods, on ranks with a GPU.
+
+    Before the recorder is installed, which so sees one call and one wait as ever.
+    """
     group: Any = dist.ProcessGroup
     for name, roles in _METHODS.items():
         if method := getattr(group, name, None):  # one that this torch lacks is left out

@@ -144,6 +144,7 @@ def join(
     options: dict[str, Any] = {}
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
+        host_staging.install()
     if plan.backend == "nccl":
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
@@ -152,7 +153,6 @@ def join(
     gloo_abort.install()
     process_groups.install()
     debug_checks.install()
-    host_staging.install()
     common = process_groups.generation_store(store, generation)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))

@@ -19,6 +19,12 @@ pytestmark = pytest.mark.engine
 # Behind torch_ranks.PRELUDE.
 STAGING = """
 from nbdist.engine import host_staging
+from nbdist.hang.rank import call_log
+# As on a GPU's ranks: the recorder around it.
+call_log.uninstall()
+host_staging.install()
+call_log.install(call_log.open_box(None, rank))
+call_log.reset(0)
 staged, is_on_host = [], host_staging._is_on_host
 
 def forced(call):
@@ -34,7 +40,6 @@ CALLS = (
     STAGING
     + """
 from nbdist.hang import call_log as layout
-from nbdist.hang.rank import call_log
 peer = 1 - rank
 pair = dist.new_group([0, 1])
 
