@@ -34,6 +34,7 @@ from nbdist.engine import (
     child_sockets,
     default_group,
     facts,
+    host_staging,
     idle_imports,
     partial_state,
     responder,
@@ -150,6 +151,7 @@ def join(
     options: dict[str, Any] = {}
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
+        host_staging.install()
     if plan.backend == "nccl":
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
