@@ -5,7 +5,6 @@ import functools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -16,6 +15,8 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from nbdist.core import gpus
+from nbdist.core.topology import filter_visible
 from tests.support import lab, processes
 
 pytest_plugins = ["tests.support.ranks"]
@@ -91,15 +92,6 @@ def _gpus_of(marker: pytest.Mark) -> int:
 
 @functools.cache
 def _gpu_count() -> int:
-    """GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    count = sum(line.startswith("GPU ") for line in listed.splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count
-    return min(count, len([v for v in visible.split(",") if v not in {"", "-1"}]))
+    """GPUs that the driver lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
+    listed = gpus.read_once().devices
+    return len(filter_visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES")))

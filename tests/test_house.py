@@ -75,6 +75,7 @@ REACH = {
 # Libraries beside numpy that pure code may use, by module.
 PURE_LIBRARIES = {
     "nbdist.config.yaml_reader": {"yaml"},
+    "nbdist.core.gpus": {"pynvml"},
     "nbdist.variables.definitions": {"cloudpickle"},
     "nbdist.variables.unpack": {"ml_dtypes"},
 }

@@ -283,20 +283,6 @@ def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.M
     assert not base.exists()
 
 
-def test_links_of_gpus_are_read() -> None:
-    """Each pair once, as `nvidia-smi topo -m` prints it."""
-    matrix = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\tPIX\t0-15\n"
-        "GPU1\tNV18\t X \tPHB\tPIX\t0-15\n"
-        "GPU2\tSYS\tPHB\t X \tSYS\t0-15\n"
-        "NIC0\tPIX\tPIX\tSYS\t X \n"
-    )
-
-    assert diagnostics_kernel.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
-    assert diagnostics_kernel.parse_links("") == ()
-
-
 def test_options_of_the_running_ranks_are_among_the_launchers_variables(base: Path) -> None:
     """--debug and --gpus of the ranks that run are among what the launcher has set."""
     launched = diagnostics_kernel.collect(2).launched

@@ -4,13 +4,14 @@ import pytest
 
 from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.topology import Gpu
 from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, HostContext, settings
 
-GPUS = ("0", "1", "GPU-aabb", "GPU-ccdd")
+GPUS = (Gpu(0, "GPU-aabb", "H200"), Gpu(1, "GPU-ccdd", "H200"))
 
 
 def judged(
-    environ: dict[str, str], launched: dict[str, str] | None = None, gpus: tuple[str, ...] = GPUS
+    environ: dict[str, str], launched: dict[str, str] | None = None, gpus: tuple[Gpu, ...] = GPUS
 ) -> dict[str, Finding]:
     """The findings on a machine with two GPUs, lo and eth0, and four cores for each rank."""
     around = HostContext(("eth0", "lo"), gpus, 4)
@@ -20,6 +21,7 @@ def judged(
 @pytest.mark.parametrize(
     ("name", "value", "verdict", "why"),
     [
+        ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", OK, ""),
         ("CUDA_LAUNCH_BLOCKING", "1", WARN, "nothing overlaps"),
         ("CUDA_LAUNCH_BLOCKING", "0", OK, ""),
         ("CUDA_VISIBLE_DEVICES", "0,1", OK, ""),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from nbdist.core.finding import WARN, Finding
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Allocator, Doing, Sample, SampleHistory
 from nbdist.monitor.view import MOST_RANKS, monitor, png, serving

@@ -16,11 +16,11 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.kernel import gpus, ipp_cluster, launcher, profiles, run_dir
+from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.core import topology, versions
+from nbdist.core import gpus, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
@@ -84,7 +84,10 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     _check_values(options)
     config = profiles.load(options.profile)
     is_local = ipp_cluster.gives_ranks(config)
-    available = gpus.visible()
+    # Of a driver that fails the ranks say what they find.
+    available = topology.filter_visible(
+        gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
     world_size = topology.default_world_size(chosen) if asked is None else asked
@@ -221,12 +224,13 @@ def _configure_local(
         cluster.run_dir, expected.world_size, expected.ranks[0].threads, options.debug
     )
     if options.gpus is not None:
-        common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's numbers, which were typed
         common["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in chosen)
     config.RankEngineSetLauncher.common_environment = common
+    # What torchrun would set for one rank of this machine. A process sees one MIG slice.
+    has_slices = any(gpu.is_slice for gpu in chosen)
     config.RankEngineSetLauncher.rank_environment = {
-        # What torchrun would set for one rank of this machine.
         str(place.rank): {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank)}
+        | ({"CUDA_VISIBLE_DEVICES": place.device_uuid} if has_slices else {})
         for place in expected.ranks
     }
     start = {
