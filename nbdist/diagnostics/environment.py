@@ -120,6 +120,13 @@ def _no_interface(who: str, value: str, interfaces: Sequence[str]) -> Judged:
     return WARN, why, f"choose one of {', '.join(sorted(interfaces))}, or remove it"
 
 
+def rank_count(value: str, _around: HostContext) -> Judged:
+    """Whether it is a number of ranks; %dist_init refuses anything else."""
+    if value.isascii() and value.isdigit() and int(value) > 0:
+        return FINE
+    return BAD, "this is not a number of ranks", "set it to 1 or more, or remove it"
+
+
 def threads(value: str, around: HostContext) -> Judged:
     """Whether the ranks' threads have cores of their own."""
     text = value.strip().split(",", maxsplit=1)[0]
@@ -185,6 +192,8 @@ RULES: Mapping[str, Judge] = {
     "MASTER_ADDR": always(_MEETING),
     "MASTER_PORT": always(_MEETING),
     "MKL_NUM_THREADS": threads,
+    "NBDIST_GPUS": lambda _value, _around: FINE,
+    "NBDIST_RANKS": rank_count,
     "NBDIST_TEST": switch("times, sizes and hosts are shown as #, for outputs that are stored"),
     "NCCL_ALGO": always("it forces one algorithm on messages of every size"),
     "NCCL_BUFFSIZE": always(_FOR_DEBUGGING),

@@ -30,6 +30,21 @@ pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 CARDS = (Card("GPU-11111111-aaaa"), Card("GPU-22222222-bbbb"))
 
 
+def test_the_environment_says_what_was_not_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NBDIST_RANKS stands for -n, NBDIST_GPUS for --gpus, each by itself; typed ones win."""
+    monkeypatch.setenv("NBDIST_RANKS", "4")
+    monkeypatch.setenv("NBDIST_GPUS", "none")
+    with_environment = kernel_start._with_environment
+
+    assert with_environment(StartOptions()) == StartOptions(4, gpus="none")
+    assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
+    assert with_environment(StartOptions(gpus="0,1")) == StartOptions(4, gpus="0,1")
+    monkeypatch.setenv("NBDIST_RANKS", "two")
+    with pytest.raises(OptionError, match="NBDIST_RANKS is 'two', which is no number of ranks"):
+        begin()
+    assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
+
+
 def begin(progress: Callable[[str], None] = lambda _: None, **options: Any) -> None:
     start_session(StartOptions(**options), silent, progress)
 

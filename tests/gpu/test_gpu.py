@@ -52,7 +52,38 @@ print(x.tolist() == [float(rank), 10.0 + rank])""",
         "xs = [None, None]; dist.all_gather_object(xs, {'rank': rank}); print(xs)",
         "[{'rank': 0}, {'rank': 1}]",
     ),
+    "send and recv": (
+        """x = torch.zeros_like(one)
+dist.send(one, 1) if rank == 0 else dist.recv(x, 0)
+dist.recv(x, 1) if rank == 0 else dist.send(one, 0)
+print(x.item() == 2.0 - rank, x.device == device)""",
+        "True True",
+    ),
+    "batch_isend_irecv": (
+        """xs = [torch.zeros(3, device=device), torch.zeros(2, 2, device=device).bfloat16()]
+calls = [dist.P2POp(dist.irecv, x, 1 - rank) for x in xs]
+calls += [dist.P2POp(dist.isend, torch.full_like(x, rank + 1), 1 - rank) for x in xs]
+for work in dist.batch_isend_irecv(calls):
+    work.wait()
+print([(x == 2 - rank).all().item() for x in xs])""",
+        "[True, True]",
+    ),
+    "coalesced": (
+        """xs, ys = [one.clone(), one.repeat(3)], torch.zeros(2, device=device)
+with dist.distributed_c10d._coalescing_manager():
+    [dist.all_reduce(x) for x in xs]
+with dist.distributed_c10d._coalescing_manager():
+    dist.all_gather_into_tensor(ys, one)
+print([x.tolist() for x in xs], ys.tolist())""",
+        "[[3.0], [3.0, 3.0, 3.0]] [1.0, 2.0]",
+    ),
     "barrier": ("dist.barrier(); print('passed')", "passed"),
+    "barrier on LOCAL_RANK": (
+        """dist.barrier(device_ids=[local_rank]); accelerator.wait_for_everyone()
+with accelerator.main_process_first():
+    print('passed')""",
+        "passed",
+    ),
 }
 
 # Gradients of DDP over two halves of a batch against those of the whole batch, in double.
@@ -69,6 +100,41 @@ accelerator.backward(model(part).pow(2).mean())
 plain(batch).pow(2).mean().backward()
 gradient = accelerator.unwrap_model(model).weight.grad
 print(torch.allclose(gradient, plain.weight.grad, atol=1e-12), gradient.device == device)
+"""
+
+
+# The last loss of three steps, under whatever strategy is current.
+TRAIN = """
+import torch.nn.functional as F
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (4, 12)).transpose(1, 2).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+class LM(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+torch.manual_seed(0)
+model = LM()
+tokens = torch.randint(0, 32, (4, 8)).to(device)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+for _ in range(3):
+    loss = model(tokens)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"{accelerator.reduce(loss.detach(), 'mean').item():.4f}")
+del model, optimizer
 """
 
 
@@ -125,6 +191,21 @@ def test_collective_on_a_shared_gpu(shared_gpu: Session, name: str) -> None:
 def test_ddp_on_a_shared_gpu(shared_gpu: Session) -> None:
     """DDP's gradients on a shared GPU are those of the whole batch."""
     assert _printed(shared_gpu, DDP) == {"True True"}
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", ["pp", "cp", "ulysses"])
+def test_strategies_train_alike_on_a_shared_gpu(shared_gpu: Session, name: str) -> None:
+    """As ddp does with the same batch on both ranks; pp and cp send by way of the host."""
+    alone = _printed(shared_gpu, TRAIN)
+    shared_gpu.strategy.switch(name)
+    try:
+        together = _printed(shared_gpu, TRAIN)
+    finally:
+        shared_gpu.strategy.switch("ddp")
+
+    assert len(alone) == 1
+    assert together == alone
 
 
 @pytest.mark.gpu(2)
