@@ -80,11 +80,13 @@ def test_a_rank_that_gets_on_is_asked_for_its_allocator(
     """With the number of the pending call and the main thread's place, each at two moments."""
     was = monitor_rank.usage(is_remote=False)
     calls = (
-        {} if n is None else {"0": FlightRecorderEntry("all_reduce", "", n, is_pending=True)}
+        {}
+        if n is None
+        else {("gloo", "0"): FlightRecorderEntry("all_reduce", "", n, is_pending=True)}
         for n in numbers
     )
     monkeypatch.setattr(main_thread, "newest_collectives", calls.__next__)
-    monkeypatch.setattr(monitor_rank, "_main_place", iter(places).__next__)
+    monkeypatch.setattr(main_thread, "main_position", iter(places).__next__)
     monkeypatch.setattr(nccl_abort, "in_cell", lambda: in_cell)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: {})
     answer = monitor_rank.usage(is_remote=False)

@@ -136,6 +136,12 @@ def _position_of(frame: FrameType | None) -> Position | None:
     return None if frame is None else (id(frame), frame.f_lasti)
 
 
+def main_position() -> Position | None:
+    """Where the main thread is now: the same twice is a thread that does not get on."""
+    # Nobody holds the frame when this returns, as in `snapshot`.
+    return _position_of(sys._current_frames().get(threading.main_thread().ident or 0))  # noqa: SLF001
+
+
 @dataclass(slots=True)
 class _Stillness:
     """Whether the main thread stays at one instruction, in one look and from look to look.
@@ -149,9 +155,7 @@ class _Stillness:
     def lasts(self, position: Position | None, since_s: float) -> bool:
         """Whether it has been there since then, and in the look before if that was just now."""
         time.sleep(max(0.0, since_s + HELD_S - time.monotonic()))
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-        position_now = _position_of(frame)
-        del frame  # as in `snapshot`
+        position_now = main_position()
         now_s = time.monotonic()
         is_known = now_s < self.looked_s + LOOKS_APART_S
         is_same = position_now == position and (not is_known or position == self.position)
