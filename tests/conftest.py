@@ -1,11 +1,9 @@
 """What every test shares: folders of its own, one thread, markers, and no process left behind."""
 
 import atexit
-import functools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from tests.support import lab, processes
+from tests.support import gpus, lab, processes
 
 pytest_plugins = ["tests.support.ranks"]
 
@@ -80,26 +78,10 @@ def _processes_of_this_session() -> list[psutil.Process]:
 
 def _skip_reason(item: pytest.Item) -> str | None:
     needed = max((_gpus_of(marker) for marker in item.iter_markers("gpu")), default=0)
-    if needed and needed > (present := _gpu_count()):
+    if needed and needed > (present := gpus.count()):
         return f"needs {needed} GPUs, this machine has {present}"
     return lab.browser_skip_reason() if item.get_closest_marker("browser") else None
 
 
 def _gpus_of(marker: pytest.Mark) -> int:
     return int(marker.args[0]) if marker.args else 1
-
-
-@functools.cache
-def _gpu_count() -> int:
-    """GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    count = sum(line.startswith("GPU ") for line in listed.splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count
-    return min(count, len([v for v in visible.split(",") if v not in {"", "-1"}]))

@@ -1,5 +1,8 @@
-"""GPUs that are played: by a module pynvml, and by what nvidia-smi prints."""
+"""How many GPUs there are; and some that are played, by a module pynvml and by nvidia-smi."""
 
+import functools
+import os
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +11,22 @@ SMI = """\
 0, GPU-8c2a1f, 1024, 81559, 97, 41, 61, 512.33, 700.00, NVIDIA H100 80GB HBM3
 1, GPU-11aa22, 12, 2048, [N/A], [N/A], 44, [N/A], [N/A], Odd, Name
 """
+
+
+@functools.cache
+def count() -> int:
+    """GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    n_listed = sum(line.startswith("GPU ") for line in listed.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return n_listed
+    return min(n_listed, len([v for v in visible.split(",") if v not in {"", "-1"}]))
 
 
 class DriverError(Exception):
