@@ -173,6 +173,6 @@ lab: $(LAB_INSTALLED)
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist wheels .mypy_cache .pytest_cache .ruff_cache
 	find nbdist tests benchmarks notebooks profiles -type d \
 	  '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -prune -exec rm -rf {} +

@@ -79,7 +79,7 @@ def _processes_of_this_session() -> list[psutil.Process]:
 def _skip_reason(item: pytest.Item) -> str | None:
     needed = max((_gpus_of(marker) for marker in item.iter_markers("gpu")), default=0)
     if needed and needed > (present := gpus.count()):
-        return f"needs {needed} GPUs, this machine has {present}"
+        return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {present}"
     return lab.browser_skip_reason() if item.get_closest_marker("browser") else None
 
 

@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import results
+
 # A look from the control thread at what the main thread does, as the product's own.
 LOOK_S = 0.1
 # As long as an abort may take before nbdist gives it up.
@@ -61,6 +63,9 @@ def machine() -> dict[str, Any]:
 
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     has_gpu = torch.cuda.is_available()
+    assert has_gpu or results.ON_CPU in os.environ, (
+        f"nvidia-smi lists GPUs, but torch {torch.__version__} can use none of them"
+    )
     versions = {
         name: importlib.import_module(name).__version__ for name in ("accelerate", "ipyparallel")
     }

@@ -10,6 +10,7 @@ raises an AssertionError, nbdist's assumption does not hold. tests/gpu/assumptio
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -56,8 +57,8 @@ def run(part: str, name: str) -> Case:
     """A probe in a process of its own, and how it ended."""
     chosen = PROBES[name]
     if not chosen.on_cpu and gpus.count() == 0:
-        return Case(part, name, NOT_RUN, why="needs 1 GPUs, this machine has 0")
-    began_s = time.monotonic()
+        return Case(part, name, NOT_RUN, why="needs 1 GPU, this machine has 0")
+    began_s, said = time.monotonic(), ""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu.probes", "--here", name],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -65,17 +66,26 @@ def run(part: str, name: str) -> Case:
     try:
         said, _ = process.communicate(timeout=chosen.limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
         said, _ = process.communicate()
         return Case(part, name, TIMED_OUT, seconds=chosen.limit_s, why=said[-_WHY_CHARACTERS:])
+    finally:
+        _end(process)
+        print(said, flush=True)
     took_s = round(time.monotonic() - began_s, 1)
-    print(said, flush=True)
-    told = [line.removeprefix(_RESULT) for line in said.splitlines() if line.startswith(_RESULT)]
-    answer = json.loads(told[-1]) if told else {}
-    why = answer.get("why", f"exit code {process.returncode}: {said[-_WHY_CHARACTERS:]}")
-    outcome = PASSED if told and not answer["why"] else FAILED
-    why = "" if outcome == PASSED else why
-    return Case(part, name, outcome, seconds=took_s, measured=answer.get("measured", {}), why=why)
+    answers = [line for line in said.splitlines() if line.startswith(_RESULT)]
+    if not answers:
+        why = f"exit code {process.returncode}: {said[-_WHY_CHARACTERS:]}"
+        return Case(part, name, FAILED, seconds=took_s, why=why)
+    answer = json.loads(answers[-1].removeprefix(_RESULT))
+    outcome = FAILED if answer["why"] else PASSED
+    return Case(part, name, outcome, "", took_s, answer["measured"], answer["why"])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of a probe and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _look_here(name: str) -> None:
@@ -83,10 +93,9 @@ def _look_here(name: str) -> None:
     measured: dict[str, Any] = {}
     try:
         measured, why = PROBES[name].look(), ""
-    except AssertionError as error:
-        why = str(error) or traceback.format_exc()
-    except BaseException:  # noqa: BLE001  # whatever it is, the page says it
-        why = traceback.format_exc()
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the page says it
+        traceback.print_exc()
+        why = "".join(traceback.format_exception_only(error)).strip()
     print(_RESULT + json.dumps({"measured": measured, "why": why}, default=str), flush=True)
     os._exit(0)
 

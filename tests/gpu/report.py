@@ -39,8 +39,7 @@ def text(cases: Sequence[Case]) -> str:
     run = [case for case in cases if case.outcome != NOT_RUN]
     missing = [case for case in cases if case.outcome == NOT_RUN]
     facts = machine_of(cases)
-    has_gpu = bool(facts.get("gpus"))
-    lines = [] if has_gpu else [CPU_PAGE, ""]
+    lines = [CPU_PAGE, ""] if any(case.on == "cpu" for case in cases) else []
     lines += [f"- {name}: {value}" for name, value in facts.items() if value]
     counts = ", ".join(
         f"{sum(case.outcome == word for case in cases)} {word}"
@@ -62,7 +61,9 @@ def text(cases: Sequence[Case]) -> str:
 
 
 def _told(case: Case) -> str:
-    return " ".join(filter(None, (case.part, "/", case.name, f"({case.on})" if case.on else "")))
+    return " ".join(
+        filter(None, (case.part, "/", case.name, f"({_place(case)})" if case.on else ""))
+    )
 
 
 def _short(case: Case) -> str:
@@ -75,31 +76,46 @@ def _plain(words: str) -> str:
 
 
 def _row(case: Case) -> tuple[str, ...]:
-    says = PLACES[case.on].says if case.on in PLACES else case.on
     outcome = case.outcome if case.outcome == PASSED else f"**{case.outcome}**"
     # Of the machine all stands above.
     measured = {} if case.name == "machine" else case.measured
     numbers = "; ".join(f"{name} {value}" for name, value in measured.items())
-    return case.part, case.name, says, outcome, f"{case.seconds:.1f}", _plain(numbers)
+    return case.part, case.name, _place(case), outcome, f"{case.seconds:.1f}", _plain(numbers)
 
 
 def _missing(cases: Sequence[Case]) -> list[str]:
-    """A line for each reason, with all that it kept from running."""
-    by_reason: dict[str, list[str]] = {}
+    """For each reason, and each part and place, what it kept from running."""
+    by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
     for case in cases:
-        by_reason.setdefault(case.why, []).append(_told(case))
-    return [f"- {why}: {', '.join(dict.fromkeys(told))}" for why, told in by_reason.items()]
+        names = by_reason.setdefault(case.why, {}).setdefault((case.part, _place(case)), [])
+        names.append(case.name.partition(":")[0])
+    lines = []
+    for why, groups in by_reason.items():
+        lines.append(f"- {why}:")
+        lines += [
+            f"  - {part}{f', {place}' if place else ''}: {', '.join(dict.fromkeys(names))}"
+            for (part, place), names in groups.items()
+        ]
+    return lines
+
+
+def _place(case: Case) -> str:
+    return PLACES[case.on].says if case.on else ""
 
 
 def keep(folders: Sequence[Path], page: Path, data: Path) -> None:
     """Fill the page from the folders' results and unpack what they have captured into `data`.
 
     Raises:
-        ValueError: If they are of CPU ranks, or the page has no marks; nothing is written.
+        ValueError: If they are of CPU ranks, or of no machine, or the page has no marks; nothing is
+            written.
     """
     cases = results.read([folder / results.FILE for folder in folders])
     if not machine_of(cases).get("gpus"):
-        raise ValueError(f"{folders[0]} has results of CPU ranks: they do not go into {page}.")
+        raise ValueError(
+            f"{folders[0]} has results of CPU ranks, or none of the part `machine`: they do not "
+            f"go into {page}."
+        )
     new = tables.replaced(page.read_text(), COMMAND, text(cases))
     for folder in folders:
         if (folder / CAPTURES).exists():
@@ -118,7 +134,10 @@ def main(words: Sequence[str]) -> None:
             for path in sorted(Path(captured).iterdir()):
                 archive.add(path, path.name)
     if "--docs" in words:
-        keep(folders, PAGE, DATA)
+        try:
+            keep(folders, PAGE, DATA)
+        except ValueError as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_it_runs_on_two_cpu_ranks(tmp_path: Path) -> None:
     }
     assert {case.why for case in cases if case.outcome == NOT_RUN} == {
         "not selected",
-        *(f"needs {n} GPUs, this machine has 0" for n in (1, 2, 3)),
+        *(f"needs {n}, this machine has 0" for n in ("1 GPU", "2 GPUs", "3 GPUs")),
     }
     assert report.CPU_PAGE in page
     assert "| faults | the stop button | 2 CPU ranks, Gloo | passed |" in page
@@ -102,7 +102,7 @@ time.sleep(100)
     ("code", "outcomes"),
     [
         (_HANGS, [PASSED, TIMED_OUT, NOT_RUN, TIMED_OUT]),
-        ("raise SystemExit(1)", []),
+        ("1 / 0", [FAILED]),
         ("import os; os.abort()", [FAILED]),
     ],
     ids=["hangs", "fails", "crashes"],
@@ -115,6 +115,7 @@ def test_a_part_that_goes_wrong_ends_alone(
     found = tmp_path / results.FILE
     found.touch()
     env = {**os.environ, results.LOG: str(found), "PYTHONPATH": str(ROOT)}
+
     command.run(command.Part("odd", ("-c", code), 1), 3.0, tmp_path / "log.txt", found, env)
 
     assert [case.outcome for case in results.read([found])] == outcomes
@@ -206,7 +207,9 @@ def test_commands_are_put_together(tmp_path: Path) -> None:
     assert "2 passed, 1 failed, 0 timed out, 1 not run." in lines
     assert "- probes / waits: no pending call \\| is seen in item" in lines
     assert "| faults | a hang | 1 rank, NCCL | passed | 4.2 | back after, s 3.1 |" in lines
-    assert "- needs 2 GPUs, this machine has 1: faults / a hang (own)" in lines
+    assert lines[lines.index("- needs 2 GPUs, this machine has 1:") + 1] == (
+        "  - faults, 2 GPUs, NCCL: a hang"
+    )
     assert report.CPU_PAGE not in lines
     assert (tmp_path / "data/traces/cuda_ddp/rank0.json.gz").exists()
 
