@@ -32,7 +32,7 @@ from tests.support import gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu"
-# A command on a lent machine may take ten minutes, with the start of this one and the page.
+# Ten minutes with what comes before the first part and after the last one.
 BUDGET_S = 570.0
 # How long a part may take to end once it is told to; what has less than twice that does not begin.
 END_S = 10.0
@@ -88,27 +88,27 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     out = Path(os.environ.get("OUT") or WORK)
     out.mkdir(parents=True, exist_ok=True)
-    log, found = out / "log.txt", out / results.FILE
-    for path in (log, found):
+    log, results_path = out / "log.txt", out / results.FILE
+    for path in (log, results_path):
         path.write_text("")
     with tempfile.TemporaryDirectory() as captured:
-        env = environment(asked, found, captured)
+        env = environment(asked, results_path, captured)
         if asked.wheels:
             install(Path(asked.wheels), log, asked.budget)
-        run_all(asked, began_s + asked.budget - PAGE_S, log, found, env)
+        run_all(asked, began_s + asked.budget - PAGE_S, log, results_path, env)
         is_all = not (asked.cpu or asked.parts or asked.select)
-        return conclude(found, out, env, is_for_docs=is_all)
+        return conclude(results_path, out, env, is_for_docs=is_all)
 
 
 def run_all(
-    asked: argparse.Namespace, end_s: float, log: Path, found: Path, env: Mapping[str, str]
+    asked: argparse.Namespace, end_s: float, log: Path, results_path: Path, env: Mapping[str, str]
 ) -> None:
     """Run the parts that were asked for, each in its share of the time."""
     parts = [part for part in PARTS if not asked.parts or part.name in asked.parts]
     for number, part in enumerate(parts):
         limit_s = share(parts[number:], end_s - time.monotonic())
         print(f"{part.name}: {limit_s:.0f} s at most", flush=True)
-        run(part, limit_s, log, found, env)
+        run(part, limit_s, log, results_path, env)
 
 
 def _asked(words: Sequence[str] | None) -> argparse.Namespace:
@@ -125,13 +125,13 @@ def _asked(words: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def environment(asked: argparse.Namespace, found: Path, captured: str) -> dict[str, str]:
+def environment(asked: argparse.Namespace, results_path: Path, captured: str) -> dict[str, str]:
     """What every part runs in.
 
     The folder of the wheels must be called site-packages: nbdist tells libraries from the user's
     code by it.
     """
-    env = {**os.environ, results.LOG: str(found), results.DATA: captured}
+    env = {**os.environ, results.LOG: str(results_path), results.DATA: captured}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     env.pop("PYTEST_CURRENT_TEST", None)
     path = [str(WORK / "site-packages")] if asked.wheels else []
@@ -168,10 +168,12 @@ def share(parts: Sequence[Part], left_s: float) -> float:
     return left_s * parts[0].weight / sum(part.weight for part in parts)
 
 
-def run(part: Part, limit_s: float, log: Path, found: Path, env: Mapping[str, str]) -> None:
+def run(part: Part, limit_s: float, log: Path, results_path: Path, env: Mapping[str, str]) -> None:
     """Run a part until it ends or its time is over; every case of it is in the results then."""
     if limit_s < 2 * END_S:
-        results.add(found, Case(part.name, "all of it", NOT_RUN, why="no time was left for it"))
+        results.add(
+            results_path, Case(part.name, "all of it", NOT_RUN, why="no time was left for it")
+        )
         return
     began_s = time.monotonic()
     with log.open("a") as file:
@@ -185,11 +187,13 @@ def run(part: Part, limit_s: float, log: Path, found: Path, env: Mapping[str, st
         code = _wait(process, limit_s - END_S)
     took_s = round(time.monotonic() - began_s, 1)
     is_over = took_s >= limit_s - END_S
-    outcomes = {case.outcome for case in results.read([found]) if case.part == part.name}
+    outcomes = {case.outcome for case in results.read([results_path]) if case.part == part.name}
     if is_over or code not in {0, 1} or (code == 1 and not outcomes & {FAILED, TIMED_OUT}):
         why = "it was ended at its deadline" if is_over else f"exit code {code}: see the log"
         outcome = TIMED_OUT if is_over else FAILED
-        results.add(found, Case(part.name, "the part as a whole", outcome, seconds=took_s, why=why))
+        results.add(
+            results_path, Case(part.name, "the part as a whole", outcome, seconds=took_s, why=why)
+        )
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
@@ -205,12 +209,12 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int:
     raise AssertionError(f"process {process.pid} does not end")
 
 
-def conclude(found: Path, out: Path, env: Mapping[str, str], *, is_for_docs: bool) -> int:
+def conclude(results_path: Path, out: Path, env: Mapping[str, str], *, is_for_docs: bool) -> int:
     """Write the page, say what came of all, and return the exit code."""
     where = ["--docs"] if is_for_docs else []
     report = [sys.executable, "-m", "tests.gpu.report", str(out), *where]
     written = subprocess.run(report, cwd=ROOT, env=dict(env), timeout=PAGE_S, check=False)
-    cases = results.read([found])
+    cases = results.read([results_path])
     counts = Counter(case.outcome for case in cases)
     for case in cases:
         if case.outcome in {FAILED, TIMED_OUT}:

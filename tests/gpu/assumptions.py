@@ -142,14 +142,17 @@ def recorders() -> dict[str, Any]:
     end_s = time.monotonic() + 5
     while _pending() and time.monotonic() < end_s:
         time.sleep(0.05)
-    by_name = {
-        name: sorted({(e["process_group"][0], e["profiling_name"].split(":")[0])
+    groups = {
+        name: sorted({f"{e['profiling_name'].split(':')[0]} of group {e['process_group'][0]}"
                       for e in _entries(name)})
         for name in ("_dump_fr_trace", "_dump_nccl_trace")
     }  # fmt: skip
     assert not _pending(), f"calls are not retired 5 s after they have ended: {_pending()}"
-    assert ("0", "nccl") in by_name["_dump_nccl_trace"], by_name
-    return {"CUDA and NCCL joined in s": round(joined_s, 2), "groups by recorder": by_name}
+    assert "nccl of group 0" in groups["_dump_nccl_trace"], groups
+    return {
+        "CUDA and NCCL joined, s": round(joined_s, 2),
+        **{name: ", ".join(words) for name, words in groups.items()},
+    }
 
 
 def _processor_s(thread: int) -> tuple[str, float]:
@@ -219,22 +222,21 @@ def waits() -> dict[str, Any]:
     stop.set()
     looking.join()
     assert watch.seen is not None
-    found = {name: _wait_of(watch.seen.get(name, [])) for name in ways}
-    blind = [name for name, told in found.items() if not told["pending"]]
-    assert not blind, f"no pending call is seen in {blind}: {found}"
+    texts = {name: _wait_text(watch.seen.get(name, [])) for name in ways}
+    blind = [name for name in ways if not any(look["pending"] for look in watch.seen.get(name, []))]
+    assert not blind, f"no pending call is seen in {blind}: {texts}"
     slowest_s = max(look["dump_s"] for looks in watch.seen.values() for look in looks)
     assert slowest_s < LOOK_S, f"a dump of the recorder took {slowest_s:.3f} s"
-    return {"ways": found, "slowest dump in s": round(slowest_s, 4)}
+    return {**texts, "slowest dump, s": round(slowest_s, 4)}
 
 
-def _wait_of(looks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all looks at one way of waiting have seen."""
-    return {
-        "states": "".join(sorted({state for look in looks for state in look["states"]})),
-        "spins": any(look["spent_s"] > LOOK_S / 4 for look in looks),
-        "in": sorted({look["place"][1] for look in looks}),
-        "pending": sorted({name for look in looks for name in look["pending"]}),
-    }
+def _wait_text(looks: list[dict[str, Any]]) -> str:
+    """What all looks at one way of waiting have seen: `R, spins in <module>: nccl:all_reduce`."""
+    states = "".join(sorted({state for look in looks for state in look["states"]}))
+    how = "spins" if any(look["spent_s"] > LOOK_S / 4 for look in looks) else "sleeps"
+    places = "/".join(sorted({look["place"][1] for look in looks}))
+    pending = ", ".join(sorted({name for look in looks for name in look["pending"]}))
+    return f"{states}, {how} in {places}: {pending or 'nothing pending'}"
 
 
 def aborts() -> dict[str, Any]:
@@ -254,7 +256,7 @@ def aborts() -> dict[str, Any]:
     torch.cuda.synchronize()
     assert count == len(groups), f"{count} groups were aborted, not {len(groups)}"
     assert took_s < ABORT_S, f"the abort took {took_s:.1f} s"
-    return {"groups": count, "s": round(took_s, 2)}
+    return {"groups": count, "took, s": round(took_s, 2)}
 
 
 def renews() -> dict[str, Any]:
@@ -274,7 +276,7 @@ def renews() -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
     dist.all_reduce(x, group=mesh.get_group("tp"))
     assert x.item() == 1.0, f"one rank's sum of 1 is {x.item()}"
-    return {"s": round(took_s, 2)}
+    return {"took, s": round(took_s, 2)}
 
 
 def step_times() -> dict[str, Any]:
@@ -284,9 +286,11 @@ def step_times() -> dict[str, Any]:
     for name, is_synchronous in (("without a sync", False), ("with a sync", True)):
         by_clock[name] = _cut(torch, dist, is_synchronous=is_synchronous)
     for name, clocks in by_clock.items():
-        events, device = sum(clocks["events_ms"]), sum(clocks["device_ms"])
+        events = sum(clocks["by CUDA's events, ms"])
+        device = sum(clocks["by the device's marks, ms"])
         assert abs(device / events - 1) < 0.1, f"{name}: {clocks}"
-    return by_clock
+    return {f"{name}, {clock}": times for name, clocks in by_clock.items()
+            for clock, times in clocks.items()}  # fmt: skip
 
 
 def _cut(torch: Any, dist: Any, *, is_synchronous: bool) -> dict[str, Any]:
@@ -324,9 +328,9 @@ def _cut(torch: Any, dist: Any, *, is_synchronous: bool) -> dict[str, Any]:
     # The first step has no mark before it.
     between_events = [a.elapsed_time(b) for a, b in pairwise(events[1:])]
     return {
-        "events_ms": [round(ms, 2) for ms in between_events],
-        "host_ms": between("user_annotation"),
-        "device_ms": between("gpu_user_annotation"),
+        "by CUDA's events, ms": [round(ms, 2) for ms in between_events],
+        "by the host's marks, ms": between("user_annotation"),
+        "by the device's marks, ms": between("gpu_user_annotation"),
         "NCCL's kernels": sorted(name for name in kernels if "nccl" in name.lower()),
     }
 
@@ -348,9 +352,9 @@ def staging() -> dict[str, Any]:
         for room, tensor in zip(rooms, held, strict=True):
             room.copy_(tensor, non_blocking=is_deferred)
         torch.cuda.synchronize()
-        speeds[f"{name} in GB/s"] = round(2.0 / (time.monotonic() - began_s), 1)
+        speeds[f"{name}, GB/s"] = round(2.0 / (time.monotonic() - began_s), 1)
     assert all(torch.equal(room, t.cpu()) for room, t in zip(pinned, held, strict=True))
-    del speeds["warm up in GB/s"]
+    del speeds["warm up, GB/s"]
     return speeds
 
 
@@ -375,7 +379,7 @@ def allocator_lock() -> dict[str, Any]:
     held.clear()
     torch.cuda.empty_cache()
     asking.join()
-    return {"slowest memory_stats in s": round(max(times_s), 3)}
+    return {"slowest memory_stats, s": round(max(times_s), 3)}
 
 
 def names() -> dict[str, Any]:
@@ -453,15 +457,15 @@ os._exit(0)
 def gloo_calls() -> dict[str, Any]:
     """Every collective that nbdist needs is right where two ranks share a GPU; one pair each."""
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        told = dict(zip(CALLS, pool.map(_pair, CALLS.values()), strict=True))
+        answers = dict(zip(CALLS, pool.map(_pair, CALLS.values()), strict=True))
     wrong = {
-        name: words for name, words in told.items()
+        name: words for name, words in answers.items()
         if words != ["right", "right"] and name not in GONE_AROUND
     }  # fmt: skip
     assert not wrong, wrong
     return {
-        "right": sum(words == ["right", "right"] for words in told.values()),
-        **{name: told[name] for name in CALLS if told[name] != ["right", "right"]},
+        "right": sum(words == ["right", "right"] for words in answers.values()),
+        **{name: answers[name] for name in CALLS if answers[name] != ["right", "right"]},
     }
 
 

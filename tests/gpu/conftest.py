@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,9 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, Any, Any]:
     report = yield
     item.stash[_HAS_FAILED] = item.stash.get(_HAS_FAILED, False) or report.failed
     has_failed = item.stash[_HAS_FAILED]

@@ -41,14 +41,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if asked.here:
         _look_here(names[0])
     path, part = os.environ.get(results.LOG), os.environ.get(results.PART, "probes")
-    found = Path(path or os.devnull)
+    results_path = Path(path or os.devnull)
     for name in names:
-        results.add(found, Case(part, name, NOT_RUN, why="no time was left for it"))
+        results.add(results_path, Case(part, name, NOT_RUN, why="no time was left for it"))
     failed = False
     for name in names:
-        results.add(found, Case(part, name, RUNNING))
+        results.add(results_path, Case(part, name, RUNNING))
         case = run(part, name)
-        results.add(found, case)
+        results.add(results_path, case)
         failed = failed or case.outcome in {FAILED, TIMED_OUT}
     return int(failed)
 

@@ -52,7 +52,7 @@ def text(cases: Sequence[Case]) -> str:
             "",
             "What went wrong:",
             "",
-            *(f"- {_told(case)}: {_short(case)}" for case in wrong),
+            *(f"- {_title(case)}: {_short(case)}" for case in wrong),
         ]
     lines += ["", tables.table(_HEAD, map(_row, run))]
     if missing:
@@ -60,7 +60,7 @@ def text(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
-def _told(case: Case) -> str:
+def _title(case: Case) -> str:
     return " ".join(
         filter(None, (case.part, "/", case.name, f"({_place(case)})" if case.on else ""))
     )

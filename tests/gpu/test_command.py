@@ -112,21 +112,21 @@ def test_a_part_that_goes_wrong_ends_alone(
 ) -> None:
     """At its deadline, whatever it does about it; all cases of it have an outcome."""
     monkeypatch.setattr(command, "END_S", 0.5)
-    found = tmp_path / results.FILE
-    found.touch()
-    env = {**os.environ, results.LOG: str(found), "PYTHONPATH": str(ROOT)}
+    path = tmp_path / results.FILE
+    path.touch()
+    env = {**os.environ, results.LOG: str(path), "PYTHONPATH": str(ROOT)}
 
-    command.run(command.Part("odd", ("-c", code), 1), 3.0, tmp_path / "log.txt", found, env)
+    command.run(command.Part("odd", ("-c", code), 1), 3.0, tmp_path / "log.txt", path, env)
 
-    assert [case.outcome for case in results.read([found])] == outcomes
+    assert [case.outcome for case in results.read([path])] == outcomes
 
 
 def test_a_part_without_time_is_listed(tmp_path: Path) -> None:
     """As not run, with the reason."""
-    found = tmp_path / results.FILE
-    command.run(command.Part("late", ("-c", "1 / 0"), 1), 5.0, tmp_path / "log.txt", found, {})
+    path = tmp_path / results.FILE
+    command.run(command.Part("late", ("-c", "1 / 0"), 1), 5.0, tmp_path / "log.txt", path, {})
 
-    assert results.read([found]) == [
+    assert results.read([path]) == [
         Case("late", "all of it", NOT_RUN, why="no time was left for it")
     ]
 
@@ -163,11 +163,12 @@ def test_a_watch_sees_where_and_how_the_main_thread_waits(monkeypatch: pytest.Mo
     looking.join()
 
     assert watch.seen is not None
-    told = assumptions._wait_of(watch.seen["spin"])
-    assert told["pending"] == ["nccl:all_reduce"]
-    assert "spin" in told["in"]
-    assert "R" in told["states"]
-    assert told["spins"]
+    text = assumptions._wait_text(watch.seen["spin"])
+    states, _, rest = text.partition(", ")
+    assert "R" in states
+    assert rest.startswith("spins in ")
+    assert "spin" in rest.removeprefix("spins in ")
+    assert text.endswith(": nccl:all_reduce")
 
 
 def made_up(folder: Path, *cases: Case) -> Path:

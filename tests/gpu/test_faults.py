@@ -116,14 +116,14 @@ def test_unmatched_calls_do_not_end_well(ranks: Session) -> None:
 def test_a_busy_device_is_no_deadlock(ranks: Session, measured: Any) -> None:
     """A rank that computes for seconds before its call is waited for, and nothing is aborted."""
     began_s = time.monotonic()
-    told = printed(
+    sums = printed(
         ranks,
         last(SPIN[device_type(ranks)])
         + "x = torch.ones(1, device=device); dist.all_reduce(x); print(x.item())",
     )
     measured("s", round(time.monotonic() - began_s, 1))
 
-    assert told == [f"{float(ranks.topology.world_size)}"] * ranks.topology.world_size
+    assert sums == [f"{float(ranks.topology.world_size)}"] * ranks.topology.world_size
 
 
 @on("cpu", "shared", "one", "own", "all")

@@ -93,8 +93,8 @@ def test_losses_are_those_of_one_process(ranks: Session, strategy: str, measured
     """The same cell under each strategy trains as plain torch does on all of the batch."""
     ranks.run(_BOTH)
     with strategy_of(ranks, strategy):
-        told = ranks.run("import json; print(json.dumps([alone(), *under()]))")
-    for rank in told.ranks:
+        result = ranks.run("import json; print(json.dumps([alone(), *under()]))")
+    for rank in result.ranks:
         alone, under, step_s = json.loads(rank.text.splitlines()[-1])
         far = max(abs(a - b) for a, b in zip(alone, under, strict=True))
         measured("largest difference", f"{far:.1e}")
