@@ -133,6 +133,7 @@ def test_a_part_without_time_is_listed(tmp_path: Path) -> None:
 
 def test_a_probe_that_fails_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, where no GPU is; without one being there it is not tried."""
+    monkeypatch.setattr(gpus, "count", lambda: 0)
     assert probes.run("probes", "staging").outcome == NOT_RUN
     monkeypatch.setattr(gpus, "count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

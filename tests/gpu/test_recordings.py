@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 MOST_BYTES = 300_000
 
 
-def folder_of(session: Session, kind: str, strategy: str, otherwise: Path) -> Path:
-    """Where a capture goes: as it lies in tests/data, below what `make gpu` says."""
+def folder_of(session: Session, strategy: str, parent: Path) -> Path:
+    """Where a capture goes, by the name that it has in tests/data."""
     name = device_type(session).replace("cuda", CUDA)
     if session.topology.backend == "nccl":
         name += "_nccl"
-    return Path(os.environ.get(results.DATA, otherwise)) / kind / f"{name}_{strategy}"
+    return parent / f"{name}_{strategy}"
+
+
+def keep(kind: str, *folders: Path) -> None:
+    """What was captured and is as it has to be goes where `make gpu` says."""
+    if results.DATA in os.environ:
+        for folder in folders:
+            shutil.copytree(folder, Path(os.environ[results.DATA]) / kind / folder.name)
 
 
 def sizes(folder: Path) -> list[int]:
@@ -37,7 +45,7 @@ def sizes(folder: Path) -> list[int]:
 @on("cpu", "shared", "own")
 def test_a_trace(ranks: Session, strategy: str, tmp_path: Path, measured: Any) -> None:
     """Two steps add up on every rank, and the files are small."""
-    folder = folder_of(ranks, "traces", strategy, tmp_path)
+    folder = folder_of(ranks, strategy, tmp_path)
     with strategy_of(ranks, strategy):
         capture_traces.capture(ranks, folder)
     trace = check_trace(folder)
@@ -47,18 +55,21 @@ def test_a_trace(ranks: Session, strategy: str, tmp_path: Path, measured: Any) -
 
     assert trace.strategy.startswith(strategy)
     assert max(sizes(folder)) < MOST_BYTES
+    keep("traces", folder)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @on("cpu", "shared", "own")
 def test_a_snapshot(ranks: Session, strategy: str, tmp_path: Path, measured: Any) -> None:
     """Two steps with all phases; on a GPU the blocks add up to the allocator's peak."""
-    folder = folder_of(ranks, "memory", strategy, tmp_path)
+    folder = folder_of(ranks, strategy, tmp_path)
     with strategy_of(ranks, strategy):
         capture_memory.capture(ranks, folder)
+    leak = folder.with_name(f"{folder.name}_leak")
     snapshot = check_snapshot(folder)
-    check_snapshot(folder.with_name(f"{folder.name}_leak"))
+    check_snapshot(leak)
     measured("peak of the allocator, kB", snapshot.ranks[0].allocator_peak_bytes // 1000)
     measured("kB a rank", round(max(sizes(folder)) / 1e3))
 
     assert max(sizes(folder)) < MOST_BYTES
+    keep("memory", folder, leak)

@@ -7,8 +7,6 @@ import pytest
 
 from nbdist.memory import file as memory_file
 from nbdist.memory.diff import diff
-from nbdist.memory.findings import findings
-from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import (
     ACTIVATION,
     CATEGORIES,
@@ -102,13 +100,3 @@ def test_a_leak_is_what_grew(name: str) -> None:
 
     assert [dict(growth.ranks) for growth in leak] == [{0: LEAK, 1: LEAK}]
     assert [(line.file, line.line) for line in leak[0].kind.lines[:1]] == [("cell [1]", 33)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_rule_speaks_of_a_plain_loop(name: str) -> None:
-    """States of a small model are no finding."""
-    snapshot = read(name)
-
-    assert {finding.rule for finding in findings(snapshot, peaks(snapshot))} <= {
-        "optimizer state on every rank"
-    }

@@ -9,6 +9,8 @@ import numpy as np
 from nbdist.commands.memory import snapshot_view
 from nbdist.commands.trace import report
 from nbdist.memory import file as memory_file
+from nbdist.memory.findings import findings
+from nbdist.memory.peak import peaks
 from nbdist.memory.snapshot import BACKWARD, PARAMETER, STEPPING, Snapshot
 from nbdist.trace.breakdown import breakdown
 from nbdist.trace.kernel.recordings import read_folder
@@ -50,7 +52,8 @@ def check_trace(folder: Path) -> Trace:
 def check_snapshot(folder: Path) -> Snapshot:
     """Two steps of each rank with their phases, lines of the cell, nothing that tells a machine.
 
-    On a GPU the blocks add up to the allocator's own peak.
+    On a GPU the blocks add up to the allocator's own peak. No rule finds anything in a plain loop
+    of a small model, but what its strategy does.
     """
     snapshot = memory_file.read_folder(folder)
     assert [rank.rank for rank in snapshot.ranks] == list(range(len(snapshot.ranks)))
@@ -70,6 +73,8 @@ def check_snapshot(folder: Path) -> Snapshot:
                 for time in times
             ]
             assert max(held) == rank.allocator_peak_bytes
+    rules = {finding.rule for finding in findings(snapshot, peaks(snapshot))}
+    assert rules <= {"optimizer state on every rank"}
     view = snapshot_view(snapshot)
     pages.check_drawn(view, MOST_BYTES)
     assert ", 2 steps, " in view.text
