@@ -86,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not asked.cpu and gpus.count() == 0:
         sys.stderr.write(f"{NO_GPU}\n")
         return 1
-    out = Path(os.environ.get("OUT") or WORK)
+    out = Path(os.environ.get("OUT") or WORK).resolve()
     out.mkdir(parents=True, exist_ok=True)
     log, results_path = out / "log.txt", out / results.FILE
     for path in (log, results_path):
