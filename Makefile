@@ -1,5 +1,6 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
+# make notebooks  the notebooks alone; GPU=1 runs them on the GPUs that there are
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
 # make parity  every strategy, option and switch beside one process, into docs/parity.md
 # make accuracy  what plans predict beside what ranks measure, into docs/accuracy.md
@@ -35,8 +36,8 @@ demo unit faults parity accuracy test-browser notebooks store bench: export HF_H
 demo unit faults parity accuracy test-browser notebooks store bench: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
-notebooks store: export NBDIST_TEST = 1
-notebooks store: export CUDA_VISIBLE_DEVICES =
+store: export NBDIST_TEST = 1
+store $(if $(GPU),,notebooks): export CUDA_VISIBLE_DEVICES =
 notebooks store: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
@@ -45,7 +46,7 @@ notebooks store: export OMP_NUM_THREADS = 1
 .PHONY: help demo test lint types unit faults parity accuracy test-browser notebooks store bench gpu wheels lab clean
 
 help:
-	@sed -n '1,13s/^# //p' Makefile
+	@sed -n '1,14s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -137,11 +138,8 @@ test-browser: $(LAB_INSTALLED) | build/settings
 	  "(on Debian: apt-get install chromium), then make test-browser again."; exit 1; }
 	$(PY) -m pytest -m "" tests/browser
 
-# The kernel is this environment's Python, whatever a notebook's own metadata names.
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest --nbval --nbval-current-env \
-	  --nbval-sanitize-with nbdist/nbval_sanitize.cfg \
-	  --nbval-kernel-startup-timeout 120 --nbval-cell-timeout 300 --timeout 480 notebooks
+	$(PY) -m pytest --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \

@@ -22,7 +22,7 @@ SETUP = (
     "import nbdist\nmonitor = nbdist.session().monitor",
 )
 # Ranks of another host are asked, through their control threads, for all that is told of them.
-ASKED = "monitor._session.health.pids = lambda: {}"
+ASKED = "monitor._health.pids = lambda: {}"
 # A thousand collectives in a second: every record of the black boxes is new in each sample.
 BUSY = (
     "%%distributed\nimport time\nimport torch.distributed as dist\nx = torch.ones(1)\n"

@@ -133,17 +133,16 @@ def main() -> int:
     for name, title, rows in run(options.modules or MODULES):
         tables.append((name, title, rows))
         print(f"{title}\n", *("  " + "  ".join(cells(row)) + "\n" for row in rows), sep="")
-    if not options.no_page:
-        _write(tables, is_all=not options.modules)
+        if not options.no_page:  # each at once: a later one may fail
+            _write(tables, is_all=not options.modules)
     return int(not all(row.is_kept for *_, rows in tables for row in rows))
 
 
 def _write(tables: list[tuple[str, str, list[Row]]], *, is_all: bool) -> None:
-    """The page: all of it, or the parts of some benchmarks where the rest is of this machine."""
-    if is_all:
-        PAGE.write_text(page(tables, machine()), encoding="utf-8")
-        return
+    """The page: made anew for another machine by all benchmarks, else the parts of these."""
     text = PAGE.read_text(encoding="utf-8")
+    if is_all and machine() not in text:
+        text = page([], machine())
     if machine() not in text:
         print(f"{PAGE.name} stays: it was measured elsewhere. This is {machine()}")
         return

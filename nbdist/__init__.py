@@ -48,9 +48,9 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     """Start ranks and return them; the same as %dist_init.
 
     Args:
-        n: Number of ranks; default: one per GPU, or 2 on the CPU.
+        n: Number of ranks; default: NBDIST_RANKS, or one per GPU, or 2 on the CPU.
         profile: Kind of cluster.
-        gpus: "0,1", or "none" for the CPU.
+        gpus: "0,1", or "none" for the CPU; default: NBDIST_GPUS, or all.
         backend: "auto", "nccl" or "gloo".
         seed: Seeds the random generators of all ranks alike.
         timeout_s: Longest time that the start may take.

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from tests.support import gpus, lab, processes
+from tests.gpu.assumptions import gpu_count
+from tests.support import lab, processes
 
 pytest_plugins = ["tests.support.ranks"]
 
@@ -78,7 +79,7 @@ def _processes_of_this_session() -> list[psutil.Process]:
 
 def _skip_reason(item: pytest.Item) -> str | None:
     needed = max((_gpus_of(marker) for marker in item.iter_markers("gpu")), default=0)
-    if needed and needed > (present := gpus.count()):
+    if needed and needed > (present := gpu_count()):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {present}"
     return lab.browser_skip_reason() if item.get_closest_marker("browser") else None
 

@@ -50,10 +50,11 @@ FLOORS = (
     "panel",
     "commands",
     "frontend",
+    "testing",
 )
 # What a module on the rank's side has in its path, and what stands beside the kernel's side.
 RANK_WORDS = {"rank", "parallel", "engine", "fake"}
-NOTEBOOK_PACKAGES = {"notebook", "commands", "frontend", "client"}
+NOTEBOOK_PACKAGES = {"notebook", "commands", "frontend", "client", "testing"}
 # The kernel never loads torch: it must start at once and never touch a GPU.
 HEAVY = {"torch", "accelerate"}
 BANNED = {
@@ -74,6 +75,7 @@ REACH = {
 # Libraries beside numpy that pure code may use, by module.
 PURE_LIBRARIES = {
     "nbdist.config.yaml_reader": {"yaml"},
+    "nbdist.core.gpus": {"pynvml"},
     "nbdist.variables.definitions": {"cloudpickle"},
     "nbdist.variables.unpack": {"ml_dtypes"},
 }

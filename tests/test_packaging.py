@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -33,7 +34,7 @@ CONDA_NAMES = {
     "torch": "pytorch",
 }
 # What only some machines have; the code imports it late and goes on without it.
-OPTIONAL_MODULES = {"deepspeed", "peft", "pytest", "viztracer"}
+OPTIONAL_MODULES = {"deepspeed", "nbval", "peft", "pytest", "viztracer"}
 
 WHEEL_FILES = {
     "nbdist/__init__.py",
@@ -131,8 +132,9 @@ def test_the_doctor_asks_for_the_same_versions() -> None:
 
 
 def test_the_command_line_is_installed() -> None:
-    """`nbdist` is a script of the package."""
+    """`nbdist` is a script of the package, and `--nbdist` an option of pytest."""
     assert PROJECT["scripts"] == {"nbdist": "nbdist.frontend.cli:main"}
+    assert PROJECT["entry-points"] == {"pytest11": {"nbdist": "nbdist.testing.plugin"}}
 
 
 def test_wheel_has_the_shipped_files(wheel: Path) -> None:
@@ -198,6 +200,32 @@ def test_changelog_has_this_version() -> None:
     sections = re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)
 
     assert {"Unreleased", PROJECT["version"]} & set(sections)
+
+
+def test_the_page_has_the_gpu_workflow_and_its_targets_exist() -> None:
+    """docs/testing.md shows .github/workflows/gpu.yml as it is; what it makes can be made."""
+    text = (ROOT / ".github" / "workflows" / "gpu.yml").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    commands = [step.get("run", "") for step in yaml.safe_load(text)["jobs"]["notebooks"]["steps"]]
+    targets = [command.split()[1] for command in commands if command.startswith("make ")]
+
+    assert f"```yaml\n{text}```\n" in page
+    assert targets == ["notebooks"]
+
+
+@pytest.mark.parametrize(("typed", "gpus"), [([], "hidden"), (["GPU=1"], "0,1")])
+def test_notebooks_see_gpus_where_that_is_asked_for(
+    typed: list[str], gpus: str, tmp_path: Path
+) -> None:
+    """`make notebooks` hides them, `make notebooks GPU=1` leaves what is visible as it is."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt", "installed"):
+        (tmp_path / name).touch()
+    program = "PY=echo sees $${CUDA_VISIBLE_DEVICES:-hidden} #"
+    command = ["make", "-s", "INSTALLED=installed", program, "notebooks", *typed]
+    said = run(*command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1"})
+
+    assert said.splitlines()[-1] == f"sees {gpus}"
 
 
 def test_ci_run_is_executable() -> None:

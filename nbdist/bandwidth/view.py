@@ -48,12 +48,13 @@ def bench(result: Bench, *, has_picture: bool = True) -> View:
 def _head(result: Bench) -> list[str]:
     """Where it was measured; the fastest row, and between which links it lies, if that counts."""
     hosts = "1 host" if result.n_hosts == 1 else f"{result.n_hosts} hosts"
-    device = result.device if result.device == "CPU" else shown(result.device)
     n = result.world_size
-    head = [f"{n} ranks on {hosts}, {result.backend}, {device}"]
+    head = [f"{n} ranks on {hosts}, {shown(result.backend)}, {shown(result.device)}"]
+    if is_stored():
+        return head
     if result.caveat:
         return [*head, result.caveat]
-    if not result.rows or is_stored():
+    if not result.rows:
         return head
     best = max(result.rows, key=lambda row: row.busbw(n))
     near = [f"{link.name} {_gb(link.bytes_per_s)}" for link in around(best.busbw(n)) if link]
@@ -129,7 +130,7 @@ _NO_MODEL = "it needs two sizes or more, large enough that the time grows with t
 def _links(result: Bench) -> View:
     rows = [[link.name, f"{link.bytes_per_s / 1e9:.2f}", link.found] for link in LINKS]
     title = "peak rates of links, one direction of one device"
-    if result.caveat:
+    if result.caveat or is_stored():
         title += " (not measured here)"
     return table(["link", "GB/s", "where"], rows, before=[title])
 

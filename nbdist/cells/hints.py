@@ -85,8 +85,22 @@ def _broken_gpu(message: str, has_name: HasName) -> str:
     return f"{what}. %dist_restart with its number replaces it; the other ranks keep theirs"
 
 
+def _missing_gpu(message: str, _has_name: HasName) -> str:
+    if "CUDA error: invalid device ordinal" not in message:
+        return ""
+    return (
+        "This rank sees no GPU of that number: ranks can share one, so LOCAL_RANK is not always "
+        "its number. A rank's own GPU is its current one from the start: leave "
+        'torch.cuda.set_device(local_rank) out, and write "cuda" for f"cuda:{local_rank}"'
+    )
+
+
+def _gpu_error(message: str, has_name: HasName) -> str:
+    return _broken_gpu(message, has_name) or _missing_gpu(message, has_name)
+
+
 def _runtime_error(message: str, has_name: HasName) -> str:
-    return _broken_gpu(message, has_name) or _mixed_tensors(message, has_name)
+    return _gpu_error(message, has_name) or _mixed_tensors(message, has_name)
 
 
 # Errors of CUDA after which every call of the process fails.
@@ -96,7 +110,7 @@ _STICKY = (
 )
 
 _HINTS: dict[str, Callable[[str, HasName], str]] = {
-    "AcceleratorError": _broken_gpu,
+    "AcceleratorError": _gpu_error,
     "ModuleNotFoundError": _missing_module,
     "NameError": _name_of_the_notebook,
     "RuntimeError": _runtime_error,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from nbdist.core import units
 from nbdist.core.failures import ranks_are
 from nbdist.core.status import Status
-from nbdist.core.topology import Topology
-from nbdist.core.units import shown
+from nbdist.core.topology import RankPlace, Topology
+from nbdist.core.units import PLACEHOLDER, is_stored, shown
 from nbdist.core.view import View, lines_html, table
 
 
@@ -19,7 +19,13 @@ def ranks_and_hosts(topology: Topology) -> str:
     return f"{n} rank{'s' if n > 1 else ''} on {hosts} host{'s' if hosts > 1 else ''}"
 
 
+def _device(place: RankPlace) -> str:
+    return shown(f"{place.device} {place.device_name}".strip())
+
+
 def _why(topology: Topology) -> list[str]:
+    if is_stored():
+        return [PLACEHOLDER]
     lines = [topology.why]
     if not topology.is_scaling:
         on_cpu = topology.ranks[0].device == "cpu"
@@ -34,8 +40,8 @@ def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) 
         [
             str(place.rank),
             shown(place.host),
-            f"{place.device} {place.device_name}".strip(),
-            topology.backend,
+            _device(place),
+            shown(topology.backend),
             shown(place.threads),
         ]
         for place in topology.ranks
@@ -67,12 +73,13 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
                 str(place.rank),
                 shown(place.host),
                 shown(place.pid),
-                f"{place.device} {place.device_name}".strip(),
+                _device(place),
                 doing,
                 _memory(state.memory_bytes),
             ]
         )
-    head = f"{ranks_and_hosts(topology)}, {topology.backend}, up for {units.seconds(running_s)}"
+    backend = shown(topology.backend)
+    head = f"{ranks_and_hosts(topology)}, {backend}, up for {units.seconds(running_s)}"
     view = table(
         ["rank", "host", "pid", "device", "state", "memory"],
         rows,
@@ -94,7 +101,7 @@ def _memory(memory_bytes: Mapping[str, int]) -> str:
     if not memory_bytes:
         return "-"
     text = f"{units.size(memory_bytes['resident'])} host"
-    if "allocated" in memory_bytes:
+    if "allocated" in memory_bytes and not is_stored():
         text += (
             f", {units.size(memory_bytes['allocated'])} GPU"
             f" ({units.size(memory_bytes['reserved'])} reserved)"

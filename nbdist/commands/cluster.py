@@ -194,7 +194,7 @@ def _timeout(what: str, default_s: float, name: str = "timeout_s") -> Option:
 START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
-        "number of ranks (default: one per GPU, or 2 on the CPU)",
+        "number of ranks (default: NBDIST_RANKS, or one per GPU, or 2 on the CPU)",
         rank_count,
         metavar="N",
         name="world_size",
@@ -208,7 +208,7 @@ START_OPTIONS = (
     ),
     Option(
         ("-g", "--gpus", "--gpu-ids"),
-        "GPUs such as 0,1, or none for the CPU (default: all)",
+        "GPUs such as 0,1, or none for the CPU (default: NBDIST_GPUS, or all)",
         metavar="IDS",
         name="gpus",
         choices=("none",),

@@ -23,6 +23,8 @@ from nbdist.strategy.choose import StrategySpec
 from nbdist.strategy.options import read as read_options
 from nbdist.strategy.table import ROWS
 
+# As typed -> as torch calls it.
+DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 # How a file's name says which form it has.
 _SUFFIXES = {
     ".yaml": "accelerate",
@@ -42,6 +44,9 @@ def _configure(values: Namespace) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations."""
     spec = StrategySpec.parse(values.strategy, strategy_given(values))
     ranks = values.ranks
+    device = "" if values.device is None else DEVICES.get(values.device)
+    if device is None:
+        raise no_such("--device", values.device, DEVICES)
     if spec is None:
         if ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
@@ -50,13 +55,15 @@ def _configure(values: Namespace) -> Configured:
                 "No ranks run here, so there is no strategy to show. Name a file to check, or a "
                 "strategy: --strategy ddp --ranks 8."
             )
-        return NOTEBOOK.session.config(values.nodes, script=values.script, clip=values.clip)
+        return NOTEBOOK.session.config(
+            values.nodes, device=device, script=values.script, clip=values.clip
+        )
     if ranks is None:
         if not NOTEBOOK.is_running:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
-    device = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
-    hosts, device_type = values.nodes or 1, device.split(":")[0]
+    here = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
+    hosts, device_type = values.nodes or 1, device or here.split(":")[0]
     choice = spec.choose(ranks)
     return configured(Setting(choice, hosts, device_type, clip=values.clip, script=values.script))
 
@@ -195,7 +202,7 @@ def dist_config(values: Namespace) -> View:
         raise OptionError(
             "%dist_config: name one file to check; --with names another that goes with it."
         )
-    for word in ("form", "nodes", "strategy"):
+    for word in ("form", "nodes", "device", "strategy"):
         if getattr(values, word) is not None:
             flag = {"form": "as"}.get(word, word)
             raise OptionError(
@@ -243,6 +250,12 @@ VERBS = (
             ),
             Option(
                 ("--nodes",), "hosts of the ranks (default: those running)", rank_count, metavar="N"
+            ),
+            Option(
+                ("--device",),
+                f"what its ranks run on, {' or '.join(DEVICES)} (default: as the ranks here)",
+                metavar="DEVICE",
+                choices=tuple(DEVICES),
             ),
             Option(
                 ("--strategy",),

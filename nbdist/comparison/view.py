@@ -101,10 +101,10 @@ def _notes(comparison: Comparison) -> Iterator[str]:
             "held: parameters, gradients and optimizer state on the rank with the most, right "
             "after an optimizer step. The formula assumes Adam."
         )
-        yield (
-            "peak: maximum of torch's allocator on the GPU."
+        yield "peak: " + shown(
+            "maximum of torch's allocator on the GPU."
             if done[0].is_device
-            else "peak: resident memory of the process in the warm-up, with Python, torch and "
+            else "resident memory of the process in the warm-up, with Python, torch and "
             "freed memory that malloc has kept."
         )
         yield (

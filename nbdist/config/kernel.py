@@ -12,12 +12,10 @@ ASK_S = 30.0
 block_classes: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.config.rank:block_classes")
 
 
-def setting(
-    ranks: Ranks, choice: Strategy, *, hosts: int | None, script: str, clip: float
-) -> Setting:
-    """What counts on the ranks now: strategy, hosts, devices, and the blocks of rank 0's models.
+def setting(ranks: Ranks, choice: Strategy, hosts: int | None, device: str) -> Setting:
+    """What counts on the ranks now: strategy, hosts, device, and the blocks of rank 0's models.
 
-    On so many hosts as the ranks are on where `hosts` is None; the others are as in Setting.
+    On so many hosts as the ranks are on where `hosts` is None, on their device where that is "".
 
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.
@@ -26,5 +24,5 @@ def setting(
     topology, first = ranks.topology, ranks.topology.ranks[0]
     several = topology.n_hosts if hosts is None else hosts
     first_host = first.host if topology.n_hosts > 1 else ""
-    device = first.device.split(":")[0]
-    return Setting(choice, several, device, tuple(blocks), clip, script, first_host)
+    device = device or first.device.split(":")[0]
+    return Setting(choice, several, device, tuple(blocks), first_host=first_host)

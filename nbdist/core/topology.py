@@ -26,11 +26,16 @@ _INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, or one MIG instance of a GPU."""
+    """One GPU, or one MIG slice of a GPU."""
 
-    index: int  # on the machine, as in nvidia-smi and --gpus
+    index: int  # on the machine, as in nvidia-smi and --gpus; a slice has its GPU's
     uuid: str  # the only name that holds across processes and containers; never empty
     name: str
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a MIG slice; of these a process sees one, the first that it may use."""
+        return self.uuid.startswith("MIG-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +153,11 @@ _SITUATIONS = {
         BackendChoice("gloo", "Gloo: {sharing}, and NCCL takes one rank per GPU.", False),
         "NCCL takes one rank per GPU, and {sharing}. Use --backend gloo, or -n {n_gpus}.",
     ),
+    # NCCL up to 2.29 (torch 2.13) takes two slices of a GPU for one GPU twice, by its PCI number,
+    # and refuses. 2.32 describes slices in its guide, as an experiment, without peer access.
     "MIG slices": (
-        BackendChoice("gloo", "Gloo: ranks run on MIG slices, which NCCL may not join.", False),
-        "NCCL may not join MIG slices, and ranks run on them. Use --backend gloo, or whole GPUs.",
+        BackendChoice("gloo", "Gloo: {slices}, and ranks run on them.", False),
+        "{slices}, and ranks run on them. Use --backend gloo, or whole GPUs.",
     ),
     "CPUs": (
         BackendChoice("gloo", "Gloo on the CPU: {obstacle}.", False),
@@ -176,14 +183,15 @@ def choose_backend(wanted: str, gpu_uuids: Sequence[str], obstacle: str = "") ->
         "obstacle": obstacle or "no rank sees a GPU",
         "sharing": f"{len(gpu_uuids)} ranks share {gpus}",
         "n_gpus": n_gpus,
+        "slices": "NCCL before 2.32 does not support MIG slices",
     }
     use = "own GPUs"
     if not gpu_uuids:
         use = "CPUs"
-    elif n_gpus < len(gpu_uuids):
-        use = "shared GPUs"
     elif any(uuid.startswith("MIG-") for uuid in gpu_uuids):
         use = "MIG slices"
+    elif n_gpus < len(gpu_uuids):
+        use = "shared GPUs"
     choice, nccl_error = _SITUATIONS[use]
     if wanted == "nccl" and nccl_error:
         raise OptionError(nccl_error.format_map(facts))
@@ -197,26 +205,52 @@ def local_reports(
 ) -> tuple[EngineReport, ...]:
     """Return the reports of n engines that the local launcher would start: engine id = rank.
 
-    `plan` of them checks `-n`, `--gpus` and `--backend` before anything starts.
+    `plan` of them checks `-n`, `--gpus` and `--backend` before anything starts. With MIG slices
+    each engine sees one device, and the launcher has to say which.
 
     Raises:
         OptionError: If n < 1.
     """
     if n < 1:
         raise OptionError(f"-n {n} starts no rank. Use 1 or more.")
+    sees_one = any(gpu.is_slice for gpu in gpus)
     return tuple(
         EngineReport(
-            i, hostname, gpus=gpus, cores=cores, rank_hint=i, size_hint=n, local_hint=i,
-            has_cuda=True,
+            i, hostname, gpus=(gpus[i % len(gpus)],) if sees_one else gpus, cores=cores,
+            rank_hint=i, size_hint=n, local_hint=i, has_cuda=True,
         )
         for i in range(n)
     )  # fmt: skip
 
 
+def filter_visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES leaves, in its order; None leaves all.
+
+    As CUDA does, an entry that does not exist ends the list. The number of a GPU that is cut up
+    stands for all of its slices. A slice that nobody lists is believed to exist where no slices
+    are listed at all, and in CUDA's older form (MIG-GPU-8932f937.../1/0).
+    """
+    if variable is None:
+        return gpus
+    has_slices = any(gpu.is_slice for gpu in gpus)
+    left: list[Gpu] = []
+    for entry in filter(None, (part.strip() for part in variable.split(","))):
+        matches = [gpu for gpu in gpus if entry == str(gpu.index)]
+        if entry.startswith(("GPU-", "MIG-")):
+            matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)][:1]
+        if entry.startswith("MIG-") and not matches and ("/" in entry or not has_slices):
+            matches = [Gpu(0, entry, "MIG slice")]
+        if not matches:
+            break
+        left += matches
+    return tuple(left)
+
+
 def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that `--gpus` names, in the order typed: the first is `cuda:0`.
 
-    It is `0,1` or `0-3`; `none` for CPU ranks; None or `all` for every GPU of this machine.
+    It is `0,1` or `0-3`; `none` for CPU ranks; None or `all` for every GPU of this machine. The
+    number of a GPU that is cut up stands for all of its slices.
 
     Raises:
         OptionError: If an id does not exist or stands twice, or the spec has another form.
@@ -226,10 +260,10 @@ def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]
     if spec.strip().lower() == "none":
         return ()
     numbers = parse_numbers(spec, "GPUs")
-    by_index = {gpu.index: gpu for gpu in available}
+    names = {gpu.index: gpu.name for gpu in available}
     for number, count in Counter(numbers).items():
-        if number not in by_index:
-            there = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in available)
+        if number not in names:
+            there = ", ".join(f"{index} ({name})" for index, name in names.items())
             existing = f"These do: {there}" if there else "This machine has no GPU"
             raise OptionError(
                 f"GPU {number} does not exist. {existing}. Use --gpus none for ranks on the CPU."
@@ -239,7 +273,7 @@ def select_gpus(available: tuple[Gpu, ...], spec: str | None) -> tuple[Gpu, ...]
                 f"GPU {number} occurs {count} times in --gpus {spec}. "
                 "Name each GPU once; with a larger -n the ranks share them."
             )
-    return tuple(by_index[number] for number in numbers)
+    return tuple(gpu for number in numbers for gpu in available if gpu.index == number)
 
 
 def default_world_size(gpus: Sequence[Gpu]) -> int:

@@ -13,8 +13,9 @@ from nbdist.cluster import capacity, run_owner, shm
 from nbdist.cluster.run_owner import Run
 from nbdist.core import units, versions
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.gpus import GpuReading
 from nbdist.diagnostics.environment import HostContext, settings
-from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts
+from nbdist.diagnostics.facts import UNLIMITED, Facts
 from nbdist.errors import StartError
 
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
@@ -84,8 +85,8 @@ def packages(facts: Facts) -> Iterator[Finding]:
             yield Finding(name, "not installed", BAD, f"nbdist needs {oldest} or newer", install)
         elif _older(version, oldest):
             yield Finding(name, version, BAD, f"nbdist needs {oldest} or newer", install)
-        elif name == "torch" and "+cpu" in version and facts.gpus:
-            gpus = "1 GPU is" if len(facts.gpus) == 1 else f"{len(facts.gpus)} GPUs are"
+        elif name == "torch" and "+cpu" in version and (count := len(facts.readings.gpus)):
+            gpus = "1 GPU is" if count == 1 else f"{count} GPUs are"
             why = f"this torch is built for the CPU only, and {gpus} there"
             what = "install a build with CUDA: https://pytorch.org/get-started"
             yield Finding(name, version, BAD, why, what)
@@ -95,34 +96,34 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 def devices(facts: Facts) -> Iterator[Finding]:
     """The GPUs, and whether processes may share them."""
-    if facts.smi_problem:
-        why = "the driver does not answer, so ranks will find no GPU"
+    readings = facts.readings
+    for problem in readings.problems:
+        why = "ranks will not find what the driver does not report"
         what = (
             "run nvidia-smi in a terminal; after an update of the driver the machine has to restart"
         )
-        yield Finding("nvidia-smi", facts.smi_problem, BAD, why, what)
-    elif not facts.gpus:
+        yield Finding("GPUs", problem, BAD, why, what)
+    if not readings.gpus and not readings.problems:
         yield Finding("GPUs", "none", OK, "ranks run on the CPU, with Gloo")
-    for gpu in facts.gpus:
+    for gpu in readings.gpus:
         yield _gpu(gpu)
-    drivers = sorted({gpu.driver for gpu in facts.gpus})
-    if drivers:
-        yield Finding("driver", ", ".join(drivers))
+    if readings.driver:
+        yield Finding("driver", readings.driver)
 
 
-def _gpu(facts: GpuFacts) -> Finding:
-    name = f"GPU {facts.gpu.index}"
-    state = (
-        f"{facts.gpu.name}, {facts.used_bytes / 1e9:.1f} of {facts.total_bytes / 1e9:.1f} GB used"
-    )
-    if facts.compute_mode not in {"Default", "[N/A]", ""}:
-        state += f", compute mode {facts.compute_mode}"
-        what = f"sudo nvidia-smi -i {facts.gpu.index} -c DEFAULT, or another GPU with --gpus"
-        if facts.compute_mode == "Prohibited":
+def _gpu(gpu: GpuReading) -> Finding:
+    name, state = f"GPU {gpu.index}", gpu.name
+    used, total = gpu.used_bytes or 0, gpu.total_bytes  # a machine's own memory is not told
+    if total is not None:
+        state += f", {used / 1e9:.1f} of {total / 1e9:.1f} GB used"
+    if gpu.compute_mode not in {"Default", None}:
+        state += f", compute mode {gpu.compute_mode}"
+        what = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT, or another GPU with --gpus"
+        if gpu.compute_mode == "Prohibited":
             return Finding(name, state, BAD, "no process may use it", what)
         why = "only one process may use it: two ranks cannot share it"
         return Finding(name, state, WARN, why, what)
-    if facts.total_bytes and facts.used_bytes > BUSY_GPU * facts.total_bytes:
+    if total and used > BUSY_GPU * total:
         why = "processes use memory there; they may be your own ranks"
         what = "nvidia-smi lists them; choose other GPUs with --gpus"
         return Finding(name, state, WARN, why, what)
@@ -142,12 +143,13 @@ _LINKS = {
 
 def topology(facts: Facts) -> Iterator[Finding]:
     """The slowest way between any two GPUs, which a collective of all of them has to take."""
-    if not facts.links:
+    links = facts.readings.links
+    if not links:
         return
     order = list(_LINKS)
-    first, second, kind = max(facts.links, key=lambda link: order.index(_kind(link[2])))
-    slowest = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[_kind(kind)]})"
-    if _kind(kind) != "SYS":
+    first, second, kind = max(links, key=lambda link: order.index(link[2]))
+    slowest = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[kind]})"
+    if kind != "SYS":
         yield Finding("GPU links", slowest)
         return
     why = "a collective of all GPUs is as slow as the link between the CPUs"
@@ -156,10 +158,6 @@ def topology(facts: Facts) -> Iterator[Finding]:
         "parallelism within them"
     )
     yield Finding("GPU links", slowest, WARN, why, what)
-
-
-def _kind(link: str) -> str:
-    return "NV" if link.startswith("NV") else link if link in _LINKS else "SYS"
 
 
 def machine(facts: Facts) -> Iterator[Finding]:
@@ -182,7 +180,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
         return
     free, total = facts.shm.free_bytes, facts.shm.total_bytes
     free_text = f"{free / shm.MIB:.0f} of {total / shm.MIB:.0f} MiB free"
-    n, uses_nccl = facts.world_size, bool(facts.gpus)
+    n, uses_nccl = facts.world_size, bool(facts.readings.gpus)
     yield _as_at_start(shm.SHM, free_text, lambda: shm.check(free, total, n, uses_nccl=uses_nccl))
 
 
@@ -210,7 +208,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
         why = "threads count too, and each rank has dozens: 'Resource temporarily unavailable'"
         yield _limit("processes", processes, ENOUGH_PROCESSES, why, "ulimit -u")
     if locked is not None:
-        yield _locked(locked[0], has_gpus=bool(facts.gpus))
+        yield _locked(locked[0], has_gpus=bool(facts.readings.gpus))
 
 
 def _limit(name: str, limit: tuple[int, int], enough: int, why: str, command: str) -> Finding:
@@ -243,10 +241,8 @@ def _locked(soft: int, *, has_gpus: bool) -> Finding:
 
 def variables(facts: Facts) -> Iterator[Finding]:
     """Environment variables that change what ranks do."""
-    visible = tuple(str(gpu.gpu.index) for gpu in facts.gpus)
-    uuids = tuple(gpu.gpu.uuid for gpu in facts.gpus)
     threads_per_rank = max(1, facts.cores // max(1, facts.world_size))
-    around = HostContext(facts.interfaces, (*visible, *uuids), threads_per_rank)
+    around = HostContext(facts.interfaces, facts.readings.devices, threads_per_rank)
     yield from settings(facts.environ, facts.launched, around)
 
 

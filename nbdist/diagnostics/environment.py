@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.topology import Gpu, filter_visible
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
 NOTEBOOK = "the notebook's environment"
@@ -25,12 +26,12 @@ class HostContext:
     """What a value is judged against.
 
     Attributes:
-        gpus: Numbers and UUIDs of all GPUs.
+        gpus: All of the machine.
         threads_per_rank: Cores that each rank has for itself.
     """
 
     interfaces: Sequence[str]
-    gpus: Sequence[str]
+    gpus: tuple[Gpu, ...]
     threads_per_rank: int
 
 
@@ -119,6 +120,13 @@ def _no_interface(who: str, value: str, interfaces: Sequence[str]) -> Judged:
     return WARN, why, f"choose one of {', '.join(sorted(interfaces))}, or remove it"
 
 
+def rank_count(value: str, _around: HostContext) -> Judged:
+    """Whether it is a number of ranks; %dist_init refuses anything else."""
+    if value.isascii() and value.isdigit() and int(value) > 0:
+        return FINE
+    return BAD, "this is not a number of ranks", "set it to 1 or more, or remove it"
+
+
 def threads(value: str, around: HostContext) -> Judged:
     """Whether the ranks' threads have cores of their own."""
     text = value.strip().split(",", maxsplit=1)[0]
@@ -143,12 +151,9 @@ def visible_gpus(value: str, around: HostContext) -> Judged:
         why = "ranks run on the CPU: it hides all GPUs" if around.gpus else ""
         return (WARN, why, "remove it, or name some (0,1)") if around.gpus else FINE
     for number, entry in enumerate(entries):
-        # CUDA takes the beginning of a UUID; nvidia-smi does not list those of MIG slices so.
-        is_uuid = entry.startswith("GPU-")
-        named = [gpu for gpu in around.gpus if gpu == entry or (is_uuid and gpu.startswith(entry))]
-        if not named and not (around.gpus and entry.startswith("MIG-")):
+        if not filter_visible(around.gpus, entry):
             visible = f"CUDA sees {number} of {len(entries)}"
-            there = ", ".join(gpu for gpu in around.gpus if gpu.isdigit()) or "none"
+            there = ", ".join(dict.fromkeys(str(gpu.index) for gpu in around.gpus)) or "none"
             return BAD, f"there is no GPU {entry}, so {visible}", f"name GPUs that exist: {there}"
     return FINE
 
@@ -177,6 +182,8 @@ _FOR_DEBUGGING = (
 _NO_P2P = "GPUs exchange through host memory, several times slower"
 
 RULES: Mapping[str, Judge] = {
+    # Numbers in --gpus and CUDA_VISIBLE_DEVICES are then nvidia-smi's.
+    "CUDA_DEVICE_ORDER": lambda _value, _around: FINE,
     "CUDA_LAUNCH_BLOCKING": switch("each kernel is waited for, so nothing overlaps"),
     "CUDA_VISIBLE_DEVICES": visible_gpus,
     "GLOO_SOCKET_IFNAME": gloo_interfaces,
@@ -185,6 +192,8 @@ RULES: Mapping[str, Judge] = {
     "MASTER_ADDR": always(_MEETING),
     "MASTER_PORT": always(_MEETING),
     "MKL_NUM_THREADS": threads,
+    "NBDIST_GPUS": lambda _value, _around: FINE,
+    "NBDIST_RANKS": rank_count,
     "NBDIST_TEST": switch("times, sizes and hosts are shown as #, for outputs that are stored"),
     "NCCL_ALGO": always("it forces one algorithm on messages of every size"),
     "NCCL_BUFFSIZE": always(_FOR_DEBUGGING),

@@ -6,25 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nbdist.cluster.run_owner import Run
-from nbdist.core.topology import Gpu
+from nbdist.core.gpus import GpuReadings
 
 UNLIMITED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
-    """One GPU as nvidia-smi tells.
-
-    Attributes:
-        used_bytes: Of its memory, by whomever.
-        compute_mode: `Default`, `Exclusive_Process` or `Prohibited`.
-    """
-
-    gpu: Gpu
-    driver: str
-    total_bytes: int
-    used_bytes: int
-    compute_mode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +26,7 @@ class Facts:
 
     Attributes:
         packages: Name -> version of what nbdist needs; None where it is not installed.
-        gpus: All of this machine, whatever CUDA_VISIBLE_DEVICES leaves out.
-        links: (GPU, GPU, how they are connected as `nvidia-smi topo -m` calls it).
-        smi_problem: Why nvidia-smi, which is there, could not tell; or "".
+        readings: Of all GPUs of this machine, whatever CUDA_VISIBLE_DEVICES leaves out.
         cores: That this process may use.
         available_bytes: Memory that is free for new processes.
         world_size: Ranks that run, or that would be started without -n.
@@ -59,9 +41,7 @@ class Facts:
     python: str = ""
     executable: str = "python"
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    gpus: tuple[GpuFacts, ...] = ()
-    links: tuple[tuple[int, int, str], ...] = ()
-    smi_problem: str = ""
+    readings: GpuReadings = field(default_factory=GpuReadings)
     cores: int = 1
     available_bytes: int = 0
     world_size: int = 2

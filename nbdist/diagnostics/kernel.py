@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -12,18 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.cluster.kernel import gpus, launcher, run_dir, runs
+from nbdist.cluster.kernel import launcher, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
-from nbdist.core import topology
+from nbdist.core import gpus, topology
 from nbdist.core.host import usable_cores
-from nbdist.core.nvml import MIB
-from nbdist.core.topology import Gpu
 from nbdist.diagnostics import checks
-from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
+from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
 
-_QUERY = (
-    "index", "uuid", "driver_version", "memory.total", "memory.used", "compute_mode", "name",
-)  # fmt: skip
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
@@ -33,14 +27,8 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
 
     `world_size` is None where none run: then it is that of a start without -n.
     """
-    rows, problem = gpus.table(*_QUERY)
-    gpu_facts = tuple(
-        GpuFacts(Gpu(int(index), uuid, name), driver, _bytes(total), _bytes(used), mode)
-        for index, uuid, driver, total, used, mode, name in rows
-    )
-    visible = gpus.filter_visible(
-        tuple(gpu.gpu for gpu in gpu_facts), os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    readings = gpus.read_once()
+    visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     count = topology.default_world_size(visible) if world_size is None else world_size
     cores = usable_cores()
     variables = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
@@ -51,9 +39,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         python=platform.python_version(),
         executable=sys.executable,
         packages={name: installed_version(name) for name in checks.OLDEST},
-        gpus=gpu_facts,
-        links=parse_links(gpus.smi("topo", "-m")[0]) if len(gpu_facts) > 1 else (),
-        smi_problem=problem,
+        readings=readings,
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
         world_size=count,
@@ -65,21 +51,6 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.find_runs(),
     )
-
-
-def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
-    """(GPU, GPU, kind) of each pair in the matrix of `nvidia-smi topo -m`."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the head is underlined
-    rows = [line.split() for line in plain.splitlines()]
-    head = next((row for row in rows if row and row[0] == "GPU0"), [])
-    columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
-    links = []
-    for row in rows:
-        if row and row[0] in columns and row is not head:
-            for name, kind in zip(columns, row[1:], strict=False):
-                if columns.index(name) > columns.index(row[0]):
-                    links.append((int(row[0][3:]), int(name[3:]), kind))
-    return tuple(links)
 
 
 def _space(path: Path) -> Space | None:
@@ -103,7 +74,3 @@ def _limits() -> dict[str, tuple[int, int]]:
 
     both = {name: resource.getrlimit(number) for name, number in numbers.items()}
     return {name: (finite(soft), finite(hard)) for name, (soft, hard) in both.items()}
-
-
-def _bytes(mib: str) -> int:
-    return int((gpus.number(mib) or 0) * MIB)  # `[N/A]` on machines with shared memory

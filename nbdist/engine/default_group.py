@@ -1,7 +1,8 @@
 """Scripts that form and end the group of all ranks themselves run unchanged on ranks.
 
 torchrun's scripts begin with `init_process_group` and end with `destroy_process_group`. Here the
-group is formed before them, and the next cell needs it.
+group is formed before them, and the next cell needs it. They also take LOCAL_RANK for the number of
+a rank's GPU, which it need not be here: ranks can share one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import rpc
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
@@ -25,13 +28,19 @@ _WITHOUT_EFFECT = ("init_method", "store", "timeout", "pg_options", "device_id")
 
 @functools.cache  # once in a process
 def install() -> None:
-    """Let both calls agree with the group that is formed. Once it is."""
-    wrappers = {"init_process_group": _accept, "destroy_process_group": _keep}
+    """Let these calls agree with the group that is formed. Once it is."""
+    wrappers = {
+        "init_process_group": _accept,
+        "destroy_process_group": _keep,
+        "barrier": _on_own_gpu,
+    }
     for name, wrap in wrappers.items():
         wrapped = wrap(getattr(c10d, name))
         for module in (c10d, dist):
             setattr(module, name, wrapped)
     rpc.init_rpc = _refuse_rpc
+    ddp: Any = DistributedDataParallel
+    ddp.__init__ = _on_modules_gpu(ddp.__init__)
 
 
 def _accept(original: Callable[..., None]) -> Callable[..., None]:
@@ -89,6 +98,48 @@ def _keep(original: Callable[..., None]) -> Callable[..., None]:
             )
 
     return destroy_process_group
+
+
+def _on_own_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """barrier, on this rank's GPU whatever number device_ids has; on CPU ranks on none.
+
+    Scripts and Accelerate's `wait_for_everyone` write LOCAL_RANK. torch makes a tensor there: on
+    another rank's GPU, or on one that nobody has, and then fails while the other ranks wait.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("device_ids"):
+            place = torch.device(this_rank().place.device)
+            bound.arguments["device_ids"] = None if place.type == "cpu" else [place.index]
+        return original(*bound.args, **bound.kwargs)
+
+    return barrier
+
+
+def _on_modules_gpu(construct: Callable[..., None]) -> Callable[..., None]:
+    """DDP's constructor, on the GPU where the module is, whatever number device_ids has.
+
+    Scripts and Accelerate's `prepare` write LOCAL_RANK here too; the first forward would fail.
+    """
+
+    @functools.wraps(construct)
+    def init(
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        places = {parameter.device for parameter in module.parameters()} if device_ids else set()
+        if len(places) == 1 and next(iter(places)).type == "cuda":
+            device_ids, output_device = [*places], None
+        construct(self, module, device_ids, output_device, *args, **kwargs)
+
+    return init
 
 
 def _refuse_rpc(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -9,6 +9,7 @@ import sys
 import psutil
 import torch
 
+from nbdist.core import gpus as host_gpus
 from nbdist.core import procfs
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu
@@ -49,13 +50,15 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that this process sees, in its own order."""
+    """The GPUs that this process sees, in its own order, by the driver's UUIDs."""
     if not torch.cuda.is_available():
         return ()
+    readings = host_gpus.read_once()
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = str(getattr(properties, "uuid", "")) or f"index-{index}"
+        uuid = readings.driver_uuid(uuid, properties.name)
         devices.append(Gpu(index=index, uuid=uuid, name=properties.name))
     return tuple(devices)
 

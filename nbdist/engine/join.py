@@ -34,13 +34,21 @@ from nbdist.engine import (
     child_sockets,
     default_group,
     facts,
+    host_staging,
     idle_imports,
     partial_state,
     responder,
     shell_hooks,
 )
 from nbdist.errors import NbdistError, StartError
-from nbdist.hang.rank import call_log, debug_checks, gloo_abort, process_groups, rendezvous
+from nbdist.hang.rank import (
+    call_log,
+    debug_checks,
+    gloo_abort,
+    graph_capture,
+    process_groups,
+    rendezvous,
+)
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
@@ -143,6 +151,7 @@ def join(
     options: dict[str, Any] = {}
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
+        host_staging.install()
     if plan.backend == "nccl":
         # Bound to its device the communicator is made now and not in the first collective,
         # where it could not be aborted. torch does this for the GPU's half of the pair.
@@ -151,6 +160,8 @@ def join(
     gloo_abort.install()
     process_groups.install()
     debug_checks.install()
+    if place.device != "cpu":
+        graph_capture.install()
     common = process_groups.generation_store(store, generation)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))

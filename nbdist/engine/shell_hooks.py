@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from IPython.core import page
 
 from nbdist.core import stacks
 from nbdist.core.failures import chain
 from nbdist.engine import packaging, raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
+from nbdist.hang.rank import main_thread
 from nbdist.rpc.rank.cell_hooks import CellContext
 from nbdist.rpc.wire import CELL_NUMBER
 
@@ -28,6 +30,8 @@ from nbdist.rpc.wire import CELL_NUMBER
 def install(shell: Any) -> None:
     """Prepare this engine's shell for distributed cells. Once per engine."""
     number_cells(shell)
+    if dist.is_nccl_available():
+        finish_device_calls(shell)
     refuse_input(shell.kernel)
     refuse_exit(shell)
     wake_on_signals(asyncio.get_running_loop())
@@ -57,6 +61,22 @@ def number_cells(shell: Any) -> None:
     # IPython reads its counter before pre_run_cell, so the last hook before that is the
     # transformation of the source.
     shell.input_transformers_cleanup.append(take_number)
+
+
+def finish_device_calls(shell: Any) -> None:
+    """Let a cell end once the GPU has done its collective calls; see main_thread.
+
+    As a part of the cell, so that an interrupt, or the abort of the calls, is its failure.
+    """
+    run_nodes = shell.run_ast_nodes
+    finish = compile(f"__import__('sys').modules[{main_thread.__name__!r}].finish_device_calls()",
+                     "<nbdist>", "exec")  # fmt: skip
+
+    async def run_ast_nodes(*args: Any, **options: Any) -> bool:
+        has_raised = await run_nodes(*args, **options)
+        return bool(has_raised or await shell.run_code(finish, options.get("result")))
+
+    shell.run_ast_nodes = run_ast_nodes
 
 
 def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:

@@ -11,6 +11,7 @@ from nbdist.hang.text import (
     act_of,
     blamed_ranks,
     call_signature,
+    call_text,
     last_call,
     line,
     place_suffix,
@@ -73,6 +74,34 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> str:
+    """A call of a cell run that not all members of its group have made, though all have ended.
+
+    Such a call can end where it only sends, and the next cell would meet it. Empty where there is
+    none, where a member did not run the cell, and where calls still go on behind the cell.
+    """
+    by_rank = {box.rank: box for box in boxes}
+    if len({box.generation for box in boxes}) > 1 or not set(ranks) <= set(by_rank):
+        return ""
+    for group in [group for box in boxes for group in box.groups.values()]:
+        members = {rank: by_rank[rank] for rank in group.ranks if rank in ranks}
+        counts = {rank: count_in(box, group.name) for rank, box in members.items()}
+        missing = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if len(members) < len(group.ranks) or len(missing) == len(members):
+            continue
+        calls = [
+            call for box in members.values() for call in box.calls
+            if (call.run, call.group) == (run, group.name) and not is_transfer(call)
+        ]  # fmt: skip
+        number = min(counts.values()) + 1
+        call = next((call for call in calls if call.number == number), None)
+        if call is not None and all(call.state == "done" for call in calls):
+            callers = ranks_phrase(sorted(set(members) - set(missing)))
+            text = call_text(act_of(call))
+            return f"{callers} called {text}; {ranks_phrase(missing)} finished without calling it"
+    return ""
+
+
 def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
@@ -101,11 +130,12 @@ def _part(box: CallLog, caller_box: CallLog, call: Call) -> Call | None:
 
 
 def counts_differ(
-    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
+    boxes: Sequence[CallLog], newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]]
 ) -> bool:
     """Whether members of a group have made different numbers of calls: it is out of step.
 
-    By the boxes of the living ranks, and rank -> its newest calls in the flight recorder.
+    By the boxes of the living ranks, and rank -> its newest calls in the flight recorders by
+    backend and group.
     """
     by_rank = {box.rank: box for box in boxes}
     members: dict[str, set[int]] = {}
@@ -125,13 +155,14 @@ def counts_differ(
 
 
 def _newest_differ(
-    members: Mapping[str, set[int]], newest: Mapping[int, Mapping[str, FlightRecorderEntry]]
+    members: Mapping[str, set[int]],
+    newest: Mapping[int, Mapping[tuple[str, str], FlightRecorderEntry]],
 ) -> bool:
-    for name in {name for calls in newest.values() for name in calls}:
-        numbers = {rank: calls[name].number for rank, calls in newest.items() if name in calls}
+    for key in {key for calls in newest.values() for key in calls}:
+        numbers = {rank: calls[key].number for rank, calls in newest.items() if key in calls}
         # A member whose recorder has other groups, but not this one, has made no call in it.
         idle = [
-            rank for rank in members.get(name, ()) if newest.get(rank) and name not in newest[rank]
+            rank for rank in members.get(key[1], ()) if newest.get(rank) and key not in newest[rank]
         ]
         if len(set(numbers.values())) > 1 or idle:
             return True

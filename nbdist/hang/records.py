@@ -116,17 +116,21 @@ class CallLog:
 
 @dataclass(frozen=True, slots=True)
 class FlightRecorderEntry:
-    """The newest collective of a group in torch's flight recorder, C++ callers included.
+    """A call in one of torch's flight recorders, C++ callers included.
 
     Attributes:
         number: torch's sequence number within the group, since the last recovery.
-        is_pending: Whether the recorder has not seen its end (which it never sees for some).
+        is_pending: Whether the recorder has not seen its end (which Gloo's never sees for some).
+        group: torch's name of the process group.
+        is_transfer: A send or a recv, numbered apart.
     """
 
     op: str
     detail: str
     number: int
     is_pending: bool
+    group: str = ""
+    is_transfer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,11 @@ class ThreadSnapshot:
         stack: The main thread's Python stack, innermost last.
         is_in_torch: The innermost frame is torch's own code.
         is_asleep: The main thread used no processor time while this was looked at.
-        newest: Group name -> newest collective in the flight recorder; empty without one.
+        newest: Group name -> newest collective in Gloo's flight recorder; empty without one.
+        device_calls: The newest calls in NCCL's, which a GPU executes later than the rank makes
+            them, in the order in which they were made.
+        is_held: Some of these are not done, and the main thread has stood at one instruction for
+            as long as it was looked at, whether it sleeps or uses a core: that is how CUDA waits.
         is_free: The main thread is neither in a call itself, nor joins a thread that is.
         free_threads: Names of other threads and of tasks of the user that are in no call.
     """
@@ -148,6 +156,8 @@ class ThreadSnapshot:
     is_in_torch: bool
     is_asleep: bool
     newest: Mapping[str, FlightRecorderEntry] = field(default_factory=dict)
+    device_calls: tuple[FlightRecorderEntry, ...] = ()
+    is_held: bool = False
     is_free: bool = False
     free_threads: tuple[str, ...] = ()
 

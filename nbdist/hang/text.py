@@ -167,9 +167,12 @@ def state_of(box: CallLog | None, view: RankView) -> str:
     if call is not None:
         return f"waiting in {call_text(act_of(call), with_source=False)}"
     look = view.look
-    if view.state == "running" and look is not None and look.is_in_torch and look.is_asleep:
-        for pending in [call for call in look.newest.values() if call.is_pending]:
-            return f"waiting in {call_text(act_inside(pending, look.place), with_source=False)}"
+    if view.state != "running" or look is None:
+        return ""
+    calls: list[FlightRecorderEntry] = [*look.device_calls] if look.is_held else []
+    calls += look.newest.values() if look.is_in_torch and look.is_asleep else ()
+    for pending in [call for call in calls if call.is_pending]:
+        return f"waiting in {call_text(act_inside(pending, look.place), with_source=False)}"
     return ""
 
 

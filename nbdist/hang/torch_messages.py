@@ -22,6 +22,17 @@ _OPS = {
     "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all_single",
 }
+# What the flight recorder calls them where that is not torch.distributed's name
+# (ProcessGroupNCCL.cpp; Gloo's names are). The last two: an all_gather of unequal sizes is
+# broadcasts, a reduce_scatter is reductions.
+_RECORDED = {
+    "_all_gather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "all_reduce_barrier": "barrier",
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+}
 # C++'s names of types; those that are not Python's in small letters.
 DTYPES = {
     "Float": "float32",
@@ -35,6 +46,11 @@ DTYPES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
+
+
+def python_name(recorded: str) -> str:
+    """torch.distributed's name for what the flight recorder has: "all_gather_into_tensor"."""
+    return _RECORDED.get(recorded, recorded)
 
 
 def readable(message: str) -> str:

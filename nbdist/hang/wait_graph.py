@@ -83,13 +83,15 @@ class WaitGraph:
         return WaitText(view.rank, key, act_of(call), members, partner, call.began_s, group)
 
     def _call(self, rank: int) -> Call | None:
-        """The call from Python in which it waits; a box of another cell counts as nothing."""
+        """The call from Python in which it, or its GPU, waits; another cell's box is no box."""
         box = self.views[rank].box
         if box is None or box.run != self.run or box.state != "running":
             return None
         call = box.waiting
         # Work that C++ has issued is waited for without a number: the recorder knows which it is.
-        return None if call is not None and call.op == "wait" and not call.number else call
+        if call is None or (call.op == "wait" and not call.number):
+            return self._queued_call(rank)
+        return call
 
     def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
         """What further calls lack in which the rank is at the same time."""
@@ -100,23 +102,74 @@ class WaitGraph:
         return [tuple(self._call_needs(rank, call)) for call in calls]
 
     def _inner_wait(self, view: RankView) -> WaitText | None:
-        """A wait in a call that C++ issued.
+        """A wait in a call that C++ issued, or for a call that a GPU has to do.
 
-        The recorder never sees some calls end. So a pending one is waited in only if the main
+        Gloo's recorder never sees some calls end. So a pending one is waited in only if the main
         thread sleeps and somebody's part is missing.
         """
-        for group, pending, _ in self._pending(view.rank):
-            act = act_inside(pending, view.look.place if view.look else None)
-            key = ("inner", group, str(pending.number))
+        for pending in self._pending(view.rank):
+            call, group = pending.call, pending.call.group
+            act = act_inside(call, view.look.place if view.look else None)
+            key = ("device" if pending.is_on_device else "inner", group, str(call.number))
             members, since_s = self._shown_members(group), last_event_s(view.box)
             return WaitText(view.rank, key, act, members, "", since_s, self._description(group))
         return None
 
-    def _pending(self, rank: int) -> list[tuple[str, FlightRecorderEntry, bool]]:
-        """Calls in which somebody's part is missing, and whether it may sleep elsewhere."""
+    def _queued_call(self, rank: int) -> Call | None:
+        """The oldest call from Python that the rank's GPU waits in, and the rank for the GPU.
+
+        A call on a GPU is over for Python once it is queued. It is waited in if the main thread
+        is held while the GPU has calls of its group to do, and somebody's part is missing.
+        """
+        look, box = self.views[rank].look, self.views[rank].box
+        if box is None or look is None or not look.is_held or box.run != self.run:
+            return None
+        groups = {call.group for call in look.device_calls if call.is_pending}
+        queued = (
+            call
+            for call in box.calls
+            if call.run == self.run and call.group in groups and call.state in {"done", "issued"}
+        )
+        return next((call for call in queued if call.number and self._is_lacking(rank, call)), None)
+
+    def _is_lacking(self, rank: int, call: Call) -> bool:
+        """Whether a box shows that somebody has not come to this call, or came with another."""
+        mine = self.views[rank].box
+        if mine is None or is_transfer(call):
+            return mine is not None and self._lacks_partner(mine, call)
+        for q in self._members(call.group):
+            box = self.views[q].box
+            if q == rank or box is None:
+                continue
+            if box.generation != mine.generation or count_in(box, call.group) < call.number:
+                return True
+            theirs = self._history(box, call.group).calls.get(call.number)
+            if theirs is not None and act_of(theirs).kind != act_of(call).kind:
+                return True
+        return False
+
+    def _lacks_partner(self, mine: CallLog, call: Call) -> bool:
+        """Whether the other end of a transfer has made fewer; not where its box is not known."""
+        view = None if call.peer is None else self.views.get(call.peer)
+        if view is None or view.box is None or call.peer is None:
+            return False
+        ends = (mine.rank, call.peer) if "send" in call.op else (call.peer, mine.rank)
+        count = view.box.transfers.get((call.group, *ends), 0)
+        return view.box.generation != mine.generation or count < call.number
+
+    def _pending(self, rank: int) -> list[_PendingCall]:
+        """Calls in a recorder in which somebody's part is missing."""
         view = self.views[rank]
         look, box = view.look, view.box
-        if look is None or not (look.is_in_torch and look.is_asleep):
+        if look is None:
+            return []
+        others = [q for q in self.views if q != rank]
+        for call in look.device_calls if look.is_held else ():
+            entry = _PendingCall(call, is_on_device=True)
+            is_due = call.is_pending and not call.is_transfer
+            if is_due and any(self._lacks_part(q, entry) for q in others):
+                return [entry]  # the oldest: those behind it wait for it
+        if not (look.is_in_torch and look.is_asleep):
             return []
         # Python has issued a call there and does not wait for it: this may be it.
         issued = {
@@ -124,25 +177,47 @@ class WaitGraph:
             for call in (() if box is None else box.calls)
             if call.state == "issued" and call.run == self.run
         }
-        pending = []
-        for group, call in look.newest.items():
-            others = [self._newest(q, group) for q in self._members(group) if q != rank]
-            if call.is_pending and any(
-                other is None or other.number < call.number or _differ(other, call)
-                for other in others
-            ):
-                pending.append((group, call, group in issued))
-        return [entry for entry in pending if not entry[2]] or pending
+        entries = [
+            _PendingCall(replace(call, group=group), is_open=group in issued)
+            for group, call in look.newest.items()
+            if call.is_pending
+        ]
+        entries = [e for e in entries if any(self._lacks_part(q, e) for q in others)]
+        return [entry for entry in entries if not entry.is_open] or entries
+
+    def _lacks_part(self, q: int, pending: _PendingCall) -> bool:
+        """Whether q, a member of the group, has not come to this call, or came with another."""
+        if q not in self._members(pending.call.group):
+            return False
+        newest, theirs = self._part_inside(q, pending)
+        is_behind = newest is None or newest.number < pending.call.number
+        return is_behind or (theirs is not None and _differ(theirs, pending.call))
+
+    def _part_inside(
+        self, q: int, pending: _PendingCall
+    ) -> tuple[FlightRecorderEntry | None, FlightRecorderEntry | None]:
+        """(q's newest call of the group in the recorder, its call of this number if there)."""
+        look, group = self.views[q].look, pending.call.group
+        if look is None:
+            return None, None
+        calls = [look.newest[group]] if group in look.newest else []
+        if pending.is_on_device:
+            calls = [c for c in look.device_calls if c.group == group and not c.is_transfer]
+        same = (call for call in calls if call.number == pending.call.number)
+        return (calls[-1] if calls else None), next(same, None)
 
     def _needs(self, rank: int) -> Iterator[BlockingRank]:
         call = self._call(rank)
         if call is None:
-            for group, pending, is_open in self._pending(rank):
-                for q in self._members(group):
-                    if q != rank and (need := self._inner_need(q, group, pending)):
-                        yield replace(need, is_open=need.is_open or is_open)
+            for pending in self._pending(rank):
+                for q in self._members(pending.call.group):
+                    if q != rank and (need := self._inner_need(q, pending)):
+                        yield replace(need, is_open=need.is_open or pending.is_open)
         else:
-            yield from self._call_needs(rank, call)
+            # Nobody waits for work that was issued: a GPU may do something else before it.
+            is_open = call.state == "issued"
+            needs = self._call_needs(rank, call)
+            yield from (replace(need, is_open=need.is_open or is_open) for need in needs)
 
     def _call_needs(self, rank: int, call: Call) -> Iterator[BlockingRank]:
         if is_transfer(call):
@@ -150,19 +225,21 @@ class WaitGraph:
         elif call.number:
             yield from self._collective_needs(rank, call)
 
-    def _inner_need(self, q: int, group: str, call: FlightRecorderEntry) -> BlockingRank | None:
-        theirs = self._newest(q, group)
-        if theirs is None or theirs.number < call.number:
-            look = self.views[q].look
+    def _inner_need(self, q: int, pending: _PendingCall) -> BlockingRank | None:
+        call, look = pending.call, self.views[q].look
+        newest, theirs = self._part_inside(q, pending)
+        if newest is None or newest.number < call.number:
             # A recorder that knows other groups, but not this one, has seen no call in it.
-            is_known = self.states[q] in OVER or (look is not None and bool(look.newest))
-            return self._missing(q, is_open=not is_known)
+            is_read = look is not None and bool(look.newest or pending.is_on_device)
+            return self._missing(q, is_open=not (self.states[q] in OVER or is_read))
+        if theirs is None:
+            return None
         if _differ(theirs, call):
             wait = self.waits.get(q)
             place = wait.act.place if wait is not None else None
             act = CallText(theirs.op, theirs.detail, place)
             return BlockingRank(q, "instead" if theirs.op != call.op else "unlike", theirs=act)
-        if theirs.number == call.number and theirs.is_pending and self.states[q] == "ended":
+        if theirs.is_pending and self.states[q] == "ended":
             return self._need(q, "ended in", is_open=True)  # its part may have been done
         return None
 
@@ -318,7 +395,11 @@ class WaitGraph:
         if group in {"", "0"}:  # torch's name of the world
             return tuple(self.views)
         looks = {rank: view.look for rank, view in self.views.items()}
-        return tuple(rank for rank, look in looks.items() if look and group in look.newest)
+        return tuple(
+            rank
+            for rank, look in looks.items()
+            if look and (group in look.newest or any(c.group == group for c in look.device_calls))
+        )
 
     def _description(self, group: str) -> str:
         """What a group is called by a rank whose box knows it."""
@@ -329,10 +410,6 @@ class WaitGraph:
     def _shown_members(self, group: str) -> tuple[int, ...]:
         members = self._members(group)
         return () if set(members) == set(self.views) else members
-
-    def _newest(self, rank: int, group: str) -> FlightRecorderEntry | None:
-        look = self.views[rank].look
-        return None if look is None else look.newest.get(group)
 
     def _is_at_work(self, rank: int) -> bool:
         """Whether it is not the main thread that waits: that one may still end the cell."""
@@ -378,6 +455,15 @@ def last_event_s(box: CallLog | None) -> float:
         return 0.0
     times = [box.since_s, *(call.ended_s or call.began_s for call in box.calls[-1:])]
     return max(times)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    """A call that a rank waits in by a flight recorder; it may be open whether it does."""
+
+    call: FlightRecorderEntry
+    is_on_device: bool = False
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)

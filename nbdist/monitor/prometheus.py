@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbdist.core.nvml import MIB
+from nbdist.core.gpus import MIB
 from nbdist.core.topology import RankPlace
 from nbdist.monitor.samples import STATES, Sample, read_of
 

@@ -2,53 +2,89 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable
 
 import psutil
 import torch
 
-from nbdist.core.nvml import GpuReadings, GpuWatch, Nvml
+from nbdist.core.gpus import GpuReadings, GpuWatch
 from nbdist.core.rank import this_rank
+from nbdist.hang.rank import main_thread, nccl_abort
 from nbdist.monitor.process_usage import Usages
 from nbdist.monitor.samples import Allocator, Answer
 
 GPU_PERIOD_S = 1.0
+# A collective and a main thread that do not get on for so long are taken to wait. torch notes the
+# end of a collective every 0.1 s.
+STUCK_S = 0.15
 
 _usages = Usages(psutil)
+# The driver is read in a thread of its own: one that hangs must not hold up the one that answers.
+_watch = GpuWatch(GPU_PERIOD_S)
 
 
 def usage(is_remote: bool) -> Answer:
-    """What this process uses now. From any thread; it needs no other rank.
+    """What this process uses now. From any thread but the main one; it needs no other rank.
 
     A notebook on another host wants host and GPU as well, which it reads itself otherwise.
     """
     place = this_rank().place
     is_gpu = place.device != "cpu"
-    allocator = None
-    if is_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        stats = torch.cuda.memory_stats(place.device)
-        allocator = Allocator(
+    allocator, allocator_s = _newest_allocator(place.device) if is_gpu else (None, 0.0)
+    now_s = time.monotonic()
+    allocator_age_s = 0.0 if allocator is None else now_s - allocator_s
+    if not is_remote:
+        return Answer(now_s, allocator=allocator, allocator_age_s=allocator_age_s)
+    pid = os.getpid()
+    process_usage = _usages.read([pid]).get(pid)
+    readings, read_s = (_watch.newest() if is_gpu else None) or (GpuReadings(), now_s)
+    gpu, gpu_age_s = readings.of(place.device_uuid), time.monotonic() - read_s
+    return Answer(
+        now_s, process_usage, gpu, gpu_age_s, allocator, readings.problems, allocator_age_s
+    )
+
+
+# Device -> what its allocator said last, and when.
+_newest: dict[str, tuple[Allocator, float]] = {}
+
+
+def _newest_allocator(device: str) -> tuple[Allocator | None, float]:
+    """(torch's numbers of this device, when they were read by the monotonic clock).
+
+    torch takes the allocator's lock with the GIL held. A main thread that frees memory holds that
+    lock, and CUDA lets it wait for whatever runs on the GPU: behind a collective that hangs the
+    whole process would stand still, and no abort could reach it. So a rank that waits is not asked.
+    """
+    if torch.cuda.is_initialized() and not _waits():  # type: ignore[no-untyped-call]
+        stats = torch.cuda.memory_stats(device)
+        newest = Allocator(
             allocated_bytes=int(stats.get("allocated_bytes.all.current", 0)),
             reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
             peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
         )
-    if not is_remote:
-        return Answer(time.monotonic(), allocator=allocator)
-    pid = os.getpid()
-    process_usage = _usages.read([pid]).get(pid)
-    newest = _watch.newest() if is_gpu else None
-    now_s = time.monotonic()
-    readings, read_s = newest or (GpuReadings(), now_s)
-    gpu = readings.of(place.device_uuid)
-    return Answer(now_s, process_usage, gpu, now_s - read_s, allocator, readings.problems)
+        _newest[device] = newest, time.monotonic()
+    return _newest.get(device, (None, 0.0))
 
 
-def _open() -> Callable[[], GpuReadings]:
-    return Nvml(importlib.import_module("pynvml")).read  # late: it takes 0.1 s
+def _waits() -> bool:
+    """Whether a cell's main thread does not get on, nor any of the collectives that are pending."""
+    before, place = _pending(), _main_place()
+    if not before or not nccl_abort.in_cell():
+        return False
+    time.sleep(STUCK_S)
+    return _main_place() == place and bool(before & _pending())
 
 
-# In a thread of its own: a driver that hangs must not hold up the one that answers.
-_watch = GpuWatch(_open, GPU_PERIOD_S)
+def _pending() -> set[object]:
+    newest = main_thread.newest_collectives()
+    return {(group, call.number) for group, call in newest.items() if call.is_pending}
+
+
+def _main_place() -> tuple[int, int]:
+    """The main thread's frame and where in it; two equal ones are a thread that does not get on."""
+    # Documented as for debugging: there is no other way to another thread's frames.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbdist.core import units
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.monitor.process_usage import Usage
 
 # What a rank can be doing, in the order of the codes in a history.
@@ -49,6 +49,8 @@ class Answer:
         gpu: Its GPU; None without one, or where nothing can be read of it.
         gpu_age_s: How old that reading is.
         allocator: None on a CPU, and before CUDA is used.
+        allocator_age_s: How old these numbers are: it is not asked while the rank waits for its
+            GPU in a collective.
     """
 
     now_s: float
@@ -57,6 +59,7 @@ class Answer:
     gpu_age_s: float = 0.0
     allocator: Allocator | None = None
     problems: tuple[str, ...] = ()
+    allocator_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def monitor(
 
     `samples` are the newest of each rank; `notes` say what could not be read, and what else.
     """
-    fields = [field for field in _FIELDS if _is_known(history, field.column)]
+    fields = [field for field in _FIELDS if is_stored() or _is_known(history, field.column)]
     rows = [_row(sample, history, fields) for sample in samples]
     head = ["rank", "doing", *(field.title for field in fields), "last collective"]
     # What stands out depends on times and rates: it is nothing to store.

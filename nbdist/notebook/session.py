@@ -277,12 +277,16 @@ class Session(CellRanks):
         return self.bandwidth.measure(ops, sizes, limit_s)
 
     def config(
-        self, hosts: int | None = None, *, script: str = SCRIPT, clip: float = 0.0
+        self,
+        hosts: int | None = None,
+        *,
+        device: str = "",
+        script: str = SCRIPT,
+        clip: float = 0.0,
     ) -> Configured:
         """The strategy that counts as configurations: `.texts["accelerate"]` and others."""
-        choice = self.strategy.current()
-        setting = config_kernel.setting(self, choice, hosts=hosts, script=script, clip=clip)
-        return configured(setting)
+        setting = config_kernel.setting(self, self.strategy.current(), hosts, device)
+        return configured(replace(setting, script=script, clip=clip))
 
     def memory(self) -> Snapshot:
         """The memory that was recorded last; before any recording, whose it is at this moment."""

@@ -31,7 +31,7 @@ class RankBreakdown:
         window_ns: How long that is.
         compute_ns: Something computes.
         exposed_ns: Communication, and nothing computes.
-        copy_ns: Copies between host and device, and neither of these.
+        copy_ns: Copies between host and device, or devices, and neither of these.
         data_ns: The next batch is being fetched, and nothing of these.
         idle_ns: Nothing of these.
         overlap_ns: Communication while something computes; a part of compute_ns.
@@ -349,6 +349,16 @@ def _step_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
         numbers = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         first = min(counts.values())
         yield f"Ranks recorded different step counts ({numbers}); the first {first} are counted."
+    by_host = [
+        trace.rank
+        for trace in traces
+        if trace.steps and trace.device != "cpu" and not trace.has_device_steps
+    ]
+    if by_host:
+        yield (
+            f"Steps are cut by the host's clock on {ranks_phrase(by_host)}, as the trace does not "
+            "tell when the GPU came to each: a step is when its work was launched."
+        )
 
 
 def _first_step_note(steps_ns: Sequence[Sequence[int]]) -> Iterator[str]:
@@ -369,7 +379,7 @@ def _communication_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
         for trace in traces
         for name in np.unique(trace.events.name[trace.events.kind == COMMUNICATION])
     }
-    on_cpu = any(trace.device == "cpu" for trace in traces)
+    on_cpu = not is_stored() and any(trace.device == "cpu" for trace in traces)
     if not names:
         yield "No collective was recorded."
     if on_cpu:

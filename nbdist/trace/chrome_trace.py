@@ -35,10 +35,11 @@ _THREAD = re.compile(
     rb'"ph": "M",\s*"name": "thread_name",\s*"ts": [\d.]+,\s*"pid": ("[^"]*"|-?\d+),\s*'
     rb'"tid": ("[^"]*"|-?\d+),\s*"args": (\{[^}]*\})'
 )
-# Events whose notes are read: those of collectives only, as they are large.
+# Events whose notes are read: those of collectives and annotations only, as they are large.
 _WANTED = re.compile(
-    rb'"cat": "(?:kernel",\s*"name": "nccl'
-    rb'|(?:cpu_op|user_annotation)",\s*"name": "(?:gloo:|c10d::|_c10d_functional::))'
+    rb'"cat": "(?:(?:gpu_)?user_annotation"'
+    rb'|kernel",\s*"name": "nccl'
+    rb'|cpu_op",\s*"name": "(?:gloo:|c10d::|_c10d_functional::))'
 )
 _ARGS = re.compile(rb'[^{}]*?"dur": [\d.]+[\s,]*"args": (\{[^{}]*\})')
 _BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')

@@ -10,12 +10,15 @@ from nbdist.trace.trace import COMMUNICATION, COMPUTE, COPY, DATA, HOST, MARK, W
 # The annotation with which nbdist ends a step, and the one of torch.profiler's schedule.
 STEP_END = "nbdist.step"
 TORCH_STEP = re.compile(r"ProfilerStep#(\d+)$")
+# Annotations of the host once more, by the device's clock.
+ON_DEVICE = "gpu_user_annotation"
 # Of the profiler itself, and what only repeats annotations of the host.
-LEFT_OUT = frozenset({"Trace", "overhead", "gpu_user_annotation"})
+LEFT_OUT = frozenset({"Trace", "overhead", ON_DEVICE})
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 PYTHON = "python_function"
 
-NCCL = re.compile(r"nccl(?:Dev)?Kernel_?", re.IGNORECASE)
+# NCCL 2.27 has kernels for symmetric memory: ncclSymDevKernel_, from 2.28 on ncclSymkDevKernel_.
+NCCL = re.compile(r"nccl(?:Symk?)?(?:Dev)?Kernel_?", re.IGNORECASE)
 GLOO = re.compile(r"(?:gloo|ucc|mpi):")
 ISSUED = re.compile(r"c10d::|_c10d_functional::|c10d_functional::|record_param_comms")
 AUTOGRAD = "autograd::engine::evaluate_function"
@@ -29,6 +32,8 @@ _LAUNCHES = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
 # What a name says in some categories; the first that fits.
 _BY_NAME = (
     (frozenset({"kernel"}), NCCL, COMMUNICATION),
+    # `clone` is one or a kernel, as the layout has it: neither leaves the GPU.
+    (frozenset({"gpu_memcpy"}), re.compile("Memcpy DtoD"), COMPUTE),
     (frozenset({"user_annotation"}), GLOO, COMMUNICATION),
     (frozenset({"user_annotation"}), _LOADER, DATA),
     (_LAUNCHES, _WAITS, WAIT),
@@ -37,7 +42,7 @@ _BY_NAME = (
 # What a category says otherwise.
 _BY_CATEGORY = {
     "gpu_memcpy": COPY,
-    "gpu_memset": COPY,
+    "gpu_memset": COMPUTE,
     "kernel": COMPUTE,
     "cuda_runtime": HOST,
     "cuda_driver": HOST,

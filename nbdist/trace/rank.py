@@ -41,24 +41,21 @@ from nbdist.variables.pack import PackedValue
 FOLDER = "traces"
 
 
-def _mark() -> None:
-    with record_function(names.STEP_END):
-        pass
-
-
 class _Recording(CellRecording):
     noun = "trace"
 
     def __init__(self, options: TraceOptions, folder: Path, token: str):
-        super().__init__(token, options.steps, _mark)
+        super().__init__(token, options.steps, self._mark)
         self.path = folder / f"rank{this_rank().place.rank}.json"
         self._options = options
+        self._marked: torch.Tensor | None = None  # on the GPU, where there is one
         self._profiler: profile | None = None
 
     def start(self) -> None:
         """Let the profiler run."""
         activities = [ProfilerActivity.CPU]
-        if this_rank().place.device != "cpu":
+        device = this_rank().place.device
+        if device != "cpu":
             activities.append(ProfilerActivity.CUDA)
         if is_profiling(unknown=False):
             self.problem = (
@@ -66,6 +63,7 @@ class _Recording(CellRecording):
             )
             return
         try:
+            self._marked = None if device == "cpu" else torch.zeros(1, device=device)
             # Without a schedule: one that is never reached leaves an empty trace.
             self._profiler = profile(
                 activities=activities,
@@ -110,6 +108,15 @@ class _Recording(CellRecording):
                 f"{size(free_bytes)} are free. Free some space, or record fewer steps (--steps)."
             )
         self.path.chmod(0o600)
+
+    def _mark(self) -> None:
+        """Mark the end of a step, by the GPU's clock too: there a mark is drawn by its kernel.
+
+        Not into a CUDA graph that is being captured, which would run the kernel ever after.
+        """
+        with record_function(names.STEP_END):
+            if self._marked is not None and not torch.cuda.is_current_stream_capturing():
+                self._marked.zero_()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         if self._is_on and self.steps.take_optimizer(id(optimizer)):

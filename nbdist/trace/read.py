@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from nbdist.trace import chrome_trace, collectives
 from nbdist.trace import names as trace_names
+from nbdist.trace import steps as step_cuts
 from nbdist.trace.chrome_trace import Head, RawTrace
 from nbdist.trace.collectives import CollectiveCall, Meaning, TraceGroup
 from nbdist.trace.trace import (
@@ -77,20 +78,20 @@ def read(path: Path, rank: int = 0) -> RecordedTrace:
 
 def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     """Give the columns of a file their meaning; see `read`."""
+    with_annotations, ours = raw, _record(raw.header, OURS)
     raw = _keep(raw, lambda head: head.category not in trace_names.LEFT_OUT)
-    ours = _record(raw.header, OURS)
     zero_ns = int(raw.start_ns.min()) if len(raw) else 0
-    steps = _steps(raw, zero_ns, ours.get("ends"))
-    skipped = int(ours.get("skipped", 0))
+    cuts = step_cuts.cut(with_annotations, zero_ns, ours.get("ends"))
+    steps, skipped = cuts.device or cuts.host, int(ours.get("skipped", 0))
     if skipped and len(steps) > skipped:
-        steps, first = steps[skipped:], steps[skipped]
-        raw = _reorder(raw, np.flatnonzero(raw.start_ns >= zero_ns + first.start_ns))
-        zero_ns += first.start_ns
+        begin_ns = cuts.host[skipped].start_ns
+        raw = _after_skipped(raw, zero_ns + begin_ns, zero_ns + steps[skipped].start_ns)
+        zero_ns += begin_ns
         steps = tuple(
-            Step(number, step.start_ns - first.start_ns, step.end_ns - first.start_ns)
-            for number, step in enumerate(steps)
+            Step(number, step.start_ns - begin_ns, step.end_ns - begin_ns)
+            for number, step in enumerate(steps[skipped:])
         )
-    raw = _keep(raw, lambda head: not _is_step(head.name))
+    raw = _keep(raw, lambda head: not step_cuts.is_mark(head.name))
     raw = _reorder(raw, np.lexsort((-raw.duration_ns, raw.start_ns)))
     info = _record(raw.header, collectives.INFO)
     is_device = any(head.category in trace_names.DEVICE for head in raw.heads)
@@ -111,6 +112,7 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
         group_ranks=tuple(group.ranks for group in groups),
         events=events,
         steps=steps,
+        has_device_steps=bool(cuts.device),
         problem=" ".join(filter(None, (torn, empty))),
         cpus=tuple(map(int, ours.get("cpus") or ())),
     )
@@ -122,8 +124,22 @@ def _record(header: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def _after_skipped(raw: RawTrace, host_ns: int, device_ns: int) -> RawTrace:
+    """From where the host came to the first step that counts, and later the GPU to its part."""
+    on_device = _of_heads(raw, lambda head: head.category in trace_names.DEVICE)
+    begin_ns = np.where(on_device, device_ns, host_ns)
+    return _reorder(raw, np.flatnonzero(raw.start_ns >= begin_ns))
+
+
+def _of_heads(raw: RawTrace, is_so: Callable[[Head], bool]) -> npt.NDArray[np.bool_]:
+    """Which events have such a head."""
+    heads = np.array(list(map(is_so, raw.heads)), bool)
+    chosen: npt.NDArray[np.bool_] = heads[raw.head]
+    return chosen
+
+
 def _keep(raw: RawTrace, is_kept: Callable[[Head], bool]) -> RawTrace:
-    return _reorder(raw, np.flatnonzero(np.array(list(map(is_kept, raw.heads)), bool)[raw.head]))
+    return _reorder(raw, np.flatnonzero(_of_heads(raw, is_kept)))
 
 
 def _reorder(raw: RawTrace, order: Integers) -> RawTrace:
@@ -135,38 +151,6 @@ def _reorder(raw: RawTrace, order: Integers) -> RawTrace:
         duration_ns=raw.duration_ns[order],
         head=raw.head[order],
         args={int(place[old]): args for old, args in raw.args.items() if place[old] >= 0},
-    )
-
-
-def _is_step(name: str) -> bool:
-    return name == trace_names.STEP_END or trace_names.TORCH_STEP.match(name) is not None
-
-
-def _steps(raw: RawTrace, zero_ns: int, own_ends: Any) -> tuple[Step, ...]:
-    """By nbdist's marks, each at the end of a step; by those of torch's schedule otherwise.
-
-    `own_ends` says which of nbdist's marks count; None for all.
-    """
-    heads = {number: head.name for number, head in enumerate(raw.heads) if _is_step(head.name)}
-    places = np.flatnonzero(np.isin(raw.head, list(heads)))
-    marks = sorted(
-        (
-            int(raw.start_ns[place]) - zero_ns,
-            int(raw.duration_ns[place]),
-            heads[int(raw.head[place])],
-        )
-        for place in places
-    )
-    ends = [start + duration for start, duration, name in marks if name == trace_names.STEP_END]
-    if isinstance(own_ends, list):
-        ends = [end for number, end in enumerate(ends) if number in own_ends]
-    if ends:
-        starts = [0, *ends[:-1]]
-        return tuple(Step(n, a, b) for n, (a, b) in enumerate(zip(starts, ends, strict=True)))
-    return tuple(
-        Step(int(match.group(1)), start, start + duration)
-        for start, duration, name in marks
-        if (match := trace_names.TORCH_STEP.match(name))
     )
 
 

@@ -20,7 +20,7 @@ class Spans:
         window: Where it begins and ends: one interval.
         compute: Without what a lane only waits for inside an operator.
         communication: Collectives under way.
-        copy: Copies between host and device.
+        copy: Copies between host and device, or between devices.
         data: The next batch is being fetched.
     """
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 # What an event is, as `Events.kind` has it: its place in this tuple.
 COMPUTE, COMMUNICATION, COPY, DATA, WAIT, HOST, MARK = range(7)
 KINDS = (
-    "compute",  # kernels of a GPU; operators of the main thread and of autograd on a CPU
+    "compute",  # what a GPU does within itself; operators of main thread and autograd on a CPU
     "communication",  # NCCL kernels; Gloo's own annotations on its threads
-    "copy",  # between host and device, and memory that is set
+    "copy",  # between host and device, and between devices
     "data",  # the next batch: DataLoader iterations
     "wait",  # the host waits for a collective or for the device
     "host",  # Python, launches and operators of the host where a GPU computes
@@ -75,7 +75,7 @@ class Step:
     Attributes:
         number: From 0, as the rank counted them.
         start_ns: Where the last one ended.
-        end_ns: After `optimizer.step()` or `nbdist.step()`.
+        end_ns: After `optimizer.step()` or `nbdist.step()`; on a GPU when it has done so.
     """
 
     number: int
@@ -95,6 +95,7 @@ class RankTrace:
         steps: In order; empty where the cell made none.
         problem: Why something is missing, as a sentence; empty when nothing is.
         cpus: Numbers of the CPUs that it may use; empty where the file does not tell.
+        has_device_steps: Whether steps are cut by the device's clock, and not by the host's.
     """
 
     rank: int
@@ -108,6 +109,7 @@ class RankTrace:
     steps: tuple[Step, ...] = ()
     problem: str = ""
     cpus: tuple[int, ...] = ()
+    has_device_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

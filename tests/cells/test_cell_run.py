@@ -38,7 +38,13 @@ def fake_session(**health: Any) -> Any:
         busy_ranks=(),
         silent=set[int](),
         health=SimpleNamespace(
-            **{"needs_recovery": False, "boxes": dict, "mismatches": lambda _run: ()} | health
+            **{
+                "needs_recovery": False,
+                "boxes": dict,
+                "mismatches": lambda _run: (),
+                "unmatched": lambda _run, _ranks: "",
+            }
+            | health
         ),
         hooks=(Lints(),),
         upkeep=FakeUpkeep(),

@@ -41,7 +41,12 @@ from nbdist.errors import StartError
             "CUDA error: device-side assert triggered",
             r". No process comes back from that: .*%dist_restart with its number replaces it.*",
         ),
-        ("AcceleratorError", "CUDA error: invalid device ordinal", ""),
+        (
+            "AcceleratorError",
+            "CUDA error: invalid device ordinal",
+            r". This rank sees no GPU of that number: .*leave torch\.cuda\.set_device.* out.*",
+        ),
+        ("AcceleratorError", "CUDA error: out of memory", ""),
         # Nothing is added where nothing is known.
         ("NameError", "name 'dta' is not defined", ""),
         ("NameError", "name 'data' is something else", ""),

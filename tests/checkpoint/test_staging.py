@@ -84,6 +84,88 @@ def test_what_is_given_back_is_the_systems_if_it_needs_it() -> None:
     assert _lazy_free_mib() - before >= 30
 
 
+class _Cuda:
+    """Stands for CUDA, of which no call is tried here: what it was asked, in order.
+
+    Attributes:
+        answer: Of cudaHostRegister.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.answer = 0
+        self.calls: list[tuple[str, int]] = []
+        gpu = torch.device("cuda:0")
+        copy = torch.Tensor.copy_
+
+        def copied(view: torch.Tensor, box: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+            self.calls.append(("copy", int(non_blocking)))
+            return copy(view, box)
+
+        monkeypatch.setattr(staging, "_gpus", lambda boxes: {gpu} if boxes else set())
+        monkeypatch.setattr(staging, "_register", self._register)
+        monkeypatch.setattr(staging, "_unregister", lambda at: self.calls.append(("unpin", at)))
+        monkeypatch.setattr(staging, "_wait", lambda device: self.calls.append(("wait", 0)))
+        monkeypatch.setattr(
+            staging.madvise, "advise", lambda at, _, advice: self.calls.append(("advice", advice))
+        )
+        monkeypatch.setattr(torch.Tensor, "copy_", copied)
+
+    def _register(self, address: int, size_bytes: int) -> int:
+        memory = staging._buffer.memory
+        assert memory is not None
+        assert (address, size_bytes) == (memory.data_ptr(), memory.nbytes)
+        self.calls.append(("pin", address))
+        return self.answer
+
+    def take(self) -> list[tuple[str, int]]:
+        """What was asked since the last time, without advice on new memory."""
+        calls, self.calls = self.calls, []
+        return [call for call in calls if call not in (("advice", 14), ("advice", 23))]
+
+
+def test_copies_from_a_gpu_go_into_pinned_memory_and_are_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is pinned once, not given back, and no longer pinned before other memory is taken."""
+    with monkeypatch.context() as patch:
+        cuda = _Cuda(patch)
+        boxes = [torch.full((MIB,), 3.0), torch.full((MIB,), 4.0)]
+        copies = staging.copies(boxes)
+        memory = staging._buffer.memory
+        assert memory is not None
+        at = memory.data_ptr()
+
+        assert cuda.take() == [("pin", at), ("copy", 1), ("copy", 1), ("wait", 0)]
+        assert all(torch.equal(copy, box) for copy, box in zip(copies, boxes, strict=True))
+        staging.give_back()
+        staging.copies(boxes)
+        assert cuda.take() == [("copy", 1), ("copy", 1), ("wait", 0)]
+        staging.copies([torch.ones(16 * MIB)])
+        assert [name for name, _ in cuda.calls if name != "advice"] == [
+            "unpin", "pin", "copy", "wait",
+        ]  # fmt: skip
+        assert cuda.take()[0] == ("unpin", at)
+        staging.copies([])
+        assert [name for name, _ in cuda.take()] == ["unpin"]
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are right, and it is given back as on a CPU."""
+    with monkeypatch.context() as patch:
+        cuda = _Cuda(patch)
+        cuda.answer = 2
+        with pytest.warns(
+            UserWarning, match=r"could not be pinned \(cudaHostRegister answered 2\)"
+        ):
+            [copy] = staging.copies([torch.arange(5.0)])
+
+        assert copy.tolist() == [0, 1, 2, 3, 4]
+        staging.give_back()
+        assert [name for name, _ in cuda.take()] == ["pin", "copy", "wait", "advice"]
+
+
 def _memory_bytes() -> int:
     memory = staging._buffer.memory
     assert memory is not None

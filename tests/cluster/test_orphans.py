@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,34 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
         assert living.run("print(6 * 7)")[0].text == "42\n"
         assert orphans.clean() == ()
     assert not base.exists()
+
+
+def test_after_one_kernel_its_own_runs_are_removed_alone(base: Path) -> None:
+    """Those of a kernel that has ended, once its guardian had its time; another's stay."""
+    with contextlib.ExitStack() as stack:
+        ended = stack.enter_context(subprocess.Popen(["true"]))
+        folders, children = [], []
+        for start in "12":
+            folders.append(run_dir.create())
+            written = json.loads((folders[-1] / "owner.json").read_text())
+            owner = json.dumps({**written, "pid": ended.pid, "start": start})
+            (folders[-1] / "owner.json").write_text(owner)
+            environment = {"NBDIST_RUN": str(folders[-1])}
+            child = stack.enter_context(subprocess.Popen(["sleep", "300"], env=environment))
+            stack.callback(child.kill)
+            children.append(child)
+        ended.wait()
+        began_s = time.monotonic()
+        done = orphans.clean_after(Process(ended.pid, "1"), 0.2)
+        waited_s = time.monotonic() - began_s
+        nothing = orphans.clean_after(Process(ended.pid, "3"), 60.0)
+        other = children[1].poll()
+
+    assert done == (f"ended 1 process ({children[0].pid}) of {folders[0]}", f"removed {folders[0]}")
+    assert waited_s >= 0.2
+    assert nothing == ()
+    assert other is None
+    assert [folder.is_dir() for folder in folders] == [False, True]
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
@@ -252,20 +281,6 @@ def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.M
         run_dir.create()
 
     assert not base.exists()
-
-
-def test_links_of_gpus_are_read() -> None:
-    """Each pair once, as `nvidia-smi topo -m` prints it."""
-    matrix = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\tPIX\t0-15\n"
-        "GPU1\tNV18\t X \tPHB\tPIX\t0-15\n"
-        "GPU2\tSYS\tPHB\t X \tSYS\t0-15\n"
-        "NIC0\tPIX\tPIX\tSYS\t X \n"
-    )
-
-    assert diagnostics_kernel.parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
-    assert diagnostics_kernel.parse_links("") == ()
 
 
 def test_options_of_the_running_ranks_are_among_the_launchers_variables(base: Path) -> None:

@@ -14,33 +14,35 @@ from typing import Any
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
-from nbdist.cluster.kernel import gpus
 from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
-from nbdist.core.topology import Gpu
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.notebook.session import start as start_session
 from tests.support import processes
+from tests.support.gpus import Card, Driver, play, smi_text
 from tests.support.kernel import Kernel, notebook_env
 from tests.support.ranks import processes_under, session_of, silent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-SMI = """#!/bin/sh
-case "$*" in
-  *--query-gpu=index,uuid,name*) ;;
-  --list-gpus) exit 1 ;;
-  *) echo "unexpected: $*" >&2; exit 2 ;;
-esac
-echo "0, GPU-11111111-aaaa, NVIDIA H100 80GB HBM3"
-echo "1, GPU-22222222-bbbb, NVIDIA H100 80GB HBM3"
-"""
-TWO_GPUS = (
-    Gpu(0, "GPU-11111111-aaaa", "NVIDIA H100 80GB HBM3"),
-    Gpu(1, "GPU-22222222-bbbb", "NVIDIA H100 80GB HBM3"),
-)
+CARDS = (Card("GPU-11111111-aaaa"), Card("GPU-22222222-bbbb"))
+
+
+def test_the_environment_says_what_was_not_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NBDIST_RANKS stands for -n, NBDIST_GPUS for --gpus, each by itself; typed ones win."""
+    monkeypatch.setenv("NBDIST_RANKS", "4")
+    monkeypatch.setenv("NBDIST_GPUS", "none")
+    with_environment = kernel_start._with_environment
+
+    assert with_environment(StartOptions()) == StartOptions(4, gpus="none")
+    assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
+    assert with_environment(StartOptions(gpus="0,1")) == StartOptions(4, gpus="0,1")
+    monkeypatch.setenv("NBDIST_RANKS", "two")
+    with pytest.raises(OptionError, match="NBDIST_RANKS is 'two', which is no number of ranks"):
+        begin()
+    assert with_environment(StartOptions(2)) == StartOptions(2, gpus="none")
 
 
 def begin(progress: Callable[[str], None] = lambda _: None, **options: Any) -> None:
@@ -67,13 +69,9 @@ def at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 @pytest.fixture
-def fake_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text(SMI)
-    (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs whose NVML does not answer."""
+    play(monkeypatch, tmp_path, None, smi_text(CARDS))
 
 
 # What works.
@@ -364,36 +362,11 @@ def test_a_base_folder_of_somebody_else_is_refused(runs: Path) -> None:
         begin(world_size=1)
 
 
-# GPUs that nvidia-smi tells of.
-
-
-def test_gpus_are_read_from_nvidia_smi(fake_smi: None) -> None:
-    """The kernel finds the GPUs without torch."""
-    assert gpus.visible() == TWO_GPUS
-
-
-@pytest.mark.parametrize(
-    ("variable", "indices"),
-    [
-        (None, [0, 1]),
-        ("", []),
-        ("-1", []),
-        ("1", [1]),
-        ("1,0", [1, 0]),
-        (" 0 , 1 ", [0, 1]),
-        ("0,7,1", [0]),
-        ("GPU-2222", [1]),
-        ("GPU-22222222-bbbb,0", [1, 0]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_cuda_visible_devices_chooses(variable: str | None, indices: list[int]) -> None:
-    """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
-    assert [gpu.index for gpu in gpus.filter_visible(TWO_GPUS, variable)] == indices
+# GPUs that the driver tells of.
 
 
 def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
-    fake_smi: None, runs: Path
+    two_gpus: None, runs: Path
 ) -> None:
     """The ids that can be typed are listed with their names."""
     with pytest.raises(OptionError) as caught:
@@ -403,26 +376,35 @@ def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
     assert "0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in str(caught.value)
 
 
-def test_more_ranks_than_gpus_cannot_use_nccl(fake_smi: None, runs: Path) -> None:
+def test_more_ranks_than_gpus_cannot_use_nccl(two_gpus: None, runs: Path) -> None:
     """The number of ranks that NCCL could take is named."""
     with pytest.raises(OptionError, match=r"4 ranks share 2 GPUs.*-n 2"):
         begin(backend="nccl", world_size=4)
 
 
-def test_ranks_fall_back_to_the_cpu_where_torch_has_no_cuda(fake_smi: None, runs: Path) -> None:
-    """One rank for each GPU that is there, on the CPU, and the reason is told."""
+def test_ranks_fall_back_to_the_cpu_where_torch_has_no_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path
+) -> None:
+    """One rank for each slice that is there, which it alone sees; they are on the CPU, and why."""
+    play(monkeypatch, tmp_path, Driver(Card(slices=2)), None)
     torch = pytest.importorskip("torch")
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     with session_of(StartOptions()) as session:
         plan = session.topology
+        variables = "os.environ['CUDA_DEVICE_ORDER'], os.environ['CUDA_VISIBLE_DEVICES']"
+        results = session.run(f"import os; print({variables})").ranks
 
+    assert [result.text.split() for result in results] == [
+        ["PCI_BUS_ID", "MIG-8c2a1f-0"],
+        ["PCI_BUS_ID", "MIG-8c2a1f-1"],
+    ]
     assert [place.device for place in plan.ranks] == ["cpu", "cpu"]
     assert plan.backend == "gloo"
     assert plan.why == f"Gloo on the CPU: PyTorch {torch.__version__} cannot use CUDA."
 
 
-def test_nccl_without_cuda_in_torch_is_refused_by_the_ranks(fake_smi: None, runs: Path) -> None:
+def test_nccl_without_cuda_in_torch_is_refused_by_the_ranks(two_gpus: None, runs: Path) -> None:
     """What only the ranks can find out reaches the notebook as one sentence."""
     torch = pytest.importorskip("torch")
     if torch.version.cuda is not None:

@@ -103,16 +103,12 @@ def test_states_belong_to_ranks() -> None:
 
 
 def test_stored_tables_are_equal_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under NBDIST_TEST=1 hosts, pids, threads, times and memory of any machine look alike."""
+    """Under NBDIST_TEST=1 devices, hosts, pids, times and memory of any machine look alike."""
     monkeypatch.setenv("NBDIST_TEST", "1")
-    other = Topology(
-        tuple(place(rank, host="a-host-with-a-long-name") for rank in range(2)),
-        CPU.backend,
-        CPU.why,
-        is_scaling=False,
-        n_hosts=1,
-    )
-    states = tuple(RankStatus(rank, "idle", {"resident": 5 * 10**9}) for rank in range(2))
+    ranks = tuple(place(n, f"cuda:{n}", "NVIDIA H200", "a-host-with-a-long-name") for n in range(2))
+    other = Topology(ranks, "nccl", "NCCL: each has one.", is_scaling=True, n_hosts=1)
+    memory = {"resident": 5 * 10**9, "allocated": 10**9, "reserved": 2 * 10**9}
+    states = tuple(RankStatus(rank, "idle", memory) for rank in range(2))
     idle = tuple(RankStatus(rank, "idle", {"resident": 900}) for rank in range(2))
 
     assert start_view(CPU, 1.0) == start_view(other, 20.0)

@@ -1,6 +1,7 @@
 """Strategies side by side, as text, HTML and a picture."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,9 @@ def test_stored_outputs_have_no_measured_number(monkeypatch: pytest.MonkeyPatch)
 
     assert view.html == ""
     assert view.text.splitlines()[1].split() == ["ddp", *"#" * 12, "2"]
+    on_gpus = (replace(DDP, is_device=True), replace(TP, is_device=True))
+    other = comparison_result(Comparison(on_gpus, "ddp, dp 2", ("model",)))
+    assert view.text == other.text
 
 
 def test_all_refused_and_broken_off() -> None:

@@ -16,6 +16,7 @@ from nbdist.core.topology import (
     Topology,
     choose_backend,
     default_world_size,
+    filter_visible,
     local_reports,
     plan,
     select_gpus,
@@ -214,8 +215,12 @@ CPU = {"has_cuda": False, "torch_version": "2.13.0+cpu"}
          "Gloo: 2 ranks share 1 GPU, and NCCL takes one rank per GPU."),
         (local(4, gpus("a", 3)), ["cuda:0", "cuda:1", "cuda:2", "cuda:0"],  # they go round
          "Gloo: 4 ranks share 3 GPUs, and NCCL takes one rank per GPU."),
-        (local(2, gpus("a", 2, "MIG")), ["cuda:0", "cuda:1"],
-         "Gloo: ranks run on MIG slices, which NCCL may not join."),
+        # A process sees one slice.
+        (local(2, gpus("a", 2, "MIG")), ["cuda:0", "cuda:0"],
+         "Gloo: NCCL before 2.32 does not support MIG slices, and ranks run on them."),
+        # A slice that ranks share is a slice.
+        (local(2, gpus("a", 1, "MIG")), ["cuda:0"] * 2,
+         "Gloo: NCCL before 2.32 does not support MIG slices, and ranks run on them."),
         (local(2, (), has_cuda=False), ["cpu"] * 2, "Gloo on the CPU: no rank sees a GPU."),
         # The build's fault, not missing GPUs.
         (local(2, gpus("a", 2), **CPU), ["cpu"] * 2,
@@ -269,8 +274,8 @@ def test_the_device_counts_as_the_process_does() -> None:
          "NCCL takes one rank per GPU, and 4 ranks share 2 GPUs. Use --backend gloo, or -n 2."),
         ("nccl", [], ("NCCL needs a GPU for each rank, and no rank sees a GPU. "
                       "Use --backend gloo or --backend auto.")),
-        ("nccl", ["MIG-a"], ("NCCL may not join MIG slices, and ranks run on them. "
-                             "Use --backend gloo, or whole GPUs.")),
+        ("nccl", ["MIG-a"], ("NCCL before 2.32 does not support MIG slices, and ranks run on "
+                             "them. Use --backend gloo, or whole GPUs.")),
         *((name, [], f"There is no backend {name!r}. Choose one of auto, nccl, gloo.")
           for name in ("mpi", "")),
         ("NCCL", [], ("There is no backend 'NCCL'. Did you mean nccl? "
@@ -380,6 +385,58 @@ def test_gpus_that_cannot_be_chosen(spec: str, available: tuple[int, ...], messa
         select_gpus(tuple(Gpu(i, f"GPU-{i}", names[i]) for i in available), spec)
 
     assert str(caught.value).startswith(message)
+
+
+# GPU 0 is cut up.
+_CUT_UP = (
+    Gpu(0, "MIG-3333-aa", "NVIDIA H100 MIG 1g.10gb"),
+    Gpu(0, "MIG-4444-bb", "NVIDIA H100 MIG 1g.10gb"),
+    Gpu(1, "GPU-2222-cc", "NVIDIA H100"),
+)
+_OLDER = "MIG-GPU-8932f937-d72c/1/0"
+
+
+@pytest.mark.parametrize(
+    ("variable", "uuids"),
+    [
+        (None, ["MIG-3333-aa", "MIG-4444-bb", "GPU-2222-cc"]),
+        ("", []),
+        ("-1", []),
+        ("1", ["GPU-2222-cc"]),
+        ("1,0", ["GPU-2222-cc", "MIG-3333-aa", "MIG-4444-bb"]),
+        (" 0 , 1 ", ["MIG-3333-aa", "MIG-4444-bb", "GPU-2222-cc"]),
+        ("1,7,0", ["GPU-2222-cc"]),
+        ("GPU-2222,MIG-4444", ["GPU-2222-cc", "MIG-4444-bb"]),
+        ("MIG-4444-bb", ["MIG-4444-bb"]),
+        ("MIG-5555-dd,1", []),
+        (f"{_OLDER},1", [_OLDER, "GPU-2222-cc"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_chooses(variable: str | None, uuids: list[str]) -> None:
+    """Numbers and UUIDs are kept in their order, up to the first that does not exist."""
+    assert [gpu.uuid for gpu in filter_visible(_CUT_UP, variable)] == uuids
+
+
+def test_a_slice_is_believed_where_the_driver_lists_none() -> None:
+    """nvidia-smi lists the GPU alone; CUDA knows better."""
+    whole = (Gpu(0, "GPU-2222-cc", "NVIDIA H100"),)
+    (chosen,) = filter_visible(whole, "MIG-5555-dd")
+
+    assert (chosen.uuid, chosen.is_slice) == ("MIG-5555-dd", True)
+    assert not whole[0].is_slice
+
+
+def test_ranks_on_slices_see_one_each() -> None:
+    """`--gpus` takes all slices of a GPU; ranks go round."""
+    chosen = select_gpus(_CUT_UP, "0")
+    topology = plan(local(3, chosen))
+
+    assert chosen == _CUT_UP[:2]
+    assert each(topology, "device") == ["cuda:0"] * 3
+    assert each(topology, "device_uuid") == ["MIG-3333-aa", "MIG-4444-bb", "MIG-3333-aa"]
+    with pytest.raises(OptionError, match=r"These do: 0 \(NVIDIA H100 MIG 1g.10gb\), 1 \("):
+        select_gpus(_CUT_UP, "2")
 
 
 @pytest.mark.parametrize(("n_gpus", "expected"), [(0, 2), (1, 1), (8, 8)])

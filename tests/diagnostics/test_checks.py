@@ -9,15 +9,22 @@ import pytest
 from nbdist.cluster import run_owner
 from nbdist.cluster.run_owner import Process, Run, RunOwner
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.gpus import GpuReading, GpuReadings
 from nbdist.core.host import Machine
-from nbdist.core.topology import Gpu
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.checks import OLDEST, examine
-from nbdist.diagnostics.facts import UNLIMITED, Facts, GpuFacts, Space
+from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
 
 GIB = 2**30
-GPU = GpuFacts(Gpu(0, "GPU-aa", "H200"), "570.1", 140 * 10**9, 10**9, "Default")
-OTHER = replace(GPU, gpu=Gpu(1, "GPU-bb", "H200"))
+GPU = GpuReading(0, "GPU-aa", "H200", 10**9, 140 * 10**9, compute_mode="Default")
+OTHER = replace(GPU, index=1, uuid="GPU-bb")
+
+
+def reported(*gpus: GpuReading, links: tuple[tuple[int, int, str], ...] = ()) -> dict[str, Any]:
+    """What a driver reports."""
+    return {"readings": GpuReadings(gpus, (), "570.1", links)}
+
+
 OWNER = RunOwner(41, "7", Machine("box", "b", "p"), 0.0, "/notebooks/a.ipynb")
 WELL = Facts(
     python="3.11.7",
@@ -73,7 +80,7 @@ _NOT_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str, str, str]]] = {
         ({"packages": {"torch": "2.9.1"}}, "torch", BAD, "2.11 or newer", "'torch>="),
         ({"packages": {"numpy": "1.25.0"}}, "numpy", BAD, "1.26", "'numpy>=1.26'"),
         (
-            {"packages": {"torch": "2.13.0+cpu"}, "gpus": (GPU,)},
+            {"packages": {"torch": "2.13.0+cpu"}, **reported(GPU)},
             "torch",
             BAD,
             "built for the CPU only, and 1 GPU is there",
@@ -81,26 +88,32 @@ _NOT_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str, str, str]]] = {
         ),
     ],
     checks.devices: [
-        ({"smi_problem": "no driver"}, "nvidia-smi", BAD, "does not answer", "restart"),
         (
-            {"gpus": (replace(GPU, compute_mode="Exclusive_Process"),)},
+            {"readings": GpuReadings(problems=("GPU 1 cannot be read: GPU is lost",))},
+            "GPUs",
+            BAD,
+            "the driver does not report",
+            "restart",
+        ),
+        (
+            reported(replace(GPU, compute_mode="Exclusive_Process")),
             "GPU 0",
             WARN,
             "two ranks cannot share it",
             "-i 0 -c DEFAULT",
         ),
         (
-            {"gpus": (replace(GPU, compute_mode="Prohibited"),)},
+            reported(replace(GPU, compute_mode="Prohibited")),
             "GPU 0",
             BAD,
             "no process",
             "--gpus",
         ),
-        ({"gpus": (replace(GPU, used_bytes=60 * 10**9),)}, "GPU 0", WARN, "use memory", "--gpus"),
+        (reported(replace(GPU, used_bytes=60 * 10**9)), "GPU 0", WARN, "use memory", "--gpus"),
     ],
     checks.topology: [
         (
-            {"links": ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PIX"))},
+            reported(links=((0, 1, "NV"), (0, 2, "SYS"), (1, 2, "PIX"))),
             "GPU links",
             WARN,
             "between the CPUs",
@@ -141,7 +154,7 @@ _NOT_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str, str, str]]] = {
             "ulimit -u 512",
         ),
         (
-            {"limits": {"locked memory": (65536, 65536)}, "gpus": (GPU,)},
+            {"limits": {"locked memory": (65536, 65536)}, **reported(GPU)},
             "locked memory",
             WARN,
             "InfiniBand",
@@ -213,11 +226,12 @@ _ALL_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str]]] = {
     ],
     checks.devices: [
         ({}, "GPUs", "none"),
-        ({"gpus": (GPU, OTHER)}, "GPU 1", "H200, 1.0 of 140.0 GB used"),
-        ({"gpus": (GPU, OTHER)}, "driver", "570.1"),
+        (reported(GPU, OTHER), "GPU 1", "H200, 1.0 of 140.0 GB used"),
+        (reported(GpuReading(0, "GPU-cc", "GB10")), "GPU 0", "GB10"),
+        (reported(GPU, OTHER), "driver", "570.1"),
     ],
     checks.topology: [
-        ({"links": ((0, 1, "NV18"), (0, 2, "PIX"))}, "GPU links", "slowest: PIX"),
+        (reported(links=((0, 1, "NV"), (0, 2, "PIX"))), "GPU links", "slowest: PIX"),
     ],
     checks.machine: [
         ({"world_size": 8}, "cores", "8 for 8 ranks"),
@@ -263,7 +277,7 @@ def test_what_is_well_is_left_alone(
 
 def test_one_gpu_has_no_links() -> None:
     """Without a pair of GPUs there is nothing to say of links."""
-    assert of(checks.topology, gpus=(GPU,)) == {}
+    assert of(checks.topology, **reported(GPU)) == {}
 
 
 def test_every_check_is_tested_here() -> None:

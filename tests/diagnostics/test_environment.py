@@ -4,13 +4,14 @@ import pytest
 
 from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
+from nbdist.core.topology import Gpu
 from nbdist.diagnostics.environment import RULES, SHOWN_UNSET, HostContext, settings
 
-GPUS = ("0", "1", "GPU-aabb", "GPU-ccdd")
+GPUS = (Gpu(0, "GPU-aabb", "H200"), Gpu(1, "GPU-ccdd", "H200"))
 
 
 def judged(
-    environ: dict[str, str], launched: dict[str, str] | None = None, gpus: tuple[str, ...] = GPUS
+    environ: dict[str, str], launched: dict[str, str] | None = None, gpus: tuple[Gpu, ...] = GPUS
 ) -> dict[str, Finding]:
     """The findings on a machine with two GPUs, lo and eth0, and four cores for each rank."""
     around = HostContext(("eth0", "lo"), gpus, 4)
@@ -20,6 +21,7 @@ def judged(
 @pytest.mark.parametrize(
     ("name", "value", "verdict", "why"),
     [
+        ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", OK, ""),
         ("CUDA_LAUNCH_BLOCKING", "1", WARN, "nothing overlaps"),
         ("CUDA_LAUNCH_BLOCKING", "0", OK, ""),
         ("CUDA_VISIBLE_DEVICES", "0,1", OK, ""),
@@ -37,6 +39,9 @@ def judged(
         ("MASTER_PORT", "29500", WARN, "does not use it"),
         ("MKL_NUM_THREADS", "4", OK, ""),
         ("MKL_NUM_THREADS", "5", WARN, "5 threads and has 4 cores"),
+        ("NBDIST_GPUS", "0,1", OK, ""),
+        ("NBDIST_RANKS", "4", OK, ""),
+        ("NBDIST_RANKS", "0", BAD, "not a number of ranks"),
         ("NBDIST_TEST", "1", WARN, "#"),
         ("NCCL_ALGO", "Ring", WARN, "one algorithm"),
         ("NCCL_BLOCKING_WAIT", "1", WARN, "cannot be aborted safely"),

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from nbdist.core.rank import this_rank
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
+from tests.support.gpus import Card, Driver, play
 from tests.support.kernel import notebook_env
 from tests.support.torch_ranks import ENV, run_ranks
 
@@ -64,6 +66,26 @@ def test_a_rank_that_waits_in_vain_writes_down_for_whom(tmp_path: Path) -> None:
     assert written["kind"] == "StartError"
     assert written["is_explained"]
     assert written["message"] == "rank 1 waited 1 s for rank(s) 0,2-3 to join the group"
+
+
+def test_a_rank_reports_its_gpu_by_the_drivers_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch writes it without "GPU-" and "MIG-": a slice would be taken for a whole GPU."""
+    seen = [
+        SimpleNamespace(uuid="aa-1", name="NVIDIA H100 MIG 1g.10gb"),
+        SimpleNamespace(uuid="bb", name="NVIDIA H100"),
+        SimpleNamespace(uuid="unlisted", name="NVIDIA H100 MIG 1g.10gb"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", seen.__getitem__)
+    play(monkeypatch, tmp_path, Driver(Card("GPU-aa", slices=2), Card("GPU-bb")), None)
+    reported = facts.gpus()
+
+    assert [gpu.uuid for gpu in reported] == ["MIG-aa-1", "GPU-bb", "MIG-unlisted"]
+    assert [gpu.is_slice for gpu in reported] == [True, False, True]
+    assert [gpu.index for gpu in reported] == [0, 1, 2]
 
 
 def test_nothing_is_known_before_a_rank_has_joined() -> None:

@@ -12,12 +12,13 @@ class Holder:
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
+        self._is_queued = False
 
-    def get(self, n: int) -> Ranks:
+    def get(self, n: int, *, is_queued: bool = False) -> Ranks:
         """Ranks that are whole; not whole again until the test says so."""
-        if self._ranks is None or self._ranks.n != n:
+        if self._ranks is None or (self._ranks.n, self._is_queued) != (n, is_queued):
             self.drop()
-            self._ranks = Ranks.start(n)
+            self._ranks, self._is_queued = Ranks.start(n, is_queued=is_queued), is_queued
         self._ranks.is_whole = False
         self._ranks.set_kept()
         return self._ranks
@@ -40,6 +41,15 @@ def _holder() -> Iterator[Holder]:
 def ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
     """As many ranks as the test's `n` says; `conclude` leaves them to the next test."""
     ranks = _holder.get(n)
+    yield ranks
+    if not ranks.is_whole:
+        _holder.drop()
+
+
+@pytest.fixture
+def queued_ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
+    """The same with a device that works off a queue."""
+    ranks = _holder.get(n, is_queued=True)
     yield ranks
     if not ranks.is_whole:
         _holder.drop()

@@ -24,8 +24,8 @@ def test_a_fault(n: int, fault: Fault, ranks: Ranks) -> None:
     outcome = happen(ranks, fault)
 
     assert outcome.cell.status == "error"
-    _assert_told(ranks, fault, outcome)
-    _assert_error(fault, outcome)
+    assert_told(ranks, fault, outcome)
+    assert_error(fault, outcome)
     # From the press, or from the fault's begin. Also where a rank died it is the latter: Gloo tells
     # only those who are connected to it, others wait.
     allowed_s = BACK_S if fault.act.startswith("press") else TOLD_S + GRACE_S + ABORT_S
@@ -39,7 +39,8 @@ def test_a_fault(n: int, fault: Fault, ranks: Ranks) -> None:
     ranks.conclude(fault.name, fault.kind, outcome.told_s, outcome.back_s)
 
 
-def _assert_told(ranks: Ranks, fault: Fault, outcome: Outcome) -> None:
+def assert_told(ranks: Ranks, fault: Fault, outcome: Outcome) -> None:
+    """Its line has all that it should, once, and came in time."""
     if outcome.told_s is None:
         return
     cell = outcome.cell
@@ -52,7 +53,8 @@ def _assert_told(ranks: Ranks, fault: Fault, outcome: Outcome) -> None:
     assert outcome.told_s < fault.promise_s + ranks.load_s
 
 
-def _assert_error(fault: Fault, outcome: Outcome) -> None:
+def assert_error(fault: Fault, outcome: Outcome) -> None:
+    """The cell's error is the one that it should be, and says what is on record."""
     error = outcome.cell.failure
     assert error.ename == fault.ename, outcome.cell.visible
     assert fault.said in outcome.cell.stderr, outcome.cell.visible

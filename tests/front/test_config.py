@@ -316,6 +316,7 @@ _MISTAKES = {
     "%dist_config --ranks 4": "Name the strategy as well: --strategy ddp",
     "%dist_config --strategy fsdp --ranks 8 --nodes 3": "8 ranks cannot be spread evenly over 3",
     "%dist_config --strategy fdsp": "Did you mean fsdp?",
+    "%dist_config --device cuda": "There is no --device cuda. Choose one of gpu, cpu",
     "%dist_config --write ddp.txt": "does not say which form the file has",
     "%dist_config --write a.yaml --as xml": "There is no --as xml. Choose one of accelerate",
     "%dist_config --write nowhere/a.yaml": "There is no folder",
@@ -333,11 +334,15 @@ def test_a_mistake_says_what_works(kernel: Kernel, typed: str) -> None:
 def test_all_forms_are_shown(kernel: Kernel) -> None:
     """Without a file each form stands under its heading, or why there is none."""
     live = kernel.run("%dist_config").visible
+    for_gpus = kernel.run("%dist_config --device gpu").visible
     other = kernel.run("%dist_config --strategy fsdp --tp 2 --ranks 16 --nodes 2").visible
     called = good(kernel, "import nbdist\nsorted(nbdist.session().config().texts)").visible
 
     assert "--- deepspeed: none" in live
     assert "torchrun --standalone --nproc-per-node 2 train.py" in live
+    assert "use_cpu: true" in live
+    assert "use_cpu: false" in for_gpus
+    assert "CPU=true" not in for_gpus
     assert "parallelism_config_dp_shard_size: 8" in other
     assert "--nnodes 2 --nproc-per-node 8" in other
     assert "['accelerate', 'sbatch', 'torchrun']" in called

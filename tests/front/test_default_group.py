@@ -50,6 +50,18 @@ for number, path in enumerate({paths!r}, 1):
     os.environ["MASTER_PORT"] = str(port + number)
     runpy.run_path(path, run_name="__main__")
 """
+# What Accelerate's barrier hands to the group, as if the rank's GPU were number 5.
+_BARRIER = """%%distributed
+from types import SimpleNamespace
+from unittest import mock
+from nbdist.engine import default_group
+here = SimpleNamespace(place=SimpleNamespace(device="cuda:5"))
+with (mock.patch.object(default_group, "this_rank", lambda: here),
+      mock.patch.object(dist.ProcessGroup, "barrier") as barrier):
+    accelerator.wait_for_everyone()
+print(barrier.call_args.kwargs["opts"].device.index)
+accelerator.wait_for_everyone()
+"""
 _REFUSED = {
     'dist.rpc.init_rpc("worker")': "nbdist does not run torch.distributed.rpc on ranks",
     'dist.init_process_group("nccl")': "asks for nccl, but the ranks have gloo",
@@ -101,7 +113,10 @@ def test_another_group_is_refused(kernel: Kernel, call: str) -> None:
 
 
 def test_accelerates_end_and_state(kernel: Kernel) -> None:
-    """`end_training` can be followed by another cell; PartialState counts all ranks at once."""
+    """`end_training` can be followed by another cell; PartialState counts all ranks at once.
+
+    `wait_for_everyone` waits on the rank's own GPU, not on that with the number LOCAL_RANK.
+    """
     kernel.run("%dist_reset")
     state = kernel.run(
         "%%distributed\nfrom accelerate import PartialState\nstate = PartialState()\n"
@@ -113,10 +128,12 @@ def test_accelerates_end_and_state(kernel: Kernel) -> None:
         "net = mine.prepare(torch.nn.Linear(4, 4))\nmine.backward(net(torch.ones(2, 4)).sum())\n"
         "mine.end_training()"
     )
+    barrier = kernel.run(_BARRIER)
     again = kernel.run("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())")
 
     assert state.text == "[0-1] 2 True True\n", state.visible
     assert ended.status == "ok", ended.visible
+    assert barrier.text == "[0-1] 5\n", barrier.visible
     assert again.text == "[0-1] 2.0\n"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nbdist import plan
 from nbdist.core import topology
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.errors import OptionError
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Doing, Sample

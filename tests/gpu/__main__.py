@@ -26,9 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu import results
+from tests.gpu import assumptions, results
 from tests.gpu.results import FAILED, NOT_RUN, PASSED, TIMED_OUT, Case
-from tests.support import gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "gpu"
@@ -38,7 +37,7 @@ BUDGET_S = 570.0
 END_S = 10.0
 PAGE_S = 20.0
 NO_GPU = (
-    "There is no GPU here: nvidia-smi lists none that CUDA_VISIBLE_DEVICES leaves visible. "
+    "There is no GPU here: the driver lists none that CUDA_VISIBLE_DEVICES leaves visible. "
     "`python -m tests.gpu --cpu` runs the same tests on two CPU ranks."
 )
 # A machine's own plugins stay out (environment), and its torch may warn of anything.
@@ -83,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """0 where everything that ran has passed, 1 where it has not, or nothing has run."""
     began_s = time.monotonic()
     asked = _asked(words)
-    if not asked.cpu and gpus.count() == 0:
+    if not asked.cpu and assumptions.gpu_count() == 0:
         sys.stderr.write(f"{NO_GPU}\n")
         return 1
     out = Path(os.environ.get("OUT") or WORK).resolve()

@@ -7,6 +7,7 @@ them: this table is read by a process that has to outlive them. One GPU is enoug
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib
 import json
 import os
@@ -24,6 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from nbdist.core import gpus
+from nbdist.core.topology import filter_visible
 from tests.gpu import results
 
 # A look from the control thread at what the main thread does, as the product's own.
@@ -45,6 +48,13 @@ class Probe:
     look: Callable[[], dict[str, Any]]
     limit_s: float
     on_cpu: bool = False
+
+
+@functools.cache
+def gpu_count() -> int:
+    """GPUs that the driver lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
+    listed = gpus.read_once().devices
+    return len(filter_visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _text_of(*command: str) -> str:
@@ -387,9 +397,7 @@ def names() -> dict[str, Any]:
     import pynvml
     import torch
 
-    from nbdist.core.nvml import Nvml
-
-    by_nvml = Nvml(pynvml).read()
+    by_nvml = gpus.Nvml(pynvml).read()
     by_smi = _text_of("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader").split()
     properties = torch.cuda.get_device_properties(0)
     uuids = [gpu.uuid for gpu in by_nvml.gpus]

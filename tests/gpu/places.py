@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.session import Session
-from tests.gpu import results
-from tests.support import gpus
+from tests.gpu import assumptions, results
 from tests.support.ranks import clear_names, started, until
 
 # A certain deadlock is aborted so long after it was told.
@@ -42,7 +41,7 @@ class Place:
 
     @property
     def world_size(self) -> int:
-        return min(gpus.count(), 8) if self.n is None else self.n
+        return min(assumptions.gpu_count(), 8) if self.n is None else self.n
 
 
 PLACES = {

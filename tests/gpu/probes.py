@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import results
+from tests.gpu import assumptions, results
 from tests.gpu.assumptions import PROBES
 from tests.gpu.results import FAILED, NOT_RUN, PASSED, RUNNING, TIMED_OUT, Case
-from tests.support import gpus
 
 _RESULT = "RESULT "
 _WHY_CHARACTERS = 1500
@@ -56,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def run(part: str, name: str) -> Case:
     """A probe in a process of its own, and how it ended."""
     chosen = PROBES[name]
-    if not chosen.on_cpu and gpus.count() == 0:
+    if not chosen.on_cpu and assumptions.gpu_count() == 0:
         return Case(part, name, NOT_RUN, why="needs 1 GPU, this machine has 0")
     began_s, said = time.monotonic(), ""
     process = subprocess.Popen(

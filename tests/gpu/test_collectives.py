@@ -52,7 +52,38 @@ print(x.tolist() == [float(rank), 10.0 + rank])""",
         "xs = [None, None]; dist.all_gather_object(xs, {'rank': rank}); print(xs)",
         "[{'rank': 0}, {'rank': 1}]",
     ),
+    "send and recv": (
+        """x = torch.zeros_like(one)
+dist.send(one, 1) if rank == 0 else dist.recv(x, 0)
+dist.recv(x, 1) if rank == 0 else dist.send(one, 0)
+print(x.item() == 2.0 - rank, x.device == device)""",
+        "True True",
+    ),
+    "batch_isend_irecv": (
+        """xs = [torch.zeros(3, device=device), torch.zeros(2, 2, device=device).bfloat16()]
+calls = [dist.P2POp(dist.irecv, x, 1 - rank) for x in xs]
+calls += [dist.P2POp(dist.isend, torch.full_like(x, rank + 1), 1 - rank) for x in xs]
+for work in dist.batch_isend_irecv(calls):
+    work.wait()
+print([(x == 2 - rank).all().item() for x in xs])""",
+        "[True, True]",
+    ),
+    "coalesced": (
+        """xs, ys = [one.clone(), one.repeat(3)], torch.zeros(2, device=device)
+with dist.distributed_c10d._coalescing_manager():
+    [dist.all_reduce(x) for x in xs]
+with dist.distributed_c10d._coalescing_manager():
+    dist.all_gather_into_tensor(ys, one)
+print([x.tolist() for x in xs], ys.tolist())""",
+        "[[3.0], [3.0, 3.0, 3.0]] [1.0, 2.0]",
+    ),
     "barrier": ("dist.barrier(); print('passed')", "passed"),
+    "barrier on LOCAL_RANK": (
+        """dist.barrier(device_ids=[local_rank]); accelerator.wait_for_everyone()
+with accelerator.main_process_first():
+    print('passed')""",
+        "passed",
+    ),
 }
 
 # Gradients of DDP over two halves of a batch against those of the whole batch, in double.

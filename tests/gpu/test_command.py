@@ -18,7 +18,6 @@ from tests.gpu import __main__ as command
 from tests.gpu import assumptions, probes, report, results
 from tests.gpu.assumptions import Probe, staging
 from tests.gpu.results import FAILED, NOT_RUN, PASSED, RUNNING, TIMED_OUT, Case
-from tests.support import gpus
 from tests.support.kernel import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,9 +132,9 @@ def test_a_part_without_time_is_listed(tmp_path: Path) -> None:
 
 def test_a_probe_that_fails_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a process of its own, where no GPU is; without one being there it is not tried."""
-    monkeypatch.setattr(gpus, "count", lambda: 0)
+    monkeypatch.setattr(assumptions, "gpu_count", lambda: 0)
     assert probes.run("probes", "staging").outcome == NOT_RUN
-    monkeypatch.setattr(gpus, "count", lambda: 1)
+    monkeypatch.setattr(assumptions, "gpu_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     failed = probes.run("probes", "staging")
     monkeypatch.setitem(probes.PROBES, "staging", Probe(staging, 0.1))
@@ -147,7 +146,7 @@ def test_a_probe_that_fails_or_hangs_says_why(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_watch_sees_where_and_how_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that computes in the frame `spin`, with a call that the recorder calls pending."""
+    """In which frame, with which pending calls; and how looks at one wait become words."""
     monkeypatch.setattr(assumptions, "_pending", lambda: ["nccl:all_reduce"])
     watch, stop = assumptions._Watch(), threading.Event()
     here = (threading.get_ident(), threading.get_native_id(), stop)
@@ -164,12 +163,14 @@ def test_a_watch_sees_where_and_how_the_main_thread_waits(monkeypatch: pytest.Mo
     looking.join()
 
     assert watch.seen is not None
-    text = assumptions._wait_text(watch.seen["spin"])
-    states, _, rest = text.partition(", ")
-    assert "R" in states
-    assert rest.startswith("spins in ")
-    assert "spin" in rest.removeprefix("spins in ")
-    assert text.endswith(": nccl:all_reduce")
+    looks = watch.seen["spin"]
+    assert {look["place"][1] for look in looks} <= {"spin"}
+    assert all(look["pending"] == ["nccl:all_reduce"] for look in looks)
+    made = {"place": ("cell", "<module>"), "pending": ["nccl:all_reduce"], "dump_s": 0.0}
+    spinning = [{**made, "states": "RR", "spent_s": 0.05}, {**made, "states": "SR", "spent_s": 0.0}]
+    assert assumptions._wait_text(spinning) == "RS, spins in <module>: nccl:all_reduce"
+    idle = {**made, "states": "SS", "spent_s": 0.0, "pending": []}
+    assert assumptions._wait_text([idle]) == "S, sleeps in <module>: nothing pending"
 
 
 def made_up(folder: Path, *cases: Case) -> Path:
@@ -285,4 +286,4 @@ def test_the_supervisor_needs_nothing_but_python(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
-    assert {*json.loads(done.stdout)} - {*sys.stdlib_module_names} == {"tests"}
+    assert {*json.loads(done.stdout)} - {*sys.stdlib_module_names} == {"nbdist", "tests"}

@@ -5,8 +5,7 @@ import time
 import pynvml
 import pytest
 
-from nbdist.cluster.kernel import gpus
-from nbdist.core.nvml import Nvml
+from nbdist.core.gpus import Nvml, read_by_smi
 from nbdist.monitor.samples import Sample
 from nbdist.notebook.session import Session
 from tests.gpu.places import on
@@ -53,12 +52,13 @@ def test_the_monitor_reads_a_ranks_own_device(ranks: Session) -> None:
 @pytest.mark.gpu(1)
 def test_both_ways_to_read_the_driver_agree() -> None:
     """NVML and nvidia-smi name the same GPUs with the same memory."""
-    by_nvml, by_smi = Nvml(pynvml).read(), gpus.read_by_smi()
+    by_nvml, by_smi = Nvml(pynvml).read(), read_by_smi()
 
     assert by_nvml.problems == by_smi.problems == ()
     assert [one.uuid for one in by_nvml.gpus] == [one.uuid for one in by_smi.gpus]
     for one, other in zip(by_nvml.gpus, by_smi.gpus, strict=True):
-        assert one.name == other.name
+        assert (one.name, one.compute_mode) == (other.name, other.compute_mode)
+        assert one.power_limit_w == pytest.approx(other.power_limit_w, abs=0.01)
         assert one.total_bytes is not None
         assert other.total_bytes is not None
         assert abs(one.total_bytes - other.total_bytes) <= 2**20

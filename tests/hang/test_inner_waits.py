@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import diagnose
-from nbdist.hang.records import RankView, ThreadSnapshot, WaitFinding
-from tests.support.boxes import NOW_S, at, call, inner, look, only_finding, reduce, view
+from nbdist.hang.records import FlightRecorderEntry, RankView, ThreadSnapshot, WaitFinding
+from nbdist.hang.text import state_of
+from tests.support.boxes import NOW_S, WORLD, at, call, inner, look, only_finding, reduce, view
 
 
 def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> ThreadSnapshot:
@@ -96,3 +97,88 @@ def test_work_that_python_has_issued_may_not_be_what_is_waited_for() -> None:
     waits = view(0, "running", reduce("issued"), look=step(4))
 
     assert not only_finding(waits, view(1, "finished", look=step(3))).is_certain
+
+
+def queued(
+    *calls: FlightRecorderEntry, is_held: bool = True, is_free: bool = False
+) -> ThreadSnapshot:
+    """A rank in a wait for its GPU, by NCCL's recorder: awake, and in the cell's own line."""
+    on_world = tuple(replace(call, group=WORLD) for call in calls)
+    place = at(8, "x.sum().item()")
+    return ThreadSnapshot(
+        place, (), False, False, device_calls=on_world, is_held=is_held, is_free=is_free
+    )
+
+
+def on_gpu(number: int, op: str = "all_reduce", *, is_pending: bool = True) -> FlightRecorderEntry:
+    return inner(op, "float32[20]", number, is_pending=is_pending)
+
+
+HELD = "rank 0 waits in all_reduce(float32[20]) inside line 8 of cell [12]: x.sum().item(); "
+
+
+def test_the_oldest_call_of_a_gpu_that_misses_a_part_is_told() -> None:
+    """Those behind it are innocent; those before it are done or complete."""
+    calls = on_gpu(3, is_pending=False), on_gpu(4), on_gpu(5, "broadcast"), on_gpu(6)
+    waits = view(0, "running", look=queued(*calls))
+    finding = only_finding(waits, view(1, "finished", look=queued(on_gpu(3), is_held=False)))
+
+    assert finding.text == HELD + "rank 1 finished without calling it"
+    assert finding.is_certain
+
+
+def test_another_call_in_a_gpus_queue_is_told() -> None:
+    """By its number, however many calls the other rank has queued behind it."""
+    mine = view(0, "running", look=queued(on_gpu(4), on_gpu(5)))
+    theirs = view(1, "running", look=queued(on_gpu(4, "broadcast"), on_gpu(5), on_gpu(6)))
+    finding = only_finding(mine, theirs)
+
+    assert finding.is_certain
+    assert HELD.removeprefix("rank 0 waits in ") in finding.text
+    assert "broadcast(float32[20])" in finding.text
+
+
+def test_a_rank_that_computes_does_not_wait_for_its_gpu() -> None:
+    """Nor does one whose calls all ranks have made, however long the GPU takes."""
+    behind = view(1, "finished", look=queued(on_gpu(3), is_held=False))
+    computes = view(0, "running", look=queued(on_gpu(4), is_held=False, is_free=True))
+    assert diagnose([computes, behind], 1e9) == ()
+    complete = view(1, "finished", look=queued(on_gpu(4, is_pending=False), is_held=False))
+    assert diagnose([view(0, "running", look=queued(on_gpu(4))), complete], 1e9) == ()
+
+
+def test_a_rank_that_may_still_queue_the_call_is_late() -> None:
+    """It computes on the host: not certain."""
+    comes = view(1, "running", look=queued(on_gpu(3), is_held=False, is_free=True))
+    finding = only_finding(view(0, "running", look=queued(on_gpu(4))), comes)
+
+    assert not finding.is_certain
+    assert "rank 1 has not come to it yet" in finding.text
+
+
+def test_a_call_from_python_is_told_at_its_own_line() -> None:
+    """It was over for Python once it was queued: the box knows its line and its number."""
+    waits = view(0, "running", reduce(), reduce(place=at(9)), look=queued(on_gpu(1), on_gpu(2)))
+    finding = only_finding(waits, view(1, "finished", reduce()))
+
+    assert finding.text.startswith("rank 0 waits in all_reduce(float32[3]) at line 9 of cell [12]")
+    assert finding.is_certain
+
+
+def test_a_transfer_in_a_gpus_queue_is_told() -> None:
+    """By the counts of both ends, as on Gloo."""
+    entry = replace(inner("send 0->1", "float32[3]", 0), group=WORLD, is_transfer=True)
+    send = call("send", "float32[3], dst=1", peer=1)
+    waits = view(0, "running", send, look=queued(entry))
+    finding = only_finding(waits, view(1, "finished"))
+
+    assert finding.text.startswith("rank 0 waits in send(float32[3], dst=1) at line 7")
+    assert "rank 1 finished without a recv from rank 0" in finding.text
+
+
+def test_work_that_nobody_waits_for_is_not_certain() -> None:
+    """The GPU may be at something else; an interrupt aborts it even so."""
+    waits = view(0, "running", reduce("issued"), look=queued(on_gpu(1)))
+
+    assert not only_finding(waits, view(1, "finished")).is_certain
+    assert state_of(waits.box, waits).startswith("waiting in all_reduce(float32[20])")

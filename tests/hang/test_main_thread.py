@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.hang.kernel import health
-from nbdist.hang.rank import main_thread
+from nbdist.hang.rank import graph_capture, main_thread
 from nbdist.hang.records import FlightRecorderEntry, SourceLine, ThreadSnapshot
 from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
@@ -150,7 +151,7 @@ def test_a_wait_is_told_with_its_line_and_its_call(ranks: Ranks, name: str) -> N
     assert look.stack[0] == f"cell [{cell}], line {len(lines)}: {last}"
     assert wait.innermost in look.stack[-1]
     call = FlightRecorderEntry(wait.op, wait.detail, before + 1, is_pending=True)
-    assert look.newest[WORLD] == call
+    assert look.newest[WORLD] == dataclasses.replace(call, group=WORLD)
     assert (other.place, number_of(other)) == (None, before)
     assert not wait.innermost or other.stack == ()  # later a rank imports while it is idle
 
@@ -231,7 +232,7 @@ import torch, torch.distributed as dist
 from nbdist.hang.rank import main_thread as looks
 
 def counts():
-    return {name: [c.op, c.number] for name, c in looks.newest_collectives().items()}
+    return {name: [c.op, c.number] for (_, name), c in looks.newest_collectives().items()}
 
 folder = tempfile.mkdtemp(dir=sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/0", 1), rank=0, world_size=1)
@@ -287,13 +288,31 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def test_entries_that_do_not_count() -> None:
-    """Sends, groups without a name, and what was before the mark."""
-    others = [entry(is_p2p=True), entry(process_group=("", "")), entry(record_id=3)]
+    """Groups without a name, and what was before the mark."""
+    others = [entry(process_group=("", "")), entry(record_id=3)]
+    call = FlightRecorderEntry(
+        "all_gather_into_tensor", "bfloat16[2, 3]", 3, is_pending=True, group="0"
+    )
 
-    assert main_thread.newest_of(others, mark=3, base={}) == {}
-    assert main_thread.newest_of([*others, entry()], mark=3, base={0: 1}) == {
-        "0": FlightRecorderEntry("_all_gather_base", "bfloat16[2, 3]", 3, is_pending=True)
-    }
+    assert list(main_thread.calls_of(others, mark=3, base={})) == []
+    assert list(main_thread.calls_of([*others, entry()], mark=3, base={0: 1})) == [
+        (("nccl", "0"), call)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "name"),
+    [
+        ("nccl:_reduce_scatter_base", "reduce_scatter_tensor"),
+        ("nccl:all_reduce_barrier", "barrier"),
+        ("gloo:all_gather", "all_gather"),
+    ],
+)
+def test_calls_of_the_recorder_have_their_python_names(recorded: str, name: str) -> None:
+    """C++'s own would mean nothing to who has called them."""
+    ((_, call),) = main_thread.calls_of([entry(profiling_name=recorded)], -1, {})
+
+    assert call.op == name
 
 
 def test_what_was_counted_and_not_yet_noted_is_read_again() -> None:
@@ -307,12 +326,33 @@ def test_what_was_counted_and_not_yet_noted_is_read_again() -> None:
 
 
 def test_a_barrier_has_no_detail() -> None:
-    """Without tensors there is nothing to say, and the last one of a group counts."""
-    newest = main_thread.newest_of(
-        [entry(), entry(profiling_name="gloo:barrier", input_sizes=[], input_dtypes=[])], -1, {}
-    )
+    """Without tensors there is nothing to say."""
+    barrier = entry(profiling_name="gloo:barrier", input_sizes=[], input_dtypes=[])
+    ((key, call),) = main_thread.calls_of([barrier], -1, {})
 
-    assert dataclasses.astuple(newest["0"]) == ("barrier", "", 4, True)
+    assert key == ("gloo", "0")
+    assert (call.op, call.detail, call.number, call.is_pending) == ("barrier", "", 4, True)
+
+
+def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's and NCCL's recorders use one name for a group, and numbers of their own."""
+    gloo = entry(profiling_name="gloo:all_reduce", collective_seq_id=7, retired=True)
+    nccl = [entry(profiling_name="nccl:all_reduce", collective_seq_id=n) for n in (1, 2)]
+    nccl.append(entry(profiling_name="nccl:send 0->1", is_p2p=True))
+    recorders = [
+        main_thread._FlightRecorder(lambda *_, e=e: pickle.dumps({"entries": e}))  # type: ignore[misc]
+        for e in ([gloo], nccl)
+    ]
+    monkeypatch.setattr(main_thread, "_recorders", recorders)
+
+    newest = main_thread.newest_collectives()
+    assert {key: call.number for key, call in newest.items()} == {
+        ("gloo", "0"): 7,
+        ("nccl", "0"): 2,
+    }
+    calls = [(c.op, c.number, c.is_transfer) for c in main_thread.device_calls()]
+    assert calls == [("all_reduce", 1, False), ("all_reduce", 2, False), ("send 0->1", 4, True)]
+    assert main_thread.snapshot().newest == {"0": newest["gloo", "0"]}
 
 
 def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,3 +390,63 @@ def test_a_look_frees_nothing_of_the_main_threads(monkeypatch: pytest.MonkeyPatc
 
     may_end.set()
     thread.join(DEADLINE_S)
+
+
+class _Graph:
+    """Stands for torch.cuda.CUDAGraph, which a build without CUDA cannot make.
+
+    Attributes:
+        error: What its capture cannot begin with.
+    """
+
+    error: BaseException | None = None
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        del pool, capture_error_mode
+        if self.error is not None:
+            raise self.error
+
+    def capture_end(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It knows what it knew before; whatever becomes of the capture, the next look asks."""
+    monkeypatch.setattr(graph_capture, "CUDAGraph", _Graph)
+    monkeypatch.setattr(_Graph, "capture_begin", _Graph.capture_begin)  # restored at the end
+    monkeypatch.setattr(_Graph, "capture_end", _Graph.capture_end)
+    graph_capture.install()
+    noted = [entry(op_id=4)]
+    is_held: list[bool] = []
+
+    def dump(with_entries: bool, _stacks: bool, _active: bool) -> bytes:
+        is_held.append(graph_capture._lock.locked())  # a capture waits for it
+        status = {"0": {"last_enqueued_collective": len(noted)}}
+        return pickle.dumps({"pg_status": status, "entries": noted if with_entries else []})
+
+    recorder = main_thread._FlightRecorder(dump)
+
+    def asked() -> int:
+        is_held.clear()
+        recorder.read()
+        assert all(is_held)
+        return len(is_held)
+
+    assert asked() == 2
+    known, graph, other = dict(recorder.calls), _Graph(), _Graph()
+    graph.capture_begin(capture_error_mode="global")
+    other.capture_begin()
+    noted.append(entry(op_id=5, record_id=6, profiling_name="nccl:all_reduce"))
+    assert (asked(), recorder.read()) == (0, known)
+    graph.capture_end()
+    assert asked() == 0
+    other.error = RuntimeError("capture failed")
+    with pytest.raises(RuntimeError, match="capture failed"):
+        other.capture_end()
+    with pytest.raises(RuntimeError, match="capture failed"):
+        other.capture_begin()
+    assert asked() == 2
+    assert recorder.calls["nccl", "0"].op == "all_reduce"

@@ -300,5 +300,5 @@ def test_a_group_that_has_used_every_number_says_how_to_go_on() -> None:
         def _backend_id(self, kind: dist.ProcessGroup.BackendType) -> int:
             return 1
 
-    with pytest.raises(NbdistError, match=r"group 3 has been recovered 249 times.*%dist_reset"):
+    with pytest.raises(NbdistError, match=r"group 3 cannot.* 249 new backends.*%dist_reset"):
         debug_checks.unused_type(Spent())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.hang.diagnose import counts_differ, last_words, mismatches
+from nbdist.hang.diagnose import counts_differ, last_words, mismatches, unmatched
 from nbdist.hang.records import Call, CallLog, RankView
 from nbdist.hang.text import last_call, place_text, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
@@ -108,18 +108,18 @@ def test_a_dead_rank_counts_for_nothing_in_the_counts() -> None:
     """Its sends and calls are not compared: only the living are given."""
     alive = box(0, reduce(), call("send", peer=1), groups=PAIR)
 
-    assert not counts_differ([alive], {0: {WORLD: inner("all_reduce", "", 3)}})
+    assert not counts_differ([alive], {0: {("gloo", WORLD): inner("all_reduce", "", 3)}})
 
 
 def test_counts_of_the_flight_recorder_are_compared() -> None:
     """Where it is there: equal, different, none at all, none in this group."""
     boxes: list[CallLog] = [box(rank, groups=PAIR) for rank in (0, 1)]
-    three, four = ({WORLD: inner("all_reduce", "", number)} for number in (3, 4))
+    three, four = ({("gloo", WORLD): inner("all_reduce", "", number)} for number in (3, 4))
 
     assert not counts_differ(boxes, {0: three, 1: three})
     assert counts_differ(boxes, {0: three, 1: four})
     assert not counts_differ(boxes, {0: three, 1: {}})
-    assert counts_differ(boxes, {0: three, 1: {"7": inner("barrier", "", 1)}})
+    assert counts_differ(boxes, {0: three, 1: {("gloo", "7"): inner("barrier", "", 1)}})
 
 
 def test_the_last_call_of_a_dead_rank() -> None:
@@ -152,3 +152,24 @@ def test_a_place_in_words() -> None:
     assert place_text(replace(at(7), cell=None, file="train.py")) == "line 7 of train.py"
     assert place_text(at(7, "for x in loader:")) == "line 7 of cell [12]: for x in loader"
     assert place_text(None) == ""
+
+
+def test_a_call_that_only_some_have_made_is_told() -> None:
+    """At a cell's end: the first that is missing; not where a member had no part in the cell."""
+    calls = reduce(), call("broadcast", "float32[3], src=0", line=9)
+    ended = [box(rank, *calls[: 2 - rank], groups=PAIR, state="finished") for rank in (0, 1)]
+
+    assert unmatched(ended, RUN, [0, 1]) == (
+        "rank 0 called broadcast(float32[3], src=0) at line 9 of cell [12]; "
+        "rank 1 finished without calling it"
+    )
+    assert unmatched(ended, RUN, [0]) == ""
+    assert unmatched(ended, RUN + 1, [0, 1]) == ""
+    assert unmatched([ended[0], ended[0]], RUN, [0]) == ""
+
+
+def test_a_call_that_goes_on_behind_its_cell_is_not_missed_yet() -> None:
+    """Issued and not waited for, or made by a thread that is in it now."""
+    for state in ("issued", "waiting"):
+        ended = [box(0, reduce(state), groups=PAIR), box(1, groups=PAIR)]
+        assert unmatched(ended, RUN, [0, 1]) == ""

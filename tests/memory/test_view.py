@@ -25,6 +25,7 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.memory.view import image as memory_image
 from nbdist.memory.view.image import COLOURS
+from nbdist.memory.view.report import memory_report
 from nbdist.recording.view import iframe as recording_iframe
 from nbdist.recording.view import png as recording_png
 from tests.support.drawn_memory import MB, Piece, million, rank_memory, remembered, training
@@ -281,6 +282,11 @@ def test_only_what_is_equal_everywhere_is_shown_where_outputs_are_stored(
         size = rank.blocks.size_bytes * np.where(rank.blocks.is_exact, 1, 3 - rank.rank)
         ranks.append(replace(rank, blocks=replace(rank.blocks, size_bytes=size), duration_ns=7))
     first, other = remembered(snapshot), remembered(replace(snapshot, ranks=tuple(ranks)))
+    on_gpus = [
+        replace(peak, reserved_bytes=2 * MB, reserved_peak_bytes=3 * MB, limit_bytes=80 * MB)
+        for peak in peaks(snapshot)
+    ]
+    assert memory_report(snapshot, on_gpus, []).text == first.text
 
     assert first.text == other.text
     assert "memory of ranks 0-1, ddp, dp 2, 4 steps, #" in first.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.core.finding import Finding
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.monitor import findings
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Doing, Sample, SampleHistory

@@ -1,13 +1,10 @@
 """What ranks use and do, sampled beside them while they work, wait, hang and end."""
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,10 +17,10 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import NotRunning, OptionError
 from nbdist.monitor.kernel import monitor as monitors
 from nbdist.monitor.kernel.monitor import Monitor
-from nbdist.monitor.kernel.sampler import Samples
-from nbdist.monitor.samples import Sample
+from nbdist.monitor.kernel.sampler import Samples, _Answers, usage
+from nbdist.monitor.samples import Allocator, Answer, Sample
 from nbdist.notebook.session import Session
-from tests.support.gpus import SMI, Driver, DriverError
+from tests.support.gpus import Card, Driver, play, smi_text
 from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -117,6 +114,54 @@ def test_a_rank_is_seen_running_and_another_waiting_for_it(
     assert both[0].doing.last_collective == ""
     assert [one.doing.last_collective for one in idle] == ["barrier()"] * 2
     assert all((one.doing.collective_age_s or 0) < SOON_S for one in idle)
+
+
+# Rank 0 has a GPU from now on, for the monitor alone: its allocator counts how often it is asked.
+_ALLOCATOR = """
+import itertools, types
+from nbdist.monitor import rank as monitor_rank
+was, asked = vars(monitor_rank).copy(), itertools.count(1)
+monitor_rank.torch = types.SimpleNamespace(cuda=types.SimpleNamespace(
+    is_initialized=lambda: True,
+    memory_stats=lambda device: {"allocated_bytes.all.current": next(asked)},
+))
+place = types.SimpleNamespace(device="cuda:0", device_uuid="x")
+monitor_rank.this_rank = lambda: types.SimpleNamespace(place=place)
+"""
+
+
+def test_a_rank_that_waits_in_a_collective_is_not_asked_for_its_allocator(
+    session: Session, tmp_path: Path
+) -> None:
+    """The lock that this takes may be held until the collective ends; what was said last is old."""
+    gate = tmp_path / "gate"
+    code = (
+        "import os, time, torch, torch.distributed as dist\nif rank == 1:\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+
+    def answer() -> Answer:
+        future = session.ask(lambda ask, engine: usage(ask, engine, False), 0)
+        assert future is not None
+        return future.result(SOON_S)
+
+    session.run(_ALLOCATOR, ranks=[0])
+    idle = answer()
+    one = begin(session, code)
+    seen(session.monitor, lambda samples: states(samples) == ["waiting", "running"])
+    waiting = [answer(), answer()]
+    gate.touch()
+    end(one)
+    after = answer()
+    session.run("vars(monitor_rank).update(was)", ranks=[0])
+
+    assert idle.allocator == waiting[0].allocator == waiting[1].allocator == Allocator(1, 0, 0)
+    assert idle.allocator_age_s < waiting[0].allocator_age_s < waiting[1].allocator_age_s
+    assert after.allocator == Allocator(2, 0, 0)
+    answers = _Answers(session, session.monitor._note)
+    assert answers.allocator(idle, 0.0) == Allocator(1, 0, 0)
+    assert answers.allocator(replace(idle, allocator_age_s=60.0), 0.0) is None
 
 
 def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Session) -> None:
@@ -223,23 +268,11 @@ def on_gpus(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monit
     monitor.close()
 
 
-def without_driver() -> Any:
-    """A module pynvml on a machine where NVML fails."""
-    driver = Driver(0)
-    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
-    return driver
-
-
 def test_gpus_are_read_by_nvidia_smi(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call for all GPUs, each rank's by its UUID. When it fails that is told once."""
-    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
-    answer, program = tmp_path / "answer", tmp_path / "nvidia-smi"
-    answer.write_text(SMI)
-    program.write_text(f"#!/bin/sh\ncat {answer} || {{ echo driver gone >&2; exit 9; }}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    answer = play(monkeypatch, tmp_path, None, smi_text([Card(), Card("GPU-other")]))
     well, other = seen(on_gpus, lambda samples: samples[0].gpu is not None)
     answer.unlink()
     failed = seen(on_gpus, lambda samples: samples[0].gpu is None)
@@ -255,15 +288,16 @@ def test_gpus_are_read_by_nvidia_smi(
     assert missing.startswith(
         "rank 1: the driver reports nothing for its GPU GPU-missing (nvidia-smi"
     )
-    assert gone == f"nvidia-smi does not answer: cat: {answer}: No such file or directory"
+    assert gone.startswith("no GPU can be read: NVML: ")
+    assert gone.endswith("nvidia-smi: driver gone")
 
 
 def test_gpus_are_read_by_nvml_and_one_that_is_lost_is_told(
-    on_gpus: Monitor, monkeypatch: pytest.MonkeyPatch
+    on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the driver still tells of the others goes on."""
-    driver = Driver(2, uuids=("8c2a1f", "missing"))
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    driver = Driver(Card(), Card("GPU-missing"))
+    play(monkeypatch, tmp_path, driver, None)
     both = seen(on_gpus, lambda samples: samples[1].gpu is not None)
     driver.lost.add(0)
     one = seen(on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None)
@@ -274,20 +308,20 @@ def test_gpus_are_read_by_nvml_and_one_that_is_lost_is_told(
     assert one[1].gpu is not None
     assert back[0].gpu is not None
     assert on_gpus.problems == ("GPU 0 cannot be read: GPU is lost",)
-    assert on_gpus.history.summary(1, "power").peak == 123.456
+    assert on_gpus.history.summary(1, "power").peak == 512.33
 
 
 def test_without_any_driver_ranks_are_sampled_all_the_same(
     on_gpus: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host and state are there; nothing failed."""
-    monkeypatch.setitem(sys.modules, "pynvml", without_driver())
-    monkeypatch.setenv("PATH", str(tmp_path))
+    """Host and state are there, and it is told that GPUs are not."""
+    play(monkeypatch, tmp_path, None, None)
     samples = seen(on_gpus, lambda samples: samples[0].cpu_percent is not None)
+    assert until(lambda: len(on_gpus.problems) == 2)
 
     assert [one.gpu for one in samples] == [None, None]
     assert all(one.usage is not None for one in samples)
-    assert on_gpus.problems == ()
+    assert on_gpus.problems[0].startswith("rank 0: the driver reports nothing for its GPU 8c2a1f")
 
 
 def test_ranks_on_other_hosts_answer_for_themselves(

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from nbdist.core.nvml import MIB, GpuReading
+from nbdist.core.gpus import MIB, GpuReading
 from nbdist.core.topology import RankPlace
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.prometheus import METRICS, exposition, scrape_config

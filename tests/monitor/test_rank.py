@@ -1,19 +1,23 @@
 """What a rank tells of itself to a notebook on another host."""
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+import pynvml
 import pytest
 import torch
 
-from nbdist.core.nvml import GpuWatch
+from nbdist.core.gpus import GpuWatch
+from nbdist.hang.rank import main_thread, nccl_abort
+from nbdist.hang.records import FlightRecorderEntry
 from nbdist.monitor import rank as monitor_rank
 from nbdist.monitor.samples import Allocator, Answer
-from tests.support.gpus import Driver, DriverError
+from tests.support.gpus import Card, Driver, play
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +35,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(monitor_rank, "this_rank", lambda: SimpleNamespace(place=place))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_stats", {"cuda:1": STATS}.__getitem__)
-    watch = GpuWatch(monitor_rank._open, 0.01)
+    monkeypatch.setattr(monitor_rank, "_newest", {})
+    watch = GpuWatch(0.01)
     monkeypatch.setattr(monitor_rank, "_watch", watch)
     yield
     watch.close()
@@ -41,7 +46,8 @@ def test_a_rank_of_the_notebooks_host_tells_torchs_numbers_alone(on_gpu: None) -
     """All else is read without asking."""
     answer = monitor_rank.usage(is_remote=False)
 
-    assert answer == Answer(answer.now_s, allocator=Allocator(10, 20, 30))
+    told = Answer(answer.now_s, allocator=Allocator(10, 20, 30))
+    assert replace(answer, allocator_age_s=0.0) == told
 
 
 def test_before_cuda_is_used_there_is_no_allocator(
@@ -51,6 +57,40 @@ def test_before_cuda_is_used_there_is_no_allocator(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
     assert monitor_rank.usage(is_remote=False).allocator is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "places", "in_cell", "is_asked"),
+    [
+        ((7, 7), (1, 1), True, False),
+        ((7, 8), (1, 1), True, True),  # a loop that is ahead of its GPU: always something pending
+        ((7, 7), (1, 2), True, True),
+        ((7, 7), (1, 1), False, True),  # some calls of Gloo are pending for ever
+        ((None,), (1,), True, True),
+    ],
+)
+def test_a_rank_that_gets_on_is_asked_for_its_allocator(
+    on_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int | None, ...],
+    places: tuple[int, ...],
+    in_cell: bool,
+    is_asked: bool,
+) -> None:
+    """With the number of the pending call and the main thread's place, each at two moments."""
+    was = monitor_rank.usage(is_remote=False)
+    calls = (
+        {} if n is None else {"0": FlightRecorderEntry("all_reduce", "", n, is_pending=True)}
+        for n in numbers
+    )
+    monkeypatch.setattr(main_thread, "newest_collectives", calls.__next__)
+    monkeypatch.setattr(monitor_rank, "_main_place", iter(places).__next__)
+    monkeypatch.setattr(nccl_abort, "in_cell", lambda: in_cell)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: {})
+    answer = monitor_rank.usage(is_remote=False)
+
+    assert answer.allocator == (Allocator(0, 0, 0) if is_asked else was.allocator)
+    assert is_asked or answer.allocator_age_s > was.allocator_age_s
 
 
 def answered(seconds: float = 10.0) -> Answer:
@@ -64,13 +104,15 @@ def answered(seconds: float = 10.0) -> Answer:
     raise AssertionError(answer)
 
 
-def test_a_rank_of_another_host_tells_all(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_another_host_tells_all(
+    on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own process, by its own number, its GPU by NVML, and how old that is."""
-    monkeypatch.setitem(sys.modules, "pynvml", Driver(2, uuids=("missing", "8c2a1f")))  # type: ignore[arg-type]
+    play(monkeypatch, tmp_path, Driver(Card("GPU-missing"), Card()), None)
     answer = answered()
 
     assert answer.gpu is not None
-    assert (answer.gpu.index, answer.gpu.busy_percent) == (1, 90.0)
+    assert (answer.gpu.index, answer.gpu.busy_percent) == (1, 97.0)
     assert 0 <= answer.gpu_age_s < 10
     assert answer.allocator == Allocator(10, 20, 30)
     assert answer.usage is not None
@@ -80,11 +122,13 @@ def test_a_rank_of_another_host_tells_all(on_gpu: None, monkeypatch: pytest.Monk
     assert apart < 100_000_000
 
 
-def test_a_driver_that_fails_is_told(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_is_told(
+    on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rest is told all the same."""
-    driver = Driver(0)
-    driver.failing["nvmlInit"] = DriverError(9, "Driver Not Loaded")
-    monkeypatch.setitem(sys.modules, "pynvml", driver)  # type: ignore[arg-type]
+    driver = Driver(Card())
+    driver.failing["nvmlInit"] = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    play(monkeypatch, tmp_path, driver, None)
     answer = answered()
 
     assert answer.gpu is None

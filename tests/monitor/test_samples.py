@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import STATES, Doing, Sample, SampleHistory
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from nbdist.core.finding import WARN, Finding
-from nbdist.core.nvml import GpuReading
+from nbdist.core.gpus import GpuReading
 from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Allocator, Doing, Sample, SampleHistory
 from nbdist.monitor.view import MOST_RANKS, monitor, png, serving
@@ -88,9 +88,14 @@ def test_stored_output_has_no_number_that_differs(monkeypatch: pytest.MonkeyPatc
         doing=replace(DOING, since_s=1.0, collective_age_s=3.0),
         age_s=9.0,
     )
-    views = [monitor(*recorded(SAMPLE), (FINDING,)), monitor(*recorded(other, count=99))]
+    on_a_cpu = replace(SAMPLE, gpu=None, allocator=None)
+    views = [
+        monitor(*recorded(SAMPLE), (FINDING,)),
+        monitor(*recorded(other, count=99)),
+        monitor(*recorded(on_a_cpu)),
+    ]
 
-    assert views[0] == views[1]
+    assert views[0] == views[1] == views[2]
     assert "<img" not in views[0].html
     assert "running cell [3], waiting in barrier() for # s" in views[0].text
     assert re.split(r"  +", views[0].text.splitlines()[2])[-2:] == ["#", "barrier(), # s ago"]

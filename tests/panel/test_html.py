@@ -46,9 +46,14 @@ def test_as_text_it_is_complete() -> None:
 
 
 def test_stored_it_is_the_same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts, memory, use and times are placeholders, in the HTML too."""
+    """Hosts, devices, memory, use and times are placeholders, in the HTML too."""
     monkeypatch.setenv("NBDIST_TEST", "1")
     view = still(STATE)
+    on_gpus = tuple(
+        replace(row, device=f"cuda:{row.rank} NVIDIA H200", memory_bytes=row.memory_bytes and 7e9)
+        for row in STATE.ranks
+    )
+    assert view == still(replace(STATE, ranks=on_gpus))
 
     for text in (view.text, view.html):
         assert "node7" not in text

@@ -62,6 +62,94 @@ def test_it_trains_as_one_process(tmp_path: Path) -> None:
         assert 0 < result["half"]["fp16"] < 5e-4
 
 
+ORDERS = (
+    PP
+    + """
+groups, open_batches = [], []
+
+def noted(call, is_send):
+    def run(group, tensors, peer, *rest):
+        if not open_batches:
+            groups.append([])
+        groups[-1].append((is_send, peer))
+        return call(group, tensors, peer, *rest)
+    return run
+
+dist.ProcessGroup.send = noted(dist.ProcessGroup.send, True)
+dist.ProcessGroup.recv = noted(dist.ProcessGroup.recv, False)
+together = dist.batch_isend_irecv
+
+def batched(operations):
+    groups.append([])
+    open_batches.append(operations)
+    try:
+        return together(operations)
+    finally:
+        open_batches.pop()
+
+dist.batch_isend_irecv = batched
+
+class Open(LM):
+    "Its loss is computed outside of it."
+    def forward(self, tokens):
+        h = self.words(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(self.norm(h))
+
+def order(model, count, schedule, loss_of=lambda loss: loss):
+    "Sends and receives of a step and an evaluation, those that go together in a list."
+    groups.clear()
+    outer = put(plain(model), schedule=schedule, microbatches=count)
+    loss_of(outer(batch(0))).backward()
+    with torch.no_grad():
+        outer.eval()(batch(1))
+    return list(groups)
+
+done(orders={
+    schedule: order(make(depth=8, tied=False), 8, schedule)
+    for schedule in ("1f1b", "interleaved", "zb")
+} | {"outside": order(Open(depth=8, tied=False), 8, "interleaved", lambda y: y.sum())})
+"""
+)
+
+
+def hung(orders: list[list[list[tuple[bool, int]]]]) -> list[int]:
+    """Ranks that hang where each has one stream, as with NCCL's communicator made at the start.
+
+    A rank's groups run one after another, what is in one of them together; a send is over when
+    the other rank runs its receive. NCCL buffers a small message, which only helps. Collectives
+    are left out: all ranks make them before, between or after steps.
+    """
+    queues = [[list(map(tuple, group)) for group in order] for order in orders]
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, queue in enumerate(queues):
+            for is_send, peer in list(queue[0]) if queue else []:
+                if is_send and queues[peer] and (False, rank) in queues[peer][0]:
+                    queue[0].remove((True, peer))
+                    queues[peer][0].remove((False, rank))
+                    is_moving = True
+        queues = [queue[1:] if queue and not queue[0] else queue for queue in queues]
+    return [rank for rank, queue in enumerate(queues) if queue]
+
+
+def test_no_schedule_hangs_where_a_rank_has_one_stream(tmp_path: Path) -> None:
+    """As torch issues sends and receives, batched or not, and as a loss outside does."""
+    # Two that send to each other first hang, and do not if they receive at the same time.
+    sends_first = [[[(True, 1)], [(False, 1)]], [[(True, 0)], [(False, 0)]]]
+    assert hung(sends_first) == [0, 1]
+    assert hung([[[(True, 1), (False, 1)]], [[(True, 0), (False, 0)]]]) == []
+
+    results = run_ranks(tmp_path, 4, ORDERS)
+
+    for name in results[0]["orders"]:
+        orders = [result["orders"][name] for result in results]
+        assert sum(len(group) for order in orders for group in order) >= 2 * 2 * 3 * 8, name
+        assert hung(orders) == [], name
+
+
 MODELS = (
     PP
     + """

@@ -42,3 +42,10 @@ def test_what_gloo_copies_is_told_where_it_does(
 ) -> None:
     """Where pieces are reduced on a CPU; NCCL on a GPU copies nothing."""
     assert (GLOO in view(strategy, is_device=is_device).text) == is_told
+
+
+def test_stored_checks_of_a_gpu_and_a_cpu_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measured it, and what Gloo copies, is a matter of the machine."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+
+    assert view("fsdp, dp 2", is_device=True).text == view("fsdp, dp 2").text

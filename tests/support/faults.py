@@ -42,6 +42,7 @@ TOOLS = """%%distributed
 import json, os, signal, sys, threading, time
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -53,12 +54,12 @@ def until_end():
         time.sleep(0.01)
 
 def zeros():
-    net = nn.Linear(4, 4, bias=False)
+    net = nn.Linear(4, 4, bias=False, device=device)
     nn.init.zeros_(net.weight)
     return net
 
 def step():
-    for net in (ddp, sharded):
+    for net in nets:
         net(data).sum(1).mean().backward()
         with torch.no_grad():
             for weight in net.parameters():
@@ -66,16 +67,20 @@ def step():
                 weight.grad = None
 
 def check():
-    total = torch.full((3,), rank + 1.0)
+    total = torch.full((3,), rank + 1.0, device=device)
     dist.all_reduce(total)
     step()
-    whole = [ddp.module.weight, sharded.weight.full_tensor()]
-    return {'total': total.tolist(), 'weights': [w.unique().tolist() for w in whole]}
+    whole = [getattr(net, 'module', net).weight for net in nets]
+    whole = [w.full_tensor() if isinstance(w, DTensor) else w for w in whole]
+    return {'total': total.tolist(), 'weights': [w.cpu().unique().tolist() for w in whole]}
 
-x = torch.ones(3)
-data = torch.full((2, 4), rank + 1.0)
+x = torch.ones(3, device=device)
+data = torch.full((2, 4), rank + 1.0, device=device)
 ddp, other = DDP(zeros()), DDP(zeros())
-sharded = fully_shard(zeros())
+nets = [ddp]
+if device.type == 'cpu':
+    sharded = fully_shard(zeros())
+    nets.append(sharded)
 pair = dist.new_group([0, 1])
 rest = dist.new_group([r for r in range(world_size) if r != 1])
 """
@@ -114,10 +119,13 @@ class Ranks:
     _n_processes: int = 0
 
     @classmethod
-    def start(cls, n: int, prepare: Callable[[Path], str] | None = None) -> Self:
+    def start(
+        cls, n: int, prepare: Callable[[Path], str] | None = None, *, is_queued: bool = False
+    ) -> Self:
         """A kernel with n ranks, their tools defined.
 
         `prepare` gets the folder for temporary files and returns a cell to run before the start.
+        If they are queued, the ranks' device is tests/support/queued_device.py.
         """
         folder = Path(tempfile.mkdtemp(prefix="faults-"))
         (folder / "tmp").mkdir()
@@ -129,6 +137,8 @@ class Ranks:
             ranks.ok("%load_ext nbdist")
             ranks.ok(f"%dist_init -n {n} --grace {GRACE_S:g}", 120)
             ranks.ok("%%distributed\nimport torch._dynamo")
+            if is_queued:
+                ranks.ok(_queue_device(folder))
             ranks.make()
         except BaseException:
             kernel.shutdown(now=True)
@@ -194,8 +204,11 @@ class Ranks:
         """Whether an all_reduce, and a step of the old DDP and FSDP2 objects, come out right."""
         self.steps += 1
         weight = -self.steps * (self.n + 1) / 2
-        right = {"total": [self.n * (self.n + 1) / 2] * 3, "weights": [[weight], [weight]]}
-        return self.values("check()") == dict.fromkeys(range(self.n), right)
+        total = [self.n * (self.n + 1) / 2] * 3
+        return all(
+            state["total"] == total and all(weights == [weight] for weights in state["weights"])
+            for state in self.values("check()").values()
+        )
 
     @property
     def load_s(self) -> float:
@@ -271,6 +284,17 @@ class Ranks:
             assert time.monotonic() < end_s, f"{len(times)} of {n_blocked} ranks began"
             time.sleep(0.01)
         return max(map(float, times))
+
+
+def _queue_device(folder: Path) -> str:
+    """A cell that gives ranks a queued device; as a package's, whose lines are not the user's."""
+    packages = folder / "site-packages"
+    packages.mkdir()
+    (packages / "queued_device.py").symlink_to(Path(__file__).with_name("queued_device.py"))
+    return (
+        f"%%distributed\nimport sys; sys.path.insert(0, {str(packages)!r})\n"
+        "import queued_device\ndevice = queued_device.install()"
+    )
 
 
 def shm_files(owners: Iterable[psutil.Process]) -> list[Path]:

@@ -274,3 +274,19 @@ def test_a_first_step_that_is_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.notes[0].startswith("The first step took 3.0 times as long as the others")
     monkeypatch.setenv("NBDIST_TEST", "1")
     assert not any("first step" in note for note in breakdown(slow).notes)
+
+
+def test_the_device_is_told_in_notes_but_not_in_stored_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stored trace of CPU ranks has the notes of one of GPUs."""
+    did, steps = [Did(COMPUTE, 0, 30), Did(COMMUNICATION, 5, 9, "reduce-scatter")], [0, 10, 20, 30]
+    on_cpus, on_gpus = (
+        trace(*(rank_trace(n, did, steps, device=device) for n in range(2)))
+        for device in ("cpu", "cuda")
+    )
+    notes = [*breakdown(on_cpus).notes]
+    monkeypatch.setenv("NBDIST_TEST", "1")
+
+    assert [note[:8] for note in notes] == ["On a CPU", "Gloo run"]
+    assert breakdown(on_cpus).notes == breakdown(on_gpus).notes == ()

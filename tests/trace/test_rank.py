@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import optimizer as optimizers
@@ -15,6 +16,7 @@ from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank.steps import CellRecording, Steps
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING
+from nbdist.trace import chrome_trace
 from nbdist.trace import rank as trace_rank
 from tests.support.recordings import Place, own_profiler
 
@@ -90,6 +92,34 @@ def test_a_recording_ends_after_enough_steps_and_leaves_no_hook(
     recording.export()
     assert recording.path.stat().st_mode & 0o777 == 0o600
     recording.export()  # a second time it is there already
+
+
+def test_a_mark_launches_a_kernel_inside_itself(
+    recording: trace_rank._Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU has only annotations that launch something; not into a graph that is captured.
+
+    A CPU tensor stands for the GPU's: its operator is where the GPU's launch would be.
+    """
+    recording.start()
+    recording._marked = torch.ones(1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recording._mark()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    recording._mark()
+    recording.stop()
+    recording.export()
+
+    raw = chrome_trace.read(recording.path)
+    names = np.array([raw.heads[number].name for number in raw.head])
+    start_ns, end_ns = raw.start_ns, raw.start_ns + raw.duration_ns
+    marks = np.flatnonzero(names == "nbdist.step")
+    inside = [
+        int(((names == "aten::zero_") & (start_ns >= start_ns[m]) & (end_ns <= end_ns[m])).sum())
+        for m in marks[np.argsort(start_ns[marks])]
+    ]
+    assert inside == [1, 0]
+    assert recording._marked.item() == 0
 
 
 def test_a_trace_that_finds_no_room_is_told(

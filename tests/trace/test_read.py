@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import Counter
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from nbdist.errors import TraceError
 from nbdist.trace import chrome_trace
 from nbdist.trace.breakdown import breakdown
 from nbdist.trace.kernel.recordings import read_folder
-from nbdist.trace.names import collective, type_bytes
+from nbdist.trace.names import collective, kind, type_bytes
 from nbdist.trace.read import read
 from nbdist.trace.trace import (
     COMMUNICATION,
@@ -28,6 +29,15 @@ from nbdist.trace.trace import (
     RankTrace,
 )
 from tests.support.captured import check_trace
+from tests.support.cuda_traces import (
+    BACKWARD_NS,
+    COPY_NS,
+    FORWARD_NS,
+    OPTIMIZER_NS,
+    REDUCE_NS,
+    CudaProgram,
+    ddp_step,
+)
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "traces"
 STRATEGIES = ("ddp", "fsdp", "tp", "pp")
@@ -127,7 +137,8 @@ def test_a_real_file_is_read_as_json_reads_it(strategy: str, tmp_path: Path) -> 
     assert raw.start_ns.tolist() == [round(e["ts"] * 1000) for e in events]
     assert raw.duration_ns.tolist() == [round(e["dur"] * 1000) for e in events]
     assert all(events[place]["args"] == args for place, args in raw.args.items())
-    assert len(raw.args) == sum(e["name"].startswith(_CALLS) for e in events) > 0
+    noted = [e["cat"] == "user_annotation" or e["name"].startswith(_CALLS) for e in events]
+    assert len(raw.args) == sum(noted) > 0
     compact = chrome_trace.read(written(tmp_path / "compact.json", whole))
     assert abs(compact.start_ns - raw.start_ns).max() <= 1
     assert dict(compact.args) == dict(raw.args)
@@ -171,6 +182,8 @@ def gpu_trace() -> dict[str, Any]:
     def stream(category: str, name: str, number: int, start: float, end: float, **args: Any) -> Any:
         return event(category, name, number, start, end, pid=0, args=args)
 
+    step = {"External id": 9}
+
     sent = {
         "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1000,
         "Out msg nelems": 1000, "Group size": 2, "Process Group Name": "0",
@@ -193,9 +206,10 @@ def gpu_trace() -> dict[str, Any]:
             host("cpu_op", "aten::linear", 0, 20),
             host("cuda_runtime", "cudaLaunchKernel", 5, 10),
             host("cuda_runtime", "cudaStreamSynchronize", 200, 300),
-            host("user_annotation", "ProfilerStep#4", 0, 310),
-            stream("gpu_user_annotation", "ProfilerStep#4", 7, 30, 300),
+            host("user_annotation", "ProfilerStep#4", 0, 310) | {"args": step},
+            stream("gpu_user_annotation", "ProfilerStep#4", 7, 29.999, 262.001, **step),
             stream("kernel", "ampere_bf16_s16816gemm", 7, 30, 130),
+            stream("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 7, 242, 247),
             stream("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 7, 250, 260),
             stream("gpu_memset", "Memset (Device)", 7, 261, 262),
             stream("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 20, 80, 230, **sent),
@@ -220,16 +234,101 @@ def test_a_gpu_trace_is_read_with_streams_and_collectives(tmp_path: Path) -> Non
         "aten::linear": "host", "cudaLaunchKernel": "host", "cudaStreamSynchronize": "wait",
         "ampere_bf16_s16816gemm": "compute", "all-reduce": "communication",
         "all-gather": "communication", "Memcpy DtoH (Device -> Pageable)": "copy",
-        "Memset (Device)": "copy",
+        "Memcpy DtoD (Device -> Device)": "compute", "Memset (Device)": "compute",
     }  # fmt: skip
     assert calls(trace) == {("all-reduce", 2000): 1, ("all-gather", 400): 1}
     groups = events.group[events.kind == COMMUNICATION]
     assert [trace.groups[group] for group in groups] == ["all ranks", "mesh_tp"]
     assert trace.group_ranks == ((0, 1), (1, 0))
-    assert [(step.number, step.start_ns, step.end_ns) for step in trace.steps] == [(4, 0, 310_000)]
+    steps = [(step.number, step.start_ns, step.end_ns) for step in trace.steps]
+    assert steps == [(4, 30_000, 262_000)]
     [shares] = breakdown(read_folder(tmp_path)).ranks
-    assert (shares.compute_ns, shares.overlap_ns, shares.exposed_ns) == (100_000, 50_000, 109_000)
-    assert (shares.copy_ns, shares.idle_ns) == (11_000, 90_000)
+    assert (shares.compute_ns, shares.overlap_ns, shares.exposed_ns) == (106_000, 50_000, 109_000)
+    assert (shares.copy_ns, shares.idle_ns) == (10_000, 7_000)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclSymDevKernel_AllReduce_RSxLD_AGxST_sum_bf16(ncclSymDevArgs)",
+        "ncclSymkDevKernel_AllReduce_AGxLLMC_R_sum_f16(ncclSymkDevWorkArgs4K)",
+    ],
+)
+def test_all_kernels_of_nccl_communicate(kernel: str) -> None:
+    """Those for symmetric memory too, of 2.27 and of later versions."""
+    assert kind("kernel", kernel, is_device=True) == COMMUNICATION
+    assert collective(kernel) == "all-reduce"
+
+
+STEP_NS = COPY_NS + FORWARD_NS + BACKWARD_NS + REDUCE_NS + OPTIMIZER_NS
+MARK_NS = 2000
+
+
+def ddp_trace(path: Path, *, steps: int, mark_ns: int = MARK_NS) -> list[int]:
+    """Writes nbdist's trace of steps after one that is left out; the end of each on the GPU."""
+    program = CudaProgram()
+    ends_ns = [ddp_step(program, mark_ns=mark_ns)[1] for _ in range(steps + 1)]
+    # The host has launched all before the GPU is through with the first.
+    assert program.now_ns < ends_ns[0]
+    program.written(path, nbdist={"ends": list(range(steps + 1)), "skipped": 1})
+    return ends_ns
+
+
+def test_steps_of_a_gpu_are_cut_by_its_own_clock(tmp_path: Path) -> None:
+    """In a loop that never waits; shares and kernels of each step by arithmetic."""
+    ends_ns = ddp_trace(tmp_path / "rank0.json", steps=3)
+
+    whole = read_folder(tmp_path)
+    trace = whole.ranks[0]
+
+    assert trace.has_device_steps
+    durations_ns = [step.end_ns - step.start_ns for step in trace.steps]
+    assert durations_ns == [end - start for start, end in pairwise(ends_ns)]
+    assert durations_ns == [STEP_NS + MARK_NS] * 3
+    numbers = breakdown(whole)
+    assert numbers.step_ns == STEP_NS + MARK_NS
+    [shares] = numbers.ranks
+    assert shares.compute_ns == 3 * (FORWARD_NS + BACKWARD_NS + OPTIMIZER_NS + MARK_NS)
+    assert (shares.exposed_ns, shares.copy_ns) == (3 * REDUCE_NS, 3 * COPY_NS)
+    assert (shares.idle_ns, numbers.notes) == (0, ())
+    # Of the step that is left out nothing counts, and all that was launched for the others does.
+    assert calls(trace) == {("all-reduce", 4000): 3}
+    assert (numbers.sent_bytes, numbers.traffic[0].count) == (4000, 1)
+    names = Counter(trace.names[name] for name in trace.events.name)
+    assert (names["cudaLaunchKernel"], names["ampere_sgemm_64x64_nn"]) == (3 * 5, 3)
+    assert "nbdist.step" not in names
+
+
+def test_steps_of_torchs_schedule_are_cut_by_the_gpus_clock(tmp_path: Path) -> None:
+    """Each begins with its own first copy; what torch opens after the last step is none."""
+    program = CudaProgram()
+    spans_ns = []
+    for number in range(3):
+        with program.annotation(f"ProfilerStep#{number + 4}"):
+            spans_ns.append(ddp_step(program))
+    with program.annotation("ProfilerStep#7"):
+        pass
+    begins_ns = [begin_ns for begin_ns, _ in spans_ns]
+
+    trace = read(program.written(tmp_path / "torch.json")).trace
+
+    # The trace's zero is the first annotation's begin.
+    edges_ns = [ns - 1_000_000 for ns in (*begins_ns, spans_ns[-1][1])]
+    assert [(step.number, step.start_ns, step.end_ns) for step in trace.steps] == [
+        (number + 4, *span) for number, span in enumerate(pairwise(edges_ns))
+    ]
+    assert edges_ns[2] - edges_ns[1] == STEP_NS
+
+
+def test_steps_that_the_gpu_does_not_tell_are_cut_by_the_hosts_clock(tmp_path: Path) -> None:
+    """Such as those captured in a CUDA graph, where a mark launches nothing; a note says so."""
+    ddp_trace(tmp_path / "rank0.json", steps=3, mark_ns=0)
+
+    numbers = breakdown(read_folder(tmp_path))
+
+    assert numbers.step_ns < 100_000 < STEP_NS
+    assert "cut by the host's clock on rank 0" in numbers.notes[0]
 
 
 def test_names_of_all_backends_are_told_alike() -> None:

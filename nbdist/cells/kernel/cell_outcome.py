@@ -143,6 +143,7 @@ class CellOutcome:
         is_program: The ranks end with it: nothing is said of what they have.
         waiting: Ranks that were aborted inside a collective; `aborted` has where.
         places: Where ranks were when they were last seen, as far as that is known.
+        unmatched: A call that some ranks made and others did not, though all have ended.
     """
 
     lost: str
@@ -157,13 +158,15 @@ class CellOutcome:
     is_program: bool = False
     waiting: frozenset[int] = frozenset()
     places: Mapping[int, str] = field(default_factory=dict)
+    unmatched: str = ""
 
     def raise_for(self, result: CellResult, explain: Callable[[RankFailure], RankFailure]) -> None:
         """Raise what the cell has to fail with; return where it has not failed.
 
         Raises:
             RankGone: If the ranks cannot be heard any more.
-            Deadlock: If its collectives were aborted because they could not end.
+            Deadlock: If its collectives were aborted because they could not end, or not all
+                ranks made the same.
             DistributedError: If the code failed on a rank, or a rank died.
             CellTimeout: If it ran past its timeout.
             Interrupted: If the user interrupted it.
@@ -178,8 +181,9 @@ class CellOutcome:
             and not (self.aborted and is_follower(r.failure.message))
         ]
         after = self._after(result)
-        if self.is_deadlock:
-            after = f"{self.aborted}; {after}"
+        cause = self.aborted if self.is_deadlock else self.unmatched
+        if cause:
+            after = f"{cause}; {after}"
         if failures:
             message = failing.summary(failures)
             if self.aborted or self.outcome.problem:
@@ -190,7 +194,7 @@ class CellOutcome:
                 traceback_text=failing.traceback_text(failures),
                 advice=failing.advice(failures),
             )
-        if self.is_deadlock:
+        if cause:
             raise Deadlock(after)
         if not self.is_interrupted:
             return

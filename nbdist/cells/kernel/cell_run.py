@@ -42,6 +42,9 @@ LAST_WORDS_S = 1.0
 TELL_S = 2.0
 # Ranks are back from an abort in milliseconds; those that are not by then are named.
 ABORTED_S = 3.0
+# A call that only some ranks have made counts if it is so for this long after the cell's end:
+# threads of the user's may make calls behind it, on each rank at another moment.
+SETTLED_S = 0.5
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
 
@@ -76,6 +79,8 @@ class CellRun:
         self._aborted_s = NEVER_S
         self._released: frozenset[int] = frozenset()
         self._is_deadlock = False
+        self._unmatched = ""
+        self._settled_s = NEVER_S
         self._replaced: tuple[int, ...] = ()
         self._has_timed_out = False
         self._lost = ""
@@ -223,12 +228,13 @@ class CellRun:
                 is_program=self.request.is_program,
                 waiting=self._released,
                 places=self._watchdog.places,
+                unmatched=self._unmatched,
             ).raise_for(result, self._ranks.explain)
         return result
 
     def _afterwards(self) -> tuple[str, ...]:
         """What the ranks' calls and groups came to, and what features have noted."""
-        is_ok = self._is_whole
+        is_ok = self._is_whole and not self._unmatched
         noted = [line for h in self._ranks.hooks for line in h.after(self.run_id, is_ok=is_ok)]
         if self._aftermath is not None and self._aftermath.outcome is not None:
             return (*self._aftermath.outcome.lines, *noted)
@@ -393,12 +399,16 @@ class CellRun:
     def _clean_up(self, now_s: float) -> float | None:
         """See to the groups once all ranks have ended; None when that is done."""
         if self._aftermath is None:
-            if self._lost or self._is_whole or self.request.is_program:  # with which the ranks end
+            if self._lost or self.request.is_program:  # with which the ranks end
                 return None
+            if self._is_whole:
+                settling_s = self._find_unmatched(now_s)
+                if not self._unmatched or settling_s > 0:
+                    return settling_s or None
             statuses = {state.status for state in self._states.values()}
             failed = [rank for rank, state in self._states.items() if state.status == "error"]
             is_cut = any(self._failure(rank).is_follower for rank in failed)
-            needs_recovery = bool(self._abort) or "died" in statuses or is_cut
+            needs_recovery = bool(self._abort or self._unmatched) or "died" in statuses or is_cut
             self._aftermath = GroupRecovery(
                 self._ranks, self._ranks.health, now_s, is_certain=needs_recovery
             )
@@ -407,6 +417,14 @@ class CellRun:
             self._aftermath.give_up()
         pause_s = self._aftermath.step(now_s)
         return None if pause_s is None else min(pause_s, self._ladder.give_back_s - now_s)
+
+    def _find_unmatched(self, now_s: float) -> float:
+        """Note a call that only some ranks have made; how long to wait until that is certain."""
+        before, ranks = self._unmatched, self.request.ranks
+        self._unmatched = self._ranks.health.unmatched(self.run_id, ranks)
+        if self._unmatched and self._unmatched != before:
+            self._settled_s = now_s + SETTLED_S
+        return max(0.0, self._settled_s - now_s) if self._unmatched else 0.0
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:
         """What every rank does, as the diagnosis calls it."""

@@ -134,6 +134,8 @@ def local_environment(
         "NBDIST_RUN": str(run_dir),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        # GPUs by nvidia-smi's numbers, also where their kinds differ: CUDA begins with the fastest.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         **nccl_env.environment(os.environ),

@@ -35,6 +35,18 @@ def clean() -> tuple[str, ...]:
     return tuple(lines)
 
 
+def clean_after(kernel: Process, deadline_s: float) -> tuple[str, ...]:
+    """End and remove what one kernel that has ended has left; what was done, a line each.
+
+    Its guardian has `deadline_s` to do the same, and usually leaves nothing to be done here.
+    """
+    end_s = time.monotonic() + deadline_s
+    while (folders := runs.folders_of(kernel)) and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+    left = [run for run in runs.find_runs() if run.folder in folders] if folders else []
+    return tuple(line for run in left if run.state == DEAD for line in _remove(run))
+
+
 def _remove(run: Run) -> list[str]:
     ended, remaining = _end(run, END_DEADLINE_S)
     lines = []

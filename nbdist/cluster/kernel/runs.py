@@ -63,6 +63,13 @@ def processes_of(run: Run) -> tuple[Process, ...]:
     return next((other.processes for other in find_runs() if other.folder == run.folder), ())
 
 
+def folders_of(kernel: Process) -> list[str]:
+    """The folders of the runs that a kernel has started and that are not removed yet."""
+    owners = {folder: run_dir.owner(Path(folder)) for folder in _folders()}
+    its = {f: Process(owner.pid, owner.start) for f, owner in owners.items() if owner}
+    return [folder for folder, process in its.items() if process == kernel]
+
+
 def _folders() -> list[str]:
     place = run_dir.place()
     try:

@@ -9,18 +9,18 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.kernel import gpus, ipp_cluster, launcher, profiles, run_dir
+from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.core import topology, versions
+from nbdist.core import gpus, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu, Topology
@@ -29,6 +29,8 @@ from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
 
+# What counts where neither -n nor --gpus is typed.
+RANKS, GPUS = "NBDIST_RANKS", "NBDIST_GPUS"
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
 
@@ -48,8 +50,8 @@ class StartOptions:
     """What %dist_init was asked for.
 
     Attributes:
-        world_size: Ranks; None for one per GPU, or 2 without a GPU.
-        gpus: "0,1", "none" for the CPU, None for all.
+        world_size: Ranks; None for NBDIST_RANKS of the environment, or one per GPU, or 2 without.
+        gpus: "0,1", "none" for the CPU, None for NBDIST_GPUS of the environment, or all.
         backend: "auto", "nccl" or "gloo".
         seed: Set on every rank alike; None to leave the generators alone.
         deadline_s: For the whole start.
@@ -78,10 +80,14 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     """
     began_s = time.monotonic()
     notes = [versions.check_system(sys.platform)]
+    options = _with_environment(options)
     _check_values(options)
     config = profiles.load(options.profile)
     is_local = ipp_cluster.gives_ranks(config)
-    available = gpus.visible()
+    # Of a driver that fails the ranks say what they find.
+    available = topology.filter_visible(
+        gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
     world_size = topology.default_world_size(chosen) if asked is None else asked
@@ -140,6 +146,19 @@ def _prepare(
         _all(answers, end_s, "set the strategy")
         notes.append(f"strategy: {described(choice)}")
     return plan, notes
+
+
+def _with_environment(options: StartOptions) -> StartOptions:
+    """The options, with the environment's number of ranks and GPUs where none are typed."""
+    ranks, gpu_ids = os.environ.get(RANKS), os.environ.get(GPUS)
+    if ranks and options.world_size is None:
+        if not (ranks.isascii() and ranks.isdigit()):
+            raise OptionError(
+                f"{RANKS} is {ranks!r}, which is no number of ranks. Set it to 1 or more, or "
+                "remove it."
+            )
+        options = replace(options, world_size=int(ranks))
+    return replace(options, gpus=gpu_ids) if gpu_ids and options.gpus is None else options
 
 
 def _check_values(options: Any) -> None:
@@ -205,12 +224,13 @@ def _configure_local(
         cluster.run_dir, expected.world_size, expected.ranks[0].threads, options.debug
     )
     if options.gpus is not None:
-        common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's numbers, which were typed
         common["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in chosen)
     config.RankEngineSetLauncher.common_environment = common
+    # What torchrun would set for one rank of this machine. A process sees one MIG slice.
+    has_slices = any(gpu.is_slice for gpu in chosen)
     config.RankEngineSetLauncher.rank_environment = {
-        # What torchrun would set for one rank of this machine.
         str(place.rank): {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank)}
+        | ({"CUDA_VISIBLE_DEVICES": place.device_uuid} if has_slices else {})
         for place in expected.ranks
     }
     start = {

@@ -22,7 +22,7 @@ RECOVER_S = recovery.DEADLINE_S + 5.0
 # How often it is looked whether a rank has ended that the others wait for.
 LOOK_S = 0.1
 
-newest: RankFunction[[], dict[str, FlightRecorderEntry]] = RankFunction("newest")
+newest: RankFunction[[], dict[tuple[str, str], FlightRecorderEntry]] = RankFunction("newest")
 checksums: RankFunction[[], dict[str, str]] = RankFunction(
     "nbdist.hang.rank.reset_models:checksums"
 )
@@ -147,9 +147,11 @@ class GroupRecovery:
         run_dir.reserve(self._ranks.cluster.run_dir)
         if failed:
             rank, why = min(failed.items())
+            # A rank that knows whom to replace has said so.
+            advice = "" if "%dist_restart" in why else "; %dist_reset starts afresh"
             problem = (
                 f"{ranks_phrase(sorted(failed))} could not recreate the groups "
-                f"(rank {rank}: {why}); %dist_reset starts afresh"
+                f"(rank {rank}: {why}){advice}"
             )
             return RecoveryOutcome(problem=problem)
         return RecoveryOutcome(is_recovered=True, lines=recovery.notes(self._answers()))

@@ -7,7 +7,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,12 @@ class Health:
         if not any(self._boxes.may_have_called(rank, run) for rank in self._ranks.ranks):
             return ()  # most cells call nothing, and every cell asks
         return diagnose.mismatches(list(self.boxes().values()), run)
+
+    def unmatched(self, run: int, ranks: Sequence[int]) -> str:
+        """A call of a cell that only some ranks have made, as a sentence; empty without one."""
+        if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
+            return ""
+        return diagnose.unmatched(list(self.boxes().values()), run, ranks)
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:
         """All ranks as the diagnosis wants them, with the answers that have come.

@@ -135,6 +135,7 @@ def unused_type(group: Any) -> Any:
         except RuntimeError:
             return kind
     raise NbdistError(
-        f"group {group.group_name} has been recovered {_LAST_NUMBER - _NAMED_NUMBERS + 1} times, "
-        "the most that torch allows. Save what you need, then run %dist_reset."
+        f"group {group.group_name} cannot be recovered again: torch has numbers for "
+        f"{_LAST_NUMBER - _NAMED_NUMBERS + 1} new backends of a group, and each recovery has taken "
+        "one for each of its backends. Save what you need, then run %dist_reset."
     )

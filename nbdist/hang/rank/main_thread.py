@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import linecache
+import math
 import os
 import pickle
 import sys
@@ -20,27 +21,39 @@ from IPython import get_ipython
 from torch._C import _distributed_c10d
 
 from nbdist.core import procfs, stacks
+from nbdist.core.rank import this_rank
 from nbdist.core.stacks import Frame
-from nbdist.hang.rank import recorder
+from nbdist.hang.rank import graph_capture, nccl_abort, recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import FlightRecorderEntry, ThreadSnapshot
-from nbdist.hang.torch_messages import DTYPES
+from nbdist.hang.torch_messages import DTYPES, python_name
 from nbdist.rpc.rank import crash_files
 
 # A main thread that uses no processor time for this long, and is asleep before and after, is
 # taken to sleep.
 ASLEEP_S = 0.05
+# One that stands at the same instruction for this long while a GPU has calls to do waits for it.
+HELD_S = 0.1
+# How often it is looked whether the GPU has done the calls of a cell.
+FINISH_PAUSE_S = 0.02
+# Two looks with a longer pause between them are not compared.
+LOOKS_APART_S = 2.0
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # How long it is believed that a call has not ended.
 PENDING_S = 1.0
 
 SOURCE_CHARACTERS = 80
 
+# A frame, and the instruction in it.
+Position = tuple[int, int]
+
 # The black box has its own, for the main thread.
 _places = UserFrameFinder()
 
-# torch's recorders: one for all backends, and NCCL's own in some versions.
+# torch's recorders: Gloo's, and NCCL's own. Each numbers its calls for itself.
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+# So many of NCCL's newest calls are told, and those that are not done.
+MOST_DEVICE_CALLS = 64
 
 
 def snapshot() -> ThreadSnapshot:
@@ -48,6 +61,7 @@ def snapshot() -> ThreadSnapshot:
     asleep = _Sleep.begin()
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     frames = frames_of(frame)
+    position = _position_of(frame)
     _places.shell = get_ipython()  # None before the engine runs
     place = _places.find(frame)
     # Who holds a frame holds its variables, and would free them in this thread.
@@ -55,14 +69,20 @@ def snapshot() -> ThreadSnapshot:
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
     is_in_torch = place is not None and is_torch(frames[-1].file)
-    is_free, others = free_threads(_places, waits_inside=is_in_torch and is_asleep)
+    calls = device_calls()
+    is_held = any(call.is_pending for call in calls) and _stillness.lasts(position, asleep.began_s)
+    waits_inside = (is_in_torch and is_asleep) or is_held
+    is_free, others = free_threads(_places, waits_inside=waits_inside)
+    # Last: a backend notes a call in a thread of its own, a moment after it was made.
+    newest = newest_collectives()
     return ThreadSnapshot(
         place=place,
         stack=tuple(stacks.frame_text(entry, crash_files.cells) for entry in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
-        # Last: a backend notes a call in a thread of its own, a moment after it was made.
-        newest=newest_collectives(),
+        newest={group: call for (backend, group), call in newest.items() if backend != NCCL},
+        device_calls=calls,
+        is_held=is_held,
         is_free=is_free,
         free_threads=others,
     )
@@ -110,6 +130,56 @@ class _Sleep:
             return False
         time.sleep(max(0.0, self.began_s + ASLEEP_S - time.monotonic()))
         return _main_state() == "S" and _main_cpu_s() == self.cpu_s
+
+
+def _position_of(frame: FrameType | None) -> Position | None:
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+@dataclass(slots=True)
+class _Stillness:
+    """Whether the main thread stays at one instruction, in one look and from look to look.
+
+    A wait for CUDA is not seen in the process's state: it uses a core for as long as it lasts.
+    """
+
+    position: Position | None = None
+    looked_s: float = -math.inf
+
+    def lasts(self, position: Position | None, since_s: float) -> bool:
+        """Whether it has been there since then, and in the look before if that was just now."""
+        time.sleep(max(0.0, since_s + HELD_S - time.monotonic()))
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        position_now = _position_of(frame)
+        del frame  # as in `snapshot`
+        now_s = time.monotonic()
+        is_known = now_s < self.looked_s + LOOKS_APART_S
+        is_same = position_now == position and (not is_known or position == self.position)
+        self.position, self.looked_s = position_now, now_s
+        return is_same or _finishing.is_set()
+
+
+_stillness = _Stillness()
+_finishing = threading.Event()
+
+
+def finish_device_calls() -> None:
+    """Wait until the GPU has done the collective calls of a cell, at the cell's end.
+
+    A call that a GPU has to do is over for Python once it is queued: without this a cell whose
+    ranks call differently would end well, and the next one would meet its calls. Work that
+    nobody waits for (`async_op=True`) is not on the stream that is looked at. In steps of
+    Python, so that an interrupt and the abort of the calls end it.
+    """
+    if not nccl_abort.backends():
+        return
+    stream = torch.cuda.current_stream(this_rank().place.device)
+    _finishing.set()
+    try:
+        while not stream.query() and any(call.is_pending for call in device_calls()):
+            time.sleep(FINISH_PAUSE_S)
+    finally:
+        _finishing.clear()
 
 
 def _main_cpu_s() -> float | None:
@@ -196,7 +266,8 @@ class _FlightRecorder:
     base: dict[int, int] = field(default_factory=dict)
     status: Any = None
     read_s: float = 0.0
-    calls: dict[str, FlightRecorderEntry] = field(default_factory=dict)
+    calls: dict[CallKey, FlightRecorderEntry] = field(default_factory=dict)
+    device_calls: tuple[FlightRecorderEntry, ...] = ()
     # A recovery in the main thread, a look in the control thread.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -206,16 +277,22 @@ class _FlightRecorder:
         entries: list[dict[str, Any]] = dump.get("entries", [])
         return entries
 
-    def newest(self) -> dict[str, FlightRecorderEntry]:
-        with self.lock:
+    def read(self) -> dict[CallKey, FlightRecorderEntry]:
+        """The newest calls; `device_calls` is as new afterwards."""
+        with self.lock, graph_capture.held_off() as may_ask:
+            if not may_ask:
+                return self.calls
             # 0.1 ms; with its 2000 entries it is 20.
             status = pickle.loads(self.dump(False, False, False)).get("pg_status")  # noqa: S301
-            is_pending = any(entry.is_pending for entry in self.calls.values())
+            noted = (*self.calls.values(), *self.device_calls)
+            is_pending = any(entry.is_pending for entry in noted)
             # An end can be noted after the status.
             is_old = is_pending and time.monotonic() > self.read_s + PENDING_S
             if status is None or status != self.status or is_old:
                 entries = self.entries()
-                self.calls = newest_of(entries, self.mark, self.base)
+                calls = list(calls_of(entries, self.mark, self.base))
+                self.calls = {key: call for key, call in calls if not call.is_transfer}
+                self.device_calls = tuple(call for (kind, _), call in calls if kind == NCCL)
                 self.status = status if is_complete(status, entries) else None
                 self.read_s = time.monotonic()
             return self.calls
@@ -246,33 +323,42 @@ def is_complete(status: Any, entries: Iterable[Mapping[str, Any]]) -> bool:
     )
 
 
-def newest_of(
+def calls_of(
     entries: Iterable[Mapping[str, Any]], mark: int, base: Mapping[int, int]
-) -> dict[str, FlightRecorderEntry]:
-    """Group name -> its newest collective among a flight recorder's entries, oldest first.
+) -> Iterator[tuple[CallKey, FlightRecorderEntry]]:
+    """((backend, group), call) of a flight recorder's entries, oldest first.
 
     Entries up to the mark are from before the last recovery. The base is torch's number of a
     backend -> the calls that it had made by then: a recovery makes new backends, which begin
     again at 1, but one that was left keeps counting.
     """
-    newest = {}
     for entry in entries:
         name = entry["process_group"][0]
         # A backend that was put in by hand has no name until it is given one.
-        if entry["is_p2p"] or not name or entry.get("record_id", mark + 1) <= mark:
+        if not name or entry.get("record_id", mark + 1) <= mark:
             continue
         kind = (entry["input_dtypes"] or [""])[0]
         sizes = entry["input_sizes"]
-        newest[name] = FlightRecorderEntry(
-            op=entry["profiling_name"].rpartition(":")[2],
-            detail=f"{_DTYPES.get(kind, kind.lower())}{sizes[0]}" if sizes else "",
-            number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
-            is_pending=not entry["retired"],
+        backend, _, op = entry["profiling_name"].rpartition(":")
+        yield (
+            (backend, name),
+            FlightRecorderEntry(
+                op=python_name(op),
+                detail=f"{_DTYPES.get(kind, kind.lower())}{sizes[0]}" if sizes else "",
+                number=entry["collective_seq_id"] - base.get(entry["pg_id"], 0),
+                is_pending=not entry["retired"],
+                group=name,
+                is_transfer=entry["is_p2p"],
+            ),
         )
-    return newest
 
 
 _DTYPES = DTYPES | {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
+
+
+# The backend's name as the recorder has it, and the group's.
+CallKey = tuple[str, str]
+NCCL = "nccl"
 
 
 # Private: torch has no public way to read its flight recorder from inside the process. Without
@@ -284,10 +370,20 @@ _recorders = [
 ]
 
 
-def newest_collectives() -> dict[str, FlightRecorderEntry]:
-    """Group name -> newest collective, C++ callers included; empty without a recorder."""
-    by_recorder = [flight_recorder.newest() for flight_recorder in _recorders]
-    return {name: call for newest in by_recorder for name, call in newest.items()}
+def newest_collectives() -> dict[CallKey, FlightRecorderEntry]:
+    """(backend, group) -> newest collective, C++ callers included; empty without a recorder."""
+    by_recorder = [flight_recorder.read() for flight_recorder in _recorders]
+    return {key: call for newest in by_recorder for key, call in newest.items()}
+
+
+def device_calls() -> tuple[FlightRecorderEntry, ...]:
+    """NCCL's newest calls, and those that the GPU has not done, as they were made."""
+    calls: list[FlightRecorderEntry] = []
+    for flight_recorder in _recorders:
+        flight_recorder.read()
+        calls.extend(flight_recorder.device_calls)
+    older, newest = calls[:-MOST_DEVICE_CALLS], calls[-MOST_DEVICE_CALLS:]
+    return (*[call for call in older if call.is_pending][:MOST_DEVICE_CALLS], *newest)
 
 
 def flight_record() -> list[tuple[str, int, str, list[list[int]]]]:

@@ -141,17 +141,17 @@ def void() -> bool:
     An exception of our own and not SIGINT: that would look like an interrupt by the user, is
     ignored by ipykernel when it comes early, and cannot be taken back.
     """
-    if not _in_cell():
+    if not in_cell():
         return False
     _raise_in_main(Void)  # the interpreter makes the instance
-    if _in_cell():
+    if in_cell():
         return True
     # The cell ended between the two looks: nothing outside of it is to be hit.
     _raise_in_main(None)
     return False
 
 
-def _in_cell() -> bool:
+def in_cell() -> bool:
     """Whether the main thread is inside the code of a cell."""
     # Documented as for debugging: there is no other way to another thread's frames.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001

@@ -160,7 +160,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     Raises:
         NbdistError: A rank has not come or connected within DEADLINE_S, named; a call with a
             higher generation can be tried. Or a rank's GPU does not work any more. Or a group has
-            been recovered 249 times, which is all that torch allows.
+            had 249 new backends, which is all that torch allows.
     """
     state = this_rank()
     world = _world()

@@ -107,7 +107,7 @@ def _ranks(snapshot: Snapshot, peaks: Sequence[RankPeak]) -> View:
     if not peaks:
         return View("")
     has_time = any(rank.duration_ns for rank in snapshot.ranks)
-    has_held = any(peak.reserved_peak_bytes for peak in peaks)
+    has_held = not is_stored() and any(peak.reserved_peak_bytes for peak in peaks)
     there = [at for at in ORDER if is_stored() or any(peak.parts[at].total for peak in peaks)]
     head = ["rank", "peak" if has_time else "in use", *(["in"] if has_time else [])]
     head += [*(CATEGORIES[at] for at in there), "guessed"]
@@ -135,8 +135,7 @@ def _allocator_cells(peak: RankPeak) -> list[str]:
     """Reserved, unused and left."""
     share = f" ({peak.unused_bytes / peak.reserved_bytes:.0%})" if peak.reserved_bytes else ""
     headroom = units.size(max(0, peak.headroom_bytes)) if peak.limit_bytes else "-"
-    unused = units.size(peak.unused_bytes) + shown(share).replace(PLACEHOLDER, "")
-    return [units.size(peak.reserved_peak_bytes), unused, shown(headroom)]
+    return [units.size(peak.reserved_peak_bytes), units.size(peak.unused_bytes) + share, headroom]
 
 
 def _of(snapshot: Snapshot, peak: RankPeak) -> list[View]:

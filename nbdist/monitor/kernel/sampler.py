@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from nbdist.cluster.kernel import gpus as cluster_gpus
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.core.nvml import GpuReading, GpuReadings, GpuWatch
+from nbdist.core.gpus import GpuReading, GpuReadings, GpuWatch
 from nbdist.core.topology import RankPlace
 from nbdist.hang.kernel.health import Health
 from nbdist.monitor.kernel.activity import ActivityReader
@@ -55,7 +54,7 @@ class Sampler:
         self._note = note
         self._doings = ActivityReader(ranks, health)
         self._usages = Usages(psutil)
-        self._gpus = GpuWatch(cluster_gpus.reader, period_s)
+        self._gpus = GpuWatch(period_s)
         self._has_gpus = any(place.device != "cpu" for place in ranks.topology.ranks)
         self._answers = _Answers(ranks, note)
         self._spent: dict[int, _Spent] = {}
@@ -70,11 +69,10 @@ class Sampler:
         pids = self._health.pids()
         usages = self._usages.read(pids.values())
         newest = self._gpus.newest() if self._has_gpus and pids else None
-        gpus, read_s = newest or (GpuReadings(), now_s)
-        for problem in gpus.problems:
+        for problem in newest[0].problems if newest else ():
             self._note(problem)
         return tuple(
-            self._sample(place, now_s, pids.get(place.rank, 0), usages, (gpus, read_s))
+            self._sample(place, now_s, pids.get(place.rank, 0), usages, newest)
             for place in self._ranks.topology.ranks
         )
 
@@ -84,7 +82,7 @@ class Sampler:
         now_s: float,
         pid: int,
         usages: Mapping[int, Usage],
-        read: tuple[GpuReadings, float],
+        newest: tuple[GpuReadings, float] | None,
     ) -> Sample:
         """Of a rank whose process is here, by its number, or elsewhere: 0."""
         rank, is_here = place.rank, bool(pid)
@@ -92,8 +90,9 @@ class Sampler:
         is_alive = doing.state not in {"dead", "stopped"}
         asked = self._answers.of(place, now_s, is_remote=not is_here) if is_alive else None
         answer, answered_s = asked or (None, now_s)
-        usage, gpu, when_s = usages.get(pid), self._gpu_of(place, read[0]), now_s
-        age_s = 0.0 if gpu is None else now_s - read[1]
+        usage, when_s = usages.get(pid), now_s
+        gpu = self._gpu_of(place, newest[0]) if newest is not None and is_here else None
+        age_s = 0.0 if newest is None or gpu is None else now_s - newest[1]
         if answer is not None and not is_here:
             usage, gpu, when_s = answer.usage, answer.gpu, answer.now_s
             age_s = now_s - answered_s + answer.gpu_age_s
@@ -103,10 +102,10 @@ class Sampler:
 
     def _gpu_of(self, place: RankPlace, readings: GpuReadings) -> GpuReading | None:
         reading = readings.of(place.device_uuid)
-        if reading is None and readings.gpus and not readings.problems and place.device != "cpu":
+        if reading is None and not readings.problems and place.device != "cpu":
             self._note(
                 f"rank {place.rank}: the driver reports nothing for its GPU {place.device_uuid} "
-                "(nvidia-smi, used where NVML fails, does not report MIG instances)"
+                "(nvidia-smi, used where NVML fails, does not report MIG slices)"
             )
         return reading
 
@@ -158,8 +157,9 @@ class _Answers:
     def allocator(self, answer: Answer | None, age_s: float) -> Allocator | None:
         """The allocator's numbers in an answer, unless they are too old."""
         period_s = max(ALLOCATOR_PERIOD_S, self._least_s)
-        is_new = age_s <= OLD_PERIODS * period_s
-        return answer.allocator if answer is not None and is_new else None
+        if answer is None or age_s + answer.allocator_age_s > OLD_PERIODS * period_s:
+            return None
+        return answer.allocator
 
     def _take(self, rank: int) -> None:
         pending = self._pending.get(rank)

@@ -22,7 +22,7 @@ from nbdist.cells.view.live_cell import publish
 from nbdist.cluster.view import ranks_and_hosts
 from nbdist.core import units
 from nbdist.core.progress import Progress
-from nbdist.core.units import is_stored
+from nbdist.core.units import is_stored, shown
 from nbdist.errors import NbdistError
 from nbdist.notebook.notebook import NOTEBOOK, CellOptions
 from nbdist.notebook.session import Session
@@ -175,7 +175,7 @@ class Panel:
         rows, waits = ranks_panel.rows_and_waits(session)
         return replace(
             state,
-            title=f"{ranks_and_hosts(session.topology)}, {session.topology.backend}",
+            title=f"{ranks_and_hosts(session.topology)}, {shown(session.topology.backend)}",
             is_running=True,
             ranks=rows,
             waits=waits,

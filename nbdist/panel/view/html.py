@@ -214,7 +214,8 @@ def _cells(row: RankRow) -> list[str]:
         memory += f" of {units.size(row.limit_bytes)}" if row.limit_bytes else ""
         memory += f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else ""
     use = "-" if row.utilisation is None else f"{row.utilisation:.0%}"
-    return [str(row.rank), shown(row.host), row.device, doing, shown(memory), shown(use)]
+    where = (shown(row.host), shown(row.device))
+    return [str(row.rank), *where, doing, shown(memory), shown(use)]
 
 
 def log_html(log: Sequence[LogEntry]) -> str:

@@ -1,0 +1,175 @@
+"""Calls in which Gloo cannot take a GPU's tensors go by way of host memory.
+
+Most of Gloo's collectives copy a GPU's tensors to the host and back by themselves. Its send and
+recv hand the GPU's address to the network ("Bad address", and the connection is lost), and so does
+the coalesced all-gather; the coalesced all-reduce refuses. docs/limits.md has the table. So the
+methods of groups are wrapped through which all calls from Python pass: dist.send and its kin,
+batch_isend_irecv, torch's pipelining, ours and the user's.
+
+What is sent is copied to the host within the call, once the GPU has computed it. What is received
+is copied back by `Work.wait`, on the stream that was current in the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Function = Callable[..., Any]
+_READ, _WRITTEN = "read", "written"
+# Method of a process group -> what happens to the tensors in its first arguments.
+_METHODS = {
+    "send": ({_READ},),
+    "recv": ({_WRITTEN},),
+    "recv_anysource": ({_WRITTEN},),
+    "allreduce_coalesced": ({_READ, _WRITTEN},),
+    "allgather_coalesced": ({_WRITTEN}, {_READ}),
+    "allgather_into_tensor_coalesced": ({_WRITTEN}, {_READ}),
+    "all_gather_single_coalesced": ({_WRITTEN}, {_READ}),  # its name from torch 2.13 on
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What a call writes.
+
+    Attributes:
+        outputs: The caller's tensors, as they were given.
+        stream: Of the GPU; None without one.
+        copies: (one of them, its copy on the host) until it has been copied back.
+    """
+
+    outputs: Any
+    stream: torch.cuda.Stream | None
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def copy_back(self) -> Any:
+        """Bring what has come to where it belongs, once, and return the outputs."""
+        # Whoever waits can be a thread with another stream, or torch's own for futures.
+        with torch.cuda.stream(self.stream):
+            while self.copies:
+                tensor, host = self.copies[-1]
+                # As a backend writes: autograd counts it as no change.
+                tensor.data.copy_(host)
+                self.copies.pop()
+        return self.outputs
+
+
+_arrivals: weakref.WeakKeyDictionary[Any, _Arrival] = weakref.WeakKeyDictionary()
+
+
+@functools.cache  # once in a process
+def install() -> None:
+    """Wrap the methods, on ranks with a GPU.
+
+    Before the recorder is installed, which so sees one call and one wait as ever.
+    """
+    group: Any = dist.ProcessGroup
+    for name, roles in _METHODS.items():
+        if method := getattr(group, name, None):  # one that this torch lacks is left out
+            setattr(group, name, _through_host(method, roles))
+    work: Any = dist.Work
+    work.wait = _copying_back(work.wait)
+    work.get_future = _with_copies(work.get_future)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _out_of_reach(group: Any, tensors: Any) -> torch.Tensor | None:
+    """The first of tensors on one device, if Gloo would get them and cannot read them there."""
+    while isinstance(tensors, list | tuple):
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    if _is_on_host(tensors):
+        return None
+    backend = group._get_backend(tensors.device)  # noqa: SLF001  # the only way to it
+    return tensors if getattr(backend, "wrapped_pg", backend).name() == "gloo" else None
+
+
+def _through_host(method: Function, roles: tuple[set[str], ...]) -> Function:
+    """A group's method, with copies on the host for tensors that Gloo cannot reach."""
+
+    @functools.wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = _out_of_reach(group, args[0]) if args else None
+        if tensor is None:
+            return method(group, *args, **kwargs)
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        arrival = _Arrival(args[0], stream, [])
+        staged = [
+            _host_copies(tensors, role, arrival) for tensors, role in zip(args, roles, strict=False)
+        ]
+        work = method(group, *staged, *args[len(staged) :], **kwargs)
+        if arrival.copies:
+            _arrivals[work] = arrival
+        return work
+
+    return call
+
+
+def _host_copies(tensors: Any, role: set[str], arrival: _Arrival) -> Any:
+    """The like of a tensor, or of lists of them, on the host."""
+    if not isinstance(tensors, torch.Tensor):
+        return [_host_copies(part, role, arrival) for part in tensors]
+    # With its strides, so that torch refuses what it would refuse on the host.
+    host = torch.empty_strided(
+        tensors.size(),
+        tensors.stride(),
+        dtype=tensors.dtype,
+        device="cpu",
+        pin_memory=tensors.is_cuda,
+    )
+    if _READ in role:
+        host.copy_(tensors.detach())
+    if _WRITTEN in role:
+        arrival.copies.append((tensors, host))
+    return host
+
+
+def _copying_back(original: Function) -> Function:
+    """For Work.wait: what has come is in the caller's tensors when it returns."""
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        arrival = _arrivals.get(work) if _arrivals else None
+        if arrival is None:
+            return original(work, *args, **kwargs)
+        has_come = False
+        try:
+            has_come = original(work, *args, **kwargs)
+        except KeyboardInterrupt:  # an interrupt is raised when the message is there
+            has_come = work.is_completed()
+            raise
+        finally:
+            if has_come:
+                arrival.copy_back()
+        return has_come
+
+    return wait
+
+
+def _with_copies(original: Function) -> Function:
+    """For Work.get_future: the future's value is the caller's tensors, filled."""
+
+    @functools.wraps(original)
+    def get_future(work: Any) -> Any:
+        future, arrival = original(work), _arrivals.get(work)
+        if arrival is None:
+            return future
+
+        def finish(done: Any) -> Any:
+            done.value()  # raises what the call has failed with
+            return arrival.copy_back()
+
+        return future.then(finish)
+
+    return get_future

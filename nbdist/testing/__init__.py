@@ -1,0 +1,1 @@
+"""Notebooks as tests, in pytest's process: its plugin, and which rank printed something else."""

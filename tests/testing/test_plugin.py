@@ -1,0 +1,170 @@
+"""`pytest --nbdist` runs notebooks with nbval; without the option it is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from nbdist.testing import notebooks
+from tests.support import processes
+
+pytest_plugins = ["pytester"]
+
+# What the plugin's own module brings along: `nbdist` itself, which loads next to nothing.
+_LOADED = {"", ".core", ".core.units", ".core.versions", ".errors", ".testing", ".testing.plugin"}
+
+
+def write(path: Path, *cells: tuple[str, str]) -> None:
+    """A notebook of cells with what each has printed."""
+    new = nbformat.v4
+    code = []
+    for source, printed in cells:
+        outputs = [new.new_output("stream", name="stdout", text=printed)] if printed else []
+        code.append(new.new_code_cell(source, outputs=outputs, execution_count=1))
+    nbformat.write(new.new_notebook(cells=code), path)
+
+
+def told(text: str, outcome: str) -> set[str]:
+    """The cells with this outcome, of a run with -rA."""
+    return set(re.findall(rf"^{outcome} (\w+\.ipynb::Cell ?\d+)", text, re.MULTILINE))
+
+
+def test_without_the_option_nothing_is_loaded(pytester: pytest.Pytester) -> None:
+    """No module of nbdist but the plugin's, and no notebook is collected."""
+    write(pytester.path / "some.ipynb", ("1 / 0", ""))
+    pytester.makepyfile(
+        """
+        import json, sys
+        def test_it():
+            ours = [name for name in sys.modules if name.split(".")[0] == "nbdist"]
+            with open("loaded.json", "w") as file:
+                json.dump(ours, file)
+        """
+    )
+    result = pytester.runpytest_subprocess()
+
+    result.assert_outcomes(passed=1)
+    loaded = json.loads((pytester.path / "loaded.json").read_text())
+    assert set(loaded) == {f"nbdist{module}" for module in _LOADED}
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (["--nbdist", "-p", "no:nbval"], "ERROR: --nbdist needs nbval: pip install nbval"),
+        (
+            ["--nbdist-ranks", "2"],
+            "ERROR: --nbdist-ranks and --nbdist-gpus are for --nbdist: add it",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(
+    pytester: pytest.Pytester, typed: list[str], line: str
+) -> None:
+    """nbval, or the option that the others are for; nothing runs."""
+    result = pytester.runpytest_subprocess(*typed)
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [text for text in result.errlines if text] == [line]
+
+
+def test_nbvals_options_are_set_and_typed_ones_win() -> None:
+    """Time limits and this environment's kernel, unless another was named."""
+    plain = notebooks.nbval_options(Namespace(nbval_lax=False, nbval_kernel_name=None))
+    other = notebooks.nbval_options(Namespace(nbval_lax=True, nbval_kernel_name="own"))
+
+    assert {"--nbval", "--nbval-current-env"} <= {*plain}
+    assert not {"--nbval", "--nbval-current-env"} & {*other}
+    assert "--nbval-cell-timeout=300" in plain
+    assert "--nbval-kernel-startup-timeout=120" in plain
+
+
+@pytest.mark.slow
+def test_a_notebook_is_compared_with_the_settings_that_were_typed(
+    pytester: pytest.Pytester,
+) -> None:
+    """Its kernel has them and pytest has not; both sanitize files count; typed limits win."""
+    names = "NBDIST_TEST", "NBDIST_RANKS", "NBDIST_GPUS"
+    write(
+        pytester.path / "plain.ipynb",
+        (f"import os\nprint([os.environ.get(name) for name in {names}])", "['1', '3', 'none']\n"),
+        ("print('in', '/tmp/one', 'of colour red')", "in /tmp/other of colour blue\n"),
+        ("print('[0-1] loss 3.31')", "[0] loss 3.31\n[1] loss 3.32\n"),
+    )
+    (pytester.path / "own.cfg").write_text("[colours]\nregex: red|blue\nreplace: COLOUR\n")
+    pytester.makeconftest(
+        """
+        import os
+        def pytest_report_header(config):
+            o = config.option
+            limits = o.nbval_cell_timeout, o.nbval_kernel_startup_timeout
+            return f"limits {limits}, here {os.environ.get('NBDIST_TEST')}"
+        """
+    )
+    result = pytester.runpytest_subprocess(
+        "--nbdist", "--nbdist-ranks=3", "--nbdist-gpus=none", "--nbval-cell-timeout=77",
+        "--nbval-sanitize-with=own.cfg", "-rA",
+    )  # fmt: skip
+    text = result.stdout.str()
+
+    assert "limits (77.0, 120.0), here None" in text
+    assert told(text, "PASSED") == {"plain.ipynb::Cell 0", "plain.ipynb::Cell 1"}
+    assert told(text, "FAILED") == {"plain.ipynb::Cell 2"}
+    result.stdout.fnmatch_lines(
+        [
+            "Cell 2 of plain.ipynb: the outputs are not those stored",
+            "    print('?0-1? loss 3.31')",
+            "rank 1 printed (line 1):",
+            "  expected: loss 3.32",
+            "  got:      loss 3.31",
+        ]
+    )
+    assert "assert reference_output" not in text  # nbval's own
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.cluster
+def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(pytester: pytest.Pytester) -> None:
+    """A rank that prints something else, one that raises, and a mistyped option fail their cells.
+
+    No cell stops the ranks: they and what they have started have ended when pytest has.
+    """
+    start = (
+        "import os, subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "with open(f'pids{rank}', 'w') as file:\n"
+        "    _ = file.write(f'{os.getpid()} {child.pid}')"
+    )
+    write(
+        pytester.path / "ranks.ipynb",
+        ("%load_ext nbdist", ""),
+        ("# NBVAL_IGNORE_OUTPUT\n%dist_init", ""),
+        ("%%distributed\nprint('step', rank)\nworld_size", "[0] step 0\n[1] step 1\n[0-1] 2\n"),
+        (f"%%distributed\n{start}", ""),
+        ("%%distributed\nprint('loss', 3.31 + rank / 100)", "[0-1] loss 3.31\n"),
+        ("%%distributed\nassert rank == 0, 'not mine'", ""),
+        ("%dist_status --nope", ""),
+    )
+    result = pytester.runpytest_subprocess(
+        "--nbdist", "--nbdist-ranks=2", "--nbdist-gpus=none", "-rA"
+    )
+    text = result.stdout.str()
+    pids = [
+        int(pid) for rank in "01" for pid in (pytester.path / f"pids{rank}").read_text().split()
+    ]
+
+    assert told(text, "PASSED") == {f"ranks.ipynb::Cell {n}" for n in range(4)}, text
+    assert told(text, "FAILED") == {f"ranks.ipynb::Cell {n}" for n in (4, 5, 6)}
+    result.stdout.fnmatch_lines(
+        ["rank 1 printed (line 1):", "  expected: loss 3.31", "  got:      loss 3.32"]
+    )
+    assert "rank 1 raised AssertionError: not mine" in text
+    assert "OptionError" in text
+    assert "left by" not in text  # the guardian had ended all in time
+    assert processes.wait_gone(pids, 0.0) == []
