@@ -7,6 +7,8 @@
 # make test-browser  every test that drives JupyterLab in a browser; its pictures in build/panel
 # make lab     JupyterLab with the notebooks
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
+# make gpu     all of it on this machine's GPUs, in ten minutes, into docs/gpu.md
+# make wheels  what make gpu needs on a machine without a network, into wheels/
 # make bench   what nbdist costs beside the same without it, into docs/benchmarks.md
 # make lint    the style and format check alone
 # make clean   removes everything that make has made
@@ -41,10 +43,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit faults parity accuracy test-browser notebooks store bench lab clean
+.PHONY: help demo test lint types unit faults parity accuracy test-browser notebooks store bench gpu wheels lab clean
 
 help:
-	@sed -n '1,12s/^# //p' Makefile
+	@sed -n '1,14s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -149,10 +151,26 @@ bench: export OMP_NUM_THREADS = 1
 bench: $(INSTALLED) | build/settings
 	$(PY) -m benchmarks.run
 
+# With wheels/ it runs beside the torch that PYTHON has, and needs no network. PARTS="faults probes"
+# takes some parts alone; one command takes ten minutes at most.
+WHEELS := $(wildcard wheels/*.whl)
+GPU_VENV := $(if $(shell command -v nvidia-smi),$(if $(WHEELS),,$(INSTALLED)))
+
+gpu: $(GPU_VENV)
+	@$(if $(GPU_VENV),$(PY),$(PYTHON)) -m tests.gpu $(if $(WHEELS),--wheels wheels) $(PARTS)
+
+GPU_PYTHON := 3.12
+wheels:
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: \
+	  --python-version $(GPU_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  --requirement tests/gpu/wheels.txt --dest wheels
+	@du -sh wheels
+
 lab: $(LAB_INSTALLED)
 	$(PY) -m jupyterlab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist wheels .mypy_cache .pytest_cache .ruff_cache
 	find nbdist tests benchmarks notebooks profiles -type d \
 	  '(' -name __pycache__ -o -name .ipynb_checkpoints ')' -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
 """What every test shares: folders of its own, one thread, markers, and no process left behind."""
 
 import atexit
-import functools
 import os
 import shutil
 import signal
@@ -15,8 +14,7 @@ import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbdist.core import gpus
-from nbdist.core.topology import filter_visible
+from tests.gpu.assumptions import gpu_count
 from tests.support import lab, processes
 
 pytest_plugins = ["tests.support.ranks"]
@@ -81,17 +79,10 @@ def _processes_of_this_session() -> list[psutil.Process]:
 
 def _skip_reason(item: pytest.Item) -> str | None:
     needed = max((_gpus_of(marker) for marker in item.iter_markers("gpu")), default=0)
-    if needed and needed > (present := _gpu_count()):
-        return f"needs {needed} GPUs, this machine has {present}"
+    if needed and needed > (present := gpu_count()):
+        return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {present}"
     return lab.browser_skip_reason() if item.get_closest_marker("browser") else None
 
 
 def _gpus_of(marker: pytest.Mark) -> int:
     return int(marker.args[0]) if marker.args else 1
-
-
-@functools.cache
-def _gpu_count() -> int:
-    """GPUs that the driver lists and CUDA_VISIBLE_DEVICES leaves visible; torch stays out of it."""
-    listed = gpus.read_once().devices
-    return len(filter_visible(listed, os.environ.get("CUDA_VISIBLE_DEVICES")))

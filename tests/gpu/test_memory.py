@@ -1,6 +1,7 @@
 """What a cell allocates on a real GPU, against the allocator's own counts."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,10 @@ from nbdist.memory.snapshot import (
     MemoryOptions,
     RankMemory,
 )
-from tests.support.ranks import started
+from nbdist.notebook.session import Session
+from tests.gpu.places import on
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _TRAIN = """
 model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
@@ -49,21 +53,18 @@ def peak(one: RankMemory) -> int:
     )
 
 
-@pytest.mark.gpu(1)
-def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
+@on("one")
+def test_a_gpus_memory_is_recorded_and_adds_up(ranks: Session) -> None:
     """To the allocator's peak; parameters, gradients and state to the bytes of their elements."""
-    with started(1, gpus="0") as session:
-        session.run(_TRAIN)
-        with session.memories.recording(MemoryOptions()):
-            session.run("for _ in range(2): step()")
-        (one,) = session.memory().ranks
-        with session.memories.recording(MemoryOptions(most_events=10)):
-            session.run("for _ in range(2): step()")
-        (bounded,) = session.memory().ranks
-        off = session.run(
-            "print(torch.autograd.backward.__module__, torch._C._cuda_isHistoryEnabled())"
-        )
-        (now,) = session.memories.now().ranks
+    ranks.run(_TRAIN)
+    with ranks.memories.recording(MemoryOptions()):
+        ranks.run("for _ in range(2): step()")
+    (one,) = ranks.memory().ranks
+    with ranks.memories.recording(MemoryOptions(most_events=10)):
+        ranks.run("for _ in range(2): step()")
+    (bounded,) = ranks.memory().ranks
+    off = ranks.run("print(torch.autograd.backward.__module__, torch._C._cuda_isHistoryEnabled())")
+    (now,) = ranks.memories.now().ranks
 
     assert (one.problem, one.lost, one.device) == ("", 0, "cuda")
     assert one.device_name
@@ -82,7 +83,6 @@ def test_a_gpus_memory_is_recorded_and_adds_up() -> None:
     assert total(now, 0, PARAMETER) == _BYTES
 
 
-# Written without a GPU at hand, and like the code that it tests not verified on one.
 FAILS = """
 def train():
     hidden = [torch.ones(2**28, device=device)]  # 1 GiB each
@@ -92,24 +92,23 @@ train()
 """
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.cluster
-def test_out_of_memory_is_explained() -> None:
+@on("one")
+def test_out_of_memory_is_explained(ranks: Session, measured: Any) -> None:
     """The allocator's numbers, the frame's list by name, remedies; afterwards all of it is free."""
-    with started(1, gpus="0") as session:
-        with pytest.raises(DistributedError, match="out of memory") as caught:
-            session.run(FAILS)
-        (memory,) = session.memory().ranks
-        done = session.run(
-            "import sys, gc; sys.last_value = sys.last_traceback = None; gc.collect()\n"
-            "torch.cuda.empty_cache(); print(torch.cuda.memory_allocated() < 2**30)"
-        )
+    with pytest.raises(DistributedError, match="out of memory") as caught:
+        ranks.run(FAILS)
+    (memory,) = ranks.memory().ranks
+    done = ranks.run(
+        "import sys, gc; sys.last_value = sys.last_traceback = None; gc.collect()\n"
+        "torch.cuda.empty_cache(); print(torch.cuda.memory_allocated() < 2**30)"
+    )
 
     lines = caught.value.advice.splitlines()
     assert re.match(r"rank 0 ran out of memory of its GPU 0: 1\.1 GB requested", lines[0])
     assert any("hidden in train" in line for line in lines)
     assert any(line.startswith("  half the batch") for line in lines)
     held = int(memory.blocks.size_bytes.sum())
+    measured("held, GB", round(held / 1e9, 1))
     assert held > 0.8 * memory.limit_bytes - 2 * 2**30
     assert memory.device == "cuda"
     assert done[0].text.strip() == "True"

@@ -6,24 +6,39 @@ import pynvml
 import pytest
 
 from nbdist.core.gpus import Nvml, read_by_smi
-from tests.support.ranks import started
+from nbdist.monitor.samples import Sample
+from nbdist.notebook.session import Session
+from tests.gpu.places import on
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 GIB = 2**30
 
 
-@pytest.mark.gpu(1)
-def test_a_ranks_gpu_is_found_and_its_memory_is_that_of_torch() -> None:
-    """The reading is that of the rank's own GPU; the allocator's numbers are the rank's alone."""
-    with started(1, gpus="0") as session:
-        session.run("held = torch.ones(2**28, device=device)")  # 1 GiB
-        monitor = session.monitor
-        end_s = time.monotonic() + 30
-        sample = monitor.wait(time.monotonic(), 10)[0]
-        while (sample.gpu is None or sample.allocator is None) and time.monotonic() < end_s:
-            sample = monitor.wait(sample.time_s, 10)[0]
-        problems = monitor.problems
+@on("cpu", "one")
+def test_the_monitor_reads_a_ranks_own_device(ranks: Session) -> None:
+    """The reading is that of the rank's own GPU; the allocator's numbers are the rank's alone.
 
-    assert problems == ()
+    A CPU rank has neither, and its process' memory in their place.
+    """
+    ranks.run("held = torch.ones(2**28, device=device) if device.type == 'cuda' else None")  # 1 GiB
+    monitor = ranks.monitor
+    has_gpu = ranks.topology.ranks[0].device != "cpu"
+
+    def is_complete(sample: Sample) -> bool:
+        device = (sample.gpu, sample.allocator) if has_gpu else ()
+        return None not in (sample.usage, *device)
+
+    end_s = time.monotonic() + 30
+    sample = monitor.wait(time.monotonic(), 10)[0]
+    while not is_complete(sample) and time.monotonic() < end_s:
+        sample = monitor.wait(sample.time_s, 10)[0]
+
+    assert monitor.problems == ()
+    assert is_complete(sample)
+    if not has_gpu:
+        assert (sample.gpu, sample.allocator) == (None, None)
+        return
     assert sample.gpu is not None
     assert sample.allocator is not None
     assert sample.allocator.allocated_bytes == GIB

@@ -14,6 +14,8 @@ import nbdist
 from nbdist.memory import file as memory_file
 from nbdist.memory.snapshot import AllocationFrame
 from nbdist.notebook.notebook import NOTEBOOK
+from nbdist.notebook.session import Session
+from tests.support.captured import device_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "memory"
 STRATEGIES = {"ddp": {}, "fsdp": {}, "checkpoint": {"checkpoint": "full"}}
@@ -40,7 +42,7 @@ class Model(nn.Module):
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 model, optimizer = accelerator.prepare(model, optimizer)
-x = torch.randn(128, 64)
+x = torch.randn(128, 64).to(device)
 kept = []
 
 def train(steps, leaks=False):
@@ -50,29 +52,25 @@ def train(steps, leaks=False):
         optimizer.step()
         optimizer.zero_grad()
         if leaks:
-            kept.append(torch.ones(1000))
+            kept.append(torch.ones(1000, device=device))
 
 train(3)  # DDP has made its buckets anew by then
 """
 _BEFORE = re.compile(r"^.*?((?:site|dist)-packages|lib/python3\.\d+)/")
 
 
-def capture(strategy: str, options: dict[str, object], folder: Path) -> None:
-    """Record two steps under a strategy, and two that leak, without what tells of this machine."""
-    session = nbdist.start(2, gpus="none", strategy=strategy, **options)
-    try:
-        session.run(MODEL)
-        for name, code in {"": "train(2)", "_leak": "train(2, leaks=True)"}.items():
-            snapshot = session.record_memory(code)
-            target = folder.with_name(f"{folder.name}{name}")
-            target.mkdir(parents=True, exist_ok=True)
-            for rank in snapshot.ranks:
-                path = target / f"rank{rank.rank}.pickle.gz"
-                stacks = tuple(tuple(map(_frame, stack)) for stack in rank.stacks)
-                anonymous = replace(rank, host="host", stacks=stacks)
-                memory_file.write(path, anonymous, snapshot.strategy, snapshot.notes)
-    finally:
-        NOTEBOOK.stop()
+def capture(session: Session, folder: Path) -> None:
+    """Record two steps, and two that leak, without what tells of this machine."""
+    session.run(MODEL)
+    for name, code in {"": "train(2)", "_leak": "train(2, leaks=True)"}.items():
+        snapshot = session.record_memory(code)
+        target = folder.with_name(f"{folder.name}{name}")
+        target.mkdir(parents=True, exist_ok=True)
+        for rank in snapshot.ranks:
+            path = target / f"rank{rank.rank}.pickle.gz"
+            stacks = tuple(tuple(map(_frame, stack)) for stack in rank.stacks)
+            anonymous = replace(rank, host="host", stacks=stacks)
+            memory_file.write(path, anonymous, snapshot.strategy, snapshot.notes)
 
 
 def _frame(frame: AllocationFrame) -> AllocationFrame:
@@ -80,10 +78,16 @@ def _frame(frame: AllocationFrame) -> AllocationFrame:
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    for path in FOLDER.iterdir():
+        if device_of(path) == "cpu":  # `make gpu` has made the others
+            shutil.rmtree(path)
     for name, options in STRATEGIES.items():
         strategy = "ddp" if name == "checkpoint" else name
-        capture(strategy, options, FOLDER / name)
+        session = nbdist.start(2, gpus="none", strategy=strategy, **options)
+        try:
+            capture(session, FOLDER / name)
+        finally:
+            NOTEBOOK.stop()
 
 
 if __name__ == "__main__":

@@ -97,10 +97,15 @@ def pair(_two_ranks: Session) -> Session:
         session.restart(deadline_s=RESTART_S)
     session.grace_s = start.DEFAULT_GRACE_S
     assert until(lambda: not session.busy_ranks)
+    clear_names(session)
+    return session
+
+
+def clear_names(session: Session) -> None:
+    """Let go of all names that cells have bound on the ranks."""
     names_by_rank = [names_on(session.call, rank).result(RESTART_S) for rank in session.ranks]
     names = sorted(set(itertools.chain(*names_by_rank)))
     session.run(f"[globals().pop(name, None) for name in {names}];")
-    return session
 
 
 def texts(session: Session, code: str, ranks: str | None = None) -> list[str]:

@@ -28,6 +28,7 @@ from nbdist.trace.trace import (
     WAIT,
     RankTrace,
 )
+from tests.support.captured import check_trace
 from tests.support.cuda_traces import (
     BACKWARD_NS,
     COPY_NS,
@@ -112,6 +113,12 @@ def test_real_traces_hold_what_the_strategy_sends(strategy: str) -> None:
         assert rank.problem == ""
         assert rank.lanes[0].name == "main thread"
         assert [lane.name.split()[0] for lane in rank.lanes[1:]] == ["gloo"] * (len(rank.lanes) - 1)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.iterdir()))
+def test_every_captured_trace_adds_up(name: str) -> None:
+    """Of CPU ranks, and of those on GPUs as `make gpu` captures them."""
+    assert len(check_trace(FOLDER / name).ranks) == 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,11 +1,11 @@
-"""What only a GPU can show: NCCL where each rank has its own, Gloo where two share one."""
-
-from collections.abc import Iterator
+"""Collectives and DDP: NCCL where each rank has a GPU of its own, Gloo where two share one."""
 
 import pytest
 
 from nbdist.notebook.session import Session
-from tests.support.ranks import started
+from tests.gpu.places import on
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 # Each collective with tensors on the rank's device, and the result that every rank must print.
 # `one` is rank + 1, so with two ranks the sum is 3.
@@ -93,9 +93,9 @@ plain = torch.nn.Linear(8, 4).double().to(device)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 4).double()
 torch.manual_seed(1)
-batch = torch.randn(16, 8).double().to(device)
+batch = torch.randn(4 * world_size, 8).double().to(device)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-part = batch[rank * 16 // world_size : (rank + 1) * 16 // world_size]
+part = batch[4 * rank : 4 * (rank + 1)]
 accelerator.backward(model(part).pow(2).mean())
 plain(batch).pow(2).mean().backward()
 gradient = accelerator.unwrap_model(model).weight.grad
@@ -103,120 +103,55 @@ print(torch.allclose(gradient, plain.weight.grad, atol=1e-12), gradient.device =
 """
 
 
-# The last loss of three steps, under whatever strategy is current.
-TRAIN = """
-import torch.nn.functional as F
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (4, 12)).transpose(1, 2).chunk(3, -1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-class LM(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
-    def forward(self, tokens):
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-torch.manual_seed(0)
-model = LM()
-tokens = torch.randint(0, 32, (4, 8)).to(device)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-for _ in range(3):
-    loss = model(tokens)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-print(f"{accelerator.reduce(loss.detach(), 'mean').item():.4f}")
-del model, optimizer
-"""
-
-
-@pytest.fixture(scope="module")
-def shared_gpu() -> Iterator[Session]:
-    """Two ranks on the first GPU."""
-    with started(2, gpus="0") as session:
-        yield session
-
-
-def _printed(session: Session, code: str) -> set[str]:
-    return {result.text.strip() for result in session.run(code).ranks}
-
-
-@pytest.mark.gpu(1)
-def test_one_rank_on_its_own_gpu_uses_nccl() -> None:
+@on("one")
+def test_one_rank_on_its_own_gpu_uses_nccl(ranks: Session) -> None:
     """One rank and one GPU give NCCL, with a group for tensors on the CPU as well."""
-    with started(1, gpus="0") as session:
-        printed = _printed(
-            session,
-            "a, b = torch.ones(2, device=device), torch.ones(2)\n"
-            "dist.all_reduce(a); dist.all_reduce(b); print(a.tolist(), b.tolist(), device)",
-        )
-        trained = _printed(session, DDP)
+    printed = _printed(
+        ranks,
+        "a, b = torch.ones(2, device=device), torch.ones(2)\n"
+        "dist.all_reduce(a); dist.all_reduce(b); print(a.tolist(), b.tolist(), device)",
+    )
 
-    assert session.topology.backend == "nccl"
-    assert session.topology.is_scaling
+    assert ranks.topology.backend == "nccl"
+    assert ranks.topology.is_scaling
     assert printed == {"[1.0, 1.0] [1.0, 1.0] cuda:0"}
-    assert trained == {"True True"}
 
 
-@pytest.mark.gpu(1)
-def test_two_ranks_on_one_gpu_use_gloo(shared_gpu: Session) -> None:
+@on("shared")
+def test_two_ranks_on_one_gpu_use_gloo(ranks: Session) -> None:
     """NCCL refuses two ranks on a GPU; Gloo takes them, and the table says no scaling numbers."""
-    topology = shared_gpu.topology
+    topology = ranks.topology
 
     assert topology.backend == "gloo"
     assert not topology.is_scaling
     assert {place.device for place in topology.ranks} == {"cuda:0"}
 
 
-@pytest.mark.gpu(1)
+@on("own", "all")
+def test_a_gpu_for_each_rank_uses_nccl(ranks: Session) -> None:
+    """With a GPU for each rank NCCL is chosen, and every rank has its own."""
+    topology = ranks.topology
+
+    assert topology.backend == "nccl"
+    assert len({place.device_uuid for place in topology.ranks}) == topology.world_size
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collective_on_a_shared_gpu(shared_gpu: Session, name: str) -> None:
-    """The collective gives the right result with tensors on the shared GPU."""
+@on("cpu", "shared", "own")
+def test_a_collective(ranks: Session, name: str) -> None:
+    """The collective gives the right result with tensors on the rank's device."""
     code, expected = COLLECTIVES[name]
 
-    printed = _printed(shared_gpu, f"one = torch.tensor([rank + 1.0], device=device)\n{code}")
+    printed = _printed(ranks, f"one = torch.tensor([rank + 1.0], device=device)\n{code}")
 
     assert printed == {expected}
 
 
-@pytest.mark.gpu(1)
-def test_ddp_on_a_shared_gpu(shared_gpu: Session) -> None:
-    """DDP's gradients on a shared GPU are those of the whole batch."""
-    assert _printed(shared_gpu, DDP) == {"True True"}
+@on("cpu", "shared", "one", "own", "all")
+def test_ddp(ranks: Session) -> None:
+    """DDP's gradients are those of the whole batch."""
+    assert _printed(ranks, DDP) == {"True True"}
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("name", ["pp", "cp", "ulysses"])
-def test_strategies_train_alike_on_a_shared_gpu(shared_gpu: Session, name: str) -> None:
-    """As ddp does with the same batch on both ranks; pp and cp send by way of the host."""
-    alone = _printed(shared_gpu, TRAIN)
-    shared_gpu.strategy.switch(name)
-    try:
-        together = _printed(shared_gpu, TRAIN)
-    finally:
-        shared_gpu.strategy.switch("ddp")
-
-    assert len(alone) == 1
-    assert together == alone
-
-
-@pytest.mark.gpu(2)
-def test_two_gpus_use_nccl() -> None:
-    """With a GPU for each rank NCCL is chosen and adds up."""
-    with started(2) as session:
-        printed = _printed(
-            session, "x = torch.ones(1, device=device); dist.all_reduce(x); print(x.item())"
-        )
-        trained = _printed(session, DDP)
-
-    assert session.topology.backend == "nccl"
-    assert printed == {"2.0"}
-    assert trained == {"True True"}
+def _printed(session: Session, code: str) -> set[str]:
+    return {result.text.strip() for result in session.run(code).ranks}
