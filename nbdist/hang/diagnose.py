@@ -78,10 +78,12 @@ def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> str:
     """A call of a cell run that not all members of its group have made, though all have ended.
 
     Such a call can end where it only sends, and the next cell would meet it. Empty where there is
-    none, where a member did not run the cell, and where calls still go on behind the cell.
+    none, where a member did not run the cell, where calls still go on behind the cell, and where
+    a box is older than the cell's end, as one of another host can be.
     """
     by_rank = {box.rank: box for box in boxes}
-    if len({box.generation for box in boxes}) > 1 or not set(ranks) <= set(by_rank):
+    has_ended = {box.rank for box in boxes if (box.run, box.state) == (run, "finished")}
+    if len({box.generation for box in boxes}) > 1 or not set(ranks) <= has_ended:
         return ""
     for group in [group for box in boxes for group in box.groups.values()]:
         members = {rank: by_rank[rank] for rank in group.ranks if rank in ranks}

@@ -95,10 +95,11 @@ class WaitGraph:
 
     def _in_other_threads(self, rank: int) -> list[tuple[BlockingRank, ...]]:
         """What further calls lack in which the rank is at the same time."""
-        shown_call, box = self._call(rank), self.views[rank].box
-        if shown_call is None or box is None:
+        box = self.views[rank].box
+        if box is None or self._call(rank) is None:
             return []
-        calls = [call for call in box.calls if call.state == "waiting" and call is not shown_call]
+        # Of the main thread: the call that it waits in, or the wait for what its GPU has to do.
+        calls = [call for call in box.calls if call.state == "waiting" and call is not box.waiting]
         return [tuple(self._call_needs(rank, call)) for call in calls]
 
     def _inner_wait(self, view: RankView) -> WaitText | None:

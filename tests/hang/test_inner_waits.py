@@ -165,6 +165,20 @@ def test_a_call_from_python_is_told_at_its_own_line() -> None:
     assert finding.is_certain
 
 
+def test_a_wait_for_work_of_cxx_is_one_for_the_gpu() -> None:
+    """Such a wait has no number: it is no further thread that lacks nothing."""
+    wait = call("wait", line=8, state="waiting")
+    waits = view(0, "running", reduce(), wait, look=queued(on_gpu(1)))
+    assert waits.box is not None
+    made, unnumbered = waits.box.calls
+    waiting_box = replace(waits.box, calls=(made, replace(unnumbered, group="", number=0)))
+    waiting_box = replace(waiting_box, groups={WORLD: replace(waits.box.groups[WORLD], calls=1)})
+    finding = only_finding(replace(waits, box=waiting_box), view(1, "finished"))
+
+    assert finding.text.startswith("rank 0 waits in all_reduce(float32[3])")
+    assert finding.is_certain
+
+
 def test_a_transfer_in_a_gpus_queue_is_told() -> None:
     """By the counts of both ends, as on Gloo."""
     entry = replace(inner("send 0->1", "float32[3]", 0), group=WORLD, is_transfer=True)

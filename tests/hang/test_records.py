@@ -171,5 +171,16 @@ def test_a_call_that_only_some_have_made_is_told() -> None:
 def test_a_call_that_goes_on_behind_its_cell_is_not_missed_yet() -> None:
     """Issued and not waited for, or made by a thread that is in it now."""
     for state in ("issued", "waiting"):
-        ended = [box(0, reduce(state), groups=PAIR), box(1, groups=PAIR)]
+        ended = [
+            box(0, reduce(state), groups=PAIR, state="finished"),
+            box(1, groups=PAIR, state="finished"),
+        ]
         assert unmatched(ended, RUN, [0, 1]) == ""
+
+
+def test_a_box_from_before_the_cells_end_misses_no_call() -> None:
+    """As the last answer of a rank on another host: of the running cell, or of the one before."""
+    ended = box(0, reduce(), groups=PAIR, state="finished")
+    assert unmatched([ended, box(1, groups=PAIR, state="finished")], RUN, [0, 1])
+    for old in (box(1, groups=PAIR), box(1, groups=PAIR, state="finished", run=RUN - 1)):
+        assert unmatched([ended, old], RUN, [0, 1]) == ""
