@@ -500,6 +500,16 @@ def _last_line(process: subprocess.Popen[str]) -> str:
     return lines[-1][:200]
 
 
+def manners() -> dict[str, Any]:
+    """A GPU has the manners of the device that stands in for it in tests on the CPU."""
+    from tests.support import device_manners
+
+    device = device_manners.Device("cuda")
+    seen = {manner.__name__: manner(device) for manner in device_manners.MANNERS}
+    assert seen == device_manners.EXPECTED, seen
+    return seen
+
+
 PROBES = {
     "machine": Probe(machine, 60, on_cpu=True),
     "doctor": Probe(doctor, 90, on_cpu=True),
@@ -511,5 +521,6 @@ PROBES = {
     "staging": Probe(staging, 60),
     "allocator_lock": Probe(allocator_lock, 60),
     "names": Probe(names, 40),
+    "manners": Probe(manners, 60),
     "gloo_calls": Probe(gloo_calls, 150, on_cpu=True),
 }
