@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
 
 import psutil
@@ -71,20 +69,13 @@ def _newest_allocator(device: str) -> tuple[Allocator | None, float]:
 
 def _waits() -> bool:
     """Whether a cell's main thread does not get on, nor any of the collectives that are pending."""
-    before, place = _pending(), _main_place()
+    before, place = _pending(), main_thread.position()
     if not before or not nccl_abort.in_cell():
         return False
     time.sleep(STUCK_S)
-    return _main_place() == place and bool(before & _pending())
+    return main_thread.position() == place and bool(before & _pending())
 
 
 def _pending() -> set[object]:
     newest = main_thread.newest_collectives()
     return {(group, call.number) for group, call in newest.items() if call.is_pending}
-
-
-def _main_place() -> tuple[int, int]:
-    """The main thread's frame and where in it; two equal ones are a thread that does not get on."""
-    # Documented as for debugging: there is no other way to another thread's frames.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    return (0, 0) if frame is None else (id(frame), frame.f_lasti)

@@ -355,6 +355,21 @@ def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert main_thread.snapshot().newest == {"0": newest["gloo", "0"]}
 
 
+def test_a_look_at_a_cpu_rank_reads_the_recorder_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading of a whole recorder holds the rank up for as long as it takes."""
+    readings: list[bool] = []
+
+    def dump(with_entries: bool, _stacks: bool, _active: bool) -> bytes:
+        readings.append(with_entries)
+        return pickle.dumps({"entries": [entry()]})
+
+    recorder = main_thread._FlightRecorder(dump)
+    monkeypatch.setattr(main_thread, "_recorders", [recorder])
+    main_thread.snapshot()
+
+    assert readings.count(True) == 1
+
+
 def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another torch may have none: no error, and a look without numbers."""
     monkeypatch.setattr(main_thread, "_recorders", [])
