@@ -465,3 +465,20 @@ def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
         other.capture_begin()
     assert asked() == 2
     assert recorder.calls["nccl", "0"].op == "all_reduce"
+
+
+def test_a_capture_that_nobody_ends_holds_no_look_off_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Begun by hand, and what was captured failed: it is over once its graph is gone."""
+    monkeypatch.setattr(graph_capture, "CUDAGraph", _Graph)
+    monkeypatch.setattr(_Graph, "capture_begin", _Graph.capture_begin)
+    monkeypatch.setattr(_Graph, "capture_end", _Graph.capture_end)
+    graph_capture.install()
+    graph = _Graph()
+    graph.capture_begin()
+    with graph_capture.held_off() as may_ask:
+        assert not may_ask
+    del graph
+    with graph_capture.held_off() as may_ask:
+        assert may_ask
