@@ -107,9 +107,12 @@ def _on_own_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     another rank's GPU, or on one that nobody has, and then fails while the other ranks wait.
     """
     signature = inspect.signature(original)
+    place_of_ids = [*signature.parameters].index("device_ids")
 
     @functools.wraps(original)
     def barrier(*args: Any, **kwargs: Any) -> Any:
+        if "device_ids" not in kwargs and len(args) <= place_of_ids:
+            return original(*args, **kwargs)  # to bind arguments would cost a quarter of a call
         bound = signature.bind(*args, **kwargs)
         if bound.arguments.get("device_ids"):
             place = torch.device(this_rank().place.device)

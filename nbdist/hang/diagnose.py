@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView, WaitFinding
+from nbdist.hang.records import (
+    Call,
+    CallLog,
+    FlightRecorderEntry,
+    RankView,
+    UnmatchedCall,
+    WaitFinding,
+)
 from nbdist.hang.text import (
     BlockingRank,
     act_of,
@@ -74,17 +81,17 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> str:
+def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
     """A call of a cell run that not all members of its group have made, though all have ended.
 
-    Such a call can end where it only sends, and the next cell would meet it. Empty where there is
+    Such a call can end where it only sends, and the next cell would meet it. None where there is
     none, where a member did not run the cell, where calls still go on behind the cell, and where
     a box is older than the cell's end, as one of another host can be.
     """
     by_rank = {box.rank: box for box in boxes}
     has_ended = {box.rank for box in boxes if (box.run, box.state) == (run, "finished")}
     if len({box.generation for box in boxes}) > 1 or not set(ranks) <= has_ended:
-        return ""
+        return None
     for group in [group for box in boxes for group in box.groups.values()]:
         members = {rank: by_rank[rank] for rank in group.ranks if rank in ranks}
         counts = {rank: count_in(box, group.name) for rank, box in members.items()}
@@ -99,9 +106,10 @@ def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> str:
         call = next((call for call in calls if call.number == number), None)
         if call is not None and all(call.state == "done" for call in calls):
             callers = ranks_phrase(sorted(set(members) - set(missing)))
-            text = call_text(act_of(call))
-            return f"{callers} called {text}; {ranks_phrase(missing)} finished without calling it"
-    return ""
+            text = f"{callers} called {call_text(act_of(call))}"
+            text += f"; {ranks_phrase(missing)} finished without calling it"
+            return UnmatchedCall(text, group.name, number)
+    return None
 
 
 def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:

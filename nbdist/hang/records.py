@@ -184,6 +184,21 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
+class UnmatchedCall:
+    """A call of a cell that not all members of its group have made.
+
+    Attributes:
+        text: Who has made it and who has not, as a sentence.
+        group: torch's name of the process group.
+        number: Of the call, within the group: the next one of a loop has the same text.
+    """
+
+    text: str
+    group: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class WaitFinding:
     """Why ranks wait.
 

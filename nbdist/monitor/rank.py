@@ -69,13 +69,13 @@ def _newest_allocator(device: str) -> tuple[Allocator | None, float]:
 
 def _waits() -> bool:
     """Whether a cell's main thread does not get on, nor any of the collectives that are pending."""
-    before, position = _pending(), main_thread.main_position()
+    before, place = _pending(), main_thread.position()
     if not before or not nccl_abort.in_cell():
         return False
     time.sleep(STUCK_S)
-    return main_thread.main_position() == position and bool(before & _pending())
+    return main_thread.position() == place and bool(before & _pending())
 
 
 def _pending() -> set[object]:
     newest = main_thread.newest_collectives()
-    return {(key, call.number) for key, call in newest.items() if call.is_pending}
+    return {(group, call.number) for group, call in newest.items() if call.is_pending}

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.cell_run import SETTLED_S, CellRun
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
 from nbdist.errors import DistributedError, RankGone
+from nbdist.hang.records import UnmatchedCall
 from nbdist.lints.kernel.lints import Lints
 
 
@@ -42,7 +43,7 @@ def fake_session(**health: Any) -> Any:
                 "needs_recovery": False,
                 "boxes": dict,
                 "mismatches": lambda _run: (),
-                "unmatched": lambda _run, _ranks: "",
+                "unmatched": lambda _run, _ranks: None,
             }
             | health
         ),
@@ -95,6 +96,22 @@ def cell(sink: Kept, ranks: tuple[int, ...] = (0,)) -> CellRun:
 
 def text(words: str) -> dict[str, Any]:
     return {"header": {"msg_type": "stream"}, "content": {"name": "stdout", "text": words}}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "pauses_s"),
+    [((None,), [0.0]), ((7, 7), [SETTLED_S, 0.0]), ((7, 8), [SETTLED_S, 0.0])],
+)
+def test_a_call_that_is_missing_twice_is_missed(
+    numbers: Sequence[int | None], pauses_s: list[float]
+) -> None:
+    """Another one of the same line is a thread's that goes on, on each rank at its own pace."""
+    calls = [n and UnmatchedCall("rank 0 called broadcast", "0", n) for n in numbers]
+    ranks = fake_session(unmatched=lambda *_: looks.pop(0))
+    looks, run = [*calls], CellRun(ranks, CellRequest("code", (0,)), Kept())
+
+    assert [run._find_unmatched(at * SETTLED_S) for at in range(len(calls))] == pauses_s
+    assert run._unmatched == (calls[-1] if len({*numbers}) == 1 else None)
 
 
 def test_a_sink_that_fails_at_the_end_does_not_hide_the_codes_failure() -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,25 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_as_it_is(
         assert copy.tolist() == [0, 1, 2, 3, 4]
         staging.give_back()
         assert [name for name, _ in cuda.take()] == ["pin", "copy", "wait", "advice"]
+
+
+def test_a_refusal_to_pin_is_no_error_of_the_users_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA keeps it until a kernel is launched: one of ours takes it, right after the refusal."""
+    launched: list[str] = []
+
+    def launch(_size: int, *, device: str) -> None:
+        launched.append(device)
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    answers = iter([2, 0])
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: next(answers))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "ones", launch)
+
+    assert (staging._register(0, MIB), launched) == (2, ["cuda"])
+    assert (staging._register(0, MIB), launched) == (0, ["cuda"])
 
 
 def _memory_bytes() -> int:

@@ -355,6 +355,21 @@ def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert main_thread.snapshot().newest == {"0": newest["gloo", "0"]}
 
 
+def test_a_look_at_a_cpu_rank_reads_the_recorder_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading of a whole recorder holds the rank up for as long as it takes."""
+    readings: list[bool] = []
+
+    def dump(with_entries: bool, _stacks: bool, _active: bool) -> bytes:
+        readings.append(with_entries)
+        return pickle.dumps({"entries": [entry()]})
+
+    recorder = main_thread._FlightRecorder(dump)
+    monkeypatch.setattr(main_thread, "_recorders", [recorder])
+    main_thread.snapshot()
+
+    assert readings.count(True) == 1
+
+
 def test_without_a_recorder_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another torch may have none: no error, and a look without numbers."""
     monkeypatch.setattr(main_thread, "_recorders", [])
@@ -450,3 +465,20 @@ def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
         other.capture_begin()
     assert asked() == 2
     assert recorder.calls["nccl", "0"].op == "all_reduce"
+
+
+def test_a_capture_that_nobody_ends_holds_no_look_off_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Begun by hand, and what was captured failed: it is over once its graph is gone."""
+    monkeypatch.setattr(graph_capture, "CUDAGraph", _Graph)
+    monkeypatch.setattr(_Graph, "capture_begin", _Graph.capture_begin)
+    monkeypatch.setattr(_Graph, "capture_end", _Graph.capture_end)
+    graph_capture.install()
+    graph = _Graph()
+    graph.capture_begin()
+    with graph_capture.held_off() as may_ask:
+        assert not may_ask
+    del graph
+    with graph_capture.held_off() as may_ask:
+        assert may_ask

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.hang.diagnose import counts_differ, last_words, mismatches, unmatched
-from nbdist.hang.records import Call, CallLog, RankView
+from nbdist.hang.records import Call, CallLog, RankView, UnmatchedCall
 from nbdist.hang.text import last_call, place_text, state_of
 from tests.support.boxes import REDUCE, RUN, WORLD, at, box, call, inner, look, reduce, view
 
@@ -159,13 +159,15 @@ def test_a_call_that_only_some_have_made_is_told() -> None:
     calls = reduce(), call("broadcast", "float32[3], src=0", line=9)
     ended = [box(rank, *calls[: 2 - rank], groups=PAIR, state="finished") for rank in (0, 1)]
 
-    assert unmatched(ended, RUN, [0, 1]) == (
+    assert unmatched(ended, RUN, [0, 1]) == UnmatchedCall(
         "rank 0 called broadcast(float32[3], src=0) at line 9 of cell [12]; "
-        "rank 1 finished without calling it"
+        "rank 1 finished without calling it",
+        WORLD,
+        2,
     )
-    assert unmatched(ended, RUN, [0]) == ""
-    assert unmatched(ended, RUN + 1, [0, 1]) == ""
-    assert unmatched([ended[0], ended[0]], RUN, [0]) == ""
+    assert unmatched(ended, RUN, [0]) is None
+    assert unmatched(ended, RUN + 1, [0, 1]) is None
+    assert unmatched([ended[0], ended[0]], RUN, [0]) is None
 
 
 def test_a_call_that_goes_on_behind_its_cell_is_not_missed_yet() -> None:
@@ -175,7 +177,7 @@ def test_a_call_that_goes_on_behind_its_cell_is_not_missed_yet() -> None:
             box(0, reduce(state), groups=PAIR, state="finished"),
             box(1, groups=PAIR, state="finished"),
         ]
-        assert unmatched(ended, RUN, [0, 1]) == ""
+        assert unmatched(ended, RUN, [0, 1]) is None
 
 
 def test_a_box_from_before_the_cells_end_misses_no_call() -> None:
@@ -183,4 +185,4 @@ def test_a_box_from_before_the_cells_end_misses_no_call() -> None:
     ended = box(0, reduce(), groups=PAIR, state="finished")
     assert unmatched([ended, box(1, groups=PAIR, state="finished")], RUN, [0, 1])
     for old in (box(1, groups=PAIR), box(1, groups=PAIR, state="finished", run=RUN - 1)):
-        assert unmatched([ended, old], RUN, [0, 1]) == ""
+        assert unmatched([ended, old], RUN, [0, 1]) is None

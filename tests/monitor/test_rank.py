@@ -86,7 +86,7 @@ def test_a_rank_that_gets_on_is_asked_for_its_allocator(
         for n in numbers
     )
     monkeypatch.setattr(main_thread, "newest_collectives", calls.__next__)
-    monkeypatch.setattr(main_thread, "main_position", iter(places).__next__)
+    monkeypatch.setattr(main_thread, "position", iter(places).__next__)
     monkeypatch.setattr(nccl_abort, "in_cell", lambda: in_cell)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: {})
     answer = monitor_rank.usage(is_remote=False)

@@ -33,6 +33,7 @@ from nbdist.cells.outputs import CellResult, Event, OutputReducer, elapsed_line
 from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, ranks_phrase
 from nbdist.hang.kernel.group_recovery import GroupRecovery, RecoveryOutcome
+from nbdist.hang.records import UnmatchedCall
 from nbdist.rpc.kernel.channel import Message, failure_of
 
 # The hub tells of a dead engine a little after its launcher; its last output comes between.
@@ -79,7 +80,7 @@ class CellRun:
         self._aborted_s = NEVER_S
         self._released: frozenset[int] = frozenset()
         self._is_deadlock = False
-        self._unmatched = ""
+        self._unmatched: UnmatchedCall | None = None
         self._settled_s = NEVER_S
         self._replaced: tuple[int, ...] = ()
         self._has_timed_out = False
@@ -228,7 +229,7 @@ class CellRun:
                 is_program=self.request.is_program,
                 waiting=self._released,
                 places=self._watchdog.places,
-                unmatched=self._unmatched,
+                unmatched=self._unmatched.text if self._unmatched else "",
             ).raise_for(result, self._ranks.explain)
         return result
 
@@ -420,10 +421,11 @@ class CellRun:
 
     def _find_unmatched(self, now_s: float) -> float:
         """Note a call that only some ranks have made; how long to wait until that is certain."""
-        before, ranks = self._unmatched, self.request.ranks
-        self._unmatched = self._ranks.health.unmatched(self.run_id, ranks)
-        if self._unmatched and self._unmatched != before:
-            self._settled_s = now_s + SETTLED_S
+        call = self._ranks.health.unmatched(self.run_id, self.request.ranks)
+        if self._settled_s == NEVER_S:
+            self._unmatched, self._settled_s = call, now_s + SETTLED_S
+        elif call != self._unmatched:  # it was made, and the next one may be: threads go on
+            self._unmatched = None
         return max(0.0, self._settled_s - now_s) if self._unmatched else 0.0
 
     def _rank_states(self) -> dict[int, tuple[str, str]]:

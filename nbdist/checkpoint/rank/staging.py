@@ -9,6 +9,7 @@ any other, and while the host asks for the next copy. Pinned memory stays the ra
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -108,7 +109,12 @@ def _unpin() -> None:
 def _register(address: int, size_bytes: int) -> int:
     portable = 1  # as torch pins: for whichever of several GPUs copies
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return int(cudart.cudaHostRegister(address, size_bytes, portable))
+    answer = int(cudart.cudaHostRegister(address, size_bytes, portable))
+    if answer:
+        # CUDA keeps the error, and torch raises it at the next kernel, whose it is not: at this.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return answer
 
 
 def _unregister(address: int) -> None:

@@ -17,7 +17,7 @@ from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import procfs
 from nbdist.errors import NbdistError
 from nbdist.hang import call_log, diagnose
-from nbdist.hang.records import CallLog, RankView, ThreadSnapshot
+from nbdist.hang.records import CallLog, RankView, ThreadSnapshot, UnmatchedCall
 from nbdist.hang.recovery import RecoveryResult
 from nbdist.hang.text import place_text
 from nbdist.rpc.kernel.functions import RankFunction
@@ -196,10 +196,10 @@ class Health:
             return ()  # most cells call nothing, and every cell asks
         return diagnose.mismatches(list(self.boxes().values()), run)
 
-    def unmatched(self, run: int, ranks: Sequence[int]) -> str:
-        """A call of a cell that only some ranks have made, as a sentence; empty without one."""
+    def unmatched(self, run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
+        """A call of a cell that only some ranks have made."""
         if not any(self._boxes.may_have_called(rank, run) for rank in ranks):
-            return ""
+            return None
         return diagnose.unmatched(list(self.boxes().values()), run, ranks)
 
     def views(self, states: Mapping[int, tuple[str, str]]) -> list[RankView]:

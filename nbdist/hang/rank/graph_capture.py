@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from torch.cuda import CUDAGraph
 
 _lock = threading.Lock()
-# Graphs that are being captured, by id.
-_capturing: set[int] = set()
+# Graphs that are being captured. One whose capture was broken off may never end it, but goes.
+_capturing: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
 
 
 def install() -> None:
@@ -30,11 +31,11 @@ def install() -> None:
     @functools.wraps(begin)
     def capture_begin(graph: CUDAGraph, *args: Any, **options: Any) -> None:
         with _lock:  # a look that is under way ends first
-            _capturing.add(id(graph))
+            _capturing.add(graph)
         try:
             begin(graph, *args, **options)
         except BaseException:
-            _capturing.discard(id(graph))
+            _capturing.discard(graph)
             raise
 
     @functools.wraps(end)
@@ -42,7 +43,7 @@ def install() -> None:
         try:
             end(graph)
         finally:
-            _capturing.discard(id(graph))
+            _capturing.discard(graph)
 
     CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign, assignment]
     CUDAGraph.capture_end = capture_end  # type: ignore[method-assign, assignment]

@@ -57,11 +57,14 @@ MOST_DEVICE_CALLS = 64
 
 
 def snapshot() -> ThreadSnapshot:
-    """The main thread's place, stack and newest collectives. From any other thread, in 60 ms."""
+    """The main thread's place, stack and newest collectives. From any other thread.
+
+    In 60 ms, or in 100 where a GPU has calls to do.
+    """
     asleep = _Sleep.begin()
+    began_at = position()
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     frames = frames_of(frame)
-    position = _position_of(frame)
     _places.shell = get_ipython()  # None before the engine runs
     place = _places.find(frame)
     # Who holds a frame holds its variables, and would free them in this thread.
@@ -69,8 +72,9 @@ def snapshot() -> ThreadSnapshot:
     shown = with_sources(stacks.user_part(frames))
     is_asleep = asleep.end()
     is_in_torch = place is not None and is_torch(frames[-1].file)
-    calls = device_calls()
-    is_held = any(call.is_pending for call in calls) and _stillness.lasts(position, asleep.began_s)
+    # Without NCCL it is not worth a reading, which can take 20 ms in which the rank stands still.
+    calls = device_calls() if nccl_abort.backends() else ()
+    is_held = any(call.is_pending for call in calls) and _stillness.lasts(began_at, asleep.began_s)
     waits_inside = (is_in_torch and is_asleep) or is_held
     is_free, others = free_threads(_places, waits_inside=waits_inside)
     # Last: a backend notes a call in a thread of its own, a moment after it was made.
@@ -132,14 +136,11 @@ class _Sleep:
         return _main_state() == "S" and _main_cpu_s() == self.cpu_s
 
 
-def _position_of(frame: FrameType | None) -> Position | None:
+def position() -> Position | None:
+    """Where the main thread is now; two equal ones are a thread that does not get on."""
+    # Documented as for debugging: there is no other way to another thread's frames.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
     return None if frame is None else (id(frame), frame.f_lasti)
-
-
-def main_position() -> Position | None:
-    """Where the main thread is now: the same twice is a thread that does not get on."""
-    # Nobody holds the frame when this returns, as in `snapshot`.
-    return _position_of(sys._current_frames().get(threading.main_thread().ident or 0))  # noqa: SLF001
 
 
 @dataclass(slots=True)
@@ -152,14 +153,13 @@ class _Stillness:
     position: Position | None = None
     looked_s: float = -math.inf
 
-    def lasts(self, position: Position | None, since_s: float) -> bool:
+    def lasts(self, began_at: Position | None, since_s: float) -> bool:
         """Whether it has been there since then, and in the look before if that was just now."""
         time.sleep(max(0.0, since_s + HELD_S - time.monotonic()))
-        position_now = main_position()
-        now_s = time.monotonic()
+        now_at, now_s = position(), time.monotonic()
         is_known = now_s < self.looked_s + LOOKS_APART_S
-        is_same = position_now == position and (not is_known or position == self.position)
-        self.position, self.looked_s = position_now, now_s
+        is_same = now_at == began_at and (not is_known or began_at == self.position)
+        self.position, self.looked_s = now_at, now_s
         return is_same or _finishing.is_set()
 
 

@@ -63,10 +63,10 @@ def backend(group: dist.ProcessGroup) -> Any | None:
 
 
 def backends() -> list[Any]:
-    """The NCCL backends of all groups of this rank, the newest group's first."""
+    """The NCCL backends of all groups of this rank, the newest group's first. From any thread."""
     # Private: torch lists its groups nowhere else. In this order torch aborts them itself.
-    world = c10d._world  # noqa: SLF001
-    groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    names = dict(c10d._world.pg_names)  # noqa: SLF001  # the main thread may end one meanwhile
+    groups = sorted(names, key=lambda group: names[group], reverse=True)
     return [nccl for group in groups if (nccl := backend(group)) is not None]
 
 
