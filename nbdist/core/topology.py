@@ -227,18 +227,19 @@ def filter_visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ..
     """The GPUs that a value of CUDA_VISIBLE_DEVICES leaves, in its order; None leaves all.
 
     As CUDA does, an entry that does not exist ends the list. The number of a GPU that is cut up
-    stands for all of its slices. A slice that nobody lists is believed to exist where no slices
-    are listed at all, and in CUDA's older form (MIG-GPU-8932f937.../1/0).
+    stands for all of its slices. A slice that nobody lists is believed to exist where GPUs, but no
+    slices, are listed, and there in CUDA's older form (MIG-GPU-8932f937.../1/0).
     """
     if variable is None:
         return gpus
-    has_slices = any(gpu.is_slice for gpu in gpus)
+    lists_slices = any(gpu.is_slice for gpu in gpus)
     left: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in variable.split(","))):
         matches = [gpu for gpu in gpus if entry == str(gpu.index)]
         if entry.startswith(("GPU-", "MIG-")):
             matches = [gpu for gpu in gpus if gpu.uuid.startswith(entry)][:1]
-        if entry.startswith("MIG-") and not matches and ("/" in entry or not has_slices):
+        is_believed = bool(gpus) and ("/" in entry or not lists_slices)
+        if entry.startswith("MIG-") and not matches and is_believed:
             matches = [Gpu(0, entry, "MIG slice")]
         if not matches:
             break

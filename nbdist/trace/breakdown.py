@@ -354,7 +354,7 @@ def _step_notes(traces: Sequence[RankTrace]) -> Iterator[str]:
         for trace in traces
         if trace.steps and trace.device != "cpu" and not trace.has_device_steps
     ]
-    if by_host:
+    if by_host and not is_stored():
         yield (
             f"Steps are cut by the host's clock on {ranks_phrase(by_host)}, as the trace does not "
             "tell when the GPU came to each: a step is when its work was launched."

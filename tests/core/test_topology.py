@@ -425,6 +425,8 @@ def test_a_slice_is_believed_where_the_driver_lists_none() -> None:
 
     assert (chosen.uuid, chosen.is_slice) == ("MIG-5555-dd", True)
     assert not whole[0].is_slice
+    # A value that another machine's start has left.
+    assert filter_visible((), f"MIG-5555-dd,{_OLDER}") == filter_visible((), _OLDER) == ()
 
 
 def test_ranks_on_slices_see_one_each() -> None:
