@@ -15,8 +15,14 @@ from nbdist.rpc.rank.cell_hooks import CellContext, CellHook
 class Kernel:
     """As ipykernel's: a cell is "ok", "error", or an interrupt of the kernel itself."""
 
+    iopub_socket, execution_count = None, 7
+
     def __init__(self) -> None:
         self.noted: list[str] = []
+        self.sent: list[tuple[str, str]] = []
+
+    def send_response(self, _socket: object, kind: str, content: dict[str, str]) -> None:
+        self.sent.append((kind, content["ename"]))
 
     def get_parent(self, channel: str) -> dict[str, object]:
         return {"metadata": {"channel": channel}}
@@ -66,6 +72,31 @@ def test_hooks_end_where_the_kernel_itself_raises() -> None:
         kernel.run("interrupt")
 
     assert kernel.noted == ["a shell", "b shell", "interrupt", "b None", "a None"]
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_a_hook_that_fails_is_a_failure_of_the_cell(moment: str) -> None:
+    """Told as the cell's error, with a reply; the hooks outside of it end as always."""
+    kernel = Kernel()
+
+    @contextmanager
+    def broken(cell: CellContext) -> Iterator[None]:
+        if moment == "before":
+            raise OSError("no space left")
+        yield
+        raise OSError("no space left")
+
+    cell_hooks.install(kernel, [kernel.hook("a"), broken])
+    reply: Any = asyncio.run(kernel.do_execute("ok"))
+
+    assert (reply["status"], reply["ename"], reply["evalue"]) == (
+        "error",
+        "OSError",
+        "no space left",
+    )
+    assert kernel.sent == [("error", "OSError")]
+    run = [] if moment == "before" else ["ok"]
+    assert kernel.noted == ["a shell", *run, "a None" if moment == "before" else "a ok"]
 
 
 def test_hooks_are_put_in_the_place_of_earlier_ones() -> None:

@@ -17,6 +17,20 @@ from nbdist.errors import CheckpointError
 
 FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint"
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """A member of torch's enum of memory formats; for any other class nothing is looked up.
+
+    Raises:
+        safe_pickle.Refused: It is another class.
+    """
+    formats: Any = getattr(metadata, "_MEM_FORMAT_ENCODING", None)
+    if formats is None or kind is not formats:
+        raise safe_pickle.Refused(f"asks {kind!r} for {name!r}, which has no place in it")
+    return formats[name]
+
+
 # All that torch's writer puts into it (torch 2.11 to 2.13); none of them does anything when it is
 # made. Two are private to torch: without them such a file cannot be read at all.
 _CLASSES: Mapping[tuple[str, str], Any] = {
@@ -30,6 +44,8 @@ _CLASSES: Mapping[tuple[str, str], Any] = {
     (f"{_DCP}.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo", None),
     ("torch.serialization", "_get_layout"): getattr(torch.serialization, "_get_layout", None),
     ("torch", "Size"): torch.Size,
+    # Python before 3.11.4 writes a member of an enum as getattr(enum, name).
+    ("builtins", "getattr"): _memory_format,
     **{("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)},
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,8 @@ def watch_device() -> None:
     is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if is_in_use and attach is not None and not _state.is_watching:
         _state.is_watching = True
-        attach(_at_failure)
+        with suppress(RuntimeError):  # a GPU that does not work any more: the cell will say so
+            attach(_at_failure)
 
 
 def _at_failure(*_device_and_sizes: int) -> None:
