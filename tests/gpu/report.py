@@ -120,7 +120,9 @@ def keep(folders: Sequence[Path], page: Path, data: Path) -> None:
     for folder in folders:
         if (folder / CAPTURES).exists():
             with tarfile.open(folder / CAPTURES) as archive:
-                archive.extractall(data, filter="data")
+                # Python before 3.11.4 has no filters.
+                safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+                archive.extractall(data, **safe)  # type: ignore[arg-type]
     page.write_text(new)
 
 
