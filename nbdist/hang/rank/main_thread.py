@@ -374,7 +374,7 @@ _recorders = [
 ]
 
 
-def newest_collectives() -> dict[CallKey, FlightRecorderEntry]:
+def newest_collectives() -> dict[tuple[str, str], FlightRecorderEntry]:
     """(backend, group) -> newest collective, C++ callers included; empty without a recorder."""
     by_recorder = [flight_recorder.read() for flight_recorder in _recorders]
     return {key: call for newest in by_recorder for key, call in newest.items()}
