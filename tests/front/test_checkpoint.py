@@ -16,7 +16,7 @@ for name, value in list(globals().items()):
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and name[0] != "_":
         del globals()[name]
 layers = value = None
-_ = gc.collect()
+gc.collect();
 """
 _WRONG = {
     "%dist_save": ("OptionError", "%dist_save: which folder?"),
