@@ -290,12 +290,12 @@ class Nvml:
         return None
 
     def _find_links(self, wholes: Mapping[int, Any]) -> Iterator[tuple[int, int, str]]:
-        for (first, one), (second, other) in itertools.combinations(wholes.items(), 2):
+        for (first, handle), (second, peer) in itertools.combinations(wholes.items(), 2):
             # Nobody but the doctor looks at it: what fails here is no reason to read no GPU.
             with contextlib.suppress(Exception):
-                kind = _LINKS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", one, other))
+                kind = _LINKS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", handle, peer))
                 nvlink = self._nvml.NVML_P2P_CAPS_INDEX_NVLINK
-                if self._ask("nvmlDeviceGetP2PStatus", one, other, nvlink) == 0:  # it works
+                if self._ask("nvmlDeviceGetP2PStatus", handle, peer, nvlink) == 0:  # it works
                     kind = "NV"
                 if kind is not None:
                     yield first, second, kind

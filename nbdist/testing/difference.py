@@ -57,10 +57,14 @@ def _of_kind(kind: str, stored: Sequence[str], now: Sequence[str]) -> list[str]:
             f"each rank {verb} the same, in another order: the first line that differs is {at + 1}",
             *_pair((before[at],), (after[at],)),
         ]
-    told: dict[tuple[Change, ...], list[int]] = defaultdict(list)
+    sources_by_changes: dict[tuple[Change, ...], list[int]] = defaultdict(list)
     for source, changes in sorted(by_source.items()):
-        told[changes].append(source)
-    return [line for changes, sources in told.items() for line in _said(sources, verb, changes)]
+        sources_by_changes[changes].append(source)
+    return [
+        line
+        for changes, sources in sources_by_changes.items()
+        for line in _said(sources, verb, changes)
+    ]
 
 
 def _changes_by_source(
@@ -128,9 +132,9 @@ def _block(title: str, lines: Sequence[str], at: int) -> Iterator[str]:
         yield f"{' ' * len(title)}... and {len(lines) - MOST_LINES} more lines"
 
 
-def _first_apart(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _first_apart(stored: str, now: str) -> int:
+    pairs = zip(stored, now, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(stored), len(now)))
 
 
 def _cut(line: str, at: int) -> str:

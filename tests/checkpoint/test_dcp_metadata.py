@@ -31,13 +31,13 @@ def test_a_member_of_an_enum_is_read_however_it_is_written() -> None:
     """By its value, and by its name: checkpoints travel between Pythons."""
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
     tensor = Tensor(Properties(), torch.Size([2]), [chunk])
-    own = dcp_metadata.loads(pickle.dumps(Metadata({"w": tensor})))
+    by_value = dcp_metadata.loads(pickle.dumps(Metadata({"w": tensor})))
     formats: Any = metadata._MEM_FORMAT_ENCODING
     looked = Looked(formats, "TORCH_CHANNELS_LAST")
-    other = dcp_metadata.loads(pickle.dumps(Metadata({"w": looked})))  # type: ignore[dict-item]
+    by_name = dcp_metadata.loads(pickle.dumps(Metadata({"w": looked})))  # type: ignore[dict-item]
 
-    assert own.state_dict_metadata == {"w": tensor}
-    assert other.state_dict_metadata == {"w": formats.TORCH_CHANNELS_LAST}
+    assert by_value.state_dict_metadata == {"w": tensor}
+    assert by_name.state_dict_metadata == {"w": formats.TORCH_CHANNELS_LAST}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ _NO_LIBRARY.failing["nvmlInit"] = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
 
 
 @pytest.mark.parametrize(
-    ("driver", "smi", "uuids", "told"),
+    ("driver", "smi", "uuids", "problem_text"),
     [
         (None, None, [], ""),
         (Driver(), None, [], ""),
@@ -86,7 +86,7 @@ def test_where_nvml_does_not_answer_nvidia_smi_is_asked(
     driver: Driver | None,
     smi: str | None,
     uuids: list[str],
-    told: str,
+    problem_text: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,7 +97,7 @@ def test_where_nvml_does_not_answer_nvidia_smi_is_asked(
     readings = read_once()
 
     assert [gpu.uuid.removeprefix(f"{tmp_path}/") for gpu in readings.gpus] == uuids
-    assert [told in problem for problem in readings.problems] == [True] * bool(told)
+    assert [problem_text in problem for problem in readings.problems] == [True] * bool(problem_text)
 
 
 def test_a_driver_that_hangs_is_told_after_the_deadline(

@@ -36,8 +36,8 @@ def test_a_barrier_is_on_the_ranks_own_device(
     list(PartialState._goes_first(state, True))
 
     default = (None, False, None, None)
-    own = (None, False, expected, None)
-    assert calls == [own, ("pair", True, expected, "soon"), default, own, own]
+    own_gpu = (None, False, expected, None)
+    assert calls == [own_gpu, ("pair", True, expected, "soon"), default, own_gpu, own_gpu]
 
 
 @pytest.mark.parametrize(

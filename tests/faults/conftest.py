@@ -6,6 +6,9 @@ import pytest
 
 from tests.support.faults import Ranks
 
+# It has what every fault has to come to.
+pytest.register_assert_rewrite("tests.faults.fault")
+
 
 class Holder:
     """Starts ranks when they are first asked for, and again after a test has broken them."""

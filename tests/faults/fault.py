@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.core.failures import ranks_phrase
 from tests.support.cells import Cell, Handle
-from tests.support.faults import TOLD_S, Ranks
+from tests.support.faults import ABORT_S, BACK_S, GRACE_S, TOLD_S, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,20 @@ def cases(short: tuple[object, ...], *axes: Iterable[object]) -> list[Any]:
     ]
 
 
+def short_and_whole(faults: Iterable[Fault]) -> list[Any]:
+    """Faults on 2 and on 4 ranks as parameters of a test; the short ones on 2 in `make test`."""
+    return [
+        pytest.param(
+            n,
+            fault,
+            id=f"{n}-{fault.name}",
+            marks=() if fault.is_short and n == 2 else pytest.mark.faults,
+        )
+        for n in (2, 4)
+        for fault in faults
+    ]
+
+
 def _press(times: int, gap_s: float, ranks: Ranks, handle: Handle) -> float:
     pressed_s = time.monotonic()
     for _ in range(times):
@@ -138,6 +152,44 @@ def happen(ranks: Ranks, fault: Fault, delay_s: float = 0.0) -> Outcome:
     (ranks.folder / "end").touch()
     cell = ranks.finish(handle)
     return Outcome(cell, line, told_s, time.monotonic() - begun_s)
+
+
+def happen_as_promised(ranks: Ranks, fault: Fault) -> Outcome:
+    """Let a fault happen that is told once and in time, and whose cell fails as it says."""
+    outcome = happen(ranks, fault)
+    assert outcome.cell.status == "error"
+    _assert_told(ranks, fault, outcome)
+    _assert_error(fault, outcome)
+    # From the press, or from the fault's begin. Also where a rank died it is the latter: Gloo tells
+    # only those who are connected to it, others wait.
+    allowed_s = BACK_S if fault.act.startswith("press") else TOLD_S + GRACE_S + ABORT_S
+    assert outcome.back_s < allowed_s + ranks.load_s
+    return outcome
+
+
+def _assert_told(ranks: Ranks, fault: Fault, outcome: Outcome) -> None:
+    if outcome.told_s is None:
+        return
+    cell = outcome.cell
+    for fragment in fault.fragments(ranks.n, cell.execution_count):
+        assert fragment in outcome.line, cell.visible
+    for rank in fault.unnamed:
+        assert f"rank {rank}" not in outcome.line
+        assert f"ranks {rank}" not in outcome.line
+    assert cell.stderr.count(outcome.line) == 1, cell.visible
+    assert outcome.told_s < fault.promise_s + ranks.load_s
+
+
+def _assert_error(fault: Fault, outcome: Outcome) -> None:
+    error = outcome.cell.failure
+    assert error.ename == fault.ename, outcome.cell.visible
+    assert fault.said in outcome.cell.stderr, outcome.cell.visible
+    for fragment in fault.error:
+        assert fragment in error.evalue, error.evalue
+    if fault.ename == "Deadlock":
+        assert error.evalue.startswith(outcome.line), error.evalue
+    elif fault.ename == "DistributedError" and not fault.dead:
+        assert outcome.line in error.evalue, error.evalue
 
 
 def _reported(

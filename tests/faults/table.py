@@ -164,3 +164,66 @@ DEATHS = (
 )  # fmt: skip
 
 FAULTS = (*HANGS, *INTERRUPTS, *DEATHS)
+
+# Of ranks whose device works off a queue, as GPUs do (tests/support/queued_device.py).
+# A call returns at once; it is this line that waits, in C and on a core.
+_WAIT = "x.sum().item()"
+_AND_WAIT = "if rank != 1:\n    go()\n    {}\n    {}"
+_REDUCE = "dist.all_reduce(x)"
+_QUEUED_HANG = _AND_WAIT.format(_REDUCE, _WAIT)
+_GRADIENT = "ddp.module.weight.grad.sum().item()"
+
+
+def _queued(name: str, source: str, wait: str = _WAIT, line: str = "", **fields: Any) -> Fault:
+    code = _AND_WAIT.format(source, wait)
+    if fields.get("waiting") == (0,):
+        code = code.replace("rank != 1", "rank == 0")
+    on_stderr = (line or "{waiting} in all_reduce(float32[3])", "{place}", "rank 1")
+    fields = {"on_stderr": on_stderr, "source": source} | fields
+    return Fault(f"queued, {name}", "queued", code, **fields)
+
+
+QUEUED = (
+    _queued("missing call", _REDUCE, is_short=True),
+    _queued("the oldest call of several", _REDUCE, f"dist.broadcast(x, 0)\n    {_WAIT}"),
+    _queued("synchronize", _REDUCE, "torch.cuda.synchronize()"),
+    _queued("copy to the host", _REDUCE, "host = x.cpu()"),
+    _queued("print", _REDUCE, "print(x)"),
+    _queued("nobody waits before the cell's end", _REDUCE, "pass", is_short=True),
+    _queued("async wait", "dist.all_reduce(x, async_op=True).wait()"),
+    Fault(
+        "queued, wrong order",
+        "queued",
+        f"go()\nif rank == 1:\n    dist.broadcast(x, src=0)\nelse:\n    {_REDUCE}\n{_WAIT}",
+        ("wait", "all_reduce(float32[3]", "broadcast(float32[3]", "rank 1"),
+        is_short=True,
+    ),
+    _queued("hang in a subgroup", "dist.all_reduce(x, group=pair)", **_ZERO),
+    _queued("send without recv", "dist.send(x, 1)", line="{waiting} in send(float32[3]", **_ZERO),
+    _queued("recv without send", "dist.recv(x, 1)", line="{waiting} in recv(float32[3]", **_ZERO),
+    Fault(
+        "queued, backward on one rank, DDP",
+        "queued",
+        "loss = ddp(data).sum()\n" + _AND_WAIT.format("loss.backward()", _GRADIENT),
+        ("{waiting} in all_reduce(float32[16]) inside", "{place}", "rank 1"),
+        _GRADIENT,
+        said="gradients of ddp were cleared",
+        is_short=True,
+    ),
+    Fault(
+        "queued, a rank raises while others wait",
+        "queued",
+        f"if rank == 1:\n    raise ValueError('boom')\ngo()\n{_REDUCE}\n{_WAIT}",
+        source=_REDUCE,
+        ename="DistributedError",
+        error=("rank 1 raised ValueError: boom", "variables kept"),
+    ),
+    _pressed("queued, interrupt in a wait", _QUEUED_HANG, is_short=True),
+    _pressed("queued, interrupt at the cell's end", _AND_WAIT.format(_REDUCE, "pass")),
+    _pressed("queued, interrupt during a recovery", _QUEUED_HANG, act="press on"),
+)
+_QUEUED_LOOP = f"go()\nwhile True:\n    {_REDUCE}\n    {_WAIT}"
+QUEUED_DEATHS = (
+    _death("queued, SIGKILL in a wait", _QUEUED_LOOP, "signal SIGKILL", act="SIGKILL"),
+    _death("queued, os._exit in a wait", _EXITS + _QUEUED_LOOP, "exit code 3"),
+)

@@ -254,9 +254,9 @@ def needs(names: tuple[str, ...]) -> dict[str, str]:
         versions[name] = distribution.version
         required = map(Requirement, distribution.requires or [])
         waiting += [
-            canonicalize_name(one.name)
-            for one in required
-            if one.marker is None or one.marker.evaluate({"extra": ""})
+            canonicalize_name(requirement.name)
+            for requirement in required
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ]
     return versions
 

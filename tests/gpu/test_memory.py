@@ -37,16 +37,16 @@ _SIZES = (512 * 1024, 1024, 1024 * 64, 64)
 _BYTES = sum(-(-4 * n // 512) * 512 for n in _SIZES)
 
 
-def total(one: RankMemory, time_ns: int, category: int) -> int:
+def total(memory: RankMemory, time_ns: int, category: int) -> int:
     """Bytes of a category at a time."""
-    blocks = one.blocks
+    blocks = memory.blocks
     there = (blocks.start_ns <= time_ns) & (blocks.end_ns > time_ns)
     return int(blocks.size_bytes[there & (blocks.category == category)].sum())
 
 
-def peak(one: RankMemory) -> int:
+def peak(memory: RankMemory) -> int:
     """The most that the record has in use: after one of its allocations, or at the beginning."""
-    blocks = one.blocks
+    blocks = memory.blocks
     return max(
         int(blocks.size_bytes[(blocks.start_ns <= t) & (blocks.end_ns > t)].sum())
         for t in [0, *blocks.start_ns[blocks.start_ns >= 0].tolist()]
@@ -59,23 +59,23 @@ def test_a_gpus_memory_is_recorded_and_adds_up(ranks: Session) -> None:
     ranks.run(_TRAIN)
     with ranks.memories.recording(MemoryOptions()):
         ranks.run("for _ in range(2): step()")
-    (one,) = ranks.memory().ranks
+    (memory,) = ranks.memory().ranks
     with ranks.memories.recording(MemoryOptions(most_events=10)):
         ranks.run("for _ in range(2): step()")
     (bounded,) = ranks.memory().ranks
     off = ranks.run("print(torch.autograd.backward.__module__, torch._C._cuda_isHistoryEnabled())")
     (now,) = ranks.memories.now().ranks
 
-    assert (one.problem, one.lost, one.device) == ("", 0, "cuda")
-    assert one.device_name
-    assert [phase.kind for phase in one.phases] == [BACKWARD, STEPPING] * 2
-    stepping = one.phases[-1].start_ns
-    assert total(one, stepping, PARAMETER) == total(one, stepping, GRADIENT) == _BYTES
+    assert (memory.problem, memory.lost, memory.device) == ("", 0, "cuda")
+    assert memory.device_name
+    assert [phase.kind for phase in memory.phases] == [BACKWARD, STEPPING] * 2
+    stepping = memory.phases[-1].start_ns
+    assert total(memory, stepping, PARAMETER) == total(memory, stepping, GRADIENT) == _BYTES
     # Two moments on the GPU; the count of steps is a tensor on the host.
-    assert total(one, stepping, OPTIMIZER) == 2 * _BYTES
-    assert total(one, one.phases[0].start_ns, ACTIVATION) >= 4 * 256 * (512 + 1024)
-    assert peak(one) == one.allocator_peak_bytes <= one.reserved_peak_bytes
-    assert any(frame.file.startswith("cell [") for stack in one.stacks for frame in stack)
+    assert total(memory, stepping, OPTIMIZER) == 2 * _BYTES
+    assert total(memory, memory.phases[0].start_ns, ACTIVATION) >= 4 * 256 * (512 + 1024)
+    assert peak(memory) == memory.allocator_peak_bytes <= memory.reserved_peak_bytes
+    assert any(frame.file.startswith("cell [") for stack in memory.stacks for frame in stack)
     assert bounded.lost > 0
     assert {rank.text for rank in off.ranks} == {"torch.autograd False\n"}
     assert now.duration_ns == 0

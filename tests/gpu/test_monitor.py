@@ -55,10 +55,10 @@ def test_both_ways_to_read_the_driver_agree() -> None:
     by_nvml, by_smi = Nvml(pynvml).read(), read_by_smi()
 
     assert by_nvml.problems == by_smi.problems == ()
-    assert [one.uuid for one in by_nvml.gpus] == [one.uuid for one in by_smi.gpus]
-    for one, other in zip(by_nvml.gpus, by_smi.gpus, strict=True):
-        assert (one.name, one.compute_mode) == (other.name, other.compute_mode)
-        assert one.power_limit_w == pytest.approx(other.power_limit_w, abs=0.01)
-        assert one.total_bytes is not None
+    assert [gpu.uuid for gpu in by_nvml.gpus] == [gpu.uuid for gpu in by_smi.gpus]
+    for gpu, other in zip(by_nvml.gpus, by_smi.gpus, strict=True):
+        assert (gpu.name, gpu.compute_mode) == (other.name, other.compute_mode)
+        assert gpu.power_limit_w == pytest.approx(other.power_limit_w, abs=0.01)
+        assert gpu.total_bytes is not None
         assert other.total_bytes is not None
-        assert abs(one.total_bytes - other.total_bytes) <= 2**20
+        assert abs(gpu.total_bytes - other.total_bytes) <= 2**20

@@ -46,8 +46,8 @@ def test_a_rank_of_the_notebooks_host_tells_torchs_numbers_alone(on_gpu: None) -
     """All else is read without asking."""
     answer = monitor_rank.usage(is_remote=False)
 
-    told = Answer(answer.now_s, allocator=Allocator(10, 20, 30))
-    assert replace(answer, allocator_age_s=0.0) == told
+    expected = Answer(answer.now_s, allocator=Allocator(10, 20, 30))
+    assert replace(answer, allocator_age_s=0.0) == expected
 
 
 def test_before_cuda_is_used_there_is_no_allocator(
