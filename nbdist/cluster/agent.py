@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Agent:
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, str | None] = {}  # pid -> start time, of every rank ever started
         self._folder = Path()
-        self._commands = {
+        self._commands: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "file": self._write_file,
             "start": self._start,

@@ -164,7 +164,9 @@ def clock_notes(checks: Sequence[HostCheck]) -> list[str]:
 
 def table(checks: Sequence[HostCheck]) -> str:
     """The hosts as lines of text: reachable, Python, nbdist, torch, GPUs, clock."""
-    rows = [("host", "reachable", "Python", "nbdist", "torch", "GPUs", "clock")]
+    rows: list[tuple[str, ...]] = [
+        ("host", "reachable", "Python", "nbdist", "torch", "GPUs", "clock")
+    ]
     for check in checks:
         if check.problem:
             rows.append((check.name, "no", *[""] * 5))

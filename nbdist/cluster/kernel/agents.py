@@ -98,8 +98,8 @@ class HostAgent:
             OSError: If there is no such program.
         """
         self.host = host
-        self.on_exit: Callable[[RankExit], None] = lambda _: None
-        self.on_lost: Callable[[str], None] = lambda _: None
+        self.on_exit: Callable[[RankExit], object] = lambda _: None
+        self.on_lost: Callable[[str], object] = lambda _: None
         self.lost = ""
         self.folder = ""
         self._facts: Future[HostFacts] = Future()
@@ -254,7 +254,7 @@ class HostAgent:
 
 def _program() -> bytes:
     """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it."""
-    sources = [Path(module.__file__).read_text() for module in (guardian, agent)]
+    sources = [Path(str(module.__file__)).read_text() for module in (guardian, agent)]
     text = (
         "import sys, types\n"
         "modules = []\n"

@@ -109,8 +109,9 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         if expected is not None:
             _configure_local(config, cluster, expected, chosen, options)
         n = cluster.start(world_size, options.deadline_s, progress)
-        is_local = expected is not None
-        plan, rank_notes = _prepare(cluster, n, options, end_s, progress, is_local=is_local)
+        plan, rank_notes = _prepare(
+            cluster, n, options, end_s, progress, is_local=expected is not None
+        )
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)

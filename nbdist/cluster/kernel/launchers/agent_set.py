@@ -74,9 +74,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     A subclass says which hosts there are (`find_hosts`) and how to reach one (`command`).
     """
 
-    hosts = List(help="The hosts, each (name, places or None), in the order of the ranks.").tag(
-        config=True
-    )
+    hosts: List[Any, Any] = List(
+        help="The hosts, each (name, places or None), in the order of the ranks."
+    ).tag(config=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
         config=True
     )
