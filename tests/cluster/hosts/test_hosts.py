@@ -115,11 +115,11 @@ def test_no_zombie_stays(hosts: Hosts) -> None:
     """Process 1 of a host takes care of those whose parents have ended."""
     hosts.run("node1", ["sh", "-c", "sh -c 'sleep 0.01 & exec sleep 0' & exit"])
     wait_for("the orphans to end", lambda: not hosts.pids("node1", "sleep"))
-    states = hosts.run("node1", ["ps", "-eo", "stat"]).stdout
-    assert "Z" not in states
+    files = hosts.path("node1", "/proc").glob("[0-9]*/stat")
+    assert [text for text in map(Path.read_text, files) if "(sleep)" in text] == []
 
 
-@pytest.mark.parametrize("user", ["root", USER])
+@pytest.mark.parametrize("user", ["root", pytest.param(USER, marks=pytest.mark.more_hosts)])
 def test_ssh_by_name(hosts: Hosts, user: str) -> None:
     """From the head, with a key and a known host; only nodes listen, and not on the machine."""
     for node in hosts.nodes:
@@ -131,6 +131,7 @@ def test_ssh_by_name(hosts: Hosts, user: str) -> None:
     assert hosts.listeners("head") == []
 
 
+@pytest.mark.more_hosts
 def test_cut_and_heal(hosts: Hosts) -> None:
     """Without its cable a host is silent, and what runs there goes on."""
     ssh = ["ssh", "-o", "ConnectTimeout=1"]
@@ -144,6 +145,7 @@ def test_cut_and_heal(hosts: Hosts) -> None:
     assert connection.communicate("still here\n", 60)[0] == "still here\n"
 
 
+@pytest.mark.more_hosts
 def test_firewall(hosts: Hosts) -> None:
     """What is dropped gets no answer; ssh and what the host itself begins come through."""
     skip_without("nft")
@@ -164,6 +166,7 @@ def test_firewall(hosts: Hosts) -> None:
     assert server.wait(10) == 0
 
 
+@pytest.mark.more_hosts
 def test_a_full_disk(hosts: Hosts) -> None:
     """Writing fails with ENOSPC, until there is room again."""
     hosts.fill_disk("node1", "/root")
@@ -173,6 +176,7 @@ def test_a_full_disk(hosts: Hosts) -> None:
     hosts.run("node1", ["cp", "/etc/hosts", "/root/file"])
 
 
+@pytest.mark.more_hosts
 def test_what_may_be_wrong_with_a_host() -> None:
     """A clock an hour off, Debian's line for the own name, an interface that leads nowhere."""
     skip_without(*SSH, "faketime")
@@ -201,6 +205,7 @@ def test_what_may_be_wrong_with_a_host() -> None:
         assert hosts.run("node2", ["sh", "-c", "cat ~/file"], user=USER).stdout == "mine\n"
 
 
+@pytest.mark.more_hosts
 def test_mpi(hosts: Hosts) -> None:
     """mpiexec starts by ssh on three hosts, and its ranks reach each other."""
     skip_without("mpiexec", *SSH)

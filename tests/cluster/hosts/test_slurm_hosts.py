@@ -1,5 +1,7 @@
 """The Slurm that other tests stand on: three nodes with two false GPUs each."""
 
+import pytest
+
 from tests.support.hosts import USER, Hosts, wait_for
 
 
@@ -13,6 +15,7 @@ def test_srun_over_all_nodes(slurm: Hosts) -> None:
     assert sorted(lines) == [f"{node} {gpu}" for node in slurm.nodes for gpu in (0, 1)]
 
 
+@pytest.mark.more_hosts
 def test_a_partition_with_limits_refuses(slurm: Hosts) -> None:
     """`small` has one node and ten minutes."""
     for option in ("--nodes=2", "--time=30"):
@@ -22,6 +25,7 @@ def test_a_partition_with_limits_refuses(slurm: Hosts) -> None:
         assert "Batch job submission failed" in answer.stderr
 
 
+@pytest.mark.more_hosts
 def test_a_job_gives_way(slurm: Hosts) -> None:
     """A job in `spare` is cancelled when one in `main` needs its nodes."""
     submit = ["sbatch", "--parsable", "-N3", "--exclusive", "-o", "/dev/null"]
