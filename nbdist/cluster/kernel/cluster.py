@@ -20,6 +20,7 @@ import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
+from nbdist.cluster.hosts import clock_notes
 from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
@@ -277,6 +278,10 @@ class Cluster:
     def is_encrypted(self) -> bool:
         """Whether the controller was started with CURVE."""
         return self._connection is not None and self._connection.is_encrypted
+
+    def host_notes(self) -> list[str]:
+        """What was found on the hosts of agents that does not keep ranks from starting."""
+        return clock_notes(getattr(self._cluster.engine_set, "checks", ()))
 
     @property
     def can_restart(self) -> bool:

@@ -91,8 +91,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     options = _with_environment(options)
     _check_values(options)
     config = profiles.load(options.profile)
-    kind = ipp_cluster.kind_of(config)
-    _check_kind(options, kind)
+    kind = _kind_of(config, options)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -122,11 +121,13 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return cluster, plan, tuple(note for note in (*notes, *rank_notes) if note)
+    notes += [*cluster.host_notes(), *rank_notes]
+    return cluster, plan, tuple(filter(None, notes))
 
 
-def _check_kind(options: StartOptions, kind: str) -> None:
-    """Refuse options that this profile's launcher knows nothing of."""
+def _kind_of(config: Config, options: StartOptions) -> str:
+    """The profile's kind; refuses options that its launcher knows nothing of."""
+    kind = ipp_cluster.kind_of(config)
     if kind == ipp_cluster.OTHER and options.debug != "off":
         raise OptionError(
             f"--debug does not work with the profile {options.profile!r}, whose ranks nbdist does "
@@ -140,6 +141,7 @@ def _check_kind(options: StartOptions, kind: str) -> None:
         )
     if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
         options.strategy.choose(options.world_size)
+    return kind
 
 
 def _prepare(
