@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,11 +35,11 @@ DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
-open_store: RankFunction[[str, int], int] = RankFunction("nbdist.engine.join:open_store")
+open_store: RankFunction[[str, int], int] = RankFunction("nbdist.hang.rank.common_store:open_store")
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
-join_by_plan: RankFunction[[Topology, int, str, str, int], None] = RankFunction(
+join_by_plan: RankFunction[[Topology, int, tuple[str, str, int]], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
 box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
@@ -252,22 +252,21 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    own_address = _own_address()
+    address = own_address()
     reports = _all(
-        {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
+        {e: describe(call, e, e, address) for e in engines}, end_s, "describe themselves"
     )
-    if _is_this_host(reports):
+    hosts = {report.hostname for report in reports.values()}
+    if is_this_host(hosts):
         cluster.identify({engine: report.pid for engine, report in reports.items()})
     plan = topology.plan(tuple(reports.values()), options.backend)
     progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
-    store_path, address, port = _store(cluster, call, plan, reports, end_s)
-    if _is_this_host(reports):
+    store_at = find_store(cluster, call, plan, reports, end_s)
+    if is_this_host(hosts):
         _adopt_notebook(call, engines, end_s)
     _all(
         {
-            place.engine_id: join_by_plan(
-                call, place.engine_id, plan, place.rank, store_path, address, port
-            )
+            place.engine_id: join_by_plan(call, place.engine_id, plan, place.rank, store_at)
             for place in plan.ranks
         },
         end_s,
@@ -281,7 +280,7 @@ def _adopt_notebook(call: Caller, engines: Iterable[int], end_s: float) -> None:
     _all(futures, end_s, "switch to the notebook's folder")
 
 
-def _store(
+def find_store(
     cluster: Cluster,
     call: Caller,
     plan: Topology,
@@ -289,7 +288,7 @@ def _store(
     end_s: float,
 ) -> tuple[str, str, int]:
     """(path, address, port): a file on one host that is this one, a port for several."""
-    if plan.n_hosts == 1 and _is_this_host(reports):
+    if plan.n_hosts == 1 and is_this_host({place.host for place in plan.ranks}):
         return str(cluster.run_dir / "store"), "", 0
     first = plan.engine_of_rank(0)
     candidates = topology.store_addresses(plan, tuple(reports.values()))
@@ -315,12 +314,12 @@ def _store(
     )
 
 
-def _is_this_host(reports: dict[int, EngineReport]) -> bool:
-    """Whether every engine runs on the kernel's own host, and so sees its files."""
-    return {report.hostname for report in reports.values()} == {socket.gethostname()}
+def is_this_host(hosts: Collection[str]) -> bool:
+    """Whether every rank runs on the kernel's own host, and so sees its files."""
+    return set(hosts) == {socket.gethostname()}
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """An address of this machine toward other hosts, empty without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
