@@ -313,8 +313,10 @@ def _find_store(plan: Topology, path: str, address: str, port: int) -> dist.Stor
     return common_store.connect(address, port, plan.world_size)
 
 
-def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, str, int]:
-    """Take a plan in which ranks that are gone have new places; where the new ones find the store.
+def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, int]:
+    """Take a plan in which ranks that are gone have new places.
+
+    Returns address and port at which the new ones find the store; ("", 0) where it is a file.
 
     On each rank that stays, before `process_groups.recover`.
 
@@ -326,7 +328,7 @@ def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, str, int]:
     place = plan.ranks[this.place.rank]
     joined(Rank(place, plan, this.store))
     _set_torchrun_variables(place, plan)
-    return common_store.meeting_place()
+    return common_store.where()
 
 
 def adopt_notebook(sys_path: list[str], folder: str) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import common_store
 from nbdist.hang.recovery import merge_groups
+from tests.support import hosts as support_hosts
 from tests.support.torch_ranks import TorchRanks
 
 pytestmark = pytest.mark.engine
@@ -90,13 +91,11 @@ LOST = """
         state = this_rank()
         done(world=total(), environment=[os.environ[key] for key in keys], **result,
              hosts=[place.host for place in state.topology.ranks], later=dist.new_group().size(),
-             holder=common_store.meeting_place()[2] == common_store._own()[1])
+             holder=common_store.where() == common_store._own())
 
     if is_new:
         end()
-    ddp = DDP(torch.nn.Linear(2, 1))
     pair = dist.new_group(others)
-    ddp(torch.ones(1, 2)).sum().backward()
     common_store.LOST_S = 2
     common_store._limit_waits(*common_store._ports.current)
     say("made")
@@ -104,17 +103,18 @@ LOST = """
     if rank == lost:
         time.sleep(60)
     error, _ = broken_off(lambda: dist.all_reduce(torch.ones(2)))
-    in_store = refusal(lambda: dist.new_group([lost, rank]), RuntimeError) if lost == 0 else "-"
-    skipped = process_groups.recover(1, (lost,)).skipped
+    began = time.monotonic()
+    in_store = refusal(lambda: this_rank().store.check(["nothing"]), RuntimeError)
+    waited_s = time.monotonic() - began
+    process_groups.recover(1, (lost,))
     alone = [total(pair), total(dist.new_group(others, use_local_synchronization=True))]
 
     report = topology.EngineReport(lost, "elsewhere", cores=4, pid=1)
     plan = topology.replan(this_rank().topology, {lost: report})
-    at = runtime.take_plan(plan, [lost])
+    at = ("", *runtime.take_plan(plan, [lost]))
     say("plan", pickle.dumps((plan, process_groups.created_groups(), at)))
     process_groups.recover(2)
-    ddp(torch.ones(1, 2)).sum().backward() if lost else None
-    end(error=error, in_store=in_store, alone=alone, pair=total(pair), skipped=list(skipped))
+    end(error=error, in_store=in_store, waited_s=waited_s, alone=alone, pair=total(pair))
 """
 
 
@@ -140,7 +140,8 @@ def check_lost(results: list[dict[str, Any]], lost: int) -> None:
     assert [result["holder"] for result in results].index(True) == (1 if lost == 0 else 0)
     for result in others:
         assert result["error"] == "RuntimeError"
-        assert result["in_store"]
+        assert bool(result["in_store"]) == (lost == 0)
+        assert result["waited_s"] < 20
         assert result["alone"] == [6.0 - lost - 1.0] * 2
         assert result["pair"] == 6.0 - lost - 1.0
 
@@ -156,3 +157,25 @@ def test_a_killed_rank_is_replaced_over_a_port(tmp_path: Path, lost: int) -> Non
         results = replace_lost(ranks, lost)
 
     check_lost(results, lost)
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(bool(support_hosts.missing()), reason=support_hosts.missing())
+def test_ranks_of_a_host_that_is_cut_off_are_replaced_on_another(tmp_path: Path) -> None:
+    """Nobody is told of the cut: the others' collective is broken off, and no store waits on."""
+    with support_hosts.Hosts(2) as hosts:
+        first, second = (
+            f"/proc/{hosts.popen(node, ['sleep', '300']).pid}/ns/net" for node in hosts.nodes
+        )
+        ranks = TorchRanks(
+            tmp_path, 3, LOST, LOST="0", TEST_ADDRESS=hosts.address("node1"),
+            TEST_NETWORKS=f"{first} {second} {second}", GLOO_SOCKET_IFNAME="eth0",
+        )  # fmt: skip
+        with ranks:
+            for rank in range(3):
+                ranks.wait_for("made", rank)
+            hosts.cut("node1")
+            (tmp_path / "lost.0").touch()
+            results = replace_lost(ranks, 0, TEST_NETWORKS=f"{second} {second} {second}")
+
+    check_lost(results, 0)

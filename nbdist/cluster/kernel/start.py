@@ -320,7 +320,7 @@ def find_store(
 ) -> tuple[str, str, int]:
     """(path, address, port): a file on one host that is this one, a port for several."""
     if plan.n_hosts == 1 and is_this_host({place.host for place in plan.ranks}):
-        return str(cluster.run_dir / "store"), "", 0
+        return store_file(cluster)
     first = plan.engine_of_rank(0)
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
@@ -343,6 +343,11 @@ def find_store(
         f"No address of rank 0 can be reached from every rank ({table}). Allow connections between "
         "the hosts, or choose hosts that can reach each other."
     )
+
+
+def store_file(cluster: Cluster) -> tuple[str, str, int]:
+    """(path, address, port) of the store where all ranks see this host's files."""
+    return str(cluster.run_dir / "store"), "", 0
 
 
 def is_this_host(hosts: Collection[str]) -> bool:

@@ -42,7 +42,7 @@ RECONNECT_DEADLINE_S = 30.0
 UNHEARD_S = 2.0
 SHOWN_NAMES = 12
 
-take_plan: RankFunction[[Topology, Sequence[int]], tuple[str, str, int]] = RankFunction(
+take_plan: RankFunction[[Topology, Sequence[int]], tuple[str, int]] = RankFunction(
     "nbdist.engine.join:take_plan"
 )
 rejoin: RankFunction[[Topology, int, tuple[str, str, int], int, Sequence[GroupSpec]], None] = (
@@ -223,25 +223,26 @@ class _Restart:
             by_engine = {report.engine_id: report for report in reports.values()}
             call, end_s = self._cluster.channel.call, self._end_s
             return start.find_store(self._cluster, call, plan, by_engine, end_s)
-        path, address, port = self._all(
+        address, port = self._all(
             lambda c, rank: take_plan(c, rank, plan, self._replaced),
             self._staying,
             "take the new plan",
         )[0]
-        if not path:
-            reached = self._all(
-                lambda c, rank: start.reachable(c, rank, (address,), port),
-                self._replaced,
-                "reach the other ranks",
+        if not port:
+            return start.store_file(self._cluster)
+        reached = self._all(
+            lambda c, rank: start.reachable(c, rank, (address,), port),
+            self._replaced,
+            "reach the other ranks",
+        )
+        late = [rank for rank, by in zip(self._replaced, reached, strict=True) if not by]
+        if late:
+            hosts = sorted({plan.ranks[rank].host for rank in late})
+            raise NbdistError(
+                f"{ranks_phrase(late)} on {', '.join(hosts)} cannot reach the other ranks at "
+                f"{address}, port {port}. Allow connections between the hosts"
             )
-            late = [rank for rank, by in zip(self._replaced, reached, strict=True) if not by]
-            if late:
-                hosts = sorted({plan.ranks[rank].host for rank in late})
-                raise NbdistError(
-                    f"{ranks_phrase(late)} on {', '.join(hosts)} cannot reach the other ranks at "
-                    f"{address}, port {port}. Allow connections between the hosts"
-                )
-        return path, address, port
+        return "", address, port
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""

@@ -95,13 +95,9 @@ def connect(address: str, port: int, world_size: int) -> dist.TCPStore:
     return store
 
 
-def meeting_place() -> tuple[str, str, int]:
-    """(path, address, port): the file that is the store, or where it is."""
-    store = this_rank().store
-    if isinstance(store, dist.FileStore):
-        return store.path, "", 0
-    assert _ports.current is not None
-    return "", *_ports.current
+def where() -> Address:
+    """Address and port of the store that this rank uses; ("", 0) for a file."""
+    return _ports.current or ("", 0)
 
 
 def leave(gone: Collection[int]) -> None:
