@@ -9,9 +9,11 @@ import sys
 import psutil
 import torch
 
+from nbdist.cluster import peer_filter
+from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import gpus as host_gpus
 from nbdist.core import procfs
-from nbdist.core.host import usable_cores
+from nbdist.core.host import address_toward, is_loopback, usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
 # The launcher's own numbering of its tasks, in the order in which they are believed. nbdist's own
@@ -94,19 +96,19 @@ def addresses() -> tuple[tuple[str, str], ...]:
     )
 
 
-def address_toward(peer: str) -> str:
-    """The own address from which `other` would be reached; empty where there is no way.
-
-    Connecting a UDP socket sends nothing; it makes the kernel choose a route.
-    """
-    if not peer:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, 9))
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
+def open_ports() -> tuple[OpenPort, ...]:
+    """The TCP ports at which this process listens beyond the loopback."""
+    interfaces = {ip: name for name, ip in addresses()}
+    return tuple(
+        OpenPort(
+            entry.laddr.ip,
+            entry.laddr.port,
+            interfaces.get(entry.laddr.ip, ""),
+            peer_filter.is_restricted(entry.fd),
+        )
+        for entry in psutil.Process().net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN and not is_loopback(entry.laddr.ip)
+    )
 
 
 def _number(variables: tuple[str, ...]) -> int | None:

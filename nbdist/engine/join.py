@@ -25,7 +25,7 @@ import torch.distributed as dist
 from IPython import get_ipython
 
 from nbdist.cluster import nccl_env
-from nbdist.core import topology
+from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
@@ -159,6 +159,7 @@ def join(
         options["device_id"] = torch.device(place.device)
     # All before the first group, which they are to know.
     gloo_abort.install()
+    gloo_abort.admit(plan.addresses)
     process_groups.install()
     debug_checks.install()
     if place.device != "cpu":
@@ -301,15 +302,16 @@ def rejoin(
 
 def _find_store(plan: Topology, path: str, address: str, port: int) -> dist.Store:
     """The store, and the interface toward it for Gloo and NCCL unless the user has chosen one."""
-    own_address = "127.0.0.1" if path else facts.address_toward(address)
+    own_address = "127.0.0.1" if path else host.address_toward(address)
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
     interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Without the sign NCCL takes it for the beginning of a name: eth1 for eth10 as well.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if path:
         return dist.FileStore(path, plan.world_size)
-    common_store.reserve(own_address)
+    common_store.reserve(own_address, plan.addresses)
     return common_store.connect(address, port, plan.world_size)
 
 
@@ -323,6 +325,8 @@ def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, int]:
     Raises:
         NbdistError: If the store was with a rank that is gone, and the next one cannot be reached.
     """
+    gloo_abort.admit(plan.addresses)
+    common_store.admit(plan.addresses)
     common_store.leave(gone)
     this = this_rank()
     place = plan.ranks[this.place.rank]

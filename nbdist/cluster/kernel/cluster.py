@@ -274,6 +274,11 @@ class Cluster:
         return "" if process is None else str(process.get_output())
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether the controller was started with CURVE."""
+        return self._connection is not None and self._connection.is_encrypted
+
+    @property
     def can_restart(self) -> bool:
         """Whether single engines can be started again: those of nbdist's own launchers."""
         own = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)

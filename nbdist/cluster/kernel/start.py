@@ -21,7 +21,8 @@ from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.core import gpus, topology, versions
+from nbdist.cluster.peer_filter import OpenPort
+from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.ranks import is_all
@@ -37,13 +38,16 @@ DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
-open_store: RankFunction[[str, int], int] = RankFunction("nbdist.hang.rank.common_store:open_store")
+open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
+    "nbdist.hang.rank.common_store:open_store"
+)
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
 join_by_plan: RankFunction[[Topology, int, tuple[str, str, int]], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
+open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
 box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
@@ -103,7 +107,9 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         _configure_agents(config, options)
     elif world_size is None:
         world_size = topology.default_world_size(available)
-    ipp_cluster.encrypt(config)
+    ipp_cluster.listen(
+        config, [entry[0] for entry in config.AgentEngineSetLauncher.get("hosts", [])]
+    )
     cluster = Cluster(config)
     try:
         if expected is not None:
@@ -159,7 +165,11 @@ def _prepare(
     boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
     # Of ranks whose hangs could not be explained, each reason once.
     notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
-    notes.append(ipp_cluster.open_traffic(plan))
+    if plan.n_hosts > 1:
+        lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
+        ports = [port for ports in lists for port in ports]
+        if ports:  # pretended hosts have none
+            notes.append(ipp_cluster.open_traffic(plan, ports, is_encrypted=cluster.is_encrypted))
     if options.strategy is not None:
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
@@ -283,7 +293,7 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    address = own_address()
+    address = host.address_toward(host.ELSEWHERE)
     reports = _all(
         {e: describe(call, e, e, address) for e in engines}, end_s, "describe themselves"
     )
@@ -325,7 +335,7 @@ def find_store(
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
     for address in candidates:
-        opened = open_store(call, first, address, plan.world_size)
+        opened = open_store(call, first, address, plan.world_size, plan.addresses)
         try:
             port = _all({first: opened}, end_s, "open a port")[first]
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
@@ -353,16 +363,6 @@ def store_file(cluster: Cluster) -> tuple[str, str, int]:
 def is_this_host(hosts: Collection[str]) -> bool:
     """Whether every rank runs on the kernel's own host, and so sees its files."""
     return set(hosts) == {socket.gethostname()}
-
-
-def own_address() -> str:
-    """An address of this machine toward other hosts, empty without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
 
 
 def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:

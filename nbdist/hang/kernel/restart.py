@@ -20,6 +20,7 @@ from nbdist.cluster.kernel.ranks import (
     set_strategy,
 )
 from nbdist.cluster.kernel.registration import Progress
+from nbdist.core import host
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Topology, replan
@@ -206,7 +207,7 @@ class _Restart:
 
     def _describe(self, new: Sequence[int]) -> dict[int, EngineReport]:
         """What the new processes say of themselves, by rank."""
-        engine, address = self._ranks.topology.engine_of_rank, start.own_address()
+        engine, address = self._ranks.topology.engine_of_rank, host.address_toward(host.ELSEWHERE)
         reports = self._all(
             lambda c, rank: start.describe(c, rank, engine(rank), address),
             new,

@@ -20,6 +20,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from nbdist.cluster import peer_filter
 from nbdist.core.rank import joined, this_rank
 from nbdist.errors import NbdistError
 
@@ -38,14 +39,14 @@ class _Ports:
 
     Attributes:
         current: Where the store is; None where it is a file.
-        reserved: This rank's own port, as long as the store is not there.
+        own: This rank's own port, which is bound and does not listen until its store is opened.
         server: This rank's own store, once it has been opened.
         by_rank: Where each rank's store is, or would be.
         master_port: For torchrun's MASTER_PORT; 0 before rank 0 has chosen one.
     """
 
     current: Address | None = None
-    reserved: socket.socket | None = None
+    own: socket.socket | None = None
     server: dist.TCPStore | None = None
     by_rank: dict[int, Address] = field(default_factory=dict)
     master_port: int = 0
@@ -54,22 +55,29 @@ class _Ports:
 _ports = _Ports()
 
 
-def open_store(address: str, world_size: int) -> int:
+def open_store(address: str, world_size: int, peers: tuple[str, ...] = ()) -> int:
     """Open this rank's store for other hosts, and return its port.
 
-    It listens on `address` alone: torch's own listener takes every interface, and has no
-    authentication.
+    It listens on `address` alone, and to these peers alone where the system can do that: torch's
+    own listener takes every interface, and has no authentication.
     """
-    _ports.reserved = _ports.server = None
-    reserve(address)
+    _ports.own = _ports.server = None
+    reserve(address, peers)
     return int(_open(world_size).port)
 
 
-def reserve(address: str) -> None:
+def reserve(address: str, peers: Collection[str] = ()) -> None:
     """Bind a port for this rank's store, which nobody can reach yet; once per process."""
-    if _own() is None:
-        _ports.reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        _ports.reserved.bind((address, 0))
+    if _ports.own is None:
+        _ports.own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        _ports.own.bind((address, 0))
+        admit(peers)
+
+
+def admit(peers: Collection[str]) -> None:
+    """Let only hosts with these IPv4 addresses reach this rank's store, as Gloo's ports."""
+    if _ports.own is not None:
+        peer_filter.restrict(_ports.own, peers)
 
 
 def connect(address: str, port: int, world_size: int) -> dist.TCPStore:
@@ -142,35 +150,30 @@ def note_others(store: dist.Store, ranks: Sequence[int]) -> None:
             address, _, port = text.decode().partition(" ")
             _ports.by_rank[rank] = address, int(port)
     if 0 in ranks:
-        plan = this_rank().topology
-        os.environ["MASTER_ADDR"] = "127.0.0.1" if plan.n_hosts == 1 else plan.ranks[0].host
+        # No name: it is 127.0.1.1 to Debian's host of that name.
+        is_alone = this_rank().topology.n_hosts == 1
+        os.environ["MASTER_ADDR"] = "127.0.0.1" if is_alone else _ports.by_rank[0][0]
         os.environ["MASTER_PORT"] = store.get("master_port").decode()
 
 
 def _own() -> Address | None:
     """Where this rank's store is, or would be."""
-    if _ports.server is not None:
-        return _ports.server.host, int(_ports.server.port)
-    if _ports.reserved is not None:
-        address, port = _ports.reserved.getsockname()
-        return str(address), int(port)
-    return None
+    return None if _ports.own is None else _ports.own.getsockname()
 
 
 def _open(world_size: int) -> dist.TCPStore:
-    """Open this rank's store on its reserved port; open as long as the process."""
-    assert _ports.reserved is not None
-    address, port = _ports.reserved.getsockname()
-    _ports.reserved.listen()
+    """Open this rank's store on its own port; open as long as the process."""
+    assert _ports.own is not None
+    address, port = _ports.own.getsockname()
+    _ports.own.listen()
     _ports.server = dist.TCPStore(
         address,
         port,
         world_size,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=_ports.reserved.detach(),
+        master_listen_fd=os.dup(_ports.own.fileno()),
     )
-    _ports.reserved = None
     return _ports.server
 
 

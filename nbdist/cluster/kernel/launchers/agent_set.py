@@ -74,6 +74,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     A subclass says which hosts there are (`find_hosts`) and how to reach one (`command`).
     """
 
+    is_on_this_machine = False
+
     hosts: List[Any, Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
     ).tag(config=True)
