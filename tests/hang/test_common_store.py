@@ -3,6 +3,7 @@
 import pickle
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has no store yet."""
-    monkeypatch.setattr(common_store, "_ports", common_store._Ports())
+    ports = common_store._Ports()
+    monkeypatch.setattr(common_store, "_ports", ports)
+    yield
+    if ports.own is not None:
+        ports.own.close()
 
 
 def test_the_store_listens_on_the_one_address() -> None:
