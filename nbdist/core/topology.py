@@ -19,6 +19,8 @@ from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
+# Where the ranks' store is: the path of a file, or "" and then an address and a port.
+StoreAt = tuple[str, str, int]
 
 # Interfaces whose addresses lead nowhere from another host, or to that host itself.
 _INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")

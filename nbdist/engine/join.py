@@ -28,7 +28,7 @@ from nbdist.cluster import nccl_env
 from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
+from nbdist.core.topology import EngineReport, Gpu, RankPlace, StoreAt, Topology
 from nbdist.core.versions import check_torch
 from nbdist.engine import (
     child_sockets,
@@ -276,10 +276,10 @@ def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) ->
     return tuple(reached)
 
 
-def join_by_plan(plan: Topology, rank: int, store_at: tuple[str, str, int]) -> None:
+def join_by_plan(plan: Topology, rank: int, store_at: StoreAt) -> None:
     """Join a group whose ranks were assigned from reports. Collective: every rank.
 
-    The store is at (path, address, port): a file that all ranks see (one host), else a port.
+    The store is a file that all ranks see (one host), else a port.
     """
     join(plan, rank, _find_store(plan, *store_at))
 
@@ -287,7 +287,7 @@ def join_by_plan(plan: Topology, rank: int, store_at: tuple[str, str, int]) -> N
 def rejoin(
     plan: Topology,
     rank: int,
-    store_at: tuple[str, str, int],
+    store_at: StoreAt,
     generation: int,
     user_groups: Sequence[GroupSpec],
 ) -> None:

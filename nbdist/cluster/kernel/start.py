@@ -26,7 +26,7 @@ from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.ranks import is_all
-from nbdist.core.topology import EngineReport, Gpu, Topology
+from nbdist.core.topology import EngineReport, Gpu, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy.choice import described
@@ -44,7 +44,7 @@ open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
-join_by_plan: RankFunction[[Topology, int, tuple[str, str, int]], None] = RankFunction(
+join_by_plan: RankFunction[[Topology, int, StoreAt], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
 open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
@@ -327,8 +327,8 @@ def find_store(
     plan: Topology,
     reports: dict[int, EngineReport],
     end_s: float,
-) -> tuple[str, str, int]:
-    """(path, address, port): a file on one host that is this one, a port for several."""
+) -> StoreAt:
+    """A file on one host that is this one, a port for several."""
     if plan.n_hosts == 1 and is_this_host({place.host for place in plan.ranks}):
         return store_file(cluster)
     first = plan.engine_of_rank(0)
@@ -355,8 +355,8 @@ def find_store(
     )
 
 
-def store_file(cluster: Cluster) -> tuple[str, str, int]:
-    """(path, address, port) of the store where all ranks see this host's files."""
+def store_file(cluster: Cluster) -> StoreAt:
+    """The store where all ranks see this host's files."""
     return str(cluster.run_dir / "store"), "", 0
 
 

@@ -23,7 +23,7 @@ from nbdist.cluster.kernel.registration import Progress
 from nbdist.core import host
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, Topology, replan
+from nbdist.core.topology import EngineReport, StoreAt, Topology, replan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
 from nbdist.hang.kernel.health import Health, recover
 from nbdist.hang.recovery import GroupSpec, MeshSpec, merge_groups
@@ -46,8 +46,8 @@ SHOWN_NAMES = 12
 take_plan: RankFunction[[Topology, Sequence[int]], tuple[str, int]] = RankFunction(
     "nbdist.engine.join:take_plan"
 )
-rejoin: RankFunction[[Topology, int, tuple[str, str, int], int, Sequence[GroupSpec]], None] = (
-    RankFunction("nbdist.engine.join:rejoin")
+rejoin: RankFunction[[Topology, int, StoreAt, int, Sequence[GroupSpec]], None] = RankFunction(
+    "nbdist.engine.join:rejoin"
 )
 names: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.rpc.rank.namespace:names")
 group_names: RankFunction[[], dict[str, str]] = RankFunction(
@@ -215,10 +215,8 @@ class _Restart:
         )
         return dict(zip(new, reports, strict=True))
 
-    def _find_store(
-        self, plan: Topology, reports: Mapping[int, EngineReport]
-    ) -> tuple[str, str, int]:
-        """(path, address, port) of the ranks' store, which the staying ranks have by then."""
+    def _find_store(self, plan: Topology, reports: Mapping[int, EngineReport]) -> StoreAt:
+        """The ranks' store, which the staying ranks have by then."""
         if not self._staying:
             assert self._cluster.channel is not None
             by_engine = {report.engine_id: report for report in reports.values()}
