@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from nbdist.core.failures import ranks_phrase
@@ -19,6 +19,8 @@ from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
+# Where the ranks' store is: the path of a file, or "" and then an address and a port.
+StoreAt = tuple[str, str, int]
 
 # Interfaces whose addresses lead nowhere from another host, or to that host itself.
 _INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
@@ -76,6 +78,8 @@ class RankPlace:
     device_name: str  # "" on a CPU, as is device_uuid
     device_uuid: str
     threads: int
+    # Hostname, boot id, network namespace: whether another process is on the same host.
+    host_key: tuple[str, str, str] = field(default=("", "", ""), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,100 @@ def plan(
         places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
         tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
     )  # fmt: skip
+
+
+def replan(topology: Topology, reports: Mapping[int, EngineReport]) -> Topology:
+    """The topology once new processes have taken the place of ranks, by rank what they report.
+
+    Numbers of ranks and the backend stay. Back on its host a rank has its local rank and its GPU
+    again; on another one the smallest local rank that is free there, and a GPU by it. A host that
+    had no rank takes the smallest node rank that is free.
+
+    Raises:
+        StartError: If a rank came back where it sees no GPU, or has to share one under NCCL.
+    """
+    places = {place.rank: place for place in topology.ranks if place.rank not in reports}
+    hosts = _renumber_hosts(topology, reports)
+
+    def has_moved(rank: int) -> bool:
+        return hosts[_host_key(reports[rank])] != topology.ranks[rank].node_rank
+
+    for rank in sorted(reports, key=lambda rank: (has_moved(rank), rank)):
+        former, report = topology.ranks[rank], reports[rank]
+        node_rank = hosts[_host_key(report)]
+        taken = {p.local_rank for p in places.values() if p.node_rank == node_rank}
+        free = next(n for n in range(topology.world_size) if n not in taken)
+        is_back = not has_moved(rank) and former.local_rank not in taken
+        local_rank = former.local_rank if is_back else free
+        device, gpu = _device_again(former, report, local_rank)
+        places[rank] = replace(
+            former, engine_id=report.engine_id, local_rank=local_rank, node_rank=node_rank,
+            host=report.hostname, pid=report.pid, device=device,
+            device_name="" if gpu is None else gpu.name,
+            device_uuid="" if gpu is None else gpu.uuid,
+            threads=former.threads if is_back else 0, host_key=_host_key(report),
+        )  # fmt: skip
+    if topology.backend == "nccl":
+        _refuse_shared_gpus([places[rank] for rank in range(topology.world_size)])
+    sizes = Counter(place.node_rank for place in places.values())
+    dense = {node_rank: index for index, node_rank in enumerate(sorted(sizes))}
+    ordered = []
+    for rank in range(topology.world_size):
+        place, size = places[rank], sizes[places[rank].node_rank]
+        threads = place.threads or max(1, reports[rank].cores // size)
+        node_rank = dense[place.node_rank]
+        ordered.append(replace(place, local_world_size=size, node_rank=node_rank, threads=threads))
+    fresh = {ip for r in reports.values() for ip in _outer_addresses(r) if ":" not in ip}
+    addresses = tuple(sorted({*topology.addresses, *fresh})) if topology.addresses else ()
+    return replace(topology, ranks=tuple(ordered), n_hosts=len(sizes), addresses=addresses)
+
+
+def _renumber_hosts(
+    topology: Topology, reports: Mapping[int, EngineReport]
+) -> dict[tuple[str, str, str], int]:
+    """Each host's node rank: those that had ranks keep theirs, also after another boot."""
+    hosts = {place.host_key: place.node_rank for place in topology.ranks}
+    in_use = {p.node_rank for p in topology.ranks if p.rank not in reports}
+    in_use |= {hosts[key] for r in reports.values() if (key := _host_key(r)) in hosts}
+    for _, report in sorted(reports.items()):
+        key = _host_key(report)
+        if key in hosts:
+            continue
+        left = {p.host: p.node_rank for p in topology.ranks if p.node_rank not in in_use}
+        free = next(n for n in range(topology.world_size + 1) if n not in in_use)
+        hosts[key] = left.get(report.hostname, free)
+        in_use.add(hosts[key])
+    return hosts
+
+
+def _device_again(
+    former: RankPlace, report: EngineReport, local_rank: int
+) -> tuple[str, Gpu | None]:
+    """Device and GPU of a rank's new process: its former one where it sees that."""
+    if former.device == "cpu":
+        return "cpu", None
+    if not report.gpus or not report.has_cuda:
+        raise StartError(
+            f"rank {former.rank} came back on {report.hostname}, where it cannot use a GPU, and "
+            "the ranks use GPUs all or none. Choose a host with GPUs; %dist_reset starts afresh."
+        )
+    uuids = [gpu.uuid for gpu in report.gpus]
+    is_there = former.device_uuid in uuids
+    index = uuids.index(former.device_uuid) if is_there else local_rank % len(uuids)
+    return f"cuda:{index}", report.gpus[index]
+
+
+def _refuse_shared_gpus(places: Sequence[RankPlace]) -> None:
+    by_gpu: dict[str, list[RankPlace]] = {}
+    for place in places:
+        by_gpu.setdefault(place.device_uuid, []).append(place)
+    for sharing in by_gpu.values():
+        if len(sharing) > 1:
+            raise StartError(
+                f"{ranks_phrase([p.rank for p in sharing])} would share a GPU of "
+                f"{sharing[0].host}, and NCCL takes one rank per GPU. Choose a host with a free "
+                "GPU; %dist_reset with --backend gloo lets ranks share."
+            )
 
 
 # How ranks lie -> what "auto" takes, and what NCCL is refused with; both sentences are templates.
@@ -395,6 +493,7 @@ def _place(
                 device_name="" if gpu is None else gpu.name,
                 device_uuid="" if gpu is None else gpu.uuid,
                 threads=threads or max(1, report.cores // sizes[host]),
+                host_key=host,
             )
         )
     return tuple(places)

@@ -19,6 +19,7 @@ from nbdist.core.topology import (
     filter_visible,
     local_reports,
     plan,
+    replan,
     select_gpus,
     store_addresses,
 )
@@ -439,6 +440,111 @@ def test_ranks_on_slices_see_one_each() -> None:
     assert each(topology, "device_uuid") == ["MIG-3333-aa", "MIG-4444-bb", "MIG-3333-aa"]
     with pytest.raises(OptionError, match=r"These do: 0 \(NVIDIA H100 MIG 1g.10gb\), 1 \("):
         select_gpus(_CUT_UP, "2")
+
+
+def two_hosts(n: int = 4, n_gpus: int = 0, backend: str = "auto") -> Topology:
+    """Return n ranks on hosts a and b, half each, with engine ids that are not the ranks."""
+    reports = [
+        engine(n - 1 - r, host, rank_hint=r, pid=100 + r, gpus=gpus(host, n_gpus))
+        for r in range(n)
+        for host in ["a" if r < n // 2 else "b"]
+    ]
+    return plan(reports, backend)
+
+
+def again(rank: int, host: str, **facts: object) -> dict[int, EngineReport]:
+    return {rank: engine(3 - rank, host, pid=900 + rank, **facts)}
+
+
+def places(topology: Topology) -> list[tuple[str, int, int, int]]:
+    return [(p.host, p.node_rank, p.local_rank, p.local_world_size) for p in topology.ranks]
+
+
+def test_a_rank_that_is_back_on_its_host_has_its_place() -> None:
+    """Only its process is another one, also where its host was booted or made anew."""
+    before = two_hosts()
+    for facts in ({}, {"boot_id": "other"}):
+        both = again(2, "b", **facts) | again(3, "b", **facts)
+        assert places(replan(before, both)) == places(before)
+    after = replan(before, again(2, "b", cores=99))
+
+    assert each(after, "pid") == [100, 101, 902, 103]
+    assert [replace(p, pid=0) for p in after.ranks] == [replace(p, pid=0) for p in before.ranks]
+    assert replace(after, ranks=before.ranks) == before
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        # All of b on a: one host is left.
+        (again(2, "a") | again(3, "a"), [("a", 0, r, 4) for r in range(4)]),
+        # All of a on b: the only host is the first.
+        (again(0, "b") | again(1, "b"), [("b", 0, r, 4) for r in (2, 3, 0, 1)]),
+        # One on the other host, where its former local rank is taken.
+        (again(1, "b"), [("a", 0, 0, 1), ("b", 1, 2, 3), ("b", 1, 0, 3), ("b", 1, 1, 3)]),
+        # A spare host in the place of b, and one beside both.
+        (again(2, "c") | again(3, "c"),
+         [("a", 0, 0, 2), ("a", 0, 1, 2), ("c", 1, 0, 2), ("c", 1, 1, 2)]),
+        (again(1, "c"), [("a", 0, 0, 1), ("c", 2, 0, 1), ("b", 1, 0, 2), ("b", 1, 1, 2)]),
+        # One moves to b while another is back there, which keeps its local rank.
+        (again(1, "b") | again(3, "b"),
+         [("a", 0, 0, 1), ("b", 1, 2, 3), ("b", 1, 0, 3), ("b", 1, 1, 3)]),
+        # Every rank is new.
+        (again(0, "c") | again(1, "d") | again(2, "c") | again(3, "d"),
+         [("c", 0, 0, 2), ("d", 1, 0, 2), ("c", 0, 1, 2), ("d", 1, 1, 2)]),
+    ],
+)  # fmt: skip
+def test_a_rank_on_another_host_takes_what_is_free_there(
+    reports: dict[int, EngineReport], expected: list[tuple[str, int, int, int]]
+) -> None:
+    """The smallest local rank; sizes of both hosts follow, and hosts are numbered without a gap."""
+    before = two_hosts()
+    after = replan(before, reports)
+
+    assert places(after) == expected
+    assert after.n_hosts == len({host for host, *_ in expected})
+    assert [after.engine_of_rank(r) for r in range(4)] == [3, 2, 1, 0]
+    for place in after.ranks:  # 16 cores on each host; who stays keeps its threads
+        if place.host != before.ranks[place.rank].host:
+            assert place.threads == 16 // place.local_world_size
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    """A namespace beside another one with its hostname is another host."""
+    before = plan([engine(e, "h", network_namespace=f"net:{e // 2}") for e in range(4)])
+    moved = replan(before, {3: engine(3, "h", network_namespace="net:0")})
+    back = replan(before, {3: engine(3, "h", network_namespace="net:1")})
+
+    assert each(moved, "node_rank") == [0, 0, 1, 0]
+    assert places(back) == places(before)
+
+
+def test_a_rank_takes_its_gpu_again_or_one_by_its_local_rank() -> None:
+    """Its own by the driver's name, wherever it stands in the list; on another host a free one."""
+    before = two_hosts(n_gpus=4)
+    swapped = replan(before, again(2, "b", gpus=gpus("b", 4)[::-1]))
+    moved = replan(before, again(2, "a", gpus=gpus("a", 4)))
+
+    assert (swapped.ranks[2].device, swapped.ranks[2].device_uuid) == ("cuda:3", "GPU-b-0")
+    assert (moved.ranks[2].device, moved.ranks[2].device_uuid) == ("cuda:2", "GPU-a-2")
+    assert before.backend == moved.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "rank 2 came back on a, where it cannot use a GPU"),
+        ({"gpus": gpus("a", 2), "has_cuda": False}, "cannot use a GPU"),
+        ({"gpus": gpus("a", 2)}, "ranks 0,2 would share a GPU of a, and NCCL"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_refused(facts: dict[str, object], words: str) -> None:
+    """Ranks use GPUs all or none, and NCCL takes one rank per GPU; Gloo lets them share."""
+    with pytest.raises(StartError, match=words):
+        replan(two_hosts(n_gpus=2), again(2, "a", **facts))
+    shared = replan(two_hosts(n_gpus=2, backend="gloo"), again(2, "a", gpus=gpus("a", 2)))
+
+    assert shared.ranks[2].device_uuid == "GPU-a-0"
 
 
 @pytest.mark.parametrize(("n_gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
