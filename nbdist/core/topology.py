@@ -288,13 +288,15 @@ def default_world_size(gpus: Sequence[Gpu]) -> int:
 def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tuple[str, ...]:
     """Return the addresses at which other hosts may reach rank 0, the likeliest first.
 
-    On one host that is loopback alone. Otherwise every rank must still try them:
-    only a connection shows which one all hosts reach.
+    On one host, and on pretended ones, that is loopback alone. Otherwise every rank must still try
+    them: only a connection shows which one all hosts reach.
 
     Raises:
         StartError: If rank 0 has no address that another host could reach.
     """
-    if topology.n_hosts == 1:
+    networks = {(report.boot_id, report.network_namespace) for report in reports}
+    is_pretended = len(networks) == 1 and "" not in networks.pop()
+    if topology.n_hosts == 1 or is_pretended:
         return ("127.0.0.1",)
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)

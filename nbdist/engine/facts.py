@@ -16,10 +16,25 @@ from nbdist.core import procfs
 from nbdist.core.host import address_toward, is_loopback, usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
-# The launcher's own numbering of its tasks, in the order in which they are believed.
-RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
-SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# The launcher's own numbering of its tasks, in the order in which they are believed. nbdist's own
+# launchers set torchrun's.
+RANK_VARIABLES = (
+    "RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+)
+SIZE_VARIABLES = (
+    "WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
 LOCAL_VARIABLES = (
+    "LOCAL_RANK",
     "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -32,7 +47,7 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
     """The report of this engine, from which the kernel plans ranks and devices."""
     return EngineReport(
         engine_id=engine_id,
-        hostname=socket.gethostname(),
+        hostname=os.environ.get("NBDIST_HOST") or socket.gethostname(),
         boot_id=procfs.boot_id(),
         network_namespace=procfs.link(procfs.PROC / "self/ns/net"),
         pid=os.getpid(),
@@ -44,11 +59,16 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
         rank_hint=_number(RANK_VARIABLES),
         size_hint=_number(SIZE_VARIABLES),
         local_hint=_number(LOCAL_VARIABLES),
-        job_id=next((os.environ[v] for v in JOB_VARIABLES if v in os.environ), ""),
+        job_id="" if "RANK" in os.environ else job_id(),
         python=sys.executable,
         torch_version=str(torch.__version__),
         has_cuda=torch.cuda.is_available(),
     )
+
+
+def job_id() -> str:
+    """The batch system's number of the job that this process runs in; empty outside of one."""
+    return next((os.environ[v] for v in JOB_VARIABLES if v in os.environ), "")
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -17,11 +17,14 @@ from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.cluster.kernel import launcher
+from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
+# Ranks of this machine; of hosts with an agent each; of launchers that are ipyparallel's alone.
+LOCAL, AGENTS, OTHER = "local", "agents", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
@@ -70,8 +73,8 @@ def mark(config: Config, run_dir: Path) -> None:
         config[name].environment = {**config[name].get("environment", {}), **variables}
 
 
-def gives_ranks(config: Config) -> bool:
-    """Whether the profile's launcher gives the ranks itself, on this machine.
+def kind_of(config: Config) -> str:
+    """Who starts a profile's ranks: LOCAL, AGENTS, or another launcher of ipyparallel's.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
@@ -80,7 +83,9 @@ def gives_ranks(config: Config) -> bool:
         unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(unstarted.engine_launcher_class, launcher.RankEngineSetLauncher)
+    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    starts = unstarted.engine_launcher_class
+    return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 
 
 def installed_version(package: str) -> str | None:
@@ -134,7 +139,7 @@ def _reaches_out(config: Config) -> bool:
     is_here = issubclass(unstarted.controller_launcher_class, LocalControllerLauncher)
     engines = unstarted.engine_launcher_class
     # Others derive from it: ipyparallel's own for SSH does.
-    are_here = engines is LocalEngineSetLauncher or gives_ranks(config)
+    are_here = engines is LocalEngineSetLauncher or getattr(engines, "is_on_this_machine", False)
     return is_here and not are_here
 
 
