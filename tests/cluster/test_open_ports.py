@@ -43,7 +43,13 @@ for line in sys.stdin:
 
 
 class Notebook:
-    """A notebook on the head; whatever it shows outside of a cell is an error."""
+    """A notebook on the head; whatever it shows outside of a cell is an error.
+
+    Attributes:
+        said: What the start has shown.
+    """
+
+    said = ""
 
     def __init__(self, hosts: lab.Hosts) -> None:
         self._process = hosts.popen(
@@ -59,7 +65,7 @@ class Notebook:
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, cell: str) -> str:
+    def run(self, cell: str, *, fails: bool = False) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(cell) + "\n")
@@ -67,7 +73,7 @@ class Notebook:
         line = self._process.stdout.readline()
         assert line.startswith('{"text": '), line + self._process.stdout.read()
         answer = json.loads(line)
-        assert not answer["error"], answer
+        assert bool(answer["error"]) == fails, answer
         return str(answer["text"])
 
     def close(self) -> None:
@@ -88,6 +94,8 @@ def hosts() -> Iterator[lab.Hosts]:
 def notebook(hosts: lab.Hosts) -> Iterator[Notebook]:
     notebook = Notebook(hosts)
     notebook.run("%load_ext nbdist")
+    notebook.said = notebook.run("%dist_init --hosts node1:2,node2:2 --grace 0")
+    notebook.run("%%distributed\nkept = torch.arange(3.0) + rank")
     yield notebook
     notebook.close()
 
@@ -114,7 +122,6 @@ def targets(hosts: lab.Hosts, host: str) -> list[tuple[str, int]]:
 STEPS = {
     "the first step": """
 %%distributed
-kept = torch.arange(3.0) + rank
 model = accelerator.prepare(torch.nn.Linear(4, 4))
 optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 accelerator.backward(model(torch.ones(2, 4)).sum())
@@ -128,7 +135,6 @@ total = torch.ones(1)
 dist.all_reduce(total, group=mesh.get_group("a"))
 """,
     "another strategy": "%dist_strategy fsdp",
-    "a rank in the place of another": "%dist_restart 3 --force",
     "numbers for Prometheus": "%dist_monitor --prometheus 0",
 }
 
@@ -139,17 +145,19 @@ def test_who_listens_where(hosts: lab.Hosts, notebook: Notebook) -> None:
         name: Counter({hosts.address(name): PORTS[name]} if name in PORTS else {})
         for name in hosts.names
     }
-    said = notebook.run("%dist_init --hosts node1:2,node2:2 --grace 0")
     seen = {"the start": beyond(hosts)}
     for step, cell in STEPS.items():
         notebook.run(cell.strip())
         seen[step] = beyond(hosts)
+    said = notebook.run("%%distributed\nif rank: dist.all_reduce(torch.ones(1))", fails=True)
+    seen["new connections of all groups"] = beyond(hosts)
 
     assert seen == dict.fromkeys(seen, expected)
+    assert "rank 0" in said
     assert (
         "what GLOO and torch's store send is neither encrypted nor authenticated (5 ports on eth0, "
         f"{hosts.address('node1')}: 3, {hosts.address('node2')}: 2; open to these hosts alone)"
-    ) in said
+    ) in notebook.said
 
 
 def test_no_key_can_be_read_by_others(hosts: lab.Hosts, notebook: Notebook) -> None:
