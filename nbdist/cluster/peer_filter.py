@@ -46,8 +46,8 @@ def restrict(listener: socket.socket, addresses: Collection[str]) -> bool:
     """Drop what other IPv4 addresses send to a listening socket; whether that is so now.
 
     A later call replaces the addresses. The socket stays as it was, and False is returned, for
-    another family than IPv4 and where the system has no such filter (macOS) or too little room
-    for one (some thousand addresses).
+    another family than IPv4, and where the system has no such filter (macOS) or too little room for
+    one (some thousand addresses).
     """
     if sys.platform != "linux" or not addresses:
         return False

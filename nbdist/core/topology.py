@@ -88,7 +88,7 @@ class Topology:
     is_scaling: bool  # False: ranks share a GPU or run on CPUs, timings say nothing about scaling
     n_hosts: int  # network namespaces count as hosts of their own
     is_launcher_order: bool = False  # False: sorted by host and device, not by the rank hints
-    addresses: tuple[str, ...] = ()  # IPv4, from which ranks connect; () where that is the loopback
+    addresses: tuple[str, ...] = ()  # IPv4, of all hosts: from these ranks connect; () on one host
 
     @property
     def world_size(self) -> int:
@@ -145,7 +145,7 @@ def plan(
     addresses = {ip for report in reports for ip in _outer_addresses(report) if ":" not in ip}
     return Topology(
         places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
-        () if n_hosts == 1 or _is_one_network(reports) else tuple(sorted(addresses)),
+        tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
     )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     Raises:
         StartError: If rank 0 has no address that another host could reach.
     """
-    if topology.n_hosts == 1 or _is_one_network(reports):
+    if topology.n_hosts == 1 or _share_network(reports):
         return ("127.0.0.1",)
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
@@ -308,8 +308,8 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     return tuple(reachable)
 
 
-def _is_one_network(reports: Sequence[EngineReport]) -> bool:
-    """Whether all engines are on one machine, though their hosts may have different names."""
+def _share_network(reports: Sequence[EngineReport]) -> bool:
+    """Whether all engines have one loopback interface, as on pretended hosts."""
     networks = {(report.boot_id, report.network_namespace) for report in reports}
     return len(networks) == 1 and "" not in networks.pop()
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import hosts as lab
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NODES = ("node1", "node2")  # with two ranks each; node3 is a stranger
 STRANGER = "node3"
 # torch's store and Gloo's device of each rank; ipyparallel's ports for engines.
