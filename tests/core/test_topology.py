@@ -593,6 +593,9 @@ def test_the_addresses_of_several_hosts() -> None:
 
     assert plan([*reports, six]).addresses == ("10.0.0.1", "10.0.0.2", "10.7.0.1", "10.9.0.1")
     assert plan(reports[:1]).addresses == ()
+    pretended = [replace(r, boot_id="b", network_namespace="net:[4]") for r in reports]
+    assert plan(pretended).n_hosts == 2
+    assert plan(pretended).addresses == ()
 
 
 def test_rank_0_without_an_address() -> None:

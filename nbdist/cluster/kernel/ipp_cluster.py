@@ -108,14 +108,16 @@ def listen(config: Config, hosts: Sequence[str] = ()) -> None:
 
     Args:
         config: The profile's, which is changed.
-        hosts: Names or addresses of hosts that will have engines, as far as they are known.
+        hosts: Those that will have engines, as far as they are known; names or addresses, also
+            with `user@`.
     """
     args = config.Cluster.get("controller_args", [])
     if not isinstance(args, list):
         args = args.get_value([])  # the profile has only appended to the default
     named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
     if not any(named) and _reaches_out(config):
-        named = [host.address_toward(*hosts, host.ELSEWHERE) or "*"]
+        names = [name.rpartition("@")[2] for name in hosts]
+        named = [host.address_toward(*names, host.ELSEWHERE) or "*"]
         args = [*args, f"--IPController.engine_ip={named[0]}"]
     if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
         args = [*args, ENABLE_CURVE]
@@ -144,13 +146,15 @@ def _reaches_out(config: Config) -> bool:
 
 
 def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:
-    """What others could read or send between several hosts.
+    """What others could read or send between several hosts; empty where no port leads out.
 
     Args:
         plan: Of more than one host.
         ports: Of all ranks, beyond the loopback.
         is_encrypted: Whether the controller has CURVE.
     """
+    if not ports:
+        return ""
     without = "signed, but not encrypted, as the profile turns CURVE off"
     counts = Counter(port.address for port in ports)
     addresses = ", ".join(f"{address}: {n}" for address, n in sorted(counts.items()))
