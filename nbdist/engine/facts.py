@@ -15,7 +15,14 @@ from nbdist.core.host import usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
 # The launcher's own numbering of its tasks, in the order in which they are believed.
-RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
+RANK_VARIABLES = (
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+    "JOB_COMPLETION_INDEX",  # of a pod of a Kubernetes Indexed Job
+)
 SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 LOCAL_VARIABLES = (
     "SLURM_LOCALID",

@@ -12,7 +12,7 @@ import ipyparallel
 from traitlets import TraitError
 from traitlets.config import Config
 
-from nbdist.cluster.kernel import launcher
+from nbdist.cluster.kernel import ipp_launchers, launcher
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
@@ -22,7 +22,7 @@ LOOPBACK = frozenset({"", "127.0.0.1", "localhost", "::1"})
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     """Ipyparallel's object, with a profile folder of the run's own."""
-    return ipyparallel.Cluster(
+    unstarted = ipyparallel.Cluster(
         config=config,
         parent=None,
         log=log,
@@ -30,6 +30,9 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
         profile_dir=str(run_dir / "profile"),
         shutdown_atexit=False,
     )
+    for name in ("controller_launcher_class", "engine_launcher_class"):
+        setattr(unstarted, name, ipp_launchers.watched(getattr(unstarted, name)))
+    return unstarted
 
 
 def logger(run_dir: Path) -> logging.Logger:
@@ -59,6 +62,7 @@ def mark(config: Config, run_dir: Path) -> None:
     leaves its session is still found by this.
     """
     variables = {"NBDIST_RUN": str(run_dir)}
+    ipp_launchers.keep_scripts(config, run_dir)
     for name in {"BaseLauncher", *(n for n, section in config.items() if "environment" in section)}:
         config[name].environment = {**config[name].get("environment", {}), **variables}
 
@@ -69,11 +73,20 @@ def gives_ranks(config: Config) -> bool:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
+    return issubclass(launchers(config)[1], launcher.RankEngineSetLauncher)
+
+
+def launchers(config: Config) -> tuple[type, type]:
+    """The classes that start a profile's controller and its engines.
+
+    Raises:
+        OptionError: If the profile has settings that ipyparallel does not understand.
+    """
     try:
         unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(unstarted.engine_launcher_class, launcher.RankEngineSetLauncher)
+    return unstarted.controller_launcher_class, unstarted.engine_launcher_class
 
 
 def installed_version(package: str) -> str | None:
@@ -91,11 +104,7 @@ def encrypt(config: Config) -> None:
     """
     if config.Cluster.get("controller_ip", "") in LOOPBACK:
         return
-    args = config.Cluster.get("controller_args", [])
-    if not isinstance(args, list):
-        args = args.get_value([])  # the profile has only appended to the default
-    if not any("enable_curve" in argument for argument in args):
-        config.Cluster.controller_args = [*args, ENABLE_CURVE]
+    ipp_launchers.add_controller_args(config, ENABLE_CURVE)
 
 
 def open_traffic(plan: Topology) -> str:

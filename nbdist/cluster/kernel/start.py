@@ -16,7 +16,7 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
+from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
@@ -58,6 +58,7 @@ class StartOptions:
         grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: What models are prepared under; None for Accelerate's ddp.
+        hosts: (name, places) of the hosts that the ranks are spread over; empty for the profile's.
     """
 
     world_size: int | None = None
@@ -69,6 +70,7 @@ class StartOptions:
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
     strategy: StrategySpec | None = None
+    hosts: tuple[tuple[str, int], ...] = ()
 
 
 def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -90,15 +92,14 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     )
     chosen = topology.select_gpus(available, options.gpus) if is_local else available
     asked = options.world_size
+    if asked is None and options.hosts:
+        asked = sum(places for _, places in options.hosts)
     world_size = topology.default_world_size(chosen) if asked is None else asked
     expected = _expected_plan(world_size, chosen, options, is_local=is_local)
     if is_local:
         notes += _local_notes(expected, options)
-    elif options.debug != "off":
-        raise OptionError(
-            f"--debug works only with the profile local. For {options.profile!r} set "
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
-        )
+    else:
+        notes += _complete_profile(config, options)
     ipp_cluster.encrypt(config)
     end_s = began_s + options.deadline_s
     cluster = Cluster(config)
@@ -212,6 +213,21 @@ def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     return notes
 
 
+def _complete_profile(config: Config, options: StartOptions) -> list[str]:
+    """Set what the profile of another launcher leaves open; what there is to say of it."""
+    if options.debug != "off":
+        raise OptionError(
+            f"--debug works only with the profile local. For {options.profile!r} set "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
+        )
+    launchers = ipp_cluster.launchers(config)
+    ipp_launchers.check_command(config, launchers, options.profile)
+    ipp_launchers.spread(config, launchers[1], options.hosts)
+    ipp_launchers.complete(config)
+    folder = profiles.available()[options.profile]
+    return ipp_launchers.notes(config, launchers[1], options.profile, folder)
+
+
 def _configure_local(
     config: Config,
     cluster: Cluster,
@@ -252,7 +268,7 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    own_address = _own_address()
+    own_address = ipp_launchers.address_toward(ipp_launchers.DOCUMENTATION_ADDRESS)
     reports = _all(
         {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
     )
@@ -318,16 +334,6 @@ def _store(
 def _is_this_host(reports: dict[int, EngineReport]) -> bool:
     """Whether every engine runs on the kernel's own host, and so sees its files."""
     return {report.hostname for report in reports.values()} == {socket.gethostname()}
-
-
-def _own_address() -> str:
-    """An address of this machine toward other hosts, empty without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
 
 
 def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:

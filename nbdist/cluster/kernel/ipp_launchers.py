@@ -1,0 +1,233 @@
+"""ipyparallel's own launchers (mpiexec, batch systems, users' profiles), and what they leave out.
+
+They start ranks as their profile says. nbdist adds what a profile leaves open, asks for what they
+do not tell, and never lets an error of theirs hide an earlier one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.cluster.launcher import (
+    BatchSystemLauncher,
+    HTCondorLauncher,
+    LSFLauncher,
+    MPILauncher,
+    PBSLauncher,
+    SlurmLauncher,
+)
+from traitlets.config import Config
+
+from nbdist.errors import OptionError, StartError
+
+# Less than what a stop waits for the loop in which these commands run.
+COMMAND_DEADLINE_S = 50.0
+STATE_DEADLINE_S = 10.0
+# A lost rank is known after 5 to 6 s; ipyparallel's own 3000 ms x 10 take 35 s.
+HEARTBEAT = ("--HeartMonitor.period=1000", "--HeartMonitor.max_heartmonitor_misses=5")
+ALL_ADDRESSES = frozenset({"*", "0.0.0.0"})  # noqa: S104  # compared with, not bound to
+DOCUMENTATION_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
+# How a batch system is asked for the state of a job; SGE's launcher is one of PBS's.
+STATE_COMMANDS = {
+    SlurmLauncher: ("squeue", "--format=%i %T %r", "--jobs={job}"),
+    PBSLauncher: ("qstat", "{job}"),
+    LSFLauncher: ("bjobs", "{job}"),
+    HTCondorLauncher: ("condor_q", "{job}"),
+}
+ENDS_ALL = (
+    "mpiexec ends all ranks when one of them ends. %dist_restart cannot bring one back; "
+    "%dist_reset starts all again."
+)
+
+
+def complete(config: Config) -> None:
+    """Set what the profile of another launcher than nbdist's leaves open.
+
+    Lost ranks are told after some seconds, and a controller that listens on all addresses names one
+    that other hosts can use, not its host's name.
+    """
+    if "HeartMonitor" not in config:
+        add_controller_args(config, *HEARTBEAT)
+    cluster = config.Cluster
+    if cluster.get("controller_ip") in ALL_ADDRESSES and not cluster.get("controller_location"):
+        cluster.controller_location = address_toward(DOCUMENTATION_ADDRESS)
+
+
+def keep_scripts(config: Config, run_dir: Path) -> None:
+    """Let batch scripts lie in the run's folder, where ipyparallel takes the notebook's."""
+    for name, script in (
+        ("BatchControllerLauncher", "controller.batch"),
+        ("BatchEngineSetLauncher", "engines.batch"),
+    ):
+        config[name].setdefault("batch_file_name", str(run_dir / script))
+
+
+def add_controller_args(config: Config, *arguments: str) -> None:
+    """Add `--NAME=VALUE`s to the controller's, those that the profile names itself aside."""
+    given = config.Cluster.get("controller_args", [])
+    if not isinstance(given, list):
+        given = given.get_value([])  # the profile has only appended to the default
+    new = [a for a in arguments if not any(a.split("=")[0] in argument for argument in given)]
+    config.Cluster.controller_args = [*given, *new]
+
+
+def address_toward(host: str) -> str:
+    """The own address from which a host is reached; empty without a network.
+
+    Raises:
+        OptionError: If the host's name cannot be resolved.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # a datagram's socket only chooses a route
+        except socket.gaierror as error:
+            raise OptionError(f"The host {host!r} cannot be resolved: {error.strerror}.") from error
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def spread(config: Config, engine_launcher: type, hosts: Sequence[tuple[str, int]]) -> None:
+    """Let mpiexec start the ranks on hosts, (name, places) each, and these reach the controller.
+
+    Raises:
+        OptionError: If the profile's launcher takes no list of hosts, or one has no address.
+    """
+    if not hosts:
+        return
+    if not issubclass(engine_launcher, MPILauncher):
+        raise OptionError(
+            f"--hosts does not work with {engine_launcher.__name__}, which finds its hosts by "
+            "itself. Use it with the profiles ssh and mpi, or leave it out."
+        )
+    address = address_toward(hosts[0][0])
+    if "controller_ip" not in config.Cluster:
+        config.Cluster.controller_ip = config.Cluster.controller_location = address
+    listed = ",".join(f"{name}:{places}" for name, places in hosts)
+    section = config[engine_launcher.__name__]
+    section.mpi_args = [*_unstarted(engine_launcher, config).mpi_args, "--host", listed]
+
+
+def _unstarted(launcher: type, config: Config) -> Any:
+    """A launcher that has its settings, and no file: a batch system's makes a folder for one."""
+    has_file = "output_file" in launcher.class_traits()  # type: ignore[attr-defined]
+    return launcher(config=config, **({"output_file": os.devnull} if has_file else {}))
+
+
+def check_command(config: Config, launchers: Sequence[type], profile: str) -> None:
+    """Find the commands by which a profile starts its processes.
+
+    Raises:
+        StartError: If one is not on this machine; nothing has been started.
+    """
+    for launcher in launchers:
+        unstarted = _unstarted(launcher, config)
+        command = getattr(unstarted, "mpi_cmd", None) or getattr(unstarted, "submit_command", None)
+        if command and shutil.which(command[0]) is None:
+            raise StartError(
+                f"{command[0]!r}, by which the profile {profile!r} starts processes, is not "
+                "installed here, or is not in PATH. Install it (OpenMPI's mpiexec: `apt-get "
+                "install openmpi-bin`), start the notebook on a machine that has it (a cluster's "
+                "login node), or use another --profile."
+            )
+
+
+def watched(launcher: type) -> type:
+    """The launcher; of a batch system one whose commands have a deadline and keep their stderr.
+
+    Overrides the private `_run_command`, as ipyparallel lets stderr go wherever the notebook's
+    goes, and waits for ever. (ipyparallel 9.2; held by tests/cluster/test_ipp_launchers.py.)
+    Without it only the exit status is told.
+    """
+    if not issubclass(launcher, BatchSystemLauncher):
+        return launcher
+
+    def run_command(self: Any, command: list[str], **options: Any) -> str:
+        options = {"stderr": subprocess.PIPE, "timeout": COMMAND_DEADLINE_S, **options}
+        try:
+            output: str = super(derived, self)._run_command(command, **options)
+        except subprocess.CalledProcessError as error:
+            part = self.job_id_regexp.search((error.output or b"").decode(errors="replace"))
+            if part and command == self.args:  # some of it is there: a stop has to delete it
+                self.job_id = part.group(self.job_id_regexp_group)
+            raise
+        return output
+
+    # By the same name, by which profiles configure it.
+    derived = type(launcher.__name__, (launcher,), {"_run_command": run_command})
+    return derived
+
+
+def explain(error: Exception) -> str:
+    """What a launcher raised, with what its command has said."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"`{_line(error.cmd)}` did not end in {error.timeout:g} s."
+    if not isinstance(error, subprocess.CalledProcessError):
+        return f"{type(error).__name__}: {error}"
+    said = (error.stderr or b"").decode(errors="replace").strip()
+    status = f"`{_line(error.cmd)}` failed (exit status {error.returncode})"
+    return f"{status}:\n    " + "\n    ".join(said.splitlines()) if said else f"{status}."
+
+
+def _line(command: Any) -> str:
+    return command if isinstance(command, str) else shlex.join(command)
+
+
+def has_job(launcher: Any) -> bool:
+    """Whether a launcher has something that it could end; a refused job has no number."""
+    is_batch = isinstance(launcher, BatchSystemLauncher)
+    return launcher is not None and (not is_batch or bool(launcher.job_id))
+
+
+def output(started: Any) -> str:
+    """What a launcher's processes have written, as text whatever the bytes are; empty without."""
+    try:
+        return Path(started.output_file).read_text("utf-8", errors="replace")
+    except (OSError, AttributeError):  # not written yet, on another host, or no file at all
+        return ""
+
+
+def last_words(started: Any) -> str:
+    """Mpiexec's own last sentence, which names the rank that ended first; empty without one."""
+    blocks = re.split(r"^-{20,}$", output(started), flags=re.MULTILINE)
+    said = [block for block in blocks[1:] if block.strip()]
+    return " ".join(said[-1].split()) if said else ""
+
+
+def state(config: Config, engine_set: Any) -> str:
+    """What the batch system says of the job now, with its command; empty without one."""
+    job = getattr(engine_set, "job_id", "")
+    commands = [c for kind, c in STATE_COMMANDS.items() if isinstance(engine_set, kind)]
+    command = config.Nbdist.get("state_command") or (commands[0] if commands else None)
+    if not job or not command:
+        return ""
+    command = [word.replace("{job}", job) for word in command]
+    try:
+        done = subprocess.run(  # noqa: S603  # the profile's, or the batch system's own
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=STATE_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{shlex.join(command)}: {error}"
+    said = (done.stdout + done.stderr).decode(errors="replace").strip()
+    return f"{shlex.join(command)}:\n{said}" if said else ""
+
+
+def notes(config: Config, engine_launcher: type, profile: str, folder: Path) -> list[str]:
+    """What is to be said of a profile at the start: where it is, and what it cannot do."""
+    return [
+        f"Profile {profile}: {folder}",
+        ENDS_ALL if issubclass(engine_launcher, MPILauncher) else "",
+        str(config.Nbdist.get("note", "")),
+    ]
