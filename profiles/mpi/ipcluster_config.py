@@ -3,9 +3,18 @@
 A copy of this folder as profile_mpi in your IPython folder is used instead of it.
 """
 
+from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+
+
+class EngineSetByMpiexec(MPIEngineSetLauncher):
+    """Leaves `--mpi` out: mpi4py need not be installed. A cell that imports it uses MPI as ever."""
+
+    program = property(lambda self: self.engine_cmd)
+
+
 c = get_config()  # noqa: F821
 
-c.Cluster.engine_launcher_class = "mpi"
+c.Cluster.engine_launcher_class = EngineSetByMpiexec
 
 c.MPIEngineSetLauncher.mpi_args = [
     # Open MPI hands on no variables but these. The first has the controller's address and key.
@@ -23,8 +32,5 @@ c.MPIEngineSetLauncher.mpi_args = [
     # and for MPI calls of your own "--mca", "btl_tcp_if_include", "eth0".
 ]
 
-# The engines' Python where it has another path on the hosts:
+# The ranks' Python where it has another path on the hosts:
 # c.MPIEngineSetLauncher.engine_cmd = ["/opt/venv/bin/python", "-m", "ipyparallel.engine"]
-
-# So that mpi4py need not be installed; a cell that imports it uses MPI as ever.
-c.MPIEngineSetLauncher.engine_args = ["--IPEngine.use_mpi=False"]

@@ -183,12 +183,14 @@ def test_mpiexecs_last_sentence_is_found(tmp_path: Path) -> None:
         + b"\nmpiexec noticed that process rank 1 with PID 0\n  on node vm exited "
         b"on signal 9 (Killed).\n" + b"-" * 74 + b"\n"
     )
-    launcher = SimpleNamespace(output_file=str(log))
+    launcher: Any = ipp_launchers.watched(MPIEngineSetLauncher)(output_file=str(log))
+    launcher.get_output(remove=True)  # as ipyparallel does at the end
 
     assert ipp_launchers.last_words(launcher) == (
         "mpiexec noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed)."
     )
-    assert ipp_launchers.last_words(SimpleNamespace(output_file=str(tmp_path / "none"))) == ""
+    assert not log.exists()
+    assert ipp_launchers.last_words(SimpleNamespace(output_file=str(log))) == ""
 
 
 def test_the_kubernetes_manifest_fits_the_schema_and_has_the_key_in_its_secret_alone(

@@ -169,8 +169,6 @@ class Cluster:
         self._run(self._start_processes(world_size), end, "the controller's connection file")
         progress("waiting for the controller")
         self.channel = self._connect(end)
-        if not self.can_restart:
-            self.channel.on_lost = self._note_lost
         self._arrivals(None, world_size).wait(end, deadline_s, progress)
         self._connection = controller.Connection.of(
             self.run_dir / "profile", self._cluster.cluster_id
@@ -200,7 +198,10 @@ class Cluster:
         coroutine = self._cluster.connect_client(
             timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
         )
-        return Channel(self._run(coroutine, end_s, "the controller", engines))
+        channel = Channel(self._run(coroutine, end_s, "the controller", engines))
+        if not self.can_restart:
+            channel.on_lost = self._note_lost
+        return channel
 
     def _run(
         self, coroutine: Any, end_s: float, what: str, engines: Collection[int] | None = None

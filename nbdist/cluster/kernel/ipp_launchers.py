@@ -6,6 +6,7 @@ do not tell, and never lets an error of theirs hide an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -46,6 +47,26 @@ ENDS_ALL = (
     "mpiexec ends all ranks when one of them ends. %dist_restart cannot bring one back; "
     "%dist_reset starts all again."
 )
+
+
+class KeptOutput:
+    """A launcher whose processes' output is text whatever its bytes are, and is kept."""
+
+    output_file: str
+    _written = ""
+
+    def get_output(self, remove: bool = False) -> str:
+        """What the processes have written past their cells; of a removed file the text is kept.
+
+        ipyparallel's own raises for bytes that are no UTF-8. It is called when the process has
+        ended, before those who wait for that: they would never be told.
+        """
+        path = Path(self.output_file)
+        with contextlib.suppress(FileNotFoundError):
+            self._written = path.read_text("utf-8", errors="replace")
+        if remove:
+            path.unlink(missing_ok=True)
+        return self._written
 
 
 def complete(config: Config) -> None:
@@ -141,13 +162,15 @@ def check_command(config: Config, launchers: Sequence[type], profile: str) -> No
 
 
 def watched(launcher: type) -> type:
-    """The launcher; of a batch system one whose commands have a deadline and keep their stderr.
+    """The launcher; of mpiexec and batch systems one that keeps their output.
 
-    Overrides the private `_run_command`, as ipyparallel lets stderr go wherever the notebook's
+    Commands of a batch system get a deadline, and what they say on stderr is in their error. That
+    overrides the private `_run_command`, as ipyparallel lets stderr go wherever the notebook's
     goes, and waits for ever. (ipyparallel 9.2; held by tests/cluster/test_ipp_launchers.py.)
     Without it only the exit status is told.
     """
-    if not issubclass(launcher, BatchSystemLauncher):
+    is_known = issubclass(launcher, (BatchSystemLauncher, MPILauncher))
+    if not is_known or issubclass(launcher, KeptOutput):
         return launcher
 
     def run_command(self: Any, command: list[str], **options: Any) -> str:
@@ -161,8 +184,9 @@ def watched(launcher: type) -> type:
             raise
         return output
 
+    members = {"_run_command": run_command} if hasattr(launcher, "_run_command") else {}
     # By the same name, by which profiles configure it.
-    derived = type(launcher.__name__, (launcher,), {"_run_command": run_command})
+    derived = type(launcher.__name__, (KeptOutput, launcher), members)
     return derived
 
 
@@ -188,11 +212,8 @@ def has_job(launcher: Any) -> bool:
 
 
 def output(started: Any) -> str:
-    """What a launcher's processes have written, as text whatever the bytes are; empty without."""
-    try:
-        return Path(started.output_file).read_text("utf-8", errors="replace")
-    except (OSError, AttributeError):  # not written yet, on another host, or no file at all
-        return ""
+    """What mpiexec or a batch system's job has written, as far as it is on this machine."""
+    return started.get_output() if isinstance(started, KeptOutput) else ""
 
 
 def last_words(started: Any) -> str:
