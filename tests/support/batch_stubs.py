@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _start(folder: Path, job: str, processes: Sequence[dict[str, Any]]) -> None:
+def _start(folder: Path, job: str, processes: Iterable[dict[str, Any]]) -> None:
     started = [
         subprocess.Popen(
             options.pop("args"),
@@ -94,7 +94,7 @@ def kubectl(folder: Path, arguments: list[str]) -> None:
             secret, job = by_kind["Secret"], by_kind["Job"]
             _say(f"secret/{secret['metadata']['name']} created")
             _refuse(folder)
-            _start(folder, job["metadata"]["name"], [*_pods(folder, job, secret)])
+            _start(folder, job["metadata"]["name"], _pods(folder, job, secret))
             _say(f"job.batch/{job['metadata']['name']} created")
         case ["delete", *_, "job,secret", name]:
             if _end(folder, name):
