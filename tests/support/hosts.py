@@ -8,6 +8,7 @@ root. `python -m tests.support.hosts` brings one up by hand, with a shell on its
 import argparse
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import os
 import shutil
@@ -91,7 +92,13 @@ PreemptMode=CANCEL
 GresTypes=gpu
 SlurmdParameters=config_overrides
 """
-_SLURM_SETTINGS = {"SlurmctldTimeout": 30, "SlurmdTimeout": 300, "KillWait": 5, "MinJobAge": 300}
+_SLURM_SETTINGS = {
+    "SlurmctldTimeout": 30,
+    "SlurmdTimeout": 300,
+    "KillWait": 5,
+    "MinJobAge": 300,
+    "EnforcePartLimits": "ALL",
+}
 # `small` refuses more than one host and ten minutes; jobs in `spare` are cancelled for others'.
 _SLURM_PARTITIONS = (
     "main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=2",
@@ -116,6 +123,7 @@ def missing(*programs: str) -> str:
     return f"not installed: {', '.join(absent)}" if absent else _refusal()
 
 
+@functools.cache
 def _refusal() -> str:
     """What the kernel says against new namespaces, as in a container without the right to."""
     with ThreadPoolExecutor(1) as thread:
