@@ -27,9 +27,8 @@ c.Nbdist.note = (
 c.Nbdist.state_command = ["kubectl", "get", "pods", "--selector", "job-name={job}"]
 
 c.Cluster.engine_launcher_class = "batch"
-c.Cluster.controller_ip = "*"
 # Where the address of the default route is not the one that pods reach:
-# c.Cluster.controller_location = "10.0.0.7"
+# c.Cluster.controller_args = ["--IPController.engine_ip=10.0.0.7"]
 
 c.BatchEngineSetLauncher.submit_command = ["kubectl", "create", "-f"]
 c.BatchEngineSetLauncher.delete_command = [

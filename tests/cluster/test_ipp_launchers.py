@@ -18,6 +18,7 @@ from ipyparallel.cluster.launcher import (
 from traitlets.config import Config
 
 from nbdist.cells.kernel.cell_outcome import CellOutcome, still_aborting_message
+from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, profiles
 from nbdist.cluster.kernel.cluster import LOST, Cluster
 from nbdist.cluster.kernel.processes import Exit
@@ -65,29 +66,16 @@ def test_a_profile_that_leaves_heartbeats_open_gets_short_ones() -> None:
     assert "controller_args" not in in_a_section.Cluster
 
 
-def test_a_controller_on_all_addresses_names_one_of_its_own() -> None:
-    """Its host's name means nothing in a pod; what the profile says stays."""
-    config = Config({"Cluster": {"controller_ip": "*"}})
-    stated = Config({"Cluster": {"controller_ip": "*", "controller_location": "login1"}})
-    for profile in (config, stated):
-        ipp_launchers.complete(profile)
-
-    assert config.Cluster.controller_location == ipp_launchers.address_toward("192.0.2.1")
-    assert stated.Cluster.controller_location == "login1"
-
-
-def test_hosts_become_mpiexecs_and_the_controller_listens_to_them() -> None:
-    """After the profile's own arguments, and on this machine's address toward the first host."""
+def test_hosts_become_mpiexecs() -> None:
+    """After the profile's own arguments; launchers that find hosts by themselves take none."""
     config = profiles.load("mpi")
     given = list(config.MPIEngineSetLauncher.mpi_args)
-    ipp_launchers.spread(config, MPIEngineSetLauncher, [("127.0.0.1", 2), ("n2", 1)])
+    engines, hosts = ipp_cluster.launchers(config)[1], [Host("n1", 2), Host("n2")]
+    ipp_launchers.spread(config, engines, "mpi", hosts)
 
-    assert config.MPIEngineSetLauncher.mpi_args == [*given, "--host", "127.0.0.1:2,n2:1"]
-    assert config.Cluster.controller_ip == "127.0.0.1"
-    with pytest.raises(OptionError, match=r"--hosts does not work with SlurmEngineSetLauncher"):
-        ipp_launchers.spread(Config(), SlurmEngineSetLauncher, [("n1", 2)])
-    with pytest.raises(OptionError, match=r"The host 'no-such-host\.invalid' cannot be resolved"):
-        ipp_launchers.spread(Config(), MPIEngineSetLauncher, [("no-such-host.invalid", 2)])
+    assert engines(config=config).mpi_args == [*given, "--host", "n1:2,n2:1"]
+    with pytest.raises(OptionError, match=r"--hosts works with the profiles ssh, mpi and pretend"):
+        ipp_launchers.spread(Config(), SlurmEngineSetLauncher, "far", hosts)
 
 
 def test_a_machine_without_the_command_says_so_before_anything_starts(
@@ -260,18 +248,12 @@ def test_a_manifest_of_which_a_part_was_refused_can_be_deleted(
 
 def test_the_notes_name_the_file_and_what_the_profile_cannot_do() -> None:
     """Of mpiexec that all ranks end together; of any profile what it says itself."""
-    folder = Path("/p/profile_mpi")
     with_note = Config({"Nbdist": {"note": "Untried."}})
+    file = profiles.shipped_profiles()["mpi"] / profiles.CONFIG_FILE
 
-    assert ipp_launchers.notes(Config(), MPIEngineSetLauncher, "mpi", folder) == [
-        "Profile mpi: /p/profile_mpi",
-        ipp_launchers.ENDS_ALL,
-        "",
-    ]
-    assert ipp_launchers.notes(with_note, PBSEngineSetLauncher, "far", folder)[1:] == [
-        "",
-        "Untried.",
-    ]
+    assert profiles.place("mpi") == f"Profile mpi: {file}"
+    assert ipp_launchers.notes(Config(), MPIEngineSetLauncher) == [ipp_launchers.ENDS_ALL, ""]
+    assert ipp_launchers.notes(with_note, PBSEngineSetLauncher) == ["", "Untried."]
 
 
 def test_an_exit_says_who_ended_the_ranks_or_that_only_the_connection_is_lost() -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from ipyparallel.cluster.launcher import (
 )
 from traitlets.config import Config
 
+from nbdist.cluster.hosts import Host
 from nbdist.errors import OptionError, StartError
 
 # Less than what a stop waits for the loop in which these commands run.
@@ -34,8 +34,6 @@ COMMAND_DEADLINE_S = 50.0
 STATE_DEADLINE_S = 10.0
 # A lost rank is known after 5 to 6 s; ipyparallel's own 3000 ms x 10 take 35 s.
 HEARTBEAT = ("--HeartMonitor.period=1000", "--HeartMonitor.max_heartmonitor_misses=5")
-ALL_ADDRESSES = frozenset({"*", "0.0.0.0"})  # noqa: S104  # compared with, not bound to
-DOCUMENTATION_ADDRESS = "192.0.2.1"  # reserved for documentation: reached by the default route
 # How a batch system is asked for the state of a job; SGE's launcher is one of PBS's.
 STATE_COMMANDS = {
     SlurmLauncher: ("squeue", "--format=%i %T %r", "--jobs={job}"),
@@ -70,16 +68,19 @@ class KeptOutput:
 
 
 def complete(config: Config) -> None:
-    """Set what the profile of another launcher than nbdist's leaves open.
+    """Let lost ranks be told after some seconds, unless the profile sets heartbeats itself."""
+    if "HeartMonitor" in config:
+        return
+    given = controller_args(config)
+    new = [a for a in HEARTBEAT if not any(a.split("=")[0] in argument for argument in given)]
+    config.Cluster.controller_args = [*given, *new]
 
-    Lost ranks are told after some seconds, and a controller that listens on all addresses names one
-    that other hosts can use, not its host's name.
-    """
-    if "HeartMonitor" not in config:
-        add_controller_args(config, *HEARTBEAT)
-    cluster = config.Cluster
-    if cluster.get("controller_ip") in ALL_ADDRESSES and not cluster.get("controller_location"):
-        cluster.controller_location = address_toward(DOCUMENTATION_ADDRESS)
+
+def controller_args(config: Config) -> list[str]:
+    """What a profile lets the controller be started with."""
+    given = config.Cluster.get("controller_args", [])
+    # No list: the profile has only appended to the default.
+    return list(given if isinstance(given, list) else given.get_value([]))
 
 
 def keep_scripts(config: Config, run_dir: Path) -> None:
@@ -91,48 +92,20 @@ def keep_scripts(config: Config, run_dir: Path) -> None:
         config[name].setdefault("batch_file_name", str(run_dir / script))
 
 
-def add_controller_args(config: Config, *arguments: str) -> None:
-    """Add `--NAME=VALUE`s to the controller's, those that the profile names itself aside."""
-    given = config.Cluster.get("controller_args", [])
-    if not isinstance(given, list):
-        given = given.get_value([])  # the profile has only appended to the default
-    new = [a for a in arguments if not any(a.split("=")[0] in argument for argument in given)]
-    config.Cluster.controller_args = [*given, *new]
-
-
-def address_toward(host: str) -> str:
-    """The own address from which a host is reached; empty without a network.
+def spread(config: Config, engine_launcher: type, profile: str, hosts: Sequence[Host]) -> None:
+    """Let mpiexec start the ranks on these hosts; none for those that it finds itself.
 
     Raises:
-        OptionError: If the host's name cannot be resolved.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # a datagram's socket only chooses a route
-        except socket.gaierror as error:
-            raise OptionError(f"The host {host!r} cannot be resolved: {error.strerror}.") from error
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
-
-
-def spread(config: Config, engine_launcher: type, hosts: Sequence[tuple[str, int]]) -> None:
-    """Let mpiexec start the ranks on hosts, (name, places) each, and these reach the controller.
-
-    Raises:
-        OptionError: If the profile's launcher takes no list of hosts, or one has no address.
+        OptionError: If the profile's launcher takes no list of hosts.
     """
     if not hosts:
         return
     if not issubclass(engine_launcher, MPILauncher):
         raise OptionError(
-            f"--hosts does not work with {engine_launcher.__name__}, which finds its hosts by "
-            "itself. Use it with the profiles ssh and mpi, or leave it out."
+            f"The hosts of the profile {profile!r} are its launcher's own. --hosts works with the "
+            "profiles ssh, mpi and pretended."
         )
-    address = address_toward(hosts[0][0])
-    if "controller_ip" not in config.Cluster:
-        config.Cluster.controller_ip = config.Cluster.controller_location = address
-    listed = ",".join(f"{name}:{places}" for name, places in hosts)
+    listed = ",".join(f"{host.name}:{host.places or 1}" for host in hosts)
     section = config[engine_launcher.__name__]
     section.mpi_args = [*_unstarted(engine_launcher, config).mpi_args, "--host", listed]
 
@@ -245,10 +218,9 @@ def state(config: Config, engine_set: Any) -> str:
     return f"{shlex.join(command)}:\n{said}" if said else ""
 
 
-def notes(config: Config, engine_launcher: type, profile: str, folder: Path) -> list[str]:
-    """What is to be said of a profile at the start: where it is, and what it cannot do."""
+def notes(config: Config, engine_launcher: type) -> list[str]:
+    """What is to be said of a profile at the start: what it cannot do, and what it says itself."""
     return [
-        f"Profile {profile}: {folder}",
         ENDS_ALL if issubclass(engine_launcher, MPILauncher) else "",
         str(config.Nbdist.get("note", "")),
     ]

@@ -16,13 +16,16 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
+from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.core import gpus, topology, versions
+from nbdist.cluster.peer_filter import OpenPort
+from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
+from nbdist.core.ranks import is_all
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
@@ -35,13 +38,16 @@ DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
-open_store: RankFunction[[str, int], int] = RankFunction("nbdist.engine.join:open_store")
+open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
+    "nbdist.engine.join:open_store"
+)
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
 join_by_plan: RankFunction[[Topology, int, str, str, int], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
+open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
 box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
@@ -58,7 +64,7 @@ class StartOptions:
         grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: What models are prepared under; None for Accelerate's ddp.
-        hosts: (name, places) of the hosts that the ranks are spread over; empty for the profile's.
+        hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
     """
 
     world_size: int | None = None
@@ -70,7 +76,7 @@ class StartOptions:
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
     strategy: StrategySpec | None = None
-    hosts: tuple[tuple[str, int], ...] = ()
+    hosts: tuple[Host, ...] = ()
 
 
 def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -80,41 +86,69 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         OptionError: If an option cannot be met on this machine; nothing has been started.
         StartError: If a process did not come up; everything has been ended again.
     """
-    began_s = time.monotonic()
+    end_s = time.monotonic() + options.deadline_s
     notes = [versions.check_system(sys.platform)]
     options = _with_environment(options)
     _check_values(options)
     config = profiles.load(options.profile)
-    is_local = ipp_cluster.gives_ranks(config)
+    kind = _checked_kind(options, config)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
     )
-    chosen = topology.select_gpus(available, options.gpus) if is_local else available
-    asked = options.world_size
-    if asked is None and options.hosts:
-        asked = sum(places for _, places in options.hosts)
-    world_size = topology.default_world_size(chosen) if asked is None else asked
-    expected = _expected_plan(world_size, chosen, options, is_local=is_local)
-    if is_local:
+    world_size, expected, chosen = options.world_size, None, available
+    if kind == ipp_cluster.LOCAL:
+        chosen = topology.select_gpus(available, options.gpus)
+        expected = _expected_plan(chosen, options)
         notes += _local_notes(expected, options)
+        world_size = expected.world_size
+    elif kind == ipp_cluster.AGENTS:
+        notes += _configure_agents(config, options)
     else:
         notes += _complete_profile(config, options)
-    ipp_cluster.encrypt(config)
-    end_s = began_s + options.deadline_s
+        world_size = _world_size(options, available)
+    ipp_cluster.listen(config, _host_names(config, options))
     cluster = Cluster(config)
     try:
-        if is_local:
+        if expected is not None:
             _configure_local(config, cluster, expected, chosen, options)
-        cluster.start(world_size, options.deadline_s, progress)
+        n = cluster.start(world_size, options.deadline_s, progress)
         plan, rank_notes = _prepare(
-            cluster, world_size, options, end_s, progress, is_local=is_local
+            cluster, n, options, end_s, progress, is_local=expected is not None
         )
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
     return cluster, plan, tuple(note for note in (*notes, *rank_notes) if note)
+
+
+def _checked_kind(options: StartOptions, config: Config) -> str:
+    """The profile's kind; refuses options that its launcher knows nothing of."""
+    kind = ipp_cluster.kind_of(config)
+    if kind == ipp_cluster.OTHER and options.debug != "off":
+        raise OptionError(
+            f"--debug does not work with the profile {options.profile!r}, whose ranks nbdist does "
+            "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
+            "engines start."
+        )
+    if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
+        options.strategy.choose(options.world_size)
+    return kind
+
+
+def _host_names(config: Config, options: StartOptions) -> list[str]:
+    """The hosts that are known before the start, by --hosts or the profile."""
+    listed = config.AgentEngineSetLauncher.get("hosts", [])
+    return [entry.name for entry in options.hosts] or [entry[0] for entry in listed]
+
+
+def _world_size(options: StartOptions, available: tuple[Gpu, ...]) -> int:
+    """How many ranks a launcher of ipyparallel's is to start: as many as places that are typed."""
+    if options.world_size is not None:
+        return options.world_size
+    places = sum(entry.places or 1 for entry in options.hosts)
+    return places or topology.default_world_size(available)
 
 
 def _prepare(
@@ -140,7 +174,11 @@ def _prepare(
     boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
     # Of ranks whose hangs could not be explained, each reason once.
     notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
-    notes.append(ipp_cluster.open_traffic(plan))
+    if plan.n_hosts > 1:
+        lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
+        ports = [port for ports in lists for port in ports]
+        if ports:  # pretended hosts have none
+            notes.append(ipp_cluster.open_traffic(plan, ports, is_encrypted=cluster.is_encrypted))
     if options.strategy is not None:
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
@@ -159,6 +197,8 @@ def _with_environment(options: StartOptions) -> StartOptions:
                 "remove it."
             )
         options = replace(options, world_size=int(ranks))
+    if options.hosts and options.profile == "local":
+        options = replace(options, profile="ssh")
     return replace(options, gpus=gpu_ids) if gpu_ids and options.gpus is None else options
 
 
@@ -180,15 +220,10 @@ def _check_values(options: Any) -> None:
         raise no_such("--debug", options.debug, launcher.DEBUG_LEVELS)
 
 
-def _expected_plan(
-    world_size: int, chosen: tuple[Gpu, ...], options: StartOptions, *, is_local: bool
-) -> Topology:
+def _expected_plan(chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""
-    if not is_local:
-        # Of another cluster's machines only its engines can tell what they have.
-        if options.strategy is not None:
-            options.strategy.choose(world_size)
-        options = StartOptions()
+    asked = options.world_size
+    world_size = topology.default_world_size(chosen) if asked is None else asked
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
@@ -215,17 +250,11 @@ def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
 
 def _complete_profile(config: Config, options: StartOptions) -> list[str]:
     """Set what the profile of another launcher leaves open; what there is to say of it."""
-    if options.debug != "off":
-        raise OptionError(
-            f"--debug works only with the profile local. For {options.profile!r} set "
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
-        )
-    launchers = ipp_cluster.launchers(config)
-    ipp_launchers.check_command(config, launchers, options.profile)
-    ipp_launchers.spread(config, launchers[1], options.hosts)
+    launchers, name = ipp_cluster.launchers(config), options.profile
+    ipp_launchers.check_command(config, launchers, name)
+    ipp_launchers.spread(config, launchers[1], name, options.hosts)
     ipp_launchers.complete(config)
-    folder = profiles.available()[options.profile]
-    return ipp_launchers.notes(config, launchers[1], options.profile, folder)
+    return [profiles.place(name), *ipp_launchers.notes(config, launchers[1])]
 
 
 def _configure_local(
@@ -258,6 +287,24 @@ def _configure_local(
     run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
+def _configure_agents(config: Config, options: StartOptions) -> list[str]:
+    """Tell the launcher of other hosts which they are, and what their ranks' environment is.
+
+    What there is to say of the profile.
+    """
+    section = config.AgentEngineSetLauncher
+    if options.hosts:
+        section.hosts = [(host.name, host.places) for host in options.hosts]
+    environment = {}
+    if options.gpus is not None and not is_all(options.gpus):
+        wanted = options.gpus.strip().lower()
+        environment["CUDA_VISIBLE_DEVICES"] = "" if wanted == "none" else options.gpus
+    if level := launcher.DEBUG_LEVELS[options.debug]:
+        environment["TORCH_DISTRIBUTED_DEBUG"] = level
+    section.common_environment = {**section.get("common_environment", {}), **environment}
+    return [profiles.place(options.profile)]
+
+
 def _form_group(
     cluster: Cluster,
     call: Caller,
@@ -268,7 +315,7 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    own_address = ipp_launchers.address_toward(ipp_launchers.DOCUMENTATION_ADDRESS)
+    own_address = host.address_toward(host.ELSEWHERE)
     reports = _all(
         {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
     )
@@ -311,7 +358,7 @@ def _store(
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
     for address in candidates:
-        opened = open_store(call, first, address, plan.world_size)
+        opened = open_store(call, first, address, plan.world_size, plan.addresses)
         try:
             port = _all({first: opened}, end_s, "open a port")[first]
         except StartError as error:  # an address of a gateway, which rank 0 itself has not

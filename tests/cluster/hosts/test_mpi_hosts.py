@@ -23,12 +23,13 @@ CELL = (
 SCRIPT = f"""
 import json, sys, time
 from pathlib import Path
+from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import RankGone
 from nbdist.notebook.session import start
 from tests.support.ranks import silent
 
-hosts = (("node1", 2), ("node2", 2))
+hosts = (Host("node1", 2), Host("node2", 2))
 started = start(StartOptions(profile="mpi", hosts=hosts, deadline_s=80), silent, lambda _: None)
 session = started.session
 files = Path(session.cluster.run_dir, "profile/security").glob("ipcontroller-*-engine.json")
