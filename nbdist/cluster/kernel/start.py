@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
 from nbdist.cluster.hosts import Host
-from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
+from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
@@ -90,8 +90,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     notes = [versions.check_system(sys.platform)]
     options = _with_environment(options)
     _check_values(options)
-    config = profiles.load(options.profile)
-    kind = _kind_of(config, options)
+    config, kind = _load_profile(options)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -103,12 +102,11 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         notes += _local_notes(expected, options)
         world_size = expected.world_size
     elif kind == ipp_cluster.AGENTS:
-        _configure_agents(config, options)
-    elif world_size is None:
-        world_size = topology.default_world_size(available)
-    ipp_cluster.listen(
-        config, [entry[0] for entry in config.AgentEngineSetLauncher.get("hosts", [])]
-    )
+        notes += _configure_agents(config, options)
+    else:
+        notes += _complete_profile(config, options)
+        world_size = _world_size(options, available)
+    ipp_cluster.listen(config, _host_names(config, options))
     cluster = Cluster(config)
     try:
         if expected is not None:
@@ -125,8 +123,9 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     return cluster, plan, tuple(filter(None, notes))
 
 
-def _kind_of(config: Config, options: StartOptions) -> str:
-    """The profile's kind; refuses options that its launcher knows nothing of."""
+def _load_profile(options: StartOptions) -> tuple[Config, str]:
+    """The profile with its kind; refuses options that its launcher knows nothing of."""
+    config = profiles.load(options.profile)
     kind = ipp_cluster.kind_of(config)
     if kind == ipp_cluster.OTHER and options.debug != "off":
         raise OptionError(
@@ -134,14 +133,23 @@ def _kind_of(config: Config, options: StartOptions) -> str:
             "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
             "engines start."
         )
-    if kind == ipp_cluster.OTHER and options.hosts:
-        raise OptionError(
-            f"The hosts of the profile {options.profile!r} are its launcher's own. --hosts works "
-            "with the profiles ssh and pretended."
-        )
     if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
         options.strategy.choose(options.world_size)
-    return kind
+    return config, kind
+
+
+def _host_names(config: Config, options: StartOptions) -> list[str]:
+    """The hosts that are known before the start, by --hosts or the profile."""
+    listed = config.AgentEngineSetLauncher.get("hosts", [])
+    return [entry.name for entry in options.hosts] or [entry[0] for entry in listed]
+
+
+def _world_size(options: StartOptions, available: tuple[Gpu, ...]) -> int:
+    """How many ranks a launcher of ipyparallel's is to start: as many as places that are typed."""
+    if options.world_size is not None:
+        return options.world_size
+    places = sum(entry.places or 1 for entry in options.hosts)
+    return places or topology.default_world_size(available)
 
 
 def _prepare(
@@ -241,6 +249,15 @@ def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     return notes
 
 
+def _complete_profile(config: Config, options: StartOptions) -> list[str]:
+    """Set what the profile of another launcher leaves open; what there is to say of it."""
+    launchers, name = ipp_cluster.launchers(config), options.profile
+    ipp_launchers.check_command(config, launchers, name)
+    ipp_launchers.spread(config, launchers[1], name, options.hosts)
+    ipp_launchers.complete(config)
+    return [profiles.place(name), *ipp_launchers.notes(config, launchers[1])]
+
+
 def _configure_local(
     config: Config,
     cluster: Cluster,
@@ -271,8 +288,11 @@ def _configure_local(
     run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
-def _configure_agents(config: Config, options: StartOptions) -> None:
-    """Tell the launcher of other hosts which they are, and what their ranks' environment is."""
+def _configure_agents(config: Config, options: StartOptions) -> list[str]:
+    """Tell the launcher of other hosts which they are, and what their ranks' environment is.
+
+    What there is to say of the profile.
+    """
     section = config.AgentEngineSetLauncher
     if options.hosts:
         section.hosts = [(host.name, host.places) for host in options.hosts]
@@ -283,6 +303,7 @@ def _configure_agents(config: Config, options: StartOptions) -> None:
     if level := launcher.DEBUG_LEVELS[options.debug]:
         environment["TORCH_DISTRIBUTED_DEBUG"] = level
     section.common_environment = {**section.get("common_environment", {}), **environment}
+    return [profiles.place(options.profile)]
 
 
 def _form_group(

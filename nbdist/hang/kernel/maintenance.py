@@ -105,6 +105,7 @@ class Maintenance:
         """
         if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        hang_restart.check_launcher(self._ranks)
         chosen = self._health.dead if ranks is None else tuple(ranks)
         if not chosen:
             last = self._ranks.ranks[-1]

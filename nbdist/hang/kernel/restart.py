@@ -101,12 +101,7 @@ def restart(
         Interrupted: If the user interrupted it.
     """
     began_s = time.monotonic()
-    if not ranks.cluster.can_restart:
-        raise OptionError(
-            "Single ranks can be restarted only where nbdist starts the processes itself (the "
-            "profiles local, ssh and slurm). %dist_reset restarts all ranks of this profile; their "
-            "variables are lost."
-        )
+    check_launcher(ranks)
     controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
     also = [rank for rank in replaced if rank not in named]
@@ -126,6 +121,20 @@ def restart(
     return RestartResult(
         replaced, time.monotonic() - began_s, tuple(note for note in notes if note)
     )
+
+
+def check_launcher(ranks: Ranks) -> None:
+    """Refuse a restart where ipyparallel's own launchers have started the ranks.
+
+    Raises:
+        OptionError: If they have.
+    """
+    if not ranks.cluster.can_restart:
+        raise OptionError(
+            "Single ranks can be restarted only where nbdist starts the processes itself (the "
+            "profiles local, ssh and slurm). %dist_reset restarts all ranks of this profile; their "
+            "variables are lost."
+        )
 
 
 class _Restart:
