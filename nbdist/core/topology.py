@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,9 +19,11 @@ from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
+# Where Gloo and NCCL read which interface they are to use.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Interfaces whose addresses lead nowhere from another host, or to that host itself.
-_INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
+INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,30 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRanks:
+    """One host of a topology, by its name, and its ranks in order, which follow each other."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """The network interface that a rank uses, and why.
+
+    Attributes:
+        gloo, nccl: What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME hold in the rank's process.
+        address: The own address from which rank 0 is reached; empty on one host.
+        why: As the end of "eth0, because ...".
+    """
+
+    gloo: str
+    nccl: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Every rank's place, and the backend that joins them."""
 
@@ -93,6 +119,21 @@ class Topology:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[HostRanks, ...]:
+        """The hosts in the order of their ranks; two of one name are told apart by a number."""
+        members: dict[int, list[RankPlace]] = {}
+        for place in self.ranks:
+            members.setdefault(place.node_rank, []).append(place)
+        counts = Counter(places[0].host for places in members.values())
+        return tuple(
+            HostRanks(
+                places[0].host + (f" ({number})" if counts[places[0].host] > 1 else ""),
+                tuple(place.rank for place in places),
+            )
+            for number, places in members.items()
+        )
 
     def rank_of_engine(self, engine_id: int) -> int:
         """Return the rank of an engine of this topology; KeyError for any other."""
@@ -295,7 +336,7 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
         return ("127.0.0.1",)
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
-    others = [ip for name, ip in zero.addresses if not _INNER_INTERFACE.match(name)]
+    others = [ip for name, ip in zero.addresses if not INNER_INTERFACE.match(name)]
     addresses = {ip: ipaddress.ip_address(ip) for ip in (zero.toward_controller, *others) if ip}
     reachable = [ip for ip, a in addresses.items() if not (a.is_loopback or a.is_link_local)]
     if not reachable:
@@ -305,6 +346,54 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
             f"its addresses: {listed}. Bring up its network, or start all ranks on one host."
         )
     return tuple(reachable)
+
+
+def choose_interface(
+    interfaces: Mapping[str, bool],
+    addresses: Sequence[tuple[str, str]],
+    own_address: str,
+    store_address: str,
+    environ: Mapping[str, str],
+) -> InterfaceChoice:
+    """The interface through which a rank reaches the store of rank 0, unless the user names one.
+
+    Args:
+        interfaces: All of the host, and whether each is up.
+        addresses: (interface, IPv4 address) of those that are up.
+        own_address: From which packets to the store go by the host's routes; empty without one.
+        store_address: Where rank 0's store is; empty where all ranks are on one host.
+        environ: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user win.
+
+    Raises:
+        StartError: If the user's interface for Gloo is not there or not up, or none has the
+            address: Gloo would wait for ever, or fail without a word of which there are.
+    """
+    interface = next((name for name, address in addresses if address == own_address), "")
+    typed = {name: environ[name] for name in INTERFACE_VARIABLES if environ.get(name)}
+    listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
+    if INTERFACE_VARIABLES[0] not in typed and not interface:
+        goal = f"leads to rank 0's store at {store_address}" if store_address else "is loopback"
+        raise StartError(
+            f"No interface that is up on this host {goal}; those with addresses: {listed}. Set "
+            f"{INTERFACE_VARIABLES[0]} to one of them where the engines start, or mend the routes."
+        )
+    gloo = typed.get(INTERFACE_VARIABLES[0], interface)
+    # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
+    nccl = typed.get(INTERFACE_VARIABLES[1], f"={interface or gloo}")
+    for name in gloo.split(","):
+        if not interfaces.get(name, False):
+            state = "is down" if name in interfaces else "does not exist"
+            raise StartError(
+                f"{INTERFACE_VARIABLES[0]}={gloo}: the interface {name} {state} on this host; "
+                f"those with addresses: {listed}. Set it to one of them where the engines start, "
+                "or remove it."
+            )
+    why = f"the way to rank 0's store at {store_address} goes through it"
+    if not store_address:
+        why = "all ranks are on one host"
+    if typed:
+        why = f"{' and '.join(typed)} of the environment {'names' if len(typed) < 2 else 'name'} it"
+    return InterfaceChoice(gloo, nccl, own_address, why)
 
 
 def _host_key(report: EngineReport) -> tuple[str, str, str]:
