@@ -28,8 +28,16 @@ from nbdist.cluster import nccl_env
 from nbdist.core import topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
+from nbdist.core.topology import (
+    INTERFACE_VARIABLES,
+    EngineReport,
+    Gpu,
+    InterfaceChoice,
+    RankPlace,
+    Topology,
+)
 from nbdist.core.versions import check_torch
+from nbdist.diagnostics import rank as diagnostics_rank
 from nbdist.engine import (
     child_sockets,
     default_group,
@@ -132,6 +140,7 @@ def join(
     store: dist.Store,
     generation: int = 0,
     user_groups: Sequence[GroupSpec] = (),
+    interface: InterfaceChoice | None = None,
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -166,16 +175,18 @@ def join(
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))
         gloo_abort.outdate(generation)
-    dist.init_process_group(
-        TORCH_BACKENDS[plan.backend],
-        store=common,
-        rank=rank,
-        world_size=plan.world_size,
-        timeout=GROUP_TIMEOUT,
-        **options,
-    )
+    # Within one host NCCL uses no network.
+    with diagnostics_rank.captured_nccl_log(is_wanted=plan.backend == "nccl" and plan.n_hosts > 1):
+        dist.init_process_group(
+            TORCH_BACKENDS[plan.backend],
+            store=common,
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=GROUP_TIMEOUT,
+            **options,
+        )
     _set_master_variables(store, rank, plan)
-    joined(Rank(place, plan, store))
+    joined(Rank(place, plan, store, interface))
     process_groups.rejoin(user_groups)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
     call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
@@ -331,10 +342,12 @@ def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port:
         own_address = facts.address_toward(address)
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
-    interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
-    join(plan, rank, store)
+    interface = topology.choose_interface(
+        {name: stats.isup for name, stats in psutil.net_if_stats().items()},
+        facts.addresses(), own_address, "" if store_path else address, os.environ,
+    )  # fmt: skip
+    os.environ.update(zip(INTERFACE_VARIABLES, (interface.gloo, interface.nccl), strict=True))
+    join(plan, rank, store, interface=interface)
 
 
 def adopt_notebook(sys_path: list[str], folder: str) -> None:
