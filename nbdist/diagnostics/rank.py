@@ -32,11 +32,12 @@ def captured_nccl_log(*, is_wanted: bool) -> Iterator[None]:
     """Let NCCL write what it does in here, at its first communicator, into a file in memory.
 
     Nothing public of torch or NCCL tells which network NCCL has chosen: its log does. NCCL reads
-    the variables once, and they are taken back, so no child process has them. A user's
-    NCCL_DEBUG is left alone; then, and on systems without files in memory, it is not known.
+    the variables once, and they are taken back, so no child process has them. A user's own are
+    left alone; then, and on systems without files in memory, the network is not known.
     """
     global _log  # noqa: PLW0603  # as long as the process: NCCL goes on writing
-    if not is_wanted or not hasattr(os, "memfd_create") or os.environ.get(_NCCL_VARIABLES[0]):
+    has_own = any(name in os.environ for name in _NCCL_VARIABLES)
+    if not is_wanted or has_own or not hasattr(os, "memfd_create"):
         yield
         return
     _log = os.memfd_create("nbdist-nccl")

@@ -200,12 +200,16 @@ def test_what_a_library_writes_to_nccls_file_is_read_back(monkeypatch: pytest.Mo
     assert printed.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(("environ", "is_wanted"), [({"NCCL_DEBUG": "WARN"}, True), ({}, False)])
+@pytest.mark.parametrize(
+    ("environ", "is_wanted"),
+    [({"NCCL_DEBUG": "WARN"}, True), ({"NCCL_DEBUG_FILE": "/x"}, True), ({}, False)],
+)
 def test_a_users_nccl_debug_is_left_alone(
     environ: dict[str, str], is_wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the network is not known."""
-    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rank, "_log", None)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
