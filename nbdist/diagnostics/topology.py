@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nbdist.core.finding import OK, WARN, Finding
 from nbdist.core.gpus import GpuReadings
@@ -116,30 +116,36 @@ def picture(topology: Topology, links: Sequence[RankLinks], strategy: Strategy) 
 
 
 def examine(seen: LinkPicture) -> tuple[Finding, ...]:
-    """What is to be said of links, in the order of the table."""
-    return tuple(finding for check in CHECKS for finding in check(seen))
+    """What is to be said of links: of hosts, what is the same of several once; then of all."""
+    hosts_of: dict[Finding, list[str]] = {}
+    for check in HOST_CHECKS if len(seen.hosts) > 1 else (devices,):
+        for its in seen.hosts:
+            for finding in check(its):
+                hosts_of.setdefault(finding, []).append(shown(its.host.name))
+    return (
+        *(replace(f, name=f"{f.name} on {listed(names)}") for f, names in hosts_of.items()),
+        *network(seen),
+        *mesh(seen),
+    )
 
 
-def interfaces(seen: LinkPicture) -> Iterator[Finding]:
+def interface(its: HostLinks) -> Iterator[Finding]:
     """Whether a faster interface than the ranks' stands idle."""
-    for its in seen.hosts:
-        by_name = {interface.name: interface for interface in its.any_rank.interfaces}
-        used = [by_name[name] for name in its.chosen if name in by_name]
-        speeds = [interface.speed_mbps for interface in used if interface.speed_mbps]
-        faster = [i for i in by_name.values() if _can_carry(i) and i not in used]
-        best = max(faster, key=lambda interface: interface.speed_mbps or 0, default=None)
-        if len(seen.hosts) < 2 or not speeds or best is None:
-            continue
-        if (best.speed_mbps or 0) > max(speeds):
-            names = ", ".join(f"{i.name} with {speed(i)}" for i in used)
-            yield Finding(
-                f"interface on {shown(its.host.name)}",
-                f"{names}, while {best.name} with {speed(best)} is up",
-                WARN,
-                "what goes over sockets goes through the slower one",
-                f"where all hosts reach each other by it, set GLOO_SOCKET_IFNAME={best.name} and "
-                f"NCCL_SOCKET_IFNAME={best.name} where the engines start",
-            )
+    by_name = {interface.name: interface for interface in its.any_rank.interfaces}
+    used = [by_name[name] for name in its.chosen if name in by_name]
+    speeds = [interface.speed_mbps for interface in used if interface.speed_mbps]
+    others = [i for i in by_name.values() if _can_carry(i) and i not in used]
+    best = max(others, key=lambda interface: interface.speed_mbps or 0, default=None)
+    if speeds and best is not None and (best.speed_mbps or 0) > max(speeds):
+        names = ", ".join(f"{i.name} with {speed(i)}" for i in used)
+        yield Finding(
+            "interface",
+            f"{names}, while {best.name} with {speed(best)} is up",
+            WARN,
+            "what goes over sockets goes through the slower one",
+            f"where all hosts reach each other by it, set GLOO_SOCKET_IFNAME={best.name} and "
+            f"NCCL_SOCKET_IFNAME={best.name} where the engines start",
+        )
 
 
 def _can_carry(interface: Interface) -> bool:
@@ -154,28 +160,25 @@ def speed(interface: Interface) -> str:
     return f"{mbps / 1000:g} Gb/s" if mbps >= 1000 else f"{mbps} Mb/s"
 
 
-def devices(seen: LinkPicture) -> Iterator[Finding]:
+def devices(its: HostLinks) -> Iterator[Finding]:
     """RDMA devices that are there and do not work."""
-    for its in seen.hosts:
-        where = f"on {shown(its.host.name)}"
-        if count := its.any_rank.n_efa_without_driver:
-            yield Finding(
-                f"EFA {where}",
-                f"{count} device{'s' if count > 1 else ''} without a driver",
-                WARN,
-                "NCCL cannot use them and takes sockets",
-                "install Amazon's EFA driver (the package efa), or choose an image that has it",
-            )
-        ports = [port for port in its.any_rank.rdma if port.kind == INFINIBAND]
-        if ports and not its.active(INFINIBAND):
-            states = listed(f"{port.device}:{port.port} is {port.state}" for port in ports)
-            yield Finding(
-                f"InfiniBand {where}",
-                states,
-                WARN,
-                "no port is ACTIVE, so NCCL takes sockets",
-                "look at the cable and at the subnet manager: ibstat on that host",
-            )
+    if count := its.any_rank.n_efa_without_driver:
+        yield Finding(
+            "EFA",
+            f"{count} device{'s' if count > 1 else ''} without a driver",
+            WARN,
+            "between hosts NCCL cannot use them and takes sockets",
+            "install Amazon's EFA driver (the package efa), or choose an image that has it",
+        )
+    ports = [port for port in its.any_rank.rdma if port.kind == INFINIBAND]
+    if ports and not its.active(INFINIBAND):
+        yield Finding(
+            "InfiniBand",
+            listed(f"{port.device}:{port.port} is {port.state}" for port in ports),
+            WARN,
+            "no port is ACTIVE, so between hosts NCCL takes sockets",
+            "look at the cable and at the subnet manager: ibstat on that host",
+        )
 
 
 # RDMA -> what NCCL needs for it, and what to do where it has taken sockets.
@@ -207,8 +210,6 @@ def network(seen: LinkPicture) -> Iterator[Finding]:
         unused = f", and {listed(kinds)} can be used by NCCL alone" if kinds else ""
         yield Finding("network", f"TCP sockets: Gloo has nothing else{unused}")
         return
-    for its in seen.hosts:
-        yield from _fallback(its)
     yield from _networks(seen)
 
 
@@ -235,7 +236,7 @@ def _networks(seen: LinkPicture) -> Iterator[Finding]:
         yield Finding("network", "NCCL uses TCP sockets: no host has EFA, InfiniBand or RoCE")
 
 
-def _fallback(its: HostLinks) -> Iterator[Finding]:
+def fallback(its: HostLinks) -> Iterator[Finding]:
     """NET/Socket although there is something faster."""
     if SOCKET not in its.networks:
         return
@@ -249,7 +250,7 @@ def _fallback(its: HostLinks) -> Iterator[Finding]:
             what = f"look at {typed}, which may keep NCCL from it; else {what}"
         names = listed(dict.fromkeys(port.device for port in ports))
         yield Finding(
-            f"network of {shown(its.host.name)}",
+            "network",
             f"NET/Socket although {kind} is there ({names})",
             WARN,
             "collectives between hosts go through the CPU and TCP, many times slower",
@@ -267,9 +268,5 @@ def mesh(seen: LinkPicture) -> Iterator[Finding]:
         yield Finding("mesh", found, WARN, "the network is slower than what is within a host", what)
 
 
-CHECKS: tuple[Callable[[LinkPicture], Iterator[Finding]], ...] = (
-    interfaces,
-    devices,
-    network,
-    mesh,
-)
+# What each host says by itself.
+HOST_CHECKS: tuple[Callable[[HostLinks], Iterator[Finding]], ...] = (interface, devices, fallback)
