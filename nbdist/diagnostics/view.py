@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import PLACEHOLDER, is_stored, shown
-from nbdist.core.view import View, lines, lines_html, table, verdicts
+from nbdist.core.view import View, folded, lines, lines_html, table, verdicts
 from nbdist.diagnostics.links import Interface
 from nbdist.diagnostics.topology import LINKS, HostLinks, LinkPicture, examine, speed
 from nbdist.strategy.choice import described
@@ -20,6 +20,7 @@ _COLOURED = ("tp", "cp")
 _COLOURS = ("#4c78a8", "#59a14f", "#b07aa1", "#9c755f", "#76b7b2", "#edc948")
 _ALONE, _CROSSING = "#8a8a8a", "#d62728"
 _HOST_PX, _NETWORK_PX, _TILE_PX, _GAP_PX, _PER_ROW = 480, 680, 52, 6, 8
+_MOST_OPEN = 2
 _HERE = "No ranks run in this notebook: this machine alone. %dist_init starts some."
 _LOCAL = "loopback"
 _WHY_LOCAL = "nbdist's launcher sets it where all ranks are on the kernel's host"
@@ -98,13 +99,15 @@ def _ranks(seen: LinkPicture) -> View:
 
 
 def _hosts(seen: LinkPicture) -> View:
-    """What each host has, a line for each kind of link."""
-    text = []
+    """What each host has, a line for each kind of link; in a notebook more than two are folded."""
+    text, body = [], ""
     for its in seen.hosts:
         ranks = f": {ranks_phrase(its.host.ranks)}" if its.host.ranks else ""
-        text.append(f"host {shown(its.host.name)}{ranks}")
-        text += [f"  {line}" for line in ([PLACEHOLDER] if is_stored() else _host_lines(its))]
-    return lines(text)
+        title = f"host {shown(its.host.name)}{ranks}"
+        facts = [PLACEHOLDER] if is_stored() else [*_host_lines(its)]
+        text += [title, *(f"  {line}" for line in facts)]
+        body += folded(title, lines(facts).html, is_open=len(seen.hosts) <= _MOST_OPEN)
+    return View("\n".join(text), body)
 
 
 def _host_lines(its: HostLinks) -> Iterator[str]:
@@ -185,6 +188,7 @@ def _svg(seen: LinkPicture) -> str:
         y += height + 12
     if len(seen.hosts) > 1:
         shapes.append(_box(_NETWORK_PX, 8, 12, y - 20, "currentColor"))
+        shapes.append(_text(_NETWORK_PX - 40, y + 10, "network", 11))
     shapes.append(_text(4, y + 10, _key(seen), 11))
     count = len(seen.hosts)
     name = f"{count} host{'s' if count > 1 else ''} with ranks and the links between them"
@@ -242,6 +246,8 @@ def _inside(its: HostLinks) -> str:
         return f"{len(its.gpus.gpus)} GPU" if its.gpus.gpus else "no GPU is used"
     order = list(LINKS)
     *pair, slowest = max(links, key=lambda link: order.index(link[2]))
+    if len({kind for *_, kind in links}) == 1:
+        return f"between all GPUs: {LINKS[slowest]}"
     return f"slowest link of GPUs: {LINKS[slowest]} ({pair[0]} and {pair[1]})"
 
 
