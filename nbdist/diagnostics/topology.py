@@ -20,6 +20,7 @@ from nbdist.diagnostics.links import (
 )
 from nbdist.strategy import hosts
 from nbdist.strategy.choice import Strategy
+from nbdist.strategy.hosts import AxisPlace
 from nbdist.strategy.options import listed
 
 # How GPUs are connected, slowest last, and what that means.
@@ -94,7 +95,7 @@ class LinkPicture:
         return tuple(its.host for its in self.hosts)
 
     @property
-    def axes(self) -> tuple[hosts.AxisPlace, ...]:
+    def axes(self) -> tuple[AxisPlace, ...]:
         """Where the axes of the mesh lie."""
         return () if self.strategy is None else hosts.places(self.strategy, self.ranks_on)
 

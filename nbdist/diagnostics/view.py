@@ -181,7 +181,8 @@ def _axes(seen: LinkPicture) -> View:
 
 def _svg(seen: LinkPicture) -> str:
     """Hosts below each other as boxes with their ranks, the network as a bar beside them."""
-    shapes, y = [], 8
+    shapes: list[str] = []
+    y = 8
     for its in seen.hosts:
         height = 66 + _TILE_PX * -(-len(its.places) // _PER_ROW)
         shapes += _host_shapes(seen, its, y, height)
