@@ -82,7 +82,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """One host of a topology, by its name, and its ranks in order, which follow each other."""
+    """One host of a topology by its name, and its ranks, ascending."""
 
     name: str
     ranks: tuple[int, ...]

@@ -1,8 +1,8 @@
 """A mesh on hosts: which axes lie within one, which cross to another, and what does not cross.
 
-Ranks follow each other on a host (core.topology.plan), and the last axis of a mesh is the
-innermost (strategy.choice.AXES). So tp lies within a host where its degree divides the ranks of
-every host, and there is nothing to place by hand.
+Ranks follow each other on a host (core.topology.plan; until a lost one comes back on another
+host), and the last axis of a mesh is the innermost (strategy.choice.AXES). So tp lies within a
+host where its degree divides the ranks of every host, and there is nothing to place by hand.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AxisPlace:
 
 def places(choice: Strategy, ranks_on: Sequence[HostRanks]) -> tuple[AxisPlace, ...]:
     """Every axis on which more than one rank lies, outermost first; none of `single`."""
-    host_of = {rank: host.name for host in ranks_on for rank in host.ranks}
+    host_of = _host_of(ranks_on)
     axes = []
     for axis in (axis for axis in AXES if getattr(choice.degrees, axis) > 1):
         groups = sorted({choice.degrees.peers(r, axis) for r in range(choice.degrees.product)})
@@ -62,9 +62,21 @@ def places(choice: Strategy, ranks_on: Sequence[HostRanks]) -> tuple[AxisPlace, 
 def within(ranks_on: Sequence[HostRanks]) -> int:
     """The largest degree of an innermost axis whose groups all lie within a host; 0 for one host.
 
-    All smaller ones are its divisors. 1 where the hosts have nothing in common, as 3 ranks and 1.
+    So do all its divisors. 1 where the hosts have nothing in common, as 3 ranks and 1.
     """
-    return math.gcd(*(len(host.ranks) for host in ranks_on)) if len(ranks_on) > 1 else 0
+    if len(ranks_on) < 2:
+        return 0
+    sizes = [len(host.ranks) for host in ranks_on]
+    host_of = _host_of(ranks_on)
+
+    def fits(degree: int) -> bool:
+        return all(host_of[rank] == host_of[rank - rank % degree] for rank in host_of)
+
+    return max(filter(fits, divisors(math.gcd(*sizes))))
+
+
+def _host_of(ranks_on: Sequence[HostRanks]) -> dict[int, str]:
+    return {rank: host.name for host in ranks_on for rank in host.ranks}
 
 
 def copies(ranks_on: Sequence[HostRanks], tp: int) -> int:
@@ -78,6 +90,8 @@ def copies(ranks_on: Sequence[HostRanks], tp: int) -> int:
     why = ""
     if len(sizes) > 1:
         why = f"there are {_sizes(ranks_on)}"
+    elif within(ranks_on) != per_host:
+        why = "ranks of a host do not follow each other, since some came back on another one"
     elif per_host % tp:
         why = f"tp {tp} does not divide the {ranks(per_host)} of one"
     elif per_host == tp:

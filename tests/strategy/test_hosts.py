@@ -86,6 +86,16 @@ def test_hybrid_sharding_with_a_number_of_copies_takes_uneven_hosts() -> None:
     assert (shards.axis, shards.crossing, shards.hosts) == ("dp_shard", ((2, 3),), ("n1", "n2"))
 
 
+def test_a_rank_that_came_back_elsewhere_is_no_neighbour() -> None:
+    """Hosts may be even, and yet have no groups of ranks that follow each other."""
+    mixed = (HostRanks("n1", (0, 1, 2, 5)), HostRanks("n2", (3, 4, 6, 7)))
+
+    assert hosts.within(mixed) == 1
+    assert choose("tp", {}, 8, ranks_on=mixed).degrees == Degrees(tp=8)
+    with pytest.raises(OptionError, match="do not follow each other"):
+        choose("fsdp", {"shard": "hybrid"}, 8, ranks_on=mixed)
+
+
 def test_axes_are_placed_with_their_groups() -> None:
     """Outermost first; a group crosses where its ranks are on several hosts."""
     replicas, shards, tp = hosts.places(
