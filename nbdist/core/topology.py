@@ -21,9 +21,11 @@ from nbdist.errors import OptionError, StartError, no_such
 BACKENDS = ("auto", "nccl", "gloo")
 # Where the ranks' store is: the path of a file, or "" and then an address and a port.
 StoreAt = tuple[str, str, int]
+# Where Gloo and NCCL read which interface they are to use.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Interfaces whose addresses lead nowhere from another host, or to that host itself.
-_INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
+INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,30 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRanks:
+    """One host of a topology by its name, and its ranks, ascending."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """The network interface that a rank uses, and why.
+
+    Attributes:
+        gloo, nccl: What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME hold in the rank's process.
+        address: The own address from which rank 0 is reached; empty on one host.
+        why: As the end of "eth0, because ...".
+    """
+
+    gloo: str
+    nccl: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Every rank's place, and the backend that joins them."""
 
@@ -98,6 +124,21 @@ class Topology:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[HostRanks, ...]:
+        """The hosts in the order of their ranks; two of one name are told apart by a number."""
+        members: dict[int, list[RankPlace]] = {}
+        for place in self.ranks:
+            members.setdefault(place.node_rank, []).append(place)
+        counts = Counter(places[0].host for places in members.values())
+        return tuple(
+            HostRanks(
+                places[0].host + (f" ({number})" if counts[places[0].host] > 1 else ""),
+                tuple(place.rank for place in places),
+            )
+            for number, places in members.items()
+        )
 
     def rank_of_engine(self, engine_id: int) -> int:
         """Return the rank of an engine of this topology; KeyError for any other."""
@@ -406,6 +447,54 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     return tuple(reachable)
 
 
+def choose_interface(
+    interfaces: Mapping[str, bool],
+    addresses: Sequence[tuple[str, str]],
+    own_address: str,
+    store_address: str,
+    environ: Mapping[str, str],
+) -> InterfaceChoice:
+    """The interface through which a rank reaches the store of rank 0, unless the user names one.
+
+    Args:
+        interfaces: All of the host, and whether each is up.
+        addresses: (interface, IPv4 address) of those that are up.
+        own_address: From which packets to the store go by the host's routes; empty without one.
+        store_address: Where rank 0's store is; empty where all ranks are on one host.
+        environ: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user win.
+
+    Raises:
+        StartError: If the user's interface for Gloo is not there or not up, or none has the
+            address: Gloo would wait for ever, or fail without a word of which there are.
+    """
+    interface = next((name for name, address in addresses if address == own_address), "")
+    typed = {name: environ[name] for name in INTERFACE_VARIABLES if environ.get(name)}
+    listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
+    if INTERFACE_VARIABLES[0] not in typed and not interface:
+        goal = f"leads to rank 0's store at {store_address}" if store_address else "is loopback"
+        raise StartError(
+            f"No interface that is up on this host {goal}; those with addresses: {listed}. Set "
+            f"{INTERFACE_VARIABLES[0]} to one of them where the engines start, or mend the routes."
+        )
+    gloo = typed.get(INTERFACE_VARIABLES[0], interface)
+    # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
+    nccl = typed.get(INTERFACE_VARIABLES[1], f"={interface or gloo}")
+    for name in gloo.split(","):
+        if not interfaces.get(name, False):
+            state = "is down" if name in interfaces else "does not exist"
+            raise StartError(
+                f"{INTERFACE_VARIABLES[0]}={gloo}: the interface {name} {state} on this host; "
+                f"those with addresses: {listed}. Set it to one of them where the engines start, "
+                "or remove it."
+            )
+    why = f"the way to rank 0's store at {store_address} goes through it"
+    if not store_address:
+        why = "all ranks are on one host"
+    if typed:
+        why = f"{' and '.join(typed)} of the environment {'names' if len(typed) < 2 else 'name'} it"
+    return InterfaceChoice(gloo, nccl, own_address, why)
+
+
 def _share_network(reports: Sequence[EngineReport]) -> bool:
     """Whether all engines have one loopback interface, as on pretended hosts."""
     networks = {(report.boot_id, report.network_namespace) for report in reports}
@@ -414,7 +503,7 @@ def _share_network(reports: Sequence[EngineReport]) -> bool:
 
 def _outer_addresses(report: EngineReport) -> list[str]:
     """An engine's addresses toward other hosts, the one toward the controller first."""
-    others = [ip for name, ip in report.addresses if not _INNER_INTERFACE.match(name)]
+    others = [ip for name, ip in report.addresses if not INNER_INTERFACE.match(name)]
     addresses = dict.fromkeys(ip for ip in (report.toward_controller, *others) if ip)
     return [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback]
 

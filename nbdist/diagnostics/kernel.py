@@ -13,10 +13,22 @@ import psutil
 
 from nbdist.cluster.kernel import launcher, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import gpus, topology
 from nbdist.core.host import usable_cores
+from nbdist.core.topology import HostRanks
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
+from nbdist.diagnostics.links import RankLinks, read_links
+from nbdist.diagnostics.topology import HostLinks, LinkPicture
+from nbdist.diagnostics.topology import picture as picture_of
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+
+# A driver that hangs takes core.gpus.DEADLINE_S of it.
+LINKS_S = 30.0
+
+describe_links: RankFunction[[], RankLinks] = RankFunction("nbdist.diagnostics.rank:describe_links")
 
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -51,6 +63,20 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.find_runs(),
     )
+
+
+def picture(ranks: Ranks | None, strategy: Strategy | None) -> LinkPicture:
+    """The hosts of these ranks and what links them; without ranks, this machine alone.
+
+    Raises:
+        RankGone, RankBusy, NotRunning: As for a cell.
+    """
+    if ranks is None or strategy is None:
+        links = read_links(psutil.net_if_addrs(), os.environ, gpus.read_once())
+        here = HostRanks(platform.node(), ())
+        return LinkPicture((HostLinks(here, (), (links,)),))
+    answers = ranks.call_all(describe_links, deadline_s=LINKS_S)
+    return picture_of(ranks.topology, answers, strategy)
 
 
 def _space(path: Path) -> Space | None:

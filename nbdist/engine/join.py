@@ -28,8 +28,17 @@ from nbdist.cluster import nccl_env
 from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, Gpu, RankPlace, StoreAt, Topology
+from nbdist.core.topology import (
+    INTERFACE_VARIABLES,
+    EngineReport,
+    Gpu,
+    InterfaceChoice,
+    RankPlace,
+    StoreAt,
+    Topology,
+)
 from nbdist.core.versions import check_torch
+from nbdist.diagnostics import rank as diagnostics_rank
 from nbdist.engine import (
     child_sockets,
     default_group,
@@ -133,6 +142,7 @@ def join(
     store: dist.Store,
     generation: int = 0,
     user_groups: Sequence[GroupSpec] = (),
+    interface: InterfaceChoice | None = None,
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -169,15 +179,17 @@ def join(
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))
         gloo_abort.outdate(generation)
-    dist.init_process_group(
-        TORCH_BACKENDS[plan.backend],
-        store=common,
-        rank=rank,
-        world_size=plan.world_size,
-        timeout=GROUP_TIMEOUT,
-        **options,
-    )
-    joined(Rank(place, plan, store))
+    # Within one host NCCL uses no network.
+    with diagnostics_rank.captured_nccl_log(is_wanted=plan.backend == "nccl" and plan.n_hosts > 1):
+        dist.init_process_group(
+            TORCH_BACKENDS[plan.backend],
+            store=common,
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=GROUP_TIMEOUT,
+            **options,
+        )
+    joined(Rank(place, plan, store, interface))
     common_store.note_others(common, range(plan.world_size))
     process_groups.rejoin(user_groups)
     run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
@@ -281,7 +293,8 @@ def join_by_plan(plan: Topology, rank: int, store_at: StoreAt) -> None:
 
     The store is a file that all ranks see (one host), else a port.
     """
-    join(plan, rank, _find_store(plan, *store_at))
+    interface = _choose_interface(*store_at)
+    join(plan, rank, _find_store(plan, interface, *store_at), interface=interface)
 
 
 def rejoin(
@@ -297,21 +310,32 @@ def rejoin(
     generation, or in this as well. The plan has the new processes in it, and those that stay have
     taken it (`take_plan`, which says where the store is); else as `join`.
     """
-    join(plan, rank, _find_store(plan, *store_at), generation, user_groups)
+    interface = _choose_interface(*store_at)
+    store = _find_store(plan, interface, *store_at)
+    join(plan, rank, store, generation, user_groups, interface)
 
 
-def _find_store(plan: Topology, path: str, address: str, port: int) -> dist.Store:
-    """The store, and the interface toward it for Gloo and NCCL unless the user has chosen one."""
+def _choose_interface(path: str, address: str, _port: int) -> InterfaceChoice:
+    """The interface toward the store, which Gloo and NCCL take unless the user names another.
+
+    Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other host can
+    reach it.
+    """
     own_address = "127.0.0.1" if path else host.address_toward(address)
-    # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
-    # host can reach it.
-    interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Without the sign NCCL takes it for the beginning of a name: eth1 for eth10 as well.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    interface = topology.choose_interface(
+        {name: stats.isup for name, stats in psutil.net_if_stats().items()},
+        facts.addresses(), own_address, "" if path else address, os.environ,
+    )  # fmt: skip
+    os.environ.update(zip(INTERFACE_VARIABLES, (interface.gloo, interface.nccl), strict=True))
+    return interface
+
+
+def _find_store(
+    plan: Topology, interface: InterfaceChoice, path: str, address: str, port: int
+) -> dist.Store:
     if path:
         return dist.FileStore(path, plan.world_size)
-    common_store.reserve(own_address, plan.addresses)
+    common_store.reserve(interface.address, plan.addresses)
     return common_store.connect(address, port, plan.world_size)
 
 
@@ -330,7 +354,7 @@ def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, int]:
     common_store.leave(gone)
     this = this_rank()
     place = plan.ranks[this.place.rank]
-    joined(Rank(place, plan, this.store))
+    joined(Rank(place, plan, this.store, this.interface))
     _set_torchrun_variables(place, plan)
     return common_store.where()
 

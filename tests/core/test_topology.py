@@ -13,8 +13,10 @@ import pytest
 from nbdist.core.topology import (
     EngineReport,
     Gpu,
+    HostRanks,
     Topology,
     choose_backend,
+    choose_interface,
     default_world_size,
     filter_visible,
     local_reports,
@@ -159,6 +161,15 @@ def test_uneven_hosts() -> None:
     assert each(topology, "local_rank") == [0, 1, 2, 0]
     assert each(topology, "node_rank") == [0, 0, 0, 1]
     assert each(topology, "threads") == [5, 5, 5, 16]
+
+
+def test_hosts_are_named_with_their_ranks() -> None:
+    """In the order of the ranks; containers that share a hostname get a number."""
+    uneven = plan([engine(e, "n2" if e == 3 else "n1") for e in range(4)])
+    pods = plan([engine(0, "pod", network_namespace="a"), engine(1, "pod", network_namespace="b")])
+
+    assert uneven.hosts == (HostRanks("n1", (0, 1, 2)), HostRanks("n2", (3,)))
+    assert pods.hosts == (HostRanks("pod (0)", (0,)), HostRanks("pod (1)", (1,)))
 
 
 def test_random_clusters() -> None:
@@ -603,3 +614,61 @@ def test_rank_0_without_an_address() -> None:
     reports = [engine(0, "node1", addresses=(("lo", "127.0.0.1"),)), engine(1, "node2")]
     with pytest.raises(StartError, match=r"^Rank 0 on node1 .* its addresses: lo 127\.0\.0\.1\."):
         store_addresses(plan(reports), reports)
+
+
+_INTERFACES = {"lo": True, "docker0": True, "eth0": True, "eth1": False, "eth2": True}
+_ADDRESSES = (
+    ("docker0", "172.17.0.1"), ("eth0", "10.0.0.5"), ("eth2", "10.1.0.5"), ("lo", "127.0.0.1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "store", "environ", "gloo", "nccl", "why"),
+    [
+        ("10.1.0.5", "10.1.0.9", {}, "eth2", "=eth2", "the way to rank 0's store at 10.1.0.9 goes"),
+        ("127.0.0.1", "", {}, "lo", "=lo", "all ranks are on one host"),
+        # What a user has set counts, of each by itself; an empty value is none.
+        (
+            "10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": "eth2"}, "eth2", "=eth0",
+            "GLOO_SOCKET_IFNAME of the environment names it",
+        ),
+        (
+            "10.0.0.5", "10.0.0.9", {"NCCL_SOCKET_IFNAME": "^docker"}, "eth0", "^docker",
+            "NCCL_SOCKET_IFNAME of the environment names it",
+        ),
+        (
+            "", "10.9.0.9", {"GLOO_SOCKET_IFNAME": "eth0,eth2", "NCCL_SOCKET_IFNAME": "eth"},
+            "eth0,eth2", "eth", "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment name",
+        ),
+        ("10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": ""}, "eth0", "=eth0", "the way to"),
+    ],
+)  # fmt: skip
+def test_an_interface_is_chosen_by_the_way_to_rank_0(
+    own: str, store: str, environ: dict[str, str], gloo: str, nccl: str, why: str
+) -> None:
+    """And the reason is recorded, for the picture of hosts and links."""
+    choice = choose_interface(_INTERFACES, _ADDRESSES, own, store, environ)
+
+    assert (choice.gloo, choice.nccl, choice.address) == (gloo, nccl, own)
+    assert choice.why.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("own", "store", "environ", "message"),
+    [
+        (
+            "",
+            "10.9.0.9",
+            {},
+            "leads to rank 0's store at 10.9.0.9; those with addresses: docker0",
+        ),
+        ("127.0.0.1", "", {"GLOO_SOCKET_IFNAME": "eth7"}, "the interface eth7 does not exist on"),
+        ("10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": "eth0,eth1"}, "the interface eth1 is down"),
+    ],
+)
+def test_an_interface_that_cannot_work_is_refused(
+    own: str, store: str, environ: dict[str, str], message: str
+) -> None:
+    """Gloo would wait for ever, or say no more than that it found no address."""
+    with pytest.raises(StartError, match=message):
+        choose_interface(_INTERFACES, _ADDRESSES, own, store, environ)

@@ -29,6 +29,7 @@ from nbdist.core.ranks import is_all
 from nbdist.core.topology import EngineReport, Gpu, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
+from nbdist.strategy import hosts
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
 
@@ -184,7 +185,7 @@ def _prepare(
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
         _all(answers, end_s, "set the strategy")
-        notes.append(f"strategy: {described(choice)}")
+        notes += [f"strategy: {described(choice)}", *hosts.notes(choice, plan.hosts)]
     return plan, notes
 
 
