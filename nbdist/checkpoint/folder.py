@@ -89,6 +89,15 @@ def prepare(path: Path, where: str = "") -> Path:
             return new
 
 
+def is_saved_by(path: Path, process: tuple[Machine, int, str]) -> bool:
+    """Whether this host sees what `prepare` has made for a process: (machine, pid, when started).
+
+    Another host may have a folder of that name for itself, and what an ended save has left there.
+    """
+    owner = _saver(_beside(path, _LOCK), is_alone=False)[1]
+    return owner is not None and (owner.machine, owner.pid, owner.start) == process
+
+
 def commit(new: Path, path: Path) -> None:
     """Move what was written to the checkpoint's path. The process of `prepare` alone.
 
