@@ -241,8 +241,7 @@ def _lock(path: Path, where: str, *, is_alone: bool) -> None:
 def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, RunOwner | None]:
     """The state of the process that saves there (None without one), and its owner record."""
     try:
-        written = json.loads(lock.read_text(encoding="utf-8"))
-        owner = RunOwner(**{**written, "machine": Machine(**written["machine"])})
+        owner = run_owner.read(lock)
     except FileNotFoundError:
         return None, None
     except OSError:  # another user's
