@@ -193,7 +193,7 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 env=variables,
-                cwd=folder if Path(folder).is_dir() else None,
+                cwd=folder if folder and Path(folder).is_dir() else None,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
             )

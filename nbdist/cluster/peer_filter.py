@@ -46,14 +46,12 @@ def restrict(listener: socket.socket, addresses: Collection[str]) -> bool:
     """Drop what other IPv4 addresses send to a listening socket; whether that is so now.
 
     A later call replaces the addresses. The socket stays as it was, and False is returned, for
-    another family than IPv4, on the loopback, which no other host reaches, and where the system has no such filter (macOS) or too little room
-    for one (some thousand addresses).
+    another family than IPv4, and where the system has no such filter (macOS) or too little room for
+    one (some thousand addresses).
     """
     if sys.platform != "linux" or not addresses:
         return False
     if listener.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_INET:
-        return False
-    if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         return False
     steps = [(_LOAD_WORD, 0, 0, _SOURCE)]
     for address in sorted(addresses):

@@ -145,7 +145,7 @@ def plan(
     addresses = {ip for report in reports for ip in _outer_addresses(report) if ":" not in ip}
     return Topology(
         places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
-        tuple(sorted(addresses)) if n_hosts > 1 else (),
+        tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
     )  # fmt: skip
 
 
@@ -294,9 +294,7 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     Raises:
         StartError: If rank 0 has no address that another host could reach.
     """
-    networks = {(report.boot_id, report.network_namespace) for report in reports}
-    is_pretended = len(networks) == 1 and "" not in networks.pop()
-    if topology.n_hosts == 1 or is_pretended:
+    if topology.n_hosts == 1 or _share_network(reports):
         return ("127.0.0.1",)
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
@@ -308,6 +306,12 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
             f"its addresses: {listed}. Bring up its network, or start all ranks on one host."
         )
     return tuple(reachable)
+
+
+def _share_network(reports: Sequence[EngineReport]) -> bool:
+    """Whether all engines have one loopback interface, as on pretended hosts."""
+    networks = {(report.boot_id, report.network_namespace) for report in reports}
+    return len(networks) == 1 and "" not in networks.pop()
 
 
 def _outer_addresses(report: EngineReport) -> list[str]:

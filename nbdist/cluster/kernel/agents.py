@@ -108,17 +108,22 @@ class HostAgent:
         self._lock = threading.Lock()
         self._is_stopping = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the connection
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the connection ends
+        self._last_words = ""
         self._began_s = self._heard_s = time.monotonic()
-        self._process = subprocess.Popen(  # noqa: S603  # ssh, srun or this Python
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            env=dict(environment),
-            start_new_session=True,
-            bufsize=0,
-        )
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  # ssh, srun or this Python
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                env=dict(environment),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError:
+            self._words.close()
+            raise
         self._outbox.put(_program())
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"agent-{host}", daemon=True).start()
@@ -156,9 +161,11 @@ class HostAgent:
 
     def words(self) -> str:
         """What ssh or srun has written to its standard error so far: the last of it."""
-        size = os.fstat(self._words.fileno()).st_size
-        words = os.pread(self._words.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES))
-        return words.decode("utf-8", "replace").strip()
+        with contextlib.suppress(ValueError):  # closed: what it was then
+            size = os.fstat(self._words.fileno()).st_size
+            words = os.pread(self._words.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES))
+            self._last_words = words.decode("utf-8", "replace").strip()
+        return self._last_words
 
     def stop(self, deadline_s: float = STOP_S) -> bool:
         """Let the agent end its ranks and itself; False where it was not seen to end."""
@@ -211,6 +218,7 @@ class HostAgent:
         code = self._process.wait()
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
+        self._words.close()
 
     def _take(self, message: dict[str, Any]) -> None:
         event = message.pop("event")

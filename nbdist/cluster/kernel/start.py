@@ -168,7 +168,8 @@ def _prepare(
     if plan.n_hosts > 1:
         lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
         ports = [port for ports in lists for port in ports]
-        notes.append(ipp_cluster.open_traffic(plan, ports, is_encrypted=cluster.is_encrypted))
+        if ports:  # pretended hosts have none
+            notes.append(ipp_cluster.open_traffic(plan, ports, is_encrypted=cluster.is_encrypted))
     if options.strategy is not None:
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
