@@ -40,7 +40,9 @@ def collect(
     else:
         count, others = rank_hosts.count(here), tuple(sorted({*rank_hosts} - {here}))
     threads = max(1, cores // max(1, count))
-    variables = launcher.local_environment(run_dir.place(), count, threads, debug)
+    variables = {}
+    if not others:  # what other hosts' ranks get, their own launcher says
+        variables = launcher.local_environment(run_dir.place(), count, threads, debug)
     if gpus_typed is not None:
         variables["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(

@@ -296,4 +296,6 @@ def test_only_ranks_of_this_machine_count_here() -> None:
     facts = collect([here, here, "n3", "n2", "n2"])
 
     assert (facts.world_size, facts.rank_hosts) == (2, ("n2", "n3"))
+    assert facts.launched == {}
     assert collect(["n2", "n2"]).world_size == 0
+    assert "CUDA_DEVICE_ORDER" in collect([here, here]).launched
