@@ -20,8 +20,9 @@ def examine_machine(*, is_cleaning: bool) -> View:
         done = orphans.clean() or ("nothing to clean: dead runs left nothing behind",)
     if not NOTEBOOK.is_running:
         return verdicts(checks.examine(diagnostics_kernel.collect(None)), before=done)
-    options, world_size = NOTEBOOK.options, NOTEBOOK.session.topology.world_size
-    facts = diagnostics_kernel.collect(world_size, options.debug, options.gpus)
+    options, places = NOTEBOOK.options, NOTEBOOK.session.topology.ranks
+    hosts = [place.host for place in places]
+    facts = diagnostics_kernel.collect(hosts, options.debug, options.gpus)
     view = verdicts(checks.examine(facts), before=done)
     return doctor_view.below(view, cluster.status_view())
 

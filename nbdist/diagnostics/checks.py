@@ -151,8 +151,11 @@ def topology(facts: Facts) -> Iterator[Finding]:
 
 
 def machine(facts: Facts) -> Iterator[Finding]:
-    """Cores and memory for the ranks."""
+    """Cores and memory for the ranks of this machine."""
     n, cores = facts.world_size, facts.cores
+    if facts.rank_hosts:
+        hosts = units.one_line(", ".join(facts.rank_hosts))
+        yield Finding("hosts", f"ranks run on {hosts}", OK, "what stands here is of this machine")
     if n > cores:
         why = "ranks take turns on a core, so every collective waits for the slowest"
         what = f"start {cores} or fewer (-n {cores})"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -34,16 +36,25 @@ describe_links: RankFunction[[], RankLinks] = RankFunction("nbdist.diagnostics.r
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None = None) -> Facts:
+def collect(
+    rank_hosts: Sequence[str] | None, debug: str = "off", gpus_typed: str | None = None
+) -> Facts:
     """What is to be known of this machine, with the --debug and --gpus of the ranks that run.
 
-    `world_size` is None where none run: then it is that of a start without -n.
+    `rank_hosts` has the host of each rank; None where none run: then ranks are counted as of a
+    start without -n.
     """
     readings = gpus.read_once()
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    count = topology.default_world_size(visible) if world_size is None else world_size
-    cores = usable_cores()
-    variables = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
+    here, cores = socket.gethostname(), usable_cores()
+    if rank_hosts is None:
+        count, others = topology.default_world_size(visible), ()
+    else:
+        count, others = rank_hosts.count(here), tuple(sorted({*rank_hosts} - {here}))
+    threads = max(1, cores // max(1, count))
+    variables = {}
+    if not others:  # what other hosts' ranks get, their own launcher says
+        variables = launcher.local_environment(run_dir.place(), count, threads, debug)
     if gpus_typed is not None:
         variables["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(
@@ -55,6 +66,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
         world_size=count,
+        rank_hosts=others,
         shm=_space(Path("/dev/shm")),  # noqa: S108  # looked at, not written to
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),

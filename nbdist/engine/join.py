@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from IPython import get_ipython
 
-from nbdist.cluster import nccl_env
+from nbdist.cluster import nccl_env, run_owner
 from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
@@ -192,8 +192,7 @@ def join(
     joined(Rank(place, plan, store, interface))
     common_store.note_others(common, range(plan.world_size))
     process_groups.rejoin(user_groups)
-    run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
-    call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
+    call_log.install(call_log.open_box(run_folder(), rank))
     call_log.reset(generation)
 
 
@@ -248,12 +247,11 @@ def prepare(seed: int | None = None) -> Topology:
     call_log.name_cells(shell)
     cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
-    run_dir = Path(os.environ.get("NBDIST_RUN", ""))
-    is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
-    if is_here:
+    run_dir = run_folder()
+    if run_dir is not None:
         crash_files.arm(run_dir, place.rank)
         child_sockets.use(run_dir, place.rank)
-    crash_files.note_cells(shell.compile, run_dir if is_here else None, place.rank)
+    crash_files.note_cells(shell.compile, run_dir, place.rank)
     shell.push(
         {
             "rank": place.rank,
@@ -274,6 +272,22 @@ def prepare(seed: int | None = None) -> Topology:
     idle_imports.settle(has_run)
     idle_imports.begin(has_run)
     return this.topology
+
+
+def run_folder() -> Path | None:
+    """The run's folder on this rank's own host; None where there is none.
+
+    A file system that hosts share may show the notebook's, on another host: the boxes in it are
+    mapped, which works within one host only, and their times are by one host's clock.
+    """
+    folder = Path(os.environ.get("NBDIST_RUN", ""))
+    if not folder.name or not folder.is_dir():
+        return None
+    try:
+        owner = run_owner.read(folder / run_owner.FILE)
+    except (OSError, ValueError, TypeError, KeyError):
+        return folder  # an agent's, which is of this host
+    return folder if owner.machine.boot == host.this_machine().boot else None
 
 
 def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,9 @@ import psutil
 import pytest
 import torch
 
+from nbdist.cluster import run_owner
+from nbdist.cluster.run_owner import RunOwner
+from nbdist.core.host import Machine, this_machine
 from nbdist.core.rank import this_rank
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
@@ -145,3 +149,22 @@ def test_reachable_addresses_are_those_that_answer() -> None:
 
     assert found == ("127.0.0.1",)
     assert gone == ()
+
+
+def test_a_runs_folder_of_another_host_is_not_the_ranks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a file system shows it here: its boxes are mapped and timed over there."""
+    monkeypatch.setenv("NBDIST_RUN", str(tmp_path))
+    here = this_machine()
+
+    def owner(machine: Machine) -> str:
+        return json.dumps(asdict(RunOwner(1, "1", machine, 0.0, "")))
+
+    assert join.run_folder() == tmp_path  # an agent's, of this host
+    (tmp_path / run_owner.FILE).write_text(owner(replace(here, host="a-container-of-this-host")))
+    assert join.run_folder() == tmp_path
+    (tmp_path / run_owner.FILE).write_text(owner(replace(here, boot="another")))
+    assert join.run_folder() is None
+    monkeypatch.setenv("NBDIST_RUN", str(tmp_path / "not-here"))
+    assert join.run_folder() is None
