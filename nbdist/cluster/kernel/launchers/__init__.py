@@ -1,0 +1,1 @@
+"""How a cluster's hosts are reached, one module for each kind."""
