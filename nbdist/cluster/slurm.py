@@ -141,7 +141,7 @@ class Partition:
         if missing != "0":
             parts.append(f"{missing} of them out of order")
         if self.job_hosts != "1-infinite":
-            parts.append(f"{self.job_hosts} hosts a job")
+            parts.append(f"hosts of a job: {self.job_hosts}")
         parts.append(f"time limit {self.time_limit}")
         return f"{self.name}{default}: {', '.join(parts)}" + ("" if self.is_up else ", not up")
 
@@ -242,7 +242,7 @@ def place(job: Job, pending: Iterable[Job]) -> tuple[int, int]:
         other
         for other in pending
         if other.number != job.number
-        and other.partition == job.partition
+        and (other.state, other.partition) == ("PENDING", job.partition)
         and other.reason not in {"Dependency", "BeginTime", "DependencyNeverSatisfied"}
         and not other.reason.startswith("JobHeld")
     ]
@@ -347,18 +347,18 @@ def refusal(words: str, options: SlurmOptions, known: Sequence[Partition]) -> st
 
     `words` are what sbatch has written, or squeue's reason for a job that will never start.
     """
-    said = " ".join(re.sub(r"(?m)^sbatch: (error: )?", "", words).split()) or "it gave no reason"
-    said = said if said.endswith(".") else f"{said}."
+    lines = [re.sub("^sbatch: (error: )?", "", line).strip() for line in words.splitlines()]
+    said = "; ".join(filter(None, lines)).rstrip(".") or "it gave no reason"
     names = list(dict.fromkeys(partition.name for partition in known))
-    head = f"Slurm refused the job: {said}"
+    head = f"Slurm refused the job: {said}."
     if options.partition and options.partition not in names and names:
         near = did_you_mean(options.partition, names)
         head = f"{head} There is no partition {options.partition!r}.{near}"
     elif re.search("account|qos", said, re.IGNORECASE):
         head = f"{head} Choose yours with --account; the site's own pages name it."
     asked = [partition for partition in known if partition.name == options.partition]
-    lines = "\n".join(f"    {partition.text}" for partition in asked or known)
-    return f"{head}\nWhat there is to choose:\n{lines}" if lines else head
+    listed = [f"    {partition.text}" for partition in asked or known]
+    return "\n".join([head, "What there is to choose:", *listed]) if listed else head
 
 
 def unusable_hosts(text: str) -> dict[str, str]:
@@ -368,5 +368,6 @@ def unusable_hosts(text: str) -> dict[str, str]:
         host, _, rest = line.strip().partition("|")
         state, _, reason = rest.partition("|")
         if re.match(r"down|drain|fail|error|no_respond|unk|.*\*$", state):
-            found[host] = state.rstrip("*") + (f": {reason}" if reason not in {"none", ""} else "")
+            state = state.replace("*", ", not responding")
+            found[host] = state if reason in {"none", ""} else f"{state}: {reason}"
     return found

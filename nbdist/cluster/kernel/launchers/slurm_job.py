@@ -20,8 +20,9 @@ from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
 
 ASK_DEADLINE_S = 30.0
-# A pending job is looked at this often; the whole queue, for its place there, more seldom.
+# A pending job is looked at this often, at first more; the queue, for its place, more seldom.
 PENDING_S = 2.0
+FIRST_S = 0.2
 QUEUE_S = 20.0
 # Slurm's controller may be started again meanwhile.
 SILENCE_S = 300.0
@@ -152,7 +153,7 @@ def wait(number: int, options: SlurmOptions, progress: Progress) -> Job:
         StartError: If it ends, or can never start, with Slurm's words.
     """
     queue: list[Job] = []
-    queue_s = -math.inf
+    pause_s, queue_s = FIRST_S, -math.inf
     while (job := _look_patiently(number, progress)).state != "RUNNING":
         if job.is_over:
             raise StartError(f"{reason(number, job).end}. It had not started.")
@@ -161,7 +162,8 @@ def wait(number: int, options: SlurmOptions, progress: Progress) -> Job:
         if time.monotonic() - queue_s >= QUEUE_S:
             queue, queue_s = _pending(job.partition), time.monotonic()
         progress(slurm.waiting(job, queue))
-        time.sleep(PENDING_S)
+        time.sleep(pause_s)
+        pause_s = min(PENDING_S, pause_s * 2)
     return job
 
 
@@ -288,6 +290,7 @@ class JobWatch:
         self.number = number
         self.end = ""
         self._hosts = set(hosts)
+        self._gone: dict[str, str] = {}
         self._tell = tell
         self._left_s, self._seen_s = math.nan, time.monotonic()
         self._is_warned = self._is_suspended = False
@@ -319,9 +322,12 @@ class JobWatch:
         end_s = time.monotonic() + REASON_S
         while True:
             self.look()
-            state = "" if self.end else _unusable([host]).get(host, "")
-            if self.end or state or time.monotonic() > end_s:
-                return self.end or (f"Slurm says that {host} is {state}" if state else "")
+            if why := self.end or self._gone.get(host, ""):
+                return why
+            if state := _unusable([host]).get(host):
+                return f"Slurm lists {host} as {state}"
+            if time.monotonic() > end_s:
+                return ""
             time.sleep(REASON_PAUSE_S)
 
     def look(self) -> None:
@@ -374,10 +380,10 @@ class JobWatch:
         lost = sorted(self._hosts.difference(hosts)) if hosts else []
         self._hosts.difference_update(lost)
         states = _unusable(lost) if lost else {}
-        return [
-            f"Slurm took {host} out of job {job.number} ({states.get(host, 'no reason given')})."
-            for host in lost
-        ]
+        for host in lost:
+            self._gone[host] = f"Slurm took {host} out of job {job.number}"
+            self._gone[host] += f" ({states[host]})" if host in states else ""
+        return [f"{self._gone[host]}." for host in lost]
 
 
 def _unusable(hosts: Sequence[str]) -> dict[str, str]:
