@@ -20,6 +20,7 @@ from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
 
 ASK_DEADLINE_S = 30.0
+CANCEL_DEADLINE_S = 10.0
 # A pending job is looked at this often, at first more; the queue, for its place, more seldom.
 PENDING_S = 2.0
 FIRST_S = 0.2
@@ -216,7 +217,7 @@ def cancel(name: str) -> None:
     """Cancel every job of a run; say so where Slurm does not do it."""
     with contextlib.suppress(OptionError):
         try:
-            answer = ask(*cancelling(name))
+            answer = ask(*cancelling(name), deadline_s=CANCEL_DEADLINE_S)
             problem = answer.errors.strip() if answer.code else ""
         except StartError as error:
             problem = str(error)
