@@ -5,6 +5,7 @@
 # make parity  every strategy, option and switch beside one process, into docs/parity.md
 # make accuracy  what plans predict beside what ranks measure, into docs/accuracy.md
 # make test-browser  every test that drives JupyterLab in a browser; its pictures in build/panel
+# make cluster  every test on several hosts, as root; make cluster-shell is a shell on one of them
 # make lab     JupyterLab with the notebooks
 # make store   runs the notebooks and stores their outputs, for `make test` to compare
 # make gpu     all of it on this machine's GPUs, in ten minutes, into docs/gpu.md
@@ -27,13 +28,13 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit faults parity accuracy test-browser notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit faults parity accuracy test-browser notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit faults parity accuracy test-browser notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit faults parity accuracy test-browser notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
-demo unit faults parity accuracy test-browser notebooks store bench: export HF_HUB_OFFLINE = 1
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HUB_OFFLINE = 1
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 store: export NBDIST_TEST = 1
@@ -43,10 +44,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit faults parity accuracy test-browser notebooks store bench gpu wheels lab clean
+.PHONY: help demo test lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab clean
 
 help:
-	@sed -n '1,14s/^# //p' Makefile
+	@sed -n '1,15s/^# //p' Makefile
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -137,6 +138,14 @@ test-browser: $(LAB_INSTALLED) | build/settings
 	@test -n "$(BROWSER)" || { echo "There is no browser: install Chromium or Chrome" \
 	  "(on Debian: apt-get install chromium), then make test-browser again."; exit 1; }
 	$(PY) -m pytest -m "" tests/browser
+
+# Without root or a program pytest would skip all of it and succeed; this says what is missing.
+cluster: $(INSTALLED) | build/settings
+	$(PY) -m tests.support.hosts true
+	$(PY) -m pytest -m "" tests/cluster/hosts
+
+cluster-shell: $(INSTALLED)
+	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
 	$(PY) -m pytest --nbdist --timeout 480 notebooks

@@ -8,6 +8,7 @@ root. `python -m tests.support.hosts` brings one up by hand, with a shell on its
 import argparse
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import os
 import shutil
@@ -44,7 +45,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Process 1 of a host: every other one ends with it. `cat` ends when its owner does (end of file,
 # or the signal where a fork of the owner has the pipe's other end); a process whose parent ignores
 # SIGCHLD leaves no zombie.
-_FIRST_PROCESS = "trap '' CHLD; mount -t proc proc /proc && echo up && exec cat"
+_FIRST_PROCESS = "mount -t proc proc /proc && echo up && exec env --ignore-signal=CHLD cat"
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_NAME, _NEW_IPC, _NEW_PIDS, _NEW_NET = (
@@ -91,7 +92,13 @@ PreemptMode=CANCEL
 GresTypes=gpu
 SlurmdParameters=config_overrides
 """
-_SLURM_SETTINGS = {"SlurmctldTimeout": 30, "SlurmdTimeout": 300, "KillWait": 5, "MinJobAge": 300}
+_SLURM_SETTINGS = {
+    "SlurmctldTimeout": 30,
+    "SlurmdTimeout": 300,
+    "KillWait": 5,
+    "MinJobAge": 300,
+    "EnforcePartLimits": "ALL",
+}
 # `small` refuses more than one host and ten minutes; jobs in `spare` are cancelled for others'.
 _SLURM_PARTITIONS = (
     "main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=2",
@@ -116,6 +123,7 @@ def missing(*programs: str) -> str:
     return f"not installed: {', '.join(absent)}" if absent else _refusal()
 
 
+@functools.cache
 def _refusal() -> str:
     """What the kernel says against new namespaces, as in a container without the right to."""
     with ThreadPoolExecutor(1) as thread:
@@ -246,14 +254,17 @@ class Hosts:
         """Start `argv` on `host` in the user's home; other options are subprocess.Popen's.
 
         Its environment is that of a fresh login and `env`. Its pid is this machine's, for
-        signals; the host's own number for it is in `pids`.
+        signals; the host's own number for it is in `pids`. It ends with the host at the latest.
         """
         ids = {} if user == "root" else {"user": _USER_ID, "group": _USER_ID, "extra_groups": []}
         environment = {
             "PATH": _PATH, "HOME": str(_HOMES[user]), "USER": user, "LOGNAME": user,
             "SHELL": "/bin/bash", "LANG": "C.UTF-8", **self._clock_variables(host), **(env or {}),
         }  # fmt: skip
-        defaults = {"cwd": _HOMES[user], "text": True, "start_new_session": True}
+        defaults = {
+            "cwd": _HOMES[user], "text": True, "start_new_session": True,
+            "stdin": subprocess.DEVNULL,
+        }  # fmt: skip
         process = self._hosts[host].do(
             subprocess.Popen, list(map(str, argv)), env=environment, **(defaults | ids | options)
         )
@@ -325,8 +336,11 @@ class Hosts:
         Replies to what the host itself has begun come through, as with every firewall.
         """
         rules = (
-            "table inet wall { chain input { type filter hook input priority 0; iif lo accept; "
-            f"ct state established,related accept; tcp dport {{ {ports} }} drop; }} }}"
+            "add table inet wall; "
+            "add chain inet wall input { type filter hook input priority 0; }; "
+            "add rule inet wall input iif lo accept; "
+            "add rule inet wall input ct state established,related accept; "
+            f"add rule inet wall input tcp dport {{ {ports} }} drop"
         )
         self.firewall_off(host)
         self.run(host, ["nft", rules])
@@ -417,9 +431,7 @@ class Hosts:
     def _service(self, host: str, argv: list[str]) -> None:
         log = self.path(host, f"/var/log/{Path(argv[0]).name}.log")
         with log.open("w") as output:
-            self.popen(
-                host, argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+            self.popen(host, argv, stdout=output, stderr=subprocess.STDOUT)
 
     def log(self, host: str, service: str) -> str:
         """What `service` (sshd, munged, slurmctld, slurmd) has said on `host`."""
@@ -620,6 +632,7 @@ def main() -> int:
             options.command or ["bash", "-i"],
             env={"TERM": os.environ.get("TERM", "dumb"), "PS1": r"\u@\h:\w\$ "},
             start_new_session=False,
+            stdin=None,
         )
         return shell.wait()
 

@@ -1,1 +1,1 @@
-"""How a cluster's hosts are reached, one module for each kind."""
+"""How ranks on other hosts start: one agent per host, reached by ssh, srun or directly."""
