@@ -65,12 +65,12 @@ class _Differences:
         spread = float(np.median(np.abs(self.by_ends - offset)))
         reach = REACH * spread if len(self.by_ends) >= ENOUGH else np.inf
         # In order also where they cross, because a clock was moved while it was recorded.
-        causal = sorted((
+        earliest, latest = sorted((
             float(np.quantile(self.at_least, HOLDING, method="lower")),
             float(np.quantile(self.at_most, 1 - HOLDING, method="higher")),
         ))  # fmt: skip
-        offset = float(np.clip(offset, *causal))
-        low, high = max(causal[0], offset - reach), min(causal[1], offset + reach)
+        offset = min(max(offset, earliest), latest)
+        low, high = max(earliest, offset - reach), min(latest, offset + reach)
         is_proven = not low <= 0 <= high
         return Clock(int(offset) * is_proven, int(low), int(high), len(self.by_ends))
 

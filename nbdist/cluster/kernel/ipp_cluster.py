@@ -83,7 +83,7 @@ def kind_of(config: Config) -> str:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    kinds: dict[type, str] = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
     starts = launchers(config)[1]
     return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 

@@ -77,7 +77,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     is_on_this_machine = False
 
-    hosts: List[Any, Any] = List(
+    hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
     ).tag(config=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(

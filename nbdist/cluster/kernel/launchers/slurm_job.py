@@ -191,7 +191,7 @@ def reason(number: int, job: Job) -> Job:
     newest: Job | None = job
     while newest is not None and newest.state == "COMPLETING" and time.monotonic() < end_s:
         time.sleep(REASON_PAUSE_S)
-        newest, job = look(number), newest
+        job, newest = newest, look(number)
     return newest or job
 
 
