@@ -618,7 +618,7 @@ def main() -> int:
     """Bring hosts up, give a shell on the head, take them down again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=3, help="how many nodes beside the head")
-    parser.add_argument("command", nargs="*", help="what to run on the head (bash)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on the head (bash)")
     options = parser.parse_args()
     if reason := missing("sshd", "slurmctld", "slurmd", "munged"):
         parser.exit(1, f"{reason}\n")
@@ -626,7 +626,6 @@ def main() -> int:
         hosts.start_sshd()
         hosts.start_slurm()
         print(f"{' '.join(hosts.names)} are up, with ssh and Slurm; {SHARED} is shared.")  # noqa: T201
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the shell's
         shell = hosts.popen(
             hosts.head,
             options.command or ["bash", "-i"],
@@ -634,6 +633,7 @@ def main() -> int:
             start_new_session=False,
             stdin=None,
         )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the shell's
         return shell.wait()
 
 
