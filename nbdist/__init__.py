@@ -36,6 +36,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     n: int | None = None,
     *,
     profile: str = "local",
+    hosts: str = "",
     gpus: str | None = None,
     backend: str = "auto",
     seed: int | None = None,
@@ -50,6 +51,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     Args:
         n: Number of ranks; default: NBDIST_RANKS, or one per GPU, or 2 on the CPU.
         profile: Kind of cluster.
+        hosts: Hosts with their ranks, "n1:4,n2:4", or the path of a file of them.
         gpus: "0,1", or "none" for the CPU; default: NBDIST_GPUS, or all.
         backend: "auto", "nccl" or "gloo".
         seed: Seeds the random generators of all ranks alike.
@@ -65,13 +67,25 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         StartError: If a rank did not come up.
     """
     from nbdist import commands
+    from nbdist.cluster.hosts import parse_hosts
     from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
     from nbdist.strategy.choose import StrategySpec
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
     grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
     spec = StrategySpec.parse(strategy, strategy_options)
-    options = StartOptions(n, profile, gpus, backend, seed, deadline_s, grace_s, debug, spec)
+    options = StartOptions(
+        n,
+        profile,
+        gpus,
+        backend,
+        seed,
+        deadline_s,
+        grace_s,
+        debug,
+        spec,
+        parse_hosts(hosts) if hosts else (),
+    )
     return commands.start_and_show(options).session
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
+from nbdist.cluster.hosts import parse_hosts
 from nbdist.cluster.kernel import profiles
 from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
@@ -87,6 +88,7 @@ _TYPED = {
     "grace_s": "--grace",
     "debug": "--debug",
     "strategy": "--strategy",
+    "hosts": "--hosts",
 }
 
 
@@ -205,6 +207,13 @@ START_OPTIONS = (
         default="local",
         metavar="NAME",
         choices=profiles.available,
+    ),
+    Option(
+        ("--hosts",),
+        "hosts with their ranks, n1:4,n2:4, or a file of them (profile: ssh)",
+        parse_hosts,
+        default=(),
+        metavar="HOSTS",
     ),
     Option(
         ("-g", "--gpus", "--gpu-ids"),

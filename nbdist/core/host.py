@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from dataclasses import dataclass
@@ -56,3 +57,39 @@ def started(pid: int) -> str | None:
     except PermissionError:  # another user's
         pass
     return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches what listens at an IP address or name; no for other names.
+
+    Empty stands for the loopback, as ipyparallel has it.
+    """
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in {"", "localhost"}
+
+
+# Reserved for documentation, so it is nobody's: the way there is the default route.
+ELSEWHERE = "192.0.2.1"
+
+
+def address_toward(*peers: str) -> str:
+    """The own IPv4 address from which the first of these peers that is another host is reached.
+
+    A peer without an address or a way is left out, and one to which the way is the loopback unless
+    all are (Debian gives a host's own name 127.0.1.1). Empty without any. To connect a UDP socket
+    sends nothing; it makes the kernel choose a route.
+    """
+    loopback = ""
+    for peer in filter(None, peers):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((peer, 9))
+            except OSError:
+                continue
+            address = str(probe.getsockname()[0])
+        if not is_loopback(address):
+            return address
+        loopback = loopback or address
+    return loopback

@@ -88,6 +88,7 @@ class Topology:
     is_scaling: bool  # False: ranks share a GPU or run on CPUs, timings say nothing about scaling
     n_hosts: int  # network namespaces count as hosts of their own
     is_launcher_order: bool = False  # False: sorted by host and device, not by the rank hints
+    addresses: tuple[str, ...] = ()  # IPv4, of all hosts: from these ranks connect; () on one host
 
     @property
     def world_size(self) -> int:
@@ -141,9 +142,11 @@ def plan(
     gpu_uuids = [] if obstacle else [place.device_uuid for place in places]
     choice = choose_backend(backend, gpu_uuids, obstacle)
     n_hosts = places[-1].node_rank + 1
+    addresses = {ip for report in reports for ip in _outer_addresses(report) if ":" not in ip}
     return Topology(
-        places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order
-    )
+        places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
+        tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
+    )  # fmt: skip
 
 
 # How ranks lie -> what "auto" takes, and what NCCL is refused with; both sentences are templates.
@@ -285,19 +288,17 @@ def default_world_size(gpus: Sequence[Gpu]) -> int:
 def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tuple[str, ...]:
     """Return the addresses at which other hosts may reach rank 0, the likeliest first.
 
-    On one host that is loopback alone. Otherwise every rank must still try them:
-    only a connection shows which one all hosts reach.
+    On one host, and on pretended ones, that is loopback alone. Otherwise every rank must still try
+    them: only a connection shows which one all hosts reach.
 
     Raises:
         StartError: If rank 0 has no address that another host could reach.
     """
-    if topology.n_hosts == 1:
+    if topology.n_hosts == 1 or _share_network(reports):
         return ("127.0.0.1",)
     engine_id = topology.engine_of_rank(0)
     zero = next(report for report in reports if report.engine_id == engine_id)
-    others = [ip for name, ip in zero.addresses if not _INNER_INTERFACE.match(name)]
-    addresses = {ip: ipaddress.ip_address(ip) for ip in (zero.toward_controller, *others) if ip}
-    reachable = [ip for ip, a in addresses.items() if not (a.is_loopback or a.is_link_local)]
+    reachable = [ip for ip in _outer_addresses(zero) if not ipaddress.ip_address(ip).is_link_local]
     if not reachable:
         listed = ", ".join(f"{name} {ip}" for name, ip in zero.addresses) or "none"
         raise StartError(
@@ -305,6 +306,19 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
             f"its addresses: {listed}. Bring up its network, or start all ranks on one host."
         )
     return tuple(reachable)
+
+
+def _share_network(reports: Sequence[EngineReport]) -> bool:
+    """Whether all engines have one loopback interface, as on pretended hosts."""
+    networks = {(report.boot_id, report.network_namespace) for report in reports}
+    return len(networks) == 1 and "" not in networks.pop()
+
+
+def _outer_addresses(report: EngineReport) -> list[str]:
+    """An engine's addresses toward other hosts, the one toward the controller first."""
+    others = [ip for name, ip in report.addresses if not _INNER_INTERFACE.match(name)]
+    addresses = dict.fromkeys(ip for ip in (report.toward_controller, *others) if ip)
+    return [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback]
 
 
 def _host_key(report: EngineReport) -> tuple[str, str, str]:

@@ -39,8 +39,10 @@ def wait_for_controller(arguments: list[str]) -> None:
 def main() -> None:
     """Be one rank until told to stop."""
     run_dir = Path(os.environ["NBDIST_RUN"])
-    notebook = json.loads((run_dir / "notebook.json").read_text())
-    sys.path[:] = notebook["sys_path"]
+    if (notebook := run_dir / "notebook.json").exists():
+        sys.path[:] = json.loads(notebook.read_text())["sys_path"]
+    else:  # on another host: its own Python's, and the notebook's folder where it is there too
+        sys.path.insert(0, "")
     # Inherited from a notebook that nbval runs; ipykernel then leaves out what C code and
     # child processes print.
     os.environ.pop("PYTEST_CURRENT_TEST", None)

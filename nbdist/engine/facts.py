@@ -9,15 +9,32 @@ import sys
 import psutil
 import torch
 
+from nbdist.cluster import peer_filter
+from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import gpus as host_gpus
 from nbdist.core import procfs
-from nbdist.core.host import usable_cores
+from nbdist.core.host import address_toward, is_loopback, usable_cores
 from nbdist.core.topology import EngineReport, Gpu
 
-# The launcher's own numbering of its tasks, in the order in which they are believed.
-RANK_VARIABLES = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID")
-SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# The launcher's own numbering of its tasks, in the order in which they are believed. nbdist's own
+# launchers set torchrun's.
+RANK_VARIABLES = (
+    "RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+)
+SIZE_VARIABLES = (
+    "WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+)
 LOCAL_VARIABLES = (
+    "LOCAL_RANK",
     "SLURM_LOCALID",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
@@ -30,7 +47,7 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
     """The report of this engine, from which the kernel plans ranks and devices."""
     return EngineReport(
         engine_id=engine_id,
-        hostname=socket.gethostname(),
+        hostname=os.environ.get("NBDIST_HOST") or socket.gethostname(),
         boot_id=procfs.boot_id(),
         network_namespace=procfs.link(procfs.PROC / "self/ns/net"),
         pid=os.getpid(),
@@ -42,11 +59,16 @@ def describe(engine_id: int, controller_address: str = "") -> EngineReport:
         rank_hint=_number(RANK_VARIABLES),
         size_hint=_number(SIZE_VARIABLES),
         local_hint=_number(LOCAL_VARIABLES),
-        job_id=next((os.environ[v] for v in JOB_VARIABLES if v in os.environ), ""),
+        job_id="" if "RANK" in os.environ else job_id(),
         python=sys.executable,
         torch_version=str(torch.__version__),
         has_cuda=torch.cuda.is_available(),
     )
+
+
+def job_id() -> str:
+    """The batch system's number of the job that this process runs in; empty outside of one."""
+    return next((os.environ[v] for v in JOB_VARIABLES if v in os.environ), "")
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -74,19 +96,19 @@ def addresses() -> tuple[tuple[str, str], ...]:
     )
 
 
-def address_toward(peer: str) -> str:
-    """The own address from which `other` would be reached; empty where there is no way.
-
-    Connecting a UDP socket sends nothing; it makes the kernel choose a route.
-    """
-    if not peer:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((peer, 9))
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
+def open_ports() -> tuple[OpenPort, ...]:
+    """The TCP ports at which this process listens beyond the loopback."""
+    interfaces = {ip: name for name, ip in addresses()}
+    return tuple(
+        OpenPort(
+            entry.laddr.ip,
+            entry.laddr.port,
+            interfaces.get(entry.laddr.ip, ""),
+            peer_filter.is_restricted(entry.fd),
+        )
+        for entry in psutil.Process().net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN and not is_loopback(entry.laddr.ip)
+    )
 
 
 def _number(variables: tuple[str, ...]) -> int | None:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from IPython import get_ipython
 
-from nbdist.cluster import nccl_env
-from nbdist.core import topology
+from nbdist.cluster import nccl_env, peer_filter
+from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
@@ -158,6 +158,7 @@ def join(
         options["device_id"] = torch.device(place.device)
     # All before the first group, which they are to know.
     gloo_abort.install()
+    gloo_abort.admit(plan.addresses)
     process_groups.install()
     debug_checks.install()
     if place.device != "cpu":
@@ -222,8 +223,9 @@ def _set_master_variables(store: dist.Store, rank: int, plan: Topology) -> None:
     Collective at the start: every rank.
     """
     if rank == 0 and not store.check(["master_port"]):
-        with socket.create_server(("", 0)) as server:
-            store.set("master_port", str(server.getsockname()[1]))
+        with socket.socket() as free:  # bound, but it never listens
+            free.bind(("", 0))
+            store.set("master_port", str(free.getsockname()[1]))
     os.environ["MASTER_ADDR"] = "127.0.0.1" if plan.n_hosts == 1 else plan.ranks[0].host
     os.environ["MASTER_PORT"] = store.get("master_port").decode()
 
@@ -283,14 +285,15 @@ def prepare(seed: int | None = None) -> Topology:
     return this.topology
 
 
-def open_store(address: str, world_size: int) -> int:
+def open_store(address: str, world_size: int, peers: tuple[str, ...] = ()) -> int:
     """Open the store for other hosts on rank 0's engine and return its port.
 
-    It listens on `address` alone: torch's own listener takes every interface, and has no
-    authentication. One rank: the one that will be 0.
+    It listens on `address` alone, and to these peers alone where the system can do that: torch's
+    own listener takes every interface, and has no authentication. One rank: that will be 0.
     """
     global _open_store  # noqa: PLW0603  # kept open as long as the process
     listener = socket.create_server((address, 0))
+    peer_filter.restrict(listener, peers)
     port = int(listener.getsockname()[1])
     _open_store = dist.TCPStore(
         address,
@@ -328,13 +331,16 @@ def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port:
         own_address = "127.0.0.1"
     else:
         store = _open_store or dist.TCPStore(address, port, plan.world_size, is_master=False)
-        own_address = facts.address_toward(address)
+        own_address = host.address_toward(address)
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
     interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    # Without the sign NCCL takes it for the beginning of a name: eth1 for eth10 as well.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     join(plan, rank, store)
+    if plan.n_hosts > 1:
+        os.environ["MASTER_ADDR"] = address  # a name is 127.0.1.1 to Debian's host of that name
 
 
 def adopt_notebook(sys_path: list[str], folder: str) -> None:

@@ -57,7 +57,7 @@ def test_the_shipped_profile_is_found_without_an_own_one(ipython_dir: Path) -> N
     config = profiles.load("local")
 
     assert profiles.user_profiles() == {}
-    assert ipp_cluster.gives_ranks(config)
+    assert ipp_cluster.kind_of(config) == ipp_cluster.LOCAL
 
 
 def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
@@ -66,7 +66,7 @@ def test_an_own_profile_wins_over_the_shipped_one(ipython_dir: Path) -> None:
     config = profiles.load("local")
 
     assert config.Cluster.engine_launcher_class == "mpi"
-    assert not ipp_cluster.gives_ranks(config)
+    assert ipp_cluster.kind_of(config) == ipp_cluster.OTHER
 
 
 def test_an_unknown_profile_names_both_kinds(ipython_dir: Path) -> None:
@@ -98,7 +98,7 @@ def test_other_launchers_are_not_judged_by_this_machine(launcher: str, ipython_d
     """Only the shipped launcher gives ranks; all others are asked what they have."""
     put(ipython_dir, "far", f"c = get_config()\nc.Cluster.engine_launcher_class = '{launcher}'\n")
 
-    assert not ipp_cluster.gives_ranks(profiles.load("far"))
+    assert ipp_cluster.kind_of(profiles.load("far")) == ipp_cluster.OTHER
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_checks_are_for_ranks_that_are_started_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines of another cluster have their environment already: the variable is named."""
-    monkeypatch.setattr(ipp_cluster, "gives_ranks", lambda _config: False)
+    monkeypatch.setattr(ipp_cluster, "kind_of", lambda _config: ipp_cluster.OTHER)
     with pytest.raises(OptionError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
         start.start(StartOptions(2, debug="detail"), print)
 

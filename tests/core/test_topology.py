@@ -480,6 +480,15 @@ def test_where_ranks_meet(reports: list[EngineReport], addresses: tuple[str, ...
     assert store_addresses(plan(reports), reports) == addresses
 
 
+def test_the_addresses_of_several_hosts() -> None:
+    """All of IPv4 that lead out, once each, from where ranks may connect; none on one host."""
+    reports = [lan(0, "node1", "10.0.0.1", "10.7.0.1"), lan(1, "node2", "10.0.0.2", "127.0.0.1")]
+    six = engine(2, "node3", addresses=V6)
+
+    assert plan([*reports, six]).addresses == ("10.0.0.1", "10.0.0.2", "10.7.0.1", "10.9.0.1")
+    assert plan(reports[:1]).addresses == ()
+
+
 def test_rank_0_without_an_address() -> None:
     """A rank 0 that only has loopback cannot be met, and its addresses are listed."""
     reports = [engine(0, "node1", addresses=(("lo", "127.0.0.1"),)), engine(1, "node2")]

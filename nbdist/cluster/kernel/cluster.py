@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from traitlets.config import Config
 
 from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
 from nbdist.cluster.kernel.guard import Guard
+from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.core.failures import ranks_phrase
@@ -87,7 +89,7 @@ class Cluster:
         self._owner = os.getpid()
         # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
         self._engine_of: dict[int, int] = {}
-        self._started: dict[int, LocalProcessLauncher] = {}
+        self._started: dict[int, LocalProcessLauncher | AgentEngine] = {}
         self._start_times: dict[int, str] = {}  # pid -> as the guardian knows it
         self._connection: controller.Connection | None = None
         self._guard = Guard(self.run_dir)
@@ -109,7 +111,8 @@ class Cluster:
         """Engine id -> process id of the living engines that this kernel has started itself."""
         return {
             self._engine_of.get(number, number): engine.pid
-            for number, engine in self._local_launchers().items()
+            for number, engine in self._engine_launchers().items()
+            if processes.is_own(engine)
         }
 
     def controller_pid(self) -> int | None:
@@ -139,15 +142,19 @@ class Cluster:
             time.sleep(POLL_S)
         return self.exits.get(engine)
 
-    def _local_launchers(self) -> dict[int, LocalProcessLauncher]:
+    def _engine_launchers(self) -> dict[int, LocalProcessLauncher | AgentEngine]:
         # ipyparallel takes a launcher out of this when its process ends.
         launchers = getattr(self._cluster.engine_set, "launchers", {})
         return {
-            int(i): started for i, started in list(launchers.items()) if processes.is_own(started)
+            int(number): engine
+            for number, engine in list(launchers.items())
+            if processes.is_own(engine) or isinstance(engine, AgentEngine)
         }
 
-    def start(self, world_size: int, deadline_s: float, progress: Progress) -> None:
+    def start(self, world_size: int | None, deadline_s: float, progress: Progress) -> int:
         """Start controller and engines, connect, and wait until all engines have registered.
+
+        Of hosts with agents None are as many ranks as there are places. Returns the number.
 
         Raises:
             StartError: When a process ends, or after the deadline, naming who is missing.
@@ -155,15 +162,17 @@ class Cluster:
         end = time.monotonic() + deadline_s
         (self.run_dir / "profile" / "security").mkdir(parents=True, mode=0o700)
         progress("starting the controller and the engines")
-        self._run(self._start_processes(world_size), end, "the controller's connection file")
+        starting = self._start_processes(world_size or 0)
+        world_size = self._run(starting, end, "the controller's connection file")
         progress("waiting for the controller")
         self.channel = self._connect(end)
         self._arrivals(None, world_size).wait(end, deadline_s, progress)
         self._connection = controller.Connection.of(
             self.run_dir / "profile", self._cluster.cluster_id
         )
+        return world_size
 
-    async def _start_processes(self, world_size: int) -> None:
+    async def _start_processes(self, world_size: int) -> int:
         # The engines' program waits for the connection file; other engines need it at once.
         starting = asyncio.ensure_future(self._cluster.start_controller())
         try:
@@ -175,11 +184,12 @@ class Cluster:
             await self._cluster.start_engines(world_size)
             # In the same step of the loop, so that no end of an engine is missed.
             self._watch_controller()
-            for number, engine in self._local_launchers().items():
+            for number, engine in self._engine_launchers().items():
                 self._watch_engine(number, engine)
             await starting
         finally:
             starting.cancel()
+        return getattr(self._cluster.engine_set, "world_size", world_size)
 
     def _connect(self, end_s: float, engines: Collection[int] | None = None) -> Channel:
         # ipyparallel would give up after 10 s, whatever the deadline is.
@@ -207,12 +217,14 @@ class Cluster:
         if processes.is_own(controller):
             self.guard(controller.pid)
 
-    def _watch_engine(self, number: int, engine: LocalProcessLauncher) -> None:
+    def _watch_engine(self, number: int, engine: LocalProcessLauncher | AgentEngine) -> None:
         engine.on_stop(functools.partial(self._note_end, number))
         if self.can_restart:  # an engine without a nanny, which would tell the controller
             engine.on_stop(functools.partial(self._forget, number))
         self._started[number] = engine
-        self.guard(engine.pid)
+        pid = engine.agent.pid if isinstance(engine, AgentEngine) else engine.pid
+        if pid not in self._start_times:
+            self.guard(pid)
 
     def guard(self, pid: int) -> None:
         """Let a process, which leads a session of its own, end with this run at the latest."""
@@ -223,7 +235,8 @@ class Cluster:
         """An engine or the controller has ended (called in the cluster's loop)."""
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
-        self.exits[engine] = Exit(engine, code if isinstance(code, int) else None)
+        unreachable = str(stop_data.get("unreachable", ""))
+        self.exits[engine] = Exit(engine, code if isinstance(code, int) else None, unreachable)
         if not self._is_stopping and engine not in self._replaced:
             self.on_exit(self.exits[engine])
 
@@ -248,8 +261,9 @@ class Cluster:
             if engines is not None:
                 return sorted(engine_ids.intersection(engines))
             # Of those that join by themselves both is waited for: they do it side by side.
+            joins_itself = isinstance(self._cluster.engine_set, launcher.RankEngineSetLauncher)
             return sorted(
-                engine_ids & run_dir.joined_ranks(self.run_dir) if self.can_restart else engine_ids
+                engine_ids & run_dir.joined_ranks(self.run_dir) if joins_itself else engine_ids
             )
 
         expected = tuple(range(world_size) if engines is None else engines)
@@ -260,9 +274,15 @@ class Cluster:
         return "" if process is None else str(process.get_output())
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether the controller was started with CURVE."""
+        return self._connection is not None and self._connection.is_encrypted
+
+    @property
     def can_restart(self) -> bool:
-        """Whether single engines can be started again: those of nbdist's own launcher."""
-        return isinstance(self._cluster.engine_set, launcher.RankEngineSetLauncher)
+        """Whether single engines can be started again: those of nbdist's own launchers."""
+        own = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)
+        return isinstance(self._cluster.engine_set, own)
 
     def restart_engines(
         self,
@@ -315,7 +335,13 @@ class Cluster:
 
     def _kill(self, engine: int) -> None:
         """End an engine's process and its session, and wait until it is known."""
-        pid = self._started[engine].pid
+        started = self._started[engine]
+        if isinstance(started, AgentEngine):
+            started.end()
+            if self.exit_of(engine, END_SESSION_S) is None:
+                raise StartError(f"rank {engine} on {started.agent.host} could not be ended")
+            return
+        pid = started.pid
         if not processes.end_session(pid, self._start_times[pid], END_SESSION_S):
             raise StartError(
                 f"process {pid} of rank {engine}, or one of its children, cannot be ended "
@@ -328,6 +354,8 @@ class Cluster:
             run_dir.forget(self.run_dir, engine)
             self.exits.pop(engine, None)
             started = self._cluster.engine_set.start_one(engine, environment)
+            if inspect.isawaitable(started):
+                started = await started
             self._watch_engine(engine, started)
 
     def restart_controller(self, deadline_s: float) -> None:
@@ -368,7 +396,11 @@ class Cluster:
 
     def interrupt(self, engine: int) -> None:
         """Send SIGINT to one engine."""
+        started = self._started.get(engine)
         if engine in self.exits:
+            return
+        if isinstance(started, AgentEngine):
+            started.signal(signal.SIGINT)
             return
         pid = self.pids().get(engine)
         if pid is not None:
@@ -393,7 +425,8 @@ class Cluster:
             if self.channel is not None:
                 self.channel.close()
             pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
-            if self._cluster.engine_set is not None and not self._started:
+            is_here = any(isinstance(e, LocalProcessLauncher) for e in self._started.values())
+            if self._cluster.engine_set is not None and not is_here:
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
             controller = self._cluster.controller

@@ -5,19 +5,29 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
+from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineSetLauncher
 from traitlets import TraitError
 from traitlets.config import Config
 
 from nbdist.cluster.kernel import launcher
+from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
+from nbdist.cluster.peer_filter import OpenPort
+from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
+# Ranks of this machine; of hosts with an agent each; of launchers that are ipyparallel's alone.
+LOCAL, AGENTS, OTHER = "local", "agents", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
-LOOPBACK = frozenset({"", "127.0.0.1", "localhost", "::1"})
+# The controller's options that say where it listens; --ip is short for --IPController.ip.
+_LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
 
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
@@ -63,8 +73,8 @@ def mark(config: Config, run_dir: Path) -> None:
         config[name].environment = {**config[name].get("environment", {}), **variables}
 
 
-def gives_ranks(config: Config) -> bool:
-    """Whether the profile's launcher gives the ranks itself, on this machine.
+def kind_of(config: Config) -> str:
+    """Who starts a profile's ranks: LOCAL, AGENTS, or another launcher of ipyparallel's.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
@@ -73,7 +83,9 @@ def gives_ranks(config: Config) -> bool:
         unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    return issubclass(unstarted.engine_launcher_class, launcher.RankEngineSetLauncher)
+    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    starts = unstarted.engine_launcher_class
+    return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 
 
 def installed_version(package: str) -> str | None:
@@ -84,26 +96,70 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def encrypt(config: Config) -> None:
-    """Turn CURVE on where the controller listens beyond this machine.
+def listen(config: Config, hosts: Sequence[str] = ()) -> None:
+    """Let the controller listen where the engines reach it and nowhere else, encrypted.
 
-    ipyparallel signs its messages by default but leaves them readable on the wire.
+    That is, for the notebook on the loopback, and for engines on one address: the own one toward
+    the first of these hosts that is not this machine, else the one of the default route, and only
+    without either on all. A profile that names an address (`controller_ip`, or an option in
+    `controller_args`), has engines here alone or a controller elsewhere is left as it is. Beyond
+    the loopback CURVE is turned on unless the profile decides on it: ipyparallel signs messages but
+    leaves them readable on the wire.
+
+    Args:
+        config: The profile's, which is changed.
+        hosts: Names or addresses of hosts that will have engines, as far as they are known.
     """
-    if config.Cluster.get("controller_ip", "") in LOOPBACK:
-        return
     args = config.Cluster.get("controller_args", [])
     if not isinstance(args, list):
         args = args.get_value([])  # the profile has only appended to the default
-    if not any("enable_curve" in argument for argument in args):
-        config.Cluster.controller_args = [*args, ENABLE_CURVE]
+    named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
+    if not any(named) and _reaches_out(config):
+        named = [host.address_toward(*hosts, host.ELSEWHERE) or "*"]
+        args = [*args, f"--IPController.engine_ip={named[0]}"]
+    if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
+        args = [*args, ENABLE_CURVE]
+    if args:
+        config.Cluster.controller_args = args
 
 
-def open_traffic(plan: Topology) -> str:
-    """What travels between hosts without authentication; empty on one host."""
-    if plan.n_hosts == 1:
-        return ""
+def _bound_addresses(args: Sequence[str]) -> list[str]:
+    """Where the controller's options let it listen: `--ip=ADDRESS`, or `--ip` and then the address.
+
+    An option that is the last has no value, which counts as every address.
+    """
+    options = [(match, n) for n, arg in enumerate(args) if (match := _LISTENS.match(arg))]
+    following = [*args[1:], "*"]
+    return [following[n] if match[1] is None else match[1] for match, n in options]
+
+
+def _reaches_out(config: Config) -> bool:
+    """Whether a controller of this machine may have engines on other hosts."""
+    unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
+    is_here = issubclass(unstarted.controller_launcher_class, LocalControllerLauncher)
+    engines = unstarted.engine_launcher_class
+    # Others derive from it: ipyparallel's own for SSH does.
+    are_here = engines is LocalEngineSetLauncher or getattr(engines, "is_on_this_machine", False)
+    return is_here and not are_here
+
+
+def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:
+    """What others could read or send between several hosts.
+
+    Args:
+        plan: Of more than one host.
+        ports: Of all ranks, beyond the loopback.
+        is_encrypted: Whether the controller has CURVE.
+    """
+    without = "signed, but not encrypted, as the profile turns CURVE off"
+    counts = Counter(port.address for port in ports)
+    addresses = ", ".join(f"{address}: {n}" for address, n in sorted(counts.items()))
+    interfaces = ", ".join(sorted({port.interface or "all interfaces" for port in ports}))
+    n_open = sum(not port.is_restricted for port in ports)
+    reach = f"{n_open} of them open to any host" if n_open else "open to these hosts alone"
     return (
-        f"Between the {plan.n_hosts} hosts, cells and their output are encrypted; what "
-        f"{plan.backend.upper()} and torch's store send is neither encrypted nor authenticated. "
-        "Use a network that you trust."
+        f"Between the {plan.n_hosts} hosts, cells and their output are "
+        f"{'encrypted' if is_encrypted else without}; what {plan.backend.upper()} and torch's "
+        f"store send is neither encrypted nor authenticated ({len(ports)} ports on {interfaces}, "
+        f"{addresses}; {reach}). Use a network that you trust."
     )

@@ -65,6 +65,7 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
     """Starts one engine per rank on this machine; engine id = rank."""
 
     launcher_class = RankEngineLauncher
+    is_on_this_machine = True
 
     common_environment = Dict(help="Environment variables of every engine.").tag(config=True)
     rank_environment = Dict(help="Per rank: {rank as text: {name: value}}.").tag(config=True)

@@ -34,14 +34,18 @@ class Exit:
     Attributes:
         engine: The engine, or None for the controller.
         code: Its exit code, negative for a signal; None where it cannot be known.
+        unreachable: That its host cannot be reached, and why: it may live on there, but is lost.
     """
 
     engine: int | None
     code: int | None
+    unreachable: str = ""
 
     @property
     def how(self) -> str:
         """`exit code 1`, `signal SIGKILL`."""
+        if self.unreachable:
+            return self.unreachable
         if self.code is None:
             return "unknown exit code"
         if self.code >= 0:

@@ -16,13 +16,16 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
+from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.core import gpus, topology, versions
+from nbdist.cluster.peer_filter import OpenPort
+from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
+from nbdist.core.ranks import is_all
 from nbdist.core.topology import EngineReport, Gpu, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
@@ -35,13 +38,16 @@ DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
-open_store: RankFunction[[str, int], int] = RankFunction("nbdist.engine.join:open_store")
+open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
+    "nbdist.engine.join:open_store"
+)
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
 join_by_plan: RankFunction[[Topology, int, str, str, int], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
+open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
 box_problem: RankFunction[[], str] = RankFunction("nbdist.hang.rank.call_log:problem")
 
 
@@ -58,6 +64,7 @@ class StartOptions:
         grace_s: How long a certain deadlock is left alone before it is aborted; 0 for at once.
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: What models are prepared under; None for Accelerate's ddp.
+        hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
     """
 
     world_size: int | None = None
@@ -69,6 +76,7 @@ class StartOptions:
     grace_s: float = DEFAULT_GRACE_S
     debug: str = "off"
     strategy: StrategySpec | None = None
+    hosts: tuple[Host, ...] = ()
 
 
 def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -78,42 +86,60 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         OptionError: If an option cannot be met on this machine; nothing has been started.
         StartError: If a process did not come up; everything has been ended again.
     """
-    began_s = time.monotonic()
+    end_s = time.monotonic() + options.deadline_s
     notes = [versions.check_system(sys.platform)]
     options = _with_environment(options)
     _check_values(options)
     config = profiles.load(options.profile)
-    is_local = ipp_cluster.gives_ranks(config)
+    kind = ipp_cluster.kind_of(config)
+    _check_kind(options, kind)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
     )
-    chosen = topology.select_gpus(available, options.gpus) if is_local else available
-    asked = options.world_size
-    world_size = topology.default_world_size(chosen) if asked is None else asked
-    expected = _expected_plan(world_size, chosen, options, is_local=is_local)
-    if is_local:
+    world_size, expected, chosen = options.world_size, None, available
+    if kind == ipp_cluster.LOCAL:
+        chosen = topology.select_gpus(available, options.gpus)
+        expected = _expected_plan(chosen, options)
         notes += _local_notes(expected, options)
-    elif options.debug != "off":
-        raise OptionError(
-            f"--debug works only with the profile local. For {options.profile!r} set "
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its engines start."
-        )
-    ipp_cluster.encrypt(config)
-    end_s = began_s + options.deadline_s
+        world_size = expected.world_size
+    elif kind == ipp_cluster.AGENTS:
+        _configure_agents(config, options)
+    elif world_size is None:
+        world_size = topology.default_world_size(available)
+    ipp_cluster.listen(
+        config, [entry[0] for entry in config.AgentEngineSetLauncher.get("hosts", [])]
+    )
     cluster = Cluster(config)
     try:
-        if is_local:
+        if expected is not None:
             _configure_local(config, cluster, expected, chosen, options)
-        cluster.start(world_size, options.deadline_s, progress)
+        n = cluster.start(world_size, options.deadline_s, progress)
         plan, rank_notes = _prepare(
-            cluster, world_size, options, end_s, progress, is_local=is_local
+            cluster, n, options, end_s, progress, is_local=expected is not None
         )
         run_dir.write_ranks(cluster.run_dir, [place.host for place in plan.ranks])
     except BaseException:
         cluster.stop(grace_s=0)
         raise
     return cluster, plan, tuple(note for note in (*notes, *rank_notes) if note)
+
+
+def _check_kind(options: StartOptions, kind: str) -> None:
+    """Refuse options that this profile's launcher knows nothing of."""
+    if kind == ipp_cluster.OTHER and options.debug != "off":
+        raise OptionError(
+            f"--debug does not work with the profile {options.profile!r}, whose ranks nbdist does "
+            "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
+            "engines start."
+        )
+    if kind == ipp_cluster.OTHER and options.hosts:
+        raise OptionError(
+            f"The hosts of the profile {options.profile!r} are its launcher's own. --hosts works "
+            "with the profiles ssh and pretended."
+        )
+    if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
+        options.strategy.choose(options.world_size)
 
 
 def _prepare(
@@ -139,7 +165,11 @@ def _prepare(
     boxes = {place.engine_id: box_problem(call, place.engine_id) for place in plan.ranks}
     # Of ranks whose hangs could not be explained, each reason once.
     notes = [*dict.fromkeys(_all(boxes, end_s, "report on their black boxes").values())]
-    notes.append(ipp_cluster.open_traffic(plan))
+    if plan.n_hosts > 1:
+        lists = _all({e: open_ports(call, e) for e in engines}, end_s, "list their ports").values()
+        ports = [port for ports in lists for port in ports]
+        if ports:  # pretended hosts have none
+            notes.append(ipp_cluster.open_traffic(plan, ports, is_encrypted=cluster.is_encrypted))
     if options.strategy is not None:
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
@@ -158,6 +188,8 @@ def _with_environment(options: StartOptions) -> StartOptions:
                 "remove it."
             )
         options = replace(options, world_size=int(ranks))
+    if options.hosts and options.profile == "local":
+        options = replace(options, profile="ssh")
     return replace(options, gpus=gpu_ids) if gpu_ids and options.gpus is None else options
 
 
@@ -179,15 +211,10 @@ def _check_values(options: Any) -> None:
         raise no_such("--debug", options.debug, launcher.DEBUG_LEVELS)
 
 
-def _expected_plan(
-    world_size: int, chosen: tuple[Gpu, ...], options: StartOptions, *, is_local: bool
-) -> Topology:
+def _expected_plan(chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
     """The plan of the local cluster that would be started: refuses what cannot work."""
-    if not is_local:
-        # Of another cluster's machines only its engines can tell what they have.
-        if options.strategy is not None:
-            options.strategy.choose(world_size)
-        options = StartOptions()
+    asked = options.world_size
+    world_size = topology.default_world_size(chosen) if asked is None else asked
     reports = topology.local_reports(
         world_size, hostname=socket.gethostname(), gpus=chosen, cores=usable_cores()
     )
@@ -242,6 +269,20 @@ def _configure_local(
     run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
+def _configure_agents(config: Config, options: StartOptions) -> None:
+    """Tell the launcher of other hosts which they are, and what their ranks' environment is."""
+    section = config.AgentEngineSetLauncher
+    if options.hosts:
+        section.hosts = [(host.name, host.places) for host in options.hosts]
+    environment = {}
+    if options.gpus is not None and not is_all(options.gpus):
+        wanted = options.gpus.strip().lower()
+        environment["CUDA_VISIBLE_DEVICES"] = "" if wanted == "none" else options.gpus
+    if level := launcher.DEBUG_LEVELS[options.debug]:
+        environment["TORCH_DISTRIBUTED_DEBUG"] = level
+    section.common_environment = {**section.get("common_environment", {}), **environment}
+
+
 def _form_group(
     cluster: Cluster,
     call: Caller,
@@ -252,7 +293,7 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    own_address = _own_address()
+    own_address = host.address_toward(host.ELSEWHERE)
     reports = _all(
         {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
     )
@@ -295,7 +336,7 @@ def _store(
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
     for address in candidates:
-        opened = open_store(call, first, address, plan.world_size)
+        opened = open_store(call, first, address, plan.world_size, plan.addresses)
         try:
             port = _all({first: opened}, end_s, "open a port")[first]
         except StartError as error:  # an address of a gateway, which rank 0 itself has not
@@ -318,16 +359,6 @@ def _store(
 def _is_this_host(reports: dict[int, EngineReport]) -> bool:
     """Whether every engine runs on the kernel's own host, and so sees its files."""
     return {report.hostname for report in reports.values()} == {socket.gethostname()}
-
-
-def _own_address() -> str:
-    """An address of this machine toward other hosts, empty without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
 
 
 def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:

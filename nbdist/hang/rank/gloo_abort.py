@@ -28,7 +28,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +37,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nbdist.cluster import peer_filter
 from nbdist.hang.rank import rendezvous
 
 _FDINFO = Path("/proc/self/fdinfo")
@@ -74,6 +75,7 @@ class _GlooDevices:
     shared: list[Any] = field(default_factory=list)
     inherited: list[Any] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    peers: Collection[str] = ()
     generation: int = 0
     ending: threading.Lock = field(default_factory=threading.Lock)
     is_installed: bool = False
@@ -99,6 +101,17 @@ def install() -> None:
             setattr(gloo, name, staticmethod(_note_devices(make)))
     gloo.__init__ = _with_shared_device(gloo.__init__)
     os.register_at_fork(after_in_child=_forget)
+
+
+def admit(addresses: Collection[str]) -> None:
+    """Let only hosts with these IPv4 addresses reach this process's Gloo devices, later ones too.
+
+    Where the system can do it (cluster/peer_filter.py), and without addresses, all stays as it is.
+    """
+    with _state.lock:
+        _state.peers = addresses
+        for loop in _state.loops:
+            _restrict(loop)
 
 
 def abort(generation: int | None = None) -> int | None:
@@ -185,9 +198,11 @@ def _note_devices(make: Callable[..., Any]) -> Callable[..., Any]:
         with _state.lock:
             before = _epolls()
             device = make(*args, **kwargs)
-            fresh = (_loop_of(number) for number in _epolls() - before)
+            fresh = [loop for n in _epolls() - before if (loop := _loop_of(n)) is not None]
             alive = [loop for loop in _state.loops if _members(loop)]
-            _state.loops[:] = [*alive, *(loop for loop in fresh if loop is not None)]
+            _state.loops[:] = [*alive, *fresh]
+            for loop in fresh:
+                _restrict(loop)
             return device
 
     return create
@@ -225,6 +240,12 @@ def _loop_of(epoll: int) -> _Loop | None:
     if list(listens_by_socket.values()) == [True]:
         return _Loop(epoll, *listens_by_socket)
     return None
+
+
+def _restrict(loop: _Loop) -> None:
+    with _open_socket(*loop.listener) as listener:
+        if listener is not None:
+            peer_filter.restrict(listener, _state.peers)
 
 
 def _epolls() -> set[int]:

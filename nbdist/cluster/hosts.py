@@ -1,0 +1,194 @@
+"""Hosts as they are typed, and whether ranks can be started on them: records and rules."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbdist.errors import OptionError, StartError
+
+# Without an option's dash in front, a space, or anything that a shell would read.
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+MOST_CLOCK_S = 1.0
+NEEDED_BYTES = 100_000_000
+FORM = "Use --hosts n1:4,n2:4 (name:ranks), or a file with a host on each line: n1 slots=4"
+OWN_NAMES = frozenset({"localhost", "127.0.0.1"})
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host that ranks may be started on.
+
+    Attributes:
+        name: As ssh or Slurm knows it, with `user@` where that is typed.
+        places: The most ranks on it; None for one per GPU, or one.
+    """
+
+    name: str
+    places: int | None = None
+
+
+def parse_hosts(text: str, folder: Path = Path()) -> tuple[Host, ...]:
+    """The hosts of `--hosts`: names with their places, or the path of a file of them.
+
+    A file has Open MPI's form (`n1 slots=4`) or that of the option; `#` begins a comment.
+
+    Raises:
+        OptionError: If it names no host, one of them twice, or has another form.
+    """
+    path = folder / Path(text).expanduser()
+    if path.is_file():
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        entries = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
+    else:
+        entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    hosts = tuple(_parse_host(entry) for entry in entries)
+    if not hosts:
+        raise OptionError(f"--hosts {text!r} names no host. {FORM}.")
+    for name, count in Counter(host.name for host in hosts).items():
+        if count > 1:
+            raise OptionError(f"The host {name} occurs {count} times in --hosts. Name it once.")
+    return hosts
+
+
+def _parse_host(entry: str) -> Host:
+    name, colon, places = entry.partition(":")
+    if not _NAME.fullmatch(name) or (colon and not re.fullmatch(r"[1-9][0-9]{0,3}", places)):
+        raise OptionError(f"{entry!r} is not a host with its number of ranks. {FORM}.")
+    return Host(name, int(places) if colon else None)
+
+
+def share_ranks(places: Mapping[str, int], world_size: int | None) -> dict[str, tuple[int, ...]]:
+    """Which ranks each host gets: its places are filled in the order of the hosts.
+
+    Raises:
+        OptionError: If there are fewer places than ranks.
+    """
+    total = sum(places.values())
+    wanted = total if world_size is None else world_size
+    if not 1 <= wanted <= total:
+        listed = ", ".join(f"{name}:{count}" for name, count in places.items())
+        raise OptionError(
+            f"-n {wanted} cannot be started on hosts with {total} places ({listed}). Use -n 1 to "
+            f"{total}, or more hosts or places in --hosts."
+        )
+    shares, first = {}, 0
+    for name, count in places.items():
+        shares[name] = tuple(range(first, min(first + count, wanted)))
+        first += count
+    return {name: ranks for name, ranks in shares.items() if ranks}
+
+
+@dataclass(frozen=True, slots=True)
+class HostCheck:
+    """What was found on a host before anything was started there.
+
+    Attributes:
+        problem: Why it cannot be reached, with what to do; empty if it can.
+        offset_s: Its clock minus this machine's; known to `offset_error_s`.
+    """
+
+    name: str
+    problem: str = ""
+    python: str = ""
+    executable: str = ""
+    versions: Mapping[str, str] | None = None
+    gpus: int = 0
+    offset_s: float = 0.0
+    offset_error_s: float = 0.0
+    temporary: str = ""
+    free_bytes: int = 0
+
+
+def problems(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> list[str]:
+    """What keeps ranks from starting on these hosts: a sentence each, with what to do.
+
+    All must have nbdist in this notebook's version, and one version of torch.
+    """
+    found = [f"{check.name}: {check.problem}" for check in checks if check.problem]
+    reached = [check for check in checks if not check.problem]
+    for check in reached:
+        found += [f"{check.name}: {text}" for text in _host_problems(check, own_versions)]
+    by_torch: dict[str, list[str]] = {}
+    for check in reached:
+        if torch := (check.versions or {}).get("torch"):
+            by_torch.setdefault(torch, []).append(check.name)
+    if len(by_torch) > 1:
+        listed = "; ".join(f"{version} on {', '.join(on)}" for version, on in by_torch.items())
+        found.append(f"The hosts have different versions of torch: {listed}. Install one on all")
+    return found
+
+
+def _host_problems(check: HostCheck, own_versions: Mapping[str, str]) -> list[str]:
+    pip = f"{check.executable} -m pip install"
+    installed = check.versions or {}
+    texts = []
+    if tuple(map(int, check.python.split(".")[:2])) < (3, 11):
+        texts.append(
+            f"{check.executable} is Python {check.python}, and nbdist needs 3.11. Name another "
+            "with c.AgentEngineSetLauncher.remote_python in the profile"
+        )
+    if "torch" not in installed:
+        texts.append(f"torch is not installed for {check.executable}. Run there: {pip} torch")
+    nbdist, here = installed.get("nbdist"), own_versions.get("nbdist", "")
+    if nbdist is None:
+        texts.append(
+            f"nbdist is not installed for {check.executable}. "
+            f"Run there: {pip} {f'nbdist=={here}' if here else 'nbdist'}"
+        )
+    elif nbdist and here and nbdist != here:
+        texts.append(
+            f"it has nbdist {nbdist}, and the notebook {here}. Run there: {pip} nbdist=={here}"
+        )
+    if check.free_bytes < NEEDED_BYTES:
+        texts.append(
+            f"{check.temporary} has {check.free_bytes / 1e6:.0f} MB free, and ranks need "
+            f"{NEEDED_BYTES / 1e6:.0f} MB there. Free some space, or set TMPDIR there"
+        )
+    return texts
+
+
+def clock_notes(checks: Sequence[HostCheck]) -> list[str]:
+    """Hosts whose clock is off by more than a second, beyond what could be measured."""
+    return [
+        f"The clock of {check.name} is {abs(check.offset_s):.0f} s "
+        f"{'ahead of' if check.offset_s > 0 else 'behind'} this machine's. Ranks work; times in "
+        "logs and checkpoints differ. Set it with NTP (timedatectl set-ntp true)"
+        for check in checks
+        if not check.problem and abs(check.offset_s) - check.offset_error_s > MOST_CLOCK_S
+    ]
+
+
+def table(checks: Sequence[HostCheck]) -> str:
+    """The hosts as lines of text: reachable, Python, nbdist, torch, GPUs, clock."""
+    rows: list[tuple[str, ...]] = [
+        ("host", "reachable", "Python", "nbdist", "torch", "GPUs", "clock")
+    ]
+    for check in checks:
+        if check.problem:
+            rows.append((check.name, "no", *[""] * 5))
+            continue
+        installed = check.versions or {}
+        nbdist, torch = installed.get("nbdist", "missing"), installed.get("torch", "missing")
+        clock = f"{check.offset_s:+.1f} s"
+        rows.append((check.name, "yes", check.python, nbdist, torch, str(check.gpus), clock))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def refuse(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> None:
+    """Refuse hosts on which ranks cannot start.
+
+    Raises:
+        StartError: With the table of hosts, and what to do for each fault.
+    """
+    texts = problems(checks, own_versions)
+    if texts:
+        lines = "\n".join(f"- {text}." for text in texts)
+        raise StartError(f"Nothing was started.\n{table(checks)}\n{lines}")

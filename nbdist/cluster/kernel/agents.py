@@ -1,0 +1,275 @@
+"""The kernel's end of an agent: one child process per host, which carries commands and messages."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbdist.cluster import agent
+from nbdist.cluster.kernel import guardian
+from nbdist.errors import NbdistError
+
+# What the other end runs: it reads the agent's text from its input, and then goes on as the agent.
+BOOTSTRAP = (
+    "import sys;exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())),'','exec'))"
+)
+BEAT_S = 1.0
+# Five beats missed: the host is gone, or cut off. ipyparallel alone would need 30 s to see it.
+SILENT_S = 5.0
+STOP_S = 8.0
+# What the process that carries the connection says for itself: ssh's or srun's own words.
+WORDS_BYTES = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What an agent has said of its host.
+
+    Attributes:
+        versions: Installed package -> version; empty where it is there without one.
+        gpus: How many the driver shows.
+        offset_s: The host's clock minus this machine's, plus or minus half of `round_trip_s`.
+        temporary: Its folder for temporary files, with `free_bytes`.
+    """
+
+    hostname: str
+    pid: int
+    python: str
+    executable: str
+    versions: Mapping[str, str]
+    gpus: int
+    cores: int
+    clock_s: float
+    temporary: str
+    free_bytes: int
+    offset_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """The end of a rank's process, as its agent has told it.
+
+    Attributes:
+        code: Its exit code, negative for a signal.
+        tail: The last of what it has written past its cells.
+        files: Relative path -> content of what it has left for the kernel.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    tail: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class AgentLost(NbdistError):
+    """A host's agent cannot be reached any more; the message says how that was noticed."""
+
+
+class HostAgent:
+    """A connection to the agent of one host.
+
+    Its callbacks are called in a thread of its own.
+
+    Attributes:
+        on_exit: Called with the end of each rank.
+        on_lost: Called once, with the reason, when the host cannot be reached any more.
+        lost: That reason; empty as long as the host is heard.
+    """
+
+    def __init__(self, host: str, command: Sequence[str], environment: Mapping[str, str]):
+        """Start the process that carries the connection: `command` runs BOOTSTRAP over there.
+
+        Raises:
+            OSError: If there is no such program.
+        """
+        self.host = host
+        self.on_exit: Callable[[RankExit], object] = lambda _: None
+        self.on_lost: Callable[[str], object] = lambda _: None
+        self.lost = ""
+        self.folder = ""
+        self._facts: Future[HostFacts] = Future()
+        self._answers: dict[int, Future[Any]] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the connection ends
+        self._last_words = ""
+        self._began_s = self._heard_s = time.monotonic()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  # ssh, srun or this Python
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                env=dict(environment),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError:
+            self._words.close()
+            raise
+        self._outbox.put(_program())
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=f"agent-{host}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process on this machine that carries the connection."""
+        return self._process.pid
+
+    def facts(self, deadline_s: float) -> HostFacts:
+        """What the host is.
+
+        Raises:
+            AgentLost: If the agent did not come, with the words of ssh or srun.
+        """
+        try:
+            return self._facts.result(deadline_s)
+        except TimeoutError:
+            reason = f"no answer within {deadline_s:.0f} s. {self.words()}".rstrip()
+            self._lose(reason)
+            raise AgentLost(reason) from None
+
+    def ask(self, do: str, **arguments: Any) -> Future[Any]:
+        """The agent's answer to a command; see nbdist.cluster.agent for the commands."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self.lost:
+                future.set_exception(AgentLost(self.lost))
+                return future
+            self._number += 1
+            self._answers[self._number] = future
+            command = {"id": self._number, "do": do, **arguments}
+        self._outbox.put(json.dumps(command).encode() + b"\n")
+        return future
+
+    def words(self) -> str:
+        """What ssh or srun has written to its standard error so far: the last of it."""
+        with contextlib.suppress(ValueError):  # closed: what it was then
+            size = os.fstat(self._words.fileno()).st_size
+            words = os.pread(self._words.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES))
+            self._last_words = words.decode("utf-8", "replace").strip()
+        return self._last_words
+
+    def stop(self, deadline_s: float = STOP_S) -> bool:
+        """Let the agent end its ranks and itself; False where it was not seen to end."""
+        was_lost, self._is_stopping = bool(self.lost), True
+        self._outbox.put(None)
+        try:
+            self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return False
+        return not was_lost
+
+    def _write(self) -> None:
+        """Send what is asked, and a beat when there is nothing; look whether the host is silent."""
+        assert self._process.stdin is not None
+        woke_s = time.monotonic()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin:
+            while not self.lost:
+                try:
+                    content = self._outbox.get(timeout=BEAT_S)
+                except queue.Empty:
+                    content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
+                if content is None:
+                    return
+                while content:
+                    content = content[self._process.stdin.write(content) :]
+                # A kernel that was stopped itself has heard nobody: it listens first.
+                if time.monotonic() - woke_s > 2 * BEAT_S:
+                    self._heard_s = time.monotonic()
+                woke_s = time.monotonic()
+                self._look()
+
+    def _look(self) -> None:
+        silent_s = time.monotonic() - self._heard_s
+        if self._facts.done() and silent_s > SILENT_S:
+            self._lose(f"nothing was heard from it for {silent_s:.0f} s")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        mark = agent.MARK.encode()
+        with self._process.stdout as stream:
+            reader = os.fdopen(os.dup(stream.fileno()), "rb")
+            with reader:
+                for line in reader:
+                    self._heard_s = time.monotonic()
+                    if line.startswith(mark):
+                        with contextlib.suppress(ValueError, KeyError, TypeError):
+                            self._take(json.loads(line[len(mark) :]))
+        code = self._process.wait()
+        end = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
+        self._words.close()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        event = message.pop("event")
+        if event == "answer" and message["id"]:
+            self._settle(**message)
+        elif event == "exit":
+            files = {
+                name: zlib.decompress(base64.b64decode(packed))
+                for name, packed in message.pop("files").items()
+            }
+            self.on_exit(RankExit(**message, files=files))
+        elif event == "hello" and not self._facts.done():
+            now_s, trip_s = time.time(), time.monotonic() - self._began_s
+            offset_s = message["clock_s"] - (now_s - trip_s / 2)
+            self._facts.set_result(HostFacts(**message, offset_s=offset_s, round_trip_s=trip_s))
+
+    def _settle(self, id: int, value: Any = None, error: str = "") -> None:  # noqa: A002
+        with self._lock:
+            future = self._answers.pop(id, None)
+        if future is None:
+            return
+        if error:
+            future.set_exception(NbdistError(f"{self.host}: {error}"))
+        else:
+            future.set_result(value)
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = reason
+            waiting = [*self._answers.values(), self._facts]
+            self._answers.clear()
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):  # the facts are there
+                future.set_exception(AgentLost(reason))
+        if not self._is_stopping:
+            self._process.kill()
+            self.on_lost(reason)
+
+
+def _program() -> bytes:
+    """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it."""
+    sources = [Path(str(module.__file__)).read_text() for module in (guardian, agent)]
+    text = (
+        "import sys, types\n"
+        "modules = []\n"
+        f"for name, source in zip(('guardian', 'agent'), {sources!r}):\n"
+        "    modules.append(types.ModuleType('nbdist_' + name))\n"
+        "    sys.modules['nbdist_' + name] = modules[-1]\n"
+        "    exec(compile(source, name + '.py', 'exec'), modules[-1].__dict__)\n"
+        "modules[1].serve(modules[0])\n"
+    ).encode()
+    return b"%d\n%s" % (len(text), text)

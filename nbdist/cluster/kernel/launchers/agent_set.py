@@ -1,0 +1,380 @@
+"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.cluster.launcher import BaseLauncher, EngineLauncher
+from traitlets import Dict, Float, List, Unicode
+
+from nbdist.cluster import hosts, nccl_env
+from nbdist.cluster.hosts import Host, HostCheck
+from nbdist.cluster.kernel.agents import BOOTSTRAP, HostAgent, HostFacts, RankExit
+from nbdist.errors import NbdistError, StartError
+
+ENGINE_FILE = "engine.json"
+CONNECTION_DEADLINE_S = 60.0
+CONNECTION_POLL_S = 0.02
+ANSWER_S = 10.0
+# Of the notebook's environment ranks of other hosts get what begins like this.
+FORWARDED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_", "NBDIST_TEST")
+
+
+class AgentEngine(BaseLauncher):  # type: ignore[misc]
+    """One rank's process on the host of an agent; the identifier is the rank."""
+
+    code: int | None = None
+    unreachable = ""
+
+    def __init__(self, rank: int, agent: HostAgent, **kwargs: Any):
+        """Start the rank's process; nothing is waited for."""
+        super().__init__(**kwargs)
+        self.rank, self.agent, self.pid, self._tail = rank, agent, 0, ""
+
+    def find_args(self) -> list[str]:
+        """For ipyparallel's log: the rank's command without its variables."""
+        return ["rank", str(self.rank), self.agent.host]
+
+    def signal(self, sig: int) -> None:
+        """Send a signal to the rank; at once, unanswered."""
+        self.agent.ask("signal", rank=self.rank, number=int(sig))
+
+    def end(self) -> None:
+        """Kill the rank, with all processes of its session; unanswered."""
+        self.agent.ask("end", rank=self.rank)
+
+    def get_output(self, remove: bool = False) -> str:
+        """The last of what the rank has written past its cells; asked for while it lives."""
+        if self.state == "running" and not self.agent.lost:
+            with contextlib.suppress(NbdistError, TimeoutError):
+                self._tail = self.agent.ask("tail", rank=self.rank).result(ANSWER_S)
+        return self._tail
+
+    def finish(self, code: int | None, tail: str, unreachable: str = "") -> None:
+        """Note the end of the process, or that its host cannot be reached; in the loop."""
+        if self.state == "after":
+            return
+        self._tail = tail or self._tail
+        self.notify_stop({"exit_code": code, "pid": self.pid, "unreachable": unreachable})
+
+
+class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
+    """Starts ranks on hosts through their agents; engine id = rank, in the order of the hosts.
+
+    A subclass says which hosts there are (`find_hosts`) and how to reach one (`command`).
+    """
+
+    is_on_this_machine = False
+
+    hosts: List[Any, Any] = List(
+        help="The hosts, each (name, places or None), in the order of the ranks."
+    ).tag(config=True)
+    remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
+        config=True
+    )
+    connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(config=True)
+    common_environment = Dict(help="Environment variables of every rank.").tag(config=True)
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.agents: dict[str, HostAgent] = {}
+        self.checks: tuple[HostCheck, ...] = ()
+        self.launchers: dict[str, AgentEngine] = {}
+        self.places: dict[str, int] = {}
+        self.world_size = 0
+        self._sharing: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self.run_dir = Path(self.profile_dir).parent
+
+    def find_args(self) -> list[str]:
+        """For ipyparallel's log: the hosts."""
+        return ["hosts", *self.agents]
+
+    async def find_hosts(self, n: int) -> tuple[Host, ...]:
+        """The hosts to start n ranks on (0: as many as there are places)."""
+        return tuple(Host(*entry) for entry in self.hosts)
+
+    def command(self, host: str) -> list[str]:
+        """The command on this machine that runs BOOTSTRAP with a host's Python."""
+        raise NotImplementedError
+
+    def explain(self, host: str, reason: str) -> str:
+        """Why a host cannot be reached, with what to do, from the words of the connection."""
+        return reason
+
+    def spare_hosts(self, lost: str) -> tuple[Host, ...]:
+        """Hosts beside those of the start that may take the ranks of a lost one."""
+        return ()
+
+    async def start(self, n: int) -> list[int]:
+        """Reach all hosts at once, check them, then start n ranks; 0 for every place.
+
+        Raises:
+            OptionError: If the hosts have fewer places.
+            StartError: If a host is not fit, with the table of hosts; nothing runs then.
+        """
+        found = await self.find_hosts(n)
+        try:
+            with ThreadPoolExecutor(max_workers=max(1, len(found))) as pool:
+                loop = asyncio.get_running_loop()
+                names = [host.name for host in found]
+                checks = [loop.run_in_executor(pool, self._reach, name, loop) for name in names]
+                self.checks = tuple(await asyncio.gather(*checks))
+            hosts.refuse(self.checks, own_versions())
+            gpus = {check.name: check.gpus for check in self.checks}
+            self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
+            shares = hosts.share_ranks(self.places, n or None)
+        except BaseException:
+            self.close()
+            raise
+        for host in [name for name in self.agents if name not in shares]:
+            self.agents.pop(host).stop(0)
+        self.world_size = sum(map(len, shares.values()))
+        for host, ranks in shares.items():
+            for rank in ranks:
+                self._start_rank(rank, self.agents[host], len(ranks), rank - ranks[0])
+        self._sharing = asyncio.create_task(self._share_connection())
+        self.notify_start(sorted(self.launchers))
+        return sorted(map(int, self.launchers))
+
+    def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
+        """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
+        environment = {**os.environ, **self.environment, "NBDIST_RUN": str(self.run_dir)}
+        environment.pop("IPP_CONNECTION_INFO", None)
+        try:
+            agent = HostAgent(host, self.command(host), environment)
+            self.agents[host] = agent
+            agent.on_exit = lambda end: loop.call_soon_threadsafe(self._take_exit, agent, end)
+            agent.on_lost = lambda why: loop.call_soon_threadsafe(self._take_loss, agent, why)
+            facts = agent.facts(self.connect_s)
+            agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
+        except (OSError, NbdistError, TimeoutError) as error:
+            return HostCheck(host, problem=self.explain(host, str(error)))
+        return check_of(host, facts)
+
+    def _start_rank(
+        self,
+        rank: int,
+        agent: HostAgent,
+        local_size: int,
+        local_rank: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> AgentEngine:
+        engine = AgentEngine(
+            rank,
+            agent,
+            parent=self,
+            log=self.log,
+            profile_dir=self.profile_dir,
+            cluster_id=self.cluster_id,
+            identifier=str(rank),
+        )
+        env = {
+            **self._common_variables(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            **(environment or {}),
+        }
+        started = agent.ask("start", rank=rank, argv=self._argv(rank), env=env, folder=os.getcwd())  # noqa: PTH109
+        self.launchers[str(rank)] = engine
+        started.add_done_callback(partial(self._take_start, engine, asyncio.get_running_loop()))
+        engine.notify_start({"rank": rank})
+        return engine
+
+    def _common_variables(self) -> dict[str, str]:
+        forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+        return {
+            **nccl_env.environment(os.environ),
+            **forwarded,
+            **self.common_environment,
+            "NBDIST_RUN": "{folder}",
+            "IPP_PROFILE_DIR": "{folder}/profile",
+            "IPP_CLUSTER_ID": self.cluster_id,
+        }
+
+    def _argv(self, rank: int) -> list[str]:
+        return [
+            "-P",
+            "-m",
+            "nbdist.engine",
+            f"--IPEngine.id={rank}",
+            f"--IPEngine.url_file={{folder}}/{ENGINE_FILE}",
+            # The agent ends it, tells of its end, and signals it.
+            "--IPEngine.max_heartbeat_misses=0",
+            "--IPEngine.enable_nanny=False",
+        ]
+
+    def _take_start(
+        self, engine: AgentEngine, loop: asyncio.AbstractEventLoop, started: Any
+    ) -> None:
+        if started.exception() is None:
+            engine.pid = started.result()
+        else:
+            loop.call_soon_threadsafe(engine.finish, None, str(started.exception()))
+
+    async def _share_connection(self) -> None:
+        """Hand the controller's connection file, with its key, to every host when it is there."""
+        path = Path(self.connection_files["engine"])
+        end_s = time.monotonic() + CONNECTION_DEADLINE_S
+        while not (text := _read_whole(path)) and time.monotonic() < end_s:  # noqa: ASYNC110  # a file
+            await asyncio.sleep(CONNECTION_POLL_S)
+        for agent in self.agents.values():
+            agent.ask("file", name=ENGINE_FILE, text=text)
+
+    def _take_exit(self, agent: HostAgent, end: RankExit) -> None:
+        """A rank's process has ended: keep what it has left where the kernel looks for it."""
+        engine = self.launchers.get(str(end.rank))
+        if engine is None or engine.agent is not agent or engine.pid not in {0, end.pid}:
+            return  # of a process that was replaced
+        for name, content in end.files.items():
+            path = self.run_dir / Path(name).parent.name / Path(name).name
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                path.write_bytes(content)
+        engine.finish(end.code, end.tail)
+
+    def _take_loss(self, agent: HostAgent, reason: str) -> None:
+        why = self.explain(agent.host, reason)
+        for engine in self.engines_of(agent):
+            engine.finish(None, "", f"{agent.host} cannot be reached: {why}")
+
+    def engines_of(self, agent: HostAgent) -> list[AgentEngine]:
+        """The engines whose processes an agent has started and that have not ended."""
+        return [e for e in self.launchers.values() if e.agent is agent and e.state == "running"]
+
+    def prepare_host(self, rank: int, loop: asyncio.AbstractEventLoop) -> HostAgent:
+        """The agent that starts a rank again: of its own host, else of one with a free place.
+
+        Blocks; in a thread. The host that was lost is tried again first.
+
+        Raises:
+            StartError: If there is neither.
+        """
+        former = self.launchers[str(rank)].agent
+        if not former.lost:
+            return former
+        tried = {}
+        candidates = [Host(former.host), *map(Host, self.places), *self.spare_hosts(former.host)]
+        for host in dict.fromkeys(host.name for host in candidates):
+            free = self._free_places(host, rank)
+            if free < 1:
+                tried[host] = "all of its places are taken"
+                continue
+            agent = self.agents.get(host)
+            if agent is not None and not agent.lost:
+                return agent
+            check = self._reach(host, loop)
+            if not check.problem:
+                hosts.refuse([check], own_versions())
+                return self.agents[host]
+            tried[host] = check.problem
+        listed = "; ".join(f"{host}: {why}" for host, why in tried.items())
+        raise StartError(
+            f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
+            "start (--hosts n1:4,n2:4,n3:4 with a smaller -n), or start all ranks again with "
+            "%dist_reset."
+        )
+
+    def _free_places(self, host: str, rank: int) -> int:
+        taken = [
+            engine
+            for engine in self.launchers.values()
+            if engine.agent.host == host and engine.rank != rank and engine.state == "running"
+        ]
+        return self.places.get(host, 1) - len(taken)
+
+    async def start_one(self, rank: int, environment: Mapping[str, str]) -> AgentEngine:
+        """Start the process of a rank that has ended again, on its host or on another one.
+
+        Raises:
+            StartError: If no host takes it.
+        """
+        loop = asyncio.get_running_loop()
+        agent = await asyncio.to_thread(self.prepare_host, rank, loop)
+        self._forget(rank)
+        agent.ask("file", name=ENGINE_FILE, text=_read_whole(Path(self.connection_files["engine"])))
+        on_host = sorted(e.rank for e in self.launchers.values() if e.agent is agent)
+        others = [r for r in on_host if r != rank]
+        former = self.launchers[str(rank)]
+        local_rank = on_host.index(rank) if former.agent is agent else len(others)
+        return self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
+
+    def _forget(self, rank: int) -> None:
+        """Remove what is here of an earlier process of the rank."""
+        for name in ("boxes/{}", "crash.{}", "cells.{}", "stacks.{}"):
+            (self.run_dir / name.format(rank)).unlink(missing_ok=True)
+
+    async def stop(self) -> None:
+        """End all ranks and agents, all hosts at once; nothing of the run is left on them."""
+        await asyncio.to_thread(self.close)
+        self.notify_stop({"exit_code": 0})
+
+    def close(self) -> None:
+        """The same, without a loop: returns when all agents have ended."""
+        self._is_stopping = True
+        agents = list(self.agents.values())
+        if agents:
+            with ThreadPoolExecutor(max_workers=len(agents)) as pool:
+                list(pool.map(HostAgent.stop, agents))
+
+    def signal(self, sig: int) -> None:
+        """Send a signal to every rank."""
+        for engine in self.launchers.values():
+            engine.signal(sig)
+
+    def get_output(self, remove: bool = False) -> str:
+        """What each rank has written last, under its number."""
+        tails = {rank: engine.get_output() for rank, engine in self.launchers.items()}
+        return "\n".join(f"rank {rank}: {tail}" for rank, tail in tails.items() if tail)
+
+
+def _read_whole(path: Path) -> str:
+    """The text of a connection file; empty as long as it is not there or half written."""
+    with contextlib.suppress(OSError):
+        text = path.read_text()
+        return text if text.rstrip().endswith("}") else ""
+    return ""
+
+
+def check_of(host: str, facts: HostFacts) -> HostCheck:
+    """What an agent has said, as a row of the table of hosts."""
+    return HostCheck(
+        host,
+        python=facts.python,
+        executable=facts.executable,
+        versions=facts.versions,
+        gpus=facts.gpus,
+        offset_s=facts.offset_s,
+        offset_error_s=facts.round_trip_s / 2,
+        temporary=facts.temporary,
+        free_bytes=facts.free_bytes,
+    )
+
+
+def own_versions() -> dict[str, str]:
+    """The notebook's version of nbdist; empty where it is a checkout that is not installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return {"nbdist": metadata.version("nbdist")}
+    return {}
+
+
+def remote_command(python: str) -> list[str]:
+    """BOOTSTRAP as the words of a command on the other host."""
+    return [python, "-c", BOOTSTRAP]
+
+
+def as_entries(found: Iterable[Host]) -> list[tuple[str, int | None]]:
+    """Hosts as the trait `hosts` takes them."""
+    return [(host.name, host.places) for host in found]

@@ -1,0 +1,206 @@
+"""The agent of a host: it starts ranks, tells how they end, and leaves nothing behind."""
+
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nbdist.cluster import agent as agent_program
+from nbdist.cluster.kernel import agents
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.errors import NbdistError
+from tests.support import processes
+from tests.support.ranks import until
+
+COMMAND = [sys.executable, "-c", BOOTSTRAP]
+SLEEP = ["-c", "import time; time.sleep(300)"]
+Connect = Callable[..., HostAgent]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """Connects to agents of this machine, whose TMPDIR is the test's."""
+    connected = []
+
+    def connect(command: list[str] = COMMAND, **variables: str) -> HostAgent:
+        environment = {**os.environ, "TMPDIR": str(tmp_path), **variables}
+        connected.append(HostAgent("here", command, environment))
+        return connected[-1]
+
+    yield connect
+    for agent in connected:
+        agent.stop()
+
+
+def opened(agent: HostAgent) -> HostAgent:
+    agent.facts(20)
+    agent.folder = agent.ask("open", run="run-x").result(10)
+    return agent
+
+
+def start(agent: HostAgent, argv: list[str], rank: int = 0, **env: str) -> int:
+    return int(agent.ask("start", rank=rank, argv=argv, env=env).result(10))
+
+
+def test_an_agent_says_what_its_host_is(connect: Connect) -> None:
+    """Python, packages, cores, and a clock that is this machine's."""
+    facts = connect(CUDA_VISIBLE_DEVICES="0,3", NBDIST_HOST="n7").facts(20)
+
+    assert facts.hostname == "n7"
+    assert facts.python == ".".join(map(str, sys.version_info[:3]))
+    assert facts.versions["torch"].startswith("2.")
+    assert facts.gpus == 2
+    assert facts.cores == len(os.sched_getaffinity(0))
+    assert abs(facts.offset_s) <= facts.round_trip_s / 2 + 0.01
+
+
+def test_what_a_login_script_prints_is_no_message(connect: Connect) -> None:
+    """Banners, also in the middle of a line, are passed over."""
+    shell = ["sh", "-c", 'echo "Welcome! {"; echo more >&2; exec "$@"', "sh", *COMMAND]
+    agent = connect(shell)
+
+    assert agent.facts(20).hostname
+    assert agent.words() == "more"
+
+
+def test_the_end_of_a_rank_is_told_with_what_it_leaves(connect: Connect) -> None:
+    """Exit code or signal, last lines, and the files with its number; other files are not sent."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.on_exit = ends.put
+    code = (
+        "import os, pathlib, sys; f = pathlib.Path(os.environ['FOLDER']); (f / 'boxes').mkdir()\n"
+        "(f / 'boxes' / '3').write_bytes(bytes(1000)); (f / 'crash.3').write_text('why')\n"
+        "(f / 'crash.13').write_text('another'); print('last words'); sys.exit(4)"
+    )
+    pid = start(agent, ["-c", code], 3, FOLDER="{folder}")
+    end = ends.get(timeout=20)
+    start(agent, SLEEP, 5)
+    agent.ask("signal", rank=5, number=signal.SIGINT).result(10)
+
+    assert (end.rank, end.pid, end.code, end.tail) == (3, pid, 4, "last words\n")
+    assert end.files == {"boxes/3": bytes(1000), "crash.3": b"why"}
+    assert ends.get(timeout=20).code == -signal.SIGINT
+
+
+def test_a_rank_is_ended_with_its_children(connect: Connect) -> None:
+    """Of a rank that is killed, what it has started goes as well; another rank stays."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.on_exit = ends.put
+    other = start(agent, SLEEP, 1)
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    pid = start(agent, ["-c", child])
+    assert until(lambda: bool(psutil.Process(pid).children()))
+    [grandchild] = psutil.Process(pid).children()
+    agent.ask("end", rank=0).result(10)
+
+    assert ends.get(timeout=10).code == -signal.SIGKILL
+    assert not processes.is_alive(grandchild)
+    assert processes.is_alive(psutil.Process(other))
+
+
+@pytest.mark.parametrize("how", ["stop", "kill the connection", "kill the agent"])
+def test_nothing_is_left_of_a_host(how: str, connect: Connect, tmp_path: Path) -> None:
+    """Not when it is told to stop, not when the kernel is gone, not when the agent is killed."""
+    # As with ssh: what carries the connection is another process than the agent.
+    agent = opened(connect(["sh", "-c", 'cat | "$@" | cat', "sh", *COMMAND]))
+    pids = [start(agent, SLEEP, rank) for rank in range(2)]
+    program = psutil.Process(agent.facts(1).pid)
+    if how == "stop":
+        assert agent.stop()
+    elif how == "kill the connection":
+        for process in psutil.Process(agent.pid).children():
+            if process != program:
+                process.kill()
+    else:
+        program.kill()
+
+    assert processes.wait_gone([*pids, program]) == []
+    assert how == "kill the agent" or until(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that says nothing any more is told once; nothing asked of it waits for ever."""
+    monkeypatch.setattr(agents, "SILENT_S", 1.5)
+    agent, reasons = opened(connect()), queue.SimpleQueue[str]()
+    agent.on_lost = reasons.put
+    stopped = psutil.Process(agent.facts(1).pid)
+    stopped.suspend()
+    try:
+        asked = agent.ask("facts")
+        reason = reasons.get(timeout=20)
+        with pytest.raises(AgentLost, match="nothing was heard"):
+            asked.result(5)
+        with pytest.raises(AgentLost, match="nothing was heard"):
+            agent.ask("facts").result(5)
+    finally:
+        stopped.kill()
+
+    assert reason == agent.lost
+    assert reasons.empty()
+
+
+def test_an_agent_that_hears_nothing_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a cut it ends by itself; the kernel has said long before that it cannot be reached."""
+    monkeypatch.setattr(agent_program, "SILENCE_S", 0.2)
+    monkeypatch.setattr(agent_program, "say", lambda *_args, **_content: None)
+    monkeypatch.setattr(agent_program.Agent, "_listen", lambda _self: None)
+    monkeypatch.setattr(signal, "signal", lambda *_args: None)
+    ended: list[bool] = []
+    monkeypatch.setattr(agent_program.Agent, "_end_all", lambda _self: ended.append(True))
+    agent_program.Agent().serve()
+
+    assert ended == [True]
+
+
+def test_a_command_that_fails_says_why(connect: Connect) -> None:
+    """The host is named, and the agent goes on."""
+    agent = opened(connect())
+    with pytest.raises(NbdistError, match="here: KeyError: 9"):
+        agent.ask("signal", rank=9, number=2).result(10)
+
+    assert agent.ask("facts").result(10)["pid"]
+
+
+def test_a_folder_that_others_can_enter_is_refused(connect: Connect, tmp_path: Path) -> None:
+    """The controller's key would not be safe in it."""
+    (tmp_path / f"nbdist-{os.getuid()}").mkdir(mode=0o755)
+    agent = connect()
+    agent.facts(20)
+    with pytest.raises(NbdistError, match="only this user can enter"):
+        agent.ask("open", run="run-x").result(10)
+
+
+def test_the_connection_file_is_for_its_owner_alone(connect: Connect) -> None:
+    """Whole at once, readable by nobody else, and in the run's folder whatever its name says."""
+    agent = opened(connect())
+    agent.ask("file", name="../../engine.json", text="{}").result(10)
+    path = Path(agent.folder, "engine.json")
+
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("{}", 0o600)
+    assert Path(agent.folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_what_ssh_says_is_the_reason(connect: Connect) -> None:
+    """A connection that ends before the agent came is told in its own words."""
+    agent = connect(["sh", "-c", "echo 'ssh: Could not resolve hostname n9' >&2; exit 255"])
+    with pytest.raises(AgentLost, match=r"\(exit code 255\). ssh: Could not resolve hostname n9"):
+        agent.facts(20)
+
+
+def test_a_kernel_that_was_stopped_itself_has_lost_nobody(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause of its own it listens before it judges who is silent."""
+    agent = opened(connect())
+    agent._heard_s -= 3600
+    clock = time.monotonic
+    monkeypatch.setattr(agents.time, "monotonic", lambda: clock() + 7200)
+    assert agent.ask("facts").result(10)["pid"]
+
+    assert agent.lost == ""
