@@ -36,7 +36,12 @@ _PRIVATE = {
     **dict.fromkeys(("/tmp", "/var/tmp", "/dev/shm"), "1777"),
     **dict.fromkeys(("/run", "/var/log", "/home", "/root"), "755"),
 }
-_NEEDED = (Path(__file__).resolve().parents[2], Path(sys.prefix), Path(sys.base_prefix))
+_CHECKOUT = Path(__file__).parents[2]
+_NEEDED = [
+    needed
+    for path in (_CHECKOUT, Path(sys.prefix), Path(sys.base_prefix))
+    for needed in (path, path.resolve())
+]
 
 _NETWORK = ipaddress.ip_network("10.79.0.0/24")
 _DEAD_NETWORK = ipaddress.ip_network("10.80.0.0/24")
@@ -237,6 +242,8 @@ class Hosts:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
         self._processes.clear()
+        for host in self._hosts.values():
+            host.first = None
         for thread in (*(host.thread for host in self._hosts.values()), self._switch):
             thread.shutdown()
 
@@ -291,12 +298,16 @@ class Hosts:
             try:
                 stdout, stderr = process.communicate(input, timeout_s)
             except subprocess.TimeoutExpired as error:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its children have the pipes too
                 stdout, stderr = process.communicate()
                 raise HostError(
                     f"{host}: {command}\nstill ran after {timeout_s:g} s\n{stdout}{stderr}"
                 ) from error
-        self._processes.remove(process)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            finally:
+                self._processes.remove(process)
         if check and process.returncode:
             raise HostError(f"{host}: {command}\nended with {process.returncode}\n{stdout}{stderr}")
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

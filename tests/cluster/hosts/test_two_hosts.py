@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.support.hosts import Hosts, missing
+from tests.cluster.hosts.conftest import SSH, skip_without
+from tests.support.hosts import Hosts
 
 # Started in turns on the second and the first host, and numbered as they happen to register:
 # the engines' numbers say nothing about ranks.
@@ -75,9 +76,9 @@ session.stop()
 
 
 @pytest.mark.cluster
-@pytest.mark.skipif(missing("sshd") != "", reason=missing("sshd"))
 def test_ranks_on_two_hosts() -> None:
     """Ranks are assigned by host, add up over the network, and open no port to all addresses."""
+    skip_without(*SSH)
     with Hosts(2) as hosts:
         hosts.start_sshd()
         profile = hosts.path("head", "/root/.ipython/profile_twohosts/ipcluster_config.py")
