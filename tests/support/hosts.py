@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tests.support.host_services import SLURM_PARTITIONS, SSHD_CONFIG, slurm_files
+
 HEAD = "head"
 USER = "researcher"  # on every host beside root, with a home of their own
 SHARED = Path("/srv")  # the same files on every host
@@ -57,59 +59,6 @@ _NEW_MOUNTS, _NEW_NAME, _NEW_IPC, _NEW_PIDS, _NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 _MS_BIND, _MS_RECURSIVE, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-
-_SSHD_CONFIG = """
-HostKey /etc/ssh/ssh_host_ed25519_key
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin prohibit-password
-UsePAM no
-PrintMotd no
-MaxStartups 100:30:200
-MaxSessions 100
-Subsystem sftp internal-sftp
-"""
-
-_SLURM_CONFIG = """
-ClusterName=hosts
-SlurmctldHost=head
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
-StateSaveLocation=/run/slurm/state
-SlurmdSpoolDir=/run/slurm/spool
-SlurmctldPidFile=/run/slurm/slurmctld.pid
-SlurmdPidFile=/run/slurm/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-ReturnToService=2
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=2,bf_interval=5,sched_min_interval=100000,batch_sched_delay=0
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-PreemptType=preempt/partition_prio
-PreemptMode=CANCEL
-GresTypes=gpu
-SlurmdParameters=config_overrides
-"""
-_SLURM_SETTINGS = {
-    "SlurmctldTimeout": 30,
-    "SlurmdTimeout": 300,
-    "KillWait": 5,
-    "MinJobAge": 300,
-    "EnforcePartLimits": "ALL",
-}
-# `small` refuses more than one host and ten minutes; jobs in `spare` are cancelled for others'.
-_SLURM_PARTITIONS = (
-    "main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=2",
-    "small Nodes=node1 MaxNodes=1 MaxTime=10 PriorityTier=2",
-    "spare Nodes=ALL MaxTime=INFINITE PriorityTier=1",
-)
 
 T = TypeVar("T")
 
@@ -387,7 +336,7 @@ class Hosts:
             self._write(host, "/etc/ssh/ssh_host_ed25519_key", host_private, mode=0o600)
             variables = self._clock_variables(host)
             extra = "SetEnv " + " ".join(f"{k}={v}" for k, v in variables.items())
-            config = _SSHD_CONFIG + (extra + "\n" if variables else "")
+            config = SSHD_CONFIG + (extra + "\n" if variables else "")
             self._write(host, "/etc/ssh/sshd_config", config)
             self._service(host, ["/usr/sbin/sshd", "-D", "-e"])
         for host in hosts:
@@ -398,27 +347,19 @@ class Hosts:
         *,
         gpus: int = 2,
         cpus: int = 4,
-        partitions: Sequence[str] = _SLURM_PARTITIONS,
+        partitions: Sequence[str] = SLURM_PARTITIONS,
         **settings: object,
     ) -> None:
         """Start munge on all hosts, slurmctld on the head, slurmd on the nodes.
 
         `gpus` a node are copies of /dev/null, for which Slurm sets CUDA_VISIBLE_DEVICES;
-        `partitions` and `settings` are lines of slurm.conf, as ("main Nodes=ALL", ) and KillWait=2.
+        `partitions` and `settings` are lines of slurm.conf, as ("main Nodes=ALL",) and KillWait=2.
         """
-        nodes = f"node[1-{len(self.nodes)}]"
-        config = _SLURM_CONFIG + "".join(
-            f"{name}={value}\n" for name, value in (_SLURM_SETTINGS | settings).items()
-        )
-        config += f"NodeName={nodes} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN\n"
-        config += "".join(f"PartitionName={line} State=UP\n" for line in partitions)
-        devices = f"AutoDetect=off\nNodeName={nodes} Name=gpu File=/run/slurm/gpu[0-{gpus - 1}]\n"
+        texts = slurm_files(len(self.nodes), gpus, cpus, partitions, settings)
         key = os.urandom(128).hex()
         for host in self.names:
-            self._write(host, "/etc/slurm/slurm.conf", config)
-            self._write(host, "/etc/slurm/gres.conf", devices if gpus else "AutoDetect=off\n")
-            # No cgroup is used, yet slurmd ends without a line that says which kind.
-            self._write(host, "/etc/slurm/cgroup.conf", "CgroupPlugin=cgroup/v1\n")
+            for name, text in texts.items():
+                self._write(host, f"/etc/slurm/{name}", text)
             self._write(host, "/run/munge/munge.key", key, mode=0o600)
             for gpu in range(gpus):
                 file = self.path(host, f"/run/slurm/gpu{gpu}")
