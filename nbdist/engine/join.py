@@ -178,9 +178,14 @@ def join(
     _set_master_variables(store, rank, plan)
     joined(Rank(place, plan, store))
     process_groups.rejoin(user_groups)
-    run_dir = os.environ.get("NBDIST_RUN")  # not there on another host
-    call_log.install(call_log.open_box(Path(run_dir) if run_dir else None, rank))
+    call_log.install(call_log.open_box(_run_dir(), rank))
     call_log.reset(generation)
+
+
+def _run_dir() -> Path | None:
+    """The run's folder; None for an engine on another host, where it is not."""
+    run_dir = Path(os.environ.get("NBDIST_RUN", ""))
+    return run_dir if run_dir.name and run_dir.is_dir() else None
 
 
 def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[GroupSpec]) -> None:
@@ -257,12 +262,11 @@ def prepare(seed: int | None = None) -> Topology:
     call_log.name_cells(shell)
     cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
-    run_dir = Path(os.environ.get("NBDIST_RUN", ""))
-    is_here = bool(run_dir.name) and run_dir.is_dir()  # not for an engine on another host
-    if is_here:
+    run_dir = _run_dir()
+    if run_dir is not None:
         crash_files.arm(run_dir, place.rank)
         child_sockets.use(run_dir, place.rank)
-    crash_files.note_cells(shell.compile, run_dir if is_here else None, place.rank)
+    crash_files.note_cells(shell.compile, run_dir, place.rank)
     shell.push(
         {
             "rank": place.rank,

@@ -83,12 +83,15 @@ def kind_of(config: Config) -> str:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    kinds: dict[Any, str] = {
+        launcher.RankEngineSetLauncher: LOCAL,
+        AgentEngineSetLauncher: AGENTS,
+    }
     starts = launchers(config)[1]
     return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 
 
-def launchers(config: Config) -> tuple[type, type]:
+def launchers(config: Config) -> tuple[type[Any], type[Any]]:
     """The classes that start a profile's controller and its engines.
 
     Raises:

@@ -126,9 +126,9 @@ def check_launcher(ranks: Ranks) -> None:
     """
     if not ranks.cluster.can_restart:
         raise OptionError(
-            "Single ranks can be restarted only under the profile local, whose processes nbdist "
-            "starts itself. %dist_reset restarts all ranks of this profile; their variables are "
-            "lost."
+            "Single ranks can be restarted only where nbdist starts them itself, and those of this "
+            "profile were started by ipyparallel's launcher. %dist_reset restarts all of them; "
+            "their variables are lost."
         )
 
 
