@@ -65,6 +65,7 @@ session.stop()
 """
 
 
+@pytest.mark.more_hosts
 @pytest.mark.cluster
 @pytest.mark.engine
 def test_ranks_by_mpiexec_on_two_hosts_and_one_that_is_cut_off(hosts: Hosts) -> None:
