@@ -197,7 +197,7 @@ def test_over_a_port_the_store_listens_on_one_address(
 ) -> None:
     """Where no file is shared, rank 0 opens a port on the one address that all reach."""
     put(ipython_dir, "plain", PLAIN)
-    monkeypatch.setattr(start, "_is_this_host", lambda reports: False)
+    monkeypatch.setattr(start, "is_this_host", lambda reports: False)
     options = StartOptions(2, profile="plain", gpus="none")
     with session_of(options) as session:
         result = session.run(
@@ -234,7 +234,7 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
             future.set_result(4711)
         return future
 
-    ask = partial(start._store, None, call, plan, {0: first, 1: other}, time.monotonic() + 5)
+    ask = partial(start.find_store, None, call, plan, {0: first, 1: other}, time.monotonic() + 5)
     address = ask()
     reached.clear()
     with pytest.raises(StartError) as caught:

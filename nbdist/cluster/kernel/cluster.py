@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
+from nbdist.cluster.hosts import clock_notes
 from nbdist.cluster.kernel import (
     controller,
     guardian,
@@ -331,6 +332,10 @@ class Cluster:
     def is_encrypted(self) -> bool:
         """Whether the controller was started with CURVE."""
         return self._connection is not None and self._connection.is_encrypted
+
+    def host_notes(self) -> list[str]:
+        """What was found on the hosts of agents that does not keep ranks from starting."""
+        return clock_notes(getattr(self._cluster.engine_set, "checks", ()))
 
     @property
     def can_restart(self) -> bool:

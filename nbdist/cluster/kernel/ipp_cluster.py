@@ -83,15 +83,12 @@ def kind_of(config: Config) -> str:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds: dict[Any, str] = {
-        launcher.RankEngineSetLauncher: LOCAL,
-        AgentEngineSetLauncher: AGENTS,
-    }
+    kinds: dict[type, str] = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
     starts = launchers(config)[1]
     return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 
 
-def launchers(config: Config) -> tuple[type[Any], type[Any]]:
+def launchers(config: Config) -> tuple[type, type]:
     """The classes that start a profile's controller and its engines.
 
     Raises:
@@ -124,12 +121,14 @@ def listen(config: Config, hosts: Sequence[str] = ()) -> None:
 
     Args:
         config: The profile's, which is changed.
-        hosts: Names or addresses of hosts that will have engines, as far as they are known.
+        hosts: Those that will have engines, as far as they are known; names or addresses, also
+            with `user@`.
     """
     args = ipp_launchers.controller_args(config)
     named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
     if not any(named) and _reaches_out(config):
-        named = [host.address_toward(*hosts, host.ELSEWHERE) or "*"]
+        names = [name.rpartition("@")[2] for name in hosts]
+        named = [host.address_toward(*names, host.ELSEWHERE) or "*"]
         args = [*args, f"--IPController.engine_ip={named[0]}"]
     if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
         args = [*args, ENABLE_CURVE]
@@ -157,13 +156,15 @@ def _reaches_out(config: Config) -> bool:
 
 
 def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:
-    """What others could read or send between several hosts.
+    """What others could read or send between several hosts; empty where no port leads out.
 
     Args:
         plan: Of more than one host.
         ports: Of all ranks, beyond the loopback.
         is_encrypted: Whether the controller has CURVE.
     """
+    if not ports:
+        return ""
     without = "signed, but not encrypted, as the profile turns CURVE off"
     counts = Counter(port.address for port in ports)
     addresses = ", ".join(f"{address}: {n}" for address, n in sorted(counts.items()))

@@ -146,12 +146,10 @@ def watched(launcher: type) -> type:
     if not is_known or issubclass(launcher, KeptOutput):
         return launcher
 
-    plain_run_command: Any = getattr(launcher, "_run_command", None)
-
     def run_command(self: Any, command: list[str], **options: Any) -> str:
         options = {"stderr": subprocess.PIPE, "timeout": COMMAND_DEADLINE_S, **options}
         try:
-            output: str = plain_run_command(self, command, **options)
+            output: str = run_original(self, command, **options)
         except subprocess.CalledProcessError as error:
             part = self.job_id_regexp.search((error.output or b"").decode(errors="replace"))
             if part and command == self.args:  # some of it is there: a stop has to delete it
@@ -159,7 +157,8 @@ def watched(launcher: type) -> type:
             raise
         return output
 
-    members = {"_run_command": run_command} if plain_run_command else {}
+    run_original = getattr(launcher, "_run_command", None)
+    members = {} if run_original is None else {"_run_command": run_command}
     # By the same name, by which profiles configure it.
     return type(launcher.__name__, (KeptOutput, launcher), members)
 

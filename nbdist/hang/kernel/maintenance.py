@@ -100,7 +100,7 @@ class Maintenance:
 
         Raises:
             NotRunning: After the ranks were stopped.
-            OptionError: If none is named and none has ended; on other profiles than local.
+            OptionError: If none is named and none has ended; see restart.restart.
             RankBusy, StartError, NbdistError, Interrupted: See restart.restart.
         """
         if self._ranks.is_stopped:
