@@ -17,9 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nbdist.cluster import run_owner
 from nbdist.cluster.kernel import guardian
 from nbdist.cluster.run_owner import RunOwner
-from nbdist.core.host import Machine, this_machine
+from nbdist.core.host import this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, StartError
 from nbdist.rpc import wire
@@ -27,9 +28,9 @@ from nbdist.rpc import wire
 CREATE_TRIES = 10
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
-OWNER = "owner.json"
 RANKS = "ranks.json"
 PIDS = "pids"
+COMMAND = "command.json"
 # Word of somebody else than the notebook who ends the ranks: `nbdist stop`, in a terminal.
 STOPPED = "stopped"
 WHAT_NOW = "%dist_init starts new ones."
@@ -71,7 +72,7 @@ def create() -> Path:
             # Otherwise the last other run has just ended and taken the folder with it.
             path = Path(tempfile.mkdtemp(prefix="new-", dir=base()))
             try:
-                _write(path, OWNER, json.dumps(asdict(_this_owner())))
+                _write(path, run_owner.FILE, json.dumps(asdict(_this_owner())))
             except StartError:
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other runs are in it
@@ -137,11 +138,24 @@ def pids(run_dir: Path) -> dict[int, str]:
     return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
 
 
+def note_command(run_dir: Path, command: Sequence[str]) -> None:
+    """Note what ends the part of the run that is elsewhere, such as a batch system's job."""
+    with contextlib.suppress(StartError):
+        _write(run_dir, COMMAND, json.dumps(list(command)))
+
+
+def command(run_dir: Path) -> list[str]:
+    """What `note_command` has noted last; empty without."""
+    try:
+        return [str(word) for word in json.loads((run_dir / COMMAND).read_text())]
+    except (OSError, ValueError):
+        return []
+
+
 def owner(run_dir: Path) -> RunOwner | None:
     """Whose run it is; None where that cannot be read."""
     try:
-        written = json.loads((run_dir / OWNER).read_text())
-        return RunOwner(**{**written, "machine": Machine(**written["machine"])})
+        return run_owner.read(run_dir / run_owner.FILE)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
