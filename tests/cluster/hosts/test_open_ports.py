@@ -135,6 +135,7 @@ total = torch.ones(1)
 dist.all_reduce(total, group=mesh.get_group("a"))
 """,
     "another strategy": "%dist_strategy fsdp",
+    "a rank in the place of another": "%dist_restart 3",
     "numbers for Prometheus": "%dist_monitor --prometheus 0",
 }
 
@@ -170,7 +171,7 @@ def test_no_key_can_be_read_by_others(hosts: lab.Hosts, notebook: Notebook) -> N
             variables.append((hosts.path(name, f"/proc/{pid}/environ")).read_bytes())
         files += [
             (path.name, path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o077)
-            for path in hosts.path(name, "/tmp").rglob("*")
+            for path in hosts.path(name, "/tmp").glob("nbdist-*/**/*")
             if path.is_file() and key.encode() in path.read_bytes()
         ]
 
@@ -184,7 +185,7 @@ def test_no_key_can_be_read_by_others(hosts: lab.Hosts, notebook: Notebook) -> N
 
 def engine_file(hosts: lab.Hosts) -> dict[str, Any]:
     """The controller's connection file for engines."""
-    (path,) = hosts.path("head", "/tmp").rglob("ipcontroller-*-engine.json")
+    (path,) = hosts.path("head", "/tmp").glob("nbdist-*/**/ipcontroller-*-engine.json")
     connection: dict[str, Any] = json.loads(path.read_text())
     return connection
 
