@@ -181,8 +181,20 @@ class Agent:
         new.write_text(text)
         new.replace(path)
 
-    def _start(self, rank: int, argv: list[str], env: dict[str, str], folder: str = "") -> int:
-        """Start a rank's process, in a session of its own, in `folder` where this host has it."""
+    def _start(
+        self,
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        folder: str = "",
+        owner: int = -1,
+    ) -> int:
+        """Start a rank's process, in a session of its own, in `folder` where this host has it too.
+
+        A rank imports what lies there. So it must be this user's, or of the `owner` over there: in
+        a folder that all can write to, somebody else may have made it.
+        """
+        is_ours = Path(folder).is_dir() and Path(folder).stat().st_uid in {owner, os.getuid()}
         self._forget(rank)
         variables = dict(os.environ, **{k: self._place(v) for k, v in env.items()})
         command = [sys.executable, *(self._place(word) for word in argv)]
@@ -193,7 +205,7 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 env=variables,
-                cwd=folder if folder and Path(folder).is_dir() else None,
+                cwd=folder if folder and is_ours else None,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
             )
