@@ -346,6 +346,7 @@ def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port:
     # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
     # host can reach it.
     interface = topology.choose_interface(
+        plan.ranks[rank].host,
         {name: stats.isup for name, stats in psutil.net_if_stats().items()},
         facts.addresses(), own_address, "" if store_path else address, os.environ,
     )  # fmt: skip
