@@ -85,7 +85,7 @@ def kernel(launcher: tuple[Hosts, str]) -> Iterator[Kernel]:
         kernel.run("%load_ext nbdist")
         started = kernel.run(start, START_S)
         assert started.status == "ok", started.visible
-        kernel.run("import nbdist\nsession = nbdist.session()\nsession.grace_s = 0.5")
+        kernel.run("import nbdist\nsession = nbdist.session()\nsession.grace_s = 0")
         yield kernel
         stopped = kernel.run("%dist_shutdown", START_S)
         assert stopped.status == "ok", stopped.visible
@@ -177,7 +177,7 @@ def test_an_interrupt_reaches_the_ranks(kernel: Kernel) -> None:
         kernel.interrupt()
         ended = kernel.finish(running, 30)
         assert ended.status == "error"
-    kernel.run("session.grace_s = 0.5")
+    kernel.run("session.grace_s = 0")
 
     assert check(kernel.run("%%distributed\ny = torch.ones(1)\ndist.all_reduce(y)\ny.item()")) == (
         "[0-3] 4.0"
@@ -195,6 +195,7 @@ def test_a_checkpoint_goes_where_all_hosts_see_it(trained: Kernel, lan: Hosts) -
     """Saved under fsdp, loaded under tp; a folder that one host has for itself is refused."""
     loaded = check(trained.run(f"%dist_load {SHARED}/step6"))
     again = check(trained.run("%%distributed\nwrong_by(6, 9)"))
+    exported = check(trained.run("%dist_save --export /tmp/weights.safetensors"))
     saving = trained.run("%dist_save /tmp/here/step9")
     lan.run("node1", ["cp", "-r", f"{SHARED}/step6", "/tmp/step6"])
     loading = trained.run("%dist_load /tmp/step6")
@@ -208,6 +209,8 @@ def test_a_checkpoint_goes_where_all_hosts_see_it(trained: Kernel, lan: Hosts) -
         "/tmp/here/step9 was not saved: rank 0 has made its folder on node1, and ranks 2-3 on "
         "node2 cannot see it. Save to a folder that all hosts share",
     )
+    assert exported.splitlines()[1] == "rank 0 has written it on node1"
+    assert lan.path("node1", "/tmp/weights.safetensors").exists()
     assert list(lan.path("node1", "/tmp/here").iterdir()) == []
     assert not lan.path("node2", "/tmp/here").exists()
     loading.check_failure(
