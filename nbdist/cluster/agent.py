@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 MARK = "nbdist-agent "
+# What the names of agents' folders begin with: they are beside those of runs.
+FOLDER = "ranks-"
 BEAT_S = 1.0
 # Far longer than the kernel's own patience: ranks that it has given up on may still end by
 # themselves, and a kernel that was stopped for a while finds its ranks again.
@@ -170,7 +172,7 @@ class Agent:
         status = base.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or base.is_symlink():
             raise PermissionError(f"{base} is not a folder that only this user can enter")
-        self._folder = Path(tempfile.mkdtemp(prefix=f"ranks-{run}-", dir=base))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{run}-", dir=base))
         (self._folder / "profile").mkdir(mode=0o700)  # ipyparallel's engine needs one
         return str(self._folder)
 
