@@ -18,13 +18,15 @@ from traitlets.config import Config
 
 from nbdist.cluster.kernel import launcher
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
+from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
-# Ranks of this machine; of hosts with an agent each; of launchers that are ipyparallel's alone.
-LOCAL, AGENTS, OTHER = "local", "agents", "other"
+# Ranks of this machine; of hosts with an agent each, which may be a Slurm job's; of launchers that
+# are ipyparallel's alone.
+LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
@@ -74,7 +76,7 @@ def mark(config: Config, run_dir: Path) -> None:
 
 
 def kind_of(config: Config) -> str:
-    """Who starts a profile's ranks: LOCAL, AGENTS, or another launcher of ipyparallel's.
+    """Who starts a profile's ranks: LOCAL, AGENTS, SLURM, or another launcher of ipyparallel's.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
@@ -83,7 +85,11 @@ def kind_of(config: Config) -> str:
         unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    kinds = {
+        launcher.RankEngineSetLauncher: LOCAL,
+        SlurmRankSetLauncher: SLURM,
+        AgentEngineSetLauncher: AGENTS,
+    }
     starts = unstarted.engine_launcher_class
     return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 
