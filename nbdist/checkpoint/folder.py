@@ -89,6 +89,15 @@ def prepare(path: Path, where: str = "") -> Path:
             return new
 
 
+def is_saved_by(path: Path, process: tuple[Machine, int, str]) -> bool:
+    """Whether this host sees what `prepare` has made for a process: (machine, pid, when started).
+
+    Another host may have a folder of that name for itself, and what an ended save has left there.
+    """
+    owner = _saver(_beside(path, _LOCK), is_alone=False)[1]
+    return owner is not None and (owner.machine, owner.pid, owner.start) == process
+
+
 def commit(new: Path, path: Path) -> None:
     """Move what was written to the checkpoint's path. The process of `prepare` alone.
 
@@ -232,8 +241,7 @@ def _lock(path: Path, where: str, *, is_alone: bool) -> None:
 def _saver(lock: Path, *, is_alone: bool) -> tuple[str | None, RunOwner | None]:
     """The state of the process that saves there (None without one), and its owner record."""
     try:
-        written = json.loads(lock.read_text(encoding="utf-8"))
-        owner = RunOwner(**{**written, "machine": Machine(**written["machine"])})
+        owner = run_owner.read(lock)
     except FileNotFoundError:
         return None, None
     except OSError:  # another user's

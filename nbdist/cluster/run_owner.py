@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbdist.core.host import Machine
+
+# The file of a run's folder that says whose it is.
+FILE = "owner.json"
 
 RUNNING = "running"
 STOPPED = "stopped"
@@ -29,6 +34,17 @@ class RunOwner:
     machine: Machine
     since_s: float
     where: str
+
+
+def read(path: Path) -> RunOwner:
+    """The owner that a file names.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, TypeError, KeyError: It is no owner's, or is still being written.
+    """
+    written = json.loads(path.read_text(encoding="utf-8"))
+    return RunOwner(**{**written, "machine": Machine(**written["machine"])})
 
 
 @dataclass(frozen=True, slots=True)

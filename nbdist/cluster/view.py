@@ -28,10 +28,19 @@ def _why(topology: Topology) -> list[str]:
         return [PLACEHOLDER]
     lines = [topology.why]
     if not topology.is_scaling:
-        on_cpu = topology.ranks[0].device == "cpu"
-        shared = "this machine's CPU cores" if on_cpu else "a GPU"
-        lines.append(f"The ranks share {shared}: timings here say nothing about scaling.")
+        lines.append(f"{_sharing(topology)}: timings here say nothing about scaling.")
     return lines
+
+
+def _sharing(topology: Topology) -> str:
+    """Why times are no scaling numbers: what ranks take from each other."""
+    if topology.ranks[0].device != "cpu":
+        return "The ranks share a GPU"
+    if topology.n_hosts == 1:
+        return "The ranks share one machine's CPU cores"
+    if max(place.local_world_size for place in topology.ranks) == 1:
+        return "The ranks compute on CPUs"
+    return "The ranks of a host share its CPU cores"
 
 
 def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) -> View:

@@ -31,11 +31,16 @@ HISTORY = "history"
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where cells were read; its name is for the script's first line and the note."""
+    """Where cells were read; its name is for the script's first line and the note.
+
+    Attributes:
+        hosts: Where each of the ranks runs that these cells have started; empty without.
+    """
 
     cells: list[NotebookCell]
     name: str
     notes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 def write_script(script: str | Path, source: str | Path | None, *, is_forced: bool) -> View:
@@ -52,7 +57,7 @@ def write_script(script: str | Path, source: str | Path | None, *, is_forced: bo
     try:
         # A transformer of its own for each cell: the shell's sends cells to the ranks.
         reader = Reader(lambda cell: TransformerManager().transform_cell(cell), meaning)
-        exported = export.export(origin.cells, origin.name, reader)
+        exported = export.export(origin.cells, origin.name, reader, origin.hosts)
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -79,7 +84,12 @@ def _origin(source: str | Path | None) -> _Origin:
     if not history:
         raise OptionError("No cell has run here. Name a notebook: --from NOTEBOOK.ipynb.")
     note = "this notebook's file is not known; name it with --from NOTEBOOK.ipynb"
-    return _Origin(history, _RAN, () if source else (note,))
+    return _Origin(history, _RAN, () if source else (note,), _hosts())
+
+
+def _hosts() -> tuple[str, ...]:
+    running = NOTEBOOK.session.topology.ranks if NOTEBOOK.is_running else ()
+    return tuple(place.host for place in running)
 
 
 _RAN = "what ran in this kernel"
@@ -91,14 +101,16 @@ def _from_own_file(path: Path, history: list[NotebookCell]) -> _Origin:
     saved = {cell.text.strip() for cell in in_file if cell.is_code}
     ran = {cell.text.strip() for cell in history if not cell.text.startswith("%load_ext")}
     if ran and not ran & saved:
-        return _Origin(history, _RAN, (f"{path} was ignored: none of its cells ran here",))
+        return _Origin(
+            history, _RAN, (f"{path} was ignored: none of its cells ran here",), _hosts()
+        )
     notes = [f"read from {path} as last saved"]
     if ran - saved:
         notes.append(
             f"{len(ran - saved)} that ran here are not in the file: older versions, or not saved "
             "yet (then save and export again; --from history takes what ran)"
         )
-    return _Origin(in_file, path.name, tuple(notes))
+    return _Origin(in_file, path.name, tuple(notes), _hosts())
 
 
 def _history() -> list[NotebookCell]:
@@ -164,10 +176,10 @@ def _of_strategy(values: Namespace) -> Magic:
 
 
 def _choice(spec: StrategySpec | None, world_size: int | None) -> strategies.Strategy | None:
-    """The strategy for as many ranks as were typed, or as it takes."""
+    """The strategy for as many ranks as were typed, or run here, or as it takes."""
     if spec is None:
         return None
-    sizes = [world_size] if world_size else [2, 4, 8, 16, 1]
+    sizes = [world_size] if world_size else [len(_hosts()) or 2, 2, 4, 8, 16, 1]
     for size in sizes[:-1]:
         try:
             return spec.choose(size)

@@ -210,7 +210,7 @@ def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, 
     session = NOTEBOOK.session
     last, samples = session.bandwidth.last, session.monitor.latest()
     samples = samples or session.monitor.wait(0.0, FIRST_S)
-    device, told = device_of_ranks(session.topology, next(iter(samples), None))
+    device, told = device_of_ranks(session.topology, samples)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
@@ -104,6 +104,12 @@ def plain(text: str) -> str:
 def ranks_phrase(ranks: Sequence[int]) -> str:
     """`rank 1`, `ranks 0-3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {rank_label(ranks)}"
+
+
+def ranks_on_hosts(hosts: Mapping[int, str]) -> str:
+    """`ranks 0-1 on a, rank 2 on b`; the keys are ranks."""
+    ranks_of = {name: [r for r, host in hosts.items() if host == name] for name in hosts.values()}
+    return ", ".join(f"{ranks_phrase(ranks)} on {host}" for host, ranks in ranks_of.items())
 
 
 def ranks_are(ranks: Sequence[int]) -> str:

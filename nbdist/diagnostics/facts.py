@@ -29,7 +29,8 @@ class Facts:
         readings: Of all GPUs of this machine, whatever CUDA_VISIBLE_DEVICES leaves out.
         cores: That this process may use.
         available_bytes: Memory that is free for new processes.
-        world_size: Ranks that run, or that would be started without -n.
+        world_size: Ranks that run on this machine, or that would be started without -n.
+        rank_hosts: The other hosts that ranks run on.
         disk: Where runs have their folders.
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
@@ -45,6 +46,7 @@ class Facts:
     cores: int = 1
     available_bytes: int = 0
     world_size: int = 2
+    rank_hosts: tuple[str, ...] = ()
     shm: Space | None = None
     disk: Space | None = None
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -5,33 +5,56 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from nbdist.cluster.kernel import launcher, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import gpus, topology
 from nbdist.core.host import usable_cores
+from nbdist.core.topology import HostRanks
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
+from nbdist.diagnostics.links import RankLinks, read_links
+from nbdist.diagnostics.topology import HostLinks, LinkPicture
+from nbdist.diagnostics.topology import picture as picture_of
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+
+# A driver that hangs takes core.gpus.DEADLINE_S of it.
+LINKS_S = 30.0
+
+describe_links: RankFunction[[], RankLinks] = RankFunction("nbdist.diagnostics.rank:describe_links")
 
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None = None) -> Facts:
+def collect(
+    rank_hosts: Sequence[str] | None, debug: str = "off", gpus_typed: str | None = None
+) -> Facts:
     """What is to be known of this machine, with the --debug and --gpus of the ranks that run.
 
-    `world_size` is None where none run: then it is that of a start without -n.
+    `rank_hosts` has the host of each rank; None where none run: then ranks are counted as of a
+    start without -n.
     """
     readings = gpus.read_once()
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    count = topology.default_world_size(visible) if world_size is None else world_size
-    cores = usable_cores()
-    variables = launcher.local_environment(run_dir.place(), count, max(1, cores // count), debug)
+    here, cores = socket.gethostname(), usable_cores()
+    if rank_hosts is None:
+        count, others = topology.default_world_size(visible), ()
+    else:
+        count, others = rank_hosts.count(here), tuple(sorted({*rank_hosts} - {here}))
+    threads = max(1, cores // max(1, count))
+    variables = {}
+    if not others:  # what other hosts' ranks get, their own launcher says
+        variables = launcher.local_environment(run_dir.place(), count, threads, debug)
     if gpus_typed is not None:
         variables["CUDA_VISIBLE_DEVICES"] = "" if gpus_typed.lower() == "none" else gpus_typed
     return Facts(
@@ -43,6 +66,7 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
         world_size=count,
+        rank_hosts=others,
         shm=_space(Path("/dev/shm")),  # noqa: S108  # looked at, not written to
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),
@@ -51,6 +75,20 @@ def collect(world_size: int | None, debug: str = "off", gpus_typed: str | None =
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.find_runs(),
     )
+
+
+def picture(ranks: Ranks | None, strategy: Strategy | None) -> LinkPicture:
+    """The hosts of these ranks and what links them; without ranks, this machine alone.
+
+    Raises:
+        RankGone, RankBusy, NotRunning: As for a cell.
+    """
+    if ranks is None or strategy is None:
+        links = read_links(psutil.net_if_addrs(), os.environ, gpus.read_once())
+        here = HostRanks(platform.node(), ())
+        return LinkPicture((HostLinks(here, (), (links,)),))
+    answers = ranks.call_all(describe_links, deadline_s=LINKS_S)
+    return picture_of(ranks.topology, answers, strategy)
 
 
 def _space(path: Path) -> Space | None:

@@ -83,20 +83,23 @@ class ExportedScript:
         cells: Numbers of the cells that are in it.
         total: How many code cells there were.
         notes: One line of each kind about cells that were left out or changed, and strategies.
-        world_size: Ranks that the notebook starts.
+        command: Starts it with as many ranks, up to its name.
     """
 
     text: str
     cells: tuple[int, ...]
     total: int
     notes: tuple[str, ...]
-    world_size: int
+    command: str
 
 
-def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> ExportedScript:
+def export(
+    cells: Sequence[NotebookCell], title: str, reader: Reader, hosts: Sequence[str] = ()
+) -> ExportedScript:
     """The distributed cells of a whole notebook, in their order, as one script.
 
-    The title, for the script's first line, says what it was made of.
+    The title, for the script's first line, says what it was made of; `hosts` is where each of
+    the notebook's ranks runs.
 
     Raises:
         OptionError: If no cell can be taken.
@@ -105,7 +108,11 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
     for cell in cells:
         walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
     start = walk.start
-    settings = ScriptSettings(walk.world_size, start.seed, start.choice, tuple(walk.remarks))
+    # 2 is what a start without -n gives on CPUs.
+    world_size = start.world_size or len(hosts) or 2
+    settings = ScriptSettings(
+        world_size, tuple(hosts), start.seed, start.choice, tuple(walk.remarks)
+    )
     written = script.write(title, walk.pieces, walk.names, settings)
     refusals = [Note("syntax", number, what) for number, what in written.refused.items()]
     notes = [note for note in walk.notes if note.number not in written.refused] + refusals
@@ -122,7 +129,9 @@ def export(cells: Sequence[NotebookCell], title: str, reader: Reader) -> Exporte
             "%%distributed or %%rank are exported, and plain ones below %dist_mode all or "
             + "\n  ".join(["%dist_init --auto.", *lines])
         )
-    return ExportedScript(written.text, exported_cells, total, lines, walk.world_size)
+    return ExportedScript(
+        written.text, exported_cells, total, lines, script.torchrun(world_size, hosts)
+    )
 
 
 def _note_lines(notes: Sequence[Note]) -> list[str]:
@@ -169,11 +178,6 @@ class _Walk:
     notes: list[Note] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     start: Magic = field(default_factory=Magic)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that the notebook starts; 2 where it does not say."""
-        return self.start.world_size or 2
 
     @property
     def taken_parts(self) -> list[CellPart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -9,6 +10,9 @@ from typing import Self
 from nbdist.exporter import source as text
 from nbdist.exporter.cell import CellPart
 from nbdist.strategy.choice import Options, Strategy, described
+
+# Where ranks of several hosts meet, on the first.
+_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,14 @@ class ScriptSettings:
     """What the notebook was started with.
 
     Attributes:
+        hosts: Of each rank, as it runs in the notebook; empty where that is not known.
         seed: Set on every rank; None where it is not.
         choice: The strategy under which models are first prepared; None for the default.
         remarks: What else to say in the head.
     """
 
     world_size: int
+    hosts: tuple[str, ...]
     seed: int | None
     choice: Strategy | None
     remarks: tuple[str, ...]
@@ -195,15 +201,40 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
     return "\n".join(lines)
 
 
+def torchrun(world_size: int, hosts: Sequence[str]) -> str:
+    """The command that starts so many ranks, up to the script's name: the same on each host."""
+    counts = _ranks_of_hosts(world_size, hosts)
+    if not counts:
+        return f"torchrun --nproc-per-node {world_size}"
+    is_even = len(set(counts.values())) == 1
+    each = counts[hosts[0]] if is_even else "RANKS_OF_THE_HOST"
+    return (
+        f"torchrun --nnodes {len(counts)} --nproc-per-node {each} --rdzv-backend c10d "
+        f"--rdzv-endpoint {hosts[0]}:{_PORT}"
+    )
+
+
+def _ranks_of_hosts(world_size: int, hosts: Sequence[str]) -> Counter[str]:
+    """How many ranks each of several hosts has; empty on one, or where that is not known."""
+    counts = Counter(hosts)
+    return counts if len(counts) > 1 and len(hosts) == world_size else Counter()
+
+
 def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]:
     shown = text.drop_unprintable(title).replace("\n", "?")
     size = settings.world_size
     several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well
+    machines = ""
+    if n_hosts := len(_ranks_of_hosts(size, settings.hosts)):
+        machines = (
+            f"--num_machines {n_hosts} --machine_rank NUMBER_OF_THE_HOST "
+            f"--main_process_ip {settings.hosts[0]} --main_process_port {_PORT} "
+        )
     lines = [
         f"# The distributed cells of {shown}, exported by nbdist. It runs without nbdist:",
         "#",
-        f"#     torchrun --nproc-per-node {size} THIS_FILE",
-        f"#     accelerate launch {several}--num_processes {size} THIS_FILE",
+        f"#     {torchrun(size, settings.hosts)} THIS_FILE",
+        f"#     accelerate launch {several}--num_processes {size} {machines}THIS_FILE",
         "#     python THIS_FILE        one rank",
     ]
     remarks = [text.comment(f"- {line}") for line in (remark, *settings.remarks) if line]

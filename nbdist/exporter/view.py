@@ -16,14 +16,14 @@ def script_view(path: Path, origin: str, notes: Sequence[str], exported: Exporte
     The origin is where the cells were read, the notes what to say of that.
     """
     name = shlex.quote(str(path))
-    size = exported.world_size
+    where = ", on each host" if "--nnodes" in exported.command else ""
     return View(
         "\n".join(
             (
                 f"{path}: {len(exported.cells)} of {exported.total} code cells of {origin}",
                 *notes,
                 *exported.notes,
-                f"run it: torchrun --nproc-per-node {size} {name}",
+                f"run it{where}: {exported.command} {name}",
             )
         )
     )

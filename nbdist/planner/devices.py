@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.links import LINKS, Link
@@ -149,17 +149,17 @@ def link_of(device: Device, n_ranks: int) -> Link | None:
 
 
 def device_of_ranks(
-    topology: Topology, sample: Sample | None = None
+    topology: Topology, samples: Sequence[Sample] = ()
 ) -> tuple[Device | None, tuple[str, ...]]:
     """What the running ranks have, and what is told of that; None where nobody knows its memory.
 
-    `sample` is the newest one of a rank: it has the memory of what is not in the catalogue.
+    `samples` are the newest of the ranks: they have the memory of what is not in the catalogue.
     """
     first = topology.ranks[0]
     if first.device == "cpu":
-        return _cpu_of_ranks(topology, sample)
+        return _cpu_of_ranks(topology, samples)
     device = known_as(first.device_name)
-    gpu = None if sample is None else sample.gpu
+    gpu = samples[0].gpu if samples else None
     if device is None and gpu is not None and gpu.total_bytes:
         device = Device("", first.device_name, gpu.total_bytes)
     if device is None:
@@ -173,12 +173,20 @@ def device_of_ranks(
 
 
 def _cpu_of_ranks(
-    topology: Topology, sample: Sample | None
+    topology: Topology, samples: Sequence[Sample]
 ) -> tuple[Device | None, tuple[str, ...]]:
-    """A rank's share of its host's memory, or of what its control group may have of that."""
-    if sample is None or sample.usage is None:
-        return None, (f"--gpu {ASSUMED}, as the memory of this machine is not known",)
-    on_host = max(Counter(place.host for place in topology.ranks).values())
-    limit_bytes = sample.usage.host_limit_bytes
-    device = Device("", "this machine's CPU", limit_bytes / on_host, is_cpu=True)
-    return device, (f"this machine's CPU ({limit_bytes / _GB:.1f} GB)",)
+    """A rank's share of its host's memory, or of what its control group may have of that.
+
+    Of the host where that is least.
+    """
+    shares = [
+        (sample.usage.host_limit_bytes / place.local_world_size, sample.usage.host_limit_bytes)
+        for sample in samples
+        if sample.usage is not None
+        for place in (topology.ranks[sample.rank],)
+    ]
+    if not shares:
+        return None, (f"--gpu {ASSUMED}, as the memory of the ranks' hosts is not known",)
+    memory_bytes, limit_bytes = min(shares)
+    device = Device("", "their host's CPU", memory_bytes, is_cpu=True)
+    return device, (f"the CPU of the ranks' host ({limit_bytes / _GB:.1f} GB)",)

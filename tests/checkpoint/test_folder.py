@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from nbdist.checkpoint import folder
 from nbdist.checkpoint import manifest as checkpoint_manifest
+from nbdist.core.host import started, this_machine
 from nbdist.errors import CheckpointError
 from tests.support.kernel import run_python
 from tests.support.stopping import read_step, save
@@ -312,3 +314,15 @@ def test_a_save_is_given_up_while_others_still_write(
 
     assert not late
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_seen_where_it_is_of_the_same_save(tmp_path: Path) -> None:
+    """Not where another host has none of that name, nor where it has one of an earlier save."""
+    saver = (this_machine(), os.getpid(), started(os.getpid()) or "")
+    other = (replace(saver[0], host="other"), *saver[1:])
+    folder.prepare(tmp_path / "c")
+
+    assert folder.is_saved_by(tmp_path / "c", saver)
+    assert not folder.is_saved_by(tmp_path / "c", other)
+    assert not folder.is_saved_by(tmp_path / "d", saver)
+    assert not folder.is_saved_by(tmp_path / "absent" / "c", saver)

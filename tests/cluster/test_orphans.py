@@ -299,7 +299,7 @@ def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.M
     write_text = Path.write_text
 
     def full(path: Path, text: str) -> int:
-        if path.name == run_dir.OWNER:
+        if path.name == states.FILE:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_text(path, text)
 

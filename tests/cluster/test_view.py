@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nbdist.cluster.view import start_view, status
@@ -47,7 +49,7 @@ def test_started() -> None:
         "   0  box   cpu     gloo           8\n"
         "   1  box   cpu     gloo           8\n"
         "Gloo on the CPU: why.\n"
-        "The ranks share this machine's CPU cores: timings here say nothing about scaling.\n"
+        "The ranks share one machine's CPU cores: timings here say nothing about scaling.\n"
         "a note"
     )
 
@@ -66,6 +68,21 @@ def test_a_shared_gpu_is_told() -> None:
     shared = Topology(GPU.ranks, "gloo", "Gloo: why.", is_scaling=False, n_hosts=1)
 
     assert "The ranks share a GPU" in start_view(shared, 1.0).text
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_host", "sentence"),
+    [(2, "The ranks of a host share its CPU cores"), (1, "The ranks compute on CPUs")],
+)
+def test_cores_are_shared_on_each_host(ranks_of_host: int, sentence: str) -> None:
+    """No machine is named where there are several."""
+    places = tuple(
+        replace(place(rank, host=f"n{rank // ranks_of_host}"), local_world_size=ranks_of_host)
+        for rank in range(4)
+    )
+    cpus = Topology(places, "gloo", "why", is_scaling=False, n_hosts=4 // ranks_of_host)
+
+    assert f"{sentence}: timings here say nothing about scaling" in start_view(cpus, 1.0).text
 
 
 def test_one_rank_is_singular() -> None:

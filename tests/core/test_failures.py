@@ -17,6 +17,7 @@ from nbdist.core.failures import (
     grouped,
     plain,
     ranks_are,
+    ranks_on_hosts,
     ranks_phrase,
     root_cause_first,
     summary,
@@ -136,6 +137,7 @@ def test_phrases() -> None:
     """One rank is singular, several are plural."""
     assert [ranks_phrase([1]), ranks_phrase([0, 1, 2, 4])] == ["rank 1", "ranks 0-2,4"]
     assert [ranks_are([1]), ranks_are([0, 1])] == ["rank 1 is", "ranks 0-1 are"]
+    assert ranks_on_hosts({0: "a", 1: "a", 3: "b"}) == "ranks 0-1 on a, rank 3 on b"
 
 
 LINES = boom(0, message="\n  first\nsecond\n")

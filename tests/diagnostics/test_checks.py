@@ -1,5 +1,6 @@
 """Each check of %dist_doctor with made-up machines: what is well, what is not, and why."""
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from nbdist.core.host import Machine
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.checks import OLDEST, examine
 from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
+from nbdist.diagnostics.kernel import collect
 
 GIB = 2**30
 GPU = GpuReading(0, "GPU-aa", "H200", 10**9, 140 * 10**9, compute_mode="Default")
@@ -235,6 +237,8 @@ _ALL_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str]]] = {
     ],
     checks.machine: [
         ({"world_size": 8}, "cores", "8 for 8 ranks"),
+        ({"world_size": 2, "rank_hosts": ("n2", "n3")}, "hosts", "ranks run on n2, n3"),
+        ({"world_size": 0, "rank_hosts": ("n2",)}, "cores", "8 for 0 ranks"),
     ],
     checks.shared_memory: [
         ({"shm": None}, "/dev/shm", "none"),
@@ -283,3 +287,15 @@ def test_one_gpu_has_no_links() -> None:
 def test_every_check_is_tested_here() -> None:
     """A new check needs a machine in the table above on which it complains."""
     assert set(_NOT_WELL) == set(checks.CHECKS)
+
+
+def test_only_ranks_of_this_machine_count_here() -> None:
+    """Cores, memory and shared memory are judged for them; the others' hosts are named."""
+    here = socket.gethostname()
+
+    facts = collect([here, here, "n3", "n2", "n2"])
+
+    assert (facts.world_size, facts.rank_hosts) == (2, ("n2", "n3"))
+    assert facts.launched == {}
+    assert collect(["n2", "n2"]).world_size == 0
+    assert "CUDA_DEVICE_ORDER" in collect([here, here]).launched

@@ -5,14 +5,17 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
+from nbdist.cluster import run_owner
+from nbdist.cluster.run_owner import RunOwner
+from nbdist.core.host import Machine, this_machine
 from nbdist.core.rank import this_rank
 from nbdist.engine import facts, join
 from nbdist.errors import NbdistError, StartError
@@ -148,18 +151,20 @@ def test_reachable_addresses_are_those_that_answer() -> None:
     assert gone == ()
 
 
-def test_the_store_listens_on_the_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own listener would take every interface; ours takes the address it was given."""
-    monkeypatch.setattr(join, "_open_store", None)
-    port = join.open_store("127.0.0.1", 2)
-    listening = [
-        c.laddr.ip
-        for c in psutil.Process().net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.laddr.port == port
-    ]
-    client = dist.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
-    client.set("key", "value")
+def test_a_runs_folder_of_another_host_is_not_the_ranks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a file system shows it here: its boxes are mapped and timed over there."""
+    monkeypatch.setenv("NBDIST_RUN", str(tmp_path))
+    here = this_machine()
 
-    assert listening == ["127.0.0.1"]
-    assert join._open_store is not None
-    assert join._open_store.get("key") == b"value"
+    def owner(machine: Machine) -> str:
+        return json.dumps(asdict(RunOwner(1, "1", machine, 0.0, "")))
+
+    assert join.run_folder() == tmp_path  # an agent's, of this host
+    (tmp_path / run_owner.FILE).write_text(owner(replace(here, host="a-container-of-this-host")))
+    assert join.run_folder() == tmp_path
+    (tmp_path / run_owner.FILE).write_text(owner(replace(here, boot="another")))
+    assert join.run_folder() is None
+    monkeypatch.setenv("NBDIST_RUN", str(tmp_path / "not-here"))
+    assert join.run_folder() is None

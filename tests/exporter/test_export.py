@@ -338,7 +338,29 @@ def test_seed_and_number_of_ranks_are_those_of_the_start() -> None:
     assert "\ndevice = join_ranks()\nset_seed(3)\n" in script.text
     assert "torchrun --nproc-per-node 2 " in script.text
     assert script.notes[-1] == "cell 3: --seed 3 comes later; left out"
-    assert exported("%dist_init", "%%distributed\n1").world_size == 4
+    assert exported("%dist_init", "%%distributed\n1").command == "torchrun --nproc-per-node 4"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "command"),
+    [
+        ("ab", "torchrun --nnodes 2 --nproc-per-node 1 "),
+        ("aaab", "torchrun --nnodes 2 --nproc-per-node RANKS_OF_THE_HOST "),
+        ("aaaa", "torchrun --nproc-per-node 4"),
+    ],
+)
+def test_ranks_of_several_hosts_are_started_on_each(hosts: str, command: str) -> None:
+    """As many as run there; they meet on the first host."""
+    cells = [NotebookCell(1, "%%distributed\n1")]
+    reader = Reader(TransformerManager().transform_cell, _magic)
+
+    script = export(cells, "a.ipynb", reader, hosts)
+
+    assert script.command.startswith(command)
+    assert f"#     {script.command} THIS_FILE\n" in script.text
+    if len(set(hosts)) > 1:
+        assert script.command.endswith("--rdzv-backend c10d --rdzv-endpoint a:29500")
+        assert "--num_machines 2 --machine_rank NUMBER_OF_THE_HOST --main_proc" in script.text
 
 
 def test_headings_go_along() -> None:

@@ -34,7 +34,7 @@ _MISTAKES = {
 
 
 def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
-    """As many ranks as run, on this machine's CPU, in fp32; what else is asked for is typed."""
+    """As many ranks as run, on their host's CPU, in fp32; what else is asked for is typed."""
     cell = kernel.run("%dist_plan llama-3-8b --ac --seq 4096")
     shares = kernel.run(
         "import nbdist\n"
@@ -45,9 +45,9 @@ def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
     )
 
     assert cell.status == "ok", cell.visible
-    assert "on 2 ranks with this machine's CPU, " in cell.plain[0]
+    assert "on 2 ranks with their host's CPU, " in cell.plain[0]
     assert re.search(
-        r"^Assumed: this machine's CPU \([\d,.]+ GB\), --ranks 2, as run here, --fp32, as is usual",
+        r"^Assumed: the CPU of the ranks' host \([\d,.]+ GB\), --ranks 2, as run here, --fp32",
         cell.plain[0],
         re.MULTILINE,
     )
@@ -200,10 +200,25 @@ def test_the_device_is_that_of_the_ranks() -> None:
     assert device_of_ranks(k620) == (
         None, ("--gpu h100, as Quadro K620 is not in the catalogue",)
     )  # fmt: skip
-    assert device_of_ranks(k620, by_driver) == (
+    assert device_of_ranks(k620, [by_driver]) == (
         Device("", "Quadro K620", 2e9), ("Quadro K620, as the ranks here have",)
     )  # fmt: skip
     assert device_of_ranks(cpus)[0] is None
-    assert device_of_ranks(cpus, by_host) == (
-        Device("", "this machine's CPU", 32e9, is_cpu=True), ("this machine's CPU (64.0 GB)",)
+    assert device_of_ranks(cpus, [by_host]) == (
+        Device("", "their host's CPU", 32e9, is_cpu=True), ("the CPU of the ranks' host (64.0 GB)",)
     )  # fmt: skip
+
+
+def test_the_share_is_that_of_the_smallest_host() -> None:
+    """Two ranks on a host of 64 GB have more each than one on a host of 24 GB."""
+    reports = [topology.EngineReport(n, host, cores=8) for n, host in enumerate("aab")]
+    samples = [
+        Sample(rank, 0.0, Doing("idle", "idle"), usage=Usage(0.0, 1, 1, 1, limit_bytes))
+        for rank, limit_bytes in enumerate((64 * 10**9, 64 * 10**9, 24 * 10**9))
+    ]
+
+    device, told = device_of_ranks(topology.plan(reports), samples)
+
+    assert device is not None
+    assert device.memory_bytes == 24e9
+    assert told == ("the CPU of the ranks' host (24.0 GB)",)

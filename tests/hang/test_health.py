@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core.exit_cause import CRASH_FILE
 from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.records import SourceLine, ThreadSnapshot
@@ -53,9 +55,13 @@ def content() -> bytes:
     return bytes(box.memory)
 
 
-def health_of(channel: FakeChannel, run_dir: Path) -> Health:
+def health_of(
+    channel: FakeChannel, run_dir: Path, exits: dict[int | None, Exit] | None = None
+) -> Health:
     """Of a rank on another host: no process of this machine, and no file. It is engine 0."""
-    cluster: Any = SimpleNamespace(run_dir=run_dir, channel=channel, exits={}, pids=dict)
+    cluster: Any = SimpleNamespace(
+        run_dir=run_dir, channel=channel, exits={} if exits is None else exits, pids=dict
+    )
     place = SimpleNamespace(rank=0, engine_id=0)
     topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
     return Health(Ranks(cluster, topology))
@@ -78,6 +84,25 @@ def test_a_rank_that_made_no_call_is_told_with_the_line_in_which_it_was_seen(
 
     assert seen == "last seen at line 3 of cell [4]: step()"
     assert health.last_words_of(0) == ""
+
+
+def test_what_a_rank_of_another_host_has_left_tells_its_end(tmp_path: Path) -> None:
+    """Its agent has sent the files; the memory of this machine says nothing of its SIGKILL."""
+    exits: dict[int | None, Exit] = {}
+    health = health_of(FakeChannel(), tmp_path, exits)
+    dump = 'Current thread 0x1 (most recent call first):\n  File "/code/lib.py", line 9 in step\n'
+    (tmp_path / CRASH_FILE.format(rank=0)).write_text(f"Fatal Python error\n\n{dump}")
+    ends = []
+    for code, unreachable in ((-11, ""), (-9, ""), (None, "node2 cannot be reached: silent")):
+        exits[0] = Exit(0, code, unreachable)
+        health.note_exit(0, code, is_ours=False)
+        ends.append(health.end_of(0))
+
+    assert ends == [
+        "signal SIGSEGV in lib.py, line 9, in step",
+        "signal SIGKILL: sent by somebody else, or by the system for memory",
+        "node2 cannot be reached: silent",
+    ]
 
 
 def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
 def test_another_profile_is_refused_with_what_to_do() -> None:
     """Where other launchers start the engines, the way is a new start."""
     session: Any = SimpleNamespace(cluster=SimpleNamespace(can_restart=False), health=None)
-    with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
+    with pytest.raises(OptionError, match=r"profiles local, .*%dist_reset"):
         restart(session, 1)
 
 

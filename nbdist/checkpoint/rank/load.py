@@ -32,7 +32,9 @@ from nbdist.checkpoint.rank.live_objects import (
     find,
 )
 from nbdist.checkpoint.results import Loaded
+from nbdist.core.failures import ranks_on_hosts
 from nbdist.core.finding import BAD
+from nbdist.core.host import this_machine
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import (
@@ -71,11 +73,10 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     what, folder = f"Loading {path}", Path(path)
     all_or_none(what, refuse_if_running)
     all_or_none(what, lambda: rank() == 0 and checkpoint_folder.recover(folder))
-    manifests = all_or_none(what, lambda: manifest.read(folder))
+    saved = _manifest(what, folder)
     with same_random(), progress.during("loading"):
         live = find(what)
-        all_or_none(what, lambda: _check_files(folder, manifests))
-        saved = manifests[rank()]
+        all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
             live.optimizers, live.accelerators = [], []
             saved = replace(saved, optimizers=(), extra={**saved.extra, "optimizers": []})
@@ -157,17 +158,45 @@ def _commit(what: str, plan: restore.RestorePlan) -> None:
         ) from error
 
 
-def _check_files(folder: Path, manifests: list[Checkpoint]) -> None:
-    """Each file is read by one rank and compared with its checksum; lengths by all."""
-    odd = [number for number, saved in enumerate(manifests) if saved != manifests[0]]
+def _manifest(what: str, folder: Path) -> Checkpoint:
+    """The manifest, which is the same on all ranks. Collective: every rank.
+
+    Raises:
+        CheckpointError: There is none, or hosts find different ones; the same on all ranks.
+    """
+
+    def look() -> tuple[str, Checkpoint | str]:
+        try:
+            return this_machine().host, manifest.read(folder)
+        except CheckpointError as error:
+            return this_machine().host, str(error)
+
+    looks = all_or_none(what, look)
+    _, first = looks[0]
+    odd = {number: host for number, (host, seen) in enumerate(looks) if seen != first}
     if odd:
+        rest = {number: host for number, (host, _) in enumerate(looks) if number not in odd}
         raise CheckpointError(
-            f"rank {odd[0]} finds a different checkpoint at {folder} than rank 0. Load from a "
-            "folder that all hosts share."
+            f"{folder} is not the same on all hosts: {ranks_on_hosts(rest)}: {_seen(first)}; "
+            f"{ranks_on_hosts(odd)}: {_seen(looks[min(odd)][1])}. Load from a folder that all "
+            "hosts share."
         )
+    if isinstance(first, str):
+        raise CheckpointError(first)
+    return first
+
+
+def _seen(seen: Checkpoint | str) -> str:
+    if isinstance(seen, str):
+        return seen.rstrip(".")
+    return f"a checkpoint of step {seen.step}, saved by {seen.world_size} ranks"
+
+
+def _check_files(folder: Path, saved: Checkpoint) -> None:
+    """Each file is read by one rank and compared with its checksum; lengths by all."""
     progress.tell("comparing files with their checksums")
-    manifest.check_files(folder, manifests[0])
-    rank_share = replace(manifests[0], files=manifests[0].files[rank() :: world_size()])
+    manifest.check_files(folder, saved)
+    rank_share = replace(saved, files=saved.files[rank() :: world_size()])
     manifest.check_files(folder, rank_share, reads_all=True)
 
 

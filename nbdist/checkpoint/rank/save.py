@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,7 @@ from nbdist.checkpoint.rank.save_thread import RankSave, explain_errors
 from nbdist.checkpoint.rank.tensors import CheckpointTensors, tensors_of
 from nbdist.checkpoint.results import SaveStarted
 from nbdist.core import host
+from nbdist.core.failures import ranks_on_hosts
 from nbdist.core.host import Machine
 from nbdist.core.versions import VERSION
 from nbdist.errors import CheckpointError, NbdistError
@@ -57,7 +59,8 @@ def begin(path: str, token: str, is_async: bool) -> SaveStarted:
     with same_random():
         try:
             live = _agree(what, save)
-            all_or_none(what, lambda: _take(save, live, is_copied=is_async))
+            sees = all_or_none(what, lambda: _take(save, live, is_copied=is_async))
+            _refuse_unshared(save, sees)
             save.contents.local.clear()
             begun = SaveStarted(
                 path=path,
@@ -201,13 +204,10 @@ def _settings(accelerator: Any) -> dict[str, Any]:
     }
 
 
-def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
-    """Enter the folder, and take the boxes that this rank writes."""
-    if not save.folder.is_dir():
-        raise CheckpointError(
-            f"rank {rank()} on {host.this_machine().host} cannot see {save.folder}, which rank 0 "
-            "created. Save to a folder that all hosts share."
-        )
+def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> bool:
+    """Enter the folder, and take the boxes that this rank writes; False if it is not seen here."""
+    if not checkpoint_folder.is_saved_by(save.path, save.processes[0]):
+        return False
     with explain_errors(save):
         checkpoint_write.reserve(save.folder, rank())
     if save.manifest is None:
@@ -219,6 +219,18 @@ def _take(save: RankSave, live: LiveObjects, *, is_copied: bool) -> None:
         save.boxes = dict(zip(boxes, staging.copies(list(boxes.values())), strict=True))
     else:
         save.boxes = {spot: box.detach() for spot, box in boxes.items()}
+    return True
+
+
+def _refuse_unshared(save: RankSave, sees: Sequence[bool]) -> None:
+    """Raise on every rank, in the same words, where some do not see the folder."""
+    hosts = [machine.host for machine, _, _ in save.processes]
+    blind = {number: host for number, host in enumerate(hosts) if not sees[number]}
+    if blind:
+        raise CheckpointError(
+            f"{save.path} was not saved: rank 0 has made its folder on {hosts[0]}, and "
+            f"{ranks_on_hosts(blind)} cannot see it. Save to a folder that all hosts share."
+        )
 
 
 def _notes(live: LiveObjects) -> tuple[str, ...]:

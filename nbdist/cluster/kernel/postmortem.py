@@ -1,4 +1,4 @@
-"""What the kernel can see of a rank's process on its own host, alive or ended."""
+"""What the kernel can see of a rank's process, alive or ended: of another host what was sent."""
 
 from __future__ import annotations
 
@@ -30,15 +30,23 @@ def _oom_counts(groups: Sequence[MemoryGroup]) -> OomCounts:
 class Postmortem:
     """What has to be read while a rank lives to be able to tell how it ended."""
 
-    def __init__(self, run_dir: Path, rank: int, pid: int):
-        """Read the system's counts. Once the rank is started."""
+    def __init__(self, run_dir: Path, rank: int, pid: int | None):
+        """Read the system's counts. Once the rank is started; None is a rank of another host.
+
+        What that one has left its agent has put into the run's folder before its end is told.
+        """
         self._run_dir = run_dir
         self._rank = rank
+        self._is_here = pid is not None
         # Where the system counts what it kills for memory: the process's group and those above
         # it. Of a living process: its control group is gone with it.
-        groups = [group for group in memory_groups(pid) if group.oom_kills() is not None]
+        groups = [] if pid is None else memory_groups(pid)
+        groups = [group for group in groups if group.oom_kills() is not None]
         self._groups = tuple(group for group in groups if group.version == groups[0].version)
-        self._before = _oom_counts(self._groups)
+        self._before = self._counts()
+
+    def _counts(self) -> OomCounts:
+        return _oom_counts(self._groups) if self._is_here else OomCounts()
 
     def cause(self, code: int | None, *, is_ours: bool = False) -> str:
         """Why the rank ended. At once: another process may take its place and its files.
@@ -53,7 +61,7 @@ class Postmortem:
                 ),
                 cells=cells_of(self._run_dir, self._rank),
                 before=self._before,
-                after=_oom_counts(self._groups),
+                after=self._counts(),
                 is_ours=is_ours,
             ),
         )

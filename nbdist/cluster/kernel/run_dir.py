@@ -17,9 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nbdist.cluster import run_owner
 from nbdist.cluster.kernel import guardian
 from nbdist.cluster.run_owner import RunOwner
-from nbdist.core.host import Machine, this_machine
+from nbdist.core.host import this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, StartError
 from nbdist.rpc import wire
@@ -27,7 +28,6 @@ from nbdist.rpc import wire
 CREATE_TRIES = 10
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
-OWNER = "owner.json"
 RANKS = "ranks.json"
 PIDS = "pids"
 COMMAND = "command.json"
@@ -72,7 +72,7 @@ def create() -> Path:
             # Otherwise the last other run has just ended and taken the folder with it.
             path = Path(tempfile.mkdtemp(prefix="new-", dir=base()))
             try:
-                _write(path, OWNER, json.dumps(asdict(_this_owner())))
+                _write(path, run_owner.FILE, json.dumps(asdict(_this_owner())))
             except StartError:
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other runs are in it
@@ -155,8 +155,7 @@ def command(run_dir: Path) -> list[str]:
 def owner(run_dir: Path) -> RunOwner | None:
     """Whose run it is; None where that cannot be read."""
     try:
-        written = json.loads((run_dir / OWNER).read_text())
-        return RunOwner(**{**written, "machine": Machine(**written["machine"])})
+        return run_owner.read(run_dir / run_owner.FILE)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

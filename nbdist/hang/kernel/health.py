@@ -98,9 +98,11 @@ class Health:
 
     def note_exit(self, rank: int, code: int | None, *, is_ours: bool) -> None:
         """Find out how a rank ended, at once: another process may take its place and its files."""
-        watched = self._watched.get(rank)
-        if watched is not None:
-            self._causes[rank] = watched[1].cause(code, is_ours=is_ours)
+        remote = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, None)
+        pid, remains = self._watched.get(rank, (None, remote))
+        # Of a host that cannot be reached nothing is known: then the exit says so.
+        is_known = pid is not None or code is not None
+        self._causes[rank] = remains.cause(code, is_ours=is_ours) if is_known else ""
         last_words = diagnose.last_words(
             list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
         )

@@ -148,7 +148,7 @@ def _idle_rank(session: Session) -> int | None:
 def limit(session: Session) -> Limit:
     """Of a rank, as %dist_plan takes it."""
     topology = session.topology
-    device, _ = device_of_ranks(topology, next(iter(session.monitor.latest()), None))
+    device, _ = device_of_ranks(topology, session.monitor.latest())
     has_gpu = topology.ranks[0].device != "cpu"
     return Limit(0.0 if device is None else device.memory_bytes, has_gpu)
 

@@ -10,7 +10,7 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import Finding
 from nbdist.core.units import PLACEHOLDER, is_stored, one_line, shown
 from nbdist.core.view import View, lines, table
-from nbdist.recording.view.iframe import MOST_NAME, Live, over
+from nbdist.recording.view.iframe import Live, over
 from nbdist.trace.breakdown import TimeBreakdown
 from nbdist.trace.downsample import Items, TraceRows, layout_rows
 from nbdist.trace.trace import KINDS, Trace
@@ -20,6 +20,7 @@ from nbdist.trace.view.page import height_px, pack_timeline, steps_of_each
 # Rows of a picture that one can still take in; more where lanes and ranks alone make more.
 MOST_ROWS = 32
 MOST_TRAFFIC = 20
+MOST_NOTE = 400
 
 
 def trace_report(trace: Trace, shares: TimeBreakdown, findings: Sequence[Finding]) -> View:
@@ -159,14 +160,10 @@ def _traffic(shares: TimeBreakdown) -> View:
 
 
 def _notes(trace: Trace, shares: TimeBreakdown, events: TraceRows, items: Items) -> Iterator[str]:
-    """What the picture and the numbers leave out."""
-    for rank in trace.ranks:
-        if rank.problem:
-            yield f"rank {rank.rank}: {one_line(rank.problem, MOST_NAME)}"
+    """What the picture and the numbers leave out; of the trace's own notes `shares` has each."""
     if not is_stored():
         yield from _left_out(trace, events, items)
-    yield from trace.notes
-    yield from shares.notes
+    yield from (one_line(note, MOST_NOTE) for note in shares.notes)
 
 
 def _left_out(trace: Trace, events: TraceRows, items: Items) -> Iterator[str]:
