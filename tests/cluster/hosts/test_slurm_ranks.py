@@ -80,7 +80,9 @@ def kernel(slurm: Hosts) -> "Iterator[subprocess.Popen[str]]":
     wait_for("its jobs to be gone", lambda: jobs(slurm) == [])
     for host in slurm.names:
         wait_for(f"its ranks on {host} to be gone", lambda h=host: not slurm.pids(h, "nbdist"))
-        wait_for(f"{host}'s folder", lambda h=host: not [*slurm.path(h, "/tmp").glob("nbdist-*")])
+        if host != "node2":  # whose agent had no time to tidy up: Slurm took the host away
+            left = slurm.path(host, "/tmp")
+            wait_for(f"its folder on {host}", lambda left=left: not [*left.glob("nbdist-*")])
     assert list(slurm.path("head", FOLDER).iterdir()) == []
 
 

@@ -51,6 +51,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         self._notes: list[str] = []
         self._spare: int | None = None
         self._spare_lock = threading.Lock()
+        self._is_closed = False
         self.watches = {self.job: JobWatch(self.job, [*self.cpus], self._notes.append)}
 
     def command(self, host: str) -> list[str]:
@@ -76,7 +77,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def explain(self, host: str, reason: str) -> str:
         """The reason, after why Slurm ended the job or lost the host where it did."""
-        if self._is_stopping or host not in self._job_of:
+        if self._is_closed or host not in self._job_of:
             return reason
         # An srun that has ended has a cause; of a host that is silent Slurm may not know yet.
         wait_s = slurm_job.REASON_S if "connection ended" in reason else 0.0
@@ -90,7 +91,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def explain_exit(self, host: str, end: RankExit) -> str:
         """Why Slurm has ended a rank; "" where it was not Slurm."""
-        if self._is_stopping or end.code >= 0:
+        if self._is_closed or end.code >= 0:
             return ""
         watch = self.watches[self._job_of[host]]
         watch.look()
@@ -143,6 +144,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def close(self) -> None:
         """Watch no more, and end all agents; the guardian cancels the jobs."""
+        self._is_closed = True
         for watch in self.watches.values():
             watch.close()
         super().close()
