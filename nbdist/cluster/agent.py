@@ -127,10 +127,13 @@ class Agent:
 
     def serve(self) -> None:
         """Do what the input says until it ends; then end everything."""
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
+        # A batch system ends everything here. It counts the host as busy until we are gone.
+        signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", None)))
         threading.Thread(target=self._listen, daemon=True).start()
         heard_s = beat_s = time.monotonic()
+        is_terminated = False
         say("hello", **facts())
         while time.monotonic() - heard_s < SILENCE_S:
             try:
@@ -146,8 +149,13 @@ class Agent:
             if kind == "command":
                 heard_s = time.monotonic()
                 self._answer(content)
-            else:
+            elif kind == "exit":
                 self._tell_exit(*content)
+            is_terminated = is_terminated or kind == "term"
+            if is_terminated and all(
+                process.poll() is not None for process in self._ranks.values()
+            ):
+                break
         self._end_all()
 
     def _listen(self) -> None:
