@@ -176,15 +176,19 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     return make_plan(model, asked, load, strategy, strategy_options)
 
 
-def doctor(*, clean: bool = False) -> View:
+def doctor(*, clean: bool = False, topology: bool = False) -> View:
     """Say whether ranks can work on this machine, and what to do; the same as %dist_doctor.
 
     Args:
         clean: First end and remove what dead runs of this user have left.
-    """
-    from nbdist.commands.doctor import examine_machine
+        topology: Hosts, GPUs and the links between them instead.
 
-    return examine_machine(is_cleaning=clean)
+    Raises:
+        OptionError: If both are asked for.
+    """
+    from nbdist.commands.doctor import examine
+
+    return examine(is_cleaning=clean, has_topology=topology)
 
 
 def compare(strategies: Sequence[str], code: str) -> View:

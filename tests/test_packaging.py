@@ -39,7 +39,7 @@ OPTIONAL_MODULES = {"deepspeed", "nbval", "peft", "pytest", "viztracer"}
 WHEEL_FILES = {
     "nbdist/__init__.py",
     "nbdist/nbval_sanitize.cfg",
-    "nbdist/profiles/local/ipcluster_config.py",
+    *(f"nbdist/profiles/{name}/ipcluster_config.py" for name in ("kubernetes", "local", "mpi")),
     "nbdist/memory/view/memory.js",
     "nbdist/memory/view/memory_data.js",
     "nbdist/trace/view/timeline.js",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.core.topology import RankPlace, Topology
+from nbdist.core.topology import InterfaceChoice, RankPlace, Topology
 from nbdist.errors import StartError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ class Rank:
     place: RankPlace
     topology: Topology
     store: dist.Store
+    interface: InterfaceChoice | None = None  # None: the launcher of one host has set it
 
 
 _joined: Rank | None = None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from nbdist.core.failures import ranks_phrase
@@ -19,9 +19,13 @@ from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
+# Where the ranks' store is: the path of a file, or "" and then an address and a port.
+StoreAt = tuple[str, str, int]
+# Where Gloo and NCCL read which interface they are to use.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 # Interfaces whose addresses lead nowhere from another host, or to that host itself.
-_INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
+INNER_INTERFACE = re.compile(r"docker|virbr|br-|lo[0-9]*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,32 @@ class RankPlace:
     device_name: str  # "" on a CPU, as is device_uuid
     device_uuid: str
     threads: int
+    # Hostname, boot id, network namespace: whether another process is on the same host.
+    host_key: tuple[str, str, str] = field(default=("", "", ""), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """One host of a topology by its name, and its ranks, ascending."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """The network interface that a rank uses, and why.
+
+    Attributes:
+        gloo, nccl: What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME hold in the rank's process.
+        address: The own address from which rank 0 is reached; empty on one host.
+        why: As the end of "eth0, because ...".
+    """
+
+    gloo: str
+    nccl: str
+    address: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +124,21 @@ class Topology:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def hosts(self) -> tuple[HostRanks, ...]:
+        """The hosts in the order of their ranks; two of one name are told apart by a number."""
+        members: dict[int, list[RankPlace]] = {}
+        for place in self.ranks:
+            members.setdefault(place.node_rank, []).append(place)
+        counts = Counter(places[0].host for places in members.values())
+        return tuple(
+            HostRanks(
+                places[0].host + (f" ({number})" if counts[places[0].host] > 1 else ""),
+                tuple(place.rank for place in places),
+            )
+            for number, places in members.items()
+        )
 
     def rank_of_engine(self, engine_id: int) -> int:
         """Return the rank of an engine of this topology; KeyError for any other."""
@@ -147,6 +192,100 @@ def plan(
         places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
         tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
     )  # fmt: skip
+
+
+def replan(topology: Topology, reports: Mapping[int, EngineReport]) -> Topology:
+    """The topology once new processes have taken the place of ranks, by rank what they report.
+
+    Numbers of ranks and the backend stay. Back on its host a rank has its local rank and its GPU
+    again; on another one the smallest local rank that is free there, and a GPU by it. A host that
+    had no rank takes the smallest node rank that is free.
+
+    Raises:
+        StartError: If a rank came back where it sees no GPU, or has to share one under NCCL.
+    """
+    places = {place.rank: place for place in topology.ranks if place.rank not in reports}
+    hosts = _renumber_hosts(topology, reports)
+
+    def has_moved(rank: int) -> bool:
+        return hosts[_host_key(reports[rank])] != topology.ranks[rank].node_rank
+
+    for rank in sorted(reports, key=lambda rank: (has_moved(rank), rank)):
+        former, report = topology.ranks[rank], reports[rank]
+        node_rank = hosts[_host_key(report)]
+        taken = {p.local_rank for p in places.values() if p.node_rank == node_rank}
+        free = next(n for n in range(topology.world_size) if n not in taken)
+        is_back = not has_moved(rank) and former.local_rank not in taken
+        local_rank = former.local_rank if is_back else free
+        device, gpu = _device_again(former, report, local_rank)
+        places[rank] = replace(
+            former, engine_id=report.engine_id, local_rank=local_rank, node_rank=node_rank,
+            host=report.hostname, pid=report.pid, device=device,
+            device_name="" if gpu is None else gpu.name,
+            device_uuid="" if gpu is None else gpu.uuid,
+            threads=former.threads if is_back else 0, host_key=_host_key(report),
+        )  # fmt: skip
+    if topology.backend == "nccl":
+        _refuse_shared_gpus([places[rank] for rank in range(topology.world_size)])
+    sizes = Counter(place.node_rank for place in places.values())
+    dense = {node_rank: index for index, node_rank in enumerate(sorted(sizes))}
+    ordered = []
+    for rank in range(topology.world_size):
+        place, size = places[rank], sizes[places[rank].node_rank]
+        threads = place.threads or max(1, reports[rank].cores // size)
+        node_rank = dense[place.node_rank]
+        ordered.append(replace(place, local_world_size=size, node_rank=node_rank, threads=threads))
+    fresh = {ip for r in reports.values() for ip in _outer_addresses(r) if ":" not in ip}
+    addresses = tuple(sorted({*topology.addresses, *fresh})) if topology.addresses else ()
+    return replace(topology, ranks=tuple(ordered), n_hosts=len(sizes), addresses=addresses)
+
+
+def _renumber_hosts(
+    topology: Topology, reports: Mapping[int, EngineReport]
+) -> dict[tuple[str, str, str], int]:
+    """Each host's node rank: those that had ranks keep theirs, also after another boot."""
+    hosts = {place.host_key: place.node_rank for place in topology.ranks}
+    in_use = {p.node_rank for p in topology.ranks if p.rank not in reports}
+    in_use |= {hosts[key] for r in reports.values() if (key := _host_key(r)) in hosts}
+    for _, report in sorted(reports.items()):
+        key = _host_key(report)
+        if key in hosts:
+            continue
+        left = {p.host: p.node_rank for p in topology.ranks if p.node_rank not in in_use}
+        free = next(n for n in range(topology.world_size + 1) if n not in in_use)
+        hosts[key] = left.get(report.hostname, free)
+        in_use.add(hosts[key])
+    return hosts
+
+
+def _device_again(
+    former: RankPlace, report: EngineReport, local_rank: int
+) -> tuple[str, Gpu | None]:
+    """Device and GPU of a rank's new process: its former one where it sees that."""
+    if former.device == "cpu":
+        return "cpu", None
+    if not report.gpus or not report.has_cuda:
+        raise StartError(
+            f"rank {former.rank} came back on {report.hostname}, where it cannot use a GPU, and "
+            "the ranks use GPUs all or none. Choose a host with GPUs; %dist_reset starts afresh."
+        )
+    uuids = [gpu.uuid for gpu in report.gpus]
+    is_there = former.device_uuid in uuids
+    index = uuids.index(former.device_uuid) if is_there else local_rank % len(uuids)
+    return f"cuda:{index}", report.gpus[index]
+
+
+def _refuse_shared_gpus(places: Sequence[RankPlace]) -> None:
+    by_gpu: dict[str, list[RankPlace]] = {}
+    for place in places:
+        by_gpu.setdefault(place.device_uuid, []).append(place)
+    for sharing in by_gpu.values():
+        if len(sharing) > 1:
+            raise StartError(
+                f"{ranks_phrase([p.rank for p in sharing])} would share a GPU of "
+                f"{sharing[0].host}, and NCCL takes one rank per GPU. Choose a host with a free "
+                "GPU; %dist_reset with --backend gloo lets ranks share."
+            )
 
 
 # How ranks lie -> what "auto" takes, and what NCCL is refused with; both sentences are templates.
@@ -308,6 +447,54 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
     return tuple(reachable)
 
 
+def choose_interface(
+    interfaces: Mapping[str, bool],
+    addresses: Sequence[tuple[str, str]],
+    own_address: str,
+    store_address: str,
+    environ: Mapping[str, str],
+) -> InterfaceChoice:
+    """The interface through which a rank reaches the store of rank 0, unless the user names one.
+
+    Args:
+        interfaces: All of the host, and whether each is up.
+        addresses: (interface, IPv4 address) of those that are up.
+        own_address: From which packets to the store go by the host's routes; empty without one.
+        store_address: Where rank 0's store is; empty where all ranks are on one host.
+        environ: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user win.
+
+    Raises:
+        StartError: If the user's interface for Gloo is not there or not up, or none has the
+            address: Gloo would wait for ever, or fail without a word of which there are.
+    """
+    interface = next((name for name, address in addresses if address == own_address), "")
+    typed = {name: environ[name] for name in INTERFACE_VARIABLES if environ.get(name)}
+    listed = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
+    if INTERFACE_VARIABLES[0] not in typed and not interface:
+        goal = f"leads to rank 0's store at {store_address}" if store_address else "is loopback"
+        raise StartError(
+            f"No interface that is up on this host {goal}; those with addresses: {listed}. Set "
+            f"{INTERFACE_VARIABLES[0]} to one of them where the engines start, or mend the routes."
+        )
+    gloo = typed.get(INTERFACE_VARIABLES[0], interface)
+    # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
+    nccl = typed.get(INTERFACE_VARIABLES[1], f"={interface or gloo}")
+    for name in gloo.split(","):
+        if not interfaces.get(name, False):
+            state = "is down" if name in interfaces else "does not exist"
+            raise StartError(
+                f"{INTERFACE_VARIABLES[0]}={gloo}: the interface {name} {state} on this host; "
+                f"those with addresses: {listed}. Set it to one of them where the engines start, "
+                "or remove it."
+            )
+    why = f"the way to rank 0's store at {store_address} goes through it"
+    if not store_address:
+        why = "all ranks are on one host"
+    if typed:
+        why = f"{' and '.join(typed)} of the environment {'names' if len(typed) < 2 else 'name'} it"
+    return InterfaceChoice(gloo, nccl, own_address, why)
+
+
 def _share_network(reports: Sequence[EngineReport]) -> bool:
     """Whether all engines have one loopback interface, as on pretended hosts."""
     networks = {(report.boot_id, report.network_namespace) for report in reports}
@@ -316,7 +503,7 @@ def _share_network(reports: Sequence[EngineReport]) -> bool:
 
 def _outer_addresses(report: EngineReport) -> list[str]:
     """An engine's addresses toward other hosts, the one toward the controller first."""
-    others = [ip for name, ip in report.addresses if not _INNER_INTERFACE.match(name)]
+    others = [ip for name, ip in report.addresses if not INNER_INTERFACE.match(name)]
     addresses = dict.fromkeys(ip for ip in (report.toward_controller, *others) if ip)
     return [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback]
 
@@ -395,6 +582,7 @@ def _place(
                 device_name="" if gpu is None else gpu.name,
                 device_uuid="" if gpu is None else gpu.uuid,
                 threads=threads or max(1, report.cores // sizes[host]),
+                host_key=host,
             )
         )
     return tuple(places)

@@ -16,6 +16,7 @@ from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.gpus import GpuReading
 from nbdist.diagnostics.environment import HostContext, settings
 from nbdist.diagnostics.facts import UNLIMITED, Facts
+from nbdist.diagnostics.topology import LINKS
 from nbdist.errors import StartError
 
 # As in pyproject.toml; tests/test_packaging.py compares them. torch is judged by core.versions.
@@ -130,25 +131,14 @@ def _gpu(gpu: GpuReading) -> Finding:
     return Finding(name, state)
 
 
-# How GPUs are connected, slowest last, and what that means.
-_LINKS = {
-    "NV": "NVLink",
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "the CPU's PCIe",
-    "NODE": "PCIe bridges of one CPU",
-    "SYS": "the link between CPUs",
-}
-
-
 def topology(facts: Facts) -> Iterator[Finding]:
     """The slowest way between any two GPUs, which a collective of all of them has to take."""
     links = facts.readings.links
     if not links:
         return
-    order = list(_LINKS)
+    order = list(LINKS)
     first, second, kind = max(links, key=lambda link: order.index(link[2]))
-    slowest = f"slowest: {kind} between GPUs {first} and {second} ({_LINKS[kind]})"
+    slowest = f"slowest: {kind} between GPUs {first} and {second} ({LINKS[kind]})"
     if kind != "SYS":
         yield Finding("GPU links", slowest)
         return

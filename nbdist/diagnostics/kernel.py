@@ -15,10 +15,22 @@ import psutil
 
 from nbdist.cluster.kernel import launcher, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
+from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import gpus, topology
 from nbdist.core.host import usable_cores
+from nbdist.core.topology import HostRanks
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
+from nbdist.diagnostics.links import RankLinks, read_links
+from nbdist.diagnostics.topology import HostLinks, LinkPicture
+from nbdist.diagnostics.topology import picture as picture_of
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+
+# A driver that hangs takes core.gpus.DEADLINE_S of it.
+LINKS_S = 30.0
+
+describe_links: RankFunction[[], RankLinks] = RankFunction("nbdist.diagnostics.rank:describe_links")
 
 # Set for each rank anew; what they are is no question.
 _NO_SETTINGS = {"NBDIST_RUN", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -35,8 +47,9 @@ def collect(
     readings = gpus.read_once()
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     here, cores = socket.gethostname(), usable_cores()
-    others = tuple(sorted({*(rank_hosts or ())} - {here}))
-    count = topology.default_world_size(visible) if rank_hosts is None else rank_hosts.count(here)
+    count, others = topology.default_world_size(visible), list[str]()
+    if rank_hosts is not None:
+        count, others = rank_hosts.count(here), sorted({*rank_hosts} - {here})
     threads = max(1, cores // max(1, count))
     variables = {}
     if not others:  # what other hosts' ranks get, their own launcher says
@@ -52,7 +65,7 @@ def collect(
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
         world_size=count,
-        rank_hosts=others,
+        rank_hosts=tuple(others),
         shm=_space(Path("/dev/shm")),  # noqa: S108  # looked at, not written to
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),
@@ -61,6 +74,20 @@ def collect(
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         runs=runs.find_runs(),
     )
+
+
+def picture(ranks: Ranks | None, strategy: Strategy | None) -> LinkPicture:
+    """The hosts of these ranks and what links them; without ranks, this machine alone.
+
+    Raises:
+        RankGone, RankBusy, NotRunning: As for a cell.
+    """
+    if ranks is None or strategy is None:
+        links = read_links(psutil.net_if_addrs(), os.environ, gpus.read_once())
+        here = HostRanks(platform.node(), ())
+        return LinkPicture((HostLinks(here, (), (links,)),))
+    answers = ranks.call_all(describe_links, deadline_s=LINKS_S)
+    return picture_of(ranks.topology, answers, strategy)
 
 
 def _space(path: Path) -> Space | None:

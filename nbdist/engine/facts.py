@@ -25,6 +25,7 @@ RANK_VARIABLES = (
     "PMIX_RANK",
     "PMI_RANK",
     "PALS_RANKID",
+    "JOB_COMPLETION_INDEX",  # of a pod of a Kubernetes Indexed Job
 )
 SIZE_VARIABLES = (
     "WORLD_SIZE",

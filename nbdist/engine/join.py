@@ -24,12 +24,21 @@ import torch
 import torch.distributed as dist
 from IPython import get_ipython
 
-from nbdist.cluster import nccl_env, peer_filter, run_owner
+from nbdist.cluster import nccl_env, run_owner
 from nbdist.core import host, topology
 from nbdist.core.rank import Rank, joined, this_rank
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import EngineReport, Gpu, RankPlace, Topology
+from nbdist.core.topology import (
+    INTERFACE_VARIABLES,
+    EngineReport,
+    Gpu,
+    InterfaceChoice,
+    RankPlace,
+    StoreAt,
+    Topology,
+)
 from nbdist.core.versions import check_torch
+from nbdist.diagnostics import rank as diagnostics_rank
 from nbdist.engine import (
     child_sockets,
     default_group,
@@ -43,6 +52,7 @@ from nbdist.engine import (
 from nbdist.errors import NbdistError, StartError
 from nbdist.hang.rank import (
     call_log,
+    common_store,
     debug_checks,
     gloo_abort,
     graph_capture,
@@ -132,6 +142,7 @@ def join(
     store: dist.Store,
     generation: int = 0,
     user_groups: Sequence[GroupSpec] = (),
+    interface: InterfaceChoice | None = None,
 ) -> None:
     """Form the process group that the plan asks for.
 
@@ -164,32 +175,25 @@ def join(
     if place.device != "cpu":
         graph_capture.install()
     common = process_groups.generation_store(store, generation)
+    common_store.announce(common, rank)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))
         gloo_abort.outdate(generation)
-    dist.init_process_group(
-        TORCH_BACKENDS[plan.backend],
-        store=common,
-        rank=rank,
-        world_size=plan.world_size,
-        timeout=GROUP_TIMEOUT,
-        **options,
-    )
-    _set_master_variables(store, rank, plan)
-    joined(Rank(place, plan, store))
+    # Within one host NCCL uses no network.
+    with diagnostics_rank.captured_nccl_log(is_wanted=plan.backend == "nccl" and plan.n_hosts > 1):
+        dist.init_process_group(
+            TORCH_BACKENDS[plan.backend],
+            store=common,
+            rank=rank,
+            world_size=plan.world_size,
+            timeout=GROUP_TIMEOUT,
+            **options,
+        )
+    joined(Rank(place, plan, store, interface))
+    common_store.note_others(common, range(plan.world_size))
     process_groups.rejoin(user_groups)
     call_log.install(call_log.open_box(run_folder(), rank))
     call_log.reset(generation)
-
-
-def rejoin(plan: Topology, rank: int, generation: int, user_groups: Sequence[GroupSpec]) -> None:
-    """Take the place of a rank of this host that has ended.
-
-    On a new process, while every other rank is in `process_groups.recover` with the same
-    generation, or in this as well. The plan is that of the first start; else as `join`.
-    """
-    store = dist.FileStore(str(Path(os.environ["NBDIST_RUN"]) / "store"), plan.world_size)
-    join(plan, rank, store, generation, user_groups)
 
 
 def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
@@ -214,19 +218,6 @@ def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(place.threads)
         torch.set_num_threads(place.threads)
-
-
-def _set_master_variables(store: dist.Store, rank: int, plan: Topology) -> None:
-    """The address at which a script of torchrun's may meet, with a port that was free at the start.
-
-    Collective at the start: every rank.
-    """
-    if rank == 0 and not store.check(["master_port"]):
-        with socket.socket() as free:  # bound, but it never listens
-            free.bind(("", 0))
-            store.set("master_port", str(free.getsockname()[1]))
-    os.environ["MASTER_ADDR"] = "127.0.0.1" if plan.n_hosts == 1 else plan.ranks[0].host
-    os.environ["MASTER_PORT"] = store.get("master_port").decode()
 
 
 def prepare(seed: int | None = None) -> Topology:
@@ -299,30 +290,6 @@ def run_folder() -> Path | None:
     return folder if owner.machine.boot == host.this_machine().boot else None
 
 
-def open_store(address: str, world_size: int, peers: tuple[str, ...] = ()) -> int:
-    """Open the store for other hosts on rank 0's engine and return its port.
-
-    It listens on `address` alone, and to these peers alone where the system can do that: torch's
-    own listener takes every interface, and has no authentication. One rank: that will be 0.
-    """
-    global _open_store  # noqa: PLW0603  # kept open as long as the process
-    listener = socket.create_server((address, 0))
-    peer_filter.restrict(listener, peers)
-    port = int(listener.getsockname()[1])
-    _open_store = dist.TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return port
-
-
-_open_store: dist.Store | None = None
-
-
 def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) -> tuple[str, ...]:
     """Those of the addresses at which this engine can reach the port."""
     reached = []
@@ -335,26 +302,75 @@ def reachable(addresses: tuple[str, ...], port: int, deadline_s: float = 2.0) ->
     return tuple(reached)
 
 
-def join_by_plan(plan: Topology, rank: int, store_path: str, address: str, port: int) -> None:
+def join_by_plan(plan: Topology, rank: int, store_at: StoreAt) -> None:
     """Join a group whose ranks were assigned from reports. Collective: every rank.
 
-    The store is a file that all ranks see (one host); without its path, rank 0's at this address.
+    The store is a file that all ranks see (one host), else a port.
     """
-    if store_path:
-        store: dist.Store = dist.FileStore(store_path, plan.world_size)
-        own_address = "127.0.0.1"
-    else:
-        store = _open_store or dist.TCPStore(address, port, plan.world_size, is_master=False)
-        own_address = host.address_toward(address)
-    # Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other
-    # host can reach it.
-    interface = next((name for name, ip in facts.addresses() if ip == own_address), "lo")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # Without the sign NCCL takes it for the beginning of a name: eth1 for eth10 as well.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    join(plan, rank, store)
-    if plan.n_hosts > 1:
-        os.environ["MASTER_ADDR"] = address  # a name is 127.0.1.1 to Debian's host of that name
+    interface = _choose_interface(*store_at)
+    join(plan, rank, _find_store(plan, interface, *store_at), interface=interface)
+
+
+def rejoin(
+    plan: Topology,
+    rank: int,
+    store_at: StoreAt,
+    generation: int,
+    user_groups: Sequence[GroupSpec],
+) -> None:
+    """Take the place of a rank that has ended.
+
+    On a new process, while every other rank is in `process_groups.recover` with the same
+    generation, or in this as well. The plan has the new processes in it, and those that stay have
+    taken it (`take_plan`, which says where the store is); else as `join`.
+    """
+    interface = _choose_interface(*store_at)
+    store = _find_store(plan, interface, *store_at)
+    join(plan, rank, store, generation, user_groups, interface)
+
+
+def _choose_interface(path: str, address: str, _port: int) -> InterfaceChoice:
+    """The interface toward the store, which Gloo and NCCL take unless the user names another.
+
+    Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other host can
+    reach it.
+    """
+    own_address = "127.0.0.1" if path else host.address_toward(address)
+    interface = topology.choose_interface(
+        {name: stats.isup for name, stats in psutil.net_if_stats().items()},
+        facts.addresses(), own_address, "" if path else address, os.environ,
+    )  # fmt: skip
+    os.environ.update(zip(INTERFACE_VARIABLES, (interface.gloo, interface.nccl), strict=True))
+    return interface
+
+
+def _find_store(
+    plan: Topology, interface: InterfaceChoice, path: str, address: str, port: int
+) -> dist.Store:
+    if path:
+        return dist.FileStore(path, plan.world_size)
+    common_store.reserve(interface.address, plan.addresses)
+    return common_store.connect(address, port, plan.world_size)
+
+
+def take_plan(plan: Topology, gone: Sequence[int]) -> tuple[str, int]:
+    """Take a plan in which ranks that are gone have new places.
+
+    Returns address and port at which the new ones find the store; ("", 0) where it is a file.
+
+    On each rank that stays, before `process_groups.recover`.
+
+    Raises:
+        NbdistError: If the store was with a rank that is gone, and the next one cannot be reached.
+    """
+    gloo_abort.admit(plan.addresses)
+    common_store.admit(plan.addresses)
+    common_store.leave(gone)
+    this = this_rank()
+    place = plan.ranks[this.place.rank]
+    joined(Rank(place, plan, this.store, this.interface))
+    _set_torchrun_variables(place, plan)
+    return common_store.where()
 
 
 def adopt_notebook(sys_path: list[str], folder: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core.failures import ranks_are, ranks_phrase
-from nbdist.core.ranks import rank_label
 
 # All living ranks have to come to a recovery by then, and then to be connected as soon.
 DEADLINE_S = 15.0
@@ -104,8 +103,13 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     return tuple(merged)
 
 
-def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
-    """What a person has to know after a recovery, one plain line each, most important last."""
+def notes(
+    results: Mapping[int, RecoveryResult], restart_verb: Callable[[Sequence[int]], str]
+) -> tuple[str, ...]:
+    """What a person has to know after a recovery, one plain line each, most important last.
+
+    `restart_verb` says by which line ranks come back.
+    """
     groups = {
         tuple(sorted(ranks)) for result in results.values() for ranks in result.skipped.values()
     }
@@ -118,7 +122,7 @@ def notes(results: Mapping[int, RecoveryResult]) -> tuple[str, ...]:
         missing = sorted({rank for ranks in lacking for rank in ranks}.difference(results))
         lines.append(
             f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
-            f"until {ranks_are(missing)} back: %dist_restart {rank_label(missing)}"
+            f"until {ranks_are(missing)} back: {restart_verb(missing)}"
         )
     models = {
         n: None for result in results.values() for n, count in result.gradients.items() if count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nbdist.core import units
 from nbdist.errors import OptionError
 from nbdist.panel.state import PanelPlan
-from nbdist.panel.strategy_form import Value, pick, typed
+from nbdist.panel.strategy_form import OnRanks, Value, pick, typed
 from nbdist.planner.live_model import LiveModel, by_kinds, load_of, shape_of
 from nbdist.planner.memory import Memory
 from nbdist.planner.plan import NO, UNKNOWN, accumulating, verdict
@@ -98,13 +98,13 @@ def plan_of_models(
 
 
 def fitting(
-    models: Sequence[LiveModel], limit: Limit, current: Strategy, on: tuple[int, str, str]
+    models: Sequence[LiveModel], limit: Limit, current: Strategy, on: OnRanks
 ) -> tuple[str, ...]:
     """Strategies other than the current one that these ranks and models can have, as typed.
 
     Each computes in what the current one computes in. DeepSpeed is another package, and `single`
     trains on each rank by itself: both can be chosen, and are not offered. `on`: the number of
-    ranks, their device's type and their backend.
+    ranks, their device's type, their backend, and their hosts.
     """
     values: dict[str, Value] = {}
     if current.options.precision != "fp32":
@@ -118,7 +118,7 @@ def _fits(
     values: Mapping[str, Value],
     models: Sequence[LiveModel],
     limit: Limit,
-    on: tuple[int, str, str],
+    on: OnRanks,
 ) -> bool:
     choice = pick(name, values, *on)
     if isinstance(choice, str):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nbdist.core import units
+from nbdist.core.topology import HostRanks
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Options, Strategy
@@ -22,6 +23,8 @@ from nbdist.strategy.table import ROWS
 UNSET = ""
 _KINDS = {"choice": "choice", "switch": "switch", "blocks": "suggest"}
 Value = str | bool
+# How many ranks, their device's type, their backend, their hosts.
+OnRanks = tuple[int, str, str, tuple[HostRanks, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +102,14 @@ def pick(
     world_size: int,
     device_type: str = "",
     backend: str = "",
+    ranks_on: Sequence[HostRanks] = (),
 ) -> Strategy | str:
     """The choice that the fields make, or why it cannot be had."""
     try:
         return choose(
-            name, chosen_options(values), world_size, device_type=device_type, backend=backend
-        )
+            name, chosen_options(values), world_size,
+            device_type=device_type, backend=backend, ranks_on=ranks_on,
+        )  # fmt: skip
     except OptionError as error:
         return str(error)
 

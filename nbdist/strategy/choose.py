@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from nbdist.core.topology import Topology
+from nbdist.core.topology import HostRanks, Topology
 from nbdist.errors import OptionError, did_you_mean
+from nbdist.strategy import hosts, validate
 from nbdist.strategy import options as typed_options
-from nbdist.strategy import validate
 from nbdist.strategy.choice import MESHED, Degrees, Options, Strategy
 from nbdist.strategy.degrees import name_for, replicas, resolve
 from nbdist.strategy.table import OTHER_NAMES, ROWS, StrategyRow
@@ -33,16 +33,27 @@ class StrategySpec:
         typed = [(word, v) for word, v in settings.items() if v is not None and v is not False]
         return None if name is None and not typed else cls(name, tuple(sorted(typed)))
 
-    def choose(self, world_size: int, *, device_type: str = "", backend: str = "") -> Strategy:
+    def choose(
+        self,
+        world_size: int,
+        *,
+        device_type: str = "",
+        backend: str = "",
+        ranks_on: Sequence[HostRanks] = (),
+    ) -> Strategy:
         """The choice for so many ranks; see `choose`."""
         return choose(
-            self.name, dict(self.settings), world_size, device_type=device_type, backend=backend
-        )
+            self.name, dict(self.settings), world_size,
+            device_type=device_type, backend=backend, ranks_on=ranks_on,
+        )  # fmt: skip
 
     def on(self, topology: Topology) -> Strategy:
         """The choice for these ranks; see `choose`."""
         device_type = topology.ranks[0].device.split(":")[0]
-        return self.choose(topology.world_size, device_type=device_type, backend=topology.backend)
+        return self.choose(
+            topology.world_size, device_type=device_type, backend=topology.backend,
+            ranks_on=topology.hosts,
+        )  # fmt: skip
 
 
 def choose(
@@ -52,6 +63,7 @@ def choose(
     *,
     device_type: str = "",
     backend: str = "",
+    ranks_on: Sequence[HostRanks] = (),
 ) -> Strategy:
     """What was typed, as a choice for so many ranks.
 
@@ -64,6 +76,8 @@ def choose(
         world_size: Ranks.
         device_type: "cpu" or "cuda", to refuse what cannot work there; empty leaves that open.
         backend: "gloo" or "nccl", likewise.
+        ranks_on: The hosts: on several, degrees that are not typed keep tp, cp and the copies of
+            --shard hybrid within one. None where they are not known.
 
     Raises:
         OptionError: If a name, degree or option does not exist, does not fit the ranks, or would
@@ -72,8 +86,11 @@ def choose(
     degrees, typed = typed_options.read(settings)
     copies = degrees.pop("replicas", None)
     row = _row(name, degrees)
-    counts = resolve(row, degrees, world_size)
-    mesh = _mesh(row, counts, copies, typed.get("shard", "full") == "hybrid")
+    counts = resolve(row, degrees, world_size, hosts.within(ranks_on))
+    is_hybrid = typed.get("shard", "full") == "hybrid"
+    if is_hybrid and copies is None and len(ranks_on) > 1 and counts.get("pp", 1) == 1:
+        copies = hosts.copies(ranks_on, counts.get("tp", 1))
+    mesh = _mesh(row, counts, copies, is_hybrid)
     options = Options(**row.sets, **typed)  # type: ignore[arg-type]  # read has the types
     settled = row.name
     if row.name in MESHED:

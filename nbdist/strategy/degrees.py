@@ -34,11 +34,15 @@ def name_for(typed: Mapping[str, int]) -> str:
     return next((word for word in ("pp", "tp", "cp") if typed.get(word, 1) > 1), "ddp")
 
 
-def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict[str, int]:
+def resolve(
+    row: StrategyRow, typed: Mapping[str, int], world_size: int, within: int = 0
+) -> dict[str, int]:
     """Every degree of a row on so many ranks: word -> count, with product `world_size`.
 
     The degree that the name stands for takes all ranks that the typed ones leave; where it is
     typed itself, dp takes them, if the row has that. Of dp, tp, pp and cp any may be typed.
+    `within` is the most ranks that lie on one host wherever they begin (hosts.within); of more,
+    tp and cp take so many, and dp, unless it is typed, takes the others.
 
     Raises:
         OptionError: If the row does not take one of them, or they do not fit the ranks.
@@ -58,6 +62,10 @@ def resolve(row: StrategyRow, typed: Mapping[str, int], world_size: int) -> dict
         _refuse_product(typed, world_size, has_rest=free is not None)
     if free is not None:
         degrees[free] = world_size // product
+    if free in {"tp", "cp"} and "dp" not in typed:
+        inside = math.gcd(degrees[free], within)
+        if inside > 1:
+            degrees["dp"], degrees[free] = degrees[free] // inside, inside
     _check_own(row, own_word, degrees, world_size)
     return degrees
 

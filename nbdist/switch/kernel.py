@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from nbdist.cells.kernel import progress
@@ -11,6 +12,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import Interrupted, NbdistError, OptionError
 from nbdist.rpc.kernel import gather
 from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy import hosts
 from nbdist.strategy.choice import Strategy, label
 from nbdist.strategy.choose import StrategySpec
 from nbdist.switch.report import RankSwitchReport, merge_reports
@@ -88,4 +90,6 @@ class Strategies:
                 raise refused from error
             raise
         self._ranks.strategy_chosen = choice
-        return self._after(merge_reports(reports))
+        report = merge_reports(reports)
+        notes = hosts.notes(choice, self._ranks.topology.hosts)
+        return self._after(replace(report, notes=(*report.notes, *notes)))

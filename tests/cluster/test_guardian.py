@@ -14,6 +14,7 @@ import pytest
 
 from nbdist.cluster import shm
 from nbdist.cluster.kernel import guardian
+from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.cluster.kernel.guard import Guard
 from tests.support import processes
 from tests.support.ranks import until
@@ -262,3 +263,75 @@ def test_torchs_files_of_killed_processes_are_removed(run_dir: Path, tmp_path: P
 
     assert {"torch_123_4_0", "other_12_1"} <= {path.name for path in tmp_path.iterdir()}
     assert not list(tmp_path.glob("torch_1[23]_*"))
+
+
+def test_the_command_for_what_is_elsewhere_is_run_when_the_kernel_is_killed(
+    started: Started, run_dir: Path
+) -> None:
+    """The newest command, with its words as they are, after the processes have ended."""
+    process, said = started(), run_dir.parent / "said"
+    tell = f"import sys; open({str(said)!r}, 'a').write(str(sys.argv[1:]))"
+    code = f"""
+        import sys, time
+        from pathlib import Path
+        from nbdist.cluster.kernel.guard import Guard
+        guard = Guard(Path({str(run_dir)!r}))
+        guard.watch({process.pid})
+        guard.promise(["false"])
+        guard.promise([sys.executable, "-c", {tell!r}, "two words", "--x=1"])
+        print(guard.pid, flush=True)
+        time.sleep(300)
+    """
+    kernel = started(sys.executable, "-c", textwrap.dedent(code))
+    assert kernel.stdout is not None
+    guard = psutil.Process(int(kernel.stdout.readline()))
+    kernel.kill()
+
+    assert processes.wait_gone([guard], 10) == []
+    assert said.read_text() == "['two words', '--x=1']"
+    assert ended(process)
+    assert not run_dir.exists()
+
+
+def test_a_command_that_fails_is_repeated_once_and_the_folder_stays(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path
+) -> None:
+    """What may still be there elsewhere is known to whoever cleans up later."""
+    monkeypatch.setattr(guardian, "COMMAND_PAUSE_S", 0.0)
+    tries = run_dir.parent / "tries"
+    fails_once = ["sh", "-c", f"echo x >> {tries}; test $(wc -l < {tries}) = 2"]
+
+    assert guardian.run_command(fails_once)
+    assert tries.read_text().split() == ["x", "x"]
+    assert not guardian.run_command(["false"])
+    assert not guardian.run_command(["/nonexistent/scancel"])
+    guard = Guard(run_dir)
+    guard.promise(["false"])
+    assert guard.close()
+    assert cluster_run_dir.command(run_dir) == ["false"]
+
+
+def test_a_command_that_was_taken_back_is_not_run(run_dir: Path) -> None:
+    """The kernel has ended it itself: nothing is left to be done, also for a later guardian."""
+    guard = Guard(run_dir)
+    said = run_dir.parent / "said"
+    guard.promise(["touch", str(said)])
+    guard.promise([])
+    psutil.Process(guard.pid).kill()
+    assert guard.close()
+
+    assert not said.exists()
+    assert not run_dir.exists()
+
+
+def test_a_replaced_guardian_knows_the_command(run_dir: Path) -> None:
+    """It is told again, as processes are."""
+    guard = Guard(run_dir)
+    said = run_dir.parent / "said"
+    guard.promise(["touch", str(said)])
+    first = psutil.Process(guard.pid)
+    first.kill()
+    assert until(lambda: guard.pid != first.pid)
+    assert guard.close()
+
+    assert said.exists()

@@ -48,7 +48,7 @@ def profile(engines: str = "slurm", **settings: object) -> Config:
     ("hosts", "ways", "address"),
     [
         ((), {}, OWN),
-        (("n1", "n2"), {"n1": "192.168.7.1"}, "192.168.7.1"),
+        (("me@n1", "n2"), {"n1": "192.168.7.1"}, "192.168.7.1"),
         # Debian's line gives this machine's own name 127.0.1.1; the next host counts.
         (("login", "n2"), {"login": "127.0.0.1", "n2": "192.168.7.1"}, "192.168.7.1"),
         (("login",), {"login": "127.0.0.1"}, OWN),
@@ -163,6 +163,7 @@ def test_what_is_said_of_open_traffic() -> None:
         "send is neither encrypted nor authenticated (3 ports on eth0, 10.0.0.1: 2, 10.0.0.2: 1; "
         "open to these hosts alone). Use a network that you trust."
     )
+    assert not ipp_cluster.open_traffic(two_hosts, [], is_encrypted=False)  # pretended hosts
     text = ipp_cluster.open_traffic(two_hosts, unknown, is_encrypted=False)
     assert "signed, but not encrypted, as the profile turns CURVE off" in text
     assert "4 ports on all interfaces, eth0" in text

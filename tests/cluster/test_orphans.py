@@ -22,7 +22,7 @@ from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.run_owner import Process, Run
 from nbdist.diagnostics import kernel as diagnostics_kernel
-from nbdist.errors import NotRunning, StartError
+from nbdist.errors import NbdistError, NotRunning, StartError
 from tests.support import processes
 from tests.support.ranks import session_of, temporary_folder, until
 
@@ -125,6 +125,33 @@ def test_a_dead_run_is_removed_and_a_living_one_left_alone(base: Path, name: str
         assert living.run("print(6 * 7)")[0].text == "42\n"
         assert orphans.clean() == ()
     assert not base.exists()
+
+
+def test_what_a_run_has_elsewhere_is_ended_by_its_own_command(base: Path) -> None:
+    """Of a dead run on cleaning up, of a living one on `nbdist stop`; a failure is told."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    folders = [run_dir.create() for _ in range(3)]
+    owner = json.loads((folders[0] / "owner.json").read_text())
+    for folder in folders[:2]:
+        (folder / "owner.json").write_text(json.dumps({**owner, "pid": ended.pid, "start": "1"}))
+    said = [base.parent / f"said{number}" for number in range(3)]
+    run_dir.note_command(folders[0], ["touch", str(said[0])])
+    run_dir.note_command(folders[1], ["/nonexistent/scancel", "--name=x y"])
+    run_dir.note_command(folders[2], ["touch", str(said[2])])
+    lines = orphans.clean()
+
+    assert f"ended what it had elsewhere: touch {said[0]}" in lines
+    assert (
+        f"could not end what {folders[1]} has elsewhere: /nonexistent/scancel '--name=x y' failed"
+    ) in lines
+    assert [folder.exists() for folder in folders] == [False, True, True]
+    assert [path.exists() for path in said] == [True, False, False]
+    orphans.stop(run_in(folders[2]))
+    assert said[2].exists()
+    run_dir.note_command(folders[2], ["false"])
+    with pytest.raises(NbdistError, match="has elsewhere could not be ended: this failed: false"):
+        orphans.stop(run_in(folders[2]))
 
 
 def test_after_one_kernel_its_own_runs_are_removed_alone(base: Path) -> None:

@@ -76,7 +76,7 @@ def test_an_unknown_profile_names_both_kinds(ipython_dir: Path) -> None:
     with pytest.raises(OptionError) as caught:
         profiles.load("slrm")
 
-    assert "Shipped with nbdist: local" in str(caught.value)
+    assert "Shipped with nbdist: kubernetes, local, mpi, pretended, ssh." in str(caught.value)
     assert f"in {ipython_dir}: mine." in str(caught.value)
     assert sorted(path.name for path in ipython_dir.iterdir()) == [
         "profile_default",
@@ -197,7 +197,7 @@ def test_over_a_port_the_store_listens_on_one_address(
 ) -> None:
     """Where no file is shared, rank 0 opens a port on the one address that all reach."""
     put(ipython_dir, "plain", PLAIN)
-    monkeypatch.setattr(start, "_is_this_host", lambda reports: False)
+    monkeypatch.setattr(start, "is_this_host", lambda reports: False)
     options = StartOptions(2, profile="plain", gpus="none")
     with session_of(options) as session:
         result = session.run(
@@ -234,7 +234,7 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
             future.set_result(4711)
         return future
 
-    ask = partial(start._store, None, call, plan, {0: first, 1: other}, time.monotonic() + 5)
+    ask = partial(start.find_store, None, call, plan, {0: first, 1: other}, time.monotonic() + 5)
     address = ask()
     reached.clear()
     with pytest.raises(StartError) as caught:

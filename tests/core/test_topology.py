@@ -13,12 +13,15 @@ import pytest
 from nbdist.core.topology import (
     EngineReport,
     Gpu,
+    HostRanks,
     Topology,
     choose_backend,
+    choose_interface,
     default_world_size,
     filter_visible,
     local_reports,
     plan,
+    replan,
     select_gpus,
     store_addresses,
 )
@@ -158,6 +161,15 @@ def test_uneven_hosts() -> None:
     assert each(topology, "local_rank") == [0, 1, 2, 0]
     assert each(topology, "node_rank") == [0, 0, 0, 1]
     assert each(topology, "threads") == [5, 5, 5, 16]
+
+
+def test_hosts_are_named_with_their_ranks() -> None:
+    """In the order of the ranks; containers that share a hostname get a number."""
+    uneven = plan([engine(e, "n2" if e == 3 else "n1") for e in range(4)])
+    pods = plan([engine(0, "pod", network_namespace="a"), engine(1, "pod", network_namespace="b")])
+
+    assert uneven.hosts == (HostRanks("n1", (0, 1, 2)), HostRanks("n2", (3,)))
+    assert pods.hosts == (HostRanks("pod (0)", (0,)), HostRanks("pod (1)", (1,)))
 
 
 def test_random_clusters() -> None:
@@ -441,6 +453,111 @@ def test_ranks_on_slices_see_one_each() -> None:
         select_gpus(_CUT_UP, "2")
 
 
+def two_hosts(n: int = 4, n_gpus: int = 0, backend: str = "auto") -> Topology:
+    """Return n ranks on hosts a and b, half each, with engine ids that are not the ranks."""
+    reports = [
+        engine(n - 1 - r, host, rank_hint=r, pid=100 + r, gpus=gpus(host, n_gpus))
+        for r in range(n)
+        for host in ["a" if r < n // 2 else "b"]
+    ]
+    return plan(reports, backend)
+
+
+def again(rank: int, host: str, **facts: object) -> dict[int, EngineReport]:
+    return {rank: engine(3 - rank, host, pid=900 + rank, **facts)}
+
+
+def places(topology: Topology) -> list[tuple[str, int, int, int]]:
+    return [(p.host, p.node_rank, p.local_rank, p.local_world_size) for p in topology.ranks]
+
+
+def test_a_rank_that_is_back_on_its_host_has_its_place() -> None:
+    """Only its process is another one, also where its host was booted or made anew."""
+    before = two_hosts()
+    for facts in ({}, {"boot_id": "other"}):
+        both = again(2, "b", **facts) | again(3, "b", **facts)
+        assert places(replan(before, both)) == places(before)
+    after = replan(before, again(2, "b", cores=99))
+
+    assert each(after, "pid") == [100, 101, 902, 103]
+    assert [replace(p, pid=0) for p in after.ranks] == [replace(p, pid=0) for p in before.ranks]
+    assert replace(after, ranks=before.ranks) == before
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        # All of b on a: one host is left.
+        (again(2, "a") | again(3, "a"), [("a", 0, r, 4) for r in range(4)]),
+        # All of a on b: the only host is the first.
+        (again(0, "b") | again(1, "b"), [("b", 0, r, 4) for r in (2, 3, 0, 1)]),
+        # One on the other host, where its former local rank is taken.
+        (again(1, "b"), [("a", 0, 0, 1), ("b", 1, 2, 3), ("b", 1, 0, 3), ("b", 1, 1, 3)]),
+        # A spare host in the place of b, and one beside both.
+        (again(2, "c") | again(3, "c"),
+         [("a", 0, 0, 2), ("a", 0, 1, 2), ("c", 1, 0, 2), ("c", 1, 1, 2)]),
+        (again(1, "c"), [("a", 0, 0, 1), ("c", 2, 0, 1), ("b", 1, 0, 2), ("b", 1, 1, 2)]),
+        # One moves to b while another is back there, which keeps its local rank.
+        (again(1, "b") | again(3, "b"),
+         [("a", 0, 0, 1), ("b", 1, 2, 3), ("b", 1, 0, 3), ("b", 1, 1, 3)]),
+        # Every rank is new.
+        (again(0, "c") | again(1, "d") | again(2, "c") | again(3, "d"),
+         [("c", 0, 0, 2), ("d", 1, 0, 2), ("c", 0, 1, 2), ("d", 1, 1, 2)]),
+    ],
+)  # fmt: skip
+def test_a_rank_on_another_host_takes_what_is_free_there(
+    reports: dict[int, EngineReport], expected: list[tuple[str, int, int, int]]
+) -> None:
+    """The smallest local rank; sizes of both hosts follow, and hosts are numbered without a gap."""
+    before = two_hosts()
+    after = replan(before, reports)
+
+    assert places(after) == expected
+    assert after.n_hosts == len({host for host, *_ in expected})
+    assert [after.engine_of_rank(r) for r in range(4)] == [3, 2, 1, 0]
+    for place in after.ranks:  # 16 cores on each host; who stays keeps its threads
+        if place.host != before.ranks[place.rank].host:
+            assert place.threads == 16 // place.local_world_size
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    """A namespace beside another one with its hostname is another host."""
+    before = plan([engine(e, "h", network_namespace=f"net:{e // 2}") for e in range(4)])
+    moved = replan(before, {3: engine(3, "h", network_namespace="net:0")})
+    back = replan(before, {3: engine(3, "h", network_namespace="net:1")})
+
+    assert each(moved, "node_rank") == [0, 0, 1, 0]
+    assert places(back) == places(before)
+
+
+def test_a_rank_takes_its_gpu_again_or_one_by_its_local_rank() -> None:
+    """Its own by the driver's name, wherever it stands in the list; on another host a free one."""
+    before = two_hosts(n_gpus=4)
+    swapped = replan(before, again(2, "b", gpus=gpus("b", 4)[::-1]))
+    moved = replan(before, again(2, "a", gpus=gpus("a", 4)))
+
+    assert (swapped.ranks[2].device, swapped.ranks[2].device_uuid) == ("cuda:3", "GPU-b-0")
+    assert (moved.ranks[2].device, moved.ranks[2].device_uuid) == ("cuda:2", "GPU-a-2")
+    assert before.backend == moved.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "rank 2 came back on a, where it cannot use a GPU"),
+        ({"gpus": gpus("a", 2), "has_cuda": False}, "cannot use a GPU"),
+        ({"gpus": gpus("a", 2)}, "ranks 0,2 would share a GPU of a, and NCCL"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_refused(facts: dict[str, object], words: str) -> None:
+    """Ranks use GPUs all or none, and NCCL takes one rank per GPU; Gloo lets them share."""
+    with pytest.raises(StartError, match=words):
+        replan(two_hosts(n_gpus=2), again(2, "a", **facts))
+    shared = replan(two_hosts(n_gpus=2, backend="gloo"), again(2, "a", gpus=gpus("a", 2)))
+
+    assert shared.ranks[2].device_uuid == "GPU-a-0"
+
+
 @pytest.mark.parametrize(("n_gpus", "expected"), [(0, 2), (1, 1), (8, 8)])
 def test_default_world_size(n_gpus: int, expected: int) -> None:
     """Without -n there is one rank per GPU, or two on the CPU."""
@@ -487,6 +604,9 @@ def test_the_addresses_of_several_hosts() -> None:
 
     assert plan([*reports, six]).addresses == ("10.0.0.1", "10.0.0.2", "10.7.0.1", "10.9.0.1")
     assert plan(reports[:1]).addresses == ()
+    pretended = [replace(r, boot_id="b", network_namespace="net:[4]") for r in reports]
+    assert plan(pretended).n_hosts == 2
+    assert plan(pretended).addresses == ()
 
 
 def test_rank_0_without_an_address() -> None:
@@ -494,3 +614,61 @@ def test_rank_0_without_an_address() -> None:
     reports = [engine(0, "node1", addresses=(("lo", "127.0.0.1"),)), engine(1, "node2")]
     with pytest.raises(StartError, match=r"^Rank 0 on node1 .* its addresses: lo 127\.0\.0\.1\."):
         store_addresses(plan(reports), reports)
+
+
+_INTERFACES = {"lo": True, "docker0": True, "eth0": True, "eth1": False, "eth2": True}
+_ADDRESSES = (
+    ("docker0", "172.17.0.1"), ("eth0", "10.0.0.5"), ("eth2", "10.1.0.5"), ("lo", "127.0.0.1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "store", "environ", "gloo", "nccl", "why"),
+    [
+        ("10.1.0.5", "10.1.0.9", {}, "eth2", "=eth2", "the way to rank 0's store at 10.1.0.9 goes"),
+        ("127.0.0.1", "", {}, "lo", "=lo", "all ranks are on one host"),
+        # What a user has set counts, of each by itself; an empty value is none.
+        (
+            "10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": "eth2"}, "eth2", "=eth0",
+            "GLOO_SOCKET_IFNAME of the environment names it",
+        ),
+        (
+            "10.0.0.5", "10.0.0.9", {"NCCL_SOCKET_IFNAME": "^docker"}, "eth0", "^docker",
+            "NCCL_SOCKET_IFNAME of the environment names it",
+        ),
+        (
+            "", "10.9.0.9", {"GLOO_SOCKET_IFNAME": "eth0,eth2", "NCCL_SOCKET_IFNAME": "eth"},
+            "eth0,eth2", "eth", "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment name",
+        ),
+        ("10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": ""}, "eth0", "=eth0", "the way to"),
+    ],
+)  # fmt: skip
+def test_an_interface_is_chosen_by_the_way_to_rank_0(
+    own: str, store: str, environ: dict[str, str], gloo: str, nccl: str, why: str
+) -> None:
+    """And the reason is recorded, for the picture of hosts and links."""
+    choice = choose_interface(_INTERFACES, _ADDRESSES, own, store, environ)
+
+    assert (choice.gloo, choice.nccl, choice.address) == (gloo, nccl, own)
+    assert choice.why.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("own", "store", "environ", "message"),
+    [
+        (
+            "",
+            "10.9.0.9",
+            {},
+            "leads to rank 0's store at 10.9.0.9; those with addresses: docker0",
+        ),
+        ("127.0.0.1", "", {"GLOO_SOCKET_IFNAME": "eth7"}, "the interface eth7 does not exist on"),
+        ("10.0.0.5", "10.0.0.9", {"GLOO_SOCKET_IFNAME": "eth0,eth1"}, "the interface eth1 is down"),
+    ],
+)
+def test_an_interface_that_cannot_work_is_refused(
+    own: str, store: str, environ: dict[str, str], message: str
+) -> None:
+    """Gloo would wait for ever, or say no more than that it found no address."""
+    with pytest.raises(StartError, match=message):
+        choose_interface(_INTERFACES, _ADDRESSES, own, store, environ)

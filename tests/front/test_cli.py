@@ -353,6 +353,8 @@ def test_the_magic_shows_the_running_ranks_too(cluster: Kernel) -> None:
     cell = cluster.run("%dist_doctor")
     helped = cluster.run("%dist_doctor --help")
     called = cluster.run("import nbdist; 'leftovers' in nbdist.doctor().text")
+    drawn = cluster.run("%dist_doctor --topology")
+    both = cluster.run("%dist_doctor --topology --clean")
 
     assert cell.status == "ok", cell.visible
     text = cell.plain[0]
@@ -361,6 +363,11 @@ def test_the_magic_shows_the_running_ranks_too(cluster: Kernel) -> None:
     assert "<table>" in cell.data("text/html")[0]
     assert "example: %dist_doctor --clean" in helped.plain[0]
     assert called.plain == ["True"]
+    assert drawn.plain[0].startswith("2 ranks on 1 host, gloo, ddp, dp 2\n")
+    assert "interface lo: 127.0.0.1" in drawn.plain[0]
+    assert "dp_replicate      2       1  each within a host  ranks 0-1" in drawn.plain[0]
+    assert "<svg" in drawn.data("text/html")[0]
+    assert "Type one." in both.visible
 
 
 def test_clean_leaves_a_living_cluster_alone(cluster: Kernel, folder: Path) -> None:

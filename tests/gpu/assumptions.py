@@ -118,6 +118,19 @@ def _one_rank() -> tuple[Any, Any]:
     return torch, dist
 
 
+def nccl_log() -> dict[str, Any]:
+    """NCCL's log, caught in memory while a rank joins, names the network between hosts."""
+    from nbdist.diagnostics.rank import captured_nccl_log, read_nccl_log
+
+    with captured_nccl_log(is_wanted=True):
+        _one_rank()
+    log = read_nccl_log()
+    assert log is not None, "NCCL_DEBUG is set, or there are no files in memory"
+    assert log.network, log
+    assert "NCCL_DEBUG" not in os.environ
+    return {"network": log.network}
+
+
 def _cycles(torch: Any, seconds: float) -> int:
     """How many cycles torch.cuda._sleep needs for so many seconds, measured."""
     torch.cuda.synchronize()
@@ -513,6 +526,7 @@ def manners() -> dict[str, Any]:
 PROBES = {
     "machine": Probe(machine, 60, on_cpu=True),
     "doctor": Probe(doctor, 90, on_cpu=True),
+    "nccl_log": Probe(nccl_log, 60),
     "recorders": Probe(recorders, 60),
     "waits": Probe(waits, 90),
     "aborts": Probe(aborts, 60),

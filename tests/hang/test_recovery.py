@@ -2,6 +2,7 @@
 
 import pytest
 
+from nbdist.core.ranks import rank_label
 from nbdist.hang.recovery import GroupSpec, RecoveryResult, merge_groups, notes
 
 
@@ -73,7 +74,9 @@ def test_a_recovery_is_told_in_a_line_or_not_at_all(
     results: dict[int, RecoveryResult], line: str
 ) -> None:
     """What differs or is lost, with what to do; ranks that are alike stand together."""
-    assert notes(results) == ((line,) if line else ())
+    assert notes(results, lambda ranks: f"%dist_restart {rank_label(ranks)}") == (
+        (line,) if line else ()
+    )
 
 
 def group_spec(

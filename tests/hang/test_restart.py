@@ -344,7 +344,7 @@ def test_all_ranks_can_die_in_one_collective(pair: Session) -> None:
 def test_another_profile_is_refused_with_what_to_do() -> None:
     """Where other launchers start the engines, the way is a new start."""
     session: Any = SimpleNamespace(cluster=SimpleNamespace(can_restart=False), health=None)
-    with pytest.raises(OptionError, match=r"profile local.*%dist_reset"):
+    with pytest.raises(OptionError, match=r"profiles local, .*%dist_reset"):
         restart(session, 1)
 
 
@@ -380,7 +380,7 @@ def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> Non
         ]
         kernel.kill()
 
-        assert len(everything) >= 7  # guardian, controller and its child, engines, nannies
+        assert len(everything) >= 5  # guardian, controller and its child, engines
         assert processes.wait_gone(everything, 5.0) == []
         assert processes.processes_of_run(str(run_dir)) == []
         assert not run_dir.exists()

@@ -101,9 +101,9 @@ def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
 
 def test_what_fits_is_offered_for_a_comparison() -> None:
     """Not the current one, nor what the ranks or the model cannot have, nor what is too large."""
-    on = (2, "cpu", "gloo")
+    on = (2, "cpu", "gloo", ())
     roomy, tight = Limit(4e9), Limit(planned_memory(FSDP, [KNOWN], Limit()).peak * 1.01)
-    four = fitting([KNOWN], roomy, choose("ddp", {}, 4), (4, "cpu", "gloo"))
+    four = fitting([KNOWN], roomy, choose("ddp", {}, 4), (4, "cpu", "gloo", ()))
     short = fitting([KNOWN], roomy, choose("ddp", {"bf16": True}, 2), on)
 
     assert {"zero1", "fsdp", "tp"} <= {*fitting([KNOWN], roomy, DDP, on)}

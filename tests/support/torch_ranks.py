@@ -34,7 +34,7 @@ ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS"
 
 # What every text finds: its place, the modules, and the ways to hang, wait and answer.
 PRELUDE = """
-import faulthandler, json, os, pickle, signal, socket, sys, threading, time
+import ctypes, faulthandler, json, os, pickle, signal, socket, sys, threading, time
 from pathlib import Path
 faulthandler.dump_traceback_later(float(os.environ["TEST_LIMIT_S"]), exit=True)
 rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,19 +47,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from nbdist.hang.recovery import merge_groups
 from nbdist.engine import join as runtime
-from nbdist.hang.rank import gloo_abort, process_groups, reset_models
+from nbdist.core import topology
+from nbdist.hang.rank import common_store, gloo_abort, process_groups, reset_models
 from nbdist.parallel import live_models
 from nbdist.parallel.reshard import sync_model as sync
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
-
-is_new = "TEST_REJOIN" in os.environ
-if is_new:
-    generation, plan, made = pickle.loads(Path(os.environ["TEST_REJOIN"]).read_bytes())
-    store = dist.FileStore(str(run_dir / "store"), n)
-    runtime.join(plan, rank, store, generation, made)
-else:
-    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
 
 def done(**result):
     (run_dir / f"result.{rank}.tmp").write_text(json.dumps(result))
@@ -124,13 +117,34 @@ def total(group=None):
     tensor = torch.tensor([rank + 1.0])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
+
+def join_over_a_port(address):
+    plan = topology.plan(topology.local_reports(n, hostname="here", gpus=(), cores=2), "gloo")
+    if rank == 0:
+        say("port", str(common_store.open_store(address, n)).encode())
+    runtime.join_by_plan(plan, rank, ("", address, int(wait_for("port", [0])[0])))
+
+if "TEST_NETWORKS" in os.environ:
+    with open(os.environ["TEST_NETWORKS"].split()[rank]) as network:
+        assert ctypes.CDLL(None).setns(network.fileno(), 0x40000000) == 0
+is_new = "TEST_REJOIN" in os.environ
+if is_new:
+    generation, plan, made, *at = pickle.loads(Path(os.environ["TEST_REJOIN"]).read_bytes())
+    at = at[0] if at else (str(run_dir / "store"), "", 0)
+    runtime.rejoin(plan, rank, at, generation, made)
+elif "TEST_ADDRESS" in os.environ:
+    join_over_a_port(os.environ["TEST_ADDRESS"])
+else:
+    runtime.join_at_start(run_dir, json.loads((run_dir / "start.json").read_text()))
 """
 
 
 class TorchRanks:
     """Ranks 0 to n-1, each running the same text after `PRELUDE`. A context manager.
 
-    The text calls `done(key=value, ...)` at its end, `limit_s` after its start at the latest.
+    The text calls `done(key=value, ...)` at its end, `limit_s` after its start at the latest. They
+    join over a file; with TEST_ADDRESS over a port there. TEST_NETWORKS has a network namespace
+    for each, as a file below /proc.
     """
 
     def __init__(
@@ -185,12 +199,12 @@ class TorchRanks:
             time.sleep(POLL_S)
         return path.read_bytes()
 
-    def replace(self, rank: int, *rejoin: Any) -> None:
+    def replace(self, rank: int, *rejoin: Any, **env: str) -> None:
         """Kill a rank and start a process in its place, which joins with the arguments."""
         self.kill(rank)
         path = self.folder / f"rejoin.{rank}.pickle"
         path.write_bytes(pickle.dumps(rejoin))
-        self._start(rank, TEST_REJOIN=str(path))
+        self._start(rank, TEST_REJOIN=str(path), **env)
 
     def interrupt(self, rank: int) -> None:
         self._processes[rank].send_signal(signal.SIGINT)

@@ -104,7 +104,12 @@ def unresponsive_message(
 
 
 def still_aborting_message(
-    ranks: Sequence[int], waiting: Collection[int], *, is_named: bool, is_program: bool = False
+    ranks: Sequence[int],
+    waiting: Collection[int],
+    *,
+    is_named: bool,
+    is_program: bool = False,
+    can_restart: bool = True,
 ) -> tuple[str, ...]:
     """Which ranks have not come back although all collectives were aborted, as lines.
 
@@ -114,8 +119,8 @@ def still_aborting_message(
     if in_collective:
         next_press = "ends the program"
         if not is_program:
-            label = rank_label(in_collective)
-            next_press = f"gives the notebook back; then replace with %dist_restart {label}"
+            restart = f"%dist_restart {rank_label(in_collective)}" if can_restart else "%dist_reset"
+            next_press = f"gives the notebook back; then replace with {restart}"
         line = (
             f"{ranks_are(in_collective)} not back from the abort: {STOP[is_program]} {next_press}"
         )
@@ -144,6 +149,7 @@ class CellOutcome:
         waiting: Ranks that were aborted inside a collective; `aborted` has where.
         places: Where ranks were when they were last seen, as far as that is known.
         unmatched: A call that some ranks made and others did not, though all have ended.
+        can_restart: Single ranks can be replaced.
     """
 
     lost: str
@@ -159,6 +165,7 @@ class CellOutcome:
     waiting: frozenset[int] = frozenset()
     places: Mapping[int, str] = field(default_factory=dict)
     unmatched: str = ""
+    can_restart: bool = True
 
     def raise_for(self, result: CellResult, explain: Callable[[RankFailure], RankFailure]) -> None:
         """Raise what the cell has to fail with; return where it has not failed.
@@ -253,20 +260,20 @@ class CellOutcome:
         if halted := [rank for rank in unfinished if rank in self.stopped]:
             parts.append(
                 f"{ranks_are(halted)} stopped (SIGSTOP): kill -CONT lets {ranks_phrase(halted)} go "
-                f"on, and cells there are refused until then. {_replacing(halted)}"
+                f"on, and cells there are refused until then. {self._replacing(halted)}"
             )
         if running := [rank for rank in unfinished if rank not in self.stopped]:
             parts.append(
                 f"{ranks_are(running)} not back yet: C code takes no interrupt. Until it returns, "
                 "cells there are refused and what it prints is not shown. %dist_status --stacks "
-                f"shows where; {_replacing(running)}"
+                f"shows where; {self._replacing(running)}"
             )
         if self.outcome.problem:
             parts.append(self.outcome.problem)
         return "; ".join(parts)
 
-
-def _replacing(ranks: Sequence[int]) -> str:
-    return (
-        f"%dist_restart {rank_label(ranks)} replaces {ranks_phrase(ranks)}, without the variables"
-    )
+    def _replacing(self, ranks: Sequence[int]) -> str:
+        if not self.can_restart:
+            return "%dist_reset restarts all ranks"
+        label, who = rank_label(ranks), ranks_phrase(ranks)
+        return f"%dist_restart {label} replaces {who}, without the variables"

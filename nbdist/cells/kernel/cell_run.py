@@ -230,6 +230,7 @@ class CellRun:
                 waiting=self._released,
                 places=self._watchdog.places,
                 unmatched=self._unmatched.text if self._unmatched else "",
+                can_restart=self._ranks.upkeep.can_replace,
             ).raise_for(result, self._ranks.explain)
         return result
 
@@ -385,6 +386,7 @@ class CellRun:
                     dog.waiting,
                     is_named=ladder.is_warned,
                     is_program=self.request.is_program,
+                    can_restart=self._ranks.upkeep.can_replace,
                 )
             )
             if dog.deadlock is not None:  # its code has caught the error, and waits again

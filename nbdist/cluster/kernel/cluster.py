@@ -16,11 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ipyparallel
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 from traitlets.config import Config
 
-from nbdist.cluster.kernel import controller, guardian, ipp_cluster, launcher, processes, run_dir
+from nbdist.cluster.hosts import clock_notes
+from nbdist.cluster.kernel import (
+    controller,
+    guardian,
+    ipp_cluster,
+    ipp_launchers,
+    launcher,
+    processes,
+    run_dir,
+)
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit
@@ -35,6 +43,9 @@ STOP_GRACE_S = 2.0
 LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
 END_SESSION_S = 5.0
+# Of a process of this machine that an engine's lost connection announces, the end is seen by then.
+LOST_S = 1.0
+LOST = "its connection is lost: its process ended, or its host cannot be reached"
 
 T = TypeVar("T")
 
@@ -92,6 +103,7 @@ class Cluster:
         self._started: dict[int, LocalProcessLauncher | AgentEngine] = {}
         self._start_times: dict[int, str] = {}  # pid -> as the guardian knows it
         self._connection: controller.Connection | None = None
+        self._config = config
         self._guard = Guard(self.run_dir)
         try:
             ipp_cluster.mark(config, self.run_dir)
@@ -186,6 +198,7 @@ class Cluster:
             self._watch_controller()
             for number, engine in self._engine_launchers().items():
                 self._watch_engine(number, engine)
+            self._watch_set(world_size)
             await starting
         finally:
             starting.cancel()
@@ -196,7 +209,10 @@ class Cluster:
         coroutine = self._cluster.connect_client(
             timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
         )
-        return Channel(self._run(coroutine, end_s, "the controller", engines))
+        channel = Channel(self._run(coroutine, end_s, "the controller", engines))
+        if not self.can_restart:
+            channel.on_lost = self._note_lost
+        return channel
 
     def _run(
         self, coroutine: Any, end_s: float, what: str, engines: Collection[int] | None = None
@@ -207,9 +223,10 @@ class Cluster:
             raise StartError(
                 f"{what} was not ready before the start's deadline (--timeout)."
             ) from error
-        except (RuntimeError, OSError, ipyparallel.error.IPythonError) as error:
+        except Exception as error:  # a launcher's, its command's, or its template's
             self._arrivals(engines).raise_for_exits()
-            raise StartError(f"The cluster could not start: {error}") from error
+            why = ipp_launchers.explain(error)
+            raise StartError(f"The cluster could not start: {why}") from error
 
     def _watch_controller(self) -> None:
         controller = self._cluster.controller
@@ -226,6 +243,21 @@ class Cluster:
         if pid not in self._start_times:
             self.guard(pid)
 
+    def _watch_set(self, world_size: int) -> None:
+        """Watch the one process, mpiexec for example, that has started all engines."""
+        engine_set = self._cluster.engine_set
+        if not processes.is_own(engine_set):
+            return
+
+        def note_ends(stop_data: dict[str, Any]) -> None:
+            code, starter = stop_data.get("exit_code"), Path(engine_set.args[0]).name
+            words = ipp_launchers.last_words(engine_set)
+            for engine in range(world_size):
+                self._note(Exit(engine, code, starter=starter, words=words))
+
+        engine_set.on_stop(note_ends)
+        self.guard(engine_set.pid)
+
     def guard(self, pid: int) -> None:
         """Let a process, which leads a session of its own, end with this run at the latest."""
         self._guard.watch(pid)
@@ -236,9 +268,23 @@ class Cluster:
         engine = None if number is None else self._engine_of.get(number, number)
         code = stop_data.get("exit_code")
         unreachable = str(stop_data.get("unreachable", ""))
-        self.exits[engine] = Exit(engine, code if isinstance(code, int) else None, unreachable)
-        if not self._is_stopping and engine not in self._replaced:
-            self.on_exit(self.exits[engine])
+        self._note(Exit(engine, code if isinstance(code, int) else None, unreachable))
+
+    def _note(self, end: Exit) -> None:
+        self.exits[end.engine] = end
+        if not self._is_stopping and end.engine not in self._replaced:
+            self.on_exit(end)
+
+    def _note_lost(self, engine: int) -> None:
+        """The controller has lost an engine: its end, where none of a process is seen from here."""
+
+        def note() -> None:
+            if engine not in self.exits:
+                self._note(Exit(engine, None, LOST))
+
+        is_seen_here = bool(self._started) or processes.is_own(self._cluster.engine_set)
+        loop = _loop()
+        loop.call_soon_threadsafe(loop.call_later, LOST_S if is_seen_here else 0.0, note)
 
     def _forget(self, engine: int, _stop_data: dict[str, Any]) -> None:
         """Tell the controller, in a moment, of an engine that has ended."""
@@ -267,16 +313,29 @@ class Cluster:
             )
 
         expected = tuple(range(world_size) if engines is None else engines)
-        return EngineRegistration(self.run_dir, expected, exits, registered, self._output)
+        return EngineRegistration(
+            self.run_dir,
+            expected,
+            exits,
+            registered,
+            self._output,
+            lambda: ipp_launchers.state(self._config, self._cluster.engine_set),
+        )
 
     def _output(self, engine: int | None) -> str:
         process = self._cluster.controller if engine is None else self._started.get(engine)
-        return "" if process is None else str(process.get_output())
+        if process is None:  # one file for all of them, if any
+            return ipp_launchers.output(self._cluster.engine_set)
+        return str(process.get_output())
 
     @property
     def is_encrypted(self) -> bool:
         """Whether the controller was started with CURVE."""
         return self._connection is not None and self._connection.is_encrypted
+
+    def host_notes(self) -> list[str]:
+        """What was found on the hosts of agents that does not keep ranks from starting."""
+        return clock_notes(getattr(self._cluster.engine_set, "checks", ()))
 
     @property
     def can_restart(self) -> bool:
@@ -425,12 +484,12 @@ class Cluster:
             if self.channel is not None:
                 self.channel.close()
             pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
+            engine_set, controller = self._cluster.engine_set, self._cluster.controller
             is_here = any(isinstance(e, LocalProcessLauncher) for e in self._started.values())
-            if self._cluster.engine_set is not None and not is_here:
+            if not is_here and ipp_launchers.has_job(engine_set):
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
-            controller = self._cluster.controller
-            if controller is not None and not processes.is_own(controller):
+            if not processes.is_own(controller) and ipp_launchers.has_job(controller):
                 self._stop_other(self._cluster.stop_controller(), "controller")
             processes.terminate(pids, grace_s)
         finally:
@@ -442,11 +501,16 @@ class Cluster:
             sys.stderr.write(f"nbdist: some processes of {self.run_dir} could not be ended\n")
 
     def _stop_other(self, coroutine: Any, what: str) -> None:
-        """Let the launcher of another cluster end its own, or say that it did not."""
+        """Let the launcher of another cluster end its own, or say that it did not.
+
+        It does not raise: whoever stops may be about to raise why.
+        """
         try:
             run_in_loop(coroutine, OTHER_STOP_DEADLINE_S)
-        except TimeoutError:
+        except Exception as error:  # noqa: BLE001  # whatever a launcher raises is said
+            is_late = isinstance(error, TimeoutError)
+            why = f"in {OTHER_STOP_DEADLINE_S:.0f} s" if is_late else ipp_launchers.explain(error)
             sys.stderr.write(
-                f"nbdist: the profile's launcher did not end the {what} in "
-                f"{OTHER_STOP_DEADLINE_S:.0f} s; end them with its own tools\n"
+                f"nbdist: the profile's launcher did not end the {what} ({why}); end them with its "
+                "own tools\n"
             )

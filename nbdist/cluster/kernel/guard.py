@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
@@ -24,6 +25,7 @@ class Guard:
         self._run_dir = run_dir
         # With their start times: told to a later guardian, a pid alone may be a stranger's.
         self._pids: list[tuple[int, str]] = []
+        self._command: tuple[str, ...] = ()
         self._is_closing = False
         self._lock = threading.Lock()
         self._process = self._start()
@@ -39,6 +41,16 @@ class Guard:
             self._pids.append((pid, start_ticks(pid) or ""))
             cluster_run_dir.note_pid(self._run_dir, *self._pids[-1])
             self._tell(*self._pids[-1])
+
+    def promise(self, command: Sequence[str]) -> None:
+        """Let this command end what is elsewhere when the kernel goes; none for nothing any more.
+
+        It is noted in the run's folder too, for whoever ends the run from outside.
+        """
+        with self._lock:
+            self._command = tuple(command)
+            cluster_run_dir.note_command(self._run_dir, self._command)
+            self._tell_command()
 
     def close(self) -> bool:
         """End everything that is left of the run now; True when the guardian has finished."""
@@ -91,9 +103,13 @@ class Guard:
         self._process = self._start()
         for process in self._pids:
             self._tell(*process)
+        self._tell_command()
 
     def _tell(self, pid: int, start: str) -> None:
         self._write(f"+{pid} {start}\n")
+
+    def _tell_command(self) -> None:
+        self._write("!" + "\0".join(self._command) + "\n")
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None

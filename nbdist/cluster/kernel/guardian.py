@@ -2,9 +2,11 @@
 
 A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
 outlive the kernel and start in milliseconds, so it uses the standard library alone.
-Standard input brings one line per process that the kernel has started (`+PID`); `stop`, or
-its end, means that the cluster stops. It ends nothing that the kernel did not start: only members
-of the sessions it was told of and processes that carry this run's NBDIST_RUN.
+Standard input brings one line per process that the kernel has started (`+PID`), and the command
+that ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none);
+`stop`, or its end, means that the cluster stops. It ends nothing that the kernel did not start:
+only members of the sessions it was told of, processes that carry this run's NBDIST_RUN, and what
+the command ends.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import time
 
 SWEEPS = 40
 SWEEP_PAUSE_S = 0.05
+# Of the command that ends what is elsewhere. It is run once more, a moment later, if it fails.
+COMMAND_DEADLINE_S = 20.0
+COMMAND_PAUSE_S = 1.0
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -108,8 +113,25 @@ def watch_kernel(poller: select.poll, kernel: int) -> int:
     return descriptor
 
 
-def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
-    """Note the processes that the pipe tells of now, with their start times.
+def run_command(words: list[str]) -> bool:
+    """Run the command that ends what is elsewhere, such as a batch system's job; whether it did."""
+    import subprocess  # the one that has no such command starts without it
+
+    for pause_s in (COMMAND_PAUSE_S, 0.0):
+        try:
+            done = subprocess.run(  # noqa: S603  # the kernel's own command
+                words, stdin=subprocess.DEVNULL, timeout=COMMAND_DEADLINE_S, check=False
+            )
+            if done.returncode == 0:
+                return True
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        time.sleep(pause_s)
+    return False
+
+
+def take_in(sessions: dict[int, str | None], command: list[str], text: bytes) -> bytes | None:
+    """Note the processes that the pipe tells of now, with their start times, and the command.
 
     It goes on from the unfinished line of last time, and returns the new one, or None when the pipe
     has ended or said `stop`.
@@ -125,28 +147,32 @@ def take_in(sessions: dict[int, str | None], text: bytes) -> bytes | None:
         for line in lines:
             if line == b"stop":
                 return None
+            if line.startswith(b"!"):
+                command[:] = [os.fsdecode(word) for word in line[1:].split(b"\0") if word]
+                continue
             pid, _, start = line[1:].partition(b" ")
             sessions[int(pid)] = start.decode() or start_ticks(int(pid))
 
 
-def wait(kernel: int) -> dict[int, str | None]:
-    """Return the sessions to end once the kernel has gone or closed the pipe."""
+def wait(kernel: int) -> tuple[dict[int, str | None], list[str]]:
+    """Return the sessions to end, and the command, once the kernel is gone or closed the pipe."""
     sessions: dict[int, str | None] = {}
+    command: list[str] = []
     os.set_blocking(0, False)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     try:
         kernel_descriptor = watch_kernel(poller, kernel)
     except ProcessLookupError:
-        take_in(sessions, b"")  # what it had still said
-        return sessions
+        take_in(sessions, command, b"")  # what it had still said
+        return sessions, command
     text: bytes | None = b""
     while text is not None:
         ready = {descriptor for descriptor, _ in poller.poll()}
-        text = take_in(sessions, text)
+        text = take_in(sessions, command, text)
         if kernel_descriptor in ready:
             break
-    return sessions
+    return sessions, command
 
 
 def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108
@@ -178,9 +204,13 @@ def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
-    sessions = wait(kernel)
+    sessions, command = wait(kernel)
     killed = end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    # Not before: what was being started there just now is there, or never will be.
+    is_ended = not command or run_command(command)
     sweep_shm(run_dir, killed)
+    if not is_ended:
+        return  # the folder tells whoever cleans up later what there is to end
     shutil.rmtree(run_dir, ignore_errors=True)
     try:
         os.rmdir(os.path.dirname(run_dir))  # the folder of this user's runs, if it was the last

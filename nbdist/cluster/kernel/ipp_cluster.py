@@ -16,7 +16,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineSet
 from traitlets import TraitError
 from traitlets.config import Config
 
-from nbdist.cluster.kernel import launcher
+from nbdist.cluster.kernel import ipp_launchers, launcher
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
@@ -32,7 +32,7 @@ _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     """Ipyparallel's object, with a profile folder of the run's own."""
-    return ipyparallel.Cluster(
+    unstarted = ipyparallel.Cluster(
         config=config,
         parent=None,
         log=log,
@@ -40,6 +40,9 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
         profile_dir=str(run_dir / "profile"),
         shutdown_atexit=False,
     )
+    for name in ("controller_launcher_class", "engine_launcher_class"):
+        setattr(unstarted, name, ipp_launchers.watched(getattr(unstarted, name)))
+    return unstarted
 
 
 def logger(run_dir: Path) -> logging.Logger:
@@ -69,6 +72,7 @@ def mark(config: Config, run_dir: Path) -> None:
     leaves its session is still found by this.
     """
     variables = {"NBDIST_RUN": str(run_dir)}
+    ipp_launchers.keep_scripts(config, run_dir)
     for name in {"BaseLauncher", *(n for n, section in config.items() if "environment" in section)}:
         config[name].environment = {**config[name].get("environment", {}), **variables}
 
@@ -79,13 +83,22 @@ def kind_of(config: Config) -> str:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
+    kinds: dict[type, str] = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    starts = launchers(config)[1]
+    return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
+
+
+def launchers(config: Config) -> tuple[type, type]:
+    """The classes that start a profile's controller and its engines.
+
+    Raises:
+        OptionError: If the profile has settings that ipyparallel does not understand.
+    """
     try:
         unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
     except (TraitError, ImportError, KeyError) as error:
         raise OptionError(f"The profile's settings cannot be used: {error}") from error
-    kinds = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
-    starts = unstarted.engine_launcher_class
-    return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
+    return unstarted.controller_launcher_class, unstarted.engine_launcher_class
 
 
 def installed_version(package: str) -> str | None:
@@ -108,14 +121,14 @@ def listen(config: Config, hosts: Sequence[str] = ()) -> None:
 
     Args:
         config: The profile's, which is changed.
-        hosts: Names or addresses of hosts that will have engines, as far as they are known.
+        hosts: Those that will have engines, as far as they are known; names or addresses, also
+            with `user@`.
     """
-    args = config.Cluster.get("controller_args", [])
-    if not isinstance(args, list):
-        args = args.get_value([])  # the profile has only appended to the default
+    args = ipp_launchers.controller_args(config)
     named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
     if not any(named) and _reaches_out(config):
-        named = [host.address_toward(*hosts, host.ELSEWHERE) or "*"]
+        names = [name.rpartition("@")[2] for name in hosts]
+        named = [host.address_toward(*names, host.ELSEWHERE) or "*"]
         args = [*args, f"--IPController.engine_ip={named[0]}"]
     if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
         args = [*args, ENABLE_CURVE]
@@ -135,22 +148,23 @@ def _bound_addresses(args: Sequence[str]) -> list[str]:
 
 def _reaches_out(config: Config) -> bool:
     """Whether a controller of this machine may have engines on other hosts."""
-    unstarted = cluster(config, Path(os.devnull), logging.getLogger("nbdist.cluster"))
-    is_here = issubclass(unstarted.controller_launcher_class, LocalControllerLauncher)
-    engines = unstarted.engine_launcher_class
+    starts_controller, engines = launchers(config)
+    is_here = issubclass(starts_controller, LocalControllerLauncher)
     # Others derive from it: ipyparallel's own for SSH does.
     are_here = engines is LocalEngineSetLauncher or getattr(engines, "is_on_this_machine", False)
     return is_here and not are_here
 
 
 def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:
-    """What others could read or send between several hosts.
+    """What others could read or send between several hosts; empty where no port leads out.
 
     Args:
         plan: Of more than one host.
         ports: Of all ranks, beyond the loopback.
         is_encrypted: Whether the controller has CURVE.
     """
+    if not ports:
+        return ""
     without = "signed, but not encrypted, as the profile turns CURVE off"
     counts = Counter(port.address for port in ports)
     addresses = ", ".join(f"{address}: {n}" for address, n in sorted(counts.items()))

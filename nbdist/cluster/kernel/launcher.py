@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -13,16 +12,15 @@ from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLaun
 from traitlets import Dict, Unicode
 
 from nbdist.cluster import nccl_env
+from nbdist.cluster.kernel.ipp_launchers import KeptOutput
 
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
 JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
 ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
 
 
-class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
+class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
     """Starts the engine of one rank; its identifier is the rank."""
-
-    _written = ""
 
     def get_env(self) -> dict[str, str]:
         """The notebook's environment plus what torchrun would set for this rank."""
@@ -45,20 +43,6 @@ class RankEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
             "--IPEngine.enable_nanny=False",
             f"--IPEngine.startup_command={JOIN}",
         ]
-
-    def get_output(self, remove: bool = False) -> str:
-        """What the engine has written past its cells, as text whatever its bytes are.
-
-        ipyparallel's own raises for bytes that are no UTF-8. It is called when the process has
-        ended, before those who wait for that: they would never be told. Of a file that is removed
-        the text is kept.
-        """
-        path = Path(self.output_file)
-        with contextlib.suppress(FileNotFoundError):
-            self._written = path.read_text("utf-8", errors="replace")
-        if remove:
-            path.unlink(missing_ok=True)
-        return self._written
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -55,11 +56,16 @@ def _remove(run: Run) -> list[str]:
     if remaining:
         # Its folder tells whose they are: it has to stay as long as they do.
         return [*lines, f"could not end {_processes(remaining)} of {run.folder} (uninterruptible?)"]
+    folder = Path(run.folder)
+    if command := run_dir.command(folder):
+        words = shlex.join(command)
+        if not guardian.run_command(command):
+            return [*lines, f"could not end what {folder} has elsewhere: {words} failed"]
+        lines.append(f"ended what it had elsewhere: {words}")
     for path in run.shm_files:
         with contextlib.suppress(FileNotFoundError):
             Path(path).unlink()
             lines.append(f"removed {path}")
-    folder = Path(run.folder)
     if folder.is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         is_gone = not folder.exists()
@@ -76,7 +82,7 @@ def stop(run: Run) -> None:
     gone, and lets its guardian remove the folder.
 
     Raises:
-        NbdistError: If the notebook cannot be notified, or a process could not be ended.
+        NbdistError: If the notebook cannot be notified, or something could not be ended.
     """
     run_dir.leave_note(Path(run.folder))
     started = run_dir.pids(Path(run.folder))
@@ -91,6 +97,11 @@ def stop(run: Run) -> None:
         raise NbdistError(
             f"{_processes(remaining)} of {run.name} could not be ended in {END_DEADLINE_S:.0f} s "
             "(uninterruptible in the kernel?). Inspect them with ps."
+        )
+    command = run_dir.command(Path(run.folder))
+    if command and not guardian.run_command(command):
+        raise NbdistError(
+            f"What {run.name} has elsewhere could not be ended: this failed: {shlex.join(command)}"
         )
 
 

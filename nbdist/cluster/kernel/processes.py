@@ -35,17 +35,30 @@ class Exit:
         engine: The engine, or None for the controller.
         code: Its exit code, negative for a signal; None where it cannot be known.
         unreachable: That its host cannot be reached, and why: it may live on there, but is lost.
+        starter: "mpiexec", which had started all engines as one and has ended with them; the code
+            is its own then. Empty otherwise.
+        words: What it said of that.
     """
 
     engine: int | None
     code: int | None
     unreachable: str = ""
+    starter: str = ""
+    words: str = ""
 
     @property
     def how(self) -> str:
         """`exit code 1`, `signal SIGKILL`."""
         if self.unreachable:
             return self.unreachable
+        if self.starter:
+            return f"{self.starter} ended all ranks, {self._code}" + (
+                f': "{self.words}"' if self.words else ""
+            )
+        return self._code
+
+    @property
+    def _code(self) -> str:
         if self.code is None:
             return "unknown exit code"
         if self.code >= 0:

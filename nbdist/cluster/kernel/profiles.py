@@ -8,6 +8,7 @@ from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 from traitlets.config.loader import PyFileConfigLoader
 
+from nbdist.core.units import shown
 from nbdist.errors import OptionError, did_you_mean
 
 CONFIG_FILE = "ipcluster_config.py"
@@ -37,6 +38,11 @@ def user_profiles() -> dict[str, Path]:
 def available() -> dict[str, Path]:
     """Name -> folder of every profile; the user's own wins over a shipped one."""
     return {**shipped_profiles(), **user_profiles()}
+
+
+def place(name: str) -> str:
+    """Where a profile's file is, as a line for whoever starts ranks by it."""
+    return f"Profile {name}: {shown(available()[name] / CONFIG_FILE)}"
 
 
 def load(name: str) -> Config:

@@ -238,10 +238,16 @@ class Ranks:
             how = ", ".join(
                 f"rank {rank}: {end or 'its connection is lost'}" for rank, end in gone.items()
             )
+            back = f"{self.restart_verb(tuple(gone))} brings it back; "
             raise RankGone(
-                f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). %dist_restart "
-                f"{rank_label(tuple(gone))} brings it back; {others}%dist_reset restarts all ranks."
+                f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). "
+                f"{back if self.cluster.can_restart else ''}{others}%dist_reset restarts all ranks."
             )
+
+    def restart_verb(self, ranks: Sequence[int]) -> str:
+        """The line that brings ranks back: all of them where this launcher can bring back none."""
+        can_restart = self.cluster.can_restart
+        return f"%dist_restart {rank_label(ranks)}" if can_restart else "%dist_reset"
 
     def check_death(self, ranks: Sequence[int]) -> None:
         """Say that one of the ranks has ended, which a failed call may tell before its process.

@@ -15,7 +15,8 @@ from nbdist.errors import StartError
 Progress = Callable[[str], None]
 
 POLL_S = 0.01
-LOG_LINES = 15
+# All that mpiexec says of too few slots; of a traceback the end.
+LOG_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class EngineRegistration:
         expected: Their engine ids, which are ranks where it matters.
         exits: The ends so far of processes that matter: engine, None for the controller -> end.
         output: What a process (engine, None for the controller) has written.
+        state: What a batch system says of their job; empty without one.
     """
 
     run_dir: Path
@@ -34,6 +36,7 @@ class EngineRegistration:
     exits: Callable[[], Mapping[int | None, Exit]]
     registered: Callable[[], Collection[int]]
     output: Callable[[int | None], str]
+    state: Callable[[], str] = lambda: ""
 
     def wait(
         self,
@@ -61,7 +64,7 @@ class EngineRegistration:
                 raise StartError(
                     f"{ready} of {len(self.expected)} ranks were ready after {deadline_s:.0f} s; "
                     f"{ranks_phrase(missing)} did not come. {self._log_tail(missing[0])}"
-                    "A slow file system can be given more time with --timeout."
+                    f"{self._job()}A slow start can be given more time with --timeout."
                 )
             time.sleep(POLL_S)
 
@@ -88,6 +91,7 @@ class EngineRegistration:
         if not first:
             raise StartError(next(f["message"] for f in written.values() if f is not None))
         who = "The controller" if first[0] is None else f"rank {first[0]}"
+        who = exits[first[0]].starter or who
         raise StartError(
             f"{who} ended before it was ready ({exits[first[0]].how}). {self._log_tail(first[0])}"
         )
@@ -99,6 +103,10 @@ class EngineRegistration:
         return sorted(everybody - waiting if waiting else ()) or sorted(
             everybody.difference(self.registered())
         )
+
+    def _job(self) -> str:
+        state = self.state()
+        return "\n    ".join(["Its job now:", *state.splitlines()]) + "\n" if state else ""
 
     def _log_tail(self, engine: int | None) -> str:
         lines = self.output(engine).strip().splitlines()[-LOG_LINES:]

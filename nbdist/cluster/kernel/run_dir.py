@@ -30,6 +30,7 @@ RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
 RANKS = "ranks.json"
 PIDS = "pids"
+COMMAND = "command.json"
 # Word of somebody else than the notebook who ends the ranks: `nbdist stop`, in a terminal.
 STOPPED = "stopped"
 WHAT_NOW = "%dist_init starts new ones."
@@ -135,6 +136,20 @@ def pids(run_dir: Path) -> dict[int, str]:
         return {}
     parts = [line.split() for line in lines]  # the last may be cut: the kernel was killed
     return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
+
+
+def note_command(run_dir: Path, command: Sequence[str]) -> None:
+    """Note what ends the part of the run that is elsewhere, such as a batch system's job."""
+    with contextlib.suppress(StartError):
+        _write(run_dir, COMMAND, json.dumps(list(command)))
+
+
+def command(run_dir: Path) -> list[str]:
+    """What `note_command` has noted last; empty without."""
+    try:
+        return [str(word) for word in json.loads((run_dir / COMMAND).read_text())]
+    except (OSError, ValueError):
+        return []
 
 
 def owner(run_dir: Path) -> RunOwner | None:

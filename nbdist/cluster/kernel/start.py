@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
 from nbdist.cluster.hosts import Host
-from nbdist.cluster.kernel import ipp_cluster, launcher, profiles, run_dir
+from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
@@ -26,9 +26,10 @@ from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.ranks import is_all
-from nbdist.core.topology import EngineReport, Gpu, Topology
+from nbdist.core.topology import EngineReport, Gpu, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
+from nbdist.strategy import hosts
 from nbdist.strategy.choice import described
 from nbdist.strategy.choose import StrategySpec
 
@@ -39,12 +40,12 @@ DEFAULT_GRACE_S = 5.0
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
 open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
-    "nbdist.engine.join:open_store"
+    "nbdist.hang.rank.common_store:open_store"
 )
 reachable: RankFunction[[tuple[str, ...], int], tuple[str, ...]] = RankFunction(
     "nbdist.engine.join:reachable"
 )
-join_by_plan: RankFunction[[Topology, int, str, str, int], None] = RankFunction(
+join_by_plan: RankFunction[[Topology, int, StoreAt], None] = RankFunction(
     "nbdist.engine.join:join_by_plan"
 )
 open_ports: RankFunction[[], tuple[OpenPort, ...]] = RankFunction("nbdist.engine.facts:open_ports")
@@ -90,9 +91,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     notes = [versions.check_system(sys.platform)]
     options = _with_environment(options)
     _check_values(options)
-    config = profiles.load(options.profile)
-    kind = ipp_cluster.kind_of(config)
-    _check_kind(options, kind)
+    config, kind = _load_profile(options)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,12 +103,11 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         notes += _local_notes(expected, options)
         world_size = expected.world_size
     elif kind == ipp_cluster.AGENTS:
-        _configure_agents(config, options)
-    elif world_size is None:
-        world_size = topology.default_world_size(available)
-    ipp_cluster.listen(
-        config, [entry[0] for entry in config.AgentEngineSetLauncher.get("hosts", [])]
-    )
+        notes += _configure_agents(config, options)
+    else:
+        notes += _complete_profile(config, options)
+        world_size = _world_size(options, available)
+    ipp_cluster.listen(config, _host_names(config, options))
     cluster = Cluster(config)
     try:
         if expected is not None:
@@ -122,24 +120,37 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     except BaseException:
         cluster.stop(grace_s=0)
         raise
-    return cluster, plan, tuple(note for note in (*notes, *rank_notes) if note)
+    notes += [*cluster.host_notes(), *rank_notes]
+    return cluster, plan, tuple(filter(None, notes))
 
 
-def _check_kind(options: StartOptions, kind: str) -> None:
-    """Refuse options that this profile's launcher knows nothing of."""
+def _load_profile(options: StartOptions) -> tuple[Config, str]:
+    """The profile with its kind; refuses options that its launcher knows nothing of."""
+    config = profiles.load(options.profile)
+    kind = ipp_cluster.kind_of(config)
     if kind == ipp_cluster.OTHER and options.debug != "off":
         raise OptionError(
             f"--debug does not work with the profile {options.profile!r}, whose ranks nbdist does "
             "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
             "engines start."
         )
-    if kind == ipp_cluster.OTHER and options.hosts:
-        raise OptionError(
-            f"The hosts of the profile {options.profile!r} are its launcher's own. --hosts works "
-            "with the profiles ssh and pretended."
-        )
     if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
         options.strategy.choose(options.world_size)
+    return config, kind
+
+
+def _host_names(config: Config, options: StartOptions) -> list[str]:
+    """The hosts that are known before the start, by --hosts or the profile."""
+    listed = config.AgentEngineSetLauncher.get("hosts", [])
+    return [entry.name for entry in options.hosts] or [entry[0] for entry in listed]
+
+
+def _world_size(options: StartOptions, available: tuple[Gpu, ...]) -> int:
+    """How many ranks a launcher of ipyparallel's is to start: as many as places that are typed."""
+    if options.world_size is not None:
+        return options.world_size
+    places = sum(entry.places or 1 for entry in options.hosts)
+    return places or topology.default_world_size(available)
 
 
 def _prepare(
@@ -174,7 +185,7 @@ def _prepare(
         choice = options.strategy.on(plan)
         answers = {p.engine_id: set_strategy(call, p.engine_id, choice) for p in plan.ranks}
         _all(answers, end_s, "set the strategy")
-        notes.append(f"strategy: {described(choice)}")
+        notes += [f"strategy: {described(choice)}", *hosts.notes(choice, plan.hosts)]
     return plan, notes
 
 
@@ -239,6 +250,15 @@ def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     return notes
 
 
+def _complete_profile(config: Config, options: StartOptions) -> list[str]:
+    """Set what the profile of another launcher leaves open; what there is to say of it."""
+    launchers, name = ipp_cluster.launchers(config), options.profile
+    ipp_launchers.check_command(config, launchers, name)
+    ipp_launchers.spread(config, launchers[1], name, options.hosts)
+    ipp_launchers.complete(config)
+    return [profiles.place(name), *ipp_launchers.notes(config, launchers[1])]
+
+
 def _configure_local(
     config: Config,
     cluster: Cluster,
@@ -269,8 +289,11 @@ def _configure_local(
     run_dir.write_notebook(cluster.run_dir, list(sys.path), start)
 
 
-def _configure_agents(config: Config, options: StartOptions) -> None:
-    """Tell the launcher of other hosts which they are, and what their ranks' environment is."""
+def _configure_agents(config: Config, options: StartOptions) -> list[str]:
+    """Tell the launcher of other hosts which they are, and what their ranks' environment is.
+
+    What there is to say of the profile.
+    """
     section = config.AgentEngineSetLauncher
     if options.hosts:
         section.hosts = [(host.name, host.places) for host in options.hosts]
@@ -281,6 +304,7 @@ def _configure_agents(config: Config, options: StartOptions) -> None:
     if level := launcher.DEBUG_LEVELS[options.debug]:
         environment["TORCH_DISTRIBUTED_DEBUG"] = level
     section.common_environment = {**section.get("common_environment", {}), **environment}
+    return [profiles.place(options.profile)]
 
 
 def _form_group(
@@ -293,22 +317,21 @@ def _form_group(
 ) -> None:
     """Ask the engines what they are, assign ranks, form the groups."""
     progress("asking the engines where they are")
-    own_address = host.address_toward(host.ELSEWHERE)
+    address = host.address_toward(host.ELSEWHERE)
     reports = _all(
-        {e: describe(call, e, e, own_address) for e in engines}, end_s, "describe themselves"
+        {e: describe(call, e, e, address) for e in engines}, end_s, "describe themselves"
     )
-    if _is_this_host(reports):
+    hosts = {report.hostname for report in reports.values()}
+    if is_this_host(hosts):
         cluster.identify({engine: report.pid for engine, report in reports.items()})
     plan = topology.plan(tuple(reports.values()), options.backend)
     progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
-    store_path, address, port = _store(cluster, call, plan, reports, end_s)
-    if _is_this_host(reports):
+    store_at = find_store(cluster, call, plan, reports, end_s)
+    if is_this_host(hosts):
         _adopt_notebook(call, engines, end_s)
     _all(
         {
-            place.engine_id: join_by_plan(
-                call, place.engine_id, plan, place.rank, store_path, address, port
-            )
+            place.engine_id: join_by_plan(call, place.engine_id, plan, place.rank, store_at)
             for place in plan.ranks
         },
         end_s,
@@ -322,16 +345,16 @@ def _adopt_notebook(call: Caller, engines: Iterable[int], end_s: float) -> None:
     _all(futures, end_s, "switch to the notebook's folder")
 
 
-def _store(
+def find_store(
     cluster: Cluster,
     call: Caller,
     plan: Topology,
     reports: dict[int, EngineReport],
     end_s: float,
-) -> tuple[str, str, int]:
-    """(path, address, port): a file on one host that is this one, a port for several."""
-    if plan.n_hosts == 1 and _is_this_host(reports):
-        return str(cluster.run_dir / "store"), "", 0
+) -> StoreAt:
+    """A file on one host that is this one, a port for several."""
+    if plan.n_hosts == 1 and is_this_host({place.host for place in plan.ranks}):
+        return store_file(cluster)
     first = plan.engine_of_rank(0)
     candidates = topology.store_addresses(plan, tuple(reports.values()))
     tried: dict[str, str] = {}
@@ -356,9 +379,14 @@ def _store(
     )
 
 
-def _is_this_host(reports: dict[int, EngineReport]) -> bool:
-    """Whether every engine runs on the kernel's own host, and so sees its files."""
-    return {report.hostname for report in reports.values()} == {socket.gethostname()}
+def store_file(cluster: Cluster) -> StoreAt:
+    """The store where all ranks see this host's files."""
+    return str(cluster.run_dir / "store"), "", 0
+
+
+def is_this_host(hosts: Collection[str]) -> bool:
+    """Whether every rank runs on the kernel's own host, and so sees its files."""
+    return set(hosts) == {socket.gethostname()}
 
 
 def _all(futures: dict[int, Future[Any]], end_s: float, what: str) -> dict[int, Any]:

@@ -154,7 +154,8 @@ class GroupRecovery:
                 f"(rank {rank}: {why}){advice}"
             )
             return RecoveryOutcome(problem=problem)
-        return RecoveryOutcome(is_recovered=True, lines=recovery.notes(self._answers()))
+        lines = recovery.notes(self._answers(), self._ranks.restart_verb)
+        return RecoveryOutcome(is_recovered=True, lines=lines)
 
 
 def _failure(future: Future[Any]) -> str:

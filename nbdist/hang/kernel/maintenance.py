@@ -100,11 +100,12 @@ class Maintenance:
 
         Raises:
             NotRunning: After the ranks were stopped.
-            OptionError: If none is named and none has ended; on other profiles than local.
+            OptionError: If none is named and none has ended; see restart.restart.
             RankBusy, StartError, NbdistError, Interrupted: See restart.restart.
         """
         if self._ranks.is_stopped:
             raise NotRunning("These ranks were stopped. %dist_init starts new ones.")
+        hang_restart.check_launcher(self._ranks)
         chosen = self._health.dead if ranks is None else tuple(ranks)
         if not chosen:
             last = self._ranks.ranks[-1]

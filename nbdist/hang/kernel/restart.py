@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from nbdist.cluster.kernel import run_dir, start
 from nbdist.cluster.kernel.ranks import (
     Ranks,
     adopt_notebook,
@@ -19,9 +20,10 @@ from nbdist.cluster.kernel.ranks import (
     set_strategy,
 )
 from nbdist.cluster.kernel.registration import Progress
+from nbdist.core import host
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
-from nbdist.core.topology import Topology
+from nbdist.core.topology import EngineReport, StoreAt, Topology, replan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
 from nbdist.hang.kernel.health import Health, recover
 from nbdist.hang.recovery import GroupSpec, MeshSpec, merge_groups
@@ -41,7 +43,10 @@ RECONNECT_DEADLINE_S = 30.0
 UNHEARD_S = 2.0
 SHOWN_NAMES = 12
 
-rejoin: RankFunction[[Topology, int, int, Sequence[GroupSpec]], None] = RankFunction(
+take_plan: RankFunction[[Topology, Sequence[int]], tuple[str, int]] = RankFunction(
+    "nbdist.engine.join:take_plan"
+)
+rejoin: RankFunction[[Topology, int, StoreAt, int, Sequence[GroupSpec]], None] = RankFunction(
     "nbdist.engine.join:rejoin"
 )
 names: RankFunction[[], tuple[str, ...]] = RankFunction("nbdist.rpc.rank.namespace:names")
@@ -89,19 +94,14 @@ def restart(
     brings them. The deadline is for all of it, and `progress` is told what is waited for.
 
     Raises:
-        OptionError: On another profile than local.
+        OptionError: On a profile whose processes nbdist does not start.
         RankBusy: If a rank that stays runs a cell.
         StartError: If a new process does not come, with its exit code and last lines.
         NbdistError: If the groups cannot be formed.
         Interrupted: If the user interrupted it.
     """
     began_s = time.monotonic()
-    if not ranks.cluster.can_restart:
-        raise OptionError(
-            "Single ranks can be restarted only under the profile local, whose processes nbdist "
-            "starts itself. %dist_reset restarts all ranks of this profile; their variables are "
-            "lost."
-        )
+    check_launcher(ranks)
     controller_note = reconnect(ranks)
     replaced = tuple(sorted({*named, *health.dead}))
     also = [rank for rank in replaced if rank not in named]
@@ -121,6 +121,20 @@ def restart(
     return RestartResult(
         replaced, time.monotonic() - began_s, tuple(note for note in notes if note)
     )
+
+
+def check_launcher(ranks: Ranks) -> None:
+    """Refuse a restart where ipyparallel's own launchers have started the ranks.
+
+    Raises:
+        OptionError: If they have.
+    """
+    if not ranks.cluster.can_restart:
+        raise OptionError(
+            "Single ranks can be restarted only where nbdist starts the processes itself (the "
+            "profiles local, ssh and slurm). %dist_reset restarts all ranks of this profile; their "
+            "variables are lost."
+        )
 
 
 class _Restart:
@@ -159,22 +173,33 @@ class _Restart:
     def _form(self, groups: tuple[GroupSpec, ...], progress: Progress) -> None:
         """Form the groups on all ranks at once, and give the new ones their names."""
         progress("forming the groups again")
-        health, topology = self._health, self._ranks.topology
+        health, new, call = self._health, self._replaced, self._ranks.call
+        reports = self._describe(new)
+        plan = replan(self._ranks.topology, reports)
+        store_at = self._find_store(plan, reports)
         health.generation += 1
-        new, call = self._replaced, self._ranks.call
-        folder = os.getcwd()  # noqa: PTH109  # a string for the wire
-        adopted = {rank: adopt_notebook(call, rank, list(sys.path), folder) for rank in new}
+        adopted = {}
+        if start.is_this_host({place.host for place in plan.ranks}):
+            folder = os.getcwd()  # noqa: PTH109  # a string for the wire
+            adopted = {rank: adopt_notebook(call, rank, list(sys.path), folder) for rank in new}
         futures: dict[int, Future[Any]] = {
             rank: recover(call, rank, health.generation, ()) for rank in self._staying
         }
         for rank in new:
-            futures[rank] = rejoin(call, rank, topology, rank, health.generation, groups)
+            futures[rank] = rejoin(call, rank, plan, rank, store_at, health.generation, groups)
         try:
             self._results(futures, "form the groups again")
         except BaseException:
             self._interrupt({rank: futures[rank] for rank in self._staying})
             raise
         self._results(adopted, "switch to the notebook's folder")
+        self._catch_up(new)
+        self._ranks.topology = plan
+        run_dir.write_ranks(self._cluster.run_dir, [place.host for place in plan.ranks])
+        health.needs_recovery = False
+
+    def _catch_up(self, new: Sequence[int]) -> None:
+        """Give new ranks their names, and what the others have chosen and named."""
         self._all(lambda c, rank: prepare(c, rank, self._ranks.seed), new, "prepare")
         chosen = self._ranks.strategy_chosen
         if chosen is not None:  # else it is what every rank begins with
@@ -188,16 +213,44 @@ class _Restart:
             meshes = self._all(mesh_names, self._staying, "report their meshes")
             self._all(lambda c, rank: name_meshes(c, rank, meshes), new, "prepare")
             self._all(lambda c, rank: catching_up(c, rank, True), new, "prepare")
-        self._note_pids()
-        health.needs_recovery = False
 
-    def _note_pids(self) -> None:
-        """Let the table of ranks have the new processes."""
-        topology, pids = self._ranks.topology, self._cluster.pids()
-        places = [
-            replace(place, pid=pids.get(place.engine_id, place.pid)) for place in topology.ranks
-        ]
-        self._ranks.topology = replace(topology, ranks=tuple(places))
+    def _describe(self, new: Sequence[int]) -> dict[int, EngineReport]:
+        """What the new processes say of themselves, by rank."""
+        engine, address = self._ranks.topology.engine_of_rank, host.address_toward(host.ELSEWHERE)
+        reports = self._all(
+            lambda c, rank: start.describe(c, rank, engine(rank), address),
+            new,
+            "describe themselves",
+        )
+        return dict(zip(new, reports, strict=True))
+
+    def _find_store(self, plan: Topology, reports: Mapping[int, EngineReport]) -> StoreAt:
+        """The ranks' store, which the staying ranks have by then."""
+        if not self._staying:
+            assert self._cluster.channel is not None
+            by_engine = {report.engine_id: report for report in reports.values()}
+            call, end_s = self._cluster.channel.call, self._end_s
+            return start.find_store(self._cluster, call, plan, by_engine, end_s)
+        address, port = self._all(
+            lambda c, rank: take_plan(c, rank, plan, self._replaced),
+            self._staying,
+            "take the new plan",
+        )[0]
+        if not port:
+            return start.store_file(self._cluster)
+        reached = self._all(
+            lambda c, rank: start.reachable(c, rank, (address,), port),
+            self._replaced,
+            "reach the other ranks",
+        )
+        late = [rank for rank, by in zip(self._replaced, reached, strict=True) if not by]
+        if late:
+            hosts = sorted({plan.ranks[rank].host for rank in late})
+            raise NbdistError(
+                f"{ranks_phrase(late)} on {', '.join(hosts)} cannot reach the other ranks at "
+                f"{address}, port {port}. Allow connections between the hosts"
+            )
+        return "", address, port
 
     def _interrupt(self, futures: Mapping[int, Future[Any]]) -> None:
         """Break off what ranks are doing; again and again, as they ignore it before they begin."""

@@ -26,6 +26,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import (
     call_log,
+    common_store,
     debug_checks,
     device_health,
     gloo_abort,
@@ -162,6 +163,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
             higher generation can be tried. Or a rank's GPU does not work any more. Or a group has
             had 249 new backends, which is all that torch allows.
     """
+    common_store.leave(dead)
     state = this_rank()
     world = _world()
     groups = {pg: tuple(world.pg_group_ranks[pg]) for pg in world.pg_map}
@@ -172,7 +174,9 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
         del _registry.stores[closed]
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
+    common_store.announce(store, state.place.rank)
     meet(store, state.place.rank, living)
+    common_store.note_others(store, living)
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
     gloo_abort.outdate(generation)
@@ -184,6 +188,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
         debug_checks.register(new.pg, new.backends)
         world.pg_map[new.pg] = (world.pg_map[new.pg][0], new.store)
         _registry.stores.setdefault(new.pg, []).extend(new.stores)
+    _name_default_store(store)
     # What an aborted cell had begun with torch's coalescing manager would fail the next one.
     world.pg_coalesce_state.clear()
     # Half a second of torch, which no start should wait for.
@@ -281,7 +286,7 @@ def _connect(pg: Any, store: dist.Store) -> _NewBackends:
     world = _world()
     # new_group nests a group's prefix in the default group's, and so must we: a new rank uses it.
     default = world.default_pg
-    outer = store if pg is default else dist.PrefixStore(f"{world.pg_names[default]}/", store)
+    outer = store if pg is default else _default_store(store)
     group_store = dist.PrefixStore(f"{world.pg_names[pg]}/", outer)
     kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
     fresh = _NewBackends(pg, group_store, {}, [])
@@ -302,6 +307,17 @@ def _connect(pg: Any, store: dist.Store) -> _NewBackends:
             break
         fresh.backends[device] = backend
     return fresh
+
+
+def _default_store(store: dist.Store) -> dist.Store:
+    world = _world()
+    return dist.PrefixStore(f"{world.pg_names[world.default_pg]}/", store)
+
+
+def _name_default_store(store: dist.Store) -> None:
+    """Let groups that are made later meet here, also where the default group stays broken."""
+    world = _world()
+    world.pg_map[world.default_pg] = world.pg_map[world.default_pg][0], _default_store(store)
 
 
 def _gloo(pg: Any, store: dist.Store, device: str) -> Any:

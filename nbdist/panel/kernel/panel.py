@@ -35,6 +35,7 @@ from nbdist.panel.kernel.actions import Chosen, Shows
 from nbdist.panel.kernel.ranks import PreparedModels
 from nbdist.panel.kernel.scheduler import JobScheduler
 from nbdist.panel.state import BUTTONS, PanelPlan, PanelState, Question, missing
+from nbdist.panel.strategy_form import OnRanks
 from nbdist.panel.view import html as panel_view
 from nbdist.strategy.choice import Strategy, described
 
@@ -476,7 +477,8 @@ _ASKS: Mapping[str, Callable[[Panel], Question | None]] = {
 }
 
 
-def _ranks_of(session: Session) -> tuple[int, str, str]:
-    """What a strategy's rules ask of ranks: how many, on what, and their backend."""
+def _ranks_of(session: Session) -> OnRanks:
+    """What a strategy's rules ask of ranks: how many, on what, their backend, and their hosts."""
     topology = session.topology
-    return topology.world_size, topology.ranks[0].device.split(":")[0], topology.backend
+    device_type = topology.ranks[0].device.split(":")[0]
+    return topology.world_size, device_type, topology.backend, topology.hosts

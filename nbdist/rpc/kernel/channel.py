@@ -59,6 +59,8 @@ class Channel:
                 "'ipyparallel==9.2.*'"
             )
         self._client = client
+        # Told, in the client's thread, of an engine that the controller no longer lists.
+        self.on_lost: Callable[[int], None] = lambda _engine: None
         self._asked: dict[int, set[Future[Any]]] = {}
         self._lock = threading.Lock()
         client._registration_callbacks.append(self._note_registration)  # noqa: SLF001
@@ -182,6 +184,7 @@ class Channel:
             lost = self._asked.pop(engine_id, set())
         for answer in lost:
             _settle(answer, NbdistError(f"engine {engine_id} ended before it answered"))
+        self.on_lost(engine_id)
 
     def forget(self, engine_id: int) -> None:
         """Tell the controller that an engine's process has ended; whoever waits for it is told.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +77,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     is_on_this_machine = False
 
-    hosts: List[Any, Any] = List(
+    hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
     ).tag(config=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
@@ -93,7 +94,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.places: dict[str, int] = {}
         self.world_size = 0
         self._sharing: asyncio.Task[None] | None = None
-        self._is_stopping = False
         self.run_dir = Path(self.profile_dir).parent
 
     def find_args(self) -> list[str]:
@@ -318,16 +318,17 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     async def stop(self) -> None:
         """End all ranks and agents, all hosts at once; nothing of the run is left on them."""
-        await asyncio.to_thread(self.close)
+        self.close()
         self.notify_stop({"exit_code": 0})
 
     def close(self) -> None:
         """The same, without a loop: returns when all agents have ended."""
-        self._is_stopping = True
-        agents = list(self.agents.values())
-        if agents:
-            with ThreadPoolExecutor(max_workers=len(agents)) as pool:
-                list(pool.map(HostAgent.stop, agents))
+        # Plain threads: at the interpreter's end an executor takes no work any more.
+        stops = [threading.Thread(target=agent.stop) for agent in self.agents.values()]
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join()
 
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""
