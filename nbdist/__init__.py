@@ -13,7 +13,7 @@ from nbdist.core.units import shown
 from nbdist.core.versions import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from IPython.core.interactiveshell import InteractiveShell
@@ -44,6 +44,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     grace_s: float | None = None,
     debug: str = "off",
     strategy: str | None = None,
+    slurm: Mapping[str, Any] | None = None,
     **strategy_options: object,
 ) -> Session:
     """Start ranks and return them; the same as %dist_init.
@@ -59,6 +60,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         grace_s: Seconds from reporting a certain deadlock to aborting it; default: 5.
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: How models are trained in parallel; default: ddp.
+        slurm: Of the job, with the profile slurm: gpus_per_node, partition, account, time, sbatch.
         strategy_options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -69,6 +71,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     from nbdist import commands
     from nbdist.cluster.hosts import parse_hosts
     from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+    from nbdist.cluster.slurm import SlurmOptions
     from nbdist.strategy.choose import StrategySpec
 
     deadline_s = DEFAULT_DEADLINE_S if timeout_s is None else timeout_s
@@ -85,6 +88,7 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         debug,
         spec,
         parse_hosts(hosts) if hosts else (),
+        SlurmOptions(**slurm or {}),
     )
     return commands.start_and_show(options).session
 

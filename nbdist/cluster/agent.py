@@ -127,10 +127,13 @@ class Agent:
 
     def serve(self) -> None:
         """Do what the input says until it ends; then end everything."""
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
+        # A batch system ends everything here. It counts the host as busy until we are gone.
+        signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", None)))
         threading.Thread(target=self._listen, daemon=True).start()
         heard_s = beat_s = time.monotonic()
+        is_terminated = False
         say("hello", **facts())
         while time.monotonic() - heard_s < SILENCE_S:
             try:
@@ -146,8 +149,13 @@ class Agent:
             if kind == "command":
                 heard_s = time.monotonic()
                 self._answer(content)
-            else:
+            elif kind == "exit":
                 self._tell_exit(*content)
+            is_terminated = is_terminated or kind == "term"
+            if is_terminated and all(
+                process.poll() is not None for process in self._ranks.values()
+            ):
+                break
         self._end_all()
 
     def _listen(self) -> None:
@@ -183,8 +191,20 @@ class Agent:
         new.write_text(text)
         new.replace(path)
 
-    def _start(self, rank: int, argv: list[str], env: dict[str, str], folder: str = "") -> int:
-        """Start a rank's process, in a session of its own, in `folder` where this host has it."""
+    def _start(
+        self,
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        folder: str = "",
+        owner: int = -1,
+    ) -> int:
+        """Start a rank's process, in a session of its own, in `folder` where this host has it too.
+
+        A rank imports what lies there. So it must be this user's, or of the `owner` over there: in
+        a folder that all can write to, somebody else may have made it.
+        """
+        is_ours = Path(folder).is_dir() and Path(folder).stat().st_uid in {owner, os.getuid()}
         self._forget(rank)
         variables = dict(os.environ, **{k: self._place(v) for k, v in env.items()})
         command = [sys.executable, *(self._place(word) for word in argv)]
@@ -195,7 +215,7 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 env=variables,
-                cwd=folder if folder and Path(folder).is_dir() else None,
+                cwd=folder if folder and is_ours else None,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
             )

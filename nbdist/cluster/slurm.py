@@ -56,6 +56,7 @@ class SlurmOptions:
     sbatch: str = ""
 
 
+DEFAULTS = SlurmOptions()
 # The options as they are typed, in the order of the record's fields.
 TYPED = ("--gpus-per-node", "--partition", "--account", "--time", "--sbatch")
 

@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
@@ -15,6 +16,7 @@ from nbdist.cluster.hosts import parse_hosts
 from nbdist.cluster.kernel import profiles
 from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+from nbdist.cluster.slurm import TYPED, SlurmOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.topology import BACKENDS
 from nbdist.core.units import is_stored
@@ -59,10 +61,15 @@ def temporary_ranks(values: Namespace) -> Iterator[Session]:
 
 def start_options(values: Namespace) -> StartOptions:
     """What was typed of START_OPTIONS, or of those of them that the verb has."""
-    names = [field.name for field in fields(StartOptions)]
-    typed = {name: getattr(values, name) for name in names if hasattr(values, name)}
+    typed, job = _values(StartOptions, values), _values(SlurmOptions, values)
     spec = StrategySpec.parse(typed.pop("strategy", None), strategy_given(values))
-    return StartOptions(**typed, strategy=spec)
+    return StartOptions(**typed, strategy=spec, slurm=SlurmOptions(**job))
+
+
+def _values(record: type[Any], values: Namespace) -> dict[str, Any]:
+    """What was typed of the fields of a record, by name."""
+    names = [field.name for field in fields(record)]
+    return {name: getattr(values, name) for name in names if hasattr(values, name)}
 
 
 def dist_init(values: Namespace) -> View | None:
@@ -89,6 +96,7 @@ _TYPED = {
     "debug": "--debug",
     "strategy": "--strategy",
     "hosts": "--hosts",
+    "slurm": "/".join(TYPED),
 }
 
 
@@ -193,6 +201,19 @@ def _timeout(what: str, default_s: float, name: str = "timeout_s") -> Option:
     return Option(("--timeout",), help_text, positive_number, default_s, "S", name)
 
 
+# Of the profile slurm, named as sbatch has them.
+_SLURM_OPTIONS = (
+    Option((TYPED[0],), "slurm: ranks of each host, each with a GPU", rank_count, metavar="N"),
+    Option((TYPED[1],), "slurm: the job's partition", default="", metavar="NAME"),
+    Option((TYPED[2],), "slurm: the account that pays for the job", default="", metavar="NAME"),
+    Option((TYPED[3],), "slurm: the job's time limit, such as 2:00:00", default="", metavar="TIME"),
+    Option(
+        (TYPED[4],),
+        'slurm: more options for sbatch, "--constraint=h100"',
+        default="",
+        metavar="WORDS",
+    ),
+)
 START_OPTIONS = (
     Option(
         ("-n", "--num-processes"),
@@ -210,11 +231,12 @@ START_OPTIONS = (
     ),
     Option(
         ("--hosts",),
-        "hosts with their ranks, n1:4,n2:4, or a file of them (profile: ssh)",
+        "hosts with their ranks, n1:4,n2:4, or a file of them (profiles: ssh, mpi)",
         parse_hosts,
         default=(),
         metavar="HOSTS",
     ),
+    *_SLURM_OPTIONS,
     Option(
         ("-g", "--gpus", "--gpu-ids"),
         "GPUs such as 0,1, or none for the CPU (default: NBDIST_GPUS, or all)",

@@ -30,7 +30,8 @@ class Status:
 
     Attributes:
         ranks: In rank order.
-        waits: Who waits for whom, a line for each cause; how far a save beside training is.
+        waits: Who waits for whom, a line for each cause; how far a save beside training is;
+            the batch system's job and its time.
     """
 
     ranks: tuple[RankStatus, ...]

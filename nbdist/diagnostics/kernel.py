@@ -47,9 +47,8 @@ def collect(
     readings = gpus.read_once()
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     here, cores = socket.gethostname(), usable_cores()
-    count, others = topology.default_world_size(visible), list[str]()
-    if rank_hosts is not None:
-        count, others = rank_hosts.count(here), sorted({*rank_hosts} - {here})
+    others = tuple(sorted({*(rank_hosts or ())} - {here}))
+    count = topology.default_world_size(visible) if rank_hosts is None else rank_hosts.count(here)
     threads = max(1, cores // max(1, count))
     variables = {}
     if not others:  # what other hosts' ranks get, their own launcher says
@@ -65,7 +64,7 @@ def collect(
         cores=cores,
         available_bytes=psutil.virtual_memory().available,
         world_size=count,
-        rank_hosts=tuple(others),
+        rank_hosts=others,
         shm=_space(Path("/dev/shm")),  # noqa: S108  # looked at, not written to
         disk=_space(Path(tempfile.gettempdir())),
         limits=_limits(),

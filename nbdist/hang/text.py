@@ -32,6 +32,7 @@ _MISSING = {
     "finished": ("finished without {calling}",) * 2,
     "raised": ("raised {how} before {it}",) * 2,
     "ended": ("ended{how} before {it}",) * 2,
+    "gone": ("ended{how} before it or in it",) * 2,
     "absent": ("does not run this cell", "do not run this cell"),
     "stopped": ("is stopped (SIGSTOP)", "are stopped (SIGSTOP)"),
     "busy": ("still runs an earlier cell", "still run an earlier cell"),

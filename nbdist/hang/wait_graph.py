@@ -376,6 +376,8 @@ class WaitGraph:
             return BlockingRank(q, "threaded", ", ".join(look.free_threads), is_open=True)
         if state == "running" and q in self.waits:
             return BlockingRank(q, "waiting", theirs=self.waits[q].act, is_open=is_open)
+        if is_open and state == "ended":  # nothing comes any more, whether it had called it or not
+            return self._need(q, "gone")
         if is_open and state in OVER:
             state = "unknown"
         return self._need(q, state, is_open=is_open)

@@ -171,7 +171,8 @@ class Session(CellRanks):
         """What every rank does now, within seconds; see cells.kernel.status."""
         self.upkeep.reconnect()
         now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
-        return replace(now, waits=(*now.waits, *self.checkpoints.status()))
+        hosts = self.cluster.status_lines()
+        return replace(now, waits=(*now.waits, *self.checkpoints.status(), *hosts))
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S

@@ -77,6 +77,12 @@ IS_LATE = "rank 1 has not come to it yet (still running)"
             "rank 1 may have called it or not: its calls cannot be read",
             False,
         ),
+        # The host of one that is cut off: whatever it had called, the others wait in vain.
+        (
+            RankView(1, "ended", "node1 cannot be reached"),
+            "rank 1 ended (node1 cannot be reached) before it or in it",
+            True,
+        ),
         (RankView(1, "running", "", box(1, groups=PAIR, state="finished")), FINISHED, True),
         (RankView(1, "finished", "", box(1, groups=PAIR, state="running")), IS_LATE, False),
     ],

@@ -9,9 +9,12 @@ import json
 import sys
 from typing import Any
 
+from traitlets.config import Config
+
 from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel.guard import Guard
-from nbdist.cluster.kernel.launchers import slurm_job
+from nbdist.cluster.kernel.launchers import slurm
+from nbdist.cluster.kernel.launchers.slurm_job import JobWatch
 from nbdist.cluster.slurm import SlurmOptions
 from nbdist.errors import NbdistError
 
@@ -29,8 +32,10 @@ def main() -> None:
     world_size, *options = map(json.loads, sys.argv[1:])
     try:
         for typed in options:
+            config = Config()
             try:
-                allocation = slurm_job.allocate(
+                slurm.configure(
+                    config,
                     SlurmOptions(**typed),
                     world_size,
                     f"nbdist-{folder.name}",
@@ -40,7 +45,7 @@ def main() -> None:
             except NbdistError as error:
                 tell(type(error).__name__, str(error))
             else:
-                hold(allocation, guard, f"nbdist-{folder.name}")
+                hold(config)
     except KeyboardInterrupt:
         tell("interrupted", "")
     finally:
@@ -48,18 +53,15 @@ def main() -> None:
     tell("closed", folder.exists())
 
 
-def hold(allocation: slurm_job.Allocation, guard: Guard, name: str) -> None:
+def hold(config: Config) -> None:
     """Watch the job until the end of the input."""
-    number, hosts = allocation.number, [share.host for share in allocation.shares]
-    tell("job", [number, hosts, allocation.is_ours])
-    watch = slurm_job.JobWatch(number, hosts, lambda line: tell("told", line))
+    section, hosts = config.SlurmRankSetLauncher, dict(config.AgentEngineSetLauncher.hosts)
+    tell("job", [section.job, hosts, section.is_own_job])
+    watch = JobWatch(section.job, [*hosts], lambda line: tell("told", line))
     for line in sys.stdin:
         tell("lost", watch.why_lost(line.strip()))
         tell("status", watch.text)
     watch.close()
-    if allocation.is_ours:
-        slurm_job.cancel(name)
-        guard.promise([])
 
 
 if __name__ == "__main__":

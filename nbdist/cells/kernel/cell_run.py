@@ -358,6 +358,7 @@ class CellRun:
         """Tell who waits for whom; abort what cannot end, or what the user wants to end."""
         dog, ladder = self._watchdog, self._ladder
         self.tell(dog.look(now_s, self._rank_states, is_urgent=ladder.has_begun))
+        self.tell(self._ranks.upkeep.take_notes())
         if not self._abort and dog.deadlock is not None and now_s >= dog.abort_s:
             self._is_deadlock = True
             self._abort_now(dog.deadlock.text)

@@ -7,11 +7,12 @@ import contextlib
 import functools
 import inspect
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,8 +88,16 @@ class Cluster:
 
     _replaced: frozenset[int] = frozenset()  # engines that end on purpose
 
-    def __init__(self, config: Config):
-        """Make the run folder and the guardian; `start` brings the processes up."""
+    def __init__(
+        self,
+        config: Config,
+        find_hosts: Callable[[str, Callable[[Sequence[str]], None]], None] = lambda *_: None,
+    ):
+        """Make the run folder and the guardian; `start` brings the processes up.
+
+        `find_hosts` completes the config. It is called with the run's name, and with what takes
+        the command that ends what it has asked for elsewhere.
+        """
         self.run_dir: Path = run_dir.create()
         run_dir.reserve(self.run_dir)
         self.exits: dict[int | None, Exit] = {}
@@ -106,12 +115,13 @@ class Cluster:
         self._config = config
         self._guard = Guard(self.run_dir)
         try:
+            find_hosts(self.run_dir.name, self._guard.promise)
             ipp_cluster.mark(config, self.run_dir)
             self._cluster = ipp_cluster.cluster(
                 config, self.run_dir, ipp_cluster.logger(self.run_dir)
             )
         except BaseException:
-            self._guard.close()
+            self._close_guard()
             raise
 
     @property
@@ -343,6 +353,14 @@ class Cluster:
         own = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)
         return isinstance(self._cluster.engine_set, own)
 
+    def take_notes(self) -> list[str]:
+        """What the launcher has to tell of its hosts, each line once; empty of most."""
+        return getattr(self._cluster.engine_set, "take_notes", list)()
+
+    def status_lines(self) -> list[str]:
+        """What the launcher shows of its hosts in a status; empty of most."""
+        return getattr(self._cluster.engine_set, "status_lines", list)()
+
     def restart_engines(
         self,
         engines: Collection[int],
@@ -493,11 +511,19 @@ class Cluster:
                 self._stop_other(self._cluster.stop_controller(), "controller")
             processes.terminate(pids, grace_s)
         finally:
-            # Also when an interrupt comes in between: the guardian ends whatever is left. A
-            # second one must not break that off; it takes CLOSE_DEADLINE_S at most.
-            with sigint.deferred_sigint():
-                is_clean = self._guard.close()
-        if not is_clean:
+            # Also when an interrupt comes in between: the guardian ends whatever is left.
+            self._close_guard()
+
+    def _close_guard(self) -> None:
+        # A second interrupt must not break that off; it takes CLOSE_DEADLINE_S at most.
+        with sigint.deferred_sigint():
+            is_clean = self._guard.close()
+        if command := run_dir.command(self.run_dir):  # the folder would be gone
+            sys.stderr.write(
+                f"nbdist: what the ranks had elsewhere may still be there; this ends it: "
+                f"{shlex.join(command)}\n"
+            )
+        elif not is_clean:
             sys.stderr.write(f"nbdist: some processes of {self.run_dir} could not be ended\n")
 
     def _stop_other(self, coroutine: Any, what: str) -> None:

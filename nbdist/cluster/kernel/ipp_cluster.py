@@ -18,13 +18,15 @@ from traitlets.config import Config
 
 from nbdist.cluster.kernel import ipp_launchers, launcher
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
+from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
 from nbdist.errors import OptionError
 
-# Ranks of this machine; of hosts with an agent each; of launchers that are ipyparallel's alone.
-LOCAL, AGENTS, OTHER = "local", "agents", "other"
+# Ranks of this machine; of hosts with an agent each, which may be a Slurm job's; of launchers that
+# are ipyparallel's alone.
+LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
@@ -78,12 +80,16 @@ def mark(config: Config, run_dir: Path) -> None:
 
 
 def kind_of(config: Config) -> str:
-    """Who starts a profile's ranks: LOCAL, AGENTS, or another launcher of ipyparallel's.
+    """Who starts a profile's ranks: LOCAL, AGENTS, SLURM, or another launcher of ipyparallel's.
 
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds: dict[type, str] = {launcher.RankEngineSetLauncher: LOCAL, AgentEngineSetLauncher: AGENTS}
+    kinds: dict[type, str] = {
+        launcher.RankEngineSetLauncher: LOCAL,
+        SlurmRankSetLauncher: SLURM,
+        AgentEngineSetLauncher: AGENTS,
+    }
     starts = launchers(config)[1]
     return next((kind for base, kind in kinds.items() if issubclass(starts, base)), OTHER)
 

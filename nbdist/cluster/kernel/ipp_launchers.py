@@ -157,7 +157,7 @@ def watched(launcher: type) -> type:
             raise
         return output
 
-    run_original = getattr(launcher, "_run_command", None)
+    run_original: Any = getattr(launcher, "_run_command", None)
     members = {} if run_original is None else {"_run_command": run_command}
     # By the same name, by which profiles configure it.
     return type(launcher.__name__, (KeptOutput, launcher), members)

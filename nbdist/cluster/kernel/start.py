@@ -7,26 +7,29 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.hosts import Host
+from nbdist.cluster.hosts import Host, share_ranks
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.launchers import slurm as slurm_launcher
 from nbdist.cluster.kernel.ranks import adopt_notebook, prepare, set_strategy
 from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.peer_filter import OpenPort
+from nbdist.cluster.slurm import DEFAULTS, TYPED, SlurmOptions
 from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.ranks import is_all
-from nbdist.core.topology import EngineReport, Gpu, StoreAt, Topology
+from nbdist.core.topology import EngineReport, Gpu, HostRanks, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy import hosts
@@ -66,6 +69,7 @@ class StartOptions:
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: What models are prepared under; None for Accelerate's ddp.
         hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
+        slurm: The job to be asked for, of profiles whose ranks Slurm starts.
     """
 
     world_size: int | None = None
@@ -78,6 +82,7 @@ class StartOptions:
     debug: str = "off"
     strategy: StrategySpec | None = None
     hosts: tuple[Host, ...] = ()
+    slurm: SlurmOptions = DEFAULTS
 
 
 def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -87,7 +92,6 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         OptionError: If an option cannot be met on this machine; nothing has been started.
         StartError: If a process did not come up; everything has been ended again.
     """
-    end_s = time.monotonic() + options.deadline_s
     notes = [versions.check_system(sys.platform)]
     options = _with_environment(options)
     _check_values(options)
@@ -102,13 +106,13 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
         expected = _expected_plan(chosen, options)
         notes += _local_notes(expected, options)
         world_size = expected.world_size
-    elif kind == ipp_cluster.AGENTS:
-        notes += _configure_agents(config, options)
-    else:
+    elif kind == ipp_cluster.OTHER:
         notes += _complete_profile(config, options)
         world_size = _world_size(options, available)
-    ipp_cluster.listen(config, _host_names(config, options))
-    cluster = Cluster(config)
+    else:
+        notes += _configure_agents(config, options)
+    cluster = Cluster(config, partial(_find_hosts, config, options, kind, progress))
+    end_s = time.monotonic() + options.deadline_s  # without the time in a batch system's queue
     try:
         if expected is not None:
             _configure_local(config, cluster, expected, chosen, options)
@@ -124,6 +128,22 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     return cluster, plan, tuple(filter(None, notes))
 
 
+def _find_hosts(
+    config: Config,
+    options: StartOptions,
+    kind: str,
+    progress: Progress,
+    run: str,
+    promise: Callable[[Sequence[str]], None],
+) -> None:
+    """Complete the config with the hosts that ranks start on; see Cluster."""
+    if kind == ipp_cluster.SLURM:
+        slurm_launcher.configure(
+            config, options.slurm, options.world_size, f"nbdist-{run}", promise, progress
+        )
+    ipp_cluster.listen(config, _host_names(config, options))
+
+
 def _load_profile(options: StartOptions) -> tuple[Config, str]:
     """The profile with its kind; refuses options that its launcher knows nothing of."""
     config = profiles.load(options.profile)
@@ -134,8 +154,24 @@ def _load_profile(options: StartOptions) -> tuple[Config, str]:
             "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
             "engines start."
         )
-    if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
-        options.strategy.choose(options.world_size)
+    if kind != ipp_cluster.SLURM and options.slurm != DEFAULTS:
+        raise OptionError(
+            f"The ranks of the profile {options.profile!r} are not started by Slurm: "
+            f"{', '.join(TYPED[:-1])} and {TYPED[-1]} work with the profile slurm. Add --profile "
+            "slurm, or leave them out."
+        )
+    if kind == ipp_cluster.SLURM and options.hosts:
+        raise OptionError(
+            f"The hosts of the profile {options.profile!r} are those of its job. --hosts works "
+            "with the profiles ssh, mpi and pretended."
+        )
+    if kind != ipp_cluster.LOCAL and options.strategy:
+        places = {host.name: host.places for host in options.hosts if host.places}
+        is_known = bool(places) and len(places) == len(options.hosts)
+        shares = share_ranks(places, options.world_size) if is_known else {}
+        ranks_on = [HostRanks(name, ranks) for name, ranks in shares.items()]
+        if world_size := sum(map(len, shares.values())) or options.world_size:
+            options.strategy.choose(world_size, ranks_on=ranks_on)
     return config, kind
 
 

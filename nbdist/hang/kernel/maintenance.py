@@ -43,9 +43,9 @@ class Maintenance:
         self._notes: list[str] = []
 
     def take_notes(self) -> list[str]:
-        """What was done and not told yet, a line each."""
+        """What was done, or has happened to the hosts, and was not told yet, a line each."""
         notes, self._notes = self._notes, []
-        return notes
+        return notes + self._ranks.cluster.take_notes()
 
     def make_whole(self) -> None:
         """Replace a controller that has ended, and ranks that the user gave up on.

@@ -19,7 +19,10 @@ from tests.support.kernel import Kernel
 HOSTS = ("node1", "node1", "node2", "node2")
 START_S = 100.0
 # Fixture of the hosts, and how ranks are started there.
-LAUNCHERS = {"ssh": ("hosts", "%dist_init --profile ssh --hosts node1:2,node2:2")}
+LAUNCHERS = {
+    "ssh": ("hosts", "%dist_init --profile ssh --hosts node1:2,node2:2"),
+    "slurm": ("slurm", "%dist_init --profile slurm -n 4 --gpus-per-node 2 --gpus none"),
+}
 VARIABLES = {
     "IPYTHONDIR": f"{SHARED}/ipython", "MPLCONFIGDIR": f"{SHARED}/matplotlib",
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -64,7 +67,9 @@ def wrong_by(first, last):
 """
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(
+    scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.more_hosts)]
+)
 def launcher(request: pytest.FixtureRequest) -> tuple[Hosts, str]:
     """Hosts, and the cell that starts ranks on them."""
     name, start = LAUNCHERS[request.param]

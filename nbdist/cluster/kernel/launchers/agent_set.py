@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,32 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         """The command on this machine that runs BOOTSTRAP with a host's Python."""
         raise NotImplementedError
 
+    def connection_environment(self) -> dict[str, str]:
+        """The environment of `command`."""
+        return dict(os.environ)
+
     def explain(self, host: str, reason: str) -> str:
-        """Why a host cannot be reached, with what to do, from the words of the connection."""
+        """Why a host cannot be reached, with what to do, from the words of the connection.
+
+        It may block: it is called in the connection's own thread.
+        """
         return reason
 
-    def spare_hosts(self, lost: str) -> tuple[Host, ...]:
-        """Hosts beside those of the start that may take the ranks of a lost one."""
+    def explain_exit(self, host: str, end: RankExit) -> str:
+        """Who has ended a rank, where its exit code does not tell; "" if it does. May block."""
+        return ""
+
+    def spare_hosts(self, lost: str) -> Iterable[Host]:
+        """Hosts beside those of the start that may take the ranks of a lost one. May block."""
         return ()
+
+    def take_notes(self) -> list[str]:
+        """What the user has to know of the hosts, each line once."""
+        return []
+
+    def status_lines(self) -> list[str]:
+        """What a status shows of the hosts beside their ranks."""
+        return []
 
     async def start(self, n: int) -> list[int]:
         """Reach all hosts at once, check them, then start n ranks; 0 for every place.
@@ -149,13 +169,21 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
         """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
-        environment = {**os.environ, **self.environment, "NBDIST_RUN": str(self.run_dir)}
+        environment = {
+            **self.connection_environment(),
+            **self.environment,
+            "NBDIST_RUN": str(self.run_dir),
+        }
         environment.pop("IPP_CONNECTION_INFO", None)
         try:
             agent = HostAgent(host, self.command(host), environment)
             self.agents[host] = agent
-            agent.on_exit = lambda end: loop.call_soon_threadsafe(self._take_exit, agent, end)
-            agent.on_lost = lambda why: loop.call_soon_threadsafe(self._take_loss, agent, why)
+            agent.on_exit = lambda end: loop.call_soon_threadsafe(
+                self._take_exit, agent, end, self.explain_exit(host, end)
+            )
+            agent.on_lost = lambda why: loop.call_soon_threadsafe(
+                self._take_loss, agent, self.explain(host, why)
+            )
             facts = agent.facts(self.connect_s)
             agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
         except (OSError, NbdistError, TimeoutError) as error:
@@ -187,7 +215,11 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             "LOCAL_WORLD_SIZE": str(local_size),
             **(environment or {}),
         }
-        started = agent.ask("start", rank=rank, argv=self._argv(rank), env=env, folder=os.getcwd())  # noqa: PTH109
+        folder = Path.cwd()
+        started = agent.ask(
+            "start", rank=rank, argv=self._argv(rank), env=env,
+            folder=str(folder), owner=folder.stat().st_uid,
+        )  # fmt: skip
         self.launchers[str(rank)] = engine
         started.add_done_callback(partial(self._take_start, engine, asyncio.get_running_loop()))
         engine.notify_start({"rank": rank})
@@ -233,20 +265,19 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         for agent in self.agents.values():
             agent.ask("file", name=ENGINE_FILE, text=text)
 
-    def _take_exit(self, agent: HostAgent, end: RankExit) -> None:
+    def _take_exit(self, agent: HostAgent, end: RankExit, cause: str) -> None:
         """A rank's process has ended: keep what it has left where the kernel looks for it."""
         engine = self.launchers.get(str(end.rank))
         if engine is None or engine.agent is not agent or engine.pid not in {0, end.pid}:
             return  # of a process that was replaced
         for name, content in end.files.items():
-            path = self.run_dir / Path(name).parent.name / Path(name).name
+            path = self.run_dir / name
             with contextlib.suppress(OSError):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(content)
-        engine.finish(end.code, end.tail)
+        engine.finish(end.code, end.tail, cause)
 
-    def _take_loss(self, agent: HostAgent, reason: str) -> None:
-        why = self.explain(agent.host, reason)
+    def _take_loss(self, agent: HostAgent, why: str) -> None:
         for engine in self.engines_of(agent):
             engine.finish(None, "", f"{agent.host} cannot be reached: {why}")
 
@@ -266,8 +297,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         if not former.lost:
             return former
         tried = {}
-        candidates = [Host(former.host), *map(Host, self.places), *self.spare_hosts(former.host)]
-        for host in dict.fromkeys(host.name for host in candidates):
+        here = dict.fromkeys([former.host, *self.places])
+        # One after the other: a spare host may have to be asked for.
+        for host in chain(here, (spare.name for spare in self.spare_hosts(former.host))):
             free = self._free_places(host, rank)
             if free < 1:
                 tried[host] = "all of its places are taken"

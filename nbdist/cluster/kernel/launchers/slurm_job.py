@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +18,6 @@ from nbdist.errors import OptionError, StartError
 from nbdist.rpc.kernel import sigint
 
 ASK_DEADLINE_S = 30.0
-CANCEL_DEADLINE_S = 10.0
 # A pending job is looked at this often, at first more; the queue, for its place, more seldom.
 PENDING_S = 2.0
 FIRST_S = 0.2
@@ -84,12 +81,6 @@ def ask(*words: str, deadline_s: float = ASK_DEADLINE_S) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def around() -> int | None:
-    """The job that this kernel runs in itself (salloc, a notebook in a job); None outside."""
-    number = os.environ.get("SLURM_JOB_ID", "")
-    return int(number) if number.isdigit() else None
-
-
 def cancelling(name: str) -> list[str]:
     """The command that cancels every job of a run, also one that was submitted just now."""
     program = shutil.which("scancel") or "scancel"
@@ -147,14 +138,19 @@ def submit(options: SlurmOptions, world_size: int, name: str, without: Sequence[
     return slurm.job_number(answer.text)
 
 
-def wait(number: int, options: SlurmOptions, progress: Progress) -> Job:
+class StillPending(StartError):
+    """A job did not start in time, and waits on; the message says for what."""
+
+
+def wait(number: int, options: SlurmOptions, progress: Progress, limit_s: float = math.inf) -> Job:
     """Return the job once it has its hosts; however long the queue is, `progress` tells of it.
 
     Raises:
         StartError: If it ends, or can never start, with Slurm's words.
+        StillPending: After `limit_s`.
     """
     queue: list[Job] = []
-    pause_s, queue_s = FIRST_S, -math.inf
+    pause_s, queue_s, end_s = FIRST_S, -math.inf, time.monotonic() + limit_s
     while (job := _look_patiently(number, progress)).state != "RUNNING":
         if job.is_over:
             raise StartError(f"{reason(number, job).end}. It had not started.")
@@ -162,6 +158,8 @@ def wait(number: int, options: SlurmOptions, progress: Progress) -> Job:
             raise StartError(slurm.refusal(job.reason, options, _partitions()))
         if time.monotonic() - queue_s >= QUEUE_S:
             queue, queue_s = _pending(job.partition), time.monotonic()
+        if time.monotonic() > end_s:
+            raise StillPending(slurm.waiting(job, queue))
         progress(slurm.waiting(job, queue))
         time.sleep(pause_s)
         pause_s = min(PENDING_S, pause_s * 2)
@@ -213,21 +211,6 @@ def hostnames(hosts: str) -> list[str]:
     return ask("scontrol", "show", "hostnames", hosts).text.split() if hosts else []
 
 
-def cancel(name: str) -> None:
-    """Cancel every job of a run; say so where Slurm does not do it."""
-    with contextlib.suppress(OptionError):
-        try:
-            answer = ask(*cancelling(name), deadline_s=CANCEL_DEADLINE_S)
-            problem = answer.errors.strip() if answer.code else ""
-        except StartError as error:
-            problem = str(error)
-        if problem:
-            sys.stderr.write(
-                f"nbdist: the Slurm job could not be cancelled ({problem}). Cancel it with: "
-                f"scancel --name={name}\n"
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """A job that has its hosts.
@@ -241,6 +224,32 @@ class Allocation:
     is_ours: bool
 
 
+def taken() -> Allocation | None:
+    """The job that this kernel runs in itself (salloc, a notebook in a job); None outside of one.
+
+    Raises:
+        OptionError: If it is over, or Slurm's programs are not here.
+    """
+    number = os.environ.get("SLURM_JOB_ID", "")
+    if not number.isdigit():
+        return None
+    job = look(int(number))
+    if job is None or job.is_over:
+        raise OptionError(
+            f"SLURM_JOB_ID says that this notebook runs in job {number}, which Slurm does not have "
+            "any more. Remove it from the environment, or ask for another job with one of "
+            f"{', '.join(slurm.TYPED)}."
+        )
+    return Allocation(job.number, shares(job.number), is_ours=False)
+
+
+def default_ranks(allocation: Allocation) -> int:
+    """How many ranks a job is for: one per GPU, or one per task that it was asked for, or 2."""
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    n_tasks = int(tasks) if tasks.isdigit() else min(2, sum(s.cpus for s in allocation.shares))
+    return sum(share.gpus for share in allocation.shares) or n_tasks
+
+
 def allocate(
     options: SlurmOptions,
     world_size: int,
@@ -248,35 +257,20 @@ def allocate(
     promise: Callable[[Sequence[str]], object],
     progress: Progress,
 ) -> Allocation:
-    """Hosts for so many ranks: of the job around this kernel, or of a new one of this name.
+    """A new job of this name with hosts for so many ranks.
 
-    Where anything is asked of a job it is a new one, also inside another. `promise` is handed the
-    command that cancels it, before it is submitted.
+    `promise` is handed the command that cancels it, before it is submitted: whatever goes wrong
+    here, somebody has to run it.
 
     Raises:
         StartError: If Slurm refuses the job, or ends it while it waits.
-        OptionError: If there is no Slurm here, or the job around is over.
+        OptionError: If there is no Slurm here.
     """
-    number = around()
-    if number is not None and options == SlurmOptions():
-        job = look(number)
-        if job is None or job.is_over:
-            raise OptionError(
-                f"SLURM_JOB_ID says that this notebook runs in job {number}, which Slurm does not "
-                "have any more. Remove it from the environment (%env), or ask for a job of its own "
-                f"with one of {', '.join(slurm.TYPED)}."
-            )
-        return Allocation(number, shares(number), is_ours=False)
     promise(cancelling(name))
-    try:
-        progress("asking Slurm for a job")
-        number = submit(options, world_size, name)
-        wait(number, options, progress)
-        return Allocation(number, shares(number), is_ours=True)
-    except BaseException:
-        with sigint.deferred_sigint():  # a second press must not leave the job there
-            cancel(name)
-        raise
+    progress("asking Slurm for a job")
+    number = submit(options, world_size, name)
+    wait(number, options, progress)
+    return Allocation(number, shares(number), is_ours=True)
 
 
 class JobWatch:
@@ -315,12 +309,12 @@ class JobWatch:
             return f"Slurm job {self.number}, {slurm.duration(left_s)} left"
         return f"Slurm job {self.number}" + (", no time limit" if left_s == math.inf else "")
 
-    def why_lost(self, host: str) -> str:
+    def why_lost(self, host: str, wait_s: float = REASON_S) -> str:
         """Why a host of the job is lost, as a sentence without its full stop; "" if unknown.
 
-        It asks Slurm now, and takes up to REASON_S.
+        It asks Slurm now, and again for `wait_s` as long as Slurm does not know.
         """
-        end_s = time.monotonic() + REASON_S
+        end_s = time.monotonic() + wait_s
         while True:
             self.look()
             if why := self.end or self._gone.get(host, ""):

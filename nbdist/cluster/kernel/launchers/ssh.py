@@ -49,8 +49,10 @@ class SSHRankSetLauncher(AgentEngineSetLauncher):
         words = remote_command(self.remote_python)
         if host in OWN_NAMES or host == socket.gethostname():
             return words
-        options = ["-T", "-oBatchMode=yes", f"-oConnectTimeout={max(1, int(self.connect_s))}"]
-        return [*self.ssh_cmd, *options, *self.ssh_args, "--", host, shlex.join(words)]
+        # The host gets neither the user's keys nor a way back into this machine.
+        closed = ["-T", "-a", "-x", "-oClearAllForwardings=yes"]
+        options = ["-oBatchMode=yes", f"-oConnectTimeout={max(1, int(self.connect_s))}"]
+        return [*self.ssh_cmd, *closed, *options, *self.ssh_args, "--", host, shlex.join(words)]
 
     def explain(self, host: str, reason: str) -> str:
         """The reason with what to do."""

@@ -1,0 +1,197 @@
+"""Ranks on the hosts of a Slurm job: one srun per host, which carries its agent."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from traitlets import Bool, Dict, Integer, Unicode
+from traitlets.config import Config
+
+from nbdist.cluster import slurm
+from nbdist.cluster.hosts import Host
+from nbdist.cluster.kernel.agents import RankExit
+from nbdist.cluster.kernel.launchers import slurm_job
+from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
+from nbdist.cluster.kernel.launchers.slurm_job import Allocation, JobWatch
+from nbdist.cluster.kernel.registration import Progress
+from nbdist.cluster.slurm import DEFAULTS, SlurmOptions
+from nbdist.errors import StartError
+
+# How long ranks that have lost their host wait for another one. The job stays in the queue: the
+# next %dist_restart waits for it again.
+SPARE_S = 60.0
+# srun's words for a program that is not there.
+_NO_PYTHON = re.compile(r"execve\(\): .*No such file|No such file or directory")
+
+
+class SlurmRankSetLauncher(AgentEngineSetLauncher):
+    """Starts ranks on the hosts of a job that runs already; `configure` has found it."""
+
+    partition = Unicode(help="The partition, where --partition is not typed.").tag(config=True)
+    account = Unicode(help="The account, where --account is not typed.").tag(config=True)
+    time = Unicode(help="The time limit, where --time is not typed.").tag(config=True)
+    sbatch = Unicode(help="More words for sbatch, where --sbatch is not typed.").tag(config=True)
+    gpus_per_node = Integer(
+        None, allow_none=True, help="GPUs of a host, where --gpus-per-node is not typed."
+    ).tag(config=True)
+
+    job = Integer(help="The job's number.").tag(config=True)
+    job_name = Unicode(help="The name of every job of the run.").tag(config=True)
+    is_own_job = Bool(help="It was submitted for this run.").tag(config=True)
+    cpus: Dict[str, int] = Dict(help="Host -> the job's CPUs there.").tag(config=True)
+
+    def __init__(self, **kwargs: Any):
+        """Begin to watch the job."""
+        super().__init__(**kwargs)
+        self._job_of = dict.fromkeys(self.cpus, self.job)
+        self._notes: list[str] = []
+        self._spare: int | None = None
+        self._spare_lock = threading.Lock()
+        self._is_closed = False
+        self.watches = {self.job: JobWatch(self.job, [*self.cpus], self._notes.append)}
+
+    def command(self, host: str) -> list[str]:
+        """A step of the job on one host, with all that the job has there, beside other steps."""
+        return [
+            "srun",
+            f"--jobid={self._job_of[host]}",
+            "--overlap",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            f"--cpus-per-task={self.cpus[host]}",
+            "--cpu-bind=none",
+            "--mem=0",
+            "--mpi=none",
+            "--chdir=/",
+            *remote_command(self.remote_python),
+        ]
+
+    def connection_environment(self) -> dict[str, str]:
+        """Without the variables of a job around this kernel."""
+        return slurm_job.environment()
+
+    def explain(self, host: str, reason: str) -> str:
+        """The reason, after why Slurm ended the job or lost the host where it did."""
+        if self._is_closed or host not in self._job_of:
+            return reason
+        # An srun that has ended has a cause; of a host that is silent Slurm may not know yet.
+        wait_s = slurm_job.REASON_S if "connection ended" in reason else 0.0
+        why = self.watches[self._job_of[host]].why_lost(host, wait_s)
+        if not why and _NO_PYTHON.search(reason):
+            why = (
+                f"{self.remote_python} is not there. Name the hosts' own Python in the profile: "
+                "c.AgentEngineSetLauncher.remote_python"
+            )
+        return f"{why}. {reason}" if why else reason
+
+    def explain_exit(self, host: str, end: RankExit) -> str:
+        """Why Slurm has ended a rank; "" where it was not Slurm."""
+        if self._is_closed or end.code >= 0:
+            return ""
+        watch = self.watches[self._job_of[host]]
+        watch.look()
+        return watch.end
+
+    def spare_hosts(self, lost: str) -> Iterator[Host]:
+        """The hosts of another job, of the size of what ran on the lost host.
+
+        It is submitted when somebody asks for the first of them, and waited for.
+
+        Raises:
+            StartError: If Slurm refuses it, or it does not start in SPARE_S.
+        """
+        if not self.is_own_job:
+            return
+        options = SlurmOptions(**{f.name: getattr(self, f.name) for f in fields(SlurmOptions)})
+        ranks = sum(1 for engine in self.launchers.values() if engine.agent.host == lost)
+        with self._spare_lock:
+            if self._spare is None:
+                self._spare = slurm_job.submit(options, ranks, self.job_name, [lost])
+            number = self._spare
+            try:
+                slurm_job.wait(number, options, lambda _line: None, SPARE_S)
+            except slurm_job.StillPending as error:
+                raise StartError(
+                    f"{error}. It was submitted in the place of {lost} and stays in the queue: "
+                    "%dist_restart takes its hosts once it runs."
+                ) from None
+            except StartError:
+                self._spare = None
+                raise
+            self._spare = None
+        shares = slurm_job.shares(number)
+        for host, places in slurm.places(shares, ranks).items():
+            self.places[host], self._job_of[host] = places, number
+        self.cpus = {**self.cpus, **{share.host: share.cpus for share in shares}}
+        names = [share.host for share in shares]
+        self.watches[number] = JobWatch(number, names, self._notes.append)
+        yield from map(Host, names)
+
+    def take_notes(self) -> list[str]:
+        """What Slurm has done or will do, each line once."""
+        notes = self._notes[:]
+        del self._notes[: len(notes)]
+        return notes
+
+    def status_lines(self) -> list[str]:
+        """The jobs and the time that they have left."""
+        return [watch.text for watch in self.watches.values()]
+
+    def close(self) -> None:
+        """Watch no more, and end all agents; the guardian cancels the jobs."""
+        self._is_closed = True
+        for watch in self.watches.values():
+            watch.close()
+        super().close()
+
+
+def configure(
+    config: Config,
+    typed: SlurmOptions,
+    world_size: int | None,
+    name: str,
+    promise: Callable[[Sequence[str]], object],
+    progress: Progress,
+) -> None:
+    """Find the job that ranks start in, submitting one where needed, and tell the launcher.
+
+    Where nothing of a job is typed and this kernel runs inside one, that one is taken.
+
+    Args:
+        config: The profile's, which is changed. Its own settings count where nothing is typed.
+        typed: What the user has asked for.
+        world_size: Ranks; None for the job's GPUs, or its tasks, or `gpus_per_node`, or 2.
+        name: Of a new job.
+        promise: Handed the command that cancels it, before it is submitted.
+        progress: Told what the job waits for.
+
+    Raises:
+        OptionError: If there is no Slurm here, or the job is too small.
+        StartError: If Slurm refuses the job, or ends it while it waits.
+    """
+    section, default = config.SlurmRankSetLauncher, asdict(DEFAULTS)
+    chosen = {n: v if v != default[n] else section.get(n, v) for n, v in asdict(typed).items()}
+    options = SlurmOptions(**chosen)
+    allocation = slurm_job.taken() if typed == DEFAULTS else None
+    if allocation is None:
+        n = world_size or options.gpus_per_node or 2
+        allocation = slurm_job.allocate(options, n, name, promise, progress)
+    else:
+        n = world_size or slurm_job.default_ranks(allocation)
+    _tell(config, allocation, slurm.places(allocation.shares, n), options, name)
+
+
+def _tell(
+    config: Config, allocation: Allocation, places: dict[str, int], options: SlurmOptions, name: str
+) -> None:
+    section = config.SlurmRankSetLauncher
+    section.update(asdict(options))
+    section.job, section.job_name = allocation.number, name
+    section.is_own_job = allocation.is_ours
+    section.cpus = {share.host: share.cpus for share in allocation.shares}
+    config.AgentEngineSetLauncher.hosts = list(places.items())
