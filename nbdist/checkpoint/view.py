@@ -70,10 +70,15 @@ def loaded_view(done: Loaded, before: Sequence[str] = ()) -> View:
     )
 
 
-def exported_view(result: ExportedWeights) -> View:
-    """The file, that it was compared, what is tied or left out, and how to load it."""
+def exported_view(result: ExportedWeights, host: str = "") -> View:
+    """The file, that it was compared, what is tied or left out, and how to load it.
+
+    The host has the file, where it is another one than the notebook's.
+    """
     size, took = units.exact_size(result.size_bytes), units.seconds(result.elapsed_s)
     texts = [f"{result.path}: {result.model}, {result.tensors} tensors, {size}, compared in {took}"]
+    if host:
+        texts.append(f"rank 0 has written it on {host}")
     if result.tied:
         texts.append(f"tied weights, stored once: {first_few(result.tied)}")
     if result.left_out:

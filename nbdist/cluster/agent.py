@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 MARK = "nbdist-agent "
+# What the names of agents' folders begin with: they are beside those of runs.
+FOLDER = "ranks-"
 BEAT_S = 1.0
 # Far longer than the kernel's own patience: ranks that it has given up on may still end by
 # themselves, and a kernel that was stopped for a while finds its ranks again.
@@ -172,7 +174,7 @@ class Agent:
         status = base.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or base.is_symlink():
             raise PermissionError(f"{base} is not a folder that only this user can enter")
-        self._folder = Path(tempfile.mkdtemp(prefix=f"ranks-{run}-", dir=base))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{run}-", dir=base))
         (self._folder / "profile").mkdir(mode=0o700)  # ipyparallel's engine needs one
         return str(self._folder)
 
@@ -183,8 +185,20 @@ class Agent:
         new.write_text(text)
         new.replace(path)
 
-    def _start(self, rank: int, argv: list[str], env: dict[str, str], folder: str = "") -> int:
-        """Start a rank's process, in a session of its own, in `folder` where this host has it."""
+    def _start(
+        self,
+        rank: int,
+        argv: list[str],
+        env: dict[str, str],
+        folder: str = "",
+        owner: int = -1,
+    ) -> int:
+        """Start a rank's process, in a session of its own, in `folder` where this host has it too.
+
+        A rank imports what lies there. So it must be this user's, or of the `owner` over there: in
+        a folder that all can write to, somebody else may have made it.
+        """
+        is_ours = Path(folder).is_dir() and Path(folder).stat().st_uid in {owner, os.getuid()}
         self._forget(rank)
         variables = dict(os.environ, **{k: self._place(v) for k, v in env.items()})
         command = [sys.executable, *(self._place(word) for word in argv)]
@@ -195,7 +209,7 @@ class Agent:
                 stdout=log,
                 stderr=log,
                 env=variables,
-                cwd=folder if folder and Path(folder).is_dir() else None,
+                cwd=folder if folder and is_ours else None,
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
             )

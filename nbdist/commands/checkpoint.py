@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from argparse import Namespace
 
 from nbdist.checkpoint import view as checkpoint_view
@@ -18,7 +19,9 @@ def dist_save(values: Namespace) -> None:
         if values.is_async:
             raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
         exported = NOTEBOOK.session.export_weights(path, values.model, is_merged=values.is_merged)
-        show(checkpoint_view.exported_view(exported))
+        writer = NOTEBOOK.session.topology.ranks[0].host
+        host = "" if writer == socket.gethostname() else writer
+        show(checkpoint_view.exported_view(exported, host))
         return
     if values.model or values.is_merged:
         typed = "--model" if values.model else "--merged"

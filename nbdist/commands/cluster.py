@@ -231,7 +231,7 @@ START_OPTIONS = (
     ),
     Option(
         ("--hosts",),
-        "hosts with their ranks, n1:4,n2:4, or a file of them (profile: ssh)",
+        "hosts with their ranks, n1:4,n2:4, or a file of them (profiles: ssh, mpi)",
         parse_hosts,
         default=(),
         metavar="HOSTS",

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -209,7 +210,10 @@ def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, 
         return default, None, (f"--gpu {ASSUMED}",)
     session = NOTEBOOK.session
     last, samples = session.bandwidth.last, session.monitor.latest()
-    samples = samples or session.monitor.wait(0.0, FIRST_S)
+    end_s = time.monotonic() + FIRST_S
+    # Ranks of other hosts are asked for their first sample, and have answered at the next.
+    while not any(sample.usage for sample in samples) and (left_s := end_s - time.monotonic()) > 0:
+        samples = session.monitor.wait(samples[0].time_s if samples else 0.0, left_s)
     device, told = device_of_ranks(session.topology, samples)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, told

@@ -98,7 +98,7 @@ class InterfaceChoice:
 
     Attributes:
         gloo, nccl: What GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME hold in the rank's process.
-        address: The own address from which rank 0 is reached; empty on one host.
+        address: The IPv4 address of Gloo's, of several the first one's; empty without one.
         why: As the end of "eth0, because ...".
     """
 
@@ -448,6 +448,7 @@ def store_addresses(topology: Topology, reports: Sequence[EngineReport]) -> tupl
 
 
 def choose_interface(
+    host: str,
     interfaces: Mapping[str, bool],
     addresses: Sequence[tuple[str, str]],
     own_address: str,
@@ -457,6 +458,7 @@ def choose_interface(
     """The interface through which a rank reaches the store of rank 0, unless the user names one.
 
     Args:
+        host: Its name, for messages.
         interfaces: All of the host, and whether each is up.
         addresses: (interface, IPv4 address) of those that are up.
         own_address: From which packets to the store go by the host's routes; empty without one.
@@ -473,7 +475,7 @@ def choose_interface(
     if INTERFACE_VARIABLES[0] not in typed and not interface:
         goal = f"leads to rank 0's store at {store_address}" if store_address else "is loopback"
         raise StartError(
-            f"No interface that is up on this host {goal}; those with addresses: {listed}. Set "
+            f"No interface that is up on {host} {goal}; those with addresses: {listed}. Set "
             f"{INTERFACE_VARIABLES[0]} to one of them where the engines start, or mend the routes."
         )
     gloo = typed.get(INTERFACE_VARIABLES[0], interface)
@@ -483,8 +485,8 @@ def choose_interface(
         if not interfaces.get(name, False):
             state = "is down" if name in interfaces else "does not exist"
             raise StartError(
-                f"{INTERFACE_VARIABLES[0]}={gloo}: the interface {name} {state} on this host; "
-                f"those with addresses: {listed}. Set it to one of them where the engines start, "
+                f"{INTERFACE_VARIABLES[0]}={gloo}: the interface {name} {state} on {host}; those "
+                f"with addresses: {listed}. Set it to one of them where the engines start, "
                 "or remove it."
             )
     why = f"the way to rank 0's store at {store_address} goes through it"
@@ -492,7 +494,9 @@ def choose_interface(
         why = "all ranks are on one host"
     if typed:
         why = f"{' and '.join(typed)} of the environment {'names' if len(typed) < 2 else 'name'} it"
-    return InterfaceChoice(gloo, nccl, own_address, why)
+    first = gloo.split(",")[0]
+    address = next((address for name, address in addresses if name == first), "")
+    return InterfaceChoice(gloo, nccl, address, why)
 
 
 def _share_network(reports: Sequence[EngineReport]) -> bool:

@@ -47,10 +47,8 @@ def collect(
     readings = gpus.read_once()
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     here, cores = socket.gethostname(), usable_cores()
-    if rank_hosts is None:
-        count, others = topology.default_world_size(visible), ()
-    else:
-        count, others = rank_hosts.count(here), tuple(sorted({*rank_hosts} - {here}))
+    others = tuple(sorted({*(rank_hosts or ())} - {here}))
+    count = topology.default_world_size(visible) if rank_hosts is None else rank_hosts.count(here)
     threads = max(1, cores // max(1, count))
     variables = {}
     if not others:  # what other hosts' ranks get, their own launcher says

@@ -307,7 +307,7 @@ def join_by_plan(plan: Topology, rank: int, store_at: StoreAt) -> None:
 
     The store is a file that all ranks see (one host), else a port.
     """
-    interface = _choose_interface(*store_at)
+    interface = _choose_interface(plan.ranks[rank].host, *store_at)
     join(plan, rank, _find_store(plan, interface, *store_at), interface=interface)
 
 
@@ -324,12 +324,12 @@ def rejoin(
     generation, or in this as well. The plan has the new processes in it, and those that stay have
     taken it (`take_plan`, which says where the store is); else as `join`.
     """
-    interface = _choose_interface(*store_at)
+    interface = _choose_interface(plan.ranks[rank].host, *store_at)
     store = _find_store(plan, interface, *store_at)
     join(plan, rank, store, generation, user_groups, interface)
 
 
-def _choose_interface(path: str, address: str, _port: int) -> InterfaceChoice:
+def _choose_interface(hostname: str, path: str, address: str, _port: int) -> InterfaceChoice:
     """The interface toward the store, which Gloo and NCCL take unless the user names another.
 
     Gloo looks its own name up otherwise, which on Debian gives 127.0.1.1, where no other host can
@@ -337,6 +337,7 @@ def _choose_interface(path: str, address: str, _port: int) -> InterfaceChoice:
     """
     own_address = "127.0.0.1" if path else host.address_toward(address)
     interface = topology.choose_interface(
+        hostname,
         {name: stats.isup for name, stats in psutil.net_if_stats().items()},
         facts.addresses(), own_address, "" if path else address, os.environ,
     )  # fmt: skip

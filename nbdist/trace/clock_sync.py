@@ -61,16 +61,16 @@ class _Differences:
 
     def clock(self) -> Clock:
         """The median of the ends, between what causality and their own spread allow."""
-        offset = float(np.median(self.by_ends))
-        spread = float(np.median(np.abs(self.by_ends - offset)))
+        median = float(np.median(self.by_ends))
+        spread = float(np.median(np.abs(self.by_ends - median)))
         reach = REACH * spread if len(self.by_ends) >= ENOUGH else np.inf
         # In order also where they cross, because a clock was moved while it was recorded.
-        causal = sorted((
+        least, largest = sorted((
             float(np.quantile(self.at_least, HOLDING, method="lower")),
             float(np.quantile(self.at_most, 1 - HOLDING, method="higher")),
         ))  # fmt: skip
-        offset = float(np.clip(offset, *causal))
-        low, high = max(causal[0], offset - reach), min(causal[1], offset + reach)
+        offset = min(max(median, least), largest)
+        low, high = max(least, offset - reach), min(largest, offset + reach)
         is_proven = not low <= 0 <= high
         return Clock(int(offset) * is_proven, int(low), int(high), len(self.by_ends))
 

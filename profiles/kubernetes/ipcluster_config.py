@@ -27,6 +27,7 @@ c.Nbdist.note = (
 c.Nbdist.state_command = ["kubectl", "get", "pods", "--selector", "job-name={job}"]
 
 c.Cluster.engine_launcher_class = "batch"
+c.Cluster.delay = 0  # the controller's connection file is waited for
 # Where the address of the default route is not the one that pods reach:
 # c.Cluster.controller_args = ["--IPController.engine_ip=10.0.0.7"]
 

@@ -15,6 +15,7 @@ class EngineSetByMpiexec(MPIEngineSetLauncher):
 c = get_config()  # noqa: F821
 
 c.Cluster.engine_launcher_class = EngineSetByMpiexec
+c.Cluster.delay = 0  # the controller's connection file is waited for
 
 c.MPIEngineSetLauncher.mpi_args = [
     # Open MPI hands on no variables but these. The first has the controller's address and key.

@@ -1,10 +1,13 @@
 """The agent of a host: it starts ranks, tells how they end, and leaves nothing behind."""
 
+import base64
+import json
 import os
 import queue
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,7 +96,7 @@ def test_a_rank_is_ended_with_its_children(connect: Connect) -> None:
     agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
     agent.on_exit = ends.put
     other = start(agent, SLEEP, 1)
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, *{SLEEP}])"
     pid = start(agent, ["-c", child])
     assert until(lambda: bool(psutil.Process(pid).children()))
     [grandchild] = psutil.Process(pid).children()
@@ -218,3 +221,77 @@ def test_an_agent_that_a_batch_system_terminates_tidies_up(connect: Connect) -> 
     assert lost.get(timeout=20) == "the connection ended (exit code 0)."
     assert processes.wait_gone([deaf], 5) == []
     assert not Path(agent.folder).exists()
+
+
+HELLO = {
+    "event": "hello", "hostname": "n1", "pid": 1, "python": "3.11.2", "executable": "python3",
+    "versions": {}, "gpus": 0, "cores": 1, "clock_s": 0.0, "temporary": "/tmp", "free_bytes": 1,
+}  # fmt: skip
+END = {"event": "exit", "rank": 0, "pid": 1, "code": 0, "tail": "", "files": {}}
+BOMB = base64.b64encode(zlib.compress(bytes(agent_program.LARGEST_FILE_BYTES + 1))).decode()
+EMPTY = base64.b64encode(zlib.compress(b"")).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**HELLO, "python": 3}),
+        json.dumps({**HELLO, "versions": {"torch": ["2.13"]}}),
+        json.dumps({**HELLO, "pid": None}),
+        json.dumps({**END, "files": {"../escaped.0": EMPTY}}),
+        json.dumps({**END, "files": {"/escaped.0": EMPTY}}),
+        json.dumps({**END, "files": {"profile/security/crash.0": EMPTY}}),
+        json.dumps({**END, "files": {"crash.0": BOMB}}),
+        json.dumps({**END, "files": {"crash.0": "////"}}),
+        json.dumps({**END, "rank": "0"}),
+        json.dumps({**END, "files": 1}),
+        json.dumps([HELLO]),
+        "[" * 100_000,
+        "{",
+    ],
+)
+def test_a_host_that_sends_something_else_is_left(text: str, connect: Connect) -> None:
+    """Names of files that lead elsewhere, other types, what grows when it is unpacked: told."""
+    ends = queue.SimpleQueue[RankExit]()
+    said = f"{agent_program.MARK}{text}\n"
+    agent = connect(
+        [sys.executable, "-c", "import sys; print(sys.argv[1], flush=True); input()", said]
+    )
+    agent.on_exit = ends.put
+    with pytest.raises(AgentLost, match="it has sent what no agent sends"):
+        agent.facts(20)
+
+    assert ends.empty()
+
+
+def test_a_line_without_an_end_fills_no_memory(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is passed over in pieces, and so is what stands in the middle of it."""
+    monkeypatch.setattr(agents, "LONGEST_LINE", 1000)
+    shell = ["sh", "-c", 'head -c 5000 /dev/zero; echo; exec "$@"', "sh", *COMMAND]
+
+    assert connect(shell).facts(20).hostname
+
+
+def test_a_rank_starts_in_no_folder_of_somebody_else(connect: Connect, tmp_path: Path) -> None:
+    """It would import what lies there. Where the notebook's folder has the same owner it may."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.on_exit = ends.put
+    others = Path("/usr")
+    if os.getuid() == 0:
+        others = tmp_path / "others"
+        others.mkdir()
+        os.chown(others, 4242, 4242)
+    owner = others.stat().st_uid
+
+    def start_in(folder: Path, owner: int) -> Path:
+        code = ["-c", "import os; print(os.getcwd())"]
+        arguments = {"argv": code, "env": {}, "folder": str(folder), "owner": owner}
+        agent.ask("start", rank=0, **arguments).result(10)
+        return Path(ends.get(timeout=20).tail.strip())
+
+    assert start_in(tmp_path, owner) == tmp_path
+    assert start_in(others, owner) == others
+    assert start_in(others, os.getuid()) == Path.cwd()
+    assert start_in(tmp_path / "missing", owner) == Path.cwd()

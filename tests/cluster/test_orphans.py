@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbdist.cluster import agent
 from nbdist.cluster import run_owner as states
 from nbdist.cluster.kernel import guardian, orphans, run_dir, runs
 from nbdist.cluster.kernel.guard import Guard
@@ -179,6 +180,14 @@ def test_after_one_kernel_its_own_runs_are_removed_alone(base: Path) -> None:
     assert nothing == ()
     assert other is None
     assert [folder.is_dir() for folder in folders] == [False, True]
+
+
+def test_the_folder_of_an_agent_is_no_run(base: Path) -> None:
+    """It lies beside the runs' on the host of its ranks, which may be this machine."""
+    run = run_dir.create()
+    (base / f"{agent.FOLDER}{run.name}-abc").mkdir()
+
+    assert [found.folder for found in runs.find_runs()] == [str(run)]
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
+from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.notebook.session import start as start_session
+from nbdist.strategy.choose import StrategySpec
 from tests.support import processes
 from tests.support.gpus import Card, Driver, play, smi_text
 from tests.support.kernel import Kernel, notebook_env
@@ -144,6 +146,14 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"world_size": "2"}, ["'2' is not a valid number of ranks"]),
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
+        (
+            {
+                "profile": "pretended",
+                "hosts": (Host("a", 3), Host("b", 1)),
+                "strategy": StrategySpec("fsdp", (("shard", "hybrid"),)),
+            },
+            ["there are 3 ranks on a, 1 rank on b", "--shard full", "--replicas"],
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_with_the_choices(

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tests.support.host_services import SLURM_PARTITIONS, SSHD_CONFIG, slurm_files
+
 HEAD = "head"
 USER = "researcher"  # on every host beside root, with a home of their own
 SHARED = Path("/srv")  # the same files on every host
@@ -36,7 +38,12 @@ _PRIVATE = {
     **dict.fromkeys(("/tmp", "/var/tmp", "/dev/shm"), "1777"),
     **dict.fromkeys(("/run", "/var/log", "/home", "/root"), "755"),
 }
-_NEEDED = (Path(__file__).resolve().parents[2], Path(sys.prefix), Path(sys.base_prefix))
+_CHECKOUT = Path(__file__).parents[2]
+_NEEDED = [
+    needed
+    for path in (_CHECKOUT, Path(sys.prefix), Path(sys.base_prefix))
+    for needed in (path, path.resolve())
+]
 
 _NETWORK = ipaddress.ip_network("10.79.0.0/24")
 _DEAD_NETWORK = ipaddress.ip_network("10.80.0.0/24")
@@ -52,59 +59,6 @@ _NEW_MOUNTS, _NEW_NAME, _NEW_IPC, _NEW_PIDS, _NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 _MS_BIND, _MS_RECURSIVE, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-
-_SSHD_CONFIG = """
-HostKey /etc/ssh/ssh_host_ed25519_key
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin prohibit-password
-UsePAM no
-PrintMotd no
-MaxStartups 100:30:200
-MaxSessions 100
-Subsystem sftp internal-sftp
-"""
-
-_SLURM_CONFIG = """
-ClusterName=hosts
-SlurmctldHost=head
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
-StateSaveLocation=/run/slurm/state
-SlurmdSpoolDir=/run/slurm/spool
-SlurmctldPidFile=/run/slurm/slurmctld.pid
-SlurmdPidFile=/run/slurm/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-ReturnToService=2
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=2,bf_interval=5,sched_min_interval=100000,batch_sched_delay=0
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-PreemptType=preempt/partition_prio
-PreemptMode=CANCEL
-GresTypes=gpu
-SlurmdParameters=config_overrides
-"""
-_SLURM_SETTINGS = {
-    "SlurmctldTimeout": 30,
-    "SlurmdTimeout": 300,
-    "KillWait": 5,
-    "MinJobAge": 300,
-    "EnforcePartLimits": "ALL",
-}
-# `small` refuses more than one host and ten minutes; jobs in `spare` are cancelled for others'.
-_SLURM_PARTITIONS = (
-    "main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=2",
-    "small Nodes=node1 MaxNodes=1 MaxTime=10 PriorityTier=2",
-    "spare Nodes=ALL MaxTime=INFINITE PriorityTier=1",
-)
 
 T = TypeVar("T")
 
@@ -237,6 +191,8 @@ class Hosts:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
         self._processes.clear()
+        for host in self._hosts.values():
+            host.first = None
         for thread in (*(host.thread for host in self._hosts.values()), self._switch):
             thread.shutdown()
 
@@ -291,12 +247,16 @@ class Hosts:
             try:
                 stdout, stderr = process.communicate(input, timeout_s)
             except subprocess.TimeoutExpired as error:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its children have the pipes too
                 stdout, stderr = process.communicate()
                 raise HostError(
                     f"{host}: {command}\nstill ran after {timeout_s:g} s\n{stdout}{stderr}"
                 ) from error
-        self._processes.remove(process)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            finally:
+                self._processes.remove(process)
         if check and process.returncode:
             raise HostError(f"{host}: {command}\nended with {process.returncode}\n{stdout}{stderr}")
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -376,7 +336,7 @@ class Hosts:
             self._write(host, "/etc/ssh/ssh_host_ed25519_key", host_private, mode=0o600)
             variables = self._clock_variables(host)
             extra = "SetEnv " + " ".join(f"{k}={v}" for k, v in variables.items())
-            config = _SSHD_CONFIG + (extra + "\n" if variables else "")
+            config = SSHD_CONFIG + (extra + "\n" if variables else "")
             self._write(host, "/etc/ssh/sshd_config", config)
             self._service(host, ["/usr/sbin/sshd", "-D", "-e"])
         for host in hosts:
@@ -387,27 +347,19 @@ class Hosts:
         *,
         gpus: int = 2,
         cpus: int = 4,
-        partitions: Sequence[str] = _SLURM_PARTITIONS,
+        partitions: Sequence[str] = SLURM_PARTITIONS,
         **settings: object,
     ) -> None:
         """Start munge on all hosts, slurmctld on the head, slurmd on the nodes.
 
         `gpus` a node are copies of /dev/null, for which Slurm sets CUDA_VISIBLE_DEVICES;
-        `partitions` and `settings` are lines of slurm.conf, as ("main Nodes=ALL", ) and KillWait=2.
+        `partitions` and `settings` are lines of slurm.conf, as ("main Nodes=ALL",) and KillWait=2.
         """
-        nodes = f"node[1-{len(self.nodes)}]"
-        config = _SLURM_CONFIG + "".join(
-            f"{name}={value}\n" for name, value in (_SLURM_SETTINGS | settings).items()
-        )
-        config += f"NodeName={nodes} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN\n"
-        config += "".join(f"PartitionName={line} State=UP\n" for line in partitions)
-        devices = f"AutoDetect=off\nNodeName={nodes} Name=gpu File=/run/slurm/gpu[0-{gpus - 1}]\n"
+        texts = slurm_files(len(self.nodes), gpus, cpus, partitions, settings)
         key = os.urandom(128).hex()
         for host in self.names:
-            self._write(host, "/etc/slurm/slurm.conf", config)
-            self._write(host, "/etc/slurm/gres.conf", devices if gpus else "AutoDetect=off\n")
-            # No cgroup is used, yet slurmd ends without a line that says which kind.
-            self._write(host, "/etc/slurm/cgroup.conf", "CgroupPlugin=cgroup/v1\n")
+            for name, text in texts.items():
+                self._write(host, f"/etc/slurm/{name}", text)
             self._write(host, "/run/munge/munge.key", key, mode=0o600)
             for gpu in range(gpus):
                 file = self.path(host, f"/run/slurm/gpu{gpu}")
@@ -618,7 +570,7 @@ def main() -> int:
     """Bring hosts up, give a shell on the head, take them down again."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=3, help="how many nodes beside the head")
-    parser.add_argument("command", nargs="*", help="what to run on the head (bash)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run on the head (bash)")
     options = parser.parse_args()
     if reason := missing("sshd", "slurmctld", "slurmd", "munged"):
         parser.exit(1, f"{reason}\n")
@@ -626,7 +578,6 @@ def main() -> int:
         hosts.start_sshd()
         hosts.start_slurm()
         print(f"{' '.join(hosts.names)} are up, with ssh and Slurm; {SHARED} is shared.")  # noqa: T201
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the shell's
         shell = hosts.popen(
             hosts.head,
             options.command or ["bash", "-i"],
@@ -634,6 +585,7 @@ def main() -> int:
             start_new_session=False,
             stdin=None,
         )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the shell's
         return shell.wait()
 
 

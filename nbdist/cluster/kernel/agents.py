@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import tempfile
 import threading
@@ -14,12 +15,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import agent
 from nbdist.cluster.kernel import guardian
+from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
 
 # What the other end runs: it reads the agent's text from its input, and then goes on as the agent.
@@ -32,6 +34,9 @@ SILENT_S = 5.0
 STOP_S = 8.0
 # What the process that carries the connection says for itself: ssh's or srun's own words.
 WORDS_BYTES = 4000
+# What a host sends is believed as far as an agent could have sent it.
+LONGEST_LINE = 1 << 25
+RANK_FILE = re.compile(r"(boxes/)?([a-z]+\.)?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +215,20 @@ class HostAgent:
         with self._process.stdout as stream:
             reader = os.fdopen(os.dup(stream.fileno()), "rb")
             with reader:
-                for line in reader:
+                for line in iter(lambda: reader.readline(LONGEST_LINE), b""):
                     self._heard_s = time.monotonic()
                     if line.startswith(mark):
-                        with contextlib.suppress(ValueError, KeyError, TypeError):
-                            self._take(json.loads(line[len(mark) :]))
+                        self._take_line(line[len(mark) :])
         code = self._process.wait()
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
         self._words.close()
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            self._take(dict(Value(json.loads(line), "a message").mapping()))
+        except (Misfit, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+            self._lose(f"it has sent what no agent sends ({type(error).__name__}: {error})")
 
     def _take(self, message: dict[str, Any]) -> None:
         event = message.pop("event")
@@ -226,14 +236,15 @@ class HostAgent:
             self._settle(**message)
         elif event == "exit":
             files = {
-                name: zlib.decompress(base64.b64decode(packed))
-                for name, packed in message.pop("files").items()
+                name: _unpack(name, text)
+                for name, text in Value(message.pop("files"), "files").mapping().items()
             }
-            self.on_exit(RankExit(**message, files=files))
+            self.on_exit(replace(Value(message, event).record(RankExit), files=files))
         elif event == "hello" and not self._facts.done():
             now_s, trip_s = time.time(), time.monotonic() - self._began_s
-            offset_s = message["clock_s"] - (now_s - trip_s / 2)
-            self._facts.set_result(HostFacts(**message, offset_s=offset_s, round_trip_s=trip_s))
+            facts = Value(message, event).record(HostFacts)
+            offset_s = facts.clock_s - (now_s - trip_s / 2)
+            self._facts.set_result(replace(facts, offset_s=offset_s, round_trip_s=trip_s))
 
     def _settle(self, id: int, value: Any = None, error: str = "") -> None:  # noqa: A002
         with self._lock:
@@ -258,6 +269,19 @@ class HostAgent:
         if not self._is_stopping:
             self._process.kill()
             self.on_lost(reason)
+
+
+def _unpack(name: str, packed: str) -> bytes:
+    """The content of a rank's file.
+
+    Raises:
+        ValueError: For another name or a larger file than an agent sends.
+    """
+    unpacker = zlib.decompressobj()
+    content = unpacker.decompress(base64.b64decode(packed), agent.LARGEST_FILE_BYTES)
+    if not RANK_FILE.fullmatch(name) or not unpacker.eof:
+        raise ValueError(f"the file {name[:99]!r}")
+    return content
 
 
 def _program() -> bytes:

@@ -85,7 +85,7 @@ def kind_of(config: Config) -> str:
     Raises:
         OptionError: If the profile has settings that ipyparallel does not understand.
     """
-    kinds = {
+    kinds: dict[type, str] = {
         launcher.RankEngineSetLauncher: LOCAL,
         SlurmRankSetLauncher: SLURM,
         AgentEngineSetLauncher: AGENTS,

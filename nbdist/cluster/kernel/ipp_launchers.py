@@ -149,7 +149,7 @@ def watched(launcher: type) -> type:
     def run_command(self: Any, command: list[str], **options: Any) -> str:
         options = {"stderr": subprocess.PIPE, "timeout": COMMAND_DEADLINE_S, **options}
         try:
-            output: str = super(derived, self)._run_command(command, **options)
+            output: str = run_original(self, command, **options)
         except subprocess.CalledProcessError as error:
             part = self.job_id_regexp.search((error.output or b"").decode(errors="replace"))
             if part and command == self.args:  # some of it is there: a stop has to delete it
@@ -157,10 +157,10 @@ def watched(launcher: type) -> type:
             raise
         return output
 
-    members = {"_run_command": run_command} if hasattr(launcher, "_run_command") else {}
+    run_original: Any = getattr(launcher, "_run_command", None)
+    members = {} if run_original is None else {"_run_command": run_command}
     # By the same name, by which profiles configure it.
-    derived = type(launcher.__name__, (KeptOutput, launcher), members)
-    return derived
+    return type(launcher.__name__, (KeptOutput, launcher), members)
 
 
 def explain(error: Exception) -> str:

@@ -235,9 +235,10 @@ class Ranks:
             alive = [rank for rank in self.ranks if self.is_connected(rank)]
             others = f"%%rank [{rank_label(alive)}] runs on the others; " if alive else ""
             verb = "have" if len(gone) > 1 else "has"
-            how = ", ".join(
-                f"rank {rank}: {end or 'its connection is lost'}" for rank, end in gone.items()
-            )
+            by_end: dict[str, list[int]] = {}
+            for rank, end in gone.items():
+                by_end.setdefault(end or "its connection is lost", []).append(rank)
+            how = ", ".join(f"{ranks_phrase(alike)}: {end}" for end, alike in by_end.items())
             back = f"{self.restart_verb(tuple(gone))} brings it back; "
             raise RankGone(
                 f"{ranks_phrase(tuple(gone))} {verb} ended ({how}). "

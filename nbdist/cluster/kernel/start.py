@@ -17,7 +17,7 @@ import psutil
 from traitlets.config import Config
 
 from nbdist.cluster import capacity, nccl_env, shm
-from nbdist.cluster.hosts import Host
+from nbdist.cluster.hosts import Host, share_ranks
 from nbdist.cluster.kernel import ipp_cluster, ipp_launchers, launcher, profiles, run_dir
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import slurm as slurm_launcher
@@ -29,7 +29,7 @@ from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
 from nbdist.core.ranks import is_all
-from nbdist.core.topology import EngineReport, Gpu, StoreAt, Topology
+from nbdist.core.topology import EngineReport, Gpu, HostRanks, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
 from nbdist.strategy import hosts
@@ -165,8 +165,13 @@ def _load_profile(options: StartOptions) -> tuple[Config, str]:
             f"The hosts of the profile {options.profile!r} are those of its job. --hosts works "
             "with the profiles ssh, mpi and pretended."
         )
-    if kind != ipp_cluster.LOCAL and options.strategy and options.world_size:
-        options.strategy.choose(options.world_size)
+    if kind != ipp_cluster.LOCAL and options.strategy:
+        places = {host.name: host.places for host in options.hosts if host.places}
+        is_known = bool(places) and len(places) == len(options.hosts)
+        shares = share_ranks(places, options.world_size) if is_known else {}
+        ranks_on = [HostRanks(name, ranks) for name, ranks in shares.items()]
+        if world_size := sum(map(len, shares.values())) or options.world_size:
+            options.strategy.choose(world_size, ranks_on=ranks_on)
     return config, kind
 
 

@@ -137,8 +137,9 @@ def announce(store: dist.Store, rank: int) -> None:
         store.set(f"port/{rank}", f"{own[0]} {own[1]}")
     if rank == 0:
         if not _ports.master_port:
-            with socket.create_server(("", 0)) as server:
-                _ports.master_port = int(server.getsockname()[1])
+            with socket.socket() as free:  # bound, but it never listens
+                free.bind(("", 0))
+                _ports.master_port = int(free.getsockname()[1])
         store.set("master_port", str(_ports.master_port))
 
 

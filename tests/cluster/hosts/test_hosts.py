@@ -1,6 +1,8 @@
 """The hosts that other tests stand on: apart, reachable, and gone without a trace."""
 
 import contextlib
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts.conftest import SSH, skip_without
-from tests.support.hosts import USER, HostError, Hosts, wait_for
+from tests.support.hosts import USER, HostError, Hosts, missing, wait_for
 
 KINDS = ("net", "mnt", "pid", "uts")
 
@@ -106,8 +108,8 @@ def test_a_failed_command_says_what_it_wrote(hosts: Hosts) -> None:
     """The error has host, command, status and output, after its time too."""
     with pytest.raises(HostError, match="node1: sh -c echo no >&2; exit 3\nended with 3\nno"):
         hosts.run("node1", ["sh", "-c", "echo no >&2; exit 3"])
-    with pytest.raises(HostError, match=r"node1: sleep 1000\nstill ran after 0\.1 s"):
-        hosts.run("node1", ["sleep", "1000"], timeout_s=0.1)
+    with pytest.raises(HostError, match=r"node1: sh -c sleep 1000; :\nstill ran after 0\.1 s"):
+        hosts.run("node1", ["sh", "-c", "sleep 1000; :"], timeout_s=0.1)
     assert hosts.pids("node1", "sleep 1000") == {}
 
 
@@ -117,6 +119,15 @@ def test_no_zombie_stays(hosts: Hosts) -> None:
     wait_for("the orphans to end", lambda: not hosts.pids("node1", "sleep"))
     files = hosts.path("node1", "/proc").glob("[0-9]*/stat")
     assert [text for text in map(Path.read_text, files) if "(sleep)" in text] == []
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, so that a skipped test says what to install."""
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda program, path: program == "ip")
+    assert missing("sshd", "munged") == "not installed: sshd, munged"
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert missing("sshd") == "hosts need root"
 
 
 @pytest.mark.parametrize("user", ["root", pytest.param(USER, marks=pytest.mark.more_hosts)])
@@ -169,11 +180,11 @@ def test_firewall(hosts: Hosts) -> None:
 @pytest.mark.more_hosts
 def test_a_full_disk(hosts: Hosts) -> None:
     """Writing fails with ENOSPC, until there is room again."""
-    hosts.fill_disk("node1", "/root")
-    failed = hosts.run("node1", ["cp", "/etc/hosts", "/root/file"], check=False)
+    hosts.fill_disk("node1", "/tmp")
+    failed = hosts.run("node1", ["cp", "/etc/hosts", "/tmp/file"], check=False)
     assert "No space left on device" in failed.stderr
-    hosts.empty_disk("node1", "/root")
-    hosts.run("node1", ["cp", "/etc/hosts", "/root/file"])
+    hosts.empty_disk("node1", "/tmp")
+    hosts.run("node1", ["cp", "/etc/hosts", "/tmp/file"])
 
 
 @pytest.mark.more_hosts

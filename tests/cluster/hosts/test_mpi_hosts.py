@@ -25,16 +25,22 @@ import json, sys, time
 from pathlib import Path
 from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.errors import RankGone
+from nbdist.errors import Deadlock, RankGone
 from nbdist.notebook.session import start
 from tests.support.ranks import silent
 
 hosts = (Host("node1", 2), Host("node2", 2))
 started = start(StartOptions(profile="mpi", hosts=hosts, deadline_s=80), silent, lambda _: None)
 session = started.session
+session.grace_s = 0.5
+try:
+    session.run("if rank: dist.all_reduce(torch.ones(1))", timeout_s=30)
+except Deadlock as error:
+    hang = str(error)
 files = Path(session.cluster.run_dir, "profile/security").glob("ipcontroller-*-engine.json")
 print(json.dumps({{
     "notes": started.notes,
+    "hang": hang,
     "printed": [rank.text.strip() for rank in session.run({CELL!r}).ranks],
     "hosts": [place.host for place in session.topology.ranks],
     "is_encrypted": [bool(json.loads(file.read_text())["curve_serverkey"]) for file in files],
@@ -59,6 +65,7 @@ session.stop()
 """
 
 
+@pytest.mark.more_hosts
 @pytest.mark.cluster
 @pytest.mark.engine
 def test_ranks_by_mpiexec_on_two_hosts_and_one_that_is_cut_off(hosts: Hosts) -> None:
@@ -92,8 +99,10 @@ def test_ranks_by_mpiexec_on_two_hosts_and_one_that_is_cut_off(hosts: Hosts) -> 
     assert facts["printed"] == ["10.0 True"] * 4
     assert facts["hosts"] == ["node1", "node1", "node2", "node2"]
     assert facts["is_encrypted"] == [True]
+    assert not any("black box" in note for note in facts["notes"])
+    assert "ranks 1-3 wait in all_reduce" in facts["hang"]
     assert any("Between the 2 hosts" in note for note in facts["notes"])
     assert after["dead"] == [2, 3]
-    assert after["refused"].startswith("ranks 2-3 have ended (rank 2: its connection is lost: ")
+    assert after["refused"].startswith("ranks 2-3 have ended (ranks 2-3: its connection is lost: ")
     assert after["refused"].endswith("%dist_reset restarts all ranks.")
     assert after["printed"] == ["0\n", "1\n"]

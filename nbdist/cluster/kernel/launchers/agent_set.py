@@ -78,7 +78,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     is_on_this_machine = False
 
-    hosts: List[Any, Any] = List(
+    hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
     ).tag(config=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
@@ -215,7 +215,11 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             "LOCAL_WORLD_SIZE": str(local_size),
             **(environment or {}),
         }
-        started = agent.ask("start", rank=rank, argv=self._argv(rank), env=env, folder=os.getcwd())  # noqa: PTH109
+        folder = Path.cwd()
+        started = agent.ask(
+            "start", rank=rank, argv=self._argv(rank), env=env,
+            folder=str(folder), owner=folder.stat().st_uid,
+        )  # fmt: skip
         self.launchers[str(rank)] = engine
         started.add_done_callback(partial(self._take_start, engine, asyncio.get_running_loop()))
         engine.notify_start({"rank": rank})
@@ -267,7 +271,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         if engine is None or engine.agent is not agent or engine.pid not in {0, end.pid}:
             return  # of a process that was replaced
         for name, content in end.files.items():
-            path = self.run_dir / Path(name).parent.name / Path(name).name
+            path = self.run_dir / name
             with contextlib.suppress(OSError):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(content)

@@ -42,15 +42,17 @@ class SSHRankSetLauncher(AgentEngineSetLauncher):
     """Starts ranks on hosts by ssh; this machine, named localhost, is reached without it."""
 
     ssh_cmd = List(["ssh"], help="The ssh program.").tag(config=True)
-    ssh_args: List[Any, Any] = List([], help="More options for ssh.").tag(config=True)
+    ssh_args: List[Any] = List([], help="More options for ssh.").tag(config=True)
 
     def command(self, host: str) -> list[str]:
         """`ssh HOST python -c ...`: never asks, and gives up after `connect_s`."""
         words = remote_command(self.remote_python)
         if host in OWN_NAMES or host == socket.gethostname():
             return words
-        options = ["-T", "-oBatchMode=yes", f"-oConnectTimeout={max(1, int(self.connect_s))}"]
-        return [*self.ssh_cmd, *options, *self.ssh_args, "--", host, shlex.join(words)]
+        # The host gets neither the user's keys nor a way back into this machine.
+        closed = ["-T", "-a", "-x", "-oClearAllForwardings=yes"]
+        options = ["-oBatchMode=yes", f"-oConnectTimeout={max(1, int(self.connect_s))}"]
+        return [*self.ssh_cmd, *closed, *options, *self.ssh_args, "--", host, shlex.join(words)]
 
     def explain(self, host: str, reason: str) -> str:
         """The reason with what to do."""

@@ -1,47 +1,41 @@
-"""Ranks on two hosts: network namespaces with addresses of their own, on one machine."""
+"""Ranks on two hosts, by a profile of the user's own."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        os.getuid() != 0 or shutil.which("ip") is None or sys.platform != "linux",
-        reason="needs root and iproute2 on Linux",
-    ),
-]
-PREFIX = f"nd{os.getpid() % 10000}"
-HEAD, FIRST, SECOND, SWITCH = (f"{PREFIX}-{name}" for name in ("head", "a", "b", "sw"))
-ADDRESSES = {HEAD: "10.79.0.1", FIRST: "10.79.0.2", SECOND: "10.79.0.3"}
+from tests.cluster.hosts.conftest import SSH, skip_without
+from tests.support.hosts import Hosts
+
+pytestmark = pytest.mark.cluster
 
 # Started in turns on the second and the first host, and numbered as they happen to register:
 # the engines' numbers say nothing about ranks.
-PROFILE = f"""
+PROFILE = """
+import shlex
+
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 
 
-class InNamespace(LocalEngineLauncher):
+class OnHost(LocalEngineLauncher):
     def find_args(self):
-        host = "{FIRST}" if int(self.identifier) % 2 else "{SECOND}"
-        return ["ip", "netns", "exec", host, *super().find_args()]
+        host = "node1" if int(self.identifier) % 2 else "node2"
+        variables = [f"{name}={value}" for name, value in self.get_env().items()]
+        return ["ssh", host, shlex.join(["env", *variables, *super().find_args()])]
 
 
 class TwoHosts(LocalEngineSetLauncher):
-    launcher_class = InNamespace
+    launcher_class = OnHost
     delay = 0
 
 
 c = get_config()
 c.Cluster.engine_launcher_class = TwoHosts
-c.Cluster.controller_ip = "{ADDRESSES[HEAD]}"
-c.Cluster.controller_location = "{ADDRESSES[HEAD]}"
+c.Cluster.controller_ip = "ADDRESS"
+c.Cluster.controller_location = "ADDRESS"
 c.Cluster.delay = 0
 c.Cluster.controller_args = [
     "--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=150"
@@ -101,61 +95,32 @@ session.stop()
 """
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture(scope="module")
-def lan() -> Iterator[None]:
-    """Three hosts on one switch, taken down again."""
-    hosts = []
-    try:
-        for host in (SWITCH, *ADDRESSES):
-            _ip("netns", "add", host)
-            hosts.append(host)
-        _ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
-        _ip("-n", SWITCH, "link", "set", "br0", "up")
-        for host, address in ADDRESSES.items():
-            _ip("-n", host, "link", "set", "lo", "up")
-            peer = ("peer", "name", "eth0", "netns", host)
-            _ip("-n", SWITCH, "link", "add", f"p-{host}"[:15], "type", "veth", *peer)
-            _ip("-n", SWITCH, "link", "set", f"p-{host}"[:15], "master", "br0", "up")
-            _ip("-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", host, "link", "set", "eth0", "up")
-            # A second one without a cable, which has an address all the same.
-            _ip("-n", host, "link", "add", "eth1", "type", "veth", "peer", "name", "unplugged")
-            _ip("-n", host, "addr", "add", address.replace("10.79", "10.78") + "/24", "dev", "eth1")
-            _ip("-n", host, "link", "set", "eth1", "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-    else:
-        yield
-    finally:
-        for host in hosts:
-            _ip("netns", "del", host)
-
-
-@pytest.fixture(scope="module")
-def facts(lan: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def facts() -> dict[str, Any]:
     """What the script has found, and who listens on the hosts meanwhile."""
-    profile = tmp_path_factory.mktemp("ipython") / "profile_twohosts"
-    profile.mkdir()
-    (profile / "ipcluster_config.py").write_text(PROFILE)
-    environment = {**os.environ, "IPYTHONDIR": str(profile.parent), "OMP_NUM_THREADS": "1"}
-    command = ["ip", "netns", "exec", HEAD, sys.executable, "-c", SCRIPT]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    skip_without(*SSH)
+    with Hosts(2, dead_interface=("node1", "node2")) as hosts:
+        hosts.start_sshd()
+        profile = hosts.path("head", "/root/.ipython/profile_twohosts/ipcluster_config.py")
+        profile.parent.mkdir(parents=True)
+        profile.write_text(PROFILE.replace("ADDRESS", hosts.address("head")))
+        # Engines of such a profile read the run's folder, so it is one that all hosts see.
+        process = hosts.popen(
+            "head", [sys.executable, "-c", SCRIPT],
+            env={"OMP_NUM_THREADS": "1", "TMPDIR": str(hosts.shared)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         lines = [process.stdout.readline()]
         while not lines[-1].startswith("{"):
             lines.append(process.stdout.readline())
             assert lines[-1], "the script ended without a result:\n" + "".join(lines)
-        listeners = "".join(_listeners(host) for host in (FIRST, SECOND))
+        listeners = {host: hosts.listeners(host) for host in hosts.nodes}
+        addresses = {host: hosts.address(host) for host in hosts.nodes}
         process.stdin.close()
         process.wait(30)
-    return {**json.loads(lines[-1]), "listeners": listeners}
+    return {**json.loads(lines[-1]), "listeners": listeners, "addresses": addresses}
 
 
 def test_ranks_on_two_hosts(facts: dict[str, Any]) -> None:
@@ -172,9 +137,10 @@ def test_ranks_on_two_hosts(facts: dict[str, Any]) -> None:
     assert facts["printed"] == [f"10.0 {rank % 2} eth0" for rank in range(4)]
     assert facts["gradients"] == ["[[2.5, 2.5], [2.5, 2.5]]"] * 4  # the mean of 1, 2, 3 and 4
     assert facts["is_encrypted"] == [True]
-    assert facts["listeners"]
-    assert "0.0.0.0:" not in facts["listeners"]
-    assert "*:" not in facts["listeners"]
+    for sockets in facts["listeners"].values():
+        ranks = set(sockets) - {"0.0.0.0:22", "[::]:22"}
+        assert ranks
+        assert not any(socket.startswith(("0.0.0.0:", "*:", "[::]:")) for socket in ranks)
 
 
 def test_hybrid_sharding_keeps_a_copy_on_each_host(facts: dict[str, Any]) -> None:
@@ -188,20 +154,12 @@ def test_hybrid_sharding_keeps_a_copy_on_each_host(facts: dict[str, Any]) -> Non
     assert facts["crossing"] == {"dp_replicate": [[0, 2], [1, 3]], "dp_shard": []}
 
 
-def test_the_picture_names_the_interface_with_a_link(facts: dict[str, Any]) -> None:
-    """By the way to rank 0's store; the one without a link is listed, and not used."""
+def test_the_picture_names_the_interface_that_leads_somewhere(facts: dict[str, Any]) -> None:
+    """By the way to rank 0's store; the first one, which leads nowhere, is listed and not used."""
+    picture, addresses = facts["picture"], facts["addresses"]
     assert facts["chosen"] == [["eth0"], ["eth0"]]
-    store = facts["picture"].partition("the way to rank 0's store at ")[2].split()[0]
-    assert store in {ADDRESSES[FIRST], ADDRESSES[SECOND]}
-    assert "interface eth1: 10.78.0.2, virtual, no link" in facts["picture"]
-    assert "interface eth0: 10.79.0.3, virtual, up, used by the ranks" in facts["picture"]
-    assert "TCP sockets: Gloo has nothing else" in facts["picture"]
-
-
-def _listeners(host: str) -> str:
-    """Address and port of every listening TCP socket on a host, a line each."""
-    answer = subprocess.run(
-        ["ip", "netns", "exec", host, "ss", "-ltnH"],
-        check=True, capture_output=True, text=True, timeout=20,
-    )  # fmt: skip
-    return "".join(f"{line.split()[3]}\n" for line in answer.stdout.splitlines())
+    store = picture.partition("the way to rank 0's store at ")[2].split()[0]
+    assert store in addresses.values()
+    assert "interface eno1: 10.80.0.2, virtual" in picture
+    assert f"interface eth0: {addresses['node2']}, virtual, up, used by the ranks" in picture
+    assert "TCP sockets: Gloo has nothing else" in picture
