@@ -138,6 +138,7 @@ def test_a_job_that_is_refused_or_can_never_start(slurm: Hosts) -> None:
     assert jobs(slurm) == []
 
 
+@pytest.mark.more_hosts
 def test_a_machine_without_slurm(slurm: Hosts) -> None:
     """Its programs are not there: the profile is the wrong one, or the machine."""
     with kernel(slurm, 2, {}, PATH="/nonexistent") as started:
@@ -173,6 +174,7 @@ def test_a_pending_job_is_told_with_its_place_and_cancelled_by_an_interrupt(slur
         slurm.run("head", ["scancel", str(holder), str(other)])
 
 
+@pytest.mark.more_hosts
 def test_a_running_job_and_its_end(slurm: Hosts) -> None:
     """Its time is told before it ends; then who ended it: a host, another job, somebody."""
     with running(slurm, 4, gpus_per_node=2, time="4", partition="spare") as started:
@@ -208,6 +210,7 @@ def test_a_killed_kernels_job_is_cancelled(slurm: Hosts) -> None:
         wait_for("the job to be cancelled", lambda: started.state == "CANCELLED", 5.0)
 
 
+@pytest.mark.more_hosts
 def test_a_kernel_inside_a_job_takes_its_hosts_and_leaves_it_alone(slurm: Hosts) -> None:
     """Unless something is asked of a job: then it is another one."""
     allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--mem=100")

@@ -105,6 +105,7 @@ def ask(kernel: "subprocess.Popen[str]", code: str) -> tuple[Any, str]:
     return answer, shown
 
 
+@pytest.mark.more_hosts
 def test_ranks_in_a_job_through_all_that_slurm_does(
     slurm: Hosts, kernel: "subprocess.Popen[str]"
 ) -> None:
