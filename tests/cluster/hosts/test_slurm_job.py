@@ -202,6 +202,17 @@ def test_a_running_job_and_its_end(slurm: Hosts) -> None:
         assert why == f"Slurm ended job {started.job}: it was cancelled (CANCELLED)"
 
 
+@pytest.mark.more_hosts
+@pytest.mark.timeout(240)
+def test_a_job_whose_time_is_over(slurm: Hosts) -> None:
+    """That it ends soon is told once, and then that its time was the reason."""
+    with running(slurm, 1, time="1") as started:
+        first, second = started.until("told")[1], started.until("told")[1]
+        reason = "its time limit was reached (TIMEOUT, TimeLimit)"
+        assert re.match(rf"Slurm ends job {started.job} in (1 min|\d\d s), at its time", first)
+        assert second == f"Slurm ended job {started.job}: {reason}."
+
+
 def test_a_killed_kernels_job_is_cancelled(slurm: Hosts) -> None:
     """By its guardian, which sees no process of the nodes: each has its own process table."""
     with running(slurm, 2, gpus_per_node=1) as started:

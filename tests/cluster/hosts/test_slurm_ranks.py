@@ -168,4 +168,4 @@ def test_ranks_inside_a_job_that_runs_already(slurm: Hosts) -> None:
 
     assert "SUM ['3\\n', '3\\n']" in done.stdout
     assert "node1" in done.stdout.splitlines()
-    assert jobs(slurm) == []
+    wait_for("the job to end with its command", lambda: jobs(slurm) == [])
