@@ -18,6 +18,7 @@ from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.slurm import SlurmOptions
 from nbdist.core import topology
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.notebook.session import start as start_session
@@ -146,6 +147,14 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"world_size": "2"}, ["'2' is not a valid number of ranks"]),
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
+        (
+            {"slurm": SlurmOptions(partition="gpu")},
+            ["'local' are not started by Slurm", "--gpus-per-node", "Add --profile slurm"],
+        ),
+        (
+            {"profile": "slurm", "hosts": (Host("a", 3),)},
+            ["those of its job", "--hosts works with the profiles ssh"],
+        ),
         (
             {
                 "profile": "pretended",
