@@ -147,7 +147,7 @@ def test_ranks_by_ssh(hosts: Hosts, notebook: Notebook) -> None:
 
     assert len(started) == 3
     assert printed == ["node1 0 2 3.0\n", "node1 1 2 3.0\n", "node2 0 1 3.0\n"]
-    assert "rank 2 ended (exit code 7) while running this cell" in ended
+    assert "rank 2 ended (exit code 7: " in ended
     assert alive == ["3.0\n", "3.0\n"]
     assert agents["node3"] == 0
     assert not any('"key"' in line for line in lines)  # the controller's, in its connection file
@@ -173,6 +173,10 @@ def test_hosts_that_are_not_as_they_should_be() -> None:
         notebook = Notebook(hosts)
         with own_python(hosts, "/run/py"):
             text = notebook.ask('failure(hosts="node1:1,node2:1,node3:1")')
+        hosts.firewall_drop("head")
+        hosts.firewall_off("node2")
+        unanswered = notebook.ask('failure(hosts="node2:1")')
+        hosts.firewall_off("head")
         shown = notebook.ask('start(hosts="node3:1")')
         notebook.close()
 
@@ -183,4 +187,5 @@ def test_hosts_that_are_not_as_they_should_be() -> None:
     # Python passes over a TMPDIR in which nothing can be written.
     assert "\nnode3  yes  " in text
     assert "- node3: " not in text
+    assert "It got no answer from the notebook's machine at 10." in unanswered
     assert "The clock of node3 is 3600 s ahead of this machine's" in shown
