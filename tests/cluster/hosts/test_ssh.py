@@ -98,29 +98,31 @@ def own_python(hosts: Hosts, path: str) -> Iterator[None]:
     profile.rmdir()
 
 
-def wrapped(hosts: Hosts, host: str, path: str, **variables: str) -> None:
-    """Put a Python at `path` of a host whose environment has these variables."""
+def wrapped(hosts: Hosts, host: str, path: str, *options: str, **variables: str) -> None:
+    """Put a Python at `path` of a host that has these options and variables."""
     words = " ".join(f"{name}='{value}'" for name, value in variables.items())
-    hosts.path(host, path).write_text(f'#!/bin/sh\nexec env {words} {sys.executable} "$@"\n')
+    command = " ".join(["exec env", words, sys.executable, *options, '"$@"'])
+    hosts.path(host, path).write_text(f"#!/bin/sh\n{command}\n")
     hosts.path(host, path).chmod(0o755)
 
 
 def test_hosts_are_looked_at_before_anything_starts(hosts: Hosts, notebook: Notebook) -> None:
     """One table of all hosts, with what to do for each: wrong name, torch, disk, Python."""
-    for host in ("node1", "node2", "node3"):
-        wrapped(hosts, host, "/run/py", TMPDIR="/run")
+    wrapped(hosts, "head", "/run/py")
+    wrapped(hosts, "node1", "/run/py", "-S")  # without installed packages
     packages = hosts.path("node2", "/run/other")
     (packages / "torch-2.99.0.dist-info").mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n"
     (packages / "torch-2.99.0.dist-info" / "METADATA").write_text(metadata)
-    wrapped(hosts, "node2", "/run/py", PYTHONPATH="/run/other", TMPDIR="/run")
-    hosts.path("node3", "/run/py").unlink()
+    wrapped(hosts, "node2", "/run/py", PYTHONPATH="/run/other")
     with own_python(hosts, "/run/py"):
         text = notebook.ask('failure(hosts="node1:1,node2:1,node3:1,nowhere:1,head:1")')
 
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert text.startswith("StartError: Nothing was started.")
-    assert rows["node1"][0] == rows["node2"][0] == "yes"
+    assert rows["node1"][2:4] == ["missing", "missing"]
+    assert "- node1: torch is not installed for " in text
+    assert "- node1: nbdist is not installed for " in text
     assert rows["node2"][3] == "2.99.0"
     assert rows["node3"] == rows["nowhere"] == ["no"]
     assert "- node3: " in text
