@@ -147,6 +147,10 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
         (
+            {"profile": "pretended", "hosts": (Host("a", 1), Host("b", 1)), "world_size": 5},
+            ["-n 5 cannot be started on hosts with 2 places (a:1, b:1)"],
+        ),
+        (
             {
                 "profile": "pretended",
                 "hosts": (Host("a", 3), Host("b", 1)),

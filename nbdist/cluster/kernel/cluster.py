@@ -35,7 +35,7 @@ from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSe
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.core.failures import ranks_phrase
-from nbdist.errors import OptionError, StartError
+from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import Channel
 
@@ -233,6 +233,8 @@ class Cluster:
             raise StartError(
                 f"{what} was not ready before the start's deadline (--timeout)."
             ) from error
+        except NbdistError:  # a launcher of ours that has refused: it says all
+            raise
         except Exception as error:  # a launcher's, its command's, or its template's
             self._arrivals(engines).raise_for_exits()
             why = ipp_launchers.explain(error)
