@@ -159,8 +159,12 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The lines that all scripts print under torchrun, each with its script's name in front."""
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "all.py").write_text(_ALL.format(paths=list(map(str, _SCRIPTS))))
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "all.py"]
-    return set(_run(launch, folder).stdout.splitlines())
+    # Each rank's output in a file of its own: in one pipe parts of lines mix.
+    logs = ["--redirects", "3", "--log-dir", str(folder / "logs")]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs, "all.py"]
+    _run(launch, folder)
+    files = (folder / "logs").rglob("stdout.log")
+    return {line for file in files for line in file.read_text().splitlines()}
 
 
 def _lines(text: str) -> set[str]:
