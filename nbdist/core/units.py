@@ -33,9 +33,14 @@ def make_up_host(name: str) -> None:
     _made_up_hosts.add(name)
 
 
+def is_made_up(name: str) -> bool:
+    """Whether a host of this name is pretended: its ranks run on this machine."""
+    return name in _made_up_hosts
+
+
 def shown_host(name: str) -> str:
     """The name of a host, or `#` where outputs are stored; of a pretended host always the name."""
-    return name if name in _made_up_hosts else shown(name)
+    return name if is_made_up(name) else shown(name)
 
 
 def seconds(value_s: float) -> str:

@@ -139,7 +139,7 @@ def _interface(interface: Interface, its: HostLinks) -> str:
     ]
     if interface.name in its.chosen:
         facts.append("used by the ranks")
-    elif not interface.leads_out:
+    elif its.chosen and not interface.leads_out:
         facts.append("passed over: it leads to no other host")
     return ", ".join(filter(None, facts))
 
