@@ -28,6 +28,7 @@ MODULES = (
     "idle",
     "monitoring",
     "many_ranks",
+    "several_hosts",
     "tracing",
     "timeline",
 )
@@ -37,6 +38,7 @@ PACKAGES = ("torch", "ipyparallel", "ipykernel", "accelerate")
 PICTURES = {
     "switching": "![Seconds against millions of parameters](pictures/switch_time.svg)",
     "many_ranks": "![Start and a trivial cell against ranks](pictures/many_ranks.svg)",
+    "several_hosts": "![Start, a cell and a hang against ranks](pictures/several_hosts.svg)",
 }
 HEAD = ("what", "nbdist", "without it", "ratio", "promised", "how measured")
 
@@ -131,6 +133,9 @@ def main() -> int:
         parser.error(f"there is no benchmark {', '.join(unknown)}: choose of {', '.join(MODULES)}")
     tables = []
     for name, title, rows in run(options.modules or MODULES):
+        if not rows:
+            print(f"{title}: cannot be measured here\n")
+            continue
         tables.append((name, title, rows))
         print(f"{title}\n", *("  " + "  ".join(cells(row)) + "\n" for row in rows), sep="")
         if not options.no_page:  # each at once: a later one may fail

@@ -129,11 +129,10 @@ class Agent:
         """Do what the input says until it ends; then end everything."""
         for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
-        # A batch system ends everything here. It counts the host as busy until we are gone.
+        # A batch system is about to kill everything here: what is left is to tidy up.
         signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", None)))
         threading.Thread(target=self._listen, daemon=True).start()
         heard_s = beat_s = time.monotonic()
-        is_terminated = False
         say("hello", **facts())
         while time.monotonic() - heard_s < SILENCE_S:
             try:
@@ -144,18 +143,13 @@ class Agent:
                 beat_s = time.monotonic()
                 say("beat")
                 continue
-            if kind == "closed":
+            if kind in {"closed", "term"}:
                 break
             if kind == "command":
                 heard_s = time.monotonic()
                 self._answer(content)
             elif kind == "exit":
                 self._tell_exit(*content)
-            is_terminated = is_terminated or kind == "term"
-            if is_terminated and all(
-                process.poll() is not None for process in self._ranks.values()
-            ):
-                break
         self._end_all()
 
     def _listen(self) -> None:
@@ -312,3 +306,5 @@ def serve(the_guardian: Any) -> None:
     global guardian  # noqa: PLW0603  # sent over as a text of its own
     guardian = the_guardian
     Agent().serve()
+    # A thread may still wait for input, with a lock that Python needs to end: it would abort.
+    os._exit(0)

@@ -209,6 +209,20 @@ def test_a_kernel_that_was_stopped_itself_has_lost_nobody(
     assert agent.lost == ""
 
 
+def test_an_agent_that_a_batch_system_terminates_tidies_up(connect: Connect) -> None:
+    """Its ranks end, also one that takes no SIGTERM; the folder goes; the agent ends well."""
+    agent, lost = opened(connect()), queue.SimpleQueue[str]()
+    agent.on_lost = lost.put
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(300)"
+    deaf = psutil.Process(start(agent, ["-u", "-c", code]))
+    assert until(lambda: agent.ask("tail", rank=0).result(10) == "1\n")
+    psutil.Process(agent.pid).terminate()
+
+    assert lost.get(timeout=20) == "the connection ended (exit code 0)."
+    assert processes.wait_gone([deaf], 5) == []
+    assert not Path(agent.folder).exists()
+
+
 HELLO = {
     "event": "hello", "hostname": "n1", "pid": 1, "python": "3.11.2", "executable": "python3",
     "versions": {}, "gpus": 0, "cores": 1, "clock_s": 0.0, "temporary": "/tmp", "free_bytes": 1,

@@ -76,7 +76,9 @@ def test_an_unknown_profile_names_both_kinds(ipython_dir: Path) -> None:
     with pytest.raises(OptionError) as caught:
         profiles.load("slrm")
 
-    assert "Shipped with nbdist: kubernetes, local, mpi, pretended, ssh." in str(caught.value)
+    assert "Shipped with nbdist: kubernetes, local, mpi, pretended, slurm, ssh." in str(
+        caught.value
+    )
     assert f"in {ipython_dir}: mine." in str(caught.value)
     assert sorted(path.name for path in ipython_dir.iterdir()) == [
         "profile_default",

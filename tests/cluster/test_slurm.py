@@ -7,7 +7,9 @@ import pytest
 
 from nbdist.cluster import slurm
 from nbdist.cluster.slurm import HostShare, Job, SlurmOptions
+from nbdist.commands.cluster import VERBS, start_options
 from nbdist.errors import OptionError
+from nbdist.notebook.verb import parse
 
 QUEUE = """\
 9|PENDING|gpu|4294901752|UNLIMITED|2026-11-23T15:41:28||Resources
@@ -228,3 +230,17 @@ def test_hosts_that_cannot_be_used() -> None:
         "n2": "down: tested by hand",
         "n3": "idle, not responding",
     }
+
+
+def test_the_options_as_they_are_typed() -> None:
+    """Each of them reaches the job; without any the defaults count."""
+    verb = next(verb for verb in VERBS if verb.name == "dist_init")
+    typed = (
+        "--profile slurm -n 16 --gpus-per-node 8 --partition gpu --account physics "
+        "--time 2:00:00 --sbatch '--constraint=h100 -N 2'"
+    )
+    options = start_options(parse(verb, typed).values)
+
+    assert (options.profile, options.world_size) == ("slurm", 16)
+    assert options.slurm == SlurmOptions(8, "gpu", "physics", "2:00:00", "--constraint=h100 -N 2")
+    assert start_options(parse(verb, "-n 2").values).slurm == slurm.DEFAULTS

@@ -18,6 +18,7 @@ from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.slurm import SlurmOptions
 from nbdist.core import topology
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.notebook.session import start as start_session
@@ -150,6 +151,14 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         (
             {"profile": "pretended", "hosts": (Host("a", 1), Host("b", 1)), "world_size": 5},
             ["-n 5 cannot be started on hosts with 2 places (a:1, b:1)"],
+        ),
+        (
+            {"slurm": SlurmOptions(partition="gpu")},
+            ["'local' are not started by Slurm", "--gpus-per-node", "Add --profile slurm"],
+        ),
+        (
+            {"profile": "slurm", "hosts": (Host("a", 3),)},
+            ["those of its job", "--hosts works with the profiles ssh"],
         ),
         (
             {

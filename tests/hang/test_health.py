@@ -125,3 +125,9 @@ def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> Non
     # Their clock's times, told by ours: the box was written before it was sent.
     assert asked_s - AHEAD_S - 60 < box.calls[0].began_s <= noted_s - AHEAD_S
     assert len(channel.asked) == 2, "one that is on its way is not asked again"
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "boxes" / "0").write_bytes(written)  # as its agent sends it when the rank ends
+    last = health.box(0)
+    health.close()
+    assert last is not None
+    assert last.calls == box.calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from nbdist.errors import StartError
 Progress = Callable[[str], None]
 
 POLL_S = 0.01
+# What an engine writes (ipyparallel 9.2) when no answer comes from the controller.
+_UNANSWERED = re.compile(r"at tcp://([^\s:]+|\[[^\]]+\]):\d+.*Registration timed out", re.DOTALL)
 # All that mpiexec says of too few slots; of a traceback the end.
 LOG_LINES = 40
 
@@ -94,6 +97,7 @@ class EngineRegistration:
         who = exits[first[0]].starter or who
         raise StartError(
             f"{who} ended before it was ready ({exits[first[0]].how}). {self._log_tail(first[0])}"
+            f"{_remedy(self.output(first[0]))}"
         )
 
     def _missing(self) -> list[int]:
@@ -111,3 +115,15 @@ class EngineRegistration:
     def _log_tail(self, engine: int | None) -> str:
         lines = self.output(engine).strip().splitlines()[-LOG_LINES:]
         return "\n    ".join(["Its last lines:", *lines]) + "\n" if lines else ""
+
+
+def _remedy(output: str) -> str:
+    """What to do about what a process has written last; empty where that is not known."""
+    unanswered = _UNANSWERED.search(output)
+    if unanswered is None:
+        return ""
+    return (
+        f"It got no answer from the notebook's machine at {unanswered[1]}. Let the hosts' "
+        "connections through its firewall, or name an address of it that they reach: "
+        "c.Cluster.controller_ip in the profile."
+    )

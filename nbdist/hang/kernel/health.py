@@ -53,6 +53,7 @@ class Health:
         self._looked_s: dict[int, float] = {}
         self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
         self._remote: dict[int, CallLog] = {}
+        self._ahead_s: dict[int, float] = {}  # our clock, of those of other hosts' ranks
         self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
         self._watched: dict[int, tuple[int, postmortem.Postmortem]] = {}
         self._causes: dict[int, str] = {}
@@ -62,7 +63,11 @@ class Health:
     def box(self, rank: int) -> CallLog | None:
         """The rank's black box; of a rank on another host as it was at its last answer."""
         box = self._boxes.read(rank)
-        return self._remote_box(rank) if box is None else box
+        if box is None:
+            return self._remote_box(rank)
+        # The file of a rank that has ended on another host has its times by that host's clock.
+        ahead_s = self._ahead_s.get(rank)
+        return box if ahead_s is None else box.shift_clock(ahead_s)
 
     def close(self) -> None:
         """Let go of the ranks' files; a map keeps its descriptor open."""
@@ -244,7 +249,8 @@ class Health:
         """What the rank has answered last; asks again."""
         came_s, (their_now_s, content) = self._arrived.pop(rank, (0.0, (0.0, None)))
         if content is not None:
-            self._remote[rank] = call_log.read(content).shift_clock(came_s - their_now_s)
+            self._ahead_s[rank] = came_s - their_now_s
+            self._remote[rank] = call_log.read(content).shift_clock(self._ahead_s[rank])
 
         def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
             if sent.exception() is None:

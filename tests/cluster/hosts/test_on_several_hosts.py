@@ -16,10 +16,16 @@ from tests.support.host_kernel import HostKernel
 from tests.support.hosts import SHARED, Hosts
 from tests.support.kernel import Kernel
 
+# What does not depend on how ranks were started.
+by_ssh_alone = pytest.mark.parametrize("launcher", ["ssh"], indirect=True, scope="module")
+
 HOSTS = ("node1", "node1", "node2", "node2")
 START_S = 100.0
 # Fixture of the hosts, and how ranks are started there.
-LAUNCHERS = {"ssh": ("hosts", "%dist_init --profile ssh --hosts node1:2,node2:2")}
+LAUNCHERS = {
+    "ssh": ("hosts", "%dist_init --profile ssh --hosts node1:2,node2:2"),
+    "slurm": ("slurm", "%dist_init --profile slurm -n 4 --gpus-per-node 2 --gpus none"),
+}
 VARIABLES = {
     "IPYTHONDIR": f"{SHARED}/ipython", "MPLCONFIGDIR": f"{SHARED}/matplotlib",
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -64,7 +70,7 @@ def wrong_by(first, last):
 """
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.more_hosts)])
 def launcher(request: pytest.FixtureRequest) -> tuple[Hosts, str]:
     """Hosts, and the cell that starts ranks on them."""
     name, start = LAUNCHERS[request.param]
@@ -280,6 +286,7 @@ def test_memory_and_a_plan_are_of_all_ranks(trained: Kernel) -> None:
 
 
 @pytest.mark.more_hosts
+@by_ssh_alone
 def test_what_the_doctor_says_is_of_the_notebooks_machine(kernel: Kernel) -> None:
     """Its cores are not those of ranks that run elsewhere."""
     shown = check(kernel.run("%dist_doctor"))
@@ -289,6 +296,7 @@ def test_what_the_doctor_says_is_of_the_notebooks_machine(kernel: Kernel) -> Non
 
 
 @pytest.mark.more_hosts
+@by_ssh_alone
 def test_an_exported_script_runs_on_the_same_hosts(kernel: Kernel, lan: Hosts) -> None:
     """By the command that is shown, on each of them; here with one rank each, to save time."""
     cell = (

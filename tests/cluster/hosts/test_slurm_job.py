@@ -138,6 +138,7 @@ def test_a_job_that_is_refused_or_can_never_start(slurm: Hosts) -> None:
     assert jobs(slurm) == []
 
 
+@pytest.mark.more_hosts
 def test_a_machine_without_slurm(slurm: Hosts) -> None:
     """Its programs are not there: the profile is the wrong one, or the machine."""
     with kernel(slurm, 2, {}, PATH="/nonexistent") as started:
@@ -173,6 +174,7 @@ def test_a_pending_job_is_told_with_its_place_and_cancelled_by_an_interrupt(slur
         slurm.run("head", ["scancel", str(holder), str(other)])
 
 
+@pytest.mark.more_hosts
 def test_a_running_job_and_its_end(slurm: Hosts) -> None:
     """Its time is told before it ends; then who ended it: a host, another job, somebody."""
     with running(slurm, 4, gpus_per_node=2, time="4", partition="spare") as started:
@@ -200,6 +202,17 @@ def test_a_running_job_and_its_end(slurm: Hosts) -> None:
         assert why == f"Slurm ended job {started.job}: it was cancelled (CANCELLED)"
 
 
+@pytest.mark.more_hosts
+@pytest.mark.timeout(240)
+def test_a_job_whose_time_is_over(slurm: Hosts) -> None:
+    """That it ends soon is told once, and then that its time was the reason."""
+    with running(slurm, 1, time="1") as started:
+        first, second = started.until("told")[1], started.until("told")[1]
+        reason = "its time limit was reached (TIMEOUT, TimeLimit)"
+        assert re.match(rf"Slurm ends job {started.job} in (1 min|\d\d s), at its time", first)
+        assert second == f"Slurm ended job {started.job}: {reason}."
+
+
 def test_a_killed_kernels_job_is_cancelled(slurm: Hosts) -> None:
     """By its guardian, which sees no process of the nodes: each has its own process table."""
     with running(slurm, 2, gpus_per_node=1) as started:
@@ -208,6 +221,7 @@ def test_a_killed_kernels_job_is_cancelled(slurm: Hosts) -> None:
         wait_for("the job to be cancelled", lambda: started.state == "CANCELLED", 5.0)
 
 
+@pytest.mark.more_hosts
 def test_a_kernel_inside_a_job_takes_its_hosts_and_leaves_it_alone(slurm: Hosts) -> None:
     """Unless something is asked of a job: then it is another one."""
     allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--mem=100")

@@ -173,6 +173,9 @@ def test_hosts_that_are_not_as_they_should_be() -> None:
         notebook = Notebook(hosts)
         with own_python(hosts, "/run/py"):
             text = notebook.ask('failure(hosts="node1:1,node2:1,node3:1")')
+        hosts.firewall_drop("head")
+        unanswered = notebook.ask('failure(hosts="node3:1")')
+        hosts.firewall_off("head")
         shown = notebook.ask('start(hosts="node3:1")')
         notebook.close()
 
@@ -183,4 +186,5 @@ def test_hosts_that_are_not_as_they_should_be() -> None:
     # Python passes over a TMPDIR in which nothing can be written.
     assert "\nnode3  yes  " in text
     assert "- node3: " not in text
+    assert "It got no answer from the notebook's machine at 10." in unanswered
     assert "The clock of node3 is 3600 s ahead of this machine's" in shown

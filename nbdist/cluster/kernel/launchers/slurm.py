@@ -76,18 +76,18 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         return slurm_job.environment()
 
     def explain(self, host: str, reason: str) -> str:
-        """The reason, after why Slurm ended the job or lost the host where it did."""
+        """Why Slurm has ended the job or lost the host; the reason where it has not."""
         if self._is_closed or host not in self._job_of:
             return reason
         # An srun that has ended has a cause; of a host that is silent Slurm may not know yet.
         wait_s = slurm_job.REASON_S if "connection ended" in reason else 0.0
         why = self.watches[self._job_of[host]].why_lost(host, wait_s)
         if not why and _NO_PYTHON.search(reason):
-            why = (
-                f"{self.remote_python} is not there. Name the hosts' own Python in the profile: "
-                "c.AgentEngineSetLauncher.remote_python"
+            return (
+                f"{reason.rstrip('.')}. {self.remote_python} is not there: name the hosts' own "
+                "Python in the profile, c.AgentEngineSetLauncher.remote_python"
             )
-        return f"{why}. {reason}" if why else reason
+        return why or reason
 
     def explain_exit(self, host: str, end: RankExit) -> str:
         """Why Slurm has ended a rank; "" where it was not Slurm."""
