@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable
 from importlib import metadata
@@ -126,7 +127,7 @@ class Agent:
         }
 
     def serve(self) -> None:
-        """Do what the input says until it ends; then end everything."""
+        """Do what the input says until it ends."""
         for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
         # A batch system is about to kill everything here: what is left is to tidy up.
@@ -150,7 +151,6 @@ class Agent:
                 self._answer(content)
             elif kind == "exit":
                 self._tell_exit(*content)
-        self._end_all()
 
     def _listen(self) -> None:
         for line in sys.stdin.buffer:
@@ -272,7 +272,7 @@ class Agent:
             return ""
         return text.decode("utf-8", "replace")
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
         """Ask, wait a moment, then kill whatever is left, and remove the run's folder."""
         living = [process for process in self._ranks.values() if process.poll() is None]
         for process in living:
@@ -305,6 +305,12 @@ def serve(the_guardian: Any) -> None:
     """Be the agent of this host, with the guardian's functions, until the input ends."""
     global guardian  # noqa: PLW0603  # sent over as a text of its own
     guardian = the_guardian
-    Agent().serve()
+    code, agent = 0, Agent()
+    try:
+        agent.serve()
+    except Exception:  # noqa: BLE001  # a fault of its own must not leave ranks behind
+        traceback.print_exc()
+        code = 1
+    agent.end_all()
     # A thread may still wait for input, with a lock that Python needs to end: it would abort.
-    os._exit(0)
+    os._exit(code)

@@ -154,11 +154,12 @@ def test_an_agent_that_hears_nothing_ends_its_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(agent_program, "say", lambda *_args, **_content: None)
     monkeypatch.setattr(agent_program.Agent, "_listen", lambda _self: None)
     monkeypatch.setattr(signal, "signal", lambda *_args: None)
-    ended: list[bool] = []
-    monkeypatch.setattr(agent_program.Agent, "_end_all", lambda _self: ended.append(True))
-    agent_program.Agent().serve()
+    calls: list[object] = []
+    monkeypatch.setattr(agent_program.Agent, "end_all", lambda _self: calls.append("end all"))
+    monkeypatch.setattr(os, "_exit", calls.append)
+    agent_program.serve(None)
 
-    assert ended == [True]
+    assert calls == ["end all", 0]
 
 
 def test_a_command_that_fails_says_why(connect: Connect) -> None:

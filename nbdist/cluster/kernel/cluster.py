@@ -233,7 +233,7 @@ class Cluster:
             raise StartError(
                 f"{what} was not ready before the start's deadline (--timeout)."
             ) from error
-        except NbdistError:  # a launcher of ours that has refused: it says all
+        except NbdistError:
             raise
         except Exception as error:  # a launcher's, its command's, or its template's
             self._arrivals(engines).raise_for_exits()
