@@ -431,10 +431,10 @@ class Cluster:
     async def _start_again(self, engines: Collection[int], environment: Mapping[str, str]) -> None:
         for engine in engines:
             run_dir.forget(self.run_dir, engine)
-            self.exits.pop(engine, None)
             started = self._cluster.engine_set.start_one(engine, environment)
             if inspect.isawaitable(started):
                 started = await started
+            self.exits.pop(engine, None)  # not before: without a host it stays as ended as it was
             self._watch_engine(engine, started)
 
     def restart_controller(self, deadline_s: float) -> None:

@@ -18,6 +18,7 @@ FOLDER = "/srv/notebook"
 # A notebook's kernel: runs the Python of each line that it reads, and writes what it came to.
 KERNEL = """
 import json, sys
+from nbdist.cluster.kernel.launchers import slurm as launcher
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.slurm import SlurmOptions
 from nbdist.notebook.session import start
@@ -123,7 +124,7 @@ def test_ranks_in_a_job_through_all_that_slurm_does(
     # Somebody cancels the first job in the middle of a cell.
     code = f"__import__('subprocess').run(['scancel', '{job}'])"
     assert ask(kernel, f"__import__('threading').Timer(2.0, lambda: {code}).start()")[0] is None
-    lost, shown = ask(kernel, "session.run('import time; time.sleep(30)')")
+    lost, shown = ask(kernel, "session.run('import time; time.sleep(8)')")
     assert f"Slurm ended job {job}: it was cancelled (CANCELLED)" in lost + shown
 
     # The kernel is killed: its guardian sees no process of the hosts, and cancels what is left.
@@ -139,6 +140,12 @@ def lose_a_host_and_come_back(slurm: Hosts, kernel: "subprocess.Popen[str]", job
         lost, _ = ask(kernel, "session.run('import time; time.sleep(60)', ranks='2,3')")
         assert f"Slurm took node2 out of job {job}" in lost
         assert ask(kernel, BEFORE)[0] == "1\n"
+        hold = ["sbatch", "--parsable", "--nodelist=node3", "--exclusive", "--output=/dev/null"]
+        other = slurm.run("head", [*hold, "--wrap", "sleep 1000"]).stdout.strip()
+        ask(kernel, "setattr(launcher, 'SPARE_S', 2.0)")
+        late, _ = ask(kernel, "session.restart().ranks")
+        assert "It was submitted in the place of node2 and stays in the queue" in late
+        slurm.run("head", ["scancel", other])
         back, _ = ask(kernel, "session.restart().ranks")
         assert back == [2, 3]
         spare = next(number for number in jobs(slurm) if number != job)

@@ -28,6 +28,8 @@ ENGINE_FILE = "engine.json"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
+# Ranks that come back one after the other do not each wait for the host that all have lost.
+RETRY_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
 FORWARDED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_", "NBDIST_TEST")
 
@@ -94,6 +96,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.launchers: dict[str, AgentEngine] = {}
         self.places: dict[str, int] = {}
         self.world_size = 0
+        self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
         self.run_dir = Path(self.profile_dir).parent
 
@@ -312,11 +315,15 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             agent = self.agents.get(host)
             if agent is not None and not agent.lost:
                 return agent
-            check = self._reach(host, loop)
-            if not check.problem:
-                hosts.refuse([check], own_versions())
-                return self.agents[host]
-            tried[host] = check.problem
+            failed_s, problem = self._failed.get(host, (0.0, ""))
+            if time.monotonic() - failed_s > RETRY_S:
+                check = self._reach(host, loop)
+                if not check.problem:
+                    hosts.refuse([check], own_versions())
+                    return self.agents[host]
+                problem = check.problem
+                self._failed[host] = time.monotonic(), problem
+            tried[host] = problem
         listed = "; ".join(f"{host}: {why}" for host, why in tried.items())
         raise StartError(
             f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
@@ -411,8 +418,3 @@ def own_versions() -> dict[str, str]:
 def remote_command(python: str) -> list[str]:
     """BOOTSTRAP as the words of a command on the other host."""
     return [python, "-c", BOOTSTRAP]
-
-
-def as_entries(found: Iterable[Host]) -> list[tuple[str, int | None]]:
-    """Hosts as the trait `hosts` takes them."""
-    return [(host.name, host.places) for host in found]
