@@ -56,7 +56,8 @@ def parse_hosts(text: str, folder: Path = Path()) -> tuple[Host, ...]:
 
 def _parse_host(entry: str) -> Host:
     name, colon, places = entry.partition(":")
-    if not _NAME.fullmatch(name) or (colon and not re.fullmatch(r"[1-9][0-9]{0,3}", places)):
+    is_name = _NAME.fullmatch(name) and not name.isdigit()  # a number of hosts or ranks alone
+    if not is_name or (colon and not re.fullmatch(r"[1-9][0-9]{0,3}", places)):
         raise OptionError(f"{entry!r} is not a host with its number of ranks. {FORM}.")
     return Host(name, int(places) if colon else None)
 

@@ -9,7 +9,7 @@ from nbdist.core import units
 from nbdist.core.failures import ranks_are
 from nbdist.core.status import Status
 from nbdist.core.topology import RankPlace, Topology
-from nbdist.core.units import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.core.view import View, lines_html, table
 
 
@@ -48,7 +48,7 @@ def start_view(topology: Topology, elapsed_s: float, notes: Sequence[str] = ()) 
     rows = [
         [
             str(place.rank),
-            shown(place.host),
+            shown_host(place.host),
             _device(place),
             shown(topology.backend),
             shown(place.threads),
@@ -80,7 +80,7 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
         rows.append(
             [
                 str(place.rank),
-                shown(place.host),
+                shown_host(place.host),
                 shown(place.pid),
                 _device(place),
                 doing,

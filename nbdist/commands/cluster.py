@@ -62,6 +62,11 @@ def temporary_ranks(values: Namespace) -> Iterator[Session]:
 def start_options(values: Namespace) -> StartOptions:
     """What was typed of START_OPTIONS, or of those of them that the verb has."""
     typed, job = _values(StartOptions, values), _values(SlurmOptions, values)
+    if typed.get("hosts") and typed.get("profile") == "local":
+        raise OptionError(
+            "The profile local starts ranks on this machine alone, and --hosts names others. Leave "
+            "out --profile local (ssh then starts the ranks) or --hosts."
+        )
     spec = StrategySpec.parse(typed.pop("strategy", None), strategy_given(values))
     return StartOptions(**typed, strategy=spec, slurm=SlurmOptions(**job))
 
@@ -69,7 +74,8 @@ def start_options(values: Namespace) -> StartOptions:
 def _values(record: type[Any], values: Namespace) -> dict[str, Any]:
     """What was typed of the fields of a record, by name."""
     names = [field.name for field in fields(record)]
-    return {name: getattr(values, name) for name in names if hasattr(values, name)}
+    typed = {name: getattr(values, name, None) for name in names}
+    return {name: value for name, value in typed.items() if value is not None}
 
 
 def dist_init(values: Namespace) -> View | None:
@@ -224,8 +230,7 @@ START_OPTIONS = (
     ),
     Option(
         ("--profile",),
-        "kind of cluster (default: local)",
-        default="local",
+        "kind of cluster (default: local, or ssh with --hosts)",
         metavar="NAME",
         choices=profiles.available,
     ),

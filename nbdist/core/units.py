@@ -11,6 +11,8 @@ import os
 PLACEHOLDER = "#"
 # Decimal, as memory plans and GPU data sheets count.
 BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+# Names of pretended hosts: a notebook has made them up, so they are the same on every machine.
+_made_up_hosts: set[str] = set()
 DURATION_UNITS = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 # What is below a unit by less than this prints as 1.0 of it, not as 1000.0 of the next.
 ROUNDS_UP = 0.99995
@@ -24,6 +26,21 @@ def is_stored() -> bool:
 def shown(value: object) -> str:
     """The value as text, or `#` where outputs are stored and compared."""
     return PLACEHOLDER if is_stored() else str(value)
+
+
+def make_up_host(name: str) -> None:
+    """Let a host's name be shown where outputs are stored, for the notebook has made it up."""
+    _made_up_hosts.add(name)
+
+
+def is_made_up(name: str) -> bool:
+    """Whether a host of this name is pretended: its ranks run on this machine."""
+    return name in _made_up_hosts
+
+
+def shown_host(name: str) -> str:
+    """The name of a host, or `#` where outputs are stored; of a pretended host always the name."""
+    return name if is_made_up(name) else shown(name)
 
 
 def seconds(value_s: float) -> str:

@@ -19,6 +19,7 @@ from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import gpus, topology
 from nbdist.core.host import usable_cores
 from nbdist.core.topology import HostRanks
+from nbdist.core.units import is_made_up
 from nbdist.diagnostics import checks
 from nbdist.diagnostics.facts import UNLIMITED, Facts, Space
 from nbdist.diagnostics.links import RankLinks, read_links
@@ -48,7 +49,9 @@ def collect(
     visible = topology.filter_visible(readings.devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
     here, cores = socket.gethostname(), usable_cores()
     others = tuple(sorted({*(rank_hosts or ())} - {here}))
-    count = topology.default_world_size(visible) if rank_hosts is None else rank_hosts.count(here)
+    count = topology.default_world_size(visible)
+    if rank_hosts is not None:
+        count = sum(name == here or is_made_up(name) for name in rank_hosts)
     threads = max(1, cores // max(1, count))
     variables = {}
     if not others:  # what other hosts' ranks get, their own launcher says

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nbdist.core.finding import OK, WARN, Finding
 from nbdist.core.gpus import GpuReadings
 from nbdist.core.topology import HostRanks, RankPlace, Topology
-from nbdist.core.units import shown
+from nbdist.core.units import shown_host
 from nbdist.diagnostics.links import (
     EFA,
     INFINIBAND,
@@ -122,7 +122,7 @@ def examine(seen: LinkPicture) -> tuple[Finding, ...]:
     for check in HOST_CHECKS if len(seen.hosts) > 1 else (devices,):
         for its in seen.hosts:
             for finding in check(its):
-                hosts_of.setdefault(finding, []).append(shown(its.host.name))
+                hosts_of.setdefault(finding, []).append(shown_host(its.host.name))
     return (
         *(replace(f, name=f"{f.name} on {listed(names)}") for f, names in hosts_of.items()),
         *network(seen),
@@ -219,7 +219,7 @@ def _networks(seen: LinkPicture) -> Iterator[Finding]:
     names_of: dict[str, list[str]] = {}
     for its in seen.hosts:
         for name in its.networks or ("",):
-            names_of.setdefault(name, []).append(shown(its.host.name))
+            names_of.setdefault(name, []).append(shown_host(its.host.name))
     if unknown := names_of.pop("", None):
         why = (
             "NCCL_DEBUG is set there and the log is in the engines' output, or NCCL has formed no "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.units import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.core.view import View, folded, lines, lines_html, table, verdicts
 from nbdist.diagnostics.links import Interface
 from nbdist.diagnostics.topology import LINKS, HostLinks, LinkPicture, examine, speed
@@ -86,7 +86,7 @@ def _ranks(seen: LinkPicture) -> View:
             rows.append(
                 [
                     str(place.rank),
-                    shown(its.host.name),
+                    shown_host(its.host.name),
                     shown(f"{place.device} {place.device_name}".strip()),
                     shown(interface),
                     shown(chosen.why if chosen else _WHY_LOCAL),
@@ -103,7 +103,7 @@ def _hosts(seen: LinkPicture) -> View:
     text, body = [], ""
     for its in seen.hosts:
         ranks = f": {ranks_phrase(its.host.ranks)}" if its.host.ranks else ""
-        title = f"host {shown(its.host.name)}{ranks}"
+        title = f"host {shown_host(its.host.name)}{ranks}"
         facts = [PLACEHOLDER] if is_stored() else [*_host_lines(its)]
         text += [title, *(f"  {line}" for line in facts)]
         body += folded(title, lines(facts).html, is_open=len(seen.hosts) <= _MOST_OPEN)
@@ -139,7 +139,7 @@ def _interface(interface: Interface, its: HostLinks) -> str:
     ]
     if interface.name in its.chosen:
         facts.append("used by the ranks")
-    elif not interface.leads_out:
+    elif its.chosen and not interface.leads_out:
         facts.append("passed over: it leads to no other host")
     return ", ".join(filter(None, facts))
 
@@ -173,7 +173,7 @@ def _axes(seen: LinkPicture) -> View:
         where = "each within a host"
         if place.crossing:
             count = "all" if place.crossing == place.groups else str(len(place.crossing))
-            where = f"{count} between {listed(map(shown, place.hosts))}"
+            where = f"{count} between {listed(map(shown_host, place.hosts))}"
         example = ranks_phrase((place.crossing or place.groups)[0])
         rows.append([place.axis, str(place.degree), str(len(place.groups)), where, example])
     return table(["axis", "ranks", "groups", "where", "such as"], rows)

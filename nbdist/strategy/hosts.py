@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nbdist.core.ranks import rank_label
 from nbdist.core.topology import HostRanks
-from nbdist.core.units import shown
+from nbdist.core.units import shown_host
 from nbdist.errors import OptionError
 from nbdist.strategy.choice import AXES, Strategy, label, rows_of
 from nbdist.strategy.degrees import divisors, ranks
@@ -119,7 +119,7 @@ def notes(choice: Strategy, ranks_on: Sequence[HostRanks]) -> tuple[str, ...]:
 def _note(choice: Strategy, place: AxisPlace, ranks_on: Sequence[HostRanks]) -> Iterator[str]:
     if not place.crossing:
         return
-    names = _few([shown(name) for name in place.hosts], "host")
+    names = _few([shown_host(name) for name in place.hosts], "host")
     if place.axis in _WITHIN:
         named = "ranks " + _few([rank_label(group) for group in place.crossing], "group")
         fitting = divisors(within(ranks_on))[1:]
@@ -154,7 +154,7 @@ def _sizes(ranks_on: Sequence[HostRanks]) -> str:
     """`3 ranks on n1, 1 rank on n2 and n3`."""
     names: dict[int, list[str]] = {}
     for host in ranks_on:
-        names.setdefault(len(host.ranks), []).append(shown(host.name))
+        names.setdefault(len(host.ranks), []).append(shown_host(host.name))
     return ", ".join(f"{ranks(size)} on {_few(those, 'host')}" for size, those in names.items())
 
 

@@ -36,7 +36,20 @@ def test_hosts_are_typed_or_in_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "typed",
-    ["", ",", "n1:0", "n1:x", "n1:", "-oProxyCommand=reboot", "n1;reboot", "n 1", "n1:2:3", "@n1"],
+    [
+        "",
+        ",",
+        "2",
+        "2:4",
+        "n1:0",
+        "n1:x",
+        "n1:",
+        "-oProxyCommand=reboot",
+        "n1;reboot",
+        "n 1",
+        "n1:2:3",
+        "@n1",
+    ],
 )
 def test_what_is_no_host_is_refused_with_the_form(typed: str) -> None:
     """No option of ssh, and nothing that a shell would read, gets through."""

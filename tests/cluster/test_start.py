@@ -147,6 +147,11 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
         ({"world_size": "2"}, ["'2' is not a valid number of ranks"]),
         ({"gpus": [0, 1]}, ['"0,1"', "not [0, 1]"]),
         ({"deadline_s": -1.0}, ["-1 s", "more than 0"]),
+        ({"profile": "ssh"}, ["No host is named", "--hosts n1:4,n2:4"]),
+        (
+            {"profile": "pretended", "hosts": (Host("a", 1), Host("b", 1)), "world_size": 5},
+            ["-n 5 cannot be started on hosts with 2 places (a:1, b:1)"],
+        ),
         (
             {"slurm": SlurmOptions(partition="gpu")},
             ["'local' are not started by Slurm", "--gpus-per-node", "Add --profile slurm"],

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.cluster import shm
+from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.core import units, versions
-from nbdist.core.units import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.errors import StartError
 
 MIB = 1024 * 1024
@@ -31,6 +32,15 @@ def test_shown(monkeypatch: pytest.MonkeyPatch, value: str | None, texts: list[s
 
     assert [shown(12), shown("vm"), shown(None)] == texts
     assert is_stored() is (value == "1")
+
+
+def test_pretended_hosts_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that the notebook has made up is the same on every machine; others are not."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    monkeypatch.setattr("nbdist.core.units._made_up_hosts", set())
+    PretendedHostSetLauncher(profile_dir=".").command("a")
+
+    assert [shown_host("a"), shown_host("vm")] == ["a", PLACEHOLDER]
 
 
 # Units

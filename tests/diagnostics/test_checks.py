@@ -289,7 +289,7 @@ def test_every_check_is_tested_here() -> None:
     assert set(_NOT_WELL) == set(checks.CHECKS)
 
 
-def test_only_ranks_of_this_machine_count_here() -> None:
+def test_only_ranks_of_this_machine_count_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores, memory and shared memory are judged for them; the others' hosts are named."""
     here = socket.gethostname()
 
@@ -298,4 +298,6 @@ def test_only_ranks_of_this_machine_count_here() -> None:
     assert (facts.world_size, facts.rank_hosts) == (2, ("n2", "n3"))
     assert facts.launched == {}
     assert collect(["n2", "n2"]).world_size == 0
+    monkeypatch.setattr("nbdist.core.units._made_up_hosts", {"a"})
+    assert collect(["a", "a"]).world_size == 2  # a pretended host is this machine
     assert "CUDA_DEVICE_ORDER" in collect([here, here]).launched

@@ -18,6 +18,8 @@ _OPTION_MISTAKES = {
     "%dist_init --timeout -1": "--timeout",
     "%dist_init --seed x": "invalid int value: 'x'",
     "%dist_init -n": "expected one argument",
+    "%dist_init --hosts n1:0": "'n1:0' is not a host with its number of ranks",
+    "%dist_init --profile local --hosts n1:1": "The profile local starts ranks on this machine",
     "%dist_init 'a": "Close the quotation",
     "%dist_mode 5": "rank 5 does not exist: 2 ranks run, 0-1",
     "%dist_mode somewhere": "Write them as 0, 0,2-3 or all",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from nbdist.core import units
-from nbdist.core.units import PLACEHOLDER, is_stored, shown
+from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.core.view import View, table
 from nbdist.panel.state import (
     OLD_S,
@@ -214,7 +214,7 @@ def _cells(row: RankRow) -> list[str]:
         memory += f" of {units.size(row.limit_bytes)}" if row.limit_bytes else ""
         memory += f", {row.age_s:.0f} s old" if row.age_s >= OLD_S else ""
     use = "-" if row.utilisation is None else f"{row.utilisation:.0%}"
-    where = (shown(row.host), shown(row.device))
+    where = (shown_host(row.host), shown(row.device))
     return [str(row.rank), *where, doing, shown(memory), shown(use)]
 
 

@@ -22,7 +22,7 @@ from traitlets import Dict, Float, List, Unicode
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel.agents import BOOTSTRAP, HostAgent, HostFacts, RankExit
-from nbdist.errors import NbdistError, StartError
+from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
 CONNECTION_DEADLINE_S = 60.0
@@ -147,8 +147,13 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             StartError: If a host is not fit, with the table of hosts; nothing runs then.
         """
         found = await self.find_hosts(n)
+        if not found:
+            raise OptionError(
+                "No host is named. Type them with their ranks, --hosts n1:4,n2:4, or set "
+                "c.AgentEngineSetLauncher.hosts in a profile of your own."
+            )
         try:
-            with ThreadPoolExecutor(max_workers=max(1, len(found))) as pool:
+            with ThreadPoolExecutor(max_workers=len(found)) as pool:
                 loop = asyncio.get_running_loop()
                 names = [host.name for host in found]
                 checks = [loop.run_in_executor(pool, self._reach, name, loop) for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
+from nbdist.core.units import make_up_host
 
 
 class PretendedHostSetLauncher(AgentEngineSetLauncher):
@@ -12,4 +13,5 @@ class PretendedHostSetLauncher(AgentEngineSetLauncher):
 
     def command(self, host: str) -> list[str]:
         """An agent of this machine that says it is `host`."""
+        make_up_host(host)
         return ["env", f"NBDIST_HOST={host}", *remote_command(self.remote_python)]
