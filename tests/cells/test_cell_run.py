@@ -27,6 +27,9 @@ class FakeUpkeep:
     def give_up(self, ranks: Sequence[int]) -> None:
         self.given_up += ranks
 
+    def take_notes(self) -> list[str]:
+        return []
+
 
 def fake_session(**health: Any) -> Any:
     """Ranks that exist in name alone, whose calls always fit together."""
