@@ -105,8 +105,10 @@ class Health:
         """Find out how a rank ended, at once: another process may take its place and its files."""
         remote = postmortem.Postmortem(self._ranks.cluster.run_dir, rank, None)
         pid, remains = self._watched.get(rank, (None, remote))
-        # Of a host that cannot be reached nothing is known: then the exit says so.
-        is_known = pid is not None or code is not None
+        # Of a host that cannot be reached, or an end of all ranks at once, the exit tells itself.
+        end = self._ranks.exit_of(rank)
+        is_told = end is not None and bool(end.unreachable or end.starter)
+        is_known = (pid is not None or code is not None) and not is_told
         self._causes[rank] = remains.cause(code, is_ours=is_ours) if is_known else ""
         last_words = diagnose.last_words(
             list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
