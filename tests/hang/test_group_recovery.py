@@ -41,6 +41,7 @@ class FakeRanks:
         self.interrupted: list[int] = []
         self.cluster = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no-such-run")
         self.checksums: dict[int, dict[str, str]] = {}
+        self.restart_verb = lambda _ranks: "%dist_restart"
 
     def boxes(self) -> dict[int, CallLog]:
         groups = {WORLD: (0, 1)}
