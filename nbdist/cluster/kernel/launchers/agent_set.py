@@ -28,6 +28,8 @@ ENGINE_FILE = "engine.json"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
+# Less than what somebody waits for the end of a rank that is to be replaced.
+EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
@@ -181,8 +183,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         try:
             agent = HostAgent(host, self.command(host), environment)
             self.agents[host] = agent
-            agent.on_exit = lambda end: loop.call_soon_threadsafe(
-                self._take_exit, agent, end, self.explain_exit(host, end)
+            agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
+                self._take_exit(agent, end), loop
             )
             agent.on_lost = lambda why: loop.call_soon_threadsafe(
                 self._take_loss, agent, self.explain(host, why)
@@ -268,7 +270,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         for agent in self.agents.values():
             agent.ask("file", name=ENGINE_FILE, text=text)
 
-    def _take_exit(self, agent: HostAgent, end: RankExit, cause: str) -> None:
+    async def _take_exit(self, agent: HostAgent, end: RankExit) -> None:
         """A rank's process has ended: keep what it has left where the kernel looks for it."""
         engine = self.launchers.get(str(end.rank))
         if engine is None or engine.agent is not agent or engine.pid not in {0, end.pid}:
@@ -278,6 +280,11 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             with contextlib.suppress(OSError):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(content)
+        cause = ""
+        # Not in the connection's thread: a host that nobody listens to counts as lost.
+        with contextlib.suppress(NbdistError, TimeoutError):
+            asked = asyncio.to_thread(self.explain_exit, agent.host, end)
+            cause = await asyncio.wait_for(asked, EXPLAIN_S)
         engine.finish(end.code, end.tail, cause)
 
     def _take_loss(self, agent: HostAgent, why: str) -> None:
