@@ -1,7 +1,9 @@
 """Ranks on hosts with agents: what a slow, silent or unfit host does to the others."""
 
 import asyncio
+import json
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from nbdist.cluster.agent import MARK
 from nbdist.cluster.hosts import Host
-from nbdist.cluster.kernel.agents import RankExit
+from nbdist.cluster.kernel.agents import HostAgent, RankExit
+from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
+from nbdist.errors import StartError
+from tests.support.ranks import until
 
 
 class Launcher(PretendedHostSetLauncher):
@@ -75,3 +81,51 @@ def test_a_slow_reason_for_the_end_of_a_rank_loses_no_host(
 
     assert lost == ""
     assert [end["exit_code"] for end in ends] == [-signal.SIGKILL]
+
+
+def test_an_interrupted_connection_is_not_waited_for(make: Callable[..., Any]) -> None:
+    """A start that is broken off ends the connections that are being made, ssh's timeout or not."""
+
+    class Unreachable(Launcher):
+        def command(self, host: str) -> list[str]:
+            return ["sleep", "300"]
+
+    async def run() -> list[HostAgent]:
+        launcher = make(Unreachable, Host("a", 1), Host("b", 1), connect_s=5.0)
+        starting = asyncio.create_task(launcher.start(2))
+        while len(launcher.agents) < 2:
+            await asyncio.sleep(0.01)
+        agents = list(launcher.agents.values())
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        return agents
+
+    agents = asyncio.run(run())
+    assert until(lambda: all(agent.lost for agent in agents))
+    assert [agent.lost for agent in agents] == ["the connection ended (signal 9)."] * 2
+
+
+def test_a_host_that_answers_no_more_is_named(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that says what it is, and then nothing: an error that names it, and nothing is left."""
+    monkeypatch.setattr(agent_set, "ANSWER_S", 0.3)
+    hello = json.dumps({
+        "event": "hello", "hostname": "a", "pid": 1, "python": "3.11.2", "executable": "python3",
+        "versions": {}, "gpus": 0, "cores": 1, "clock_s": 0.0, "temporary": "/tmp",
+        "free_bytes": 1,
+    })  # fmt: skip
+
+    class Silent(Launcher):
+        def command(self, host: str) -> list[str]:
+            code = f"import sys; print({MARK + hello!r}, flush=True); sys.stdin.read()"
+            return [sys.executable, "-c", code]
+
+    async def run() -> dict[str, HostAgent]:
+        launcher = make(Silent, Host("a", 1))
+        with pytest.raises(StartError, match="a: its agent did not answer within"):
+            await launcher.start(1)
+        return launcher.agents
+
+    assert asyncio.run(run()) == {}

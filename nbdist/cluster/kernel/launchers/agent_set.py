@@ -98,6 +98,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.launchers: dict[str, AgentEngine] = {}
         self.places: dict[str, int] = {}
         self.world_size = 0
+        self._is_closed = False
         self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
         self.run_dir = Path(self.profile_dir).parent
@@ -150,11 +151,10 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         """
         found = await self.find_hosts(n)
         try:
-            with ThreadPoolExecutor(max_workers=max(1, len(found))) as pool:
-                loop = asyncio.get_running_loop()
-                names = [host.name for host in found]
-                checks = [loop.run_in_executor(pool, self._reach, name, loop) for name in names]
-                self.checks = tuple(await asyncio.gather(*checks))
+            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(found)))
+            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in found]
+            pool.shutdown(wait=False)  # a start that is broken off waits for no connection
+            self.checks = tuple(await asyncio.gather(*checks))
             hosts.refuse(self.checks, own_versions())
             gpus = {check.name: check.gpus for check in self.checks}
             self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
@@ -183,6 +183,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         try:
             agent = HostAgent(host, self.command(host), environment)
             self.agents[host] = agent
+            if self._is_closed:
+                agent.stop()
             agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
                 self._take_exit(agent, end), loop
             )
@@ -191,8 +193,12 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             )
             facts = agent.facts(self.connect_s)
             agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
-        except (OSError, NbdistError, TimeoutError) as error:
-            return HostCheck(host, problem=self.explain(host, str(error)))
+        except (OSError, NbdistError) as error:
+            if failed := self.agents.pop(host, None):
+                failed.stop(0)
+            late = f"its agent did not answer within {ANSWER_S:.0f} s"
+            problem = late if isinstance(error, TimeoutError) else str(error)
+            return HostCheck(host, problem=self.explain(host, problem))
         return check_of(host, facts)
 
     def _start_rank(
@@ -369,8 +375,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     def close(self) -> None:
         """The same, without a loop: returns when all agents have ended."""
+        self._is_closed = True
         # Plain threads: at the interpreter's end an executor takes no work any more.
-        stops = [threading.Thread(target=agent.stop) for agent in self.agents.values()]
+        stops = [threading.Thread(target=agent.stop) for agent in list(self.agents.values())]
         for stop in stops:
             stop.start()
         for stop in stops:

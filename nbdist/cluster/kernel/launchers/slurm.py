@@ -51,7 +51,6 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         self._notes: list[str] = []
         self._spare: int | None = None
         self._spare_lock = threading.Lock()
-        self._is_closed = False
         self.watches = {self.job: JobWatch(self.job, [*self.cpus], self._notes.append)}
 
     def command(self, host: str) -> list[str]:
@@ -144,7 +143,6 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def close(self) -> None:
         """Watch no more, and end all agents; the guardian cancels the jobs."""
-        self._is_closed = True
         for watch in self.watches.values():
             watch.close()
         super().close()
