@@ -6,13 +6,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nbdist.cluster.agent import MARK
-from nbdist.cluster.hosts import Host
+from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
@@ -68,10 +69,7 @@ def test_a_slow_reason_for_the_end_of_a_rank_loses_no_host(
         ends: list[dict[str, Any]] = []
         launcher.launchers["0"].on_stop(ends.append)
         launcher.launchers["0"].signal(signal.SIGKILL)
-        for _ in range(2000):
-            if ends:
-                break
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(until, lambda: bool(ends))
         lost = launcher.agents["a"].lost
         answered.set()
         await launcher.stop()
@@ -93,8 +91,7 @@ def test_an_interrupted_connection_is_not_waited_for(make: Callable[..., Any]) -
     async def run() -> list[HostAgent]:
         launcher = make(Unreachable, Host("a", 1), Host("b", 1), connect_s=5.0)
         starting = asyncio.create_task(launcher.start(2))
-        while len(launcher.agents) < 2:
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(until, lambda: len(launcher.agents) == 2)
         agents = list(launcher.agents.values())
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -129,3 +126,39 @@ def test_a_host_that_answers_no_more_is_named(
         return launcher.agents
 
     assert asyncio.run(run()) == {}
+
+
+def test_an_unfit_host_takes_no_rank_of_a_lost_one(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other versions than the group's are refused, at every try, and the next host is asked."""
+    monkeypatch.setattr(agent_set, "RETRY_S", 0.0)
+
+    async def run() -> tuple[list[str], str]:
+        launcher = make(Launcher, Host("a", 1), Host("b", 1), Host("c", 1))
+        reach, refusals = launcher._reach, []
+
+        def reach_unfit(host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
+            check = reach(host, loop)
+            versions = {**(check.versions or {}), "torch": "1.0"}
+            return replace(check, versions=versions) if host in unfit else check
+
+        await launcher.start(1)
+        launcher._reach, unfit = reach_unfit, {"a", "b", "c"}
+        former = launcher.agents["a"]
+        former.stop()
+        assert await asyncio.to_thread(until, lambda: bool(former.lost))
+        launcher.launchers["0"].finish(None, "", "cut off")
+        for _ in range(2):
+            with pytest.raises(StartError) as refused:
+                await launcher.start_one(0, {})
+            refusals.append(str(refused.value))
+        unfit.remove("c")
+        again = await launcher.start_one(0, {})
+        await launcher.stop()
+        return refusals, again.agent.host
+
+    refusals, host = asyncio.run(run())
+
+    assert all("different versions of torch: 2." in text for text in refusals), refusals
+    assert host == "c"

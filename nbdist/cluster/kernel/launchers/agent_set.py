@@ -318,26 +318,35 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         for host in chain(here, (spare.name for spare in self.spare_hosts(former.host))):
             free = self._free_places(host, rank)
             if free < 1:
-                tried[host] = "all of its places are taken"
+                tried[host] = f"{host}: all of its places are taken"
                 continue
             agent = self.agents.get(host)
             if agent is not None and not agent.lost:
                 return agent
             failed_s, problem = self._failed.get(host, (0.0, ""))
             if time.monotonic() - failed_s > RETRY_S:
-                check = self._reach(host, loop)
-                if not check.problem:
-                    hosts.refuse([check], own_versions())
+                problem = self._add_host(host, loop)
+                if not problem:
                     return self.agents[host]
-                problem = check.problem
                 self._failed[host] = time.monotonic(), problem
             tried[host] = problem
-        listed = "; ".join(f"{host}: {why}" for host, why in tried.items())
+        listed = "; ".join(tried.values())
         raise StartError(
             f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
             "start (--hosts n1:4,n2:4,n3:4 with a smaller -n), or start all ranks again with "
             "%dist_reset."
         )
+
+    def _add_host(self, host: str, loop: asyncio.AbstractEventLoop) -> str:
+        """Connect to a host for ranks that come back; why they cannot run there, or ""."""
+        check = self._reach(host, loop)
+        others = [other for other in self.checks if other.name != host]
+        texts = hosts.problems([*others, check], own_versions())
+        if not texts:
+            self.checks = (*others, check)
+        elif not check.problem:
+            self.agents.pop(host).stop()
+        return "; ".join(texts)
 
     def _free_places(self, host: str, rank: int) -> int:
         taken = [
