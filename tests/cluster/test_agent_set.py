@@ -15,9 +15,10 @@ import pytest
 from nbdist.cluster.agent import MARK
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel.agents import HostAgent, RankExit
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
-from nbdist.errors import StartError
+from nbdist.errors import Interrupted, StartError
 from tests.support.ranks import until
 
 
@@ -162,3 +163,26 @@ def test_an_unfit_host_takes_no_rank_of_a_lost_one(
 
     assert all("different versions of torch: 2." in text for text in refusals), refusals
     assert host == "c"
+
+
+def test_a_restart_that_looks_for_a_host_can_be_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupt is seen while hosts are tried; the deadline is told in words."""
+    started = Cluster.__new__(Cluster)
+    monkeypatch.setattr(started, "_unregister", lambda *_: None)
+    monkeypatch.setattr(started, "_start_again", lambda *_: asyncio.sleep(60))
+    ended: list[object] = []
+    monkeypatch.setattr(started, "end_engines", ended.append)
+    presses = iter([None, Interrupted("pressed")])
+
+    def check() -> None:
+        if pressed := next(presses, None):
+            raise pressed
+
+    with pytest.raises(Interrupted, match="pressed"):
+        started.restart_engines([1], {}, 20.0, check=check)
+    with pytest.raises(StartError, match=r"no host took rank 1 within 0 s \(--timeout\)"):
+        started.restart_engines([1], {}, 0.1)
+
+    assert ended == [[1], [1]]

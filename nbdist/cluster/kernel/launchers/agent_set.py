@@ -99,6 +99,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.places: dict[str, int] = {}
         self.world_size = 0
         self._is_closed = False
+        self._preparing = threading.Lock()  # a try that was broken off may still be under way
         self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
         self.run_dir = Path(self.profile_dir).parent
@@ -309,6 +310,10 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         Raises:
             StartError: If there is neither.
         """
+        with self._preparing:
+            return self._choose_host(rank, loop)
+
+    def _choose_host(self, rank: int, loop: asyncio.AbstractEventLoop) -> HostAgent:
         former = self.launchers[str(rank)].agent
         if not former.lost:
             return former
