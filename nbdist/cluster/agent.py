@@ -157,7 +157,7 @@ class Agent:
             try:
                 self._inbox.put(("command", json.loads(line)))
             except ValueError:
-                break  # cut off in the middle of a line
+                break  # `stop`, or cut off in the middle of a line
         self._inbox.put(("closed", None))
 
     def _answer(self, command: dict[str, Any]) -> None:

@@ -127,6 +127,22 @@ def test_nothing_is_left_of_a_host(how: str, connect: Connect, tmp_path: Path) -
     assert how == "kill the agent" or until(lambda: list(tmp_path.iterdir()) == [])
 
 
+def test_a_child_that_holds_the_connection_keeps_no_agent(connect: Connect) -> None:
+    """What the notebook has forked has the pipe too, which then does not end: it is said in words.
+
+    An agent of this machine that is killed instead would leave its folder.
+    """
+    agent = opened(connect())
+    assert agent._process.stdin is not None
+    held = os.dup(agent._process.stdin.fileno())
+    try:
+        assert agent.stop(5.0)
+    finally:
+        os.close(held)
+
+    assert not Path(agent.folder).exists()
+
+
 def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says nothing any more is told once; nothing asked of it waits for ever."""
     monkeypatch.setattr(agents, "SILENT_S", 1.5)

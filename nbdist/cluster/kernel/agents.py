@@ -196,6 +196,8 @@ class HostAgent:
                 except queue.Empty:
                     content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
                 if content is None:
+                    # In words: a child that the user's code has forked may hold the pipe open.
+                    self._process.stdin.write(b"stop\n")
                     return
                 while content:
                     content = content[self._process.stdin.write(content) :]
