@@ -3,8 +3,9 @@
 A program of the standard library alone: its text, with the guardian's, is sent over the connection
 (ssh, srun) on which it then speaks, so nothing has to be installed for it. A line of its standard
 output that begins with MARK is a message; whatever a login script prints is none. A line of its
-standard input is a command, and each command is answered. When the input ends, or nothing has been
-heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and itself.
+standard input is a command, and each command is answered. When the input ends or says `stop`, or
+nothing has been heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and
+itself.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ from pathlib import Path
 from typing import Any
 
 MARK = "nbdist-agent "
-# What the names of agents' folders begin with: they are beside those of runs.
-FOLDER = "ranks-"
 BEAT_S = 1.0
 # Far longer than the kernel's own patience: ranks that it has given up on may still end by
 # themselves, and a kernel that was stopped for a while finds its ranks again.
@@ -174,7 +173,7 @@ class Agent:
         status = base.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or base.is_symlink():
             raise PermissionError(f"{base} is not a folder that only this user can enter")
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{run}-", dir=base))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{guardian.RANKS}{run}-", dir=base))
         (self._folder / "profile").mkdir(mode=0o700)  # ipyparallel's engine needs one
         return str(self._folder)
 

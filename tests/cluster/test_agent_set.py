@@ -186,3 +186,16 @@ def test_a_restart_that_looks_for_a_host_can_be_broken_off(
         started.restart_engines([1], {}, 0.1)
 
     assert ended == [[1], [1]]
+
+
+def test_hosts_without_a_rank_are_left_clean(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Spare hosts were looked at, and have nothing of the run afterwards."""
+
+    async def run() -> list[str]:
+        launcher = make(Launcher, Host("a", 1), Host("b", 1))
+        await launcher.start(1)
+        await launcher.stop()
+        return list(launcher.agents)
+
+    assert asyncio.run(run()) == ["a"]
+    assert until(lambda: not [*tmp_path.glob("nbdist-*/*")])

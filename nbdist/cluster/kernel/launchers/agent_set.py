@@ -164,7 +164,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             self.close()
             raise
         for host in [name for name in self.agents if name not in shares]:
-            self.agents.pop(host).stop(0)
+            threading.Thread(target=self.agents.pop(host).stop).start()
         self.world_size = sum(map(len, shares.values()))
         for host, ranks in shares.items():
             for rank in ranks:
