@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from traitlets.config import Config
 
 from nbdist.cluster.agent import MARK
 from nbdist.cluster.hosts import Host, HostCheck
+from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
+from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import Interrupted, StartError
 from tests.support.ranks import until
 
@@ -199,3 +202,22 @@ def test_hosts_without_a_rank_are_left_clean(make: Callable[..., Any], tmp_path:
 
     assert asyncio.run(run()) == ["a"]
     assert until(lambda: not [*tmp_path.glob("nbdist-*/*")])
+
+
+def test_hosts_without_places_have_one_for_each_gpu_that_is_chosen(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four GPUs two are typed as `--gpus 1-2`, which CUDA would read as 1 alone."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    config = Config()
+    start._configure_agents(config, StartOptions(profile="ssh", gpus="1-2"))
+    chosen = config.AgentEngineSetLauncher.common_environment
+
+    async def run() -> int:
+        launcher = make(Launcher, Host("a"), common_environment=chosen)
+        await launcher.start(0)
+        await launcher.stop()
+        return launcher.world_size
+
+    assert chosen == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    assert asyncio.run(run()) == 2

@@ -22,7 +22,7 @@ from traitlets import Dict, Float, List, Unicode
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel.agents import BOOTSTRAP, HostAgent, HostFacts, RankExit
-from nbdist.errors import NbdistError, StartError
+from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
 CONNECTION_DEADLINE_S = 60.0
@@ -109,7 +109,16 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         return ["hosts", *self.agents]
 
     async def find_hosts(self, n: int) -> tuple[Host, ...]:
-        """The hosts to start n ranks on (0: as many as there are places)."""
+        """The hosts to start n ranks on (0: as many as there are places).
+
+        Raises:
+            OptionError: If there is none.
+        """
+        if not self.hosts:
+            raise OptionError(
+                "No host is named. Type --hosts n1:4,n2:4, or set c.AgentEngineSetLauncher.hosts "
+                "in the profile."
+            )
         return tuple(Host(*entry) for entry in self.hosts)
 
     def command(self, host: str) -> list[str]:
@@ -157,7 +166,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             pool.shutdown(wait=False)  # a start that is broken off waits for no connection
             self.checks = tuple(await asyncio.gather(*checks))
             hosts.refuse(self.checks, own_versions())
-            gpus = {check.name: check.gpus for check in self.checks}
+            visible = self.common_environment.get("CUDA_VISIBLE_DEVICES")
+            most = sys.maxsize if visible is None else len([v for v in visible.split(",") if v])
+            gpus = {check.name: min(check.gpus, most) for check in self.checks}
             self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
             shares = hosts.share_ranks(self.places, n or None)
         except BaseException:
