@@ -11,6 +11,7 @@ itself.
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -233,9 +234,10 @@ class Agent:
         self._end_sessions([process.pid])
         files = {}
         for path in self._files(rank):
-            if path.stat().st_size <= LARGEST_FILE_BYTES:
-                packed = base64.b64encode(zlib.compress(path.read_bytes(), 1))
-                files[str(path.relative_to(self._folder))] = packed.decode()
+            with contextlib.suppress(OSError):  # without it: the end itself has to be told
+                if path.stat().st_size <= LARGEST_FILE_BYTES:
+                    packed = base64.b64encode(zlib.compress(path.read_bytes(), 1))
+                    files[str(path.relative_to(self._folder))] = packed.decode()
         say("exit", rank=rank, pid=process.pid, code=code, tail=self._tail(rank), files=files)
 
     def _files(self, rank: int) -> list[Path]:
@@ -266,10 +268,11 @@ class Agent:
 
     def _tail(self, rank: int) -> str:
         try:
-            text = self._log(rank).read_bytes()[-TAIL_BYTES:]
+            with self._log(rank).open("rb") as log:  # it may be larger than the memory
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                return log.read(TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
-        return text.decode("utf-8", "replace")
 
     def end_all(self) -> None:
         """Ask, wait a moment, then kill whatever is left, and remove the run's folder."""

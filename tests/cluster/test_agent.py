@@ -91,6 +91,22 @@ def test_the_end_of_a_rank_is_told_with_what_it_leaves(connect: Connect) -> None
     assert ends.get(timeout=20).code == -signal.SIGINT
 
 
+def test_what_cannot_be_read_ends_no_other_rank(connect: Connect) -> None:
+    """A log of a terabyte, a file that cannot be read: the agent tells the end, and goes on."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.on_exit = ends.put
+    code = (
+        "import os, pathlib; f = pathlib.Path(os.environ['FOLDER'])\n"
+        "os.truncate(f / 'rank3.log', 1 << 40); (f / 'boxes').mkdir()\n"
+        "(f / 'boxes' / '3').symlink_to('/proc/self/mem'); (f / 'crash.3').write_text('why')"
+    )
+    start(agent, ["-c", code], 3, FOLDER="{folder}")
+    end = ends.get(timeout=20)
+
+    assert (end.code, end.tail, end.files) == (0, "\0" * 4000, {"crash.3": b"why"})
+    assert agent.ask("facts").result(10)["pid"]
+
+
 def test_a_rank_is_ended_with_its_children(connect: Connect) -> None:
     """Of a rank that is killed, what it has started goes as well; another rank stays."""
     agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
