@@ -1,15 +1,18 @@
 """Ranks on hosts with agents: what a slow, silent or unfit host does to the others."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from traitlets.config import Config
 
@@ -17,7 +20,7 @@ from nbdist.cluster.agent import MARK
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.agents import HostAgent, RankExit
-from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.cluster import Cluster, run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.cluster.kernel.start import StartOptions
@@ -221,3 +224,32 @@ def test_hosts_without_places_have_one_for_each_gpu_that_is_chosen(
 
     assert chosen == {"CUDA_VISIBLE_DEVICES": "1,2"}
     assert asyncio.run(run()) == 2
+
+
+def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart before the silence is noticed waits for that, and does not fail."""
+    monkeypatch.setattr("nbdist.cluster.kernel.agents.SILENT_S", 1.5)
+    monkeypatch.setattr("nbdist.cluster.kernel.cluster.SILENT_S", 1.5, raising=False)
+    monkeypatch.setattr("nbdist.cluster.kernel.cluster.END_SESSION_S", 1.5)
+    launcher = make(Launcher, Host("a", 1))
+
+    async def begin() -> None:
+        await launcher.start(1)
+
+    run_in_loop(begin(), 20)
+    started = Cluster.__new__(Cluster)
+    started._started, started.exits, started._engine_of = {0: launcher.launchers["0"]}, {}, {}
+    started._is_stopping, started.on_exit = False, lambda _: None
+    launcher.launchers["0"].on_stop(partial(started._note_end, 0))
+    stopped = psutil.Process(launcher.agents["a"].pid)
+    stopped.suspend()
+    try:
+        started.end_engines([0])
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # killed with the lost connection
+            stopped.kill()
+        launcher.close()
+
+    assert "nothing was heard from it" in started.exits[0].how

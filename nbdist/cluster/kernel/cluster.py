@@ -31,6 +31,7 @@ from nbdist.cluster.kernel import (
     processes,
     run_dir,
 )
+from nbdist.cluster.kernel.agents import SILENT_S
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit
@@ -431,7 +432,8 @@ class Cluster:
         started = self._started[engine]
         if isinstance(started, AgentEngine):
             started.end()
-            if self.exit_of(engine, END_SESSION_S) is None:
+            # A host that was cut off just now is seen to be by then.
+            if self.exit_of(engine, SILENT_S + END_SESSION_S) is None:
                 raise StartError(f"rank {engine} on {started.agent.host} could not be ended")
             return
         pid = started.pid
