@@ -21,7 +21,7 @@ from traitlets import Dict, Float, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, HostAgent, HostFacts, RankExit
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, HostFacts, RankExit
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
@@ -274,10 +274,13 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     def _take_start(
         self, engine: AgentEngine, loop: asyncio.AbstractEventLoop, started: Any
     ) -> None:
-        if started.exception() is None:
+        error = started.exception()
+        if error is None:
             engine.pid = started.result()
-        else:
-            loop.call_soon_threadsafe(engine.finish, None, str(started.exception()))
+            return
+        is_lost = isinstance(error, AgentLost)
+        unreachable = f"{engine.agent.host} cannot be reached: {error}" if is_lost else ""
+        loop.call_soon_threadsafe(engine.finish, None, str(error), unreachable)
 
     async def _share_connection(self) -> None:
         """Hand the controller's connection file, with its key, to every host when it is there."""
