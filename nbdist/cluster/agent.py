@@ -3,13 +3,15 @@
 A program of the standard library alone: its text, with the guardian's, is sent over the connection
 (ssh, srun) on which it then speaks, so nothing has to be installed for it. A line of its standard
 output that begins with MARK is a message; whatever a login script prints is none. A line of its
-standard input is a command, and each command is answered. When the input ends, or nothing has been
-heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and itself.
+standard input is a command, and each command is answered. When the input ends or says `stop`, or
+nothing has been heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and
+itself.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -32,8 +34,6 @@ from pathlib import Path
 from typing import Any
 
 MARK = "nbdist-agent "
-# What the names of agents' folders begin with: they are beside those of runs.
-FOLDER = "ranks-"
 BEAT_S = 1.0
 # Far longer than the kernel's own patience: ranks that it has given up on may still end by
 # themselves, and a kernel that was stopped for a while finds its ranks again.
@@ -157,7 +157,7 @@ class Agent:
             try:
                 self._inbox.put(("command", json.loads(line)))
             except ValueError:
-                break  # cut off in the middle of a line
+                break  # `stop`, or cut off in the middle of a line
         self._inbox.put(("closed", None))
 
     def _answer(self, command: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Agent:
         status = base.lstat()
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or base.is_symlink():
             raise PermissionError(f"{base} is not a folder that only this user can enter")
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{run}-", dir=base))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{guardian.RANKS}{run}-", dir=base))
         (self._folder / "profile").mkdir(mode=0o700)  # ipyparallel's engine needs one
         return str(self._folder)
 
@@ -234,9 +234,10 @@ class Agent:
         self._end_sessions([process.pid])
         files = {}
         for path in self._files(rank):
-            if path.stat().st_size <= LARGEST_FILE_BYTES:
-                packed = base64.b64encode(zlib.compress(path.read_bytes(), 1))
-                files[str(path.relative_to(self._folder))] = packed.decode()
+            with contextlib.suppress(OSError):  # without it: the end itself has to be told
+                if path.stat().st_size <= LARGEST_FILE_BYTES:
+                    packed = base64.b64encode(zlib.compress(path.read_bytes(), 1))
+                    files[str(path.relative_to(self._folder))] = packed.decode()
         say("exit", rank=rank, pid=process.pid, code=code, tail=self._tail(rank), files=files)
 
     def _files(self, rank: int) -> list[Path]:
@@ -267,10 +268,11 @@ class Agent:
 
     def _tail(self, rank: int) -> str:
         try:
-            text = self._log(rank).read_bytes()[-TAIL_BYTES:]
+            with self._log(rank).open("rb") as log:  # it may be larger than the memory
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                return log.read(TAIL_BYTES).decode("utf-8", "replace")
         except OSError:
             return ""
-        return text.decode("utf-8", "replace")
 
     def end_all(self) -> None:
         """Ask, wait a moment, then kill whatever is left, and remove the run's folder."""

@@ -46,7 +46,7 @@ class SlurmOptions:
     Attributes:
         gpus_per_node: Ranks of a host, each with a GPU; None for ranks on CPUs.
         time: As `sbatch --time` takes it: "2:00:00", "1-0" or minutes.
-        sbatch: More words for sbatch, as typed in a shell; they come last, so they win.
+        sbatch: More words for sbatch, as typed in a shell; they win, but for the job's name.
     """
 
     gpus_per_node: int | None = None
@@ -178,13 +178,13 @@ def submission(
         "--parsable",
         "--no-requeue",
         "--no-kill",
-        f"--job-name={name}",
         "--output=/dev/null",
         "--chdir=/",
         *size,
         *(f"--{word}={value}" for word, value in named.items() if value),
         *([f"--exclude={','.join(without)}"] if without else []),
         *more,
+        f"--job-name={name}",  # after theirs: by it the job is cancelled
         "--wrap=exec sleep infinity",
     ]
 

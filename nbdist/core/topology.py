@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -187,10 +187,9 @@ def plan(
     gpu_uuids = [] if obstacle else [place.device_uuid for place in places]
     choice = choose_backend(backend, gpu_uuids, obstacle)
     n_hosts = places[-1].node_rank + 1
-    addresses = {ip for report in reports for ip in _outer_addresses(report) if ":" not in ip}
     return Topology(
         places, choice.backend, choice.why, choice.is_scaling, n_hosts, is_launcher_order,
-        tuple(sorted(addresses)) if n_hosts > 1 and not _share_network(reports) else (),
+        _peer_addresses(reports),
     )  # fmt: skip
 
 
@@ -235,8 +234,11 @@ def replan(topology: Topology, reports: Mapping[int, EngineReport]) -> Topology:
         threads = place.threads or max(1, reports[rank].cores // size)
         node_rank = dense[place.node_rank]
         ordered.append(replace(place, local_world_size=size, node_rank=node_rank, threads=threads))
-    fresh = {ip for r in reports.values() for ip in _outer_addresses(r) if ":" not in ip}
-    addresses = tuple(sorted({*topology.addresses, *fresh})) if topology.addresses else ()
+    addresses = topology.addresses
+    if len(reports) == topology.world_size:
+        addresses = _peer_addresses([*reports.values()])
+    elif addresses:  # those that stay have them too
+        addresses = tuple(sorted({*addresses, *_addresses_v4(reports.values())}))
     return replace(topology, ranks=tuple(ordered), n_hosts=len(sizes), addresses=addresses)
 
 
@@ -503,6 +505,16 @@ def _share_network(reports: Sequence[EngineReport]) -> bool:
     """Whether all engines have one loopback interface, as on pretended hosts."""
     networks = {(report.boot_id, report.network_namespace) for report in reports}
     return len(networks) == 1 and "" not in networks.pop()
+
+
+def _peer_addresses(reports: Sequence[EngineReport]) -> tuple[str, ...]:
+    """From where the ranks of several hosts connect to each other; () where all are on one."""
+    is_alone = len({_host_key(report) for report in reports}) == 1 or _share_network(reports)
+    return () if is_alone else tuple(sorted(_addresses_v4(reports)))
+
+
+def _addresses_v4(reports: Iterable[EngineReport]) -> set[str]:
+    return {ip for report in reports for ip in _outer_addresses(report) if ":" not in ip}
 
 
 def _outer_addresses(report: EngineReport) -> list[str]:

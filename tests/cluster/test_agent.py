@@ -91,6 +91,22 @@ def test_the_end_of_a_rank_is_told_with_what_it_leaves(connect: Connect) -> None
     assert ends.get(timeout=20).code == -signal.SIGINT
 
 
+def test_what_cannot_be_read_ends_no_other_rank(connect: Connect) -> None:
+    """A log of a terabyte, a file that cannot be read: the agent tells the end, and goes on."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.on_exit = ends.put
+    code = (
+        "import os, pathlib; f = pathlib.Path(os.environ['FOLDER'])\n"
+        "os.truncate(f / 'rank3.log', 1 << 40); (f / 'boxes').mkdir()\n"
+        "(f / 'boxes' / '3').symlink_to('/proc/self/mem'); (f / 'crash.3').write_text('why')"
+    )
+    start(agent, ["-c", code], 3, FOLDER="{folder}")
+    end = ends.get(timeout=20)
+
+    assert (end.code, end.tail, end.files) == (0, "\0" * 4000, {"crash.3": b"why"})
+    assert agent.ask("facts").result(10)["pid"]
+
+
 def test_a_rank_is_ended_with_its_children(connect: Connect) -> None:
     """Of a rank that is killed, what it has started goes as well; another rank stays."""
     agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
@@ -125,6 +141,22 @@ def test_nothing_is_left_of_a_host(how: str, connect: Connect, tmp_path: Path) -
 
     assert processes.wait_gone([*pids, program]) == []
     assert how == "kill the agent" or until(lambda: list(tmp_path.iterdir()) == [])
+
+
+def test_a_child_that_holds_the_connection_keeps_no_agent(connect: Connect) -> None:
+    """What the notebook has forked has the pipe too, which then does not end: it is said in words.
+
+    An agent of this machine that is killed instead would leave its folder.
+    """
+    agent = opened(connect())
+    assert agent._process.stdin is not None
+    held = os.dup(agent._process.stdin.fileno())
+    try:
+        assert agent.stop(5.0)
+    finally:
+        os.close(held)
+
+    assert not Path(agent.folder).exists()
 
 
 def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

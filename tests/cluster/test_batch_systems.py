@@ -61,7 +61,7 @@ def put_pbs(stubs: Path, **replaced: str) -> None:
 
 
 def begin(profile: str) -> StartedSession:
-    return start_session(StartOptions(2, profile=profile, gpus="none"), silent, lambda _: None)
+    return start_session(StartOptions(2, profile=profile), silent, lambda _: None)
 
 
 def lose_rank_1(session: Session) -> str:
@@ -105,7 +105,7 @@ def test_ranks_in_pods_of_an_indexed_job(stubs: Path, runs: Path) -> None:
 def test_ranks_by_the_pbs_profile_of_the_page(stubs: Path, runs: Path) -> None:
     """ipyparallel's launcher renders its script, one task of the array is one rank."""
     put_pbs(stubs)
-    with session_of(StartOptions(2, profile="pbs", gpus="none")) as session:
+    with session_of(StartOptions(2, profile="pbs")) as session:
         sums = session.run(SUM)
 
     assert [rank.text for rank in sums.ranks] == ["3.0\n"] * 2
@@ -139,7 +139,7 @@ def test_ranks_that_do_not_come_are_told_with_their_output_and_their_jobs_state(
     """And the error of a stop that fails too is said beside it, not in its place."""
     put_pbs(stubs, **{"{program_and_args}": "/no/such/python {program_and_args}"})
     (stubs / "bin" / "qdel").write_text("#!/bin/sh\necho 'qdel: Server is down' >&2\nexit 3\n")
-    options = StartOptions(2, profile="pbs", gpus="none", deadline_s=8)
+    options = StartOptions(2, profile="pbs", deadline_s=8)
     with pytest.raises(StartError) as caught:
         start_session(options, silent, lambda _: None)
 

@@ -182,6 +182,21 @@ def test_what_a_kernel_said_before_its_end_is_heard_after_it(
     assert not run_dir.exists()
 
 
+def test_what_a_killed_agent_of_this_machine_leaves_goes_too(
+    started: Started, run_dir: Path
+) -> None:
+    """Its folder, and what its ranks had started in sessions of their own; another run's stays."""
+    folders = [run_dir.with_name(f"ranks-{name}-abc") for name in ("run-x", "run-xy")]
+    marked = [started(env={"NBDIST_RUN": str(folder)}) for folder in folders]
+    for folder in folders:
+        (folder / "profile").mkdir(parents=True)
+
+    assert Guard(run_dir).close()
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert ended(marked[0])
+    assert marked[1].poll() is None
+
+
 def test_a_forked_child_does_not_hold_up_the_close(run_dir: Path) -> None:
     """The pipe's end may be held open elsewhere: the guardian is told to stop in words."""
     guard = Guard(run_dir)

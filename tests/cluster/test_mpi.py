@@ -42,7 +42,7 @@ def mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mpi")
 def test_ranks_by_mpiexec_work_and_end_together(runs: Path) -> None:
     """Its numbers are the ranks', all cores are theirs; a death is told in mpiexec's own words."""
-    started = start_session(StartOptions(2, profile="mpi", gpus="none"), silent, lambda _: None)
+    started = start_session(StartOptions(2, profile="mpi"), silent, lambda _: None)
     session = started.session
     try:
         result = session.run(CELL)
@@ -69,7 +69,7 @@ def test_too_few_slots_are_told_in_mpiexecs_own_words() -> None:
     """At once, not after the start's deadline."""
     with (
         pytest.raises(StartError) as caught,
-        session_of(StartOptions(1000, profile="mpi", gpus="none")),
+        session_of(StartOptions(1000, profile="mpi")),
     ):
         pass
 

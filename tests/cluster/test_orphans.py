@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.cluster import agent
 from nbdist.cluster import run_owner as states
 from nbdist.cluster.kernel import guardian, orphans, run_dir, runs
 from nbdist.cluster.kernel.guard import Guard
@@ -186,7 +185,7 @@ def test_after_one_kernel_its_own_runs_are_removed_alone(base: Path) -> None:
 def test_the_folder_of_an_agent_is_no_run(base: Path) -> None:
     """It lies beside the runs' on the host of its ranks, which may be this machine."""
     run = run_dir.create()
-    (base / f"{agent.FOLDER}{run.name}-abc").mkdir()
+    (base / f"{guardian.RANKS}{run.name}-abc").mkdir()
 
     assert [found.folder for found in runs.find_runs()] == [str(run)]
 

@@ -167,10 +167,11 @@ def test_the_command_that_asks_for_a_job() -> None:
     words = slurm.submission(options, 12, "nbdist-run-x", without=["n7"])
 
     assert words == [
-        "sbatch", "--parsable", "--no-requeue", "--no-kill", "--job-name=nbdist-run-x",
-        "--output=/dev/null", "--chdir=/", "--nodes=2", "--ntasks-per-node=6",
-        "--gpus-per-node=8", "--partition=gpu", "--account=physics", "--time=2:00:00",
-        "--exclude=n7", "--constraint=h100 a", "-N", "3", "--wrap=exec sleep infinity",
+        "sbatch", "--parsable", "--no-requeue", "--no-kill", "--output=/dev/null", "--chdir=/",
+        "--nodes=2", "--ntasks-per-node=6", "--gpus-per-node=8", "--partition=gpu",
+        "--account=physics", "--time=2:00:00", "--exclude=n7", "--constraint=h100 a", "-N", "3",
+        # The last: by this name the job is cancelled, whatever --sbatch names it.
+        "--job-name=nbdist-run-x", "--wrap=exec sleep infinity",
     ]  # fmt: skip
     assert "--ntasks=5" in slurm.submission(SlurmOptions(), 5, "x")
     with pytest.raises(OptionError, match="No closing quotation"):

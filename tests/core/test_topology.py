@@ -520,6 +520,26 @@ def test_a_rank_on_another_host_takes_what_is_free_there(
             assert place.threads == 16 // place.local_world_size
 
 
+def test_only_the_hosts_of_the_group_are_admitted() -> None:
+    """A host that is new is; of one host alone the loopback is, which no filter may drop."""
+
+    def on(*hosts: str) -> dict[int, EngineReport]:
+        addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+        return {
+            rank: engine(3 - rank, host, addresses=(("eth0", addresses[host]),))
+            for rank, host in enumerate(hosts)
+        }
+
+    two, alone = plan([*on("a", "a", "b", "b").values()]), plan([*on("c", "c", "c", "c").values()])
+    one_moved = replan(two, {3: on("a", "a", "b", "c")[3]})
+
+    assert (two.addresses, alone.addresses) == (("10.0.0.1", "10.0.0.2"), ())
+    assert one_moved.addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    assert replan(two, {r: e for r, e in on("a", "a", "a", "a").items() if r > 1}).addresses
+    assert replan(two, on("c", "c", "c", "c")).addresses == ()
+    assert replan(alone, on("a", "a", "b", "b")).addresses == two.addresses
+
+
 def test_hosts_of_one_name_are_told_apart() -> None:
     """A namespace beside another one with its hostname is another host."""
     before = plan([engine(e, "h", network_namespace=f"net:{e // 2}") for e in range(4)])

@@ -177,7 +177,8 @@ class HostAgent:
         was_lost, self._is_stopping = bool(self.lost), True
         self._outbox.put(None)
         try:
-            self._process.wait(deadline_s)
+            # Where no agent has come yet, ssh would go on trying.
+            self._process.wait(deadline_s if self._facts.done() else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -195,6 +196,8 @@ class HostAgent:
                 except queue.Empty:
                     content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
                 if content is None:
+                    # In words: a child that the user's code has forked may hold the pipe open.
+                    self._process.stdin.write(b"stop\n")
                     return
                 while content:
                     content = content[self._process.stdin.write(content) :]

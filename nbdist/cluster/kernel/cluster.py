@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from nbdist.cluster.kernel import (
     processes,
     run_dir,
 )
+from nbdist.cluster.kernel.agents import SILENT_S
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit
@@ -69,15 +71,21 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def run_in_loop(coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """The coroutine's result.
+def run_in_loop(
+    coroutine: Coroutine[Any, Any, T], deadline_s: float, check: Callable[[], None] | None = None
+) -> T:
+    """The coroutine's result; `check` is called often meanwhile, and may raise to break off.
 
     Raises:
         TimeoutError: After the deadline; the coroutine is cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    end_s = time.monotonic() + deadline_s
     try:
-        return future.result(deadline_s)
+        while check is not None and not future.done() and time.monotonic() < end_s:
+            check()
+            wait([future], POLL_S)
+        return future.result(max(0.0, end_s - time.monotonic()))
     except BaseException:
         future.cancel()
         raise
@@ -385,7 +393,14 @@ class Cluster:
         try:
             self._unregister(engines, end_s, check)
             progress("starting new processes")
-            run_in_loop(self._start_again(engines, environment), deadline_s)
+            starting = self._start_again(engines, environment)
+            try:
+                run_in_loop(starting, max(0.0, end_s - time.monotonic()), check)
+            except TimeoutError as error:
+                raise StartError(
+                    f"no host took {ranks_phrase(list(engines))} within {deadline_s:.0f} s "
+                    "(--timeout)"
+                ) from error
             self._arrivals(engines).wait(end_s, deadline_s, progress, check)
         except BaseException:
             self.end_engines(engines)
@@ -417,7 +432,8 @@ class Cluster:
         started = self._started[engine]
         if isinstance(started, AgentEngine):
             started.end()
-            if self.exit_of(engine, END_SESSION_S) is None:
+            # A host that was cut off just now is seen to be by then.
+            if self.exit_of(engine, SILENT_S + END_SESSION_S) is None:
                 raise StartError(f"rank {engine} on {started.agent.host} could not be ended")
             return
         pid = started.pid

@@ -18,6 +18,8 @@ import signal
 import sys
 import time
 
+# What the names of agents' folders begin with: they are beside those of runs.
+RANKS = "ranks-"
 SWEEPS = 40
 SWEEP_PAUSE_S = 0.05
 # Of the command that ends what is elsewhere. It is run once more, a moment later, if it fails.
@@ -199,6 +201,16 @@ def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  #
                 continue
 
 
+def agents_folders(run_dir: str) -> list[str]:
+    """Those of agents of this machine, which were killed here before they could tidy up."""
+    base, run = os.path.split(run_dir)
+    try:
+        names = os.listdir(base)
+    except OSError:
+        return []
+    return [os.path.join(base, name) for name in names if name.startswith(f"{RANKS}{run}-")]
+
+
 def main() -> None:
     """Wait for the kernel's end, then end its processes and remove its run folder."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -206,6 +218,10 @@ def main() -> None:
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     sessions, command = wait(kernel)
     killed = end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    for folder in agents_folders(run_dir):
+        killed |= end_all({}, b"NBDIST_RUN=" + os.fsencode(folder))
+        sweep_shm(folder, killed)
+        shutil.rmtree(folder, ignore_errors=True)
     # Not before: what was being started there just now is there, or never will be.
     is_ended = not command or run_command(command)
     sweep_shm(run_dir, killed)

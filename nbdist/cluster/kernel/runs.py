@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from nbdist.cluster import agent, run_owner
+from nbdist.cluster import run_owner
 from nbdist.cluster.kernel import guardian, run_dir
 from nbdist.cluster.run_owner import Process, Run
 from nbdist.core import host
@@ -80,7 +80,7 @@ def _folders() -> list[str]:
         return []  # somebody else's: `%dist_init` says so
     folders = (path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
     # An agent's is no run: it has ranks of a run of this machine, or of another one.
-    return [str(path) for path in folders if not path.name.startswith(agent.FOLDER)]
+    return [str(path) for path in folders if not path.name.startswith(guardian.RANKS)]
 
 
 def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:

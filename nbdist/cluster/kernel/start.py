@@ -28,7 +28,7 @@ from nbdist.cluster.slurm import DEFAULTS, TYPED, SlurmOptions
 from nbdist.core import gpus, host, topology, versions
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.host import usable_cores
-from nbdist.core.ranks import is_all
+from nbdist.core.ranks import is_all, parse_numbers
 from nbdist.core.topology import EngineReport, Gpu, HostRanks, StoreAt, Topology
 from nbdist.errors import OptionError, StartError, no_such
 from nbdist.rpc.kernel.functions import Caller, RankFunction
@@ -154,6 +154,17 @@ def _load_profile(options: StartOptions) -> tuple[Config, str]:
             "not start itself. Set TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment in which its "
             "engines start."
         )
+    if kind == ipp_cluster.OTHER and options.gpus is not None and not is_all(options.gpus):
+        raise OptionError(
+            f"--gpus does not work with the profile {options.profile!r}, whose ranks nbdist does "
+            f"not start itself. Leave it out, and {GPUS} too, and set CUDA_VISIBLE_DEVICES in the "
+            "environment in which its engines start."
+        )
+    if kind == ipp_cluster.LOCAL and options.hosts:
+        raise OptionError(
+            f"The ranks of the profile {options.profile!r} are on this machine. --hosts works with "
+            "the profiles ssh, mpi and pretended."
+        )
     if kind != ipp_cluster.SLURM and options.slurm != DEFAULTS:
         raise OptionError(
             f"The ranks of the profile {options.profile!r} are not started by Slurm: "
@@ -246,6 +257,8 @@ def _check_values(options: Any) -> None:
         raise no_such("backend", options.backend, topology.BACKENDS)
     if not isinstance(options.world_size, int | None):
         raise OptionError(f"{options.world_size!r} is not a valid number of ranks. Use 1 or more.")
+    if options.world_size is not None and options.world_size < 1:
+        raise OptionError(f"-n {options.world_size} starts no rank. Use 1 or more.")
     if not isinstance(options.gpus, str | None):
         raise OptionError(f'gpus must be a string such as "0,1" or "none", not {options.gpus!r}.')
     if options.deadline_s <= 0:
@@ -335,8 +348,9 @@ def _configure_agents(config: Config, options: StartOptions) -> list[str]:
         section.hosts = [(host.name, host.places) for host in options.hosts]
     environment = {}
     if options.gpus is not None and not is_all(options.gpus):
-        wanted = options.gpus.strip().lower()
-        environment["CUDA_VISIBLE_DEVICES"] = "" if wanted == "none" else options.gpus
+        is_none = options.gpus.strip().lower() == "none"
+        numbers = () if is_none else parse_numbers(options.gpus, "GPUs")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     if level := launcher.DEBUG_LEVELS[options.debug]:
         environment["TORCH_DISTRIBUTED_DEBUG"] = level
     section.common_environment = {**section.get("common_environment", {}), **environment}

@@ -21,13 +21,15 @@ from traitlets import Dict, Float, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, HostAgent, HostFacts, RankExit
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, HostFacts, RankExit
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
+# Less than what somebody waits for the end of a rank that is to be replaced.
+EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
@@ -96,6 +98,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.launchers: dict[str, AgentEngine] = {}
         self.places: dict[str, int] = {}
         self.world_size = 0
+        self._is_closed = False
+        self._preparing = threading.Lock()  # a try that was broken off may still be under way
         self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
         self.run_dir = Path(self.profile_dir).parent
@@ -105,7 +109,16 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         return ["hosts", *self.agents]
 
     async def find_hosts(self, n: int) -> tuple[Host, ...]:
-        """The hosts to start n ranks on (0: as many as there are places)."""
+        """The hosts to start n ranks on (0: as many as there are places).
+
+        Raises:
+            OptionError: If there is none.
+        """
+        if not self.hosts:
+            raise OptionError(
+                "No host is named. Type --hosts n1:4,n2:4, or set c.AgentEngineSetLauncher.hosts "
+                "in the profile."
+            )
         return tuple(Host(*entry) for entry in self.hosts)
 
     def command(self, host: str) -> list[str]:
@@ -153,20 +166,21 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
                 "c.AgentEngineSetLauncher.hosts in a profile of your own."
             )
         try:
-            with ThreadPoolExecutor(max_workers=len(found)) as pool:
-                loop = asyncio.get_running_loop()
-                names = [host.name for host in found]
-                checks = [loop.run_in_executor(pool, self._reach, name, loop) for name in names]
-                self.checks = tuple(await asyncio.gather(*checks))
+            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(len(found))
+            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in found]
+            pool.shutdown(wait=False)  # a start that is broken off waits for no connection
+            self.checks = tuple(await asyncio.gather(*checks))
             hosts.refuse(self.checks, own_versions())
-            gpus = {check.name: check.gpus for check in self.checks}
+            visible = self.common_environment.get("CUDA_VISIBLE_DEVICES")
+            most = sys.maxsize if visible is None else len([v for v in visible.split(",") if v])
+            gpus = {check.name: min(check.gpus, most) for check in self.checks}
             self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
             shares = hosts.share_ranks(self.places, n or None)
         except BaseException:
             self.close()
             raise
         for host in [name for name in self.agents if name not in shares]:
-            self.agents.pop(host).stop(0)
+            threading.Thread(target=self.agents.pop(host).stop).start()
         self.world_size = sum(map(len, shares.values()))
         for host, ranks in shares.items():
             for rank in ranks:
@@ -186,16 +200,22 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         try:
             agent = HostAgent(host, self.command(host), environment)
             self.agents[host] = agent
-            agent.on_exit = lambda end: loop.call_soon_threadsafe(
-                self._take_exit, agent, end, self.explain_exit(host, end)
+            if self._is_closed:
+                agent.stop()
+            agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
+                self._take_exit(agent, end), loop
             )
             agent.on_lost = lambda why: loop.call_soon_threadsafe(
                 self._take_loss, agent, self.explain(host, why)
             )
             facts = agent.facts(self.connect_s)
             agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
-        except (OSError, NbdistError, TimeoutError) as error:
-            return HostCheck(host, problem=self.explain(host, str(error)))
+        except (OSError, NbdistError) as error:
+            if failed := self.agents.pop(host, None):
+                failed.stop(0)
+            late = f"its agent did not answer within {ANSWER_S:.0f} s"
+            problem = late if isinstance(error, TimeoutError) else str(error)
+            return HostCheck(host, problem=self.explain(host, problem))
         return check_of(host, facts)
 
     def _start_rank(
@@ -259,10 +279,13 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     def _take_start(
         self, engine: AgentEngine, loop: asyncio.AbstractEventLoop, started: Any
     ) -> None:
-        if started.exception() is None:
+        error = started.exception()
+        if error is None:
             engine.pid = started.result()
-        else:
-            loop.call_soon_threadsafe(engine.finish, None, str(started.exception()))
+            return
+        is_lost = isinstance(error, AgentLost)
+        unreachable = f"{engine.agent.host} cannot be reached: {error}" if is_lost else ""
+        loop.call_soon_threadsafe(engine.finish, None, str(error), unreachable)
 
     async def _share_connection(self) -> None:
         """Hand the controller's connection file, with its key, to every host when it is there."""
@@ -273,7 +296,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         for agent in self.agents.values():
             agent.ask("file", name=ENGINE_FILE, text=text)
 
-    def _take_exit(self, agent: HostAgent, end: RankExit, cause: str) -> None:
+    async def _take_exit(self, agent: HostAgent, end: RankExit) -> None:
         """A rank's process has ended: keep what it has left where the kernel looks for it."""
         engine = self.launchers.get(str(end.rank))
         if engine is None or engine.agent is not agent or engine.pid not in {0, end.pid}:
@@ -283,6 +306,11 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             with contextlib.suppress(OSError):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 path.write_bytes(content)
+        cause = ""
+        # Not in the connection's thread: a host that nobody listens to counts as lost.
+        with contextlib.suppress(NbdistError, TimeoutError):
+            asked = asyncio.to_thread(self.explain_exit, agent.host, end)
+            cause = await asyncio.wait_for(asked, EXPLAIN_S)
         engine.finish(end.code, end.tail, cause)
 
     def _take_loss(self, agent: HostAgent, why: str) -> None:
@@ -301,6 +329,10 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         Raises:
             StartError: If there is neither.
         """
+        with self._preparing:
+            return self._choose_host(rank, loop)
+
+    def _choose_host(self, rank: int, loop: asyncio.AbstractEventLoop) -> HostAgent:
         former = self.launchers[str(rank)].agent
         if not former.lost:
             return former
@@ -310,26 +342,35 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         for host in chain(here, (spare.name for spare in self.spare_hosts(former.host))):
             free = self._free_places(host, rank)
             if free < 1:
-                tried[host] = "all of its places are taken"
+                tried[host] = f"{host}: all of its places are taken"
                 continue
             agent = self.agents.get(host)
             if agent is not None and not agent.lost:
                 return agent
             failed_s, problem = self._failed.get(host, (0.0, ""))
             if time.monotonic() - failed_s > RETRY_S:
-                check = self._reach(host, loop)
-                if not check.problem:
-                    hosts.refuse([check], own_versions())
+                problem = self._add_host(host, loop)
+                if not problem:
                     return self.agents[host]
-                problem = check.problem
                 self._failed[host] = time.monotonic(), problem
             tried[host] = problem
-        listed = "; ".join(f"{host}: {why}" for host, why in tried.items())
+        listed = "; ".join(tried.values())
         raise StartError(
             f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
             "start (--hosts n1:4,n2:4,n3:4 with a smaller -n), or start all ranks again with "
             "%dist_reset."
         )
+
+    def _add_host(self, host: str, loop: asyncio.AbstractEventLoop) -> str:
+        """Connect to a host for ranks that come back; why they cannot run there, or ""."""
+        check = self._reach(host, loop)
+        others = [other for other in self.checks if other.name != host]
+        texts = hosts.problems([*others, check], own_versions())
+        if not texts:
+            self.checks = (*others, check)
+        elif not check.problem:
+            self.agents.pop(host).stop()
+        return "; ".join(texts)
 
     def _free_places(self, host: str, rank: int) -> int:
         taken = [
@@ -367,8 +408,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     def close(self) -> None:
         """The same, without a loop: returns when all agents have ended."""
+        self._is_closed = True
         # Plain threads: at the interpreter's end an executor takes no work any more.
-        stops = [threading.Thread(target=agent.stop) for agent in self.agents.values()]
+        stops = [threading.Thread(target=agent.stop) for agent in list(self.agents.values())]
         for stop in stops:
             stop.start()
         for stop in stops:

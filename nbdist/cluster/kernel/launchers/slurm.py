@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -50,8 +49,6 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         self._job_of = dict.fromkeys(self.cpus, self.job)
         self._notes: list[str] = []
         self._spare: int | None = None
-        self._spare_lock = threading.Lock()
-        self._is_closed = False
         self.watches = {self.job: JobWatch(self.job, [*self.cpus], self._notes.append)}
 
     def command(self, host: str) -> list[str]:
@@ -109,21 +106,20 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
             return
         options = SlurmOptions(**{f.name: getattr(self, f.name) for f in fields(SlurmOptions)})
         ranks = sum(1 for engine in self.launchers.values() if engine.agent.host == lost)
-        with self._spare_lock:
-            if self._spare is None:
-                self._spare = slurm_job.submit(options, ranks, self.job_name, [lost])
-            number = self._spare
-            try:
-                slurm_job.wait(number, options, lambda _line: None, SPARE_S)
-            except slurm_job.StillPending as error:
-                raise StartError(
-                    f"{error}. It was submitted in the place of {lost} and stays in the queue: "
-                    "%dist_restart takes its hosts once it runs."
-                ) from None
-            except StartError:
-                self._spare = None
-                raise
+        if self._spare is None:
+            self._spare = slurm_job.submit(options, ranks, self.job_name, [lost])
+        number = self._spare
+        try:
+            slurm_job.wait(number, options, lambda _line: None, SPARE_S)
+        except slurm_job.StillPending as error:
+            raise StartError(
+                f"{error}. It was submitted in the place of {lost} and stays in the queue: "
+                "%dist_restart takes its hosts once it runs."
+            ) from None
+        except StartError:
             self._spare = None
+            raise
+        self._spare = None
         shares = slurm_job.shares(number)
         for host, places in slurm.places(shares, ranks).items():
             self.places[host], self._job_of[host] = places, number
@@ -144,7 +140,6 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def close(self) -> None:
         """Watch no more, and end all agents; the guardian cancels the jobs."""
-        self._is_closed = True
         for watch in self.watches.values():
             watch.close()
         super().close()
