@@ -156,7 +156,6 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
             {"slurm": SlurmOptions(partition="gpu")},
             ["'local' are not started by Slurm", "--gpus-per-node", "Add --profile slurm"],
         ),
-        ({"profile": "ssh"}, ["No host is named", "--hosts n1:4,n2:4"]),
         ({"profile": "ssh", "world_size": 0}, ["-n 0 starts no rank"]),
         ({"profile": "ssh", "gpus": "first"}, ["'first'", "GPUs"]),
         ({"profile": "mpi", "gpus": "none"}, ["--gpus does not work", "CUDA_VISIBLE_DEVICES"]),
