@@ -93,9 +93,10 @@ LOST = """
     keys = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
     def end(**result):
-        state = this_rank()
+        state, group = this_rank(), dist.new_group()
+        total(group)  # no rank ends while another one still connects
         done(world=total(), environment=[os.environ[key] for key in keys], **result,
-             hosts=[place.host for place in state.topology.ranks], later=dist.new_group().size(),
+             hosts=[place.host for place in state.topology.ranks], later=group.size(),
              holder=common_store.where() == common_store._own())
 
     if is_new:
