@@ -1,8 +1,8 @@
 """The agent of a host: it starts ranks, tells how they end, and leaves nothing behind."""
 
 import base64
-import json
 import contextlib
+import json
 import os
 import queue
 import signal
