@@ -81,6 +81,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     """
 
     is_on_this_machine = False
+    spare_advice = (
+        "Give spare hosts or places at the start (--hosts n1:4,n2:4,n3:4 with a smaller -n)"
+    )
 
     hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
@@ -351,9 +354,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             tried[host] = problem
         listed = "; ".join(tried.values())
         raise StartError(
-            f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
-            "start (--hosts n1:4,n2:4,n3:4 with a smaller -n), or start all ranks again with "
-            "%dist_reset."
+            f"rank {rank} has no host to run on ({listed}). {self.spare_advice}, or start all "
+            "ranks again with %dist_reset."
         )
 
     def _add_host(self, host: str, loop: asyncio.AbstractEventLoop) -> str:
