@@ -162,17 +162,17 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             OptionError: If the hosts have fewer places.
             StartError: If a host is not fit, with the table of hosts; nothing runs then.
         """
-        found = await self.find_hosts(n)
+        chosen = await self.find_hosts(n)
         try:
-            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(found)))
-            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in found]
+            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(chosen)))
+            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in chosen]
             pool.shutdown(wait=False)  # a start that is broken off waits for no connection
             self.checks = tuple(await asyncio.gather(*checks))
             hosts.refuse(self.checks, own_versions())
             visible = self.common_environment.get("CUDA_VISIBLE_DEVICES")
             most = sys.maxsize if visible is None else len([v for v in visible.split(",") if v])
             gpus = {check.name: min(check.gpus, most) for check in self.checks}
-            self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
+            self.places = {h.name: h.places or gpus[h.name] or 1 for h in chosen}
             shares = hosts.share_ranks(self.places, n or None)
         except BaseException:
             self.close()
