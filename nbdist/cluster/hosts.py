@@ -109,18 +109,18 @@ def problems(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> li
 
     All must have nbdist in this notebook's version, and one version of torch.
     """
-    found = [f"{check.name}: {check.problem}" for check in checks if check.problem]
+    texts = [f"{check.name}: {check.problem}" for check in checks if check.problem]
     reached = [check for check in checks if not check.problem]
     for check in reached:
-        found += [f"{check.name}: {text}" for text in _host_problems(check, own_versions)]
+        texts += [f"{check.name}: {text}" for text in _host_problems(check, own_versions)]
     by_torch: dict[str, list[str]] = {}
     for check in reached:
         if torch := (check.versions or {}).get("torch"):
             by_torch.setdefault(torch, []).append(check.name)
     if len(by_torch) > 1:
         listed = "; ".join(f"{version} on {', '.join(on)}" for version, on in by_torch.items())
-        found.append(f"The hosts have different versions of torch: {listed}. Install one on all")
-    return found
+        texts.append(f"The hosts have different versions of torch: {listed}. Install one on all")
+    return texts
 
 
 def _host_problems(check: HostCheck, own_versions: Mapping[str, str]) -> list[str]:

@@ -201,15 +201,15 @@ def job_number(text: str) -> int:
 
 def jobs(text: str) -> list[Job]:
     """The lines of squeue with SQUEUE_FORMAT; one that cannot be read is left out."""
-    found = []
+    listed = []
     for line in text.splitlines():
         fields = line.strip().split("|", 7)
         if len(fields) == 8 and fields[0].isdigit():  # 12_[1-5]: an array of somebody else's
             number, state, partition, priority, left, start, hosts, reason = fields
             rank = int(priority) if priority.isdigit() else 0
             job = Job(int(number), state, partition, rank, seconds(left), start, hosts, reason)
-            found.append(job)
-    return found
+            listed.append(job)
+    return listed
 
 
 def seconds(text: str) -> float:
@@ -269,11 +269,11 @@ def shares(text: str, expand: Mapping[str, Sequence[str]]) -> tuple[HostShare, .
 
     `expand` gives the hosts of each host list in it; `host_lists` says which are needed.
     """
-    found = []
+    listed = []
     for hosts, cpus, gres in _details(text):
         gpus = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
-        found += [HostShare(host, _count(cpus), gpus) for host in expand[hosts]]
-    return tuple(found)
+        listed += [HostShare(host, _count(cpus), gpus) for host in expand[hosts]]
+    return tuple(listed)
 
 
 def host_lists(text: str) -> list[str]:
@@ -282,8 +282,8 @@ def host_lists(text: str) -> list[str]:
 
 
 def _details(text: str) -> list[tuple[str, str, str]]:
-    found = re.findall(r"\sNodes=(\S+) CPU_IDs=(\S+) Mem=\S+ GRES=(\S*)", text)
-    return [(hosts, cpus, gres) for hosts, cpus, gres in found]
+    rows = re.findall(r"\sNodes=(\S+) CPU_IDs=(\S+) Mem=\S+ GRES=(\S*)", text)
+    return [(hosts, cpus, gres) for hosts, cpus, gres in rows]
 
 
 def _count(ranges: str) -> int:
@@ -322,12 +322,12 @@ def places(shares_: Sequence[HostShare], world_size: int) -> dict[str, int]:
 
 def partitions(text: str) -> list[Partition]:
     """The lines of sinfo with SINFO_FORMAT; one that cannot be read is left out."""
-    found = []
+    listed = []
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) == 8 and fields[1].isdigit():
             name, hosts, counts, cpus, gres, job_hosts, time_limit, available = fields
-            found.append(
+            listed.append(
                 Partition(
                     name.rstrip("*"),
                     name.endswith("*"),
@@ -340,7 +340,7 @@ def partitions(text: str) -> list[Partition]:
                     available == "up",
                 )
             )
-    return found
+    return listed
 
 
 def refusal(words: str, options: SlurmOptions, known: Sequence[Partition]) -> str:
@@ -364,11 +364,11 @@ def refusal(words: str, options: SlurmOptions, known: Sequence[Partition]) -> st
 
 def unusable_hosts(text: str) -> dict[str, str]:
     """Hosts that cannot be used -> Slurm's word and reason, by `sinfo --Node` with NODE_FORMAT."""
-    found = {}
+    listed = {}
     for line in text.splitlines():
         host, _, rest = line.strip().partition("|")
         state, _, reason = rest.partition("|")
         if re.match(r"down|drain|fail|error|no_respond|unk|.*\*$", state):
             state = state.replace("*", ", not responding")
-            found[host] = state if reason in {"none", ""} else f"{state}: {reason}"
-    return found
+            listed[host] = state if reason in {"none", ""} else f"{state}: {reason}"
+    return listed

@@ -23,6 +23,8 @@ from nbdist.cluster.kernel.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.cluster import Cluster, run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
+from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
+from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import Interrupted, StartError
 from tests.support.ranks import until
@@ -253,3 +255,27 @@ def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
         launcher.close()
 
     assert "nothing was heard from it" in started.exits[0].how
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_missing"),
+    [
+        ("the connection ended (exit code 127). sh: 1: /x/python: not found", True),
+        ("the connection ended (exit code 1). /x/python: Command not found.", True),
+        ("[Errno 2] No such file or directory: '/x/python'", True),
+        ("the connection ended (exit code 255). bash: module: command not found\nclosed", False),
+    ],
+)
+def test_what_a_login_script_lacks_is_not_python(
+    reason: str, tmp_path: Path, *, is_missing: bool
+) -> None:
+    """A host that is lost after hours is not said to have no Python."""
+    launcher = SSHRankSetLauncher(profile_dir=str(tmp_path / "profile"))
+
+    assert ("remote_python" in launcher.explain("n1", reason)) is is_missing
+
+
+def test_no_option_is_named_that_the_profile_refuses() -> None:
+    """A Slurm job has the hosts that it has; --hosts is refused with it."""
+    assert "--hosts" in Launcher.spare_advice
+    assert "--hosts" not in SlurmRankSetLauncher.spare_advice

@@ -81,6 +81,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     """
 
     is_on_this_machine = False
+    spare_advice = (
+        "Give spare hosts or places at the start (--hosts n1:4,n2:4,n3:4 with a smaller -n)"
+    )
 
     hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
@@ -159,22 +162,22 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             OptionError: If the hosts have fewer places.
             StartError: If a host is not fit, with the table of hosts; nothing runs then.
         """
-        found = await self.find_hosts(n)
-        if not found:
+        chosen = await self.find_hosts(n)
+        if not chosen:
             raise OptionError(
                 "No host is named. Type them with their ranks, --hosts n1:4,n2:4, or set "
                 "c.AgentEngineSetLauncher.hosts in a profile of your own."
             )
         try:
-            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(len(found))
-            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in found]
+            loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(len(chosen))
+            checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in chosen]
             pool.shutdown(wait=False)  # a start that is broken off waits for no connection
             self.checks = tuple(await asyncio.gather(*checks))
             hosts.refuse(self.checks, own_versions())
             visible = self.common_environment.get("CUDA_VISIBLE_DEVICES")
             most = sys.maxsize if visible is None else len([v for v in visible.split(",") if v])
             gpus = {check.name: min(check.gpus, most) for check in self.checks}
-            self.places = {h.name: h.places or gpus[h.name] or 1 for h in found}
+            self.places = {h.name: h.places or gpus[h.name] or 1 for h in chosen}
             shares = hosts.share_ranks(self.places, n or None)
         except BaseException:
             self.close()
@@ -356,9 +359,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             tried[host] = problem
         listed = "; ".join(tried.values())
         raise StartError(
-            f"rank {rank} has no host to run on ({listed}). Give spare hosts or places at the "
-            "start (--hosts n1:4,n2:4,n3:4 with a smaller -n), or start all ranks again with "
-            "%dist_reset."
+            f"rank {rank} has no host to run on ({listed}). {self.spare_advice}, or start all "
+            "ranks again with %dist_reset."
         )
 
     def _add_host(self, host: str, loop: asyncio.AbstractEventLoop) -> str:

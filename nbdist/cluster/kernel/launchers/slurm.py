@@ -30,6 +30,12 @@ _NO_PYTHON = re.compile(r"execve\(\): .*No such file|No such file or directory")
 class SlurmRankSetLauncher(AgentEngineSetLauncher):
     """Starts ranks on the hosts of a job that runs already; `configure` has found it."""
 
+    # --hosts is refused here.
+    spare_advice = (
+        "Let nbdist ask for a job of its own at the start (--partition, --time): it gets another "
+        "host in the place of a lost one"
+    )
+
     partition = Unicode(help="The partition, where --partition is not typed.").tag(config=True)
     account = Unicode(help="The account, where --account is not typed.").tag(config=True)
     time = Unicode(help="The time limit, where --time is not typed.").tag(config=True)

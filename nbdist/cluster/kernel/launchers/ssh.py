@@ -29,7 +29,8 @@ REMEDIES = (
         "Check that it is up, and that no firewall drops port 22",
     ),
     (
-        r"exit code 127|No such file or directory|not found",
+        # ssh's own code is 255: then a login script may have said that, long ago.
+        r"exit code 127|\[Errno 2\]|exit code 1\)[\s\S]*not found",
         (
             "That Python is not there. Name the hosts' own in the profile: "
             "c.AgentEngineSetLauncher.remote_python"
