@@ -163,11 +163,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             StartError: If a host is not fit, with the table of hosts; nothing runs then.
         """
         chosen = await self.find_hosts(n)
-        if not chosen:
-            raise OptionError(
-                "No host is named. Type them with their ranks, --hosts n1:4,n2:4, or set "
-                "c.AgentEngineSetLauncher.hosts in a profile of your own."
-            )
         try:
             loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(len(chosen))
             checks = [loop.run_in_executor(pool, self._reach, host.name, loop) for host in chosen]
