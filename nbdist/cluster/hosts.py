@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist.core.versions import check_torch
 from nbdist.errors import OptionError, StartError
 
 # Without an option's dash in front, a space, or anything that a shell would read.
@@ -84,24 +85,42 @@ def share_ranks(places: Mapping[str, int], world_size: int | None) -> dict[str, 
 
 
 @dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What an agent has said of its host.
+
+    Attributes:
+        versions: Installed package -> version; empty where it is there without one.
+        gpus: How many the driver shows.
+        offset_s: The host's clock minus this machine's, plus or minus half of `round_trip_s`.
+        temporary: Its folder for temporary files, with `free_bytes`.
+    """
+
+    hostname: str
+    pid: int
+    python: str
+    executable: str
+    versions: Mapping[str, str]
+    gpus: int
+    cores: int
+    clock_s: float
+    temporary: str
+    free_bytes: int
+    offset_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class HostCheck:
     """What was found on a host before anything was started there.
 
     Attributes:
-        problem: Why it cannot be reached, with what to do; empty if it can.
-        offset_s: Its clock minus this machine's; known to `offset_error_s`.
+        facts: What its agent has said; None for a host that cannot be reached.
+        problem: Why it cannot, with what to do; empty if it can.
     """
 
     name: str
+    facts: HostFacts | None = None
     problem: str = ""
-    python: str = ""
-    executable: str = ""
-    versions: Mapping[str, str] | None = None
-    gpus: int = 0
-    offset_s: float = 0.0
-    offset_error_s: float = 0.0
-    temporary: str = ""
-    free_bytes: int = 0
 
 
 def problems(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> list[str]:
@@ -109,44 +128,47 @@ def problems(checks: Sequence[HostCheck], own_versions: Mapping[str, str]) -> li
 
     All must have nbdist in this notebook's version, and one version of torch.
     """
-    texts = [f"{check.name}: {check.problem}" for check in checks if check.problem]
-    reached = [check for check in checks if not check.problem]
-    for check in reached:
-        texts += [f"{check.name}: {text}" for text in _host_problems(check, own_versions)]
-    by_torch: dict[str, list[str]] = {}
-    for check in reached:
-        if torch := (check.versions or {}).get("torch"):
-            by_torch.setdefault(torch, []).append(check.name)
+    texts, by_torch = [], dict[str, list[str]]()
+    for check in checks:
+        faults = [check.problem]
+        if check.facts is not None:
+            faults = _host_problems(check.facts, own_versions)
+            if torch := check.facts.versions.get("torch"):
+                by_torch.setdefault(torch, []).append(check.name)
+        texts += [f"{check.name}: {fault}" for fault in faults]
     if len(by_torch) > 1:
         listed = "; ".join(f"{version} on {', '.join(on)}" for version, on in by_torch.items())
         texts.append(f"The hosts have different versions of torch: {listed}. Install one on all")
     return texts
 
 
-def _host_problems(check: HostCheck, own_versions: Mapping[str, str]) -> list[str]:
-    pip = f"{check.executable} -m pip install"
-    installed = check.versions or {}
+def _host_problems(facts: HostFacts, own_versions: Mapping[str, str]) -> list[str]:
+    pip = f"{facts.executable} -m pip install"
     texts = []
-    if tuple(map(int, check.python.split(".")[:2])) < (3, 11):
+    if tuple(map(int, facts.python.split(".")[:2])) < (3, 11):
         texts.append(
-            f"{check.executable} is Python {check.python}, and nbdist needs 3.11. Name another "
+            f"{facts.executable} is Python {facts.python}, and nbdist needs 3.11. Name another "
             "with c.AgentEngineSetLauncher.remote_python in the profile"
         )
-    if "torch" not in installed:
-        texts.append(f"torch is not installed for {check.executable}. Run there: {pip} torch")
-    nbdist, here = installed.get("nbdist"), own_versions.get("nbdist", "")
+    torch = facts.versions.get("torch")
+    if torch != "":  # there, of a version that cannot be told
+        try:
+            check_torch(torch, facts.executable)
+        except StartError as error:
+            texts.append(str(error))
+    nbdist, here = facts.versions.get("nbdist"), own_versions.get("nbdist", "")
     if nbdist is None:
         texts.append(
-            f"nbdist is not installed for {check.executable}. "
+            f"nbdist is not installed for {facts.executable}. "
             f"Run there: {pip} {f'nbdist=={here}' if here else 'nbdist'}"
         )
     elif nbdist and here and nbdist != here:
         texts.append(
             f"it has nbdist {nbdist}, and the notebook {here}. Run there: {pip} nbdist=={here}"
         )
-    if check.free_bytes < NEEDED_BYTES:
+    if facts.free_bytes < NEEDED_BYTES:
         texts.append(
-            f"{check.temporary} has {check.free_bytes / 1e6:.0f} MB free, and ranks need "
+            f"{facts.temporary} has {facts.free_bytes / 1e6:.0f} MB free, and ranks need "
             f"{NEEDED_BYTES / 1e6:.0f} MB there. Free some space, or set TMPDIR there"
         )
     return texts
@@ -155,11 +177,12 @@ def _host_problems(check: HostCheck, own_versions: Mapping[str, str]) -> list[st
 def clock_notes(checks: Sequence[HostCheck]) -> list[str]:
     """Hosts whose clock is off by more than a second, beyond what could be measured."""
     return [
-        f"The clock of {check.name} is {abs(check.offset_s):.0f} s "
-        f"{'ahead of' if check.offset_s > 0 else 'behind'} this machine's. Ranks work; times in "
+        f"The clock of {check.name} is {abs(facts.offset_s):.0f} s "
+        f"{'ahead of' if facts.offset_s > 0 else 'behind'} this machine's. Ranks work; times in "
         "logs and checkpoints differ. Set it with NTP (timedatectl set-ntp true)"
         for check in checks
-        if not check.problem and abs(check.offset_s) - check.offset_error_s > MOST_CLOCK_S
+        if (facts := check.facts) is not None
+        and abs(facts.offset_s) - facts.round_trip_s / 2 > MOST_CLOCK_S
     ]
 
 
@@ -169,13 +192,13 @@ def table(checks: Sequence[HostCheck]) -> str:
         ("host", "reachable", "Python", "nbdist", "torch", "GPUs", "clock")
     ]
     for check in checks:
-        if check.problem:
+        if check.facts is None:
             rows.append((check.name, "no", *[""] * 5))
             continue
-        installed = check.versions or {}
-        nbdist, torch = installed.get("nbdist", "missing"), installed.get("torch", "missing")
-        clock = f"{check.offset_s:+.1f} s"
-        rows.append((check.name, "yes", check.python, nbdist, torch, str(check.gpus), clock))
+        facts = check.facts
+        packages = [facts.versions.get(name, "missing") for name in ("nbdist", "torch")]
+        clock = f"{facts.offset_s:+.1f} s"
+        rows.append((check.name, "yes", facts.python, *packages, str(facts.gpus), clock))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -149,8 +149,11 @@ def test_an_unfit_host_takes_no_rank_of_a_lost_one(
 
         def reach_unfit(host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
             check = reach(host, loop)
-            versions = {**(check.versions or {}), "torch": "1.0"}
-            return replace(check, versions=versions) if host in unfit else check
+            if host not in unfit:
+                return check
+            assert check.facts is not None
+            versions = {**check.facts.versions, "torch": "2.99"}
+            return replace(check, facts=replace(check.facts, versions=versions))
 
         await launcher.start(1)
         launcher._reach, unfit = reach_unfit, {"a", "b", "c"}

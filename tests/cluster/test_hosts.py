@@ -6,18 +6,22 @@ from pathlib import Path
 import pytest
 
 from nbdist.cluster import hosts
-from nbdist.cluster.hosts import Host, HostCheck
+from nbdist.cluster.hosts import Host, HostCheck, HostFacts
 from nbdist.errors import OptionError, StartError
 
-FIT = HostCheck(
+FACTS = HostFacts(
     "n1",
+    pid=7,
     python="3.12.3",
     executable="/opt/py",
     versions={"torch": "2.13.0", "nbdist": "1.0"},
     gpus=2,
+    cores=8,
+    clock_s=0.0,
     temporary="/tmp",
     free_bytes=10**9,
 )
+FIT = HostCheck("n1", FACTS)
 OWN = {"nbdist": "1.0"}
 
 
@@ -76,18 +80,19 @@ def test_places_are_filled_in_order() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"problem": "Connection refused. Start sshd there"}, "n1: Connection refused"),
         ({"python": "3.9.2"}, "Python 3.9.2, and nbdist needs 3.11"),
         ({"versions": {"torch": "2.13.0"}}, "nbdist is not installed for /opt/py"),
         ({"versions": {"nbdist": "1.0"}}, "torch is not installed for /opt/py"),
+        ({"versions": {"torch": "2.9.1", "nbdist": "1.0"}}, "torch 2.9.1 is too old for nbdist"),
         ({"versions": {"torch": "2.13.0", "nbdist": "0.9"}}, "nbdist 0.9, and the notebook 1.0"),
         ({"free_bytes": 5_000_000}, "/tmp has 5 MB free"),
     ],
 )
 def test_each_fault_of_a_host_is_told_with_its_mend(change: dict[str, object], words: str) -> None:
     """Nothing is started; the table has every host, the list says what to do."""
+    changed = replace(FACTS, **change)  # type: ignore[arg-type]
     with pytest.raises(StartError) as caught:
-        hosts.refuse([replace(FIT, **change), replace(FIT, name="n2")], OWN)  # type: ignore[arg-type]
+        hosts.refuse([HostCheck("n1", changed), replace(FIT, name="n2")], OWN)
 
     text = str(caught.value)
     assert words in text
@@ -96,9 +101,17 @@ def test_each_fault_of_a_host_is_told_with_its_mend(change: dict[str, object], w
     assert ["n2", "yes", "3.12.3", "1.0", "2.13.0", "2", "+0.0", "s"] in rows
 
 
+def test_a_host_that_cannot_be_reached_is_told_with_its_mend() -> None:
+    """Its row has no facts."""
+    lost = HostCheck("n1", problem="Connection refused. Start sshd there")
+
+    assert hosts.problems([lost], OWN) == ["n1: Connection refused. Start sshd there"]
+    assert hosts.table([lost]).splitlines()[1].split() == ["n1", "no"]
+
+
 def test_hosts_have_one_version_of_torch() -> None:
     """The versions are listed with their hosts."""
-    other = replace(FIT, name="n2", versions={"torch": "2.12.0", "nbdist": "1.0"})
+    other = HostCheck("n2", replace(FACTS, versions={"torch": "2.12.0", "nbdist": "1.0"}))
 
     assert hosts.problems([FIT, FIT], OWN) == []
     assert hosts.problems([FIT, other], OWN) == [
@@ -108,8 +121,8 @@ def test_hosts_have_one_version_of_torch() -> None:
 
 def test_a_clock_is_told_beyond_what_was_measured() -> None:
     """An hour is; three seconds of which two may be the way there are not."""
-    checks = [replace(FIT, offset_s=3600.0, offset_error_s=0.1)]
-    unsure = [replace(FIT, offset_s=-3.0, offset_error_s=2.1)]
+    checks = [HostCheck("n1", replace(FACTS, offset_s=3600.0, round_trip_s=0.2))]
+    unsure = [HostCheck("n1", replace(FACTS, offset_s=-3.0, round_trip_s=4.2))]
 
     assert "n1 is 3600 s ahead of this machine's" in hosts.clock_notes(checks)[0]
     assert hosts.clock_notes(unsure) == []

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import agent
+from nbdist.cluster.hosts import HostFacts
 from nbdist.cluster.kernel import guardian
 from nbdist.core.typed_json import Misfit, Value
 from nbdist.errors import NbdistError
@@ -37,31 +38,6 @@ WORDS_BYTES = 4000
 # What a host sends is believed as far as an agent could have sent it.
 LONGEST_LINE = 1 << 25
 RANK_FILE = re.compile(r"(boxes/)?([a-z]+\.)?[0-9]+")
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What an agent has said of its host.
-
-    Attributes:
-        versions: Installed package -> version; empty where it is there without one.
-        gpus: How many the driver shows.
-        offset_s: The host's clock minus this machine's, plus or minus half of `round_trip_s`.
-        temporary: Its folder for temporary files, with `free_bytes`.
-    """
-
-    hostname: str
-    pid: int
-    python: str
-    executable: str
-    versions: Mapping[str, str]
-    gpus: int
-    cores: int
-    clock_s: float
-    temporary: str
-    free_bytes: int
-    offset_s: float = 0.0
-    round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

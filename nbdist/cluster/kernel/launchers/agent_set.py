@@ -21,7 +21,7 @@ from traitlets import Dict, Float, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, HostFacts, RankExit
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
@@ -171,7 +171,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             hosts.refuse(self.checks, own_versions())
             visible = self.common_environment.get("CUDA_VISIBLE_DEVICES")
             most = sys.maxsize if visible is None else len([v for v in visible.split(",") if v])
-            gpus = {check.name: min(check.gpus, most) for check in self.checks}
+            gpus = {check.name: min(check.facts.gpus, most) for check in self.checks if check.facts}
             self.places = {h.name: h.places or gpus[h.name] or 1 for h in chosen}
             shares = hosts.share_ranks(self.places, n or None)
         except BaseException:
@@ -214,7 +214,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             late = f"its agent did not answer within {ANSWER_S:.0f} s"
             problem = late if isinstance(error, TimeoutError) else str(error)
             return HostCheck(host, problem=self.explain(host, problem))
-        return check_of(host, facts)
+        return HostCheck(host, facts)
 
     def _start_rank(
         self,
@@ -370,12 +370,12 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         return "; ".join(texts)
 
     def _free_places(self, host: str, rank: int) -> int:
-        taken = [
+        others = [
             engine
             for engine in self.launchers.values()
             if engine.agent.host == host and engine.rank != rank and engine.state == "running"
         ]
-        return self.places.get(host, 1) - len(taken)
+        return self.places.get(host, 1) - len(others)
 
     async def start_one(self, rank: int, environment: Mapping[str, str]) -> AgentEngine:
         """Start the process of a rank that has ended again, on its host or on another one.
@@ -430,21 +430,6 @@ def _read_whole(path: Path) -> str:
         text = path.read_text()
         return text if text.rstrip().endswith("}") else ""
     return ""
-
-
-def check_of(host: str, facts: HostFacts) -> HostCheck:
-    """What an agent has said, as a row of the table of hosts."""
-    return HostCheck(
-        host,
-        python=facts.python,
-        executable=facts.executable,
-        versions=facts.versions,
-        gpus=facts.gpus,
-        offset_s=facts.offset_s,
-        offset_error_s=facts.round_trip_s / 2,
-        temporary=facts.temporary,
-        free_bytes=facts.free_bytes,
-    )
 
 
 def own_versions() -> dict[str, str]:
