@@ -200,7 +200,8 @@ def test_over_a_port_the_store_listens_on_one_address(
     """Where no file is shared, rank 0 opens a port on the one address that all reach."""
     put(ipython_dir, "plain", PLAIN)
     monkeypatch.setattr(start, "is_this_host", lambda reports: False)
-    options = StartOptions(2, profile="plain", gpus="none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = StartOptions(2, profile="plain")
     with session_of(options) as session:
         result = session.run(
             "total = torch.tensor([rank + 1.0])\ndist.all_reduce(total)\n"
@@ -250,14 +251,15 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
 @pytest.mark.cluster
 @pytest.mark.engine
 def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
-    ipython_dir: Path, runs: Path
+    ipython_dir: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank whose process was killed is told, the other works, and a stop leaves nothing.
 
     Of engines on other hosts no exit is seen: that they are not registered is enough.
     """
     put(ipython_dir, "plain", PLAIN)
-    with session_of(StartOptions(2, profile="plain", gpus="none")) as session:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with session_of(StartOptions(2, profile="plain")) as session:
         [victim] = [place for place in session.topology.ranks if place.rank == 0]
         psutil.Process(victim.pid).kill()
         assert until(lambda: victim.engine_id in session.cluster.exits)
