@@ -10,13 +10,3 @@ c.Cluster.engine_launcher_class = (
     "nbdist.cluster.kernel.launchers.pretended.PretendedHostSetLauncher"
 )
 c.AgentEngineSetLauncher.hosts = [("host-a", 1), ("host-b", 1)]
-
-# The agents wait for the controller's connection file, so both come up side by side.
-c.Cluster.send_engines_connection_env = False
-c.Cluster.delay = 0
-c.Cluster.controller_args = [
-    "--HeartMonitor.period=200",
-    "--HeartMonitor.max_heartmonitor_misses=150",
-    "--IPController.use_threads=True",
-    "--IPController.db_class=NoDB",
-]

@@ -17,13 +17,3 @@ c.Cluster.engine_launcher_class = "nbdist.cluster.kernel.launchers.ssh.SSHRankSe
 # Variables of every rank, and more options for ssh (better placed in ~/.ssh/config).
 # c.AgentEngineSetLauncher.common_environment = {"NCCL_SOCKET_IFNAME": "ib0"}
 # c.SSHRankSetLauncher.ssh_args = ["-p", "2222"]
-
-# The agents wait for the controller's connection file, so both come up side by side.
-c.Cluster.send_engines_connection_env = False
-c.Cluster.delay = 0
-c.Cluster.controller_args = [
-    "--HeartMonitor.period=200",
-    "--HeartMonitor.max_heartmonitor_misses=150",
-    "--IPController.use_threads=True",
-    "--IPController.db_class=NoDB",
-]

@@ -40,6 +40,14 @@ from nbdist.strategy.choose import StrategySpec
 RANKS, GPUS = "NBDIST_RANKS", "NBDIST_GPUS"
 DEFAULT_DEADLINE_S = 120.0
 DEFAULT_GRACE_S = 5.0
+# As in profiles/local, which says why; agents tell of ends, so heartbeats need not be quick. What a
+# profile says itself stands behind, and wins.
+CONTROLLER_ARGS = (
+    "--HeartMonitor.period=200",
+    "--HeartMonitor.max_heartmonitor_misses=150",
+    "--IPController.use_threads=True",
+    "--IPController.db_class=NoDB",
+)
 
 describe: RankFunction[[int, str], EngineReport] = RankFunction("nbdist.engine.facts:describe")
 open_store: RankFunction[[str, int, tuple[str, ...]], int] = RankFunction(
@@ -343,6 +351,12 @@ def _configure_agents(config: Config, options: StartOptions) -> list[str]:
 
     What there is to say of the profile.
     """
+    # Agents wait for the controller's connection file: both come up side by side, and the key is in
+    # no environment.
+    config.Cluster.send_engines_connection_env = False
+    config.Cluster.delay = 0
+    args = ipp_launchers.controller_args(config)
+    config.Cluster.controller_args = [*CONTROLLER_ARGS, *args]
     section = config.AgentEngineSetLauncher
     if options.hosts:
         section.hosts = [(host.name, host.places) for host in options.hosts]
