@@ -312,12 +312,12 @@ def places(shares_: Sequence[HostShare], world_size: int) -> dict[str, int]:
             f"-n {world_size}: the job has {sum(free.values())} {noun}s ({each}). Use -n "
             f"{sum(free.values())} or fewer, or a larger job."
         )
-    taken = dict.fromkeys(free, 0)
+    counts = dict.fromkeys(free, 0)
     for _ in range(world_size):
         # The emptiest host; of equal ones the first.
-        host = min((h for h in free if taken[h] < free[h]), key=lambda h: taken[h])
-        taken[host] += 1
-    return {host: count for host, count in taken.items() if count}
+        host = min((h for h in free if counts[h] < free[h]), key=lambda h: counts[h])
+        counts[host] += 1
+    return {host: count for host, count in counts.items() if count}
 
 
 def partitions(text: str) -> list[Partition]:

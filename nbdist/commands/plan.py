@@ -214,9 +214,9 @@ def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, 
     # Ranks of other hosts are asked for their first sample, and have answered at the next.
     while not any(sample.usage for sample in samples) and (left_s := end_s - time.monotonic()) > 0:
         samples = session.monitor.wait(samples[0].time_s if samples else 0.0, left_s)
-    device, told = device_of_ranks(session.topology, samples)
+    device, note = device_of_ranks(session.topology, samples)
     model = last.model if device is not None and last is not None and not last.caveat else None
-    return device or default, model, told
+    return device or default, model, note
 
 
 def _with_precision(

@@ -212,9 +212,9 @@ def replan(topology: Topology, reports: Mapping[int, EngineReport]) -> Topology:
     for rank in sorted(reports, key=lambda rank: (has_moved(rank), rank)):
         former, report = topology.ranks[rank], reports[rank]
         node_rank = hosts[_host_key(report)]
-        taken = {p.local_rank for p in places.values() if p.node_rank == node_rank}
-        free = next(n for n in range(topology.world_size) if n not in taken)
-        is_back = not has_moved(rank) and former.local_rank not in taken
+        local_ranks = {p.local_rank for p in places.values() if p.node_rank == node_rank}
+        free = next(n for n in range(topology.world_size) if n not in local_ranks)
+        is_back = not has_moved(rank) and former.local_rank not in local_ranks
         local_rank = former.local_rank if is_back else free
         device, gpu = _device_again(former, report, local_rank)
         places[rank] = replace(

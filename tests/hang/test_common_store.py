@@ -26,8 +26,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ports = common_store._Ports()
     monkeypatch.setattr(common_store, "_ports", ports)
     yield
-    if ports.own is not None:
-        ports.own.close()
+    if ports.reserved is not None:
+        ports.reserved.close()
 
 
 def test_the_store_listens_on_the_one_address() -> None:
@@ -49,7 +49,7 @@ def test_the_store_listens_on_the_one_address() -> None:
 def test_a_reserved_port_is_closed_until_its_rank_opens_the_store() -> None:
     """Others may come before it is open, and wait for it; the port is the one that was told."""
     common_store.reserve("127.0.0.1")
-    at = common_store._own()
+    at = common_store._own_address()
     assert at is not None
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(at, 1.0)
@@ -59,7 +59,7 @@ def test_a_reserved_port_is_closed_until_its_rank_opens_the_store() -> None:
     client.set("key", "value")
     opening.join()
 
-    assert common_store._own() == at
+    assert common_store._own_address() == at
     assert common_store.connect(*at, 2).get("key") == b"value"
 
 
@@ -97,7 +97,7 @@ LOST = """
         total(group)  # no rank ends while another one still connects
         done(world=total(), environment=[os.environ[key] for key in keys], **result,
              hosts=[place.host for place in state.topology.ranks], later=group.size(),
-             holder=common_store.where() == common_store._own())
+             holder=common_store.where() == common_store._own_address())
 
     if is_new:
         end()

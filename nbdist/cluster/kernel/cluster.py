@@ -360,8 +360,8 @@ class Cluster:
     @property
     def can_restart(self) -> bool:
         """Whether single engines can be started again: those of nbdist's own launchers."""
-        own = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)
-        return isinstance(self._cluster.engine_set, own)
+        launchers = (launcher.RankEngineSetLauncher, AgentEngineSetLauncher)
+        return isinstance(self._cluster.engine_set, launchers)
 
     def take_notes(self) -> list[str]:
         """What the launcher has to tell of its hosts, each line once; empty of most."""

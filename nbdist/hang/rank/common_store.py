@@ -39,14 +39,14 @@ class _Ports:
 
     Attributes:
         current: Where the store is; None where it is a file.
-        own: This rank's own port, which is bound and does not listen until its store is opened.
+        reserved: This rank's port, bound; it does not listen until its store is opened.
         server: This rank's own store, once it has been opened.
         by_rank: Where each rank's store is, or would be.
         master_port: For torchrun's MASTER_PORT; 0 before rank 0 has chosen one.
     """
 
     current: Address | None = None
-    own: socket.socket | None = None
+    reserved: socket.socket | None = None
     server: dist.TCPStore | None = None
     by_rank: dict[int, Address] = field(default_factory=dict)
     master_port: int = 0
@@ -61,23 +61,23 @@ def open_store(address: str, world_size: int, peers: tuple[str, ...] = ()) -> in
     It listens on `address` alone, and to these peers alone where the system can do that: torch's
     own listener takes every interface, and has no authentication.
     """
-    _ports.own = _ports.server = None
+    _ports.reserved = _ports.server = None
     reserve(address, peers)
     return int(_open(world_size).port)
 
 
 def reserve(address: str, peers: Collection[str] = ()) -> None:
     """Bind a port for this rank's store, which nobody can reach yet; once per process."""
-    if _ports.own is None:
-        _ports.own = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        _ports.own.bind((address, 0))
+    if _ports.reserved is None:
+        _ports.reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        _ports.reserved.bind((address, 0))
         admit(peers)
 
 
 def admit(peers: Collection[str]) -> None:
     """Let only hosts with these IPv4 addresses reach this rank's store, as Gloo's ports."""
-    if _ports.own is not None:
-        peer_filter.restrict(_ports.own, peers)
+    if _ports.reserved is not None:
+        peer_filter.restrict(_ports.reserved, peers)
 
 
 def connect(address: str, port: int, world_size: int) -> dist.TCPStore:
@@ -87,7 +87,7 @@ def connect(address: str, port: int, world_size: int) -> dist.TCPStore:
         NbdistError: If it cannot be reached within CONNECT_S.
     """
     _ports.current = (address, port)
-    if _ports.server is not None and _own() == (address, port):
+    if _ports.server is not None and _own_address() == (address, port):
         return _ports.server
     try:
         store = dist.TCPStore(
@@ -133,8 +133,8 @@ def announce(store: dist.Store, rank: int) -> None:
 
     Rank 0 names the port of MASTER_PORT, which was free when rank 0 came.
     """
-    if (own := _own()) is not None:
-        store.set(f"port/{rank}", f"{own[0]} {own[1]}")
+    if (address := _own_address()) is not None:
+        store.set(f"port/{rank}", f"{address[0]} {address[1]}")
     if rank == 0:
         if not _ports.master_port:
             with socket.socket() as free:  # bound, but it never listens
@@ -157,23 +157,23 @@ def note_others(store: dist.Store, ranks: Sequence[int]) -> None:
         os.environ["MASTER_PORT"] = store.get("master_port").decode()
 
 
-def _own() -> Address | None:
+def _own_address() -> Address | None:
     """Where this rank's store is, or would be."""
-    return None if _ports.own is None else _ports.own.getsockname()
+    return None if _ports.reserved is None else _ports.reserved.getsockname()
 
 
 def _open(world_size: int) -> dist.TCPStore:
     """Open this rank's store on its own port; open as long as the process."""
-    assert _ports.own is not None
-    address, port = _ports.own.getsockname()
-    _ports.own.listen()
+    assert _ports.reserved is not None
+    address, port = _ports.reserved.getsockname()
+    _ports.reserved.listen()
     _ports.server = dist.TCPStore(
         address,
         port,
         world_size,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=os.dup(_ports.own.fileno()),
+        master_listen_fd=os.dup(_ports.reserved.fileno()),
     )
     return _ports.server
 

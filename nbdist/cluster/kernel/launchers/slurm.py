@@ -178,7 +178,7 @@ def configure(
     section, default = config.SlurmRankSetLauncher, asdict(DEFAULTS)
     chosen = {n: v if v != default[n] else section.get(n, v) for n, v in asdict(typed).items()}
     options = SlurmOptions(**chosen)
-    allocation = slurm_job.taken() if typed == DEFAULTS else None
+    allocation = slurm_job.surrounding() if typed == DEFAULTS else None
     if allocation is None:
         n = world_size or options.gpus_per_node or 2
         allocation = slurm_job.allocate(options, n, name, promise, progress)

@@ -224,7 +224,7 @@ class Allocation:
     is_ours: bool
 
 
-def taken() -> Allocation | None:
+def surrounding() -> Allocation | None:
     """The job that this kernel runs in itself (salloc, a notebook in a job); None outside of one.
 
     Raises:
