@@ -145,6 +145,10 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     samples: int = 0,
     engine: str | None = None,
     inputs: str = "",
+    network: float | None = None,
+    price: float | None = None,
+    tokens: float | None = None,
+    copies: bool = False,
     **strategy_options: object,
 ) -> PlanView:
     """Say whether a model will fit, under which strategy; the same as %dist_plan.
@@ -167,6 +171,10 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         samples: The effective batch of all ranks; sets accumulate.
         engine: "formulas", or "fake": a step with fake tensors in a process of its own.
         inputs: A variable on the ranks that a model there is called with.
+        network: GB/s that a host can send to others; default: what such hosts commonly have.
+        price: Of one GPU for an hour; adds what training costs.
+        tokens: To train on; adds the GPU-hours.
+        copies: dp beside tp or pp keeps whole copies, as Megatron does; nbdist shards there.
         strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -176,7 +184,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
-    asked = PlanRequest(ranks, gpu, memory, engine, inputs, optimizer)
+    asked = PlanRequest(
+        ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies
+    )
     return make_plan(model, asked, load, strategy, strategy_options)
 
 

@@ -67,6 +67,10 @@ class PlanRequest:
         engine: A key of ENGINES; None for fake of a live model, formulas of any other.
         inputs: The variable on the ranks that a live model is called with; empty for none.
         optimizer: As typed; None where not: a live model's own.
+        network: GB/s that a host sends to others, as typed.
+        price: Of an hour of one device, as typed.
+        tokens: To be trained on, as typed.
+        copies: dp beside tp or pp as whole copies.
     """
 
     ranks: int | None = None
@@ -75,6 +79,10 @@ class PlanRequest:
     engine: str | None = None
     inputs: str = ""
     optimizer: str | None = None
+    network: str | float | None = None
+    price: str | float | None = None
+    tokens: str | float | None = None
+    copies: bool = False
 
 
 def make_plan(
@@ -109,7 +117,9 @@ def make_plan(
         )
     shape = _shape(model) if live is None else shape_of(live)
     load = load if live is None else load_of(live, load, request.optimizer)
+    amounts = {word: _amount(word, getattr(request, word)) for word in _AMOUNTS}
     device, measured, assumed = _device(request)
+    device = replace(device, host_bytes_per_s=amounts["network"] * 1e9)
     given, assumed_precision = _with_precision(dict(given or {}), load, device)
     load = replace(load, has_gpu=not device.is_cpu)
     world_size, assumed_ranks = _ranks(request, given)
@@ -122,10 +132,40 @@ def make_plan(
         result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
             engine=engine, assumed=(*assumed, *assumed_ranks, *assumed_precision), progress=tell,
+            copies=request.copies,
         )  # fmt: skip
+    result = replace(result, price=amounts["price"], tokens=amounts["tokens"])
     if live is not None:
         result = replace(result, live=described(live))
     return shown_plan(result, advise(result, given, measured))
+
+
+# What a number of an option is, and one of them.
+_AMOUNTS = {
+    "network": ("the GB/s that a host can send to others, all its ports together", "400"),
+    "price": ("the price of one GPU for an hour", "2.50"),
+    "tokens": ("the number of tokens to train on", "500e6"),
+}
+
+
+def _amount(word: str, typed: str | float | None) -> float:
+    """A number above 0; 0 where none was typed.
+
+    Raises:
+        OptionError: If it is no such number.
+    """
+    if typed is None:
+        return 0.0
+    try:
+        value = float(typed)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        what, example = _AMOUNTS[word]
+        raise OptionError(
+            f"--{word} {typed} is no number above 0. It is {what}, such as {example}."
+        )
+    return value
 
 
 def _live(model: Any, request: PlanRequest) -> LiveModel | None:
@@ -269,7 +309,7 @@ def dist_plan(values: Namespace) -> View:
     )  # fmt: skip
     request = PlanRequest(
         values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
-        values.optimizer,
+        values.optimizer, values.network, values.price, values.tokens, values.copies,
     )  # fmt: skip
     if not values.is_check:
         return make_plan(_named(values.model[0]), request, load, values.strategy, given)
@@ -326,7 +366,8 @@ def _check_alone(values: Namespace) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
     typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
     words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples")
-    typed += [word for word in words if getattr(values, word) is not None]
+    words += (*_AMOUNTS, "copies")
+    typed += [word for word in words if getattr(values, word) not in (None, False)]
     if typed:
         raise OptionError(
             "--check measures the model under the current strategy: leave "
@@ -372,6 +413,12 @@ VERBS = (
                 metavar="NAME", choices=tuple(DEVICES),
             ),
             Option(("--memory",), "memory of a GPU that is not listed: 24GB", metavar="SIZE"),
+            Option(
+                ("--network",),
+                "GB/s that a host sends to others, all ports together (default: as hosts with that "
+                "GPU commonly have)",
+                metavar="GB/S",
+            ),
             Option(("--batch",), "samples per data-parallel rank (default: 1)", _count, 1, "B"),
             Option(
                 ("--seq",), "tokens per sample (default: 2048)", _count, 2048, "S", name="sequence"
@@ -381,6 +428,16 @@ VERBS = (
                 "samples of all ranks per step, the effective batch; sets --accumulate",
                 _count,
                 metavar="N",
+            ),
+            Option(("--price",), "of one GPU for an hour, such as 2.50: adds costs", metavar="P"),
+            Option(
+                ("--tokens",), "tokens to train on, such as 500e6: adds GPU-hours", metavar="N"
+            ),
+            Option(
+                ("--copies",),
+                "dp beside tp or pp keeps whole copies, as Megatron does (default: as nbdist, "
+                "which shards there)",
+                None,
             ),
             Option(
                 ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)",

@@ -29,9 +29,15 @@ class Device:
             operations per second.
         single_flops: In fp32, without TF32: torch's default.
         link: To the others of its host, a name of bandwidth.links.
-        network: To other hosts, likewise: what such hosts commonly have.
+        network: To other hosts, likewise: what such hosts commonly have at each port.
         driver: Words of the name under which the driver knows it.
         is_cpu: Ranks compute on a CPU; the memory is one rank's share of its host's.
+        sms: Streaming multiprocessors: so many tiles of a product are made at a time; 0 where
+            that is not known.
+        sustained: The part of the peak that large products reach in training: under load clocks
+            are below those of the data sheet.
+        ports: Of a host to the network, which its ranks share.
+        host_bytes_per_s: All ports together, where it was typed; 0 for `ports` times `network`.
     """
 
     name: str
@@ -46,6 +52,10 @@ class Device:
     source: str = ""
     has_bf16: bool = True
     is_cpu: bool = False
+    sms: int = 0
+    sustained: float = 0.7
+    ports: int = 1
+    host_bytes_per_s: float = 0.0
 
     @property
     def usual_precision(self) -> str:
@@ -95,7 +105,22 @@ _DEVICES = (
     Device("t4", "NVIDIA T4", 16 * _GB, 0.3 * _T, 65 * _T, 8.1 * _T, "PCIe 3 x16",
            "25 Gb Ethernet", ("t4",), f"{_NVIDIA}/tesla-t4", has_bf16=False),
 )  # fmt: skip
-DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
+# Streaming multiprocessors (white papers of the architectures), the sustained part of the peak, and
+# ports of a host. The part is fitted for a100 and h100 (docs/plan.md); h200 and b200 are taken to
+# be as the h100, the others by their power: cards that reach their clocks under load (rtx), and
+# those that do not (l4 and t4, 70 W). HGX and DGX hosts have a port for each GPU.
+_BUILT: Mapping[str, tuple[int, float, int]] = {
+    "b200": (148, 0.58, 8), "h200": (132, 0.58, 8), "h100-pcie": (114, 0.5, 1),
+    "h100": (132, 0.58, 8), "a100-40gb": (108, 0.82, 8), "a100-80gb": (108, 0.82, 8),
+    "l40s": (142, 0.55, 1), "a6000": (84, 0.7, 1), "l4": (58, 0.5, 1), "a10": (72, 0.6, 1),
+    "rtx-4090": (128, 0.85, 1), "rtx-3090": (82, 0.85, 1), "v100": (80, 0.75, 1),
+    "t4": (40, 0.5, 1),
+}  # fmt: skip
+DEVICES: Mapping[str, Device] = {
+    device.name: replace(device, sms=sms, sustained=sustained, ports=ports)
+    for device in _DEVICES
+    for sms, sustained, ports in (_BUILT[device.name],)
+}
 _ALIASES = {"a100": "a100-80gb", "4090": "rtx-4090", "3090": "rtx-3090", "h100-sxm": "h100"}
 _LINKS = {link.name: link for link in LINKS}
 
@@ -120,7 +145,7 @@ def device_of(name: str) -> Device:
 def known_as(driver_name: str) -> Device | None:
     """The device that the driver calls so, such as `NVIDIA A100-SXM4-40GB`; None if unknown."""
     words = set(re.findall(r"[a-z0-9]+", driver_name.lower()))
-    for device in _DEVICES:
+    for device in DEVICES.values():
         if set(device.driver) <= words:
             return device
     return None

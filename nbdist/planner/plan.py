@@ -77,6 +77,8 @@ class Plan:
     Attributes:
         rows: In order of the table of strategies.
         assumed: What was not typed, a phrase each.
+        price: Of an hour of one device, in any currency; 0 where none was named.
+        tokens: That are to be trained on; 0 likewise.
         live: What more is known of a live model, a line each.
     """
 
@@ -87,6 +89,8 @@ class Plan:
     rows: tuple[PlanRow, ...]
     assumed: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
+    price: float = 0.0
+    tokens: float = 0.0
 
     def counts_sent(self, row: PlanRow) -> bool:
         """Whether sent_bytes are all: not where activations of an unknown shape are split."""
@@ -136,14 +140,16 @@ def plan(  # noqa: PLR0913  # what a plan is about
     given: Mapping[str, object] | None = None,
     measured: LinkModel | None = None,
     engine: Engine = memory_of,
+    copies: bool = False,
     assumed: tuple[str, ...] = (),
     progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
     """A row for each strategy, or one for a strategy or degrees that were typed.
 
     `given` has degrees and options, as strategy.choose.choose takes them. `measured` says how fast
-    these ranks' collectives are, the engine how much memory a choice takes; `progress` is told what
-    is counted now: words, done, total, unit.
+    these ranks' collectives are, the engine how much memory a choice takes. With `copies` dp beside
+    tp or pp keeps whole copies of what these leave, as Megatron does; nbdist itself shards there.
+    `progress` is told what is counted now: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.
@@ -155,7 +161,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
         raise OptionError(f"{device.title} cannot compute in bf16. Use --fp16.")
 
     def row(typed: str, choice: Strategy) -> PlanRow:
-        choice = accumulating(choice, load)
+        choice = accumulating(as_copies(choice) if copies else choice, load)
         memory = engine(model, choice, load)
         return PlanRow(
             typed=typed,
@@ -174,6 +180,9 @@ def plan(  # noqa: PLR0913  # what a plan is about
 
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
         choice = choose(strategy, given, world_size)
+        if copies:
+            _check_copies(choice)
+            choice = as_copies(choice)
         progress(f"counting {label(choice)}", 0, 0, "")
         return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
     _check_words(given, world_size)
@@ -187,6 +196,23 @@ def plan(  # noqa: PLR0913  # what a plan is about
         except OptionError as error:
             rows.append(PlanRow(typed, problem=str(error)))
     return Plan(model, device, world_size, load, tuple(rows), assumed)
+
+
+def as_copies(choice: Strategy) -> Strategy:
+    """The choice with dp as copies where it stands beside tp or pp; any other as it is."""
+    if choice.name not in {"tp", "pp"}:
+        return choice
+    degrees = choice.degrees
+    copied = replace(degrees, dp_replicate=degrees.dp, dp_shard=1)
+    return replace(choice, degrees=copied)
+
+
+def _check_copies(choice: Strategy) -> None:
+    if choice.name not in {"tp", "pp"} or choice.degrees.dp == 1:
+        raise OptionError(
+            f"--copies says how dp stands beside tp or pp, and {label(choice)} has no such dp. "
+            "Leave it out, or type --dp with --tp or --pp."
+        )
 
 
 def accumulating(choice: Strategy, load: Workload) -> Strategy:

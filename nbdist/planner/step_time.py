@@ -1,25 +1,26 @@
-"""Time of a step, estimated: arithmetic by the roofline, bytes on the wire by links or measurement.
+"""Time of a step of the optimizer, and where it goes: compute, exposed messages, idle stages.
 
-These are estimates. Every assumption is a constant here and a line of docs/plan.md.
+docs/plan.md has the model in words, with the source of each constant.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from nbdist.bandwidth.results import OPS, LinkModel
 from nbdist.planner.activations import CHUNKS
-from nbdist.planner.devices import Device, link_of
+from nbdist.planner.block_time import Pass, Rank, Speeds, block_pass, embedding_pass, head_pass
+from nbdist.planner.collective_time import latency_s, ring_bytes_per_s, ring_of
+from nbdist.planner.devices import Device
 from nbdist.planner.models import ModelShape
+from nbdist.planner.pipeline_time import makespan_s
 from nbdist.planner.workload import Workload, micro_batches, recipe_for, widths_of
 from nbdist.strategy import footprint
-from nbdist.strategy.choice import AXES, Strategy
+from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.table import SentBytes
 
-# Of the peak that a data sheet names. Llama 3 was trained at 38 to 43 %:
-# https://arxiv.org/abs/2407.21783, table 4.
-UTILISATION = 0.4
 # footprint's collective -> what is measured of it.
 _MEASURED = {
     "all-reduce": "all_reduce",
@@ -32,6 +33,7 @@ _MEASURED = {
 }
 # Of the calls in a block, those of its forward: they come once more where it is computed again.
 _FORWARD = {"all-reduce": 1 / 2, "ring": 1 / 3, "all-to-all": 1 / 2}
+SPEEDS = Speeds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,16 @@ class Time:
     """A step of the optimizer, estimated, in seconds.
 
     Attributes:
-        compute_s: Forward, backward, what is computed again, and the optimizer.
+        compute_s: Forward, backward, what is computed again, and the optimizer, of the stage that
+            has most.
         idle_s: A pipeline's stages wait for each other.
         communication_s: All messages, one after the other.
         samples: That all ranks train on in it.
         source: What the communication's time is from.
+        exposed_s: By axis (dp, tp, pp, cp), the messages that computation waits for.
+        model_flops: Operations of the step on all ranks, without what is computed again.
+        peak_flops: Of all ranks together, operations per second.
+        tokens: Of each sample.
     """
 
     compute_s: float
@@ -60,31 +67,40 @@ class Time:
     communication_s: float
     samples: int
     source: str = "links"
+    exposed_s: Mapping[str, float] = field(default_factory=dict, hash=False)
+    model_flops: float = 0.0
+    peak_flops: float = 0.0
+    tokens: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """The prediction: what overlaps is behind computation, and the rest is not."""
+        return self.compute_s + self.idle_s + sum(self.exposed_s.values())
 
     @property
     def least_s(self) -> float:
-        """With all communication behind computation."""
-        return max(self.compute_s + self.idle_s, self.communication_s)
+        """With all communication behind computation, of different axes at the same time."""
+        return min(self.step_s, max(self.compute_s + self.idle_s, self.communication_s))
 
     @property
     def most_s(self) -> float:
         """With none of it."""
-        return self.compute_s + self.idle_s + self.communication_s
+        return max(self.compute_s + self.idle_s + self.communication_s, self.step_s)
 
     @property
     def cost_s(self) -> float:
-        """For each sample, what is no computation: by this strategies are compared."""
-        return (self.idle_s + self.communication_s) / self.samples
+        """For each sample: by this strategies are compared."""
+        return self.step_s / self.samples
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.samples * self.tokens / self.step_s
 
-def bubble(stages: int, pieces: int, schedule: str = "1f1b") -> float:
-    """The share of a step in which a pipeline's stages wait.
-
-    (p - 1) / (m + p - 1) for gpipe and 1f1b alike: 1f1b saves memory, not time. Sources:
-    https://arxiv.org/abs/2104.04473 section 2.2; https://arxiv.org/abs/2401.10241 (ZB-H1) for zb.
-    """
-    waits = {"interleaved": 1 / CHUNKS, "zb": 1 / 3}.get(schedule, 1.0) * (stages - 1)
-    return waits / (pieces + waits)
+    @property
+    def mfu(self) -> float:
+        """The model's operations as a part of the data sheet's peak; what is done again is none."""
+        return self.model_flops / self.step_s / self.peak_flops
 
 
 def samples(choice: Strategy, load: Workload) -> int:
@@ -123,7 +139,9 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
             if sent.what != "boundary":
                 times = layers + again_blocks(choice, layers) * _FORWARD[sent.call]
             times *= again
-            count = times * sent.times
+            if sent.what == "boundary" and choice.options.schedule == "interleaved":
+                times *= CHUNKS
+            count = times * sent.times * micro_batches(choice, load)
             whole = sizes[sent.what]
         wire = times * footprint.wire_bytes(choice, sent, whole)
         result.append(Flow(sent, wire, max(1, round(count))))
@@ -138,77 +156,209 @@ def again_blocks(choice: Strategy, layers: int) -> int:
     return layers if how == "full" else 0
 
 
+def model_flops(model: ModelShape, choice: Strategy, load: Workload) -> float:
+    """Operations of all ranks in a step of the optimizer, without what is computed again.
+
+    6 per parameter and token, and 12 for each layer, width and pair of tokens in attention.
+    Source: https://arxiv.org/abs/2204.02311, appendix B.
+    """
+    shape = model.shape
+    width = shape.heads * shape.head_size
+    each = 6 * model.parameters + 12 * shape.layers * width * load.sequence
+    return each * samples(choice, load) * load.sequence
+
+
 def time_of(
     model: ModelShape,
     choice: Strategy,
     load: Workload,
     device: Device,
     measured: LinkModel | None = None,
+    speeds: Speeds = SPEEDS,
 ) -> Time | None:
     """The time of a step of the optimizer, estimated; None where the device's speed is not known.
 
     `measured` is a model of these ranks' collectives: it counts before the device's data sheet.
     """
     precision = choice.options.precision
-    if recipe_for(choice, load).parameters == 2 and precision == "fp32":
+    recipe = recipe_for(choice, load)
+    if recipe.parameters == 2 and precision == "fp32":
         precision = "bf16"
-    peak = device.flops(precision)
-    if not peak or not device.bandwidth:
+    if not device.flops(precision) or not device.bandwidth:
         return None
-    compute = _compute_s(model, choice, load, device, peak)
-    idle = bubble(choice.degrees.pp, micro_batches(choice, load), choice.options.schedule)
-    sums = [_flow_s(flow, choice, device, measured) for flow in flows(model, choice, load)]
-    is_measured = bool(sums) and all(from_measurement for _, from_measurement in sums)
+    rank = Rank(device, speeds, precision, 4 if precision == "fp32" else 2)
+    sums = {
+        (flow.sent.what, flow.sent.call, flow.sent.axes): _flow_s(flow, choice, rank, measured)
+        for flow in flows(model, choice, load)
+    }
+    is_measured = bool(sums) and all(by_measurement for _, by_measurement in sums.values())
+    sent_s = {key: seconds for key, (seconds, _) in sums.items()}
+    step = _Step(model, choice, load, rank, sent_s, *_passes(model, choice, load, rank))
+    compute_s, idle_s, exposed_s = step.pipelined() if choice.degrees.pp > 1 else step.flat()
+    ranks = 1 if choice.name == "single" else choice.world_size
     return Time(
-        compute_s=compute,
-        idle_s=compute * idle / (1 - idle),
-        communication_s=sum(seconds for seconds, _ in sums),
+        compute_s=compute_s + step.optimizer_s,
+        idle_s=idle_s,
+        communication_s=sum(sent_s.values()),
         samples=samples(choice, load),
         source="measurement" if is_measured else "links",
+        exposed_s={axis: seconds for axis, seconds in exposed_s.items() if seconds > 0},
+        model_flops=model_flops(model, choice, load),
+        peak_flops=device.flops(precision) * ranks,
+        tokens=load.sequence,
     )
 
 
-def flops_of(model: ModelShape, choice: Strategy, load: Workload) -> float:
-    """Operations of all ranks of one copy of the model in a step of the optimizer.
-
-    6 per parameter and token, and 12 for each layer, width and pair of tokens in attention;
-    what is computed again costs one forward, a third of that. Source:
-    https://arxiv.org/abs/2204.02311, appendix B.
-    """
-    shape = model.shape
-    width = shape.heads * shape.head_size
-    each = 6 * model.parameters + 12 * shape.layers * width * load.sequence
-    part = again_blocks(choice, shape.layers) / shape.layers
-    return each * (1 + part / 3) * load.batch * load.sequence * choice.options.accumulate
-
-
-def _compute_s(
-    model: ModelShape, choice: Strategy, load: Workload, device: Device, peak: float
-) -> float:
-    """Arithmetic or the reading of weights, whichever is longer, and the optimizer's memory."""
-    degrees, recipe = choice.degrees, recipe_for(choice, load)
-    split = degrees.tp * degrees.pp
-    arithmetic = flops_of(model, choice, load) / (split * degrees.cp) / (peak * UTILISATION)
-    weights = model.parameters * widths_of(choice, recipe).compute / split
-    # Read in forward, and in backward for the gradients of inputs and of weights.
-    reading = 3 * weights * choice.options.accumulate / device.bandwidth
-    # Everything is read, parameters and state are written.
-    shares = footprint.held_parts(choice, model.parameters, recipe)
-    stepping = (2 * sum(shares.values()) - shares["gradients"]) / device.bandwidth
-    return max(arithmetic, reading) + stepping
+def _passes(
+    model: ModelShape, choice: Strategy, load: Workload, rank: Rank
+) -> tuple[Pass, Pass, Pass]:
+    """Of one piece of the batch: a block, the head and the embedding."""
+    widths = widths_of(choice, recipe_for(choice, load))
+    samples_each = load.batch / micro_batches(choice, load)
+    tokens = samples_each * load.sequence / choice.degrees.cp
+    block = block_pass(model.shape, choice, widths, samples_each, load.sequence, rank)
+    if choice.options.checkpoint.isdecimal():
+        part = again_blocks(choice, model.shape.layers) / model.shape.layers
+        block = replace(block, backward_s=block.backward_s + part * block.forward_s)
+    ends = (head_pass, embedding_pass)
+    head, embedding = (end(model.shape, choice, widths, tokens, rank) for end in ends)
+    return block, head, embedding
 
 
 def _flow_s(
-    flow: Flow, choice: Strategy, device: Device, measured: LinkModel | None
+    flow: Flow, choice: Strategy, rank: Rank, measured: LinkModel | None
 ) -> tuple[float, bool]:
-    """Seconds, and whether by measurement."""
+    """Seconds of all its messages, one after the other, and whether by measurement."""
     n = footprint.axes_size(choice, flow.sent.axes)
     op = _MEASURED[flow.sent.call]
     if measured is not None and op in measured.fits:
         each = flow.wire_bytes / flow.messages / OPS[op].factor(n)
         return flow.messages * measured.seconds(op, each, n), True
-    # Over how many neighbouring ranks a group along these axes lies.
-    sizes = [getattr(choice.degrees, axis) for axis in AXES]
-    outermost = min(AXES.index(axis) for axis in flow.sent.axes if sizes[AXES.index(axis)] > 1)
-    link = link_of(device, math.prod(sizes[outermost:]))
-    return (flow.wire_bytes / link.bytes_per_s if link else 0.0), False
+    ring = ring_of(choice, flow.sent.axes)
+    bytes_s = flow.wire_bytes / ring_bytes_per_s(ring, rank.device, rank.speeds)
+    return flow.messages * latency_s(flow.sent.call, ring, rank.device) + bytes_s, False
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step's parts: passes of one piece of a batch, and seconds of messages by flow."""
+
+    model: ModelShape
+    choice: Strategy
+    load: Workload
+    rank: Rank
+    sent_s: Mapping[tuple[str, str, tuple[str, ...]], float]
+    block: Pass
+    head: Pass
+    embedding: Pass
+
+    @property
+    def passes(self) -> int:
+        """Backwards of a step."""
+        return self.choice.options.accumulate
+
+    @property
+    def optimizer_s(self) -> float:
+        """Everything is read, parameters and state are written; gradients are added up before."""
+        recipe = recipe_for(self.choice, self.load)
+        shares = footprint.held_parts(self.choice, self.model.parameters, recipe)
+        degrees = self.choice.degrees
+        whole = self.model.parameters * recipe.gradients / (degrees.tp * degrees.pp)
+        adding = 3 * whole * (self.passes * micro_batches(self.choice, self.load) - 1)
+        moved = 2 * sum(shares.values()) - shares["gradients"] + adding
+        return moved / self.rank.bytes_per_s
+
+    def of(self, what: str, *calls: str) -> float:
+        """Seconds of what is sent so, by any call or by these."""
+        return sum(
+            seconds
+            for (sent, call, _), seconds in self.sent_s.items()
+            if sent == what and (not calls or call in calls)
+        )
+
+    def flat(self) -> tuple[float, float, dict[str, float]]:
+        """Compute, idle and exposed seconds without a pipeline."""
+        layers, k = self.model.shape.layers, self.passes
+        forward_s = layers * self.block.forward_s + self.head.forward_s + self.embedding.forward_s
+        backward_s = (
+            layers * self.block.backward_s + self.head.backward_s + self.embedding.backward_s
+        )
+        inside = self.of("activations")
+        axis = "cp" if self.choice.name == "ulysses" else "tp"
+        ring = self._hidden(self.of("keys-values"), k * layers * self.block.attention_s)
+        # What other axes wait for leaves time to messages of this one.
+        forward_s += inside / 2 / k
+        backward_s += inside / 2 / k
+        exposed = {axis: inside, "dp": self._model_s(forward_s, backward_s, layers)}
+        exposed["cp"] = exposed.get("cp", 0.0) + ring
+        return k * (forward_s + backward_s) - inside, 0.0, exposed
+
+    def pipelined(self) -> tuple[float, float, dict[str, float]]:
+        """The same of a pipeline; compute is that of the slowest stage."""
+        choice, shape, k = self.choice, self.model.shape, self.passes
+        p, pieces = choice.degrees.pp, micro_batches(choice, self.load)
+        most = math.ceil(shape.layers / p)
+        calls = k * pieces * most
+        # Two of its four calls are a forward's, and those that are computed again.
+        again = again_blocks(choice, most) / most
+        each = self.of("activations") / calls
+        tp = Pass(each * 2 / (4 + 2 * again), each * (2 + 2 * again) / (4 + 2 * again))
+        plain, whole = [], []
+        for stage in range(p):
+            blocks = shape.layers // p + (stage < shape.layers % p)
+            ends = [self.embedding] * (stage == 0) + [self.head] * (stage == p - 1)
+            ahead = blocks * self.block.forward_s + sum(end.forward_s for end in ends)
+            back = blocks * self.block.backward_s + sum(end.backward_s for end in ends)
+            plain.append(Pass(ahead, back))
+            whole.append(Pass(ahead + blocks * tp.forward_s, back + blocks * tp.backward_s))
+        chunks = CHUNKS if choice.options.schedule == "interleaved" and most > 1 else 1
+        send_s = self.of("boundary") / (2 * k * pieces * chunks)
+        times = tuple(one.forward_s for one in whole), tuple(one.backward_s for one in whole)
+        schedule = choice.options.schedule
+        without = makespan_s(schedule, *times, 0.0, pieces, chunks)
+        sends = makespan_s(schedule, *times, send_s, pieces, chunks) - without
+        slowest = max(range(p), key=lambda stage: whole[stage].both_s)
+        busy, compute = pieces * whole[slowest].both_s, pieces * plain[slowest].both_s
+        dp = self._model_s(whole[slowest].forward_s, whole[slowest].backward_s, most)
+        exposed = {"tp": k * (busy - compute), "pp": k * sends, "dp": dp}
+        return k * compute, k * (without - busy), exposed
+
+    def _hidden(self, sent_s: float, behind_s: float) -> float:
+        """What of messages is waited for, and by how much the computation gets slower."""
+        slower = self.rank.speeds.contention * min(sent_s, behind_s)
+        return max(0.0, sent_s - behind_s) + slower
+
+    def _model_s(self, forward_s: float, backward_s: float, blocks: int) -> float:
+        """Seconds in which parameters and gradients are waited for.
+
+        DDP's buckets are reduced behind the last backward but for the last one; FSDP gathers a
+        block while the one before computes, and reduces behind the backward of the next. Copies
+        beside tp or pp reduce when all is done, as Megatron does, and so do DeepSpeed's stages 1
+        and 2, and what ZeRO gathers after the optimizer's step is waited for.
+        """
+        gather, reduce = self.of("parameters"), self.of("gradients")
+        steps, choice = {*steps_of(self.choice)}, self.choice
+        is_sharded = bool({"fsdp", "fsdp1"} & steps) and choice.degrees.dp_shard > 1
+        is_sharded |= choice.name == "deepspeed" and choice.options.stage == 3
+        if is_sharded:
+            return self._sharded_s(gather, reduce, forward_s, backward_s, blocks)
+        if "ddp" in steps and choice.name not in {"tp", "pp"}:
+            last = reduce / blocks
+            return gather + last + self._hidden(reduce - last, backward_s * (1 - 1 / blocks))
+        return gather + reduce
+
+    def _sharded_s(
+        self, gather: float, reduce: float, forward_s: float, backward_s: float, blocks: int
+    ) -> float:
+        """FSDP: of the root and of one block everything is waited for, of the others the rest."""
+        once = self.choice.options.shard == "grad-op"
+        passes = self.passes
+        ahead = gather / passes / (1 if once else 2)
+        back = 0.0 if once else ahead
+        root = self.model.root_parameters / self.model.parameters
+        alone = root + (1 - root) / blocks
+        waits = passes * ahead * alone + reduce * alone
+        rest = 1 - alone
+        waits += passes * self._hidden(ahead * rest, forward_s)
+        waits += (passes - 1) * self._hidden(back * rest, backward_s)
+        return waits + self._hidden((back + reduce) * rest, backward_s)

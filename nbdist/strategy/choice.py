@@ -139,7 +139,9 @@ def rows_of(choice: Strategy) -> tuple[StrategyRow, ...]:
     By its degrees: a mesh of pp, dp_shard and tp is pp, fsdp and tp, whichever name was typed.
     """
     degrees = choice.degrees
-    counts = {"pp": degrees.pp, "fsdp": degrees.dp, "tp": degrees.tp}
+    # Copies that share nothing are ddp; only a plan makes them beside tp and pp.
+    copies = degrees.dp_replicate if degrees.dp_shard == 1 else 1
+    counts = {"pp": degrees.pp, "fsdp": degrees.dp // copies, "ddp": copies, "tp": degrees.tp}
     used = [name for name, degree in counts.items() if degree > 1 and choice.name in MESHED]
     return tuple(ROWS[name] for name in used or [choice.name])
 

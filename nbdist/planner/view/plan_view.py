@@ -10,7 +10,7 @@ from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.plan import NO, Plan, PlanRow
-from nbdist.planner.step_time import UTILISATION
+from nbdist.planner.view.time_view import seconds, shown_time
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
 
@@ -49,10 +49,10 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     refused = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
     before, after = _before(plan), _after(plan)
     rules = [*advice.rules, ""] if advice.rules else []
-    bars = _text_bars(plan, counted)
+    bars, times = _text_bars(plan, counted), shown_time(plan, counted)
     text = "\n".join(
-        [*advice.sentences, "", *before, "", _table(plan, counted).text, "", *bars, "", *rules,
-         *refused, *after]
+        [*advice.sentences, "", *before, "", _table(plan, counted).text, "", *bars, "",
+         *([times.text, ""] if times.text else []), *rules, *refused, *after]
     )  # fmt: skip
     fitting = [row for row in counted if row.verdict != NO] or counted
     rest = [row for row in counted if row not in fitting]
@@ -75,7 +75,7 @@ def _table(plan: Plan, rows: Sequence[PlanRow]) -> View:
 
 
 def _rows_html(plan: Plan, rows: Sequence[PlanRow]) -> str:
-    return _table(plan, rows).html + _svg(plan, rows)
+    return _table(plan, rows).html + _svg(plan, rows) + shown_time(plan, rows).html
 
 
 def _folded(what: str, names: Sequence[str], body: str) -> str:
@@ -128,7 +128,6 @@ def _counts(parameters: int) -> str:
 def _cells(plan: Plan, row: PlanRow, unit_bytes: float) -> list[str]:
     memory, time = row.memory, row.time
     assert memory is not None
-    span = f"{_seconds(time.least_s)} - {_seconds(time.most_s)}" if time else "-"
 
     def size_cell(size_bytes: float) -> str:
         return f"{size_bytes / unit_bytes:,.1f}"
@@ -140,12 +139,9 @@ def _cells(plan: Plan, row: PlanRow, unit_bytes: float) -> list[str]:
         *map(size_cell, (memory.parameters, memory.gradients, memory.optimizer)), activations,
         *map(size_cell, (memory.buffers, memory.step, memory.overhead)),
         f"{more}{size_cell(memory.peak)}", f"{100 * row.share:.1f}", row.verdict,
-        str(row.samples), size_cell(row.sent_bytes) if plan.counts_sent(row) else "?", span,
+        str(row.samples), size_cell(row.sent_bytes) if plan.counts_sent(row) else "?",
+        seconds(time.step_s) if time else "-",
     ]  # fmt: skip
-
-
-def _seconds(value_s: float) -> str:
-    return f"{value_s:.0f}" if value_s >= 10 else f"{value_s:.2g}"
 
 
 def _gb(size_bytes: float) -> str:
@@ -175,13 +171,16 @@ def _after(plan: Plan) -> list[str]:
     elif device.bandwidth:
         half, single = device.half_flops / 1e12, device.single_flops / 1e12
         measured = any(row.time and row.time.source == "measurement" for row in plan.rows)
-        links = (
-            "as measured here" if measured else f"over {device.link} in a host, {device.network}"
-        )
+        between = f"{device.ports} x {device.network}"
+        if device.host_bytes_per_s:
+            between = f"{device.host_bytes_per_s / 1e9:g} GB/s"
+        links = "as measured here"
+        if not measured:
+            links = f"over {device.link} in a host, {between} of a host between hosts"
         lines.append(
-            "s per step: an estimate for a step of all samples, communication fully overlapped - "
-            f"not overlapped; {100 * UTILISATION:.0f} % of {half:.0f} TFLOPS ({single:.0f} in "
-            f"fp32), messages {links}. {device.source}"
+            "s per step: estimated for a step of all samples; large products at "
+            f"{100 * device.sustained:.0f} % of {half:.0f} TFLOPS ({single:.0f} in fp32), "
+            f"messages {links}. {device.source}"
         )
     else:
         lines.append(

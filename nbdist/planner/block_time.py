@@ -1,0 +1,237 @@
+"""Time of a block and of the head on one rank: products, attention, bytes and launches.
+
+Constants that no data sheet has are in `Speeds`; docs/plan.md says where each is from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from nbdist.planner.devices import Device
+from nbdist.planner.models import Transformer
+from nbdist.planner.workload import Widths
+from nbdist.strategy.choice import Strategy
+
+# Rows and columns of the result that one multiprocessor makes at a time, and the part of the
+# largest one's rate: a smaller tile reads more for each operation. Source:
+# https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.7))
+# Parts into which the summed dimension may be cut, where the result has too few tiles.
+SPLITS = (1, 2, 4, 8)
+# Operations of attention's backward by those of its forward: five products for two. Source:
+# https://arxiv.org/abs/2307.08691, section 3.1.
+ATTENTION_BACKWARD = 2.5
+# Bytes that a backward moves for one of the forward: it reads a gradient as well.
+BYTES_BACKWARD = 2.0
+# For each entry of the logits: cast to fp32, log-softmax and loss; their gradients, cast back.
+LOSS_BYTES = (16, 18)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What no data sheet has; fitted or from a source, see docs/plan.md.
+
+    Attributes:
+        attention: Rate of attention by that of products.
+        streams: The part of the memory's bandwidth that elementwise kernels reach.
+        network, nvlink, pcie: The part of a link's rate that collectives reach.
+        contention: Of communication behind computation, the part by which that gets slower.
+        k_fill: Steps along the summed dimension that a tile loses to its begin and end.
+        kernel_s: That a kernel takes on the device, however small.
+        launch_s: That a kernel takes the host to launch, in eager mode.
+    """
+
+    attention: float = 0.36
+    streams: float = 0.64
+    network: float = 0.43
+    contention: float = 0.09
+    k_fill: float = 128.0
+    kernel_s: float = 3e-6
+    launch_s: float = 7e-6
+    nvlink: float = 0.76
+    pcie: float = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward and a backward, in seconds; `attention_s` is attention's part of both."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    attention_s: float = 0.0
+
+    @property
+    def both_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank computes with; `width` is the bytes of a number in products."""
+
+    device: Device
+    speeds: Speeds
+    precision: str
+    width: int
+
+    @property
+    def rate(self) -> float:
+        """Of large products, operations per second."""
+        return self.device.flops(self.precision) * self.device.sustained
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of elementwise kernels."""
+        return self.device.bandwidth * self.speeds.streams
+
+    def product_s(self, m: float, n: float, k: float) -> float:
+        """Seconds of (m, k) times (k, n)."""
+        if min(m, n, k) < 1:
+            return 0.0
+        moved = (m * k + k * n + m * n) * self.width
+        args = (math.ceil(m), math.ceil(n), math.ceil(k))
+        arithmetic = product_steps(*args, self.device.sms, self.speeds.k_fill) / self.rate
+        return max(arithmetic, moved / self.bytes_per_s) + self.speeds.kernel_s
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def product_steps(m: int, n: int, k: int, sms: int, k_fill: float) -> float:
+    """Operations of a product with those that its tiles and waves waste.
+
+    The result is cut into tiles, and `sms` of them are made at a time: the last wave takes as long
+    as a full one (wave quantization), the last tile as long as a whole one. Of the tiles and cuts
+    of the summed dimension the fastest counts, as a library chooses it. Without `sms` nothing is
+    cut.
+    """
+    if not sms:
+        return 2.0 * m * n * (k + k_fill)
+    best = math.inf
+    for rows, columns, part in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        for split in SPLITS:
+            waves = math.ceil(tiles * split / sms)
+            depth = math.ceil(k / split) + k_fill
+            best = min(best, 2.0 * waves * sms * rows * columns * depth / part)
+            if tiles * split >= sms:
+                break
+    return best
+
+
+def block_pass(
+    shape: Transformer, choice: Strategy, widths: Widths, samples: float, sequence: int, rank: Rank
+) -> Pass:
+    """Forward and backward of one block of so many samples, with what is computed again.
+
+    Without messages. `--checkpoint full` adds a forward to the backward, `selective` one of what
+    is elementwise.
+    """
+    tokens = samples * sequence / choice.degrees.cp
+    linear = _products(shape, choice, tokens)
+    forward_s = sum(rank.product_s(m, n, k) for m, n, k in linear)
+    # Gradients of inputs and of weights.
+    backward_s = sum(rank.product_s(m, k, n) + rank.product_s(k, n, m) for m, n, k in linear)
+    attention = _attention(shape, choice, samples, sequence, rank)
+    moved_s = tokens * _moved_bytes(shape, choice, widths) / rank.bytes_per_s
+    casts_s = _cast_bytes(shape, choice, widths) / rank.bytes_per_s
+    small, fused = _kernels(shape, choice)
+    moved_s = moved_s * fused + small * rank.speeds.kernel_s
+    ahead_s = forward_s + attention.forward_s + moved_s + casts_s
+    back_s = backward_s + attention.backward_s + BYTES_BACKWARD * moved_s
+    launches = (small + len(linear) + 1) * rank.speeds.launch_s
+    ahead_s, back_s = max(ahead_s, launches), max(back_s, 2 * launches)
+    again = {"full": ahead_s, "selective": moved_s}.get(choice.options.checkpoint, 0.0)
+    return Pass(ahead_s, back_s + again, attention.both_s)
+
+
+def head_pass(
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+) -> Pass:
+    """The last norm, the head's product and the loss, which tp does not divide."""
+    vocab, h = shape.vocab / choice.degrees.tp, shape.hidden
+    product = rank.product_s(tokens, vocab, h)
+    back = rank.product_s(tokens, h, vocab) + rank.product_s(h, vocab, tokens)
+    norm = tokens * h * (widths.residual + widths.compute)
+    ahead, behind = (tokens * shape.vocab * each for each in LOSS_BYTES)
+    return Pass(
+        product + (norm + ahead) / rank.bytes_per_s,
+        back + (BYTES_BACKWARD * norm + behind) / rank.bytes_per_s,
+    )
+
+
+def embedding_pass(
+    shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
+) -> Pass:
+    """Rows that are read, and a gradient of the whole table that is written and filled."""
+    rows = 2 * tokens * shape.hidden * widths.residual
+    table = 2 * shape.vocab * shape.hidden * widths.reduced / choice.degrees.tp
+    return Pass(rows / rank.bytes_per_s, (2 * rows + table) / rank.bytes_per_s)
+
+
+def _products(
+    shape: Transformer, choice: Strategy, tokens: float
+) -> list[tuple[float, float, float]]:
+    """(m, n, k) of a block's linear layers on one rank of tp."""
+    tp, h = choice.degrees.tp, shape.hidden
+    queries, keys = (n * shape.head_size / tp for n in (shape.heads, shape.kv_heads))
+    first = [queries + 2 * keys] if shape.has_one_qkv else [queries, keys, keys]
+    up = [shape.ffn / tp] * (2 if shape.is_gated else 1)
+    inner = [(tokens, n, float(h)) for n in (*first, *up)]
+    return [*inner, (tokens, h, queries), (tokens, h, shape.ffn / tp)]
+
+
+def _attention(
+    shape: Transformer, choice: Strategy, samples: float, sequence: int, rank: Rank
+) -> Pass:
+    """Two products of each pair of tokens; half of the pairs, as later ones are masked.
+
+    `--sdpa math` takes all pairs, and moves their scores: product, mask and softmax, dropout.
+    """
+    heads = samples * shape.heads / choice.degrees.tp
+    pairs = heads * sequence * sequence / choice.degrees.cp
+    rate = rank.rate * rank.speeds.attention
+    if choice.options.sdpa != "math":
+        forward_s = 2 * pairs * shape.head_size / rate
+        return _attention_pass(forward_s, ATTENTION_BACKWARD * forward_s)
+    x = rank.width
+    moved_s = pairs * (4 * x + (2 * x + 1) * shape.has_dropout) / rank.bytes_per_s
+    forward_s = 4 * pairs * shape.head_size / rate
+    return _attention_pass(forward_s + moved_s, 2 * forward_s + BYTES_BACKWARD * moved_s)
+
+
+def _attention_pass(forward_s: float, backward_s: float) -> Pass:
+    return Pass(forward_s, backward_s, forward_s + backward_s)
+
+
+def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
+    """That the elementwise kernels of a block's forward read and write for each token.
+
+    Two norms, two sums with what flows past, dropout, the activation with its gate, and rotary
+    positions; an activation written out in Python is counted as one kernel.
+    """
+    r, x, h = widths.residual, widths.compute, shape.hidden
+    tp = choice.degrees.tp
+    whole = tp if choice.options.has_sequence_parallel else 1
+    outside = 2 * h * (r + x) + 2 * h * (2 * r + x)
+    outside += 2 * h * (2 * x + 1) * shape.has_dropout
+    if widths.residual != widths.compute:  # autocast casts the inputs of linear layers
+        outside += 2 * h * (r + x)
+    inside = (5 if shape.is_gated else 2) * shape.ffn * x
+    rotary = 0 if shape.positions else 4 * (shape.heads + shape.kv_heads) * shape.head_size * x
+    return outside / whole + (inside + rotary) / tp
+
+
+def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
+    """Of weights that autocast casts in each forward: read in fp32, written in half."""
+    return shape.block_parameters / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
+
+
+def _kernels(shape: Transformer, choice: Strategy) -> tuple[int, float]:
+    """Elementwise kernels of a forward, and the part of their bytes: a compiler fuses neighbours.
+
+    Fused, a chain of two reads and writes once.
+    """
+    count = 5 + 2 * shape.has_dropout + shape.is_gated + 4 * (not shape.positions)
+    return (count // 2, 0.5) if choice.options.is_compiled else (count, 1.0)

@@ -1,0 +1,80 @@
+"""Time of collectives: latency of their steps, and bytes over the slowest link of a ring."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nbdist.planner.block_time import Speeds
+from nbdist.planner.devices import PER_HOST, Device, link_of
+from nbdist.strategy import footprint
+from nbdist.strategy.choice import AXES, Strategy
+
+# Seconds of a call, and of each step in a host over NVLink or PCIe, and between hosts: NCCL's own
+# table of its rings and trees with the protocol for large messages (hwLat and baseLat in
+# src/graph/tuning.cc of https://github.com/NVIDIA/nccl).
+CALL_S = 8.4e-6
+STEP_S = {"NVLink": 3.4e-6, "PCIe": 5.7e-6}
+NETWORK_STEP_S = 14e-6
+# Times that a call goes around its ring.
+ROUNDS = {"all-reduce": 2, "send": 0, "all-to-all": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Ranks that take part in a collective: how many, and how many of them are in each host."""
+
+    size: int
+    in_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that it goes through."""
+        return math.ceil(self.size / self.in_host)
+
+
+def ring_of(choice: Strategy, axes: tuple[str, ...]) -> Ring:
+    """The ring of the ranks that differ in these axes alone; PER_HOST neighbours share a host."""
+    sizes = [getattr(choice.degrees, axis) for axis in AXES]
+    size = footprint.axes_size(choice, axes)
+    used = [AXES.index(axis) for axis in axes if sizes[AXES.index(axis)] > 1]
+    if not used:
+        return Ring(1, 1)
+    apart = math.prod(sizes[max(used) + 1 :])
+    return Ring(size, min(size, max(1, PER_HOST // apart)))
+
+
+def collective_s(call: str, wire_bytes: float, ring: Ring, device: Device, speeds: Speeds) -> float:
+    """Seconds of one call in which a rank sends so many bytes; 0 where no link is known."""
+    return latency_s(call, ring, device) + wire_bytes / ring_bytes_per_s(ring, device, speeds)
+
+
+def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
+    """What a ring carries: its link in a host, or its ranks' part of the host's ports."""
+    link = link_of(device, 1)
+    if link is None or ring.size == 1:
+        return math.inf
+    within = link.bytes_per_s * (speeds.nvlink if link.name.startswith("NVLink") else speeds.pcie)
+    if ring.hosts == 1:
+        return within
+    network = link_of(device, PER_HOST + 1)
+    total = device.host_bytes_per_s or (device.ports * network.bytes_per_s if network else math.inf)
+    return min(within, total * speeds.network * ring.in_host / PER_HOST)
+
+
+def latency_s(call: str, ring: Ring, device: Device) -> float:
+    """Of all steps, of a ring or, for an all-reduce, of a tree where that is shorter."""
+    link = link_of(device, 1)
+    if link is None or ring.size == 1:
+        return 0.0
+    step = STEP_S["NVLink" if link.name.startswith("NVLink") else "PCIe"]
+    if call == "send":
+        return CALL_S + (step if ring.hosts == 1 else NETWORK_STEP_S)
+    between = ring.hosts if ring.hosts > 1 else 0
+    rounds = ROUNDS.get(call, 1)
+    along_ring = rounds * ((ring.size - 1 - between) * step + between * NETWORK_STEP_S)
+    if call != "all-reduce":
+        return CALL_S + max(along_ring, step)
+    levels = math.ceil(math.log2(ring.hosts)) if between else 0
+    tree = 2 * ((ring.in_host - 1) * step + levels * NETWORK_STEP_S)
+    return CALL_S + min(along_ring, tree) if between else CALL_S + along_ring

@@ -1,0 +1,254 @@
+"""Steps that others measured, each as the plan that a person would ask for.
+
+A set is fitted in part: of its models in order of size every second one, the others are held out.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nbdist.planner.block_time import Speeds
+from nbdist.planner.devices import DEVICES, Device
+from nbdist.planner.models import CONFIGS, ModelShape, of_config
+from nbdist.planner.plan import as_copies
+from nbdist.planner.step_time import SPEEDS, Time, time_of
+from nbdist.planner.workload import Workload
+from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import choose
+
+FILES = Path(__file__).with_name("published")
+VTRAIN, FOUNDRY = "vTrain", "llm-foundry"
+MEGATRON, TITAN, SIMUMAX = "Megatron", "torchtitan", "SimuMax"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One measured step.
+
+    Attributes:
+        source: The set that it is of.
+        name: Of its model.
+        label: What else tells it apart.
+        measured_s: Of one step of the optimizer.
+        group: Steps of the same model, global batch, GPUs and kind of GPU.
+    """
+
+    source: str
+    name: str
+    label: str
+    model: ModelShape
+    choice: Strategy
+    load: Workload
+    device: Device
+    measured_s: float
+    group: tuple[object, ...] = ()
+
+    def predicted(self, speeds: Speeds = SPEEDS, sustained: Mapping[str, float] = {}) -> Time:
+        """Its plan's time, by other constants where they are given."""
+        part = sustained.get(self.device.name.split("-")[0], self.device.sustained)
+        device = replace(self.device, sustained=part)
+        time = time_of(self.model, self.choice, self.load, device, None, speeds)
+        assert time is not None
+        return time
+
+
+def gpt(hidden: int, heads: int, layers: int, sequence: int, vocab: int) -> ModelShape:
+    """A model of GPT-2's kind."""
+    config = {
+        "model_type": "gpt2", "n_embd": hidden, "n_head": heads, "n_layer": layers,
+        "n_positions": sequence, "n_inner": 4 * hidden, "vocab_size": vocab,
+    }  # fmt: skip
+    return of_config(config)
+
+
+def vtrain() -> Iterator[Step]:
+    """Megatron-DeepSpeed: dp as copies, everything computed again."""
+    with (FILES / "vtrain.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            cells = {key.strip(): value for key, value in row.items()}
+            gpus, batch, micro = (
+                int(cells[key]) for key in ("# GPUs", "global batch", "micro batch")
+            )
+            hidden, heads, layers = (
+                int(cells[key]) for key in ("hidden size", "attention heads", "# layers")
+            )
+            sequence = int(cells["sequence length"])
+            tp, dp, pp = (
+                int(cells[f"{word} parallelism"]) for word in ("tensor", "data", "pipeline")
+            )
+            name = f"{cells['Parameters (billion)']}B"
+            yield Step(
+                VTRAIN, name, f"tp {tp} x dp {dp} x pp {pp}, micro-batch {micro}",
+                gpt(hidden, heads, layers, sequence, 51200),
+                *megatron_choice(gpus, batch, micro, sequence, tp, pp, {"checkpoint": "full"}),
+                DEVICES["a100-80gb"], float(cells["iteration time (ms)"]) / 1e3,
+                (name, gpus, batch),
+            )  # fmt: skip
+
+
+def megatron_choice(  # noqa: PLR0913, PLR0917  # what such a row has
+    gpus: int, batch: int, micro: int, sequence: int, tp: int, pp: int, more: Mapping[str, Any]
+) -> tuple[Strategy, Workload]:
+    """tp, pp and copies, with fewer micro-batches than stages as gpipe: the idle time is equal."""
+    dp = gpus // (tp * pp)
+    pieces = batch // (dp * micro)
+    degrees = {"tp": tp, "pp": pp, "dp": dp}
+    given: dict[str, Any] = {word: n for word, n in degrees.items() if n > 1}
+    given |= {"bf16": True, **more}
+    if pp > 1:
+        given |= {"microbatches": pieces}
+        given |= {"schedule": "gpipe"} if pieces < pp else {}
+    else:
+        given |= {"accumulate": pieces}
+    name = "pp" if pp > 1 else "tp" if tp > 1 else "ddp" if dp > 1 else "single"
+    load = Workload(micro * pieces if pp > 1 else micro, sequence, recipe="mixed")
+    return as_copies(choose(name, given, gpus)), load
+
+
+_FOUNDRY_COLUMNS = (
+    "hidden", "heads", "layers", "sequence", "gpus", "micro_batch", "accumulate",
+)  # fmt: skip
+
+
+def llm_foundry() -> Iterator[Step]:
+    """FSDP, in part with full checkpointing and with gradients that are accumulated."""
+    with (FILES / "llm_foundry.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            hidden, heads, layers, sequence, gpus, micro, again = (
+                int(row[key]) for key in _FOUNDRY_COLUMNS
+            )
+            given: dict[str, Any] = {"bf16": True, "accumulate": again}
+            given |= {"checkpoint": "full"} if row["recompute"] == "1" else {}
+            given |= {"shard": "grad-op"} if row["sharding"] == "SHARD_GRAD_OP" else {}
+            yield Step(
+                FOUNDRY, row["model"], f"{gpus} {row['gpu']}, {sequence} tokens, batch {micro}",
+                gpt(hidden, heads, layers, sequence, 50368), choose("fsdp", given, gpus),
+                Workload(micro, sequence), DEVICES[row["gpu"]], float(row["step_s"]),
+                (row["model"], gpus, row["global_batch"], row["gpu"]),
+            )  # fmt: skip
+
+
+# Parameters (10^9), heads, width, layers, tp, pp, GPUs, global batch, TFLOPS of each: table 1 of
+# https://arxiv.org/abs/2104.04473, sequence 2048, vocabulary 51,200, full checkpointing.
+_SCALED = (
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138), (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)  # fmt: skip
+# Name, heads, width, layers, pp, GPUs, batch, micro-batch, seconds with full checkpointing, and
+# with sequence parallelism and selective checkpointing: tables 3 and 5 of
+# https://arxiv.org/abs/2205.05198; tp 8, interleaved where there is a pipeline.
+_KORTHIKANTI = (
+    ("22B", 64, 6144, 48, 1, 8, 4, 4, 1.42, 1.10),
+    ("175B", 96, 12288, 96, 8, 64, 64, 1, 18.13, 13.75),
+    ("530B", 128, 20480, 105, 35, 280, 280, 1, 49.05, 37.83),
+    ("1T", 160, 25600, 128, 64, 512, 512, 1, 94.42, 71.49),
+)  # fmt: skip
+
+
+def megatron() -> Iterator[Step]:
+    """Two papers' tables; the first does not say its micro-batches: the best planned one counts."""
+    for billions, heads, hidden, layers, tp, pp, gpus, batch, tflops in _SCALED:
+        # Equation 3 of that paper, with what is computed again.
+        part = 1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)
+        seconds = 96 * batch * 2048 * layers * hidden**2 * part / (gpus * tflops * 1e12)
+        dp = gpus // (tp * pp)
+        steps = [
+            Step(
+                MEGATRON, f"{billions}B", f"{gpus} A100, tp {tp} x dp {dp} x pp {pp}",
+                gpt(hidden, heads, layers, 2048, 51200),
+                *megatron_choice(gpus, batch, micro, 2048, tp, pp, {"checkpoint": "full"}),
+                DEVICES["a100-80gb"], seconds,
+            )
+            for micro in (1, 2, 4, 8)
+            if batch % (dp * micro) == 0
+        ]  # fmt: skip
+        yield min(steps, key=lambda step: step.predicted().step_s)
+    for name, heads, hidden, layers, pp, gpus, batch, micro, full_s, selective_s in _KORTHIKANTI:
+        schedule = {"schedule": "interleaved"} if pp > 1 else {}
+        for how, more, seconds in (
+            ("full", {}, full_s),
+            ("selective", {"sequence_parallel": True}, selective_s),
+        ):
+            given = {"checkpoint": how, **schedule, **more}
+            yield Step(
+                MEGATRON, name, f"{gpus} A100, tp 8 x pp {pp}, {how} checkpointing",
+                gpt(hidden, heads, layers, 2048, 51200),
+                *megatron_choice(gpus, batch, micro, 2048, 8, pp, given),
+                DEVICES["a100-80gb"], seconds,
+            )  # fmt: skip
+
+
+# Model, GPU, GPUs, tokens, batch, options, tokens per second and GPU. A100: docs/performance.md of
+# https://github.com/pytorch/torchtitan at 0413364; H100 (96 GB, 500 W):
+# benchmarks/llama3_h100_202412_torchtitan.md. Rows in float8 are left out: nbdist has none.
+_TITAN = (
+    ("llama-3-8b", "a100-80gb", 64, 8192, 1, {"checkpoint": "2"}, 2904),
+    ("llama-3-8b", "a100-80gb", 64, 8192, 1, {"checkpoint": "selective"}, 2973),
+    ("llama-3-70b", "a100-80gb", 64, 8192, 1, {"checkpoint": "full"}, 331),
+    ("llama-2-13b", "a100-80gb", 64, 4096, 2, {}, 2162),
+    ("llama-2-13b", "a100-80gb", 64, 4096, 2, {"checkpoint": "2"}, 1914),
+    ("llama-2-13b", "a100-80gb", 64, 4096, 2, {"checkpoint": "selective"}, 1904),
+    ("llama-2-70b", "a100-80gb", 64, 4096, 1, {"checkpoint": "selective"}, 355),
+    ("llama-2-70b", "a100-80gb", 64, 4096, 2, {"checkpoint": "full"}, 353),
+    ("llama-3-8b", "h100", 8, 8192, 2, {"checkpoint": "selective"}, 5762),
+    ("llama-3-8b", "h100", 8, 8192, 2, {"checkpoint": "selective", "compile": True}, 6667),
+    ("llama-3-8b", "h100", 128, 8192, 2, {"checkpoint": "selective"}, 5605),
+    ("llama-3-8b", "h100", 128, 8192, 2, {"checkpoint": "selective", "compile": True}, 6514),
+)  # fmt: skip
+
+
+def torchtitan() -> Iterator[Step]:
+    """Its published runs with FSDP2 in bf16."""
+    for name, gpu, gpus, sequence, batch, more, rate in _TITAN:
+        words = " ".join(f"{k} {v}" if v is not True else k for k, v in more.items())
+        yield Step(
+            TITAN, name, f"{gpus} {gpu}, {sequence} tokens, batch {batch} {words}".strip(),
+            of_config(CONFIGS[name], name), choose("fsdp", {"bf16": True, **more}, gpus),
+            Workload(batch, sequence), DEVICES[gpu], batch * sequence / rate,
+        )  # fmt: skip
+
+
+# Of Llama 3 cut to so many layers, tp, pp, dp, micro-batches, milliseconds measured on 8 B200 with
+# Megatron: docs/b200/b200_release_v1.2_summary.md of https://github.com/MooreThreads/SimuMax at
+# 1b8ca90, micro-batch 1 and 4,096 tokens (simu_tools/megatron_scripts), without checkpointing.
+_B200 = (
+    ("llama-3-70b", 12, 1, 2, 4, 843.0), ("llama-3-70b", 12, 2, 1, 4, 725.5),
+    ("llama-3-70b", 12, 4, 1, 4, 409.8), ("llama-3-70b", 12, 8, 1, 4, 280.9),
+    ("llama-3-70b", 12, 1, 2, 8, 1476.8), ("llama-3-70b", 12, 2, 1, 8, 1387.0),
+    ("llama-3-70b", 12, 4, 1, 8, 765.6), ("llama-3-70b", 12, 8, 1, 8, 556.7),
+    ("llama-3-70b", 12, 1, 2, 32, 5436.5), ("llama-3-70b", 12, 2, 1, 32, 5376.5),
+    ("llama-3-70b", 12, 4, 1, 32, 2964.6), ("llama-3-70b", 12, 8, 1, 32, 2073.7),
+    ("llama-3.1-405b", 4, 1, 2, 4, 1074.6), ("llama-3.1-405b", 4, 2, 1, 4, 907.3),
+    ("llama-3.1-405b", 4, 4, 1, 4, 476.0), ("llama-3.1-405b", 4, 8, 1, 4, 258.8),
+    ("llama-3.1-405b", 4, 1, 2, 32, 7046.4), ("llama-3.1-405b", 4, 2, 1, 32, 6604.1),
+    ("llama-3.1-405b", 4, 4, 1, 32, 3455.4), ("llama-3.1-405b", 4, 8, 1, 32, 1901.8),
+)  # fmt: skip
+
+
+def simumax() -> Iterator[Step]:
+    """Its measured dense cases; dp fills the 8 GPUs."""
+    for name, layers, tp, pp, pieces, ms in _B200:
+        dp = 8 // (tp * pp)
+        model = of_config(
+            {**CONFIGS[name], "num_hidden_layers": layers}, f"{name}, {layers} blocks"
+        )
+        yield Step(
+            SIMUMAX, model.name, f"tp {tp} x dp {dp} x pp {pp}, {pieces} micro-batches", model,
+            *megatron_choice(8, pieces * dp, 1, 4096, tp, pp, {}),
+            DEVICES["b200"], ms / 1e3,
+        )  # fmt: skip
+
+
+def fitted_names(steps: list[Step]) -> frozenset[str]:
+    """Of a set's models in order of size the second, the fourth and so on: at most half of them."""
+    sizes = {step.name: step.model.parameters for step in steps}
+    return frozenset(sorted(sizes, key=lambda name: sizes[name])[1::2])
