@@ -154,7 +154,7 @@ def test_what_is_not_known_is_no_advantage() -> None:
     assert advice.row is not None
     assert advice.row.typed == "ddp"
     assert advice.sentences[1] == "tp, pp and cp are not compared: what they send is not known."
-    assert alone.sentences[0].endswith("communication: what it sends is not known.")
+    assert alone.sentences[0].endswith("; what it sends is not known.")
     assert re.search(r"^tp .* \?  +-$", shown_plan(result, advice).text, re.MULTILINE)
 
 
