@@ -17,7 +17,7 @@ from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Engine, Plan, PlanRow, pla
 from nbdist.planner.rules_of_thumb import RuleAnswer, answers
 from nbdist.strategy.choice import AXES, Strategy
 from nbdist.strategy.degrees import ranks
-from nbdist.strategy.options import DEGREES, read
+from nbdist.strategy.options import DEGREES, OPTIONS, read
 
 _MOST_RANKS = 4096
 # A strategy that is less faster than this is no reason to leave a simpler one: estimates that are
@@ -25,6 +25,8 @@ _MOST_RANKS = 4096
 MARGIN = 0.25
 # Estimates that are as close are the same: of measured pairs 5 % apart the order is mostly right.
 SAME = 0.05
+# Steps whose options most strategies take.
+_COMMON = {"precision", "options"}
 # Axes whose messages are waited for in every block, forward and backward.
 _IN_BLOCKS = ("cp", "tp")
 
@@ -304,11 +306,44 @@ def gigabytes(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:,.1f} GB"
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What makes a strategy safe.
+
+    Attributes:
+        words: The change and the strategy: "With --checkpoint full, fsdp".
+        row: What it comes to then.
+    """
+
+    words: str
+    row: PlanRow
+
+
 def _would_help(planned: Plan, given: Mapping[str, object], make: Maker) -> str:
-    """The first of these that makes a strategy safe, each with those before it; else more ranks."""
+    """The smallest change that makes a strategy safe, or that none does, as a sentence."""
+    change = _smallest_change(planned, given, make)
+    if change is None:
+        *_, (words, _, _) = _ladder(planned, given)
+        and_words = f" and {words}" if words else ""
+        return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+    return f"{change.words} is safe ({percent(change.row)}){_on_host(planned, change.row)}."
+
+
+def smallest_change(
+    planned: Plan, given: Mapping[str, object], engine: Engine = memory_of
+) -> Change | None:
+    """Options, another strategy or more ranks that make a plan for one strategy or all safe.
+
+    Each with what comes before it; docs/plan.md has the order. None where nothing does.
+    """
+    make = functools.partial(_plan_again, measured=None, engine=engine)
+    return _smallest_change(planned, given, make)
+
+
+def _smallest_change(planned: Plan, given: Mapping[str, object], make: Maker) -> Change | None:
     ladder = list(_ladder(planned, given))
     words, changed, options = ladder[-1]
-    if planned.load.has_gpu and given.get("offload") is None:
+    if planned.load.has_gpu and given.get("offload") is None and planned.model.has_shape:
         offloaded = {**options, "offload": "cpu"}
         ladder.append((f"{words} --offload cpu".strip(), changed, offloaded))
     typed = planned.rows[0].choice if len(planned.rows) == 1 else None
@@ -316,17 +351,16 @@ def _would_help(planned: Plan, given: Mapping[str, object], make: Maker) -> str:
         added, other, more = rung
         row = _safe(make, other, more, strategy)
         if row is not None:
-            what = f"With {added}, {row.typed}" if added else f"Instead, {row.typed}"
-            return f"{what} is safe ({percent(row)}){_on_host(planned, row)}."
+            return Change(f"With {added}, {row.typed}" if added else f"Instead, {row.typed}", row)
     options.pop("offload", None)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
         row = _safe(make, replace(changed, world_size=count), options)
         if row is not None:
-            return f"With {ranks(count)}{and_words}, {row.typed} is safe ({percent(row)})."
+            return Change(f"With {ranks(count)}{and_words}, {row.typed}", row)
         count *= 2
-    return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+    return None
 
 
 # Words that are added, the plan and the options with them.
@@ -353,6 +387,9 @@ def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
     Offloading is not in it: it moves what it saves to the host.
     """
     load, options = planned.load, dict(given)
+    yield "", planned, dict(options)
+    if not planned.model.has_shape:  # its activations are not counted: nothing saves any
+        return
     half = "bf16" if planned.device.has_bf16 else "fp16"
     is_single = read(options)[1].get("precision", "fp32") == "fp32"
     steps: tuple[tuple[str, bool, dict[str, object]], ...] = (
@@ -361,7 +398,6 @@ def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
         ("--batch 1", load.batch > 1, {}),
     )
     added: list[str] = []
-    yield "", planned, dict(options)
     for word, is_new, more in steps:
         if is_new:
             added.append(word)
@@ -375,7 +411,13 @@ def _safe(
 ) -> PlanRow | None:
     """The row to choose of another plan, or the one like a choice; None where none is safe."""
     if like is None:
-        options = {word: value for word, value in options.items() if word not in DEGREES}
+        options = {word: value for word, value in options.items() if not _is_of_one(word)}
     again = make(changed, options, like.name if like else None)
     safe = [row for row in _useful(again) if row.verdict == SAFE] if again is not None else []
     return best_of(again, safe) if again is not None and safe else None
+
+
+def _is_of_one(word: str) -> bool:
+    """Whether it is a degree, or an option that most strategies do not take, but offloading."""
+    rows = [row for row in OPTIONS.values() if word in (row.name, row.word) and word != "offload"]
+    return word in DEGREES or any(row.steps and not {*row.steps} & _COMMON for row in rows)
