@@ -149,21 +149,24 @@ def _recommended(planned: Plan, fitting: Sequence[PlanRow]) -> tuple[PlanRow | N
         verdict = f"No strategy is recommended: {fitting[0].verdict} are {names}, and what they"
         return None, [f"{verdict} send is not known. %dist_compare measures them."]
     best = best_of(planned, counted)
-    fastest = min(counted, key=functools.partial(_per_sample, planned))
-    others = len(counted) - 1
-    among = f", the {'fastest' if best.time else 'least sent'} of {others + 1}"
-    among = (
-        among
-        if best is fastest
-        else f", as {'is one other' if others == 1 else f'are {others} others'}"
-    )
-    among = among if others else f", the only {best.verdict} strategy"
+    fastest = min(counted, key=_per_sample)
     first = (
-        f"Recommended: {best.typed}: {best.verdict} ({percent(best)} of the device){among}; "
+        f"Recommended: {best.typed}: {best.verdict} ({percent(best)} of the device)"
+        f"{_among(counted, best, fastest)}; "
         f"{cost(planned, best)}{_on_host(planned, best)}."
     )
     notes = _why_not(planned, counted, best, fastest)
     return best, [first, *notes, *([unknown] if len(counted) < len(fitting) else [])]
+
+
+def _among(counted: Sequence[PlanRow], best: PlanRow, fastest: PlanRow) -> str:
+    """How a choice stands among those that fit."""
+    others = len(counted) - 1
+    if not others:
+        return f", the only {best.verdict} strategy"
+    if best is fastest and not _host_bytes(best):
+        return f", the {'fastest' if best.time else 'least sent'} of {others + 1}"
+    return f", as {'is one other' if others == 1 else f'are {others} others'}"
 
 
 def best_of(planned: Plan, fitting: Sequence[PlanRow]) -> PlanRow:
@@ -172,16 +175,15 @@ def best_of(planned: Plan, fitting: Sequence[PlanRow]) -> PlanRow:
     Without those that only look fast; of the rest the simplest that is nearly as fast as the
     fastest, and of equally simple and fast ones that which needs least memory.
     """
-    per_sample = functools.partial(_per_sample, planned)
     usable = [row for row in fitting if not _objection(planned, fitting, row)] or fitting
     # Bytes alone are no time: what hides behind backward costs none. And what is offloaded is in
     # none: its transfers take longest, as much as lies on the host.
     is_time = all(row.time is not None and not _host_bytes(row) for row in usable)
     margin = MARGIN if is_time else math.inf
-    near = _within(usable, per_sample, margin)
+    near = _within(usable, _per_sample, margin)
     tier = min(map(_tier, near))
     simplest = _within([row for row in near if _tier(row) == tier], _host_bytes, 0.0)
-    return min(_within(simplest, per_sample, SAME), key=lambda row: row.share)
+    return min(_within(simplest, _per_sample, SAME), key=lambda row: row.share)
 
 
 def _within(
@@ -192,7 +194,7 @@ def _within(
     return [row for row in rows if value(row) <= least or value(row) <= (1 + margin) * least]
 
 
-def _per_sample(planned: Plan, row: PlanRow) -> float:
+def _per_sample(row: PlanRow) -> float:
     """What a sample costs: seconds, or bytes where the device's speed is not known."""
     return row.sent_bytes / row.samples if row.time is None else row.time.cost_s
 
@@ -259,7 +261,7 @@ def _why_not(
     planned: Plan, counted: Sequence[PlanRow], best: PlanRow, fastest: PlanRow
 ) -> list[str]:
     """Why the fastest, or what sends least, is not the choice; nothing where they are equal."""
-    less = 100 * (1 - _per_sample(planned, fastest) / _per_sample(planned, best))
+    less = 100 * (1 - _per_sample(fastest) / _per_sample(best))
     if round(less) < 1:
         return []
     what = "sends" if fastest.time is None else "takes, by estimate,"
@@ -290,14 +292,15 @@ def cost(planned: Plan, row: PlanRow) -> str:
 def _on_host(planned: Plan, row: PlanRow) -> str:
     """What is offloaded to a host, by all of its ranks; "" where nothing is."""
     memory = row.memory
-    if memory is None or not memory.host:
+    if memory is None or not (memory.host or memory.disk):
         return ""
     sharing = min(planned.world_size, PER_HOST)
-    has = planned.device.host_memory_bytes * sharing
+    each, where = (memory.host, "memory") if memory.host else (memory.disk, "NVMe")
+    has = planned.device.host_memory_bytes * sharing if memory.host else 0.0
     of = f", which has {gigabytes(has)}" if has else ""
     return (
-        f". Needs {gigabytes(memory.host * sharing)} of each host's memory ({ranks(sharing)} x "
-        f"{gigabytes(memory.host)}){of}"
+        f". Needs {gigabytes(each * sharing)} of each host's {where} ({ranks(sharing)} x "
+        f"{gigabytes(each)}){of}"
     )
 
 

@@ -211,6 +211,16 @@ def test_offloading_says_what_the_host_needs() -> None:
     assert tp.memory is None
 
 
+def test_offloading_to_nvme_says_what_the_disk_needs() -> None:
+    options = {"offload": "nvme", "stage": 3, "checkpoint": "full"}
+    nvme = plan(
+        model_of("70e9"), DEVICES["a100-80gb"], 8, Workload(), strategy="deepspeed", given=options
+    )
+    [sentence, *_] = advise(nvme, options).sentences
+
+    assert sentence.endswith("Needs 1,120.0 GB of each host's NVMe (8 ranks x 140.0 GB).")
+
+
 def test_a_host_that_has_too_little() -> None:
     """Where its memory is known it counts: 140 GB of a rank in 64 or in 256."""
     options = {"offload": "cpu", "checkpoint": "full", "precision": "bf16"}
