@@ -8,11 +8,13 @@ from pathlib import Path
 
 from nbdist.core.host import Machine
 
-# The file of a run's folder that says whose it is.
-FILE = "owner.json"
+# The files of a run's folder that say whose it is, for how long its ranks are kept without a
+# notebook, and since when they have none.
+FILE, KEEP, DETACHED = "owner.json", "keep.json", "detached.json"
 
 RUNNING = "running"
 STOPPED = "stopped"
+KEPT = "kept"
 DEAD = "dead"
 ELSEWHERE = "elsewhere"
 UNKNOWN = "unknown"
@@ -27,6 +29,7 @@ class RunOwner:
             where the system does not tell.
         since_s: When it made the run, in Unix time.
         where: Its notebook, or the folder that it worked in.
+        hold: A mark of its own for each time that a kernel takes the run.
     """
 
     pid: int
@@ -34,6 +37,7 @@ class RunOwner:
     machine: Machine
     since_s: float
     where: str
+    hold: str = ""
 
 
 def read(path: Path) -> RunOwner:
@@ -45,6 +49,38 @@ def read(path: Path) -> RunOwner:
     """
     written = json.loads(path.read_text(encoding="utf-8"))
     return RunOwner(**{**written, "machine": Machine(**written["machine"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """That ranks go on without their notebook, and who can attach to them.
+
+    Attributes:
+        keep_s: For how long.
+        save: Where a checkpoint is written at the end of that time; empty for none.
+        at_end: The command that does it.
+        version: Of nbdist: another one may not understand the rest of the folder.
+        python: That runs it.
+    """
+
+    keep_s: float
+    save: str
+    at_end: tuple[str, ...]
+    version: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detachment:
+    """Since when a run has no notebook, and until when its ranks go on, in Unix time.
+
+    Attributes:
+        pid: Of the guardian that ends them then.
+    """
+
+    since_s: float
+    until_s: float
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +96,16 @@ class Run:
     """What was found of one run.
 
     Attributes:
-        state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); DEAD; ELSEWHERE
-            (another host's or container's); UNKNOWN (nobody is written down as its owner).
+        state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); KEPT (without its
+            notebook); DEAD; ELSEWHERE (another host's or container's); UNKNOWN (nobody is written
+            down as its owner).
         hosts: Of each rank; empty before they are up.
         processes: Those of this machine, in order of their pids; a living kernel and its guardian
             are not among them.
         shm_files: In /dev/shm, of this run and nobody else; only looked for where it is dead.
         has_folder: The folder is there; processes alone may be left of a run.
+        keep: Of ranks that outlive their notebook.
+        detachment: Of those that have.
     """
 
     folder: str
@@ -76,6 +115,8 @@ class Run:
     processes: tuple[Process, ...] = ()
     shm_files: tuple[str, ...] = ()
     has_folder: bool = True
+    keep: Keep | None = None
+    detachment: Detachment | None = None
 
     @property
     def name(self) -> str:
