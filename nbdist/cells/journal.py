@@ -1,4 +1,4 @@
-"""What one rank's cell has said, in a file beside the rank: written as it is sent, read from any place.
+"""What one rank's cell has said, in a file beside the rank: written as it is sent, read anywhere.
 
 A kept rank writes each of its messages there before it sends it, so that nothing is lost when the
 notebook's kernel ends in the middle of a cell. The file begins with a line of JSON (`CellHead`);
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,9 +61,10 @@ def pack_message(parts: Sequence[bytes]) -> bytes:
 
 
 def pack_reply(reply: dict[str, Any]) -> bytes:
-    """The cell's reply as a record: its status, and the error that it tells of."""
+    """The cell's reply as a record: its status, the error that it tells of, and when it came."""
     names = ("status", "ename", "evalue", "traceback")
-    body = json.dumps({name: reply[name] for name in names if name in reply}).encode()
+    content = {name: reply[name] for name in names if name in reply}
+    body = json.dumps({**content, "ended_s": time.monotonic()}).encode()
     return _RECORD.pack(REPLY, len(body)) + body
 
 

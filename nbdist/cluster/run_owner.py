@@ -12,6 +12,9 @@ from nbdist.core.host import Machine
 # notebook, and since when they have none.
 FILE, KEEP, DETACHED = "owner.json", "keep.json", "detached.json"
 
+# A guardian ends ranks this long after their time at the latest, but while it saves.
+LATE_S = 1800.0
+
 RUNNING = "running"
 STOPPED = "stopped"
 KEPT = "kept"
@@ -140,3 +143,18 @@ def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     has_boot_ids = bool(here.boot and owner.machine.boot)
     is_rebooted = (owner.machine.host, owner.machine.pid_space) == (here.host, here.pid_space)
     return DEAD if has_boot_ids and is_rebooted else ELSEWHERE
+
+
+def is_kept(
+    state_of_owner: str, keep: Keep | None, detachment: Detachment | None, now_s: float
+) -> bool:
+    """Whether a run's ranks go on though its kernel has gone; `now_s` in Unix time.
+
+    Of a kernel on another machine that is known once the guardian there has written it down.
+    """
+    if keep is None or not keep.keep_s:
+        return False
+    if detachment is None:
+        return state_of_owner == DEAD
+    # A guardian that still saves, or was killed, is given some time.
+    return state_of_owner != STOPPED and now_s < detachment.until_s + LATE_S

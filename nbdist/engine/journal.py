@@ -97,9 +97,9 @@ class _WrittenDown:
         return getattr(self._socket, name)
 
     def send_multipart(self, frames: Sequence[Any], *args: Any, **options: Any) -> Any:
-        if _newest is not None:
+        if (cell := _newest) is not None:
             with contextlib.suppress(ValueError):  # no message of a kernel
-                _newest.note_message(frames)
+                cell.note_message(frames)
         return self._socket.send_multipart(frames, *args, **options)
 
 

@@ -38,6 +38,7 @@ from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.cluster.run_owner import Keep
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import shown
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import Channel
@@ -137,20 +138,24 @@ class Cluster:
         self._connection: controller.Connection | None = None
         self._config = config
         self._keep_s = 0.0
+        # That another kernel has taken the ranks, as a sentence without its full stop.
+        self.taken = ""
         self._guard = Guard(folder)
         # Called, in a thread of its own, when another kernel has taken the ranks.
         self.on_taken: Callable[[], object] = lambda: None
-        self._guard.on_taken = lambda: self.on_taken()
+        self._guard.on_taken = self._note_taken
 
     @classmethod
     def attach(
-        cls, folder: Path, start: Mapping[str, Any], world_size: int, deadline_s: float
+        cls, folder: Path, start: Mapping[str, Any], keep: Keep, world_size: int, deadline_s: float
     ) -> Cluster:
         """The cluster of a kept run that another kernel has started, or this one has left.
 
         Args:
             folder: The run's, which this kernel holds now.
             start: What `keep` has written down.
+            keep: As it was before; from now on too.
+            world_size: Of the run's ranks, ended ones too.
             deadline_s: For all of it.
 
         Raises:
@@ -159,6 +164,8 @@ class Cluster:
         self = cls.__new__(cls)
         self._set_up(folder, start["config"])
         self._connection = start["connection"]
+        self._keep_s = keep.keep_s
+        self._guard.keep(keep.keep_s, guardian.hold_of(str(folder)))
         end_s = time.monotonic() + deadline_s
         try:
             self._run(self._reopen(world_size), end_s, "what the kernel before has left")
@@ -188,12 +195,13 @@ class Cluster:
         """Whether a process of this machine is the one that was noted under its id."""
         return pid > 0 and guardian.start_ticks(pid) == self._start_times.get(pid, "")
 
-    def keep(self, seconds: float, start: Mapping[str, Any], keep: Keep, hold: str) -> None:
+    def keep(self, seconds: float, start: Mapping[str, Any], keep: Keep) -> None:
         """Let the ranks go on so long without a kernel, from now on; 0 for not.
 
         Args:
+            seconds: As long.
             start: What `attach` needs beside what is known here.
-            hold: The mark of this kernel in the run's folder.
+            keep: What everybody can read of that.
 
         Raises:
             StartError: If the run's folder cannot be written.
@@ -202,14 +210,31 @@ class Cluster:
         self._note_change()
         written = {**start, "config": self._config, "connection": self._connection}
         run_dir.write_keep(self.run_dir, keep, written)
-        self._guard.keep(seconds, hold)
+        self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
         if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
             self._cluster.engine_set.keep(seconds)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the ranks go on without this kernel."""
+        return bool(self._keep_s)
+
+    @property
+    def why_gone(self) -> str:
+        """Why the ranks are this kernel's no more, as a sentence without its full stop; or ""."""
+        return self.taken or run_dir.ended_from_outside(self.run_dir)
 
     def _note_change(self) -> None:
         """Write down which processes there are, for whoever attaches."""
         if self._keep_s:
             self._cluster.update_cluster_file()
+
+    def _note_taken(self) -> None:
+        owner = run_dir.owner(self.run_dir)
+        who = f"The kernel {shown(owner.pid)} ({owner.where})" if owner else "Another kernel"
+        self.taken = f"{who} has taken these ranks"
+        self.on_taken()
+        self.leave()
 
     def leave(self) -> None:
         """Let go of the ranks: they go on as long as they are kept. Twice is harmless."""
@@ -223,6 +248,8 @@ class Cluster:
                     self._cluster.engine_set.leave()
             if self.channel is not None:
                 self.channel.close()
+            if not self.taken:
+                run_dir.note_detached(self.run_dir, self._keep_s)
             self._guard.leave()
 
     @property

@@ -6,15 +6,16 @@ has a guardian of its own, or until their time is over.
 A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
 outlive the kernel and start in milliseconds, so it uses the standard library alone.
 Standard input brings one line per process that the kernel has started (`+PID`), the command that
-ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none), and for
-how long the ranks are kept (`=SECONDS HOLD`, with the kernel's own mark in owner.json; 0 for not).
-`stop` means that the cluster stops; its end means the same unless the ranks are kept. It ends nothing that the kernel did not start:
-only members of the sessions it was told of, processes that carry this run's NBDIST_RUN, and what
-the command ends.
+ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none), and
+for how long the ranks are kept (`=SECONDS HOLD`, with the kernel's mark in owner.json; 0 for not).
+`stop` means that the cluster stops; its end means the same unless the ranks are kept. It ends
+nothing that the kernel did not start: only members of the sessions it was told of, processes that
+carry this run's NBDIST_RUN, and what the command ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -262,12 +263,10 @@ def save(orders: Orders) -> bool:
     if words:
         import subprocess  # not needed before
 
-        try:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(  # noqa: S603  # the kernel's own command
                 words, stdin=subprocess.DEVNULL, timeout=SAVE_DEADLINE_S, check=False
             )
-        except (OSError, subprocess.TimeoutExpired):
-            pass
     return orders.is_taken
 
 

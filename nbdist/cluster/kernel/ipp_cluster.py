@@ -68,6 +68,9 @@ def reopen(
                 del engine_set["engines"][number]
         if not is_living(state.get("controller", {}).get("state", {}).get("pid", 0)):
             state.pop("controller", None)
+        for part in (state["engines"], state.get("controller", {})):
+            # A class without an entry point is written with a colon, which is not read (9.2).
+            part.update({"class": part["class"].replace(":", ".")} if part else {})
         return ipyparallel.Cluster.from_dict(
             state,
             cluster_file=str(path),

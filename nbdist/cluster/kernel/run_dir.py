@@ -140,6 +140,14 @@ def read_detachment(run_dir: Path) -> Detachment | None:
         return None
 
 
+def note_detached(run_dir: Path, keep_s: float) -> None:
+    """Write down that no kernel holds the run from now on; the guardian does so again."""
+    now_s = time.time()
+    with contextlib.suppress(StartError):  # on a full disk: the guardian ends it all the same
+        detachment = Detachment(now_s, now_s + keep_s, 0)
+        _replace(run_dir, run_owner.DETACHED, json.dumps(asdict(detachment)).encode())
+
+
 def reserve(run_dir: Path) -> None:
     """Keep some space of the disk for what a recovery has to write, should the disk fill up."""
     path = run_dir / RESERVE
