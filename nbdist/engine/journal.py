@@ -67,7 +67,7 @@ class Journal:
 
     def end(self) -> None:
         """Nothing more comes."""
-        self._write(journal.pack_end())
+        self._write(journal.pack_end(self.lost_bytes))
         with self._lock:
             self._file.close()
 

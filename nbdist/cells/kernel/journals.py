@@ -20,6 +20,7 @@ from nbdist.cells.journal import CellHead, JournalReader
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import host
+from nbdist.core.units import exact_size
 from nbdist.errors import NbdistError
 from nbdist.hang.kernel.health import Health
 from nbdist.rpc.kernel.channel import Message
@@ -31,6 +32,7 @@ ANSWER_S = 10.0
 SHOWN = "shown"
 # The reply of a cell whose journal ends without one, or whose rank has not written one.
 NO_REPLY = "the rank could not write down how its cell ended: no space is left on its disk"
+LOST = "rank {} could not write down {} of its output: no space was left on its disk"
 # How long a cell has ended by the rank's black box when its journal counts as cut off.
 CUT_OFF_S = 2.0
 
@@ -101,6 +103,8 @@ class Journals:
             for rank, piece in pieces.items():
                 if sources[rank].has_ended or self._is_cut_off(rank, cell.run_id, piece):
                     source = sources.pop(rank)
+                    if source.lost_bytes:
+                        cell.note([LOST.format(rank, exact_size(source.lost_bytes))])
                     ended_s = source.ended_s if self._is_here(rank) else None
                     done(rank, _reply(source.reply), ended_s)
             if not messages:
@@ -127,7 +131,7 @@ class _Source:
         self.reader, self.offset = reader, 0
         self.reply: Mapping[str, Any] | None = None
         self.ended_s: float | None = None
-        self.has_ended = False
+        self.has_ended, self.lost_bytes = False, 0
 
     def take(self, piece: bytes) -> list[Message]:
         """The messages that are whole with this piece."""
@@ -138,7 +142,7 @@ class _Source:
             elif record.kind == journal.REPLY:
                 self.reply, self.ended_s = record.content, record.content.get("ended_s")
             else:
-                self.has_ended = True
+                self.has_ended, self.lost_bytes = True, record.content["lost_bytes"]
         return messages
 
 
