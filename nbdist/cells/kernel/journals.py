@@ -7,6 +7,7 @@ alone until the cell has ended: nothing is missing, and nothing comes twice.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -54,7 +55,12 @@ class Journals:
         """Note that a notebook has shown a cell to its end: whoever attaches does not see it."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            (self._folder / SHOWN).write_text(str(run))
+            # In place: a file that is made anew would be written to the disk first.
+            number = os.open(self._folder / SHOWN, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.pwrite(number, f"{run:020d}".encode(), 0)
+            finally:
+                os.close(number)
 
     def unshown(self) -> CellHead | None:
         """The newest cell that no notebook has shown to its end; None without one."""
