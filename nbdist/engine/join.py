@@ -45,6 +45,7 @@ from nbdist.engine import (
     facts,
     host_staging,
     idle_imports,
+    journal,
     partial_state,
     responder,
     shell_hooks,
@@ -62,19 +63,23 @@ from nbdist.hang.rank import (
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
+from nbdist.parallel import events
 from nbdist.parallel.accelerator import torch_clip
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
+from nbdist.strategy.choice import Strategy
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
 GROUP_TIMEOUT = timedelta(days=1)
-# Around each cell, the outermost first: the box says that a cell has ended once all that belongs
-# to it has, looking at lints and ending the profiler too; memory is looked at while it is recorded.
+# Around each cell, the outermost first: the journal has all that the others say, and the box says
+# that a cell has ended once all that belongs to it has, looking at lints and ending the profiler
+# too; memory is looked at while it is recorded.
 CELL_HOOKS = (
+    journal.around_cell,
     call_log.around_cell,
     watch.around_cell,
     cell_hook.around_cell,
@@ -243,7 +248,7 @@ def prepare(seed: int | None = None) -> Topology:
     shell = get_ipython()
     shell_hooks.install(shell)
     cell_hook.install(shell)
-    watch.install()
+    _install_lints()
     call_log.name_cells(shell)
     cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
@@ -272,6 +277,19 @@ def prepare(seed: int | None = None) -> Topology:
     idle_imports.settle(has_run)
     idle_imports.begin(has_run)
     return this.topology
+
+
+def _install_lints() -> None:
+    watch.install()
+    if _look_for_room not in events.before_build:
+        events.before_build.append(_look_for_room)
+
+
+def _look_for_room(model: torch.nn.Module, choice: Strategy) -> None:
+    """Before a model is built; the planner is imported with the first one, not at the start."""
+    from nbdist.planner.rank import shortage
+
+    shortage.look(model, choice)
 
 
 def run_folder() -> Path | None:

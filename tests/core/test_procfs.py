@@ -56,3 +56,17 @@ def test_whether_a_signal_is_caught() -> None:
     assert procfs.catches(status, 43)
     assert not procfs.catches(status, signal.SIGTERM)
     assert not procfs.catches("", signal.SIGINT)
+
+
+def test_room_below_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What may still be taken in each group that has a limit; files that were read are no use."""
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder, limit in ((inner, "1000"), (outer, "max")):
+        folder.mkdir()
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    groups = (MemoryGroup(inner, "v2"), MemoryGroup(outer, "v2"))
+    monkeypatch.setattr(procfs, "memory_groups", lambda _pid: groups)
+
+    assert procfs.below_limits("self") == [450]

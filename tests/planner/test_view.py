@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import plan
 from nbdist.planner.view.plan_view import PlanView, shown_plan
+from nbdist.planner.view.time_view import shown_time
 from nbdist.planner.workload import Workload
 from tests.support.pages import ClosedTags
 
@@ -37,10 +39,51 @@ def test_head_and_columns() -> None:
     )
     assert re.search(r"^ddp +dp 8 +28\.0 +28\.0 +56\.0 +", text, re.MULTILINE)
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 +", text, re.MULTILINE)
-    assert re.search(r"^Recommended: .* sent per sample, about \S+ s of communication", text)
-    assert '\nThe rule "' in text
-    assert "s per step: an estimate for a step of all samples" in text
-    assert "40 % of 989 TFLOPS (67 in fp32)" in text
+    assert re.search(r"^Recommended: .*; about \S+ s per sample; \S+ GB sent per sample\.", text)
+    assert "s per step: estimated for a step of all samples" in text
+    assert "58 % of 989 TFLOPS (67 in fp32)" in text
+    assert "over NVLink 4 in a host, 8 x InfiniBand NDR of a host between hosts" in text
+
+
+def test_where_a_steps_time_goes() -> None:
+    """A line for each row: a number, its range, compute and waits that make it up, MFU, tokens."""
+    shown = view(bf16=True)
+    assert shown.plan is not None
+    [head, *lines] = shown_time(shown.plan, shown.plan.rows).text.splitlines()
+    columns = re.split(r"  +", head)
+
+    assert columns == [
+        "strategy", "s per step", "all overlapped - none", "compute", "waits for dp",
+        "waits for tp", "waits for cp", "waits for pp", "idle stages", "% of peak (MFU)",
+        "tokens/s",
+    ]  # fmt: skip
+    rows = [row for row in shown.plan.rows if row.time is not None]
+    assert [re.split(r"  +", line)[0] for line in lines] == [row.typed for row in rows]
+    assert all(line in shown.text for line in lines)
+    [line] = [line for line in lines if line.startswith("fsdp  ")]
+    [time] = [row.time for row in rows if row.typed == "fsdp"]
+    assert time is not None
+    cells = re.split(r"  +", line)
+    assert cells[1] == f"{time.step_s:.2g}"
+    assert cells[-2:] == [f"{100 * time.mfu:.1f}", f"{8 * 2048 / time.step_s:,.0f}"]
+
+
+def test_costs_by_hand() -> None:
+    """500 million tokens at so many a second on 8 devices, at 2.50 an hour each."""
+    plain = view(bf16=True).plan
+    assert plain is not None
+    priced = replace(plain, price=2.5, tokens=500e6)
+    [row] = [row for row in priced.rows if row.typed == "fsdp"]
+    assert row.time is not None
+    hours = 500e6 / (8 * 2048 / row.time.step_s) * 8 / 3600
+    text = shown_time(priced, priced.rows).text
+
+    assert re.split(r"  +", text.splitlines()[0])[-2:] == ["GPU-hours for 5e8 tokens", "cost"]
+    [line] = [line for line in text.splitlines() if line.startswith("fsdp  ")]
+    assert re.split(r"  +", line)[-2:] == [f"{hours:,.1f}", f"{2.5 * hours:,.2f}"]
+    only = shown_time(replace(plain, price=2.5), plain.rows).text
+    assert "GPU-hours for 1e9 tokens" in only
+    assert shown_time(plain, []).text == ""
 
 
 def test_recipes_that_differ_are_told_with_their_strategies() -> None:

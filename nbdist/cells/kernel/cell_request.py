@@ -32,6 +32,7 @@ class CellRequest:
         is_patient: See LineMerger.
         keeps_outputs: Whether results carry each rank's outputs (for tabs).
         is_program: It runs a program of `nbdist run`, with which the ranks end.
+        began_s: When ranks of this host began it, by the monotonic clock; None for now.
     """
 
     code: str
@@ -41,6 +42,7 @@ class CellRequest:
     is_patient: bool = False
     keeps_outputs: bool = False
     is_program: bool = False
+    began_s: float | None = None
 
 
 class CellHook:
@@ -56,6 +58,10 @@ class CellHook:
     def message(self, run_id: int, rank: int, message: Message) -> bool:
         """Whether a raw message of a rank was for this feature; in the client's thread."""
         return False
+
+    def during(self, run_id: int) -> Iterable[str]:
+        """Lines to be told among the output, after a message that was for this feature."""
+        return ()
 
     def after(self, run_id: int, *, is_ok: bool) -> Iterable[str]:
         """Lines to be told below the output of a cell that has ended, well or not."""

@@ -21,6 +21,7 @@ from nbdist.cells.kernel.cell_outcome import (
 from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import (
     VIEWED,
+    CellHook,
     CellRequest,
     RankState,
     Sink,
@@ -60,17 +61,18 @@ class CellRun:
     def __init__(self, ranks: CellRanks, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
         self.on_item: Callable[[], object] = lambda: None
+        self.on_finish: Callable[[], object] = lambda: None  # all of it has been shown
         self._ranks = ranks
         self._sink = sink
         self.run_id = run_id
         self._feed = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
-        self._states = {rank: RankState() for rank in request.ranks}
+        self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() if request.began_s is None else request.began_s
         timeout_s = request.timeout_s
         self._timeout_at_s = NEVER_S if timeout_s is None else self._began_s + timeout_s
         self._ladder = InterruptEscalation()
@@ -97,8 +99,25 @@ class CellRun:
 
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
-        if any(hook.message(self.run_id, rank, message) for hook in self._ranks.hooks):
-            return
+        if self._is_output(rank, message):
+            self._put(lambda: self._feed.feed(rank, message, self._now_s))
+
+    def messages(self, batch: Sequence[tuple[int, Message]]) -> None:
+        """Raw iopub messages of ranks that have come together, so that equal lines are merged."""
+        outputs = [(rank, message) for rank, message in batch if self._is_output(rank, message)]
+
+        def feed() -> None:
+            for rank, message in outputs:
+                self._feed.feed(rank, message, self._now_s)
+
+        self._put(feed)
+
+    def _is_output(self, rank: int, message: Message) -> bool:
+        """Whether a message is to be shown; what else it tells is noted."""
+        for hook in self._ranks.hooks:
+            if hook.message(self.run_id, rank, message):
+                self._put(functools.partial(self._tell_during, hook))
+                return False
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
@@ -106,12 +125,14 @@ class CellRun:
                 self._ranks.readiness.interrupt_late(rank, self)
             if self._ladder.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
-        elif kind != "status":  # of which the reply tells as well: no reason to wake anybody
-            self._put(lambda: self._feed.feed(rank, message, self._now_s))
+            return False
+        # Of the status the reply tells as well: no reason to wake anybody.
+        return bool(kind != "status")
 
-    def done(self, rank: int, reply: Any) -> None:
-        """The rank's reply, after all its output."""
-        self._put(functools.partial(self._end, rank, reply, time.monotonic()))
+    def done(self, rank: int, reply: Any, ended_s: float | None = None) -> None:
+        """The rank's reply, after all its output; it may have come while nobody listened."""
+        at_s = time.monotonic() if ended_s is None else ended_s
+        self._put(functools.partial(self._end, rank, reply, at_s))
 
     def exited(self, rank: int) -> None:
         """The process of a rank has ended."""
@@ -128,6 +149,10 @@ class CellRun:
             self._lost = self._lost or f"{why} while this {noun} ran. {what_now}"
 
         self._put(note)
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Lines of nbdist's own, shown in their turn."""
+        self._put(lambda: self.tell(lines))
 
     def press(self) -> None:
         """The user has pressed interrupt."""
@@ -214,6 +239,8 @@ class CellRun:
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
             self.tell(self._afterwards())
             self._sink.close(result)
+            if not self._lost:
+                self.on_finish()
         finally:
             outcome = self._aftermath.outcome if self._aftermath is not None else None
             CellOutcome(
@@ -251,6 +278,9 @@ class CellRun:
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
             self._sink.draw(events)
+
+    def _tell_during(self, hook: CellHook) -> None:
+        self.tell(hook.during(self.run_id))
 
     def tell(self, lines: Iterable[str]) -> None:
         """Show lines of nbdist's own among the cell's output."""
