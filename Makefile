@@ -3,7 +3,7 @@
 # make notebooks  the notebooks alone; GPU=1 runs them on the GPUs that there are
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
 # make parity  every strategy, option and switch beside one process, into docs/parity.md
-# make accuracy  what plans predict beside what ranks measure, into docs/accuracy.md
+# make accuracy  what plans predict beside what ranks and others measure, into docs/accuracy.md
 # make test-browser  every test that drives JupyterLab in a browser; its pictures in build/panel
 # make cluster  every test on several hosts, as root; make cluster-shell is a shell on one of them
 # make lab     JupyterLab with the notebooks
@@ -131,7 +131,8 @@ accuracy: $(INSTALLED) | build/settings
 	@rm -f $(ACCURACY)
 	$(PY) -m pytest -m "" tests/accuracy/test_accuracy.py
 	$(PY) -m tests.accuracy.report $(ACCURACY) docs/accuracy.md
-	$(PY) -m pytest tests/accuracy/test_report.py
+	$(PY) -m tests.accuracy.time_report docs/accuracy.md
+	$(PY) -m pytest -m "" tests/accuracy/test_report.py tests/accuracy/test_times.py
 
 # Without a browser pytest would skip all of it and succeed.
 test-browser: $(LAB_INSTALLED) | build/settings
