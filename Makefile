@@ -132,6 +132,7 @@ accuracy: $(INSTALLED) | build/settings
 	$(PY) -m pytest -m "" tests/accuracy/test_accuracy.py
 	$(PY) -m tests.accuracy.report $(ACCURACY) docs/accuracy.md
 	$(PY) -m tests.accuracy.time_report docs/accuracy.md
+	$(PY) -m tests.accuracy.published_memory docs/accuracy.md
 	$(PY) -m pytest -m "" tests/accuracy/test_report.py tests/accuracy/test_times.py
 
 # Without a browser pytest would skip all of it and succeed.

@@ -8,7 +8,9 @@ import pytest
 from nbdist.planner.block_time import Speeds
 from nbdist.planner.devices import DEVICES
 from nbdist.planner.models import model_of
-from tests.accuracy import fit, steps, time_report
+from nbdist.planner.plan import SAFE
+from tests.accuracy import fit, published_memory, steps, time_report
+from tests.accuracy.published_memory import MemoryCase
 from tests.accuracy.steps import FOUNDRY, VTRAIN, Step
 from tests.accuracy.time_report import Score, Timed, order, regret, score
 from tests.support import tables
@@ -98,3 +100,22 @@ def test_a_step_by_other_constants() -> None:
     assert isinstance(first, Step)
     assert first.model == model_of("llama-3-8b")
     assert first.predicted(sustained=half).compute_s > 1.5 * first.predicted().compute_s
+
+
+@pytest.mark.parametrize("case", published_memory.CASES, ids=lambda case: case.name)
+def test_what_ran_out_of_memory_is_not_called_safe(case: MemoryCase) -> None:
+    """And the page has each case as it is planned."""
+    cells = published_memory.line(case)
+
+    if case.outcome == published_memory.OUT:
+        assert cells[-1] != SAFE
+    if isinstance(case.outcome, float):
+        assert abs(float(cells[4]) / case.outcome - 1) < 0.2
+    assert f"| {' | '.join(cells)} |" in PAGE.read_text(encoding="utf-8")
+
+
+def test_there_are_enough_published_cases() -> None:
+    outcomes = [case.outcome for case in published_memory.CASES]
+
+    assert len(outcomes) >= 10
+    assert outcomes.count(published_memory.OUT) >= 3
