@@ -30,6 +30,11 @@ _MISTAKES = {
     "%dist_plan 7e9 --strategy fdsp": "Did you mean fsdp",
     "%dist_plan 7e9 --fp32 --bf16": "--fp32 and --bf16 contradict",
     "%dist_plan nowhere.json": "There is no file nowhere.json",
+    "%dist_plan 7e9 --price much": "--price much is no number above 0. It is the price of one GPU",
+    "%dist_plan 7e9 --price -2": "--price -2 is no number above 0",
+    "%dist_plan 7e9 --tokens inf": "--tokens inf is no number above 0",
+    "%dist_plan 7e9 --network 0": "--network 0 is no number above 0. It is the GB/s that a host",
+    "%dist_plan 7e9 --strategy fsdp --copies": "fsdp has no such dp",
 }
 
 
@@ -160,6 +165,37 @@ def test_it_is_planned_in_what_people_train_in(
     assert row.choice is not None
     assert row.choice.options.precision == precision
     assert assumed in view.text
+
+
+def test_costs_and_the_network_from_python() -> None:
+    """A slower network takes longer; what 10^9 tokens cost, and what 500 million take."""
+    given: dict[str, Any] = {"ranks": 16, "gpu": "h100", "strategy": "ddp", "bf16": True}
+    slow, usual = plan("gpt2-xl", network=10, **given), plan("gpt2-xl", **given)
+    priced = plan("gpt2-xl", price=2.5, tokens="500e6", **given)
+
+    assert slow.plan is not None
+    assert usual.plan is not None
+    assert priced.plan is not None
+    [before], [after] = usual.plan.rows, slow.plan.rows
+    assert before.time is not None
+    assert after.time is not None
+    assert after.time.communication_s > 5 * before.time.communication_s
+    assert "10 GB/s of a host between hosts" in slow.text
+    assert (priced.plan.price, priced.plan.tokens) == (2.5, 5e8)
+    assert re.search(r"GPU-hours for 5e8 tokens +cost\n", priced.text)
+    assert "GPU-hours" not in usual.text
+
+
+def test_copies_from_python() -> None:
+    """dp beside tp holds 8 times as much; alone it is refused."""
+    given: dict[str, Any] = {"ranks": 64, "gpu": "h100", "tp": 8, "bf16": True}
+    [sharded] = plan("llama-3-8b", **given).plan.rows  # type: ignore[union-attr]
+    [copies] = plan("llama-3-8b", copies=True, **given).plan.rows  # type: ignore[union-attr]
+
+    assert (sharded.typed, copies.typed) == ("fsdp x tp", "ddp x tp")
+    assert copies.memory is not None
+    assert sharded.memory is not None
+    assert copies.memory.states == pytest.approx(8 * sharded.memory.states)
 
 
 @pytest.mark.parametrize("given", [{"tp": "two"}, {"tp": 0}, {"batch": 0}, {"nope": 1}])
