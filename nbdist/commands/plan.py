@@ -365,8 +365,8 @@ def check_step(
 def _check_alone(values: Namespace) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
     typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
-    words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples")
-    words += (*_AMOUNTS, "copies")
+    words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples",
+             *_AMOUNTS, "copies")  # fmt: skip
     typed += [word for word in words if getattr(values, word) not in (None, False)]
     if typed:
         raise OptionError(
