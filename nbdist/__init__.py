@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from nbdist.config.view import CheckView
     from nbdist.core.view import View
+    from nbdist.engine.torchrun import join as join
     from nbdist.notebook.session import Session
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.planner.view.plan_view import PlanView
 
-# Without Accelerator: `from nbdist import *` would load torch in the notebook.
+# Without Accelerator and join: `from nbdist import *` would load torch in the notebook.
 __all__ = [
     "__version__", "bench", "check_config", "compare", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
@@ -294,8 +295,13 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 def __getattr__(name: str) -> Any:
     """`from nbdist import Accelerator`: Accelerate's, under the strategy that was chosen.
 
-    Loaded when it is asked for: it needs torch, which the notebook's own process never loads.
+    `nbdist.join("fsdp", tp=2)` makes a process of torchrun a rank, in a script without a notebook.
+    Loaded when they are asked for: they need torch, which the notebook's own process never loads.
     """
+    if name == "join":
+        from nbdist.engine.torchrun import join
+
+        return join
     if name == "Accelerator":
         from nbdist.parallel.accelerator.accelerator import Accelerator
 
