@@ -215,16 +215,32 @@ def compare(strategies: Sequence[str], code: str) -> View:
     return compare_strategies(strategies, code)
 
 
-def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:
-    """Write a notebook's distributed cells as one script that runs without nbdist.
+def export(  # noqa: PLR0913  # the options of %dist_export, by name
+    notebook: str | Path | None,
+    script: str | Path,
+    *,
+    slurm: str | Path | None = None,
+    accelerate: str | Path | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    is_forced: bool = False,
+) -> View:
+    """Write a notebook's distributed cells as one script; the same as %dist_export.
 
-    It needs no ranks, and runs nothing of the notebook. The same as %dist_export.
+    It needs no ranks, and runs nothing of the notebook. The script runs without nbdist where
+    Accelerate trains as the notebook does; its first lines say so, or why it needs nbdist.
 
     Args:
         notebook: Its file; None for the notebook that runs this, "history" for the cells that
             have run in this kernel.
         script: The file to write.
-        is_forced: Replace it if it exists.
+        slurm: A batch script for Slurm to write as well.
+        accelerate: A configuration for `accelerate launch` to write as well.
+        ranks: How many it is started on; default: as in the notebook.
+        nodes: How many hosts; default: as in the notebook.
+        device: "gpu" or "cpu"; default: as the ranks here, and gpu without ranks.
+        is_forced: Replace files that exist.
 
     Returns:
         What was taken, and what was left out and why, to be shown.
@@ -232,9 +248,11 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     Raises:
         OptionError: If a file cannot be read or written, or no cell can be taken.
     """
-    from nbdist.commands.export import write_script
+    from nbdist.commands.export import ExportRequest, write_script
 
-    return write_script(script, notebook, is_forced=is_forced)
+    return write_script(
+        ExportRequest(script, notebook, slurm, accelerate, ranks, nodes, device, is_forced)
+    )
 
 
 def check_config(  # the options of %dist_config, by name

@@ -70,6 +70,55 @@ for k in range(8):
     print(f"{loss.item():.6f}")""",
 ]
 
+# A model with blocks, for every strategy; losses of all data, which all ranks know.
+_MODEL = """%%distributed
+torch.manual_seed(3)
+x = torch.randn(64, 8)
+y = x.sin().sum(1, keepdim=True)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+def epoch():
+    for a, b in loader:
+        loss = torch.nn.functional.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        print("loss", f"{accelerator.reduce(loss.detach(), 'mean').item():.7f}")"""
+_EPOCH = "%%distributed\nepoch()"
+_WEIGHTS = """%%distributed
+values = accelerator.get_state_dict(model).values()
+print("weights", float(sum(value.double().abs().sum() for value in values)))"""
+# Every kind of strategy, one after another under the same model, and back to a checkpoint.
+_ALL = [
+    "%dist_strategy fsdp", _MODEL, _EPOCH, "%dist_save first", "%dist_strategy tp", _EPOCH,
+    "%dist_strategy pp", _EPOCH, "%dist_strategy zero1", _EPOCH, "%dist_load first", _EPOCH,
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
@@ -109,16 +158,20 @@ def write(path: Path, cells: Sequence[str]) -> Path:
 
 def exported(folder: Path, cells: Sequence[str]) -> View:
     """The script a.py of a notebook with these cells."""
-    return nbdist.export(write(folder / "a.ipynb", cells), folder / "a.py")
+    path = write(folder / "a.ipynb", cells)
+    return nbdist.export(path, folder / "a.py", device="cpu", is_forced=True)
 
 
-def launch(script: Path, *command: str) -> str:
-    """Run a script where nbdist cannot be imported; its stdout."""
+def launch(
+    script: Path, *command: str, arguments: Sequence[str] = (), without: str = "nbdist"
+) -> str:
+    """Run a script where a package cannot be imported; its stdout."""
     guard = script.parent / "without"
     guard.mkdir(exist_ok=True)
-    (guard / "nbdist.py").write_text("raise ImportError('a script does without nbdist')")
+    (guard / f"{without}.py").write_text(f"raise ImportError('a script does without {without}')")
     done = run_python(
-        *command, str(script), cwd=script.parent, PYTHONPATH=str(guard), CUDA_VISIBLE_DEVICES="",
+        *command, str(script), *arguments, cwd=script.parent, PYTHONPATH=str(guard),
+        CUDA_VISIBLE_DEVICES="",
         TMPDIR=str(script.parent),  # its logs' folder would stay in the temporary one
     )  # fmt: skip
 
@@ -129,14 +182,82 @@ def launch(script: Path, *command: str) -> str:
     return done.stdout
 
 
-def torchrun(script: Path) -> list[list[str]]:
+def torchrun(script: Path, without: str = "nbdist") -> list[list[str]]:
     """Each rank's lines of a script under torchrun."""
     logs = script.parent / "logs"
     launch(
         script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--redirects", "3", "--log-dir", str(logs),
+        "--redirects", "3", "--log-dir", str(logs), without=without,
     )  # fmt: skip
     return logged(logs)
+
+
+def losses(lines: Sequence[str]) -> list[float]:
+    """Those of a rank's lines that are losses."""
+    return [float(line.split()[1]) for line in lines if line.startswith("loss ")]
+
+
+def trained_through(kernel: Kernel, cells: Sequence[str]) -> list[list[float]]:
+    """Each rank's losses of cells and verbs run in a notebook."""
+    both: list[list[float]] = [[], []]
+    for cell in cells:
+        if cell.startswith("%%"):
+            for rank, lines in enumerate(printed(kernel, [cell])):
+                both[rank] += losses(lines)
+        else:
+            done = kernel.run(cell, _TIMEOUT_S)
+            assert done.status == "ok", done.visible
+    return both
+
+
+def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
+    ranks: Kernel, tmp_path: Path
+) -> None:
+    """torchrun with nbdist, without IPython: the notebook's losses through switches and a load.
+
+    What it saved under fsdp loads here under zero1; what was saved here, in a script on one rank.
+    """
+    wanted = trained_through(ranks, _ALL)
+    shown = exported(tmp_path, [*_START, *_ALL])
+    lines = torchrun(tmp_path / "a.py", without="IPython")
+
+    assert len(wanted[0]) == 4 + 8 + 8 + 4 + 4  # tp and pp share no batches out
+    for rank in (0, 1):
+        assert losses(lines[rank]) == pytest.approx(wanted[rank], abs=1e-6)
+    assert "fsdp, dp 2: Accelerate has no fsdp on the CPU" in shown.text
+    assert [line for line in lines[0] if line.startswith("switched to")] == [
+        "switched to tp, tp 2", "switched to pp, pp 2", "switched to zero1, dp 2",
+    ]  # fmt: skip
+    [again] = {tuple(each[-4:]) for each in wanted}
+    back = trained_through(ranks, [f"%dist_load {tmp_path}/first", _EPOCH])
+    assert back[0] == pytest.approx(again, abs=1e-6)
+
+    ranks.run(f"%dist_save {tmp_path}/here")
+    [weights, _] = printed(ranks, [_WEIGHTS])
+    exported(tmp_path, [*_START, _MODEL, _WEIGHTS, "%dist_save there"])
+    alone = launch(tmp_path / "a.py", arguments=("--resume", "here"), without="IPython")
+    assert float(alone.split("weights ")[1].split()[0]) == pytest.approx(
+        float(weights[0].split()[1])
+    )
+    assert "there saved at step" in alone
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp --bf16", "tp", "pp", "zero1", "single", "fsdp1", "ddp --accumulate 2 --fused"],
+)
+def test_a_script_begins_under_the_strategy(ranks: Kernel, tmp_path: Path, strategy: str) -> None:
+    """What nbdist.join is given trains as the notebook does under it."""
+    cells = [f"%dist_strategy {strategy}", _MODEL, _EPOCH]
+    ranks.run("%dist_reset")
+    wanted = trained_through(ranks, cells)
+    exported(tmp_path, [*_START, *cells])
+    lines = torchrun(tmp_path / "a.py", without="IPython")
+
+    assert len(set(wanted[0])) == len(wanted[0])
+    for rank in (0, 1):
+        assert losses(lines[rank]) == pytest.approx(wanted[rank], abs=1e-6)
 
 
 def logged(logs: Path) -> list[list[str]]:
