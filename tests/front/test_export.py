@@ -250,7 +250,7 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
 def test_a_script_begins_under_the_strategy(ranks: Kernel, tmp_path: Path, strategy: str) -> None:
     """What nbdist.join is given trains as the notebook does under it."""
     cells = [f"%dist_strategy {strategy}", _MODEL, _EPOCH]
-    ranks.run("%dist_reset")
+    ranks.run("%%distributed\nmodel = optimizer = loader = None")  # fsdp1 takes no live model
     wanted = trained_through(ranks, cells)
     exported(tmp_path, [*_START, *cells])
     lines = torchrun(tmp_path / "a.py", without="IPython")
@@ -306,6 +306,42 @@ def test_accelerate_launch_prints_what_the_notebook_printed(
     )  # fmt: skip
 
     assert logged(tmp_path / "logs") == trained
+
+
+def test_what_starts_the_script_is_written_with_it(ranks: Kernel, tmp_path: Path) -> None:
+    """A batch script and a YAML by the writers of %dist_config; all files or none."""
+    notebook = write(tmp_path / "n.ipynb", [*_START, *_TRAINING])
+    line = f"%dist_export {tmp_path}/a.py --from {notebook} --slurm {tmp_path}/a.sbatch"
+    shown = ranks.run(f"{line} --accelerate {tmp_path}/a.yaml").plain[0].splitlines()
+    job = (tmp_path / "a.sbatch").read_text()
+
+    assert shown[-2:] == [
+        f"or: sbatch {tmp_path}/a.sbatch",
+        f"or: accelerate launch --config_file {tmp_path}/a.yaml {tmp_path}/a.py",
+    ]
+    assert "--nproc-per-node 2 \\\n" in job
+    assert f'\n  {tmp_path}/a.py "$@"\n' in job
+    assert "num_processes: 2\n" in (tmp_path / "a.yaml").read_text()
+
+    (tmp_path / "a.py").unlink()
+    exists = ranks.run(line).failure.evalue
+    write(notebook, [*_START, *_TRAINING, "%dist_save here"])
+    refused = ranks.run(f"{line} --accelerate {tmp_path}/a.yaml --force").failure.evalue
+    assert exists == f"{tmp_path}/a.sbatch exists. --force replaces it; or name another file."
+    assert "which needs nbdist: %dist_save here (cell " in refused
+    assert not (tmp_path / "a.py").exists()
+
+
+def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path) -> None:
+    """One that was chosen on the panel, or from Python."""
+    ranks.run("%dist_strategy zero1\n%dist_strategy ddp")
+    ranks.run("import nbdist\nnbdist.session().strategy.switch('zero1')")
+    shown = ranks.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
+    ranks.run("%dist_strategy ddp")
+    equal = ranks.run(f"%dist_export {tmp_path}/b.py --from history").plain[0]
+
+    assert "the ranks train under zero1, dp 2, and the cells say ddp, dp 2: what is " in shown
+    assert "the ranks train under" not in equal
 
 
 def test_plain_python_is_one_rank(tmp_path: Path) -> None:
