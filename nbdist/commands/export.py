@@ -104,10 +104,11 @@ def write_script(request: ExportRequest) -> View:
     for file in (path, *request.launchers.values()):
         config.check_target(file, is_forced=is_forced)
     origin = _origin(request.source)
+    target = _target(origin, request)
     try:
         # A transformer of its own for each cell: the shell's sends cells to the ranks.
         reader = Reader(lambda cell: TransformerManager().transform_cell(cell), meaning)
-        exported = export.export(origin.cells, origin.name, reader, _target(origin, request))
+        exported = export.export(origin.cells, origin.name, reader, target)
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
     texts = _launchers(path, request, exported)

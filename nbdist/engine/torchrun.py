@@ -21,7 +21,7 @@ from nbdist.checkpoint.rank.export_weights import export_weights
 from nbdist.checkpoint.results import FAILED, Loaded, Saved
 from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.core import topology
-from nbdist.core.rank import Rank, joined, this_rank
+from nbdist.core.rank import Rank, has_joined, joined, this_rank
 from nbdist.engine import facts, host_staging, partial_state
 from nbdist.errors import CheckpointError, StartError
 from nbdist.parallel import registry
@@ -120,7 +120,7 @@ def join(strategy: str | None = None, /, **options: object) -> ScriptRank:
     """Take this process for a rank, and choose how its models are trained. Collective.
 
     Every process of the group calls it once, with the same arguments, after
-    `init_process_group` and, on GPUs, `torch.cuda.set_device`.
+    `init_process_group` and, on GPUs, `torch.cuda.set_device`. In a notebook's rank it is a switch.
 
     Args:
         strategy: Of %dist_strategy; default: ddp, or what the degrees say.
@@ -135,6 +135,17 @@ def join(strategy: str | None = None, /, **options: object) -> ScriptRank:
             "There is no process group. Call torch.distributed.init_process_group() before "
             "nbdist.join(), in a script that torchrun starts."
         )
+    spec = StrategySpec.parse(strategy, options) or StrategySpec("ddp")
+    if has_joined():
+        rank_switch.switch(spec.on(this_rank().topology))
+        return ScriptRank()
+    plan = _become_rank()
+    registry.set_choice(spec.on(plan))
+    return ScriptRank()
+
+
+def _become_rank() -> topology.Topology:
+    """Find this rank's place among all processes of the group. Collective."""
     report = facts.describe(dist.get_rank())
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in {"1", "true"}:
         report = replace(report, gpus=())
@@ -153,9 +164,7 @@ def join(strategy: str | None = None, /, **options: object) -> ScriptRank:
     else:
         host_staging.install()
     torch_clip.install()
-    spec = StrategySpec.parse(strategy, options) or StrategySpec("ddp")
-    registry.set_choice(spec.on(plan))
-    return ScriptRank()
+    return plan
 
 
 def _end_of(token: str) -> Saved | None:

@@ -142,7 +142,7 @@ def line_magics(body: str, transform: Callable[[str], str]) -> list[LineMagic]:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [(node, _shell_call(node)) for node in sorted(nodes, key=lambda node: node.lineno)]
     return [
-        LineMagic(*call[1], is_inside=id(node) not in alone)
+        LineMagic(call[1][0], call[1][1], is_inside=id(node) not in alone)
         for node, call in calls
         if call is not None and call[0] == _LINE_MAGIC and len(call[1]) == 2
     ]

@@ -224,17 +224,15 @@ def _needs(walk: _Walk, setting: Setting) -> tuple[str, ...]:
 
 def _with_accelerate(settings: ScriptSettings, setting: Setting) -> ScriptSettings:
     """With what Accelerate reads of the strategy, that of a launcher's configuration."""
-    variables = launch.environment(setting)
+    variables, name = launch.environment(setting), setting.choice.name
     assert isinstance(variables, dict), variables
-    name, config = setting.choice.name, {}
-    if name == "deepspeed":
-        config = emit.deepspeed_config(setting)
-        assert isinstance(config, dict), config
+    config = emit.deepspeed_text(setting) if name == "deepspeed" else ""
+    assert isinstance(config, str), config
     return replace(
         settings,
         # The script looks for GPUs itself.
         variables={k: v for k, v in variables.items() if k != "ACCELERATE_USE_CPU"},
-        deepspeed=config,
+        deepspeed=config.rstrip(),
         only_on_gpus=name
         if setting.choice.world_size > 1 and name not in ("single", "ddp")
         else "",

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from nbdist.config.emit import PORT
 from nbdist.exporter import source as text
@@ -52,8 +52,10 @@ class Names:
                 word += "_"
             return word
 
-        words = ("RANK", "show_result", "join_ranks", "this_rank", "arguments", "event_loop")
-        return cls(*map(free, words), cell)
+        return cls(
+            free("RANK"), free("show_result"), free("join_ranks"), free("this_rank"),
+            free("arguments"), free("event_loop"), cell,
+        )  # fmt: skip
 
 
 def literal(value: object) -> str:
@@ -111,7 +113,7 @@ class ScriptSettings:
         strategy: Under which models are first prepared, as typed; None for the default.
         needs: Why it needs nbdist; () where Accelerate does all of it.
         variables: What Accelerate reads of the strategy, without nbdist.
-        deepspeed: DeepSpeed's settings, likewise.
+        deepspeed: DeepSpeed's settings as JSON, likewise; "" for another strategy.
         only_on_gpus: The strategy that Accelerate has on GPUs alone, likewise; "" for another.
         remarks: What else to say in the head.
     """
@@ -122,7 +124,7 @@ class ScriptSettings:
     strategy: StrategySpec | None
     needs: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: str = ""
     only_on_gpus: str = ""
     remarks: tuple[str, ...] = ()
 
@@ -321,9 +323,9 @@ def _variables(settings: ScriptSettings) -> list[str]:
     """
     values = {name: json.dumps(value) for name, value in settings.variables.items()}
     if settings.deepspeed:
-        # As text, so that no file has to lie beside the script; Accelerate reads it encoded.
-        config = json.dumps(settings.deepspeed, indent=4)
-        values[DEEPSPEED_VARIABLE] = f'base64.urlsafe_b64encode(b"""{config}""").decode()'
+        # Accelerate reads it encoded too, so that no file has to lie beside the script.
+        encoded = f'base64.urlsafe_b64encode(b"""{settings.deepspeed}""").decode()'
+        values[DEEPSPEED_VARIABLE] = encoded
     return [
         "# The notebook's strategy, as Accelerate reads it.",
         "os.environ |= {",

@@ -232,6 +232,10 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     back = trained_through(ranks, [f"%dist_load {tmp_path}/first", _EPOCH])
     assert back[0] == pytest.approx(again, abs=1e-6)
 
+    # The script in a cell: the ranks that there are keep their group and their place.
+    pasted = trained_through(ranks, [f"%%distributed\n{(tmp_path / 'a.py').read_text()}"])
+    assert pasted[0] == pytest.approx(wanted[0], abs=1e-6)
+
     ranks.run(f"%dist_save {tmp_path}/here")
     [weights, _] = printed(ranks, [_WEIGHTS])
     exported(tmp_path, [*_START, _MODEL, _WEIGHTS, "%dist_save there"])

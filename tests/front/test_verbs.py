@@ -35,7 +35,7 @@ _OPTION_MISTAKES = {
     "%dist_export a.py --slurm a.txt": "a.txt is no name for the sbatch form. Use one that ends",
     "%dist_export a.py --accelerate a.json": "Use one that ends with .yaml or .yml",
     "%dist_export a.py --slurm no/a.sbatch": "There is no folder",
-    "%dist_export a.py --device tpu": "There is no --device tpu. Choose one of gpu, cpu",
+    "%dist_export a.py --device tpu": "no --device tpu. Did you mean gpu? Choose one of gpu, cpu.",
     "%%distributed --nope\n1": "unrecognized arguments: --nope",
     "%%distributed --ranks 7\n1": "rank 7 does not exist: 2 ranks run, 0-1",
     "%%distributed --ranks 1-0\n1": "Write 0-1",
