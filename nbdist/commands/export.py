@@ -43,7 +43,7 @@ from nbdist.exporter.script import RankCall
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, rank_count, strategy_given
 from nbdist.strategy.choice import Strategy, described
-from nbdist.strategy.choose import StrategySpec
+from nbdist.strategy.choose import StrategySpec, default_choice
 
 HISTORY = "history"
 
@@ -121,10 +121,10 @@ def write_script(request: ExportRequest) -> View:
 def _other_strategy(origin: _Origin, exported: ExportedScript) -> list[str]:
     """What to say where the ranks' strategy is not the one of the cells."""
     now = NOTEBOOK.session.strategy_chosen if origin.hosts else None
-    if now is None or now == exported.last:
+    if now is None or now == (last := exported.last or default_choice(now.world_size)):
         return []
-    says = f"the ranks train under {described(now)}, and the cells say {described(exported.last)}"
-    return [f"{says}: what is chosen on the panel or from Python stands in no cell"]
+    ends = f"the script ends under {described(last)}, as the cells do"
+    return [f"the ranks train under {described(now)} now; {ends}"]
 
 
 def _target(origin: _Origin, request: ExportRequest) -> Target:
@@ -330,6 +330,7 @@ _MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
     "dist_load": _of_load,
     "dist_mode": _of_mode,
     "dist_shutdown": lambda _values: Magic(mode=LOCAL),
+    "dist_detach": lambda _values: Magic(mode=LOCAL),
 }
 
 

@@ -151,6 +151,15 @@ def line_magics(body: str, transform: Callable[[str], str]) -> list[LineMagic]:
 _LINE_MAGIC = "run_line_magic"
 
 
+def has_python(body: str, transform: Callable[[str], str]) -> bool:
+    """Whether a cell has statements beside magics and shell commands."""
+    try:
+        statements = text.parse(python_of(body, transform)).tree.body
+    except SyntaxError:
+        return True
+    return any(_shell_call(getattr(node, "value", None)) is None for node in statements)
+
+
 def python_of(body: str, transform: Callable[[str], str]) -> str:
     """A cell as IPython would run it, without the warnings that it gave when it ran."""
     with text.quiet():

@@ -134,7 +134,7 @@ class ExportedScript:
         command: Starts it with as many ranks, up to its name.
         needs: Why it needs nbdist; () where it does not.
         setting: Its strategy and ranks, for configurations of what starts it.
-        last: The strategy that counts behind the last cell.
+        last: The strategy that counts behind the last cell; None for the default.
     """
 
     text: str
@@ -144,7 +144,7 @@ class ExportedScript:
     command: str
     needs: tuple[str, ...]
     setting: Setting
-    last: Strategy
+    last: Strategy | None
 
 
 def export(
@@ -186,7 +186,7 @@ def export(
         )
     return ExportedScript(
         written.text, exported_cells, total, lines, script.torchrun(world_size, hosts), needs,
-        replace(setting, is_in_script=True), walk.choice or default_choice(world_size),
+        replace(setting, is_in_script=True), walk.choice,
     )  # fmt: skip
 
 
@@ -367,8 +367,9 @@ class _Walk:
         for typed, magic in nbdist_magics:
             self._obey(cell, typed, magic)
         if len(self.calls) > before:
-            return
-        if nbdist_magics or self._begins_with_own(body):
+            if exporter_cell.has_python(body, self.reader.transform):
+                self._leave(cell, "local")
+        elif nbdist_magics or self._begins_with_own(body):
             self._leave(cell, "control")
         else:
             uses_api = re.search(r"\bnbdist\b", body) is not None

@@ -13,6 +13,7 @@ from nbdist.commands.export import meaning
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter.export import Magic
+from nbdist.exporter.script import RankCall
 from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel, run_python
 
@@ -344,7 +345,7 @@ def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path
     ranks.run("%dist_strategy ddp")
     equal = ranks.run(f"%dist_export {tmp_path}/b.py --from history").plain[0]
 
-    assert "the ranks train under zero1, dp 2, and the cells say ddp, dp 2: what is " in shown
+    assert "the ranks train under zero1, dp 2 now; the script ends under ddp, dp 2, as " in shown
     assert "the ranks train under" not in equal
 
 
@@ -512,6 +513,14 @@ def meaning_of(typed: str) -> Magic | None:
         ("dist_mode 0,1", Magic(mode="0,1")),
         ("dist_mode", Magic()),
         ("dist_shutdown", Magic(mode="local")),
+        ("dist_detach 2h", Magic(mode="local")),
+        ("dist_push x", Magic()),
+        ("dist_save a --async", Magic(call=RankCall("save", "a", (("asynchronous", True),)))),
+        ("dist_load a --models-only", Magic(call=RankCall("load", "a", (("models_only", True),)))),
+        (
+            "dist_save w --export --model gpt",
+            Magic(call=RankCall("export_weights", "w", (("model", "gpt"),))),
+        ),
         ("dist_status --stacks", Magic()),
         ("dist_init --help", Magic()),
         ("distributed --ranks 0 --tabs --timeout 3", Magic(ranks="0", timeout_s=3)),
