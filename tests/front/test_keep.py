@@ -222,6 +222,43 @@ def test_ranks_are_let_go_of_and_held_again(desk: Desk) -> None:
     assert desk.ok("%%distributed\nprint(rank)") == "[0] 0\n[1] 1\n"
 
 
+# Takes no interrupt until a file is there.
+STUCK = """%%rank [0]
+import pathlib, time
+print('stuck', flush=True)
+while not pathlib.Path('free').exists():
+    try:
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def test_ranks_that_run_different_cells_count_as_busy_with_theirs(desk: Desk) -> None:
+    """A rank that an earlier cell was given up on is no idle rank after an attach."""
+    free = desk.folder / "free"
+    handle = desk.kernel.start(STUCK)
+    desk.kernel.wait_output(handle, "stuck")
+    desk.kernel.interrupt()
+    given_back = desk.kernel.finish(handle)
+    waits = desk.kernel.start(WAITS.replace("%%distributed", "%%rank [1]"))
+    desk.kernel.wait_output(waits, "begun")
+    desk.kernel.kill()
+    desk.go.touch()
+    attached = desk.change()
+    busy = desk.kernel.run("%%rank [0]\npass")
+    free.touch()
+    # Busy for a moment, until the end has been heard of.
+    desk.ok("%%rank [0]\nprint('idle')")
+
+    assert given_back.status == "error"
+    assert attached.status == "ok", attached.visible
+    assert "[1] begun" in attached.visible
+    assert "stuck" not in attached.visible
+    assert busy.error is not None
+    assert busy.error.ename == "RankBusy"
+
+
 def test_what_is_wrong_is_refused(desk: Desk) -> None:
     """Times, runs and options that cannot be are named, with what can be."""
     wrong = {
