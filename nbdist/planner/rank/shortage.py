@@ -131,7 +131,7 @@ def _free_bytes(held: Sequence[torch.Tensor]) -> float:
     place, places = this_rank().place, this_rank().topology.ranks
     local = [watch.local(tensor) for tensor in held]
     kind = place.device.partition(":")[0]
-    held_bytes = sum(t.numel() * t.element_size() for t in local if t.device.type == kind)
+    held_bytes: float = sum(t.numel() * t.element_size() for t in local if t.device.type == kind)
     if kind == "cpu":
         return _host_free_bytes() / place.local_world_size + held_bytes
     sharing = sum(other.device_uuid == place.device_uuid for other in places)
@@ -142,7 +142,7 @@ def _free_bytes(held: Sequence[torch.Tensor]) -> float:
 
 def _host_free_bytes() -> float:
     """Of the machine, of control groups, or of this process's limit: whichever has least."""
-    free = min([psutil.virtual_memory().available, *procfs.below_limits("self")])
+    free: float = min([psutil.virtual_memory().available, *procfs.below_limits("self")])
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         # Of this process alone: its ranks do not share it.
