@@ -32,7 +32,6 @@ from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import settings_of
 
 LINT = "memory-shortage"
-Facts = dict[str, Any]
 
 
 @watch.guarded
@@ -44,13 +43,13 @@ def look(model: torch.nn.Module, choice: Strategy) -> None:
         watch.note_now(LINT, facts["subject"], facts)
 
 
-def of_prepared(choice: Strategy) -> tuple[Facts, ...]:
+def of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
     """The same of each prepared model, for a switch to another strategy. Meets no rank."""
     return _of_prepared(precision.with_accelerator_precision(choice)) or ()
 
 
 @watch.guarded
-def _of_prepared(choice: Strategy) -> tuple[Facts, ...]:
+def _of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
     found = []
     for live, model in zip(describe_prepared.sketches(), prepared(), strict=True):
         parameters = list(model.parameters.values())
@@ -61,7 +60,9 @@ def _of_prepared(choice: Strategy) -> tuple[Facts, ...]:
     return tuple(facts for facts in found if facts)
 
 
-def _facts(live: LiveModel, choice: Strategy, held: Sequence[torch.Tensor]) -> Facts | None:
+def _facts(
+    live: LiveModel, choice: Strategy, held: Sequence[torch.Tensor]
+) -> dict[str, Any] | None:
     """What it needs and what is free for it; None under what keeps states elsewhere.
 
     `held` is what it has on the device already: it counts as needed, so as free too.
