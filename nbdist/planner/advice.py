@@ -23,6 +23,9 @@ _MOST_RANKS = 4096
 # A strategy that is less faster than this is no reason to leave a simpler one: estimates that are
 # each 10 to 15 % off (docs/accuracy.md) cannot tell the two apart.
 MARGIN = 0.25
+# And this for copies: what sharding saves is of a step (the optimizer, messages), not of a sample,
+# and where copies fit a larger batch makes it small.
+COPIES_MARGIN = 0.5
 # Estimates that are as close are the same: of measured pairs 5 % apart the order is mostly right.
 SAME = 0.05
 # Steps whose options most strategies take.
@@ -179,8 +182,10 @@ def best_of(planned: Plan, fitting: Sequence[PlanRow]) -> PlanRow:
     # Bytes alone are no time: what hides behind backward costs none. And what is offloaded is in
     # none: its transfers take longest, as much as lies on the host.
     is_time = all(row.time is not None and not _host_bytes(row) for row in usable)
-    margin = MARGIN if is_time else math.inf
-    near = _within(usable, _per_sample, margin)
+    near = _within(usable, _per_sample, MARGIN if is_time else math.inf)
+    # Copies, the simplest, have a wider margin.
+    wide = _within(usable, _per_sample, COPIES_MARGIN)
+    near = [row for row in wide if _tier(row) == 0] or near
     tier = min(map(_tier, near))
     simplest = _within([row for row in near if _tier(row) == tier], _host_bytes, 0.0)
     return min(_within(simplest, _per_sample, SAME), key=lambda row: row.share)
@@ -272,7 +277,8 @@ def _why_not(
         return [f"{more}, without the transfers of what is offloaded."]
     if _tier(best) == _tier(fastest):
         return [f"{more}: too little to tell, and {best.typed} needs less memory."]
-    enough = f"less than {100 * MARGIN / (1 + MARGIN):.0f} %" if fastest.time else "without a speed"
+    margin = MARGIN if _tier(best) else COPIES_MARGIN
+    enough = f"less than {100 * margin / (1 + margin):.0f} %" if fastest.time else "without a speed"
     return [f"{more}; {enough} is no reason for more than {best.typed}."]
 
 

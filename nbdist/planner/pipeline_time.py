@@ -8,6 +8,7 @@ from collections.abc import Sequence
 # An operation of a stage: kind (FORWARD, BACKWARD, WEIGHTS), chunk, micro-batch.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 Operation = tuple[str, int, int]
+MOST_EVENTS = 20_000
 
 
 def order_of(
@@ -81,68 +82,91 @@ def makespan_s(
         pieces: Micro-batches.
         chunks: Of each stage: interleaved's.
 
-    Of many micro-batches the schedule repeats itself: what one more adds is then taken from a
-    shorter run, and no longer simulated.
+    Of more than MOST_EVENTS the rest is no longer simulated: the schedule repeats itself by then,
+    and a round over the stages adds what the last one added.
     """
     stages = len(forwards_s)
-    some = 3 * stages
-    if schedule == "gpipe" or pieces <= some + stages:
-        return _simulated_s(schedule, forwards_s, backwards_s, send_s, pieces, chunks)
+    some = max(2, MOST_EVENTS // (2 * chunks * stages**2)) * stages
+
+    def run(count: int) -> float:
+        return simulated_s(schedule, forwards_s, backwards_s, send_s, count, chunks)
+
+    if pieces <= some + stages:
+        return run(pieces)
     rest = (pieces - some) % stages
-    short = _simulated_s(schedule, forwards_s, backwards_s, send_s, some + rest, chunks)
-    longer = _simulated_s(schedule, forwards_s, backwards_s, send_s, some + rest + stages, chunks)
+    short, longer = run(some + rest), run(some + rest + stages)
     return short + (longer - short) * ((pieces - some - rest) // stages)
 
 
-def _simulated_s(
+def simulated_s(
     schedule: str,
-    forwards_s: tuple[float, ...],
-    backwards_s: tuple[float, ...],
+    forwards_s: Sequence[float],
+    backwards_s: Sequence[float],
     send_s: float,
     pieces: int,
-    chunks: int,
+    chunks: int = 1,
 ) -> float:
+    """The same, of every event."""
     stages = len(forwards_s)
+    ahead = [seconds / chunks for seconds in forwards_s]
+    # zb does gradients of inputs and of weights apart, each half of the backward.
+    parts = 2 * chunks if schedule == "zb" else chunks
+    back = [seconds / parts for seconds in backwards_s]
+    free = [0.0] * stages
+    ended: list[float] = []
+    for stage, is_forward, needed, is_sent in events_of(schedule, stages, pieces, chunks):
+        begin = free[stage]
+        if needed >= 0:
+            ready = ended[needed] + send_s if is_sent else ended[needed]
+            begin = max(begin, ready)
+        end = begin + (ahead[stage] if is_forward else back[stage])
+        free[stage] = end
+        ended.append(end)
+    return max(free)
+
+
+@functools.lru_cache(maxsize=32)
+def events_of(
+    schedule: str, stages: int, pieces: int, chunks: int
+) -> tuple[tuple[int, bool, int, bool], ...]:
+    """All operations, each after what it needs: stage, is a forward, number of that, is sent.
+
+    A forward needs that of the stage before, a backward that of the stage after, the last one's
+    its own forward, and gradients of weights those of inputs; -1 for nothing. These do not depend
+    on times, and so are kept.
+
+    Raises:
+        ValueError: The orders of the stages wait for each other.
+    """
     orders = [order_of(schedule, stages, stage, pieces, chunks) for stage in range(stages)]
-    halves = schedule == "zb"
-    lasts = stages * chunks - 1
-    ended: dict[tuple[str, int, int], float] = {}
-    at, free = [0] * stages, [0.0] * stages
-    left = sum(map(len, orders))
-    while left:
-        before = left
+    numbers: dict[Operation, int] = {}
+    events: list[tuple[int, bool, int, bool]] = []
+    at = [0] * stages
+    total = sum(map(len, orders))
+    while len(events) < total:
+        before = len(events)
         for stage, order in enumerate(orders):
             while at[stage] < len(order):
                 kind, chunk, piece = order[at[stage]]
                 place = chunk * stages + stage
-                ready = _ready_s(ended, kind, place, piece, lasts, send_s)
-                if ready is None:
+                needed, is_sent = _needed(kind, place, piece, stages * chunks - 1)
+                if needed is not None and needed not in numbers:
                     break
-                cost = forwards_s[stage] if kind == FORWARD else backwards_s[stage]
-                cost = cost / chunks / (2 if halves and kind != FORWARD else 1)
-                free[stage] = ended[kind, place, piece] = max(free[stage], ready) + cost
+                number = -1 if needed is None else numbers[needed]
+                numbers[kind, place, piece] = len(events)
+                events.append((stage, kind == FORWARD, number, is_sent))
                 at[stage] += 1
-                left -= 1
-        if left == before:
+        if len(events) == before:
             raise ValueError(f"{schedule}: no stage of {stages} can go on with {pieces} pieces")
-    return max(free)
+    return tuple(events)
 
 
-def _ready_s(
-    ended: dict[tuple[str, int, int], float],
-    kind: str,
-    place: int,
-    piece: int,
-    last: int,
-    send_s: float,
-) -> float | None:
-    """When what an operation needs is there; None while that is not known."""
+def _needed(kind: str, place: int, piece: int, last: int) -> tuple[Operation | None, bool]:
+    """What an operation of a place of the pipeline needs, and whether it is sent from another."""
     if kind == FORWARD:
-        if place == 0:
-            return 0.0
-        needed = ended.get((FORWARD, place - 1, piece))
-        return None if needed is None else needed + send_s
-    if kind == WEIGHTS or place == last:
-        return ended.get((BACKWARD if kind == WEIGHTS else FORWARD, place, piece))
-    needed = ended.get((BACKWARD, place + 1, piece))
-    return None if needed is None else needed + send_s
+        return (None, False) if place == 0 else ((FORWARD, place - 1, piece), True)
+    if kind == WEIGHTS:
+        return (BACKWARD, place, piece), False
+    if place == last:
+        return (FORWARD, place, piece), False
+    return (BACKWARD, place + 1, piece), True

@@ -8,6 +8,7 @@ import pytest
 from nbdist.bandwidth.latency import Fit
 from nbdist.bandwidth.results import LinkModel
 from nbdist.errors import OptionError
+from nbdist.planner import pipeline_time
 from nbdist.planner.block_time import (
     Pass,
     Rank,
@@ -20,7 +21,7 @@ from nbdist.planner.block_time import (
 from nbdist.planner.collective_time import Ring, latency_s, ring_bytes_per_s, ring_of
 from nbdist.planner.devices import DEVICES, Device, with_memory
 from nbdist.planner.models import model_of, of_config
-from nbdist.planner.pipeline_time import _simulated_s, makespan_s
+from nbdist.planner.pipeline_time import makespan_s, simulated_s
 from nbdist.planner.plan import as_copies, plan
 from nbdist.planner.step_time import Time, flows, model_flops, time_of
 from nbdist.planner.workload import Widths, Workload
@@ -234,16 +235,16 @@ def test_messages_between_stages() -> None:
     assert makespan_s("1f1b", (1.0,) * 4, (2.0,) * 4, 0.1, 8) == pytest.approx(34.6)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb", "interleaved"])
-def test_many_pieces_are_as_if_simulated(schedule: str) -> None:
-    """What is taken from the period is what the events say."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "interleaved"])
+def test_many_pieces_are_as_if_simulated(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last round has added, others add."""
+    monkeypatch.setattr(pipeline_time, "MOST_EVENTS", 1000)
     chunks = 2 if schedule == "interleaved" else 1
-    forwards, backwards = (1.0, 1.3, 1.0, 1.7), (2.0, 2.6, 2.0, 3.1)
-    for pieces in (20, 40, 100):
-        whole = _simulated_s(schedule, forwards, backwards, 0.2, pieces, chunks)
-        assert makespan_s(schedule, forwards, backwards, 0.2, pieces, chunks) == pytest.approx(
-            whole
-        )
+    times = (1.0, 1.3, 1.0, 1.7), (2.0, 2.6, 2.0, 3.1)
+    for pieces in (200, 240, 400):
+        every = simulated_s(schedule, *times, 0.2, pieces, chunks)
+        some = makespan_s.__wrapped__(schedule, *times, 0.2, pieces, chunks)
+        assert some == pytest.approx(every)
 
 
 # A step

@@ -32,7 +32,6 @@ from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import settings_of
 
 LINT = "memory-shortage"
-Facts = dict[str, Any]
 
 
 @watch.guarded
@@ -44,13 +43,13 @@ def look(model: torch.nn.Module, choice: Strategy) -> None:
         watch.note_now(LINT, facts["subject"], facts)
 
 
-def of_prepared(choice: Strategy) -> tuple[Facts, ...]:
+def of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
     """The same of each prepared model, for a switch to another strategy. Meets no rank."""
     return _of_prepared(precision.with_accelerator_precision(choice)) or ()
 
 
 @watch.guarded
-def _of_prepared(choice: Strategy) -> tuple[Facts, ...]:
+def _of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
     found = []
     for live, model in zip(describe_prepared.sketches(), prepared(), strict=True):
         parameters = list(model.parameters.values())
@@ -61,7 +60,9 @@ def _of_prepared(choice: Strategy) -> tuple[Facts, ...]:
     return tuple(facts for facts in found if facts)
 
 
-def _facts(live: LiveModel, choice: Strategy, held: Sequence[torch.Tensor]) -> Facts | None:
+def _facts(
+    live: LiveModel, choice: Strategy, held: Sequence[torch.Tensor]
+) -> dict[str, Any] | None:
     """What it needs and what is free for it; None under what keeps states elsewhere.
 
     `held` is what it has on the device already: it counts as needed, so as free too.
@@ -131,7 +132,7 @@ def _free_bytes(held: Sequence[torch.Tensor]) -> float:
     place, places = this_rank().place, this_rank().topology.ranks
     local = [watch.local(tensor) for tensor in held]
     kind = place.device.partition(":")[0]
-    held_bytes = sum(t.numel() * t.element_size() for t in local if t.device.type == kind)
+    held_bytes: float = sum(t.numel() * t.element_size() for t in local if t.device.type == kind)
     if kind == "cpu":
         return _host_free_bytes() / place.local_world_size + held_bytes
     sharing = sum(other.device_uuid == place.device_uuid for other in places)
@@ -142,7 +143,7 @@ def _free_bytes(held: Sequence[torch.Tensor]) -> float:
 
 def _host_free_bytes() -> float:
     """Of the machine, of control groups, or of this process's limit: whichever has least."""
-    free = min([psutil.virtual_memory().available, *procfs.below_limits("self")])
+    free: float = min([psutil.virtual_memory().available, *procfs.below_limits("self")])
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         # Of this process alone: its ranks do not share it.
