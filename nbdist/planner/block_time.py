@@ -25,6 +25,9 @@ SPLITS = (1, 2, 4, 8)
 ATTENTION_BACKWARD = 2.5
 # Bytes that a backward moves for one of the forward: it reads a gradient as well.
 BYTES_BACKWARD = 2.0
+# Times that --sdpa math reads or writes a score: written, read and written by softmax, read; in
+# backward its gradient as well, which two products read.
+SCORE_BYTES = (4, 7)
 # For each entry of the logits: cast to fp32, log-softmax and loss; their gradients, cast back.
 LOSS_BYTES = (16, 18)
 
@@ -43,10 +46,10 @@ class Speeds:
         launch_s: That a kernel takes the host to launch, in eager mode.
     """
 
-    attention: float = 0.36
-    streams: float = 0.64
-    network: float = 0.43
-    contention: float = 0.09
+    attention: float = 0.33
+    streams: float = 0.72
+    network: float = 0.5
+    contention: float = 0.3
     k_fill: float = 128.0
     kernel_s: float = 3e-6
     launch_s: float = 7e-6
@@ -187,7 +190,7 @@ def _attention(
 ) -> Pass:
     """Two products of each pair of tokens; half of the pairs, as later ones are masked.
 
-    `--sdpa math` takes all pairs, and moves their scores: product, mask and softmax, dropout.
+    `--sdpa math` takes all pairs, as products by their shapes, and moves their scores.
     """
     heads = samples * shape.heads / choice.degrees.tp
     pairs = heads * sequence * sequence / choice.degrees.cp
@@ -195,10 +198,12 @@ def _attention(
     if choice.options.sdpa != "math":
         forward_s = 2 * pairs * shape.head_size / rate
         return _attention_pass(forward_s, ATTENTION_BACKWARD * forward_s)
-    x = rank.width
-    moved_s = pairs * (4 * x + (2 * x + 1) * shape.has_dropout) / rank.bytes_per_s
-    forward_s = 4 * pairs * shape.head_size / rate
-    return _attention_pass(forward_s + moved_s, 2 * forward_s + BYTES_BACKWARD * moved_s)
+    rows, d, x = heads * sequence / choice.degrees.cp, shape.head_size, rank.width
+    # Scores are a short sum over a head's width; of a backward's four products one is.
+    scores_s, values_s = rank.product_s(rows, sequence, d), rank.product_s(rows, d, sequence)
+    dropped = (2 * x + 1) * shape.has_dropout
+    ahead_s, back_s = (pairs * (each * x + dropped) / rank.bytes_per_s for each in SCORE_BYTES)
+    return _attention_pass(scores_s + values_s + ahead_s, scores_s + 3 * values_s + back_s)
 
 
 def _attention_pass(forward_s: float, backward_s: float) -> Pass:

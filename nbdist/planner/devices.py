@@ -113,8 +113,8 @@ _DEVICES = (
 # be as the h100, the others by their power: cards that reach their clocks under load (rtx), and
 # those that do not (l4 and t4, 70 W). HGX and DGX hosts have a port for each GPU.
 _BUILT: Mapping[str, tuple[int, float, int]] = {
-    "b200": (148, 0.58, 8), "h200": (132, 0.58, 8), "h100-pcie": (114, 0.5, 1),
-    "h100": (132, 0.58, 8), "a100-40gb": (108, 0.82, 8), "a100-80gb": (108, 0.82, 8),
+    "b200": (148, 0.61, 8), "h200": (132, 0.61, 8), "h100-pcie": (114, 0.5, 1),
+    "h100": (132, 0.61, 8), "a100-40gb": (108, 0.87, 8), "a100-80gb": (108, 0.87, 8),
     "l40s": (142, 0.55, 1), "a6000": (84, 0.7, 1), "l4": (58, 0.5, 1), "a10": (72, 0.6, 1),
     "rtx-4090": (128, 0.85, 1), "rtx-3090": (82, 0.85, 1), "v100": (80, 0.75, 1),
     "t4": (40, 0.5, 1),

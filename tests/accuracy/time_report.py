@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nbdist.errors import OptionError
 from nbdist.planner.memory import check_fits
+from nbdist.strategy.choice import Strategy
 from tests.accuracy import steps
 from tests.accuracy.fit import fit, halves, times_by
 from tests.accuracy.steps import Step
@@ -150,7 +151,13 @@ def scores() -> list[tuple[str, Score]]:
         names = steps.fitted_names([one.step for one in many])
         held = [one for one in many if one.step.name not in names]
         lines += [(f"{title}, held out", score(held)), (f"{title}, all", score(many))]
+    flash = [replace(step, choice=_with_flash(step.choice)) for step in steps.vtrain()]
+    lines.append((f"{steps.VTRAIN}, all, as if by flash attention", score(timed(flash))))
     return lines + [(title, score(timed(load()))) for title, load in _SINGLE]
+
+
+def _with_flash(choice: Strategy) -> Strategy:
+    return replace(choice, options=replace(choice.options, sdpa=""))
 
 
 def swapped_scores() -> list[tuple[str, Score]]:

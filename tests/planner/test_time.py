@@ -138,14 +138,19 @@ def test_tensor_parallelism_divides_products_and_not_norms() -> None:
 
 
 def test_scores_that_are_kept_are_moved() -> None:
-    """--sdpa math: all pairs, and 8 bytes of each in 8 heads, instead of half of the pairs."""
-    flash, math_ = (
+    """--sdpa math: all pairs of 8 heads, and their scores 4 times in forward and 7 in backward."""
+    flash, kept_scores = (
         block_pass(SMALL.shape, chosen("single", 1, **way), BF16, 4, 512, RANK)
         for way in ({}, {"sdpa": "math"})
     )
     pairs = 4 * 8 * 512 * 512
+    product_s = 2 * pairs * 128 / 100e12
+    moved = pairs * 2 / 1e12
 
-    assert math_.forward_s - flash.forward_s == pytest.approx(pairs * (2 * 128 / 50e12 + 8 / 1e12))
+    assert kept_scores.attention_s == pytest.approx(6 * product_s + 11 * moved)
+    assert kept_scores.forward_s - flash.forward_s == pytest.approx(
+        2 * product_s + 4 * moved - 2 * pairs * 128 / 50e12
+    )
 
 
 def test_launches_are_the_least_that_a_block_takes() -> None:

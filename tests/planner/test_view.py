@@ -41,7 +41,7 @@ def test_head_and_columns() -> None:
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 +", text, re.MULTILINE)
     assert re.search(r"^Recommended: .*; about \S+ s per sample; \S+ GB sent per sample\.", text)
     assert "s per step: estimated for a step of all samples" in text
-    assert "58 % of 989 TFLOPS (67 in fp32)" in text
+    assert "61 % of 989 TFLOPS (67 in fp32)" in text
     assert "over NVLink 4 in a host, 8 x InfiniBand NDR of a host between hosts" in text
 
 
