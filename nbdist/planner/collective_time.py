@@ -44,11 +44,6 @@ def ring_of(choice: Strategy, axes: tuple[str, ...]) -> Ring:
     return Ring(size, min(size, max(1, PER_HOST // apart)))
 
 
-def collective_s(call: str, wire_bytes: float, ring: Ring, device: Device, speeds: Speeds) -> float:
-    """Seconds of one call in which a rank sends so many bytes; 0 where no link is known."""
-    return latency_s(call, ring, device) + wire_bytes / ring_bytes_per_s(ring, device, speeds)
-
-
 def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
     """What a ring carries: its link in a host, or its ranks' part of the host's ports."""
     link = link_of(device, 1)
