@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -185,8 +186,7 @@ def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.M
 def test_an_agent_that_hears_nothing_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a cut it ends by itself; the kernel has said long before that it cannot be reached."""
     monkeypatch.setattr(agent_program, "SILENCE_S", 0.2)
-    monkeypatch.setattr(agent_program, "say", lambda *_args, **_content: None)
-    monkeypatch.setattr(agent_program.Agent, "_listen", lambda _self: None)
+    monkeypatch.setattr(agent_program, "Link", lambda *_: SimpleNamespace(say=lambda *_a, **_k: 0))
     monkeypatch.setattr(signal, "signal", lambda *_args: None)
     calls: list[object] = []
     monkeypatch.setattr(agent_program.Agent, "end_all", lambda _self: calls.append("end all"))

@@ -67,13 +67,23 @@ class HostAgent:
     Its callbacks are called in a thread of its own.
 
     Attributes:
+        folder: The agent's folder on its host, once it has one.
+        is_kept: It waits for another kernel when this one hangs up, or is not heard.
         on_exit: Called with the end of each rank.
         on_lost: Called once, with the reason, when the host cannot be reached any more.
         lost: That reason; empty as long as the host is heard.
     """
 
-    def __init__(self, host: str, command: Sequence[str], environment: Mapping[str, str]):
+    def __init__(
+        self,
+        host: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str = "",
+    ):
         """Start the process that carries the connection: `command` runs BOOTSTRAP over there.
+
+        With a `folder` it leads to the agent that has kept its ranks in it, else to a new one.
 
         Raises:
             OSError: If there is no such program.
@@ -82,12 +92,13 @@ class HostAgent:
         self.on_exit: Callable[[RankExit], object] = lambda _: None
         self.on_lost: Callable[[str], object] = lambda _: None
         self.lost = ""
-        self.folder = ""
+        self.folder = folder
+        self.is_kept = False
         self._facts: Future[HostFacts] = Future()
         self._answers: dict[int, Future[Any]] = {}
         self._number = 0
         self._lock = threading.Lock()
-        self._is_stopping = False
+        self._is_stopping = self._is_leaving = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the connection ends
         self._last_words = ""
@@ -105,7 +116,7 @@ class HostAgent:
         except OSError:
             self._words.close()
             raise
-        self._outbox.put(_program())
+        self._outbox.put(_program(folder))
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"agent-{host}", daemon=True).start()
 
@@ -124,6 +135,20 @@ class HostAgent:
             return self._facts.result(deadline_s)
         except TimeoutError:
             reason = f"no answer within {deadline_s:.0f} s. {self.words()}".rstrip()
+            self._lose(reason)
+            raise AgentLost(reason) from None
+
+    def pids(self, deadline_s: float) -> dict[int, int]:
+        """Rank -> its newest process over there; ends of ranks are told once more before.
+
+        Raises:
+            AgentLost: If the agent does not answer, or with something else.
+        """
+        try:
+            pids = Value(self.ask("ranks").result(deadline_s), "ranks").mapping()
+            return {int(rank): int(pid) for rank, pid in pids.items()}
+        except (TimeoutError, Misfit, ValueError, TypeError) as error:
+            reason = f"it did not tell its ranks ({type(error).__name__}: {error})"
             self._lose(reason)
             raise AgentLost(reason) from None
 
@@ -161,6 +186,11 @@ class HostAgent:
             return False
         return not was_lost
 
+    def leave(self) -> None:
+        """Hang up; an agent that keeps its ranks goes on without this kernel."""
+        self._is_stopping = self._is_leaving = True
+        self._outbox.put(None)
+
     def _write(self) -> None:
         """Send what is asked, and a beat when there is nothing; look whether the host is silent."""
         assert self._process.stdin is not None
@@ -172,8 +202,9 @@ class HostAgent:
                 except queue.Empty:
                     content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
                 if content is None:
-                    # In words: a child that the user's code has forked may hold the pipe open.
-                    self._process.stdin.write(b"stop\n")
+                    if not self._is_leaving:
+                        # In words: a child that the user's code has forked may hold the pipe open.
+                        self._process.stdin.write(b"stop\n")
                     return
                 while content:
                     content = content[self._process.stdin.write(content) :]
@@ -219,6 +250,8 @@ class HostAgent:
                 for name, text in Value(message.pop("files"), "files").mapping().items()
             }
             self.on_exit(replace(Value(message, event).record(RankExit), files=files))
+        elif event == "lost":
+            self._lose(str(message["reason"]))
         elif event == "hello" and not self._facts.done():
             now_s, trip_s = time.time(), time.monotonic() - self._began_s
             facts = Value(message, event).record(HostFacts)
@@ -246,8 +279,14 @@ class HostAgent:
             with contextlib.suppress(InvalidStateError):  # the facts are there
                 future.set_exception(AgentLost(reason))
         if not self._is_stopping:
-            self._process.kill()
+            if not (self.is_kept and self._is_agent()):  # which ends its ranks with it
+                self._process.kill()
             self.on_lost(reason)
+
+    def _is_agent(self) -> bool:
+        """Whether the process here is the agent itself, of this machine, and not ssh or srun."""
+        is_up = self._facts.done() and self._facts.exception() is None
+        return is_up and self._facts.result().pid == self._process.pid
 
 
 def _unpack(name: str, packed: str) -> bytes:
@@ -263,8 +302,12 @@ def _unpack(name: str, packed: str) -> bytes:
     return content
 
 
-def _program() -> bytes:
-    """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it."""
+def _program(folder: str) -> bytes:
+    """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it.
+
+    With a folder it joins the connection with the agent that is there.
+    """
+    call = f"relay({folder!r})" if folder else "serve(modules[0])"
     sources = [Path(str(module.__file__)).read_text() for module in (guardian, agent)]
     text = (
         "import sys, types\n"
@@ -273,6 +316,6 @@ def _program() -> bytes:
         "    modules.append(types.ModuleType('nbdist_' + name))\n"
         "    sys.modules['nbdist_' + name] = modules[-1]\n"
         "    exec(compile(source, name + '.py', 'exec'), modules[-1].__dict__)\n"
-        "modules[1].serve(modules[0])\n"
+        f"modules[1].{call}\n"
     ).encode()
     return b"%d\n%s" % (len(text), text)

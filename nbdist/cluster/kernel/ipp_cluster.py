@@ -115,27 +115,30 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def listen(config: Config, hosts: Sequence[str] = ()) -> None:
+def listen(config: Config, hosts: Sequence[str] = (), *, is_kept: bool = False) -> None:
     """Let the controller listen where the engines reach it and nowhere else, encrypted.
 
-    That is, for the notebook on the loopback, and for engines on one address: the own one toward
-    the first of these hosts that is not this machine, else the one of the default route, and only
-    without either on all. A profile that names an address (`controller_ip`, or an option in
-    `controller_args`), has engines here alone or a controller elsewhere is left as it is. Beyond
-    the loopback CURVE is turned on unless the profile decides on it: ipyparallel signs messages but
-    leaves them readable on the wire.
+    That is, for the notebook on the loopback (but see `is_kept`), and for engines on one address:
+    the own one toward the first of these hosts that is not this machine, else the one of the
+    default route, and only without either on all. A profile that names an address (`controller_ip`,
+    or an option in `controller_args`), has engines here alone or a controller elsewhere is left as
+    it is. Beyond the loopback CURVE is turned on unless the profile decides on it: ipyparallel
+    signs messages but leaves them readable on the wire.
 
     Args:
         config: The profile's, which is changed.
         hosts: Those that will have engines, as far as they are known; names or addresses, also
             with `user@`.
+        is_kept: Another notebook may take the ranks over, from another host: the controller then
+            listens for notebooks where it does for engines.
     """
     args = ipp_launchers.controller_args(config)
     named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
     if not any(named) and _reaches_out(config):
         names = [name.rpartition("@")[2] for name in hosts]
         named = [host.address_toward(*names, host.ELSEWHERE) or "*"]
-        args = [*args, f"--IPController.engine_ip={named[0]}"]
+        kinds = ("engine", "client") if is_kept else ("engine",)
+        args = [*args, *(f"--IPController.{kind}_ip={named[0]}" for kind in kinds)]
     if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
         args = [*args, ENABLE_CURVE]
     if args:

@@ -1,4 +1,8 @@
-"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them."""
+"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them.
+
+What another kernel needs to find ranks again that are kept is in traits with `to_dict`: ipyparallel
+writes these into its cluster file, in the run's folder, and reads them back (`from_dict`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from itertools import chain
@@ -17,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ipyparallel.cluster.launcher import BaseLauncher, EngineLauncher
-from traitlets import Dict, Float, List, Unicode
+from traitlets import Dict, Float, Integer, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
@@ -32,6 +36,8 @@ ANSWER_S = 10.0
 EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
+# A lost host that keeps ranks is looked for this long when all are to end.
+FIND_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
 FORWARDED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_", "NBDIST_TEST")
 
@@ -87,25 +93,37 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
-    ).tag(config=True)
+    ).tag(config=True, to_dict=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
-        config=True
+        config=True, to_dict=True
     )
-    connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(config=True)
-    common_environment = Dict(help="Environment variables of every rank.").tag(config=True)
+    connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(
+        config=True, to_dict=True
+    )
+    environment = Dict(help="Environment variables of every agent.").tag(config=True, to_dict=True)
+    common_environment = Dict(help="Environment variables of every rank.").tag(
+        config=True, to_dict=True
+    )
+    places: Dict[str, int] = Dict(help="Host -> how many ranks it may have.").tag(to_dict=True)
+    folders: Dict[str, str] = Dict(help="Host -> its agent's folder there.").tag(to_dict=True)
+    ranks: Dict[str, str] = Dict(help="Rank -> its host.").tag(to_dict=True)
+    world_size = Integer(help="Number of ranks.").tag(to_dict=True)
+    keep_s = Float(help="How long ranks are kept without a kernel, in s; 0: not.").tag(to_dict=True)
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.agents: dict[str, HostAgent] = {}
         self.checks: tuple[HostCheck, ...] = ()
         self.launchers: dict[str, AgentEngine] = {}
-        self.places: dict[str, int] = {}
-        self.world_size = 0
         self._is_closed = False
         self._preparing = threading.Lock()  # a try that was broken off may still be under way
         self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
-        self.run_dir = Path(self.profile_dir).parent
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, on the kernel's machine."""
+        return Path(self.profile_dir).parent
 
     def find_args(self) -> list[str]:
         """For ipyparallel's log: the hosts."""
@@ -178,6 +196,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             self.close()
             raise
         for host in [name for name in self.agents if name not in shares]:
+            self.folders.pop(host)
             threading.Thread(target=self.agents.pop(host).stop).start()
         self.world_size = sum(map(len, shares.values()))
         for host, ranks in shares.items():
@@ -187,43 +206,142 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.notify_start(sorted(self.launchers))
         return sorted(map(int, self.launchers))
 
-    def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
-        """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
+    async def attach(self) -> None:
+        """Reach the hosts on which another kernel has left its ranks, all at once; start nothing.
+
+        Of a launcher that was made by `from_dict`. Afterwards each rank of `launchers` is running,
+        or has ended, with its exit code, or is unreachable, with the reason.
+
+        Raises:
+            StartError: If this machine does not have what reaches them, such as ssh.
+        """
+        try:
+            await self._attach(asyncio.get_running_loop())
+        except BaseException:
+            self.detach()
+            raise
+        self.notify_start(sorted(self.launchers))
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        for host, folder in self.folders.items():
+            try:
+                self.agents[host] = self._connect(host, loop, folder)
+            except OSError as error:
+                raise StartError(f"{host} cannot be reached from here: {error}") from error
+        for rank, host in self.ranks.items():
+            self._add_engine(int(rank), self.agents[host])
+        pool = ThreadPoolExecutor(max(1, len(self.agents)))
+        finding = [loop.run_in_executor(pool, self._find_ranks, a) for a in self.agents.values()]
+        pool.shutdown(wait=False)
+        found = await asyncio.gather(*finding)
+        self.checks = tuple(check for check, _ in found)
+        for agent, (check, ends) in zip(self.agents.values(), found, strict=True):
+            if check.problem:
+                self._take_loss(agent, check.problem)
+            await asyncio.gather(*(self._take_exit(agent, end) for end in ends))
+
+    def _find_ranks(self, agent: HostAgent) -> tuple[HostCheck, list[RankExit]]:
+        """Ask an agent for the processes of its ranks, and for those that have ended; in a thread.
+
+        A rank of it that is on another host by now, as this one was lost, is ended.
+        """
+        ends: list[RankExit] = []
+        told, agent.on_exit = agent.on_exit, ends.append
+        try:
+            facts = agent.facts(self.connect_s)
+            pids = agent.pids(ANSWER_S)
+        except AgentLost as error:
+            agent.leave()
+            return HostCheck(agent.host, problem=self._problem(agent.host, error)), []
+        agent.on_exit = told
+        engines = {engine.rank: engine for engine in self.engines_of(agent)}
+        for rank, pid in pids.items():
+            if rank in engines:
+                engines[rank].pid = pid
+            else:
+                agent.ask("end", rank=rank)
+        return HostCheck(agent.host, facts), ends
+
+    def keep(self, seconds: float) -> None:
+        """Let the ranks live so long without a kernel, on all hosts, also on later ones; 0: not.
+
+        Raises:
+            NbdistError: If a host cannot keep its ranks, or does not answer.
+        """
+        self.keep_s = seconds
+        living = [agent for agent in self.agents.values() if not agent.lost]
+        for agent, answer in [(agent, self._keep(agent)) for agent in living]:
+            try:
+                answer.result(ANSWER_S)
+            except AgentLost:
+                continue  # told as its ranks' end
+            except TimeoutError:
+                raise NbdistError(f"{agent.host} did not answer in {ANSWER_S:.0f} s.") from None
+        self._save()
+
+    def _keep(self, agent: HostAgent) -> Future[Any]:
+        agent.is_kept = self.keep_s > 0
+        return agent.ask("keep", seconds=self.keep_s)
+
+    def detach(self) -> None:
+        """Hang up; agents that keep their ranks go on without this kernel."""
+        self._is_closed = True
+        for agent in self.agents.values():
+            agent.leave()
+
+    def _save(self) -> None:
+        """Let ipyparallel write its cluster file, in which this launcher is."""
+        if self.parent is not None:
+            self.parent.update_cluster_file()
+
+    def _connect(self, host: str, loop: asyncio.AbstractEventLoop, folder: str = "") -> HostAgent:
+        """A connection to a host: to a new agent, or to that of a folder.
+
+        Raises:
+            OSError: If there is no such program.
+        """
         environment = {
             **self.connection_environment(),
             **self.environment,
             "NBDIST_RUN": str(self.run_dir),
         }
         environment.pop("IPP_CONNECTION_INFO", None)
+        agent = HostAgent(host, self.command(host), environment, folder)
+        agent.is_kept = bool(folder)
+        agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
+            self._take_exit(agent, end), loop
+        )
+        agent.on_lost = lambda why: loop.call_soon_threadsafe(
+            self._take_loss, agent, self.explain(host, why)
+        )
+        return agent
+
+    def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
+        """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
         try:
-            agent = HostAgent(host, self.command(host), environment)
+            agent = self._connect(host, loop)
             self.agents[host] = agent
             if self._is_closed:
                 agent.stop()
-            agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
-                self._take_exit(agent, end), loop
-            )
-            agent.on_lost = lambda why: loop.call_soon_threadsafe(
-                self._take_loss, agent, self.explain(host, why)
-            )
             facts = agent.facts(self.connect_s)
-            agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
+            # An agent that was lost here may keep its ranks.
+            former = self.folders.get(host, "") if self.keep_s else ""
+            opened = agent.ask("open", run=self.run_dir.name, former=former)
+            agent.folder = opened.result(ANSWER_S)
+            self.folders[host] = agent.folder
+            if self.keep_s:
+                self._keep(agent).result(ANSWER_S)
         except (OSError, NbdistError) as error:
             if failed := self.agents.pop(host, None):
                 failed.stop(0)
-            late = f"its agent did not answer within {ANSWER_S:.0f} s"
-            problem = late if isinstance(error, TimeoutError) else str(error)
-            return HostCheck(host, problem=self.explain(host, problem))
+            return HostCheck(host, problem=self._problem(host, error))
         return HostCheck(host, facts)
 
-    def _start_rank(
-        self,
-        rank: int,
-        agent: HostAgent,
-        local_size: int,
-        local_rank: int,
-        environment: Mapping[str, str] | None = None,
-    ) -> AgentEngine:
+    def _problem(self, host: str, error: Exception) -> str:
+        late = f"its agent did not answer within {ANSWER_S:.0f} s"
+        return self.explain(host, late if isinstance(error, TimeoutError) else str(error))
+
+    def _add_engine(self, rank: int, agent: HostAgent) -> AgentEngine:
         engine = AgentEngine(
             rank,
             agent,
@@ -233,6 +351,20 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             cluster_id=self.cluster_id,
             identifier=str(rank),
         )
+        self.launchers[str(rank)] = engine
+        self.ranks[str(rank)] = agent.host
+        engine.notify_start({"rank": rank})
+        return engine
+
+    def _start_rank(
+        self,
+        rank: int,
+        agent: HostAgent,
+        local_size: int,
+        local_rank: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> AgentEngine:
+        engine = self._add_engine(rank, agent)
         env = {
             **self._common_variables(),
             "RANK": str(rank),
@@ -246,9 +378,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             "start", rank=rank, argv=self._argv(rank), env=env,
             folder=str(folder), owner=folder.stat().st_uid,
         )  # fmt: skip
-        self.launchers[str(rank)] = engine
         started.add_done_callback(partial(self._take_start, engine, asyncio.get_running_loop()))
-        engine.notify_start({"rank": rank})
         return engine
 
     def _common_variables(self) -> dict[str, str]:
@@ -366,6 +496,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         if not texts:
             self.checks = (*others, check)
         elif not check.problem:
+            self.folders.pop(host)
             self.agents.pop(host).stop()
         return "; ".join(texts)
 
@@ -384,14 +515,19 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             StartError: If no host takes it.
         """
         loop = asyncio.get_running_loop()
-        agent = await asyncio.to_thread(self.prepare_host, rank, loop)
+        try:
+            agent = await asyncio.to_thread(self.prepare_host, rank, loop)
+        finally:
+            self._save()  # a host may be new, or a job wait in a queue
         self._forget(rank)
         agent.ask("file", name=ENGINE_FILE, text=_read_whole(Path(self.connection_files["engine"])))
         on_host = sorted(e.rank for e in self.launchers.values() if e.agent is agent)
         others = [r for r in on_host if r != rank]
         former = self.launchers[str(rank)]
         local_rank = on_host.index(rank) if former.agent is agent else len(others)
-        return self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
+        engine = self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
+        self._save()
+        return engine
 
     def _forget(self, rank: int) -> None:
         """Remove what is here of an earlier process of the rank."""
@@ -407,11 +543,23 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         """The same, without a loop: returns when all agents have ended."""
         self._is_closed = True
         # Plain threads: at the interpreter's end an executor takes no work any more.
-        stops = [threading.Thread(target=agent.stop) for agent in list(self.agents.values())]
+        stops = [threading.Thread(target=self._stop, args=[a]) for a in [*self.agents.values()]]
         for stop in stops:
             stop.start()
         for stop in stops:
             stop.join()
+
+    def _stop(self, agent: HostAgent) -> None:
+        """Let an agent end; one that was lost and keeps its ranks has to be found for that."""
+        if agent.lost and self.keep_s and agent.folder:
+            with contextlib.suppress(OSError, NbdistError):  # it ends when its time is over
+                environment = self.connection_environment()
+                again = HostAgent(agent.host, self.command(agent.host), environment, agent.folder)
+                try:
+                    again.facts(FIND_S)
+                finally:
+                    again.stop()
+        agent.stop()
 
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""
