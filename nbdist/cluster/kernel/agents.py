@@ -229,7 +229,11 @@ class HostAgent:
                     self._heard_s = time.monotonic()
                     if line.startswith(mark):
                         self._take_line(line[len(mark) :])
-        code = self._process.wait()
+        try:
+            code = self._process.wait(SILENT_S)
+        except subprocess.TimeoutExpired:
+            self._lose("it has hung up: another kernel has come for its ranks")
+            code = self._process.wait()
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
         self._words.close()
