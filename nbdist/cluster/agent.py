@@ -445,22 +445,28 @@ class Agent:
             time.sleep(0.01)
         if self._folder == Path():
             return
-        killed = guardian.end_all(self._starts, b"NBDIST_RUN=" + os.fsencode(self._folder))
-        guardian.sweep_shm(str(self._folder), killed | set(self._starts))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        sweep(str(self._folder), self._starts)
         try:
             self._folder.parent.rmdir()
         except OSError:
             return  # other runs are in it
 
 
+def sweep(folder: str, sessions: dict[int, str | None]) -> None:
+    """Kill these sessions and what else is of the folder's ranks, and remove the folder."""
+    killed = guardian.end_all(sessions, b"NBDIST_RUN=" + os.fsencode(folder))
+    guardian.sweep_shm(folder, killed | set(sessions))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def end_former(folder: str) -> None:
-    """Let the agent of this folder, if there is one, end its ranks, and wait for that."""
+    """Let the agent of this folder end its ranks; where it has been killed, end what is left."""
     with contextlib.suppress(OSError), connect(folder) as line:
         line.settimeout(FORMER_S)
         line.sendall(b"stop\n")
         while line.recv(1 << 16):
             continue
+    sweep(folder, {})
 
 
 def relay(folder: str) -> None:

@@ -87,6 +87,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     """
 
     is_on_this_machine = False
+    entrypoint_name = ""
     spare_advice = (
         "Give spare hosts or places at the start (--hosts n1:4,n2:4,n3:4 with a smaller -n)"
     )
@@ -109,6 +110,11 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     ranks: Dict[str, str] = Dict(help="Rank -> its host.").tag(to_dict=True)
     world_size = Integer(help="Number of ranks.").tag(to_dict=True)
     keep_s = Float(help="How long ranks are kept without a kernel, in s; 0: not.").tag(to_dict=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give ipyparallel's cluster file a name that it can read: its own form has a colon."""
+        super().__init_subclass__(**kwargs)
+        cls.entrypoint_name = f"{cls.__module__}.{cls.__qualname__}"
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -196,8 +202,8 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             self.close()
             raise
         for host in [name for name in self.agents if name not in shares]:
-            self.folders.pop(host)
             threading.Thread(target=self.agents.pop(host).stop).start()
+        self.folders = {host: self.agents[host].folder for host in shares}
         self.world_size = sum(map(len, shares.values()))
         for host, ranks in shares.items():
             for rank in ranks:
