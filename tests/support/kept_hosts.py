@@ -1,11 +1,13 @@
 """The kernel of ranks on hosts with agents, without a notebook: a program instead of engines.
 
-`python -m tests.support.kept_hosts RUN_DIR LAUNCHER HOSTS N KEEP_S` starts N ranks on hosts
-(`a:2,b:1`) of a launcher of this module, keeps them, says so, and waits for the end of its input.
-Settings of the launcher may follow, as JSON. `found` is what another kernel does.
+`python -m tests.support.kept_hosts start RUN_DIR LAUNCHER HOSTS N KEEP_S` starts N ranks on hosts
+(`a:2,b:1`) by a launcher of this module, and keeps them; settings of the launcher may follow, as
+JSON. `attach RUN_DIR` finds them again. Either says the processes of the ranks, as JSON, and then
+what each line of Python that it reads is, where `launcher` is the launcher.
 """
 
 import asyncio
+import inspect
 import json
 import logging
 import sys
@@ -22,11 +24,11 @@ from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
 
-# Counts how often it is interrupted, where its agent tells of it: in what it has written last.
+# Tells, by what it has written last, who it is and how often it was interrupted.
 CODE = """
 import os, signal, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
 while True:
     time.sleep(300)
 """
@@ -49,42 +51,55 @@ class Slurm(_Program, SlurmRankSetLauncher):
     """Ranks in a job."""
 
 
-def cluster(run_dir: Path, config: Config) -> Any:
-    """Ipyparallel's object for a run in this folder, unstarted."""
-    return ipp_cluster.cluster(config, run_dir, logging.getLogger("tests.kept_hosts"))
+async def start(
+    run_dir: Path, kind: str, hosts: str, n: int, keep_s: float, settings: dict[str, Any]
+) -> AgentEngineSetLauncher:
+    """The launcher of new ranks, which are kept where `keep_s` is not 0."""
+    config = Config(SlurmRankSetLauncher=settings)
+    config.AgentEngineSetLauncher.hosts = [(h.name, h.places) for h in parse_hosts(hosts)]
+    cluster = ipp_cluster.cluster(config, run_dir, logging.getLogger("tests.kept_hosts"))
+    cluster.engine_launcher_class = f"tests.support.kept_hosts.{kind}"
+    await cluster.start_engines(n)
+    launcher: AgentEngineSetLauncher = cluster.engine_set
+    if keep_s:
+        launcher.keep(keep_s)
+    return launcher
 
 
-def left(run_dir: Path) -> Any:
-    """The launcher of a run that another kernel has left, by what is in its folder."""
-    [file] = run_dir.glob("profile/security/cluster-*.json")
-    return ipyparallel.Cluster.from_file(str(file), load_profile=False).engine_set
-
-
-async def found(run_dir: Path) -> Any:
-    """The same, attached."""
-    launcher = left(run_dir)
+async def attach(run_dir: Path) -> AgentEngineSetLauncher:
+    """The launcher of ranks that another kernel has left; all that is needed is in the folder."""
+    [file] = (run_dir / "profile" / "security").glob("cluster-*.json")
+    cluster = ipyparallel.Cluster.from_file(str(file), load_profile=False)
+    launcher: AgentEngineSetLauncher = cluster.engine_set
     await launcher.attach()
     return launcher
 
 
-async def main() -> None:
-    """Be the kernel."""
-    run_dir, kind, hosts, n, keep_s, *settings = sys.argv[1:]
-    config = Config(AgentEngineSetLauncher=json.loads(settings[0]) if settings else {})
-    config.AgentEngineSetLauncher.hosts = [(h.name, h.places) for h in parse_hosts(hosts)]
-    config.SlurmRankSetLauncher = config.AgentEngineSetLauncher
-    started = cluster(Path(run_dir), config)
-    started.engine_launcher_class = f"tests.support.kept_hosts.{kind}"
-    await started.start_engines(int(n))
-    launcher = started.engine_set
-    if float(keep_s):
-        launcher.keep(float(keep_s))
-    pids = {}
-    for agent in launcher.agents.values():
-        pids.update(await asyncio.to_thread(agent.pids, 20.0))
-    sys.stdout.write(json.dumps(pids) + "\n")
+def pids(launcher: AgentEngineSetLauncher) -> dict[int, int]:
+    """Rank -> process, as the agents that can be reached have it."""
+    agents = [agent for agent in launcher.agents.values() if not agent.lost]
+    return {rank: pid for agent in agents for rank, pid in agent.pids(20.0).items()}
+
+
+def say(value: Any) -> None:
+    """Write one line."""
+    sys.stdout.write(json.dumps(value, default=repr) + "\n")
     sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)
+
+
+async def main() -> None:
+    """Be the kernel, until it is killed or its input ends."""
+    do, run_dir, *words = sys.argv[1:]
+    if do == "attach":
+        launcher = await attach(Path(run_dir))
+    else:
+        kind, hosts, n, keep_s, *settings = words
+        given = json.loads(settings[0]) if settings else {}
+        launcher = await start(Path(run_dir), kind, hosts, int(n), float(keep_s), given)
+    say(await asyncio.to_thread(pids, launcher))
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        value = eval(line, {"launcher": launcher})  # the test's
+        say(await value if inspect.isawaitable(value) else value)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class HostAgent:
         self.lost = ""
         self.folder = folder
         self.is_kept = False
+        self._is_relay = bool(folder)
         self._facts: Future[HostFacts] = Future()
         self._answers: dict[int, Future[Any]] = {}
         self._number = 0
@@ -283,14 +284,10 @@ class HostAgent:
             with contextlib.suppress(InvalidStateError):  # the facts are there
                 future.set_exception(AgentLost(reason))
         if not self._is_stopping:
-            if not (self.is_kept and self._is_agent()):  # which ends its ranks with it
+            # A step of Slurm ends with the srun that has started it, and its ranks with the step.
+            if self._is_relay or not self.is_kept:
                 self._process.kill()
             self.on_lost(reason)
-
-    def _is_agent(self) -> bool:
-        """Whether the process here is the agent itself, of this machine, and not ssh or srun."""
-        is_up = self._facts.done() and self._facts.exception() is None
-        return is_up and self._facts.result().pid == self._process.pid
 
 
 def _unpack(name: str, packed: str) -> bytes:

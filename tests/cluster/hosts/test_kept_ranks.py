@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from nbdist.cluster.kernel.cluster import run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
 from tests.support import kept_hosts, processes
+from tests.support.hosts import Hosts, wait_for
 from tests.support.ranks import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,10 +26,7 @@ Begin = Callable[..., dict[int, int]]
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run; the hosts' temporary folder is beside it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (tmp_path / "run-x" / "profile" / "security").mkdir(parents=True)
-    files = ("ipcontroller-engine.json", "ipcontroller--engine.json")
-    for name in files:
-        (tmp_path / "run-x" / "profile" / "security" / name).write_text("{}")
+    (tmp_path / "run-x").mkdir()
     return tmp_path / "run-x"
 
 
@@ -40,7 +38,7 @@ def begin(run_dir: Path) -> Iterator[Begin]:
     def begin(
         keep_s: float, meanwhile: Callable[[dict[int, int]], object] = dict
     ) -> dict[int, int]:
-        words = [run_dir, "Pretended", "host-a:2,host-b:2", "3", keep_s]
+        words = ["start", run_dir, "Pretended", "host-a:2,host-b:2", "3", keep_s]
         kernels.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.support.kept_hosts", *map(str, words)],
@@ -70,7 +68,7 @@ def test_ranks_of_a_killed_kernel_are_found_again(begin: Begin, run_dir: Path) -
     os.kill(pids[1], 15)
 
     async def run() -> None:
-        launcher = await kept_hosts.found(run_dir)
+        launcher = await kept_hosts.attach(run_dir)
         first, second, third = (launcher.launchers[str(rank)] for rank in range(3))
         assert [first.pid, second.pid, third.pid] == [pids[n] for n in range(3)]
         assert [first.state, third.state] == ["running"] * 2
@@ -100,9 +98,9 @@ def test_ranks_that_are_not_kept_end(keep_s: float, begin: Begin, run_dir: Path)
     assert until(lambda: [path.name for path in run_dir.parent.iterdir()] == [run_dir.name])
 
     async def run() -> list[dict[str, Any]]:
-        launcher = await kept_hosts.found(run_dir)
+        launcher = await kept_hosts.attach(run_dir)
         ends = [rank.stop_data for rank in launcher.launchers.values()]
-        launcher.detach()
+        launcher.leave()
         return ends
 
     ends = run_in_loop(run(), 60)
@@ -121,17 +119,17 @@ def test_a_lost_host_of_kept_ranks_leaves_none(
     pids = begin(300.0, lambda pids: psutil.Process(pids[2]).parent().kill())  # type: ignore[union-attr]
 
     async def second() -> int:
-        launcher = await kept_hosts.found(run_dir)
+        launcher = await kept_hosts.attach(run_dir)
         lost = launcher.launchers["2"]
         assert "host-b cannot be reached" in lost.stop_data["unreachable"]
         again = await launcher.start_one(2, {})
         assert again.agent.host == "host-b"
         assert await asyncio.to_thread(until, lambda: again.pid > 0)
-        launcher.detach()
+        launcher.leave()
         return int(again.pid)
 
     async def third() -> dict[str, int]:
-        launcher = await kept_hosts.found(run_dir)
+        launcher = await kept_hosts.attach(run_dir)
         found = {rank: engine.pid for rank, engine in launcher.launchers.items()}
         await launcher.stop()
         return found
@@ -140,3 +138,95 @@ def test_a_lost_host_of_kept_ranks_leaves_none(
     assert run_in_loop(third(), 60) == {"0": pids[0], "1": pids[1], "2": newest}
     assert processes.wait_gone([*pids.values(), newest]) == []
     assert [*run_dir.parent.glob("nbdist-*")] == []
+
+
+class Kernel:
+    """A process on a host that has started ranks, or attached to them."""
+
+    def __init__(self, hosts: Hosts, host: str, *words: object) -> None:
+        command = [sys.executable, "-m", "tests.support.kept_hosts", *words]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = hosts.popen(host, command, cwd=ROOT, **pipes)
+        self.pids = self._answer()
+
+    def ask(self, code: str) -> Any:
+        """What a line of Python is over there."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{code}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process has ended"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """As the system kills one that takes too much memory."""
+        self.process.kill()
+        self.process.wait(20)
+
+
+def wait_until_left(hosts: Hosts, nodes: Sequence[str]) -> None:
+    """Wait until nothing of the ranks is left on the nodes."""
+    for node in nodes:
+        what = f"{node} to be left clean"
+        folder = hosts.path(node, "/tmp")
+        wait_for(what, lambda n=node, f=folder: not hosts.pids(n, "-c") and not [*f.glob("nb*")])
+
+
+def work_as_before(hosts: Hosts, first: Kernel, run_dir: Path) -> Kernel:
+    """Another kernel finds the ranks of one that was killed, with rank 1 dead, and uses them."""
+    hosts.kill("node1", first.pids["1"], 15)
+    second = Kernel(hosts, "head", "attach", run_dir)
+    assert second.pids == first.pids
+    assert second.ask("[e.state for e in launcher.launchers.values()]") == [
+        "running", "after", "running",
+    ]  # fmt: skip
+    assert second.ask("launcher.launchers['1'].stop_data['exit_code']") == -15
+    second.ask("launcher.launchers['2'].signal(2)")
+    wait_for("the interrupt", lambda: "interrupted" in second.ask("launcher.get_output()"))
+    second.ask("launcher.start_one(1, {})")
+    wait_for("rank 1", lambda: second.ask("launcher.launchers['1'].get_output()"))
+    return second
+
+
+def test_ranks_by_ssh_are_found_again(hosts: Hosts) -> None:
+    """The kernel is killed, and one ssh with it: neither ends a rank that is kept."""
+    run_dir = Path("/tmp/run-x")
+    hosts.path("head", run_dir).mkdir()
+    first = Kernel(hosts, "head", "start", run_dir, "SSH", "node1:2,node2:1", 3, 300)
+    connections = hosts.pids("head", "ssh -T")
+    first.kill()
+    [to_second] = [pid for pid, line in connections.items() if "-- node2" in line]
+    hosts.kill("head", to_second)
+    second = work_as_before(hosts, first, run_dir)
+    second.ask("launcher.stop()")
+    wait_until_left(hosts, hosts.nodes)
+    wait_for("all connections to end", lambda: not hosts.pids("head", "ssh -T"))
+
+
+def test_ranks_in_a_job_are_found_again(slurm: Hosts) -> None:
+    """By a second kernel while the first one lives: it loses them, and ends no step with that."""
+    run_dir = Path("/tmp/run-x")
+    slurm.path("head", run_dir).mkdir()
+    words = ["--parsable", "--nodelist=node1,node2", "--nodes=2", "--exclusive"]
+    submit = ["sbatch", *words, "--output=/dev/null", "--wrap", "sleep 1000"]
+    job = int(slurm.run("head", submit, cwd="/srv").stdout)
+    state = ["squeue", "--noheader", "--format=%T", f"--jobs={job}"]
+    wait_for("the job", lambda: slurm.run("head", state).stdout.strip() == "RUNNING")
+    settings = {"job": job, "job_name": "kept", "cpus": {"node1": 4, "node2": 4}}
+    words = [run_dir, "Slurm", "node1:2,node2:1", 3, 300, json.dumps(settings)]
+    first = Kernel(slurm, "head", "start", *words)
+    steps = slurm.pids("head", "srun")
+    second = work_as_before(slurm, first, run_dir)
+    lost = "[agent.lost for agent in launcher.agents.values()]"
+    wait_for("the first kernel to lose the hosts", lambda: all(first.ask(lost)))
+    first.kill()
+    assert slurm.pids("head", "srun").items() >= steps.items()
+    assert second.ask("[e.state for e in launcher.launchers.values()]") == ["running"] * 3
+    second.ask("launcher.stop()")
+    wait_until_left(slurm, slurm.nodes)
+    wait_for("all connections to end", lambda: not slurm.pids("head", "srun"))
+    slurm.run("head", ["scancel", str(job)])

@@ -224,7 +224,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         try:
             await self._attach(asyncio.get_running_loop())
         except BaseException:
-            self.detach()
+            self.leave()
             raise
         self.notify_start(sorted(self.launchers))
 
@@ -289,7 +289,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         agent.is_kept = self.keep_s > 0
         return agent.ask("keep", seconds=self.keep_s)
 
-    def detach(self) -> None:
+    def leave(self) -> None:
         """Hang up; agents that keep their ranks go on without this kernel."""
         self._is_closed = True
         for agent in self.agents.values():
@@ -313,7 +313,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         }
         environment.pop("IPP_CONNECTION_INFO", None)
         agent = HostAgent(host, self.command(host), environment, folder)
-        agent.is_kept = bool(folder)
         agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
             self._take_exit(agent, end), loop
         )
