@@ -207,6 +207,32 @@ def test_ranks_by_ssh_are_found_again(hosts: Hosts) -> None:
     wait_for("all connections to end", lambda: not hosts.pids("head", "ssh -T"))
 
 
+@pytest.mark.more_hosts
+def test_hosts_that_were_cut_off_keep_no_rank_twice(hosts: Hosts) -> None:
+    """Ranks that a kernel has given up on are ended, before others take their place and at the end.
+
+    Agents that keep them wait behind the cut; without the order of their kernel for hours.
+    """
+    run_dir, nodes = Path("/tmp/run-y"), ["node1", "node2"]
+    hosts.path("head", run_dir).mkdir()
+    kernel = Kernel(hosts, "head", "start", run_dir, "SSH", "node1:2,node2:1", 3, 3600)
+    try:
+        for node in nodes:
+            hosts.cut(node)
+        states = "{e.state for e in launcher.launchers.values()}"
+        wait_for("the hosts to be lost", lambda: kernel.ask(f"{states} == {{'after'}}"))
+    finally:
+        for node in nodes:
+            hosts.heal(node)
+    programs = hosts.pids("node1", "-c").keys()
+    kernel.ask("launcher.start_one(0, {})")
+    wait_for("rank 0", lambda: kernel.ask("launcher.launchers['0'].get_output()"))
+    assert not programs & hosts.pids("node1", "-c").keys()
+    assert kernel.pids["2"] in hosts.pids("node2")
+    kernel.ask("launcher.stop()")
+    wait_until_left(hosts, nodes)
+
+
 def test_ranks_in_a_job_are_found_again(slurm: Hosts) -> None:
     """By a second kernel while the first one lives: it loses them, and ends no step with that."""
     run_dir = Path("/tmp/run-x")
