@@ -10,11 +10,11 @@ import asyncio
 import inspect
 import json
 import logging
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
 from traitlets.config import Config
 
 from nbdist.cluster.hosts import parse_hosts
@@ -63,14 +63,23 @@ async def start(
     launcher: AgentEngineSetLauncher = cluster.engine_set
     if keep_s:
         launcher.keep(keep_s)
+    save(launcher)
     return launcher
 
 
+def save(launcher: AgentEngineSetLauncher) -> None:
+    """Leave what another kernel needs, as `Cluster.keep` does."""
+    launcher.parent.update_cluster_file()
+    (launcher.run_dir / "config.pickle").write_bytes(pickle.dumps(launcher.parent.config))
+
+
 async def attach(run_dir: Path) -> AgentEngineSetLauncher:
-    """The launcher of ranks that another kernel has left; all that is needed is in the folder."""
-    [file] = (run_dir / "profile" / "security").glob("cluster-*.json")
-    cluster = ipyparallel.Cluster.from_file(str(file), load_profile=False)
-    launcher: AgentEngineSetLauncher = cluster.engine_set
+    """The launcher of ranks that another kernel has left, by what is in the run's folder."""
+    config = pickle.loads((run_dir / "config.pickle").read_bytes())
+    log = logging.getLogger("tests.kept_hosts")
+    launcher: AgentEngineSetLauncher = ipp_cluster.reopen(
+        config, run_dir, log, lambda _pid: False
+    ).engine_set
     await launcher.attach()
     return launcher
 

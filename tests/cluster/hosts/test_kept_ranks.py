@@ -14,10 +14,27 @@ import pytest
 
 from nbdist.cluster.kernel.cluster import run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
+from tests.cluster.hosts.conftest import SSH, skip_without
 from tests.support import kept_hosts, processes
-from tests.support.hosts import Hosts, wait_for
+from tests.support.host_kernel import HostKernel
+from tests.support.hosts import SHARED, Hosts, wait_for
 from tests.support.ranks import until
 
+# A cell that prints many lines, and then waits for a file.
+CELL = """%%distributed
+import pathlib, time
+mine = rank + 1
+for number in range(200):
+    print("line", number)
+while not pathlib.Path("/srv/go").exists():
+    time.sleep(0.02)
+print("went on with", mine)
+"""
+START_S = 60.0
+VARIABLES = {
+    "TMPDIR": str(SHARED), "IPYTHONDIR": f"{SHARED}/ipython", "HF_HUB_OFFLINE": "1",
+    "MPLCONFIGDIR": f"{SHARED}/matplotlib", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
 Begin = Callable[..., dict[int, int]]
 
@@ -125,6 +142,7 @@ def test_a_lost_host_of_kept_ranks_leaves_none(
         again = await launcher.start_one(2, {})
         assert again.agent.host == "host-b"
         assert await asyncio.to_thread(until, lambda: again.pid > 0)
+        kept_hosts.save(launcher)
         launcher.leave()
         return int(again.pid)
 
@@ -256,3 +274,43 @@ def test_ranks_in_a_job_are_found_again(slurm: Hosts) -> None:
     wait_until_left(slurm, slurm.nodes)
     wait_for("all connections to end", lambda: not slurm.pids("head", "srun"))
     slurm.run("head", ["scancel", str(job)])
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Hosts]:
+    """A head and three nodes with sshd, whose homes are the same."""
+    skip_without(*SSH)
+    with Hosts(shares_homes=True) as up:
+        up.start_sshd(up.names)
+        yield up
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+def test_a_notebook_of_another_host_takes_the_ranks_over(lab: Hosts) -> None:
+    """The first kernel is killed in a cell; the second shows all of it, and its ranks go on.
+
+    The run's folder is on a file system that the hosts share. The controller stays where it is, on
+    the first kernel's host, and ends with the ranks.
+    """
+    with HostKernel(lab, "head", VARIABLES) as first:
+        first.run("%load_ext nbdist")
+        started = first.run("%dist_init --hosts node1:1,node2:1 --keep 1h", START_S)
+        assert started.status == "ok", started.visible
+        first.wait_output(first.start(CELL), "line 199", START_S)
+        os.kill(first.pid, 9)
+    with HostKernel(lab, "node3", VARIABLES) as second:
+        second.run("%load_ext nbdist")
+        attaching = second.start("%dist_attach")
+        second.wait_output(attaching, "line 199", START_S)
+        lab.path("head", SHARED / "go").touch()
+        shown = second.finish(attaching, START_S).visible
+        assert "[0] went on with 1\n[1] went on with 2" in shown, shown
+        after = second.run("%%distributed\nmine *= 10\nprint(mine)")
+        assert after.visible.splitlines() == ["[0] 10", "[1] 20"]
+        stopped = second.run("%dist_shutdown", START_S)
+        assert stopped.status == "ok", stopped.visible
+    wait_until_left(lab, ["node1", "node2"])
+    for host in ("head", "node3"):
+        wait_for(f"{host} to be left", lambda h=host: not lab.pids(h, "nbdist"))
+    assert [*lab.path("head", SHARED).glob("nbdist-*")] == []

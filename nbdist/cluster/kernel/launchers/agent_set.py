@@ -1,7 +1,7 @@
 """Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them.
 
-What another kernel needs to find ranks again that are kept is in traits with `to_dict`: ipyparallel
-writes these into its cluster file, in the run's folder, and reads them back (`from_dict`).
+What another kernel needs to find ranks again that are kept, beside the settings, is in traits with
+`to_dict`: ipyparallel writes them into its cluster file and reads them back (`from_dict`).
 """
 
 from __future__ import annotations
@@ -87,34 +87,23 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     """
 
     is_on_this_machine = False
-    entrypoint_name = ""
     spare_advice = (
         "Give spare hosts or places at the start (--hosts n1:4,n2:4,n3:4 with a smaller -n)"
     )
 
     hosts: List[Any] = List(
         help="The hosts, each (name, places or None), in the order of the ranks."
-    ).tag(config=True, to_dict=True)
+    ).tag(config=True)
     remote_python = Unicode(sys.executable, help="The Python of the ranks, on every host.").tag(
-        config=True, to_dict=True
+        config=True
     )
-    connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(
-        config=True, to_dict=True
-    )
-    environment = Dict(help="Environment variables of every agent.").tag(config=True, to_dict=True)
-    common_environment = Dict(help="Environment variables of every rank.").tag(
-        config=True, to_dict=True
-    )
+    connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(config=True)
+    common_environment = Dict(help="Environment variables of every rank.").tag(config=True)
     places: Dict[str, int] = Dict(help="Host -> how many ranks it may have.").tag(to_dict=True)
     folders: Dict[str, str] = Dict(help="Host -> its agent's folder there.").tag(to_dict=True)
     ranks: Dict[str, str] = Dict(help="Rank -> its host.").tag(to_dict=True)
     world_size = Integer(help="Number of ranks.").tag(to_dict=True)
     keep_s = Float(help="How long ranks are kept without a kernel, in s; 0: not.").tag(to_dict=True)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give ipyparallel's cluster file a name that it can read: its own form has a colon."""
-        super().__init_subclass__(**kwargs)
-        cls.entrypoint_name = f"{cls.__module__}.{cls.__qualname__}"
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -283,7 +272,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
                 continue  # told as its ranks' end
             except TimeoutError:
                 raise NbdistError(f"{agent.host} did not answer in {ANSWER_S:.0f} s.") from None
-        self._save()
 
     def _keep(self, agent: HostAgent) -> Future[Any]:
         agent.is_kept = self.keep_s > 0
@@ -294,11 +282,6 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self._is_closed = True
         for agent in self.agents.values():
             agent.leave()
-
-    def _save(self) -> None:
-        """Let ipyparallel write its cluster file, in which this launcher is."""
-        if self.parent is not None:
-            self.parent.update_cluster_file()
 
     def _connect(self, host: str, loop: asyncio.AbstractEventLoop, folder: str = "") -> HostAgent:
         """A connection to a host: to a new agent, or to that of a folder.
@@ -520,19 +503,14 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             StartError: If no host takes it.
         """
         loop = asyncio.get_running_loop()
-        try:
-            agent = await asyncio.to_thread(self.prepare_host, rank, loop)
-        finally:
-            self._save()  # a host may be new, or a job wait in a queue
+        agent = await asyncio.to_thread(self.prepare_host, rank, loop)
         self._forget(rank)
         agent.ask("file", name=ENGINE_FILE, text=_read_whole(Path(self.connection_files["engine"])))
         on_host = sorted(e.rank for e in self.launchers.values() if e.agent is agent)
         others = [r for r in on_host if r != rank]
         former = self.launchers[str(rank)]
         local_rank = on_host.index(rank) if former.agent is agent else len(others)
-        engine = self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
-        self._save()
-        return engine
+        return self._start_rank(rank, agent, len(others) + 1, local_rank, environment)
 
     def _forget(self, rank: int) -> None:
         """Remove what is here of an earlier process of the rank."""

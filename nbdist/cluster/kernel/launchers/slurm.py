@@ -23,8 +23,6 @@ from nbdist.errors import StartError
 # How long ranks that have lost their host wait for another one. The job stays in the queue: the
 # next %dist_restart waits for it again.
 SPARE_S = 60.0
-# Settings that another kernel needs too, to find ranks again that are kept.
-_KEPT = {"config": True, "to_dict": True}
 # srun's words for a program that is not there.
 _NO_PYTHON = re.compile(r"execve\(\): .*No such file|No such file or directory")
 
@@ -38,18 +36,18 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         "host in the place of a lost one"
     )
 
-    partition = Unicode(help="The partition, where --partition is not typed.").tag(**_KEPT)
-    account = Unicode(help="The account, where --account is not typed.").tag(**_KEPT)
-    time = Unicode(help="The time limit, where --time is not typed.").tag(**_KEPT)
-    sbatch = Unicode(help="More words for sbatch, where --sbatch is not typed.").tag(**_KEPT)
+    partition = Unicode(help="The partition, where --partition is not typed.").tag(config=True)
+    account = Unicode(help="The account, where --account is not typed.").tag(config=True)
+    time = Unicode(help="The time limit, where --time is not typed.").tag(config=True)
+    sbatch = Unicode(help="More words for sbatch, where --sbatch is not typed.").tag(config=True)
     gpus_per_node = Integer(
         None, allow_none=True, help="GPUs of a host, where --gpus-per-node is not typed."
-    ).tag(**_KEPT)
+    ).tag(config=True)
 
-    job = Integer(help="The job's number.").tag(**_KEPT)
-    job_name = Unicode(help="The name of every job of the run.").tag(**_KEPT)
-    is_own_job = Bool(help="It was submitted for this run.").tag(**_KEPT)
-    cpus: Dict[str, int] = Dict(help="Host -> the job's CPUs there.").tag(**_KEPT)
+    job = Integer(help="The job's number.").tag(config=True)
+    job_name = Unicode(help="The name of every job of the run.").tag(config=True)
+    is_own_job = Bool(help="It was submitted for this run.").tag(config=True)
+    cpus: Dict[str, int] = Dict(help="Host -> the job's CPUs there.").tag(config=True, to_dict=True)
     job_of: Dict[str, int] = Dict(help="Host -> its job, where not the first.").tag(to_dict=True)
     spare_job = Integer(help="A job that waits to take a lost host's place; 0: none.").tag(
         to_dict=True

@@ -42,8 +42,8 @@ REMEDIES = (
 class SSHRankSetLauncher(AgentEngineSetLauncher):
     """Starts ranks on hosts by ssh; this machine, named localhost, is reached without it."""
 
-    ssh_cmd = List(["ssh"], help="The ssh program.").tag(config=True, to_dict=True)
-    ssh_args: List[Any] = List([], help="More options for ssh.").tag(config=True, to_dict=True)
+    ssh_cmd = List(["ssh"], help="The ssh program.").tag(config=True)
+    ssh_args: List[Any] = List([], help="More options for ssh.").tag(config=True)
 
     def command(self, host: str) -> list[str]:
         """`ssh HOST python -c ...`: never asks, and gives up after `connect_s`."""
