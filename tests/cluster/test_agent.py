@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -20,6 +21,7 @@ import pytest
 from nbdist.cluster import agent as agent_program
 from nbdist.cluster.kernel import agents
 from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.cluster.kernel.launchers.agent_set import END_PROGRAM
 from nbdist.errors import NbdistError
 from tests.support import processes
 from tests.support.ranks import until
@@ -340,6 +342,26 @@ def test_a_lost_agent_is_ended_by_the_next_one(connect: Connect) -> None:
     assert not processes.is_alive(rank)
     assert folder != agent.folder
     assert not Path(agent.folder).exists()
+
+
+def test_a_program_ends_kept_ranks_without_a_kernel(connect: Connect) -> None:
+    """Of several hosts at once; those whose agents have ended are none to be told of."""
+    agent = opened(connect())
+    agent.ask("keep", seconds=300.0).result(10)
+    rank = psutil.Process(start(agent, SLEEP))
+    agent.leave()
+    hosts = [("here", COMMAND, agent.folder), ("there", ["sh", "-c", "exit 255"], "/f")]
+    words = [sys.executable, "-m", END_PROGRAM, json.dumps(hosts)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    again = subprocess.run([*words[:-1], json.dumps(hosts[:1])], check=False, timeout=30)
+
+    assert (ended.returncode, ended.stderr.strip()) == (
+        1,
+        "there: the connection ended (exit code 255).",
+    )
+    assert not processes.is_alive(rank)
+    assert not Path(agent.folder).exists()
+    assert again.returncode == 0
 
 
 HELLO = {

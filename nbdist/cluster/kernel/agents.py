@@ -1,4 +1,7 @@
-"""The kernel's end of an agent: one child process per host, which carries commands and messages."""
+"""The kernel's end of an agent: one child process per host, which carries commands and messages.
+
+As a program it ends agents that keep their ranks, where no kernel is left that does (`main`).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ import os
 import queue
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import agent
+from nbdist.cluster.agent import GONE
 from nbdist.cluster.hosts import HostFacts
 from nbdist.cluster.kernel import guardian
 from nbdist.core.typed_json import Misfit, Value
@@ -33,6 +38,8 @@ BEAT_S = 1.0
 # Five beats missed: the host is gone, or cut off. ipyparallel alone would need 30 s to see it.
 SILENT_S = 5.0
 STOP_S = 8.0
+# How long an agent that keeps its ranks is looked for when they are to end.
+FIND_S = 5.0
 # What the process that carries the connection says for itself: ssh's or srun's own words.
 WORDS_BYTES = 4000
 # What a host sends is believed as far as an agent could have sent it.
@@ -320,3 +327,29 @@ def _program(folder: str) -> bytes:
         f"modules[1].{call}\n"
     ).encode()
     return b"%d\n%s" % (len(text), text)
+
+
+def end_kept(host: str, command: Sequence[str], folder: str) -> str:
+    """Let the agent of a folder end its ranks and itself; why it may not have, or ""."""
+    try:
+        agent = HostAgent(host, command, os.environ, folder)
+    except OSError as error:
+        return f"{host}: {error}"
+    with contextlib.suppress(AgentLost):  # ended long ago, or not reached
+        agent.facts(FIND_S)
+    return "" if agent.stop() or agent.lost == GONE else f"{host}: {agent.lost or 'it did not end'}"
+
+
+def main() -> None:
+    """End kept ranks on all hosts at once; the argument is JSON: a list of `end_kept`'s arguments.
+
+    Whoever ends a run without its kernel runs this: the guardian, `nbdist stop`.
+    """
+    hosts = json.loads(sys.argv[1])
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        problems = [*filter(None, pool.map(lambda arguments: end_kept(*arguments), hosts))]
+    sys.exit("\n".join(problems) or 0)
+
+
+if __name__ == "__main__":
+    main()

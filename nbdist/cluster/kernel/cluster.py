@@ -238,6 +238,13 @@ class Cluster:
         """Write down which processes there are, for whoever attaches."""
         if self._keep_s:
             self._cluster.update_cluster_file()
+            self._promise_ending(self._cluster.engine_set)
+
+    def _promise_ending(self, engine_set: Any) -> None:
+        """Let whoever ends kept ranks of other hosts without this kernel know how."""
+        ending = getattr(engine_set, "ending", lambda: None)()
+        if ending is not None:
+            self._guard.promise(ending)
 
     def _note_taken(self) -> None:
         owner = run_dir.owner(self.run_dir)
@@ -674,6 +681,7 @@ class Cluster:
             if not is_here and ipp_launchers.has_job(engine_set):
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
+                self._promise_ending(engine_set)
             if not processes.is_own(controller) and ipp_launchers.has_job(controller):
                 self._stop_other(self._cluster.stop_controller(), "controller")
             processes.terminate(pids, grace_s)

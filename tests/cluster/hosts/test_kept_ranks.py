@@ -1,8 +1,10 @@
 """Ranks on several hosts that outlive their kernel, and the kernel that finds them again."""
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +16,9 @@ import pytest
 
 from nbdist.cluster.kernel.cluster import run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
-from tests.cluster.hosts.conftest import SSH, skip_without
+from tests.cluster.hosts.conftest import SLURM, SSH, skip_without
 from tests.support import kept_hosts, processes
+from tests.support.cells import Cell
 from tests.support.host_kernel import HostKernel
 from tests.support.hosts import SHARED, Hosts, wait_for
 from tests.support.ranks import until
@@ -251,6 +254,7 @@ def test_hosts_that_were_cut_off_keep_no_rank_twice(hosts: Hosts) -> None:
     wait_until_left(hosts, nodes)
 
 
+@pytest.mark.more_hosts
 def test_ranks_in_a_job_are_found_again(slurm: Hosts) -> None:
     """By a second kernel while the first one lives: it loses them, and ends no step with that."""
     run_dir = Path("/tmp/run-x")
@@ -276,41 +280,73 @@ def test_ranks_in_a_job_are_found_again(slurm: Hosts) -> None:
     slurm.run("head", ["scancel", str(job)])
 
 
+STARTS = {
+    "ssh": "%dist_init --hosts node1:1,node2:1 --keep 1h",
+    "slurm": "%dist_init --profile slurm -n 2 --gpus none --time 10 --keep 1h",
+}
+
+
+# With ssh the ranks' end is another one: somebody removes the run's folder.
+END = {"ssh": "%dist_detach", "slurm": "%dist_shutdown"}
+
+
+@contextlib.contextmanager
+def notebook(hosts: Hosts, host: str) -> Iterator[HostKernel]:
+    """A notebook's kernel on a host."""
+    with HostKernel(hosts, host, VARIABLES) as kernel:
+        kernel.run("%load_ext nbdist")
+        yield kernel
+
+
+def check(cell: Cell) -> str:
+    """What a cell shows that has to end well."""
+    assert cell.status == "ok", cell.visible
+    return cell.visible
+
+
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Hosts]:
-    """A head and three nodes with sshd, whose homes are the same."""
-    skip_without(*SSH)
+    """A head and three nodes with sshd and Slurm, whose homes are the same."""
+    skip_without(*SSH, *SLURM)
     with Hosts(shares_homes=True) as up:
         up.start_sshd(up.names)
+        up.start_slurm()
         yield up
 
 
 @pytest.mark.cluster
 @pytest.mark.engine
-def test_a_notebook_of_another_host_takes_the_ranks_over(lab: Hosts) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["ssh", pytest.param("slurm", marks=pytest.mark.more_hosts)])
+def test_a_notebook_of_another_host_takes_the_ranks_over(profile: str, lab: Hosts) -> None:
     """The first kernel is killed in a cell; the second shows all of it, and its ranks go on.
 
     The run's folder is on a file system that the hosts share. The controller stays where it is, on
-    the first kernel's host, and ends with the ranks.
+    the first kernel's host. A third kernel, there, has them last.
     """
-    with HostKernel(lab, "head", VARIABLES) as first:
-        first.run("%load_ext nbdist")
-        started = first.run("%dist_init --hosts node1:1,node2:1 --keep 1h", START_S)
-        assert started.status == "ok", started.visible
+    go = lab.path("head", SHARED / "go")
+    go.unlink(missing_ok=True)
+    with notebook(lab, "head") as first:
+        check(first.run(STARTS[profile], START_S))
         first.wait_output(first.start(CELL), "line 199", START_S)
         os.kill(first.pid, 9)
-    with HostKernel(lab, "node3", VARIABLES) as second:
-        second.run("%load_ext nbdist")
+    with notebook(lab, "node3") as second:
         attaching = second.start("%dist_attach")
         second.wait_output(attaching, "line 199", START_S)
-        lab.path("head", SHARED / "go").touch()
-        shown = second.finish(attaching, START_S).visible
+        go.touch()
+        shown = check(second.finish(attaching, START_S))
         assert "[0] went on with 1\n[1] went on with 2" in shown, shown
-        after = second.run("%%distributed\nmine *= 10\nprint(mine)")
-        assert after.visible.splitlines() == ["[0] 10", "[1] 20"]
-        stopped = second.run("%dist_shutdown", START_S)
-        assert stopped.status == "ok", stopped.visible
+        assert shown.count("] line 7\n") == 1
+        check(second.run("%%distributed\nmine *= 10"))
+        check(second.run("%dist_detach"))
+    with notebook(lab, "head") as third:
+        check(third.run("%dist_attach", START_S))
+        assert check(third.run("%%distributed\nprint(mine)")).splitlines() == ["[0] 10", "[1] 20"]
+        check(third.run(END[profile], START_S))
+    for folder in lab.path("head", SHARED).glob("nbdist-*/run-*"):
+        shutil.rmtree(folder)
     wait_until_left(lab, ["node1", "node2"])
     for host in ("head", "node3"):
         wait_for(f"{host} to be left", lambda h=host: not lab.pids(h, "nbdist"))
     assert [*lab.path("head", SHARED).glob("nbdist-*")] == []
+    assert lab.run("head", ["squeue", "--noheader"]).stdout == ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -25,10 +26,11 @@ from traitlets import Dict, Float, Integer, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit, end_kept
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
+END_PROGRAM = "nbdist.cluster.kernel.agents"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
@@ -36,8 +38,6 @@ ANSWER_S = 10.0
 EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
-# A lost host that keeps ranks is looked for this long when all are to end.
-FIND_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
 FORWARDED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_", "NBDIST_TEST")
 
@@ -534,15 +534,26 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
 
     def _stop(self, agent: HostAgent) -> None:
         """Let an agent end; one that was lost and keeps its ranks has to be found for that."""
-        if agent.lost and self.keep_s and agent.folder:
-            with contextlib.suppress(OSError, NbdistError):  # it ends when its time is over
-                environment = self.connection_environment()
-                again = HostAgent(agent.host, self.command(agent.host), environment, agent.folder)
-                try:
-                    again.facts(FIND_S)
-                finally:
-                    again.stop()
-        agent.stop()
+        is_left = bool(agent.lost and self.keep_s and agent.folder)
+        if is_left:
+            is_left = bool(end_kept(agent.host, self._plain_command(agent.host), agent.folder))
+        if (agent.stop() or not is_left) and self.folders.get(agent.host) == agent.folder:
+            del self.folders[agent.host]
+
+    def _plain_command(self, host: str) -> list[str]:
+        """The command that runs BOOTSTRAP on a host, whoever runs it."""
+        others = os.environ.keys() - self.connection_environment().keys()
+        return ["env", *chain(*(("-u", name) for name in sorted(others))), *self.command(host)]
+
+    def ending(self) -> list[str] | None:
+        """The command that ends ranks which are kept, without this kernel; [] if all have ended.
+
+        None where none is needed: they are not kept, or the guardian sees their processes.
+        """
+        if not self.keep_s or self.is_on_this_machine:
+            return None
+        left = [(host, self._plain_command(host), f) for host, f in self.folders.items()]
+        return [sys.executable, "-m", END_PROGRAM, json.dumps(left)] if left else []
 
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""

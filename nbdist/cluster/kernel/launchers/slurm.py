@@ -166,6 +166,10 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         """The jobs and the time that they have left."""
         return [watch.text for watch in self.watches.values()]
 
+    def ending(self) -> list[str] | None:
+        """None for a job of the run's own: it is cancelled, also where its ranks are not kept."""
+        return None if self.is_own_job else super().ending()
+
     def close(self) -> None:
         """Watch no more, and end all agents; the guardian cancels the jobs."""
         for watch in self.watches.values():
