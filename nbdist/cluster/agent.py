@@ -245,17 +245,8 @@ class Agent:
     def _goes_on(self) -> bool:
         if time.monotonic() >= self._until_s and not self._detach():
             return False
-        return self._link is not None or not self._is_removed()
-
-    def _is_removed(self) -> bool:
-        """Whether somebody has removed the folder: then nobody can find the ranks again."""
-        try:
-            self._folder.stat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # a network's file system that does not answer now
-            return False
-        return False
+        # Where somebody has removed the folder nobody can find the ranks again.
+        return self._link is not None or not guardian.is_removed(str(self._folder))
 
     def _detach(self) -> bool:
         """Wait for another kernel; False if ranks are not kept, or their time is over."""
@@ -480,10 +471,12 @@ def relay(folder: str) -> None:
         sys.stdout.flush()
         os._exit(1)
 
+    # Not from the descriptor: this program was read through the same buffer.
+    reader: Any = sys.stdin.buffer
+
     def forward() -> None:
         with contextlib.suppress(OSError):
-            # Not from the descriptor: this program was read through the same buffer.
-            while said := sys.stdin.buffer.read1(1 << 16):
+            while said := reader.read1(1 << 16):
                 line.sendall(said)
             line.shutdown(socket.SHUT_WR)
 

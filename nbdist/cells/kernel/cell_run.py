@@ -67,7 +67,7 @@ class CellRun:
         self._feed = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
-        self._states = {rank: RankState() for rank in request.ranks}
+        self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()
@@ -146,6 +146,10 @@ class CellRun:
             self._lost = self._lost or f"{why} while this {noun} ran. {what_now}"
 
         self._put(note)
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Lines of nbdist's own, shown in their turn."""
+        self._put(lambda: self.tell(lines))
 
     def press(self) -> None:
         """The user has pressed interrupt."""

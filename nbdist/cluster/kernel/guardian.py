@@ -153,7 +153,7 @@ class Orders:
         sessions: pid -> start time of the processes to end.
         command: What ends the part of the run that is elsewhere.
         keep_s: How long ranks are kept without a kernel; 0 for not.
-        holds: The marks in owner.json that do not say that somebody else holds the run.
+        hold: The kernel's mark in owner.json: another one there is another kernel's.
         is_stopped: `stop` was said.
     """
 
@@ -162,7 +162,7 @@ class Orders:
         self.sessions: dict[int, str | None] = {}
         self.command: list[str] = []
         self.keep_s = 0.0
-        self.holds: set[str] = set()
+        self.hold = ""
         self.machine: object = None  # of this guardian, as owner.json has it
         self.is_stopped = False
         self._text = b""
@@ -188,10 +188,9 @@ class Orders:
             self.command = [os.fsdecode(word) for word in words.split(b"\0") if word]
         elif kind == b"=":
             seconds, _, hold = words.partition(b" ")
-            self.keep_s = float(seconds)
-            # The kernel may be about to write its own mark in the place of this one.
-            self.holds |= {hold.decode(), *filter(None, [hold_of(self.run_dir)])}
-            self.machine = self.machine or owner_of(self.run_dir).get("machine")
+            self.keep_s, self.hold = float(seconds), hold.decode()
+            owner = owner_of(self.run_dir)
+            self.machine = owner.get("machine") if owner.get("hold") == self.hold else self.machine
         else:
             pid, _, start = words.partition(b" ")
             self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
@@ -200,7 +199,7 @@ class Orders:
     def is_taken(self) -> bool:
         """Whether another kernel holds the run."""
         hold = hold_of(self.run_dir)
-        return bool(self.keep_s and hold and hold not in self.holds)
+        return bool(self.keep_s and hold and hold != self.hold)
 
 
 def hold_of(run_dir: str) -> str:
@@ -215,6 +214,17 @@ def owner_of(run_dir: str) -> dict[str, object]:
             return dict(json.load(file))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def is_removed(path: str) -> bool:
+    """Whether there is no such file; a network's file system that does not answer says nothing."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def wait(kernel: int, orders: Orders) -> None:
@@ -254,7 +264,7 @@ def keep(orders: Orders) -> bool:
     while time.monotonic() < begun_s + orders.keep_s:
         if orders.is_taken:
             return False
-        if not os.path.isdir(orders.run_dir):
+        if is_removed(orders.run_dir):
             return True  # nobody can attach any more
         time.sleep(HOLD_POLL_S)
     return not save(orders)
@@ -265,7 +275,7 @@ def outlasts(orders: Orders) -> bool:
 
     What it has here, such as its controller, that kernel's own guardian cannot end.
     """
-    while os.path.exists(os.path.join(orders.run_dir, OWNER)):
+    while not is_removed(os.path.join(orders.run_dir, OWNER)):
         if owner_of(orders.run_dir).get("machine", orders.machine) == orders.machine:
             return False
         time.sleep(HOLD_POLL_S)
