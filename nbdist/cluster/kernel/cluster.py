@@ -364,7 +364,9 @@ class Cluster:
         coroutine = self._cluster.connect_client(
             timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
         )
-        channel = Channel(self._run(coroutine, end_s, "the controller", engines))
+        is_here = self._machine == this_machine()
+        what = "the controller" if is_here else f"the controller on {self._machine.host}"
+        channel = Channel(self._run(coroutine, end_s, what, engines))
         if not self.can_restart:
             channel.on_lost = self._note_lost
         return channel
