@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -62,14 +62,26 @@ class Journals:
             finally:
                 os.close(number)
 
-    def unshown(self) -> CellHead | None:
-        """The newest cell that no notebook has shown to its end; None without one."""
+    def heads(self) -> tuple[CellHead, ...]:
+        """The newest cell of each rank, each cell once, the newest of all first."""
         heads = [head for rank in self._ranks.ranks if (head := self._head(rank)) is not None]
-        newest = max(heads, key=lambda head: head.run, default=None)
+        by_run = {head.run: head for head in heads}
+        return tuple(by_run[run] for run in sorted(by_run, reverse=True))
+
+    def was_shown(self, run: int) -> bool:
+        """Whether a notebook has shown a cell to its end, or a later one."""
         with contextlib.suppress(OSError, ValueError):
-            if newest is not None and newest.run <= int((self._folder / SHOWN).read_text()):
-                return None
-        return newest
+            return run <= int((self._folder / SHOWN).read_text())
+        return False
+
+    def running_ranks(self, head: CellHead) -> tuple[int, ...]:
+        """The ranks that still run a cell, by their black boxes."""
+        boxes = {rank: self._health.box(rank) for rank in head.ranks}
+        return tuple(
+            rank
+            for rank, box in boxes.items()
+            if box is not None and box.run == head.run and box.state == "running"
+        )
 
     def _head(self, rank: int) -> CellHead | None:
         reader = JournalReader()
@@ -91,13 +103,15 @@ class Journals:
             return asked.result(ANSWER_S)
         return b""
 
-    def feed(self, cell: CellRun, done: Done) -> None:
-        """Hand a cell's messages and replies to it until it is over; in a thread of its own."""
-        Thread(target=self._feed, args=(cell, done), name="nbdist-journal", daemon=True).start()
+    def feed(self, cell: CellRun, ranks: Sequence[int], done: Done) -> None:
+        """Hand a cell's messages and replies of ranks to it; in a thread of its own."""
+        Thread(
+            target=self._feed, args=(cell, ranks, done), name="nbdist-journal", daemon=True
+        ).start()
 
-    def _feed(self, cell: CellRun, done: Done) -> None:
-        sources = {rank: _Source(JournalReader()) for rank in cell.request.ranks}
-        while sources and not cell.is_over:
+    def _feed(self, cell: CellRun, ranks: Sequence[int], done: Done) -> None:
+        sources = {rank: _Source(JournalReader()) for rank in ranks}
+        while sources and not self._ranks.is_stopped:
             messages = []
             pieces = {rank: self._next(rank, cell.run_id, its) for rank, its in sources.items()}
             for rank, piece in pieces.items():
