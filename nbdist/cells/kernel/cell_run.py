@@ -67,7 +67,8 @@ class CellRun:
         self._feed = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
-        self._states = {rank: RankState() for rank in request.ranks}
+        # Ranks have begun a cell that this kernel found them in: its journal is from then on.
+        self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()

@@ -209,7 +209,8 @@ class Cluster:
         self._keep_s = seconds
         self._note_change()
         written = {**start, "config": self._config, "connection": self._connection}
-        run_dir.write_keep(self.run_dir, keep, written)
+        run_dir.write_start(self.run_dir, written)
+        run_dir.write_keep(self.run_dir, keep)
         self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
         if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
             self._cluster.engine_set.keep(seconds)

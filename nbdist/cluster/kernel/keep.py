@@ -73,11 +73,20 @@ def keep(
     Raises:
         StartError: If the run's folder cannot be written.
     """
-    name = cluster.run_dir.name
     path = os.path.abspath(save) if save else ""  # noqa: PTH100  # of what is not there yet
-    at_end = (sys.executable, "-m", "nbdist", "stop", name, "--save", path) if save else ()
+    stop = (sys.executable, "-m", "nbdist", "stop", str(cluster.run_dir), "--save", path)
     start = {"options": options, "topology": topology, "since_s": since_s}
-    cluster.keep(seconds, start, Keep(seconds, path, at_end, VERSION, sys.executable))
+    gpus = {place.device_uuid: place.device_name for place in topology.ranks if place.device_uuid}
+    written = Keep(
+        seconds,
+        path,
+        stop if save else (),
+        VERSION,
+        sys.executable,
+        since_s,
+        tuple(gpus.values()),
+    )
+    cluster.keep(seconds, start, written)
 
 
 def find(named: str) -> Run:
@@ -89,21 +98,27 @@ def find(named: str) -> Run:
     """
     if named and os.sep in named:
         return _in_folder(Path(named))
-    kept_runs = [run for run in runs.find_runs() if run.keep is not None and run.has_folder]
+    kept_runs = runs.kept()
+    begin = named.removeprefix("run-")
+    chosen = [run for run in kept_runs if run.name.removeprefix("run-").startswith(begin)]
+    if not named:
+        chosen = [run for run in kept_runs if run.state == KEPT] or list(kept_runs)
+    if len(chosen) == 1:
+        return chosen[0]
+    others = [Path(folder).name for folder in runs.folders()]
+    if others := [name for name in others if named and name.removeprefix("run-") == begin]:
+        raise OptionError(
+            f"{others[0]} is not kept: its ranks end with their notebook, and what they print is "
+            "there alone. %dist_init --keep starts ranks that are kept; %dist_detach keeps those "
+            "of a notebook."
+        )
     if not kept_runs:
         raise NotRunning(
             "No ranks of yours are kept on this machine. %dist_init --keep starts ranks that "
             "outlive their notebook; %dist_detach lets go of those of another notebook."
         )
-    names = [run.name for run in kept_runs]
-    begin = named.removeprefix("run-")
-    chosen = [run for run in kept_runs if run.name.removeprefix("run-").startswith(begin)]
-    if not named:
-        chosen = [run for run in kept_runs if run.state == KEPT] or kept_runs
-    if len(chosen) == 1:
-        return chosen[0]
-    what = f"There is no run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
-    raise OptionError(f"{what}. Name one of: {', '.join(names)}.")
+    what = f"There is no kept run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
+    raise OptionError(f"{what}. Name one of: {', '.join(run.name for run in kept_runs)}.")
 
 
 def _in_folder(folder: Path) -> Run:
@@ -165,8 +180,10 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def attach(run: Run, *, takes: bool = False) -> Attached:
+def attach(run: Run, *, takes: bool = False, keep: Keep | None = None) -> Attached:
     """Hold a kept run in this kernel; `takes` it from the kernel that holds it.
+
+    `keep` is how it is kept from now on, even if it cannot be reached; None for as before.
 
     Raises:
         AlreadyRunning, StartError, NbdistError: See `check` and `Cluster.attach`. Its ranks go on.
@@ -184,8 +201,11 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
             ) from error
         _check_place(run, start["topology"])
         run_dir.take(folder)
-    assert run.keep is not None
-    cluster = Cluster.attach(folder, start, run.keep, start["topology"].world_size, ATTACH_S)
+        if keep is not None:
+            run_dir.write_keep(folder, keep)
+    keep = keep or run.keep
+    assert keep is not None
+    cluster = Cluster.attach(folder, start, keep, start["topology"].world_size, ATTACH_S)
     try:
         return _ask(cluster, start)
     except BaseException:
