@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Without Accelerator: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "bench", "check_config", "compare", "doctor", "export",
+    "__version__", "attach", "bench", "check_config", "compare", "detach", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
 ]  # fmt: skip
 __version__ = VERSION
@@ -45,6 +45,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     debug: str = "off",
     strategy: str | None = None,
     slurm: Mapping[str, Any] | None = None,
+    keep_s: float = 0.0,
+    save: str = "",
     **strategy_options: object,
 ) -> Session:
     """Start ranks and return them; the same as %dist_init.
@@ -61,6 +63,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: How models are trained in parallel; default: ddp.
         slurm: Of the job, with the profile slurm: gpus_per_node, partition, account, time, sbatch.
+        keep_s: How long the ranks go on without this process; default: they end with it.
+        save: Where a checkpoint is written at the end of that time.
         strategy_options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -89,8 +93,47 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         spec,
         parse_hosts(hosts) if hosts else (),
         SlurmOptions(**slurm or {}),
+        keep_s,
+        save,
     )
     return commands.start_and_show(options).session
+
+
+def detach(keep_s: float | None = None, *, save: str = "") -> float:
+    """Let go of the ranks, which go on without this process; the same as %dist_detach.
+
+    Args:
+        keep_s: For how long; default: as the start said, or 8 hours.
+        save: Where a checkpoint is written at the end of that time.
+
+    Returns:
+        For how long they go on, in seconds.
+
+    Raises:
+        NotRunning: If there are no ranks.
+        StartError: If what an attach needs cannot be written down.
+    """
+    from nbdist.notebook.notebook import NOTEBOOK
+
+    NOTEBOOK.session.checkpoints.end()
+    return NOTEBOOK.detach(keep_s, save)
+
+
+def attach(run: str = "", *, take: bool = False) -> Session:
+    """Hold ranks that were kept and go on with the cell that they run; as %dist_attach.
+
+    Args:
+        run: Its name, the beginning of that, or its folder; default: the only one that is kept.
+        take: From the process that holds it.
+
+    Raises:
+        AlreadyRunning: If this process has ranks, or another one holds those.
+        NotRunning, OptionError, StartError: If there is no such run, or it cannot be reached.
+        DistributedError: If the cell failed on a rank; the ranks are held.
+    """
+    from nbdist.commands.cluster import attach_and_show
+
+    return attach_and_show(run, takes=take)
 
 
 def session() -> Session:

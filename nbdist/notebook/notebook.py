@@ -155,8 +155,8 @@ class Notebook:
         self._hold(started.session, options)
         return started
 
-    def attach(self, run: Run, *, takes: bool) -> StartedSession:
-        """Hold kept ranks that another notebook, or this one, has let go of.
+    def attach(self, find: Callable[[], Run], *, takes: bool) -> StartedSession:
+        """Hold the kept ranks that are found, which a notebook, or this one, has let go of.
 
         Raises:
             AlreadyRunning: If this notebook has ranks, or another one holds those.
@@ -167,7 +167,7 @@ class Notebook:
                 f"{ranks_are(self.session.ranks)} already running in this notebook. %dist_detach "
                 "lets go of them; %dist_shutdown stops them."
             )
-        attached, options = attach(run, self._sink, takes=takes)
+        attached, options = attach(find(), self._sink, takes=takes)
         self._hold(attached.session, options)
         return attached
 
@@ -175,6 +175,8 @@ class Notebook:
         session.cell_number = lambda: self.cell_number
         if (shell := get_ipython()) is not None:
             session.has_name = lambda name: name in shell.user_ns
+            if session.cluster.is_kept:
+                session.is_leaving = lambda: bool(shell.exit_now)
         session.panel = lambda: self.panel
         self.current, self.options, self._why_none = session, options, ""
         self.last_cell = None
@@ -197,6 +199,7 @@ class Notebook:
         seconds = keep_s or options.keep_s or keep.DEFAULT_KEEP_S
         session.keep(options, seconds, save or options.save)
         self._end(is_taken=True)
+        self._why_none = "This notebook has let go of its ranks, and %dist_attach holds them again"
         return seconds
 
     def stop(self) -> Session:

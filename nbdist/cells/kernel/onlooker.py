@@ -13,6 +13,7 @@ from pathlib import Path
 from nbdist.cells import journal
 from nbdist.cells.journal import CellHead, JournalReader, Record
 from nbdist.cells.kernel.cell_request import Sink
+from nbdist.cells.kernel.journals import LOST
 from nbdist.cells.kernel.kept_runs import is_here, journals
 from nbdist.cells.line_merger import Bar, Line
 from nbdist.cells.outputs import CellResult, Event, OutputReducer
@@ -21,6 +22,7 @@ from nbdist.cluster.kernel import runs
 from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, Run
 from nbdist.core import host
 from nbdist.core.failures import RankFailure, ranks_on_hosts
+from nbdist.core.units import exact_size
 from nbdist.rpc.kernel.channel import Message
 
 POLL_S = 0.05
@@ -74,7 +76,8 @@ class _Source:
         self._file = path.open("rb")
         self._path = path
         self._reader = JournalReader()
-        self.has_ended = False
+        self.has_ended, self.lost_bytes = False, 0
+        self._was_cut_off = False
         for _ in self._reader.take(self._file.readline()):
             pass
 
@@ -84,15 +87,21 @@ class _Source:
 
     def read(self) -> Iterable[Record]:
         """The records that have come since."""
-        records = [*self._reader.take(self._file.read(PIECE_BYTES))]
-        self.has_ended = self.has_ended or any(record.kind == journal.END for record in records)
-        return records
+        for record in self._reader.take(self._file.read(PIECE_BYTES)):
+            if record.kind == journal.END:
+                self.has_ended, self.lost_bytes = True, record.content["lost_bytes"]
+            yield record
 
     def is_cut_off(self, *, has_pids: bool) -> bool:
-        """Whether its process was killed in the cell, or the run's folder was removed."""
+        """Whether its process was killed in the cell, or its file removed, when last asked too.
+
+        What it had still written by then has been read between the two.
+        """
         assert self.head is not None
         has_process = not has_pids or host.started(self.head.pid) is not None
-        return not has_process or journal.head_of(self._path) != self.head
+        was_cut_off = self._was_cut_off
+        self._was_cut_off = not has_process or journal.head_of(self._path) != self.head
+        return was_cut_off and self._was_cut_off
 
     def close(self) -> None:
         self._file.close()
@@ -147,6 +156,8 @@ class _ShownCell:
             if source.has_ended and rank not in self._ended:
                 self._ended.add(rank)
                 self._feed.end(rank, now_s)
+                if lost := source.lost_bytes:
+                    self._sink.draw([Line("stderr", f"{LOST.format(rank, exact_size(lost))}\n")])
         self._draw(self._feed.due(now_s))
         return bool(records)
 

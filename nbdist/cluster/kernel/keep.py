@@ -117,7 +117,7 @@ def find(named: str) -> Run:
             "No ranks of yours are kept on this machine. %dist_init --keep starts ranks that "
             "outlive their notebook; %dist_detach lets go of those of another notebook."
         )
-    what = f"There is no kept run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
+    what = f"There is no run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
     raise OptionError(f"{what}. Name one of: {', '.join(run.name for run in kept_runs)}.")
 
 
@@ -194,7 +194,7 @@ def attach(run: Run, *, takes: bool = False, keep: Keep | None = None) -> Attach
         check(run, takes=takes)
         try:
             start = run_dir.read_start(folder)
-        except (OSError, pickle.PickleError, AttributeError, EOFError) as error:
+        except (OSError, pickle.PickleError, ImportError, AttributeError, EOFError) as error:
             raise StartError(
                 f"What is needed to attach to {run.name} cannot be read ({error}). `nbdist stop "
                 f"{run.name}` ends its ranks."
