@@ -123,12 +123,13 @@ def _end_kept(run: Run, path: str) -> list[str]:
 
 def _save_first(session: Session, path: str) -> list[str]:
     try:
-        interrupted = session.interrupt_left()
+        if interrupted := session.interrupt_left():
+            sys.stderr.write(f"{interrupted}\n")  # it is so, whatever becomes of the save
         saved = checkpoint_view.saved_view(session.save(path))
     except BaseException:
         session.leave()
         raise
-    return [*filter(None, [interrupted]), saved.text]
+    return [saved.text]
 
 
 def _chosen(named: Sequence[str], *, is_all: bool) -> list[Run]:

@@ -8,8 +8,8 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.versions import VERSION
 from nbdist.errors import AlreadyRunning, NbdistError, NotRunning, OptionError, StartError
+from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy
 
@@ -31,6 +32,7 @@ DEFAULT_KEEP_S = 8 * 3600.0
 ATTACH_S = 60.0
 # Ranks answer in milliseconds, unless C code holds Python's lock.
 ANSWER_S = 5.0
+ASK_AGAIN_S = 0.5
 LOCK = "attach.lock"
 
 standing: RankFunction[[], tuple[Topology, int, int, Strategy]] = RankFunction("standing")
@@ -224,6 +226,28 @@ def _check_place(run: Run, topology: Topology) -> None:
         )
 
 
+def _answers(channel: Channel, ranks: Sequence[int]) -> dict[int, Any]:
+    """What ranks answer within ANSWER_S.
+
+    They are asked again and again: a new controller loses what is for a rank that has not found it.
+    """
+    asked: dict[Future[Any], int] = {}
+    answers: dict[int, Any] = {}
+    end_s = time.monotonic() + ANSWER_S
+    while len(answers) < len(ranks) and time.monotonic() < end_s:
+        asked |= {standing(channel.ask, rank): rank for rank in ranks if rank not in answers}
+        again_s = time.monotonic() + ASK_AGAIN_S
+        while len(answers) < len(ranks) and (left_s := again_s - time.monotonic()) > 0:
+            if not asked:  # each has failed at once
+                time.sleep(left_s)
+                break
+            for future in wait(asked, left_s, FIRST_COMPLETED).done:
+                rank = asked.pop(future)
+                if future.exception() is None:
+                    answers[rank] = future.result()
+    return answers
+
+
 def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
     assert cluster.channel is not None
     channel = cluster.channel
@@ -231,12 +255,13 @@ def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
     living = sorted(
         set(channel.engine_ids).intersection(range(world_size)).difference(cluster.exits)
     )
-    asked: dict[int, Future[Any]] = {rank: standing(channel.ask, rank) for rank in living}
-    end_s = time.monotonic() + ANSWER_S
-    answers = {}
-    for rank, future in asked.items():
-        with contextlib.suppress(TimeoutError, NbdistError):
-            answers[rank] = future.result(max(0.0, end_s - time.monotonic()))
+    if not living:
+        name = cluster.run_dir.name
+        raise StartError(
+            f"All ranks of {name} have ended, so there is nothing to attach to. `nbdist stop "
+            f"{name}` removes what is left of it."
+        )
+    answers = _answers(channel, living)
     if not answers:
         raise StartError(
             f"No rank has answered within {ANSWER_S:.0f} s ({ranks_phrase(living)} connected). "
