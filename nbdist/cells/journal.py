@@ -144,7 +144,11 @@ class JournalReader:
         self._rest = b""
 
     def take(self, piece: bytes) -> Iterator[Record]:
-        """The records that are whole with this piece."""
+        """The records that are whole with this piece.
+
+        Raises:
+            ValueError: If it is no journal.
+        """
         data = self._rest + piece
         at = 0
         if self.head is None:
@@ -152,8 +156,11 @@ class JournalReader:
             if not newline:
                 self._rest = data
                 return
-            head = json.loads(line)
-            self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
+            try:
+                head = json.loads(line)
+                self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{line!r} is no journal's first line") from error
             at = len(line) + 1
         while len(data) >= at + _RECORD.size:
             kind, length = _RECORD.unpack_from(data, at)

@@ -152,13 +152,14 @@ class _ShownCell:
         now_s = time.monotonic()
         for rank, message in messages:
             self._feed.feed(rank, message, now_s)
-        for rank, source in self._sources.items():
-            if source.has_ended and rank not in self._ended:
-                self._ended.add(rank)
-                self._feed.end(rank, now_s)
-                if lost := source.lost_bytes:
-                    self._sink.draw([Line("stderr", f"{LOST.format(rank, exact_size(lost))}\n")])
+        ended = {rank for rank, source in self._sources.items() if source.has_ended} - self._ended
+        for rank in sorted(ended):
+            self._feed.end(rank, now_s)
+        self._ended |= ended
         self._draw(self._feed.due(now_s))
+        lost = {rank: self._sources[rank].lost_bytes for rank in sorted(ended)}
+        notes = [LOST.format(rank, exact_size(size)) for rank, size in lost.items() if size]
+        self._sink.draw([Line("stderr", f"{note}\n") for note in notes])
         return bool(records)
 
     def _draw(self, events: Iterable[Event]) -> None:
