@@ -220,7 +220,8 @@ class Cluster:
             "connection": self._connection,
             "machine": self._machine,
         }
-        run_dir.write_keep(self.run_dir, keep, written)
+        run_dir.write_start(self.run_dir, written)
+        run_dir.write_keep(self.run_dir, keep)
         self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
 
     @property

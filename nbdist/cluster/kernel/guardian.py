@@ -15,7 +15,7 @@ carry this run's NBDIST_RUN, and what the command ends.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import os
 import select
@@ -39,6 +39,8 @@ TAKEN = 3
 OWNER, DETACHED = "owner.json", "detached.json"
 # Before ranks whose time is over are ended, what they have is saved, if that was asked for.
 SAVE_DEADLINE_S = 1800.0
+# Behind the checkpoint's path: the file that says how it was written.
+LOG = ".log"
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -283,20 +285,41 @@ def outlasts(orders: Orders) -> bool:
 
 
 def save(orders: Orders) -> bool:
-    """Let another process save what kept ranks have, and end them; whether it holds the run."""
+    """Let another process save what kept ranks have, and end them; whether it holds the run.
+
+    What it says is in a file beside the checkpoint.
+    """
     try:
         with open(os.path.join(orders.run_dir, "keep.json")) as file:
-            words = json.load(file)["at_end"]
+            written = json.load(file)
+        words, path = written["at_end"], written["save"] + LOG
     except (OSError, ValueError, KeyError):
-        words = []
+        return orders.is_taken
     if words:
         import subprocess  # not needed before
 
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(  # noqa: S603  # the kernel's own command
-                words, stdin=subprocess.DEVNULL, timeout=SAVE_DEADLINE_S, check=False
-            )
+        with open_log(path) as log:
+            try:
+                subprocess.run(  # noqa: S603  # the kernel's own command
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=SAVE_DEADLINE_S,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                log.write(f"not saved: {error}\n")
     return orders.is_taken
+
+
+def open_log(path: str) -> io.TextIOWrapper:
+    """The file, made anew with its folder; where that cannot be, one that takes all to nowhere."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, "w")
+    except OSError:
+        return open(os.devnull, "w")
 
 
 def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108

@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,21 @@ def take(run_dir: Path) -> str:
     return owner.hold
 
 
-def write_keep(run_dir: Path, keep: Keep, start: dict[str, Any]) -> None:
+def write_start(run_dir: Path, start: dict[str, Any]) -> None:
     """Leave what another kernel needs to attach to the run's ranks.
 
     Raises:
         StartError: If the folder cannot be written.
     """
     _replace(run_dir, START, pickle.dumps(start))
+
+
+def write_keep(run_dir: Path, keep: Keep) -> None:
+    """Leave what everybody, the guardian too, has to know of a kept run.
+
+    Raises:
+        StartError: If the folder cannot be written.
+    """
     _replace(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
 
 
@@ -116,13 +124,16 @@ def read_keep(run_dir: Path) -> Keep | None:
     """That the run's ranks are kept without a notebook; None where they are not."""
     try:
         written = json.loads((run_dir / run_owner.KEEP).read_text())
-        return Keep(**{**written, "at_end": tuple(written["at_end"])})
+        # Another version may have written more.
+        named = {field.name: written[field.name] for field in fields(Keep) if field.name in written}
+        tuples = {name: tuple(v) for name, v in named.items() if isinstance(v, list)}
+        return Keep(**{**named, **tuples})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def read_start(run_dir: Path) -> dict[str, Any]:
-    """What `write_keep` has left.
+    """What `write_start` has left.
 
     Raises:
         OSError, pickle.PickleError: It is not there.

@@ -191,7 +191,8 @@ def test_ranks_that_are_not_reached_from_here_are_left_alone(
     folder = run_dir_of_kernel.create()
     start = {"machine": Machine("elsewhere", "", ""), "config": config, "connection": connection}
     start["topology"] = None
-    run_dir_of_kernel.write_keep(folder, Keep(1.0, "", (), VERSION, ""), start)
+    run_dir_of_kernel.write_start(folder, start)
+    run_dir_of_kernel.write_keep(folder, Keep(1.0, "", (), VERSION, ""))
     owner = (folder / "owner.json").read_text()
     with pytest.raises(StartError, match=why.format(folder.name)):
         keep.attach(runs.read(folder), takes=True)
