@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
     from nbdist.config.view import CheckView
     from nbdist.core.view import View
+    from nbdist.engine.torchrun import join as join
     from nbdist.notebook.session import Session
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.planner.view.plan_view import PlanView
 
-# Without Accelerator: `from nbdist import *` would load torch in the notebook.
+# Without Accelerator and join: `from nbdist import *` would load torch in the notebook.
 __all__ = [
     "__version__", "attach", "bench", "check_config", "compare", "detach", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
@@ -257,16 +258,32 @@ def compare(strategies: Sequence[str], code: str) -> View:
     return compare_strategies(strategies, code)
 
 
-def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:
-    """Write a notebook's distributed cells as one script that runs without nbdist.
+def export(  # noqa: PLR0913  # the options of %dist_export, by name
+    notebook: str | Path | None,
+    script: str | Path,
+    *,
+    slurm: str | Path | None = None,
+    accelerate: str | Path | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    is_forced: bool = False,
+) -> View:
+    """Write a notebook's distributed cells as one script; the same as %dist_export.
 
-    It needs no ranks, and runs nothing of the notebook. The same as %dist_export.
+    It needs no ranks, and runs nothing of the notebook. The script runs without nbdist where
+    Accelerate trains as the notebook does; its first lines say so, or why it needs nbdist.
 
     Args:
         notebook: Its file; None for the notebook that runs this, "history" for the cells that
             have run in this kernel.
         script: The file to write.
-        is_forced: Replace it if it exists.
+        slurm: A batch script for Slurm to write as well.
+        accelerate: A configuration for `accelerate launch` to write as well.
+        ranks: How many it is started on; default: as in the notebook.
+        nodes: How many hosts; default: as in the notebook.
+        device: "gpu" or "cpu"; default: as the ranks here, and gpu without ranks.
+        is_forced: Replace files that exist.
 
     Returns:
         What was taken, and what was left out and why, to be shown.
@@ -274,9 +291,11 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     Raises:
         OptionError: If a file cannot be read or written, or no cell can be taken.
     """
-    from nbdist.commands.export import write_script
+    from nbdist.commands.export import ExportRequest, write_script
 
-    return write_script(script, notebook, is_forced=is_forced)
+    return write_script(
+        ExportRequest(script, notebook, slurm, accelerate, ranks, nodes, device, is_forced)
+    )
 
 
 def check_config(  # the options of %dist_config, by name
@@ -337,8 +356,13 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 def __getattr__(name: str) -> Any:
     """`from nbdist import Accelerator`: Accelerate's, under the strategy that was chosen.
 
-    Loaded when it is asked for: it needs torch, which the notebook's own process never loads.
+    `nbdist.join("fsdp", tp=2)` makes a process of torchrun a rank, in a script without a notebook.
+    Loaded when they are asked for: they need torch, which the notebook's own process never loads.
     """
+    if name == "join":
+        from nbdist.engine.torchrun import join
+
+        return join
     if name == "Accelerator":
         from nbdist.parallel.accelerator.accelerator import Accelerator
 
