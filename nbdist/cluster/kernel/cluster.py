@@ -99,6 +99,7 @@ class Cluster:
 
     _replaced: frozenset[int] = frozenset()  # engines that end on purpose
     _keep_s = 0.0
+    taken = ""  # that another kernel has the ranks, as a sentence without its full stop
 
     def __init__(
         self,
@@ -140,8 +141,6 @@ class Cluster:
         self._connection: controller.Connection | None = None
         self._config = config
         self._machine = this_machine()  # the controller's
-        # That another kernel has taken the ranks, as a sentence without its full stop.
-        self.taken = ""
         self._guard = Guard(folder)
         # Called, in a thread of its own, when another kernel has taken the ranks.
         self.on_taken: Callable[[], object] = lambda: None
@@ -364,7 +363,9 @@ class Cluster:
         coroutine = self._cluster.connect_client(
             timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
         )
-        channel = Channel(self._run(coroutine, end_s, "the controller", engines))
+        is_here = self._machine == this_machine()
+        what = "the controller" if is_here else f"the controller on {self._machine.host}"
+        channel = Channel(self._run(coroutine, end_s, what, engines))
         if not self.can_restart:
             channel.on_lost = self._note_lost
         return channel

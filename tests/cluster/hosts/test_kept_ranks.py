@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.cluster.kernel import keep, profiles, runs
+from nbdist.cluster.kernel import run_dir as run_dir_of_kernel
 from nbdist.cluster.kernel.cluster import run_in_loop
+from nbdist.cluster.kernel.controller import Connection
 from nbdist.cluster.kernel.launchers import agent_set
+from nbdist.cluster.run_owner import Keep
+from nbdist.core.host import Machine
+from nbdist.core.versions import VERSION
+from nbdist.errors import StartError
 from tests.cluster.hosts.conftest import SLURM, SSH, skip_without
 from tests.support import kept_hosts, processes
 from tests.support.cells import Cell
@@ -159,6 +167,36 @@ def test_a_lost_host_of_kept_ranks_leaves_none(
     assert run_in_loop(third(), 60) == {"0": pids[0], "1": pids[1], "2": newest}
     assert processes.wait_gone([*pids.values(), newest]) == []
     assert [*run_dir.parent.glob("nbdist-*")] == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "host", "interface", "why"),
+    [
+        ("local", "", "127.0.0.1", "Ranks of {} are processes of elsewhere"),
+        ("pretended", "host-a", "127.0.0.1", "Ranks of {} are processes of elsewhere"),
+        ("ssh", "localhost", "10.0.0.1", "Ranks of {} are processes of elsewhere"),
+        ("ssh", "n1", "127.0.0.1", "{} was started without --keep, so its controller listens on"),
+    ],
+)
+def test_ranks_that_are_not_reached_from_here_are_left_alone(
+    profile: str, host: str, interface: str, why: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A run folder that several machines see: refused before the kernel that holds it is told."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    config = profiles.load(profile)
+    config.AgentEngineSetLauncher.hosts = [(host, 1)]
+    client = json.dumps({"interface": f"tcp://{interface}"})
+    connection = Connection({Path("ipcontroller-x-client.json"): client}, Path())
+    folder = run_dir_of_kernel.create()
+    start = {"machine": Machine("elsewhere", "", ""), "config": config, "connection": connection}
+    start["topology"] = None
+    run_dir_of_kernel.write_keep(folder, Keep(1.0, "", (), VERSION, ""), start)
+    owner = (folder / "owner.json").read_text()
+    with pytest.raises(StartError, match=why.format(folder.name)):
+        keep.attach(runs.read(folder), takes=True)
+
+    assert (folder / "owner.json").read_text() == owner
 
 
 class Kernel:

@@ -263,15 +263,19 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         Raises:
             NbdistError: If a host cannot keep its ranks, or does not answer.
         """
-        self.keep_s = seconds
+        former, self.keep_s = self.keep_s, seconds
         living = [agent for agent in self.agents.values() if not agent.lost]
         for agent, answer in [(agent, self._keep(agent)) for agent in living]:
             try:
                 answer.result(ANSWER_S)
             except AgentLost:
                 continue  # told as its ranks' end
-            except TimeoutError:
-                raise NbdistError(f"{agent.host} did not answer in {ANSWER_S:.0f} s.") from None
+            except (NbdistError, TimeoutError) as error:
+                self.keep_s = former  # on no host, rather than on some
+                for other in living:
+                    self._keep(other)
+                problem = self._problem(agent.host, error)
+                raise NbdistError(f"{agent.host} cannot keep its ranks: {problem}") from None
 
     def _keep(self, agent: HostAgent) -> Future[Any]:
         agent.is_kept = self.keep_s > 0
