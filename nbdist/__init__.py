@@ -350,10 +350,12 @@ def step() -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics (`%load_ext nbdist`)."""
+    """Register the magics (`%load_ext nbdist`), and say which ranks wait for a notebook."""
+    from nbdist.commands.cluster import tell_kept
     from nbdist.frontend import magics
 
     magics.register(shell)
+    tell_kept()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

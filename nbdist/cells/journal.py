@@ -9,11 +9,13 @@ reply, and the end, behind which nothing comes.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 # In the run's folder, one file per rank: that of its newest cell.
 FOLDER = "journal"
@@ -32,6 +34,7 @@ class CellHead:
         ranks: Those that run it.
         began_s: When, by the clock of the rank's host that does not jump (monotonic).
         pid: The rank's process.
+        at_s: When it began, in Unix time.
     """
 
     run: int
@@ -40,6 +43,7 @@ class CellHead:
     ranks: tuple[int, ...]
     began_s: float
     pid: int
+    at_s: float = 0.0
 
     def line(self) -> bytes:
         """The head as the journal's first line."""
@@ -74,6 +78,64 @@ def pack_end(lost_bytes: int = 0) -> bytes:
     return _RECORD.pack(END, len(body)) + body
 
 
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What a journal tells without its text.
+
+    Attributes:
+        status: Of the reply, "ok" or "error"; empty before it, or where it could not be written.
+        has_ended: Nothing more comes.
+        changed_s: When something was written last, in Unix time.
+    """
+
+    head: CellHead
+    status: str
+    has_ended: bool
+    changed_s: float
+
+
+def head_of(path: Path) -> CellHead | None:
+    """The cell that a journal is of; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            return _head(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _head(file: BinaryIO) -> CellHead | None:
+    reader = JournalReader()
+    for _ in reader.take(file.readline()):
+        pass
+    return reader.head
+
+
+def glance(path: Path) -> Glance | None:
+    """The cell that a journal is of, and how far it is; None where there is none.
+
+    Only where records begin is read, so that it is quick however long the text is.
+    """
+    status = ""
+    try:
+        with path.open("rb") as file:
+            if (head := _head(file)) is None:
+                return None
+            changed_s = os.fstat(file.fileno()).st_mtime
+            # What a rank writes just now is cut: its record counts from the next time on.
+            while len(start := file.read(_RECORD.size)) == _RECORD.size:
+                kind, length = _RECORD.unpack(start)
+                if kind == END:
+                    return Glance(head, status, has_ended=True, changed_s=changed_s)
+                if kind == REPLY:
+                    body = file.read(length)
+                    status = json.loads(body)["status"] if len(body) == length else ""
+                else:
+                    file.seek(length, os.SEEK_CUR)
+    except (OSError, ValueError):
+        return None
+    return Glance(head, status, has_ended=False, changed_s=changed_s)
+
+
 class JournalReader:
     """Takes a journal in pieces, as they are read; a piece may end anywhere."""
 
@@ -82,7 +144,11 @@ class JournalReader:
         self._rest = b""
 
     def take(self, piece: bytes) -> Iterator[Record]:
-        """The records that are whole with this piece."""
+        """The records that are whole with this piece.
+
+        Raises:
+            ValueError: If it is no journal.
+        """
         data = self._rest + piece
         at = 0
         if self.head is None:
@@ -90,8 +156,11 @@ class JournalReader:
             if not newline:
                 self._rest = data
                 return
-            head = json.loads(line)
-            self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
+            try:
+                head = json.loads(line)
+                self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{line!r} is no journal's first line") from error
             at = len(line) + 1
         while len(data) >= at + _RECORD.size:
             kind, length = _RECORD.unpack_from(data, at)

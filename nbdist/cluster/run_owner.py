@@ -64,6 +64,8 @@ class Keep:
         at_end: The command that does it.
         version: Of nbdist: another one may not understand the rest of the folder.
         python: That runs it.
+        since_s: When the ranks were started, in Unix time.
+        gpus: The name of each GPU that they use; empty on the CPU.
     """
 
     keep_s: float
@@ -71,6 +73,8 @@ class Keep:
     at_end: tuple[str, ...]
     version: str
     python: str
+    since_s: float = 0.0
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,22 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from nbdist.cells.kernel import kept_runs
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.hosts import parse_hosts
-from nbdist.cluster.kernel import profiles
+from nbdist.cluster.kernel import keep, profiles, run_dir, runs
+from nbdist.cluster.kernel.guardian import LOG
 from nbdist.cluster.kernel.keep import DEFAULT_KEEP_S
 from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
+from nbdist.cluster.run_owner import KEPT, Run
 from nbdist.cluster.slurm import TYPED, SlurmOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.topology import BACKENDS
 from nbdist.core.units import is_stored, shown, span
 from nbdist.core.view import View
+from nbdist.diagnostics import view as runs_view
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
 from nbdist.notebook.session import Session, StartedSession
@@ -168,14 +172,47 @@ def dist_detach(values: Namespace) -> View:
     if len(values.keep_s) > 1:
         raise OptionError(f"%dist_detach: give one time, not {' '.join(map(span, values.keep_s))}.")
     keep_s = NOTEBOOK.detach(values.keep_s[0] if values.keep_s else None, values.save)
+    kept = run_dir.read_keep(session.cluster.run_dir)
+    saved = (
+        f", then saved to {shown(kept.save)} ({LOG} beside it says how)"
+        if kept and kept.save
+        else ""
+    )
     lines.append(
-        f"{ranks_are(session.ranks)} kept for {span(keep_s)}. %dist_attach in any notebook of this "
-        f"machine brings them back (run {shown(session.cluster.run_dir.name)}); `nbdist stop` ends "
-        "them."
+        f"{ranks_are(session.ranks)} kept for {span(keep_s)}{saved}. %dist_attach in any notebook "
+        f"of this machine brings them back (run {shown(session.cluster.run_dir.name)}); `nbdist "
+        "stop` ends them."
     )
     if busy:
         lines.append(f"{ranks_are(busy)} still running a cell")
     return View("\n".join(lines))
+
+
+def kept_run(named: str) -> Run:
+    """The kept run that is meant; an error shows all of them as `nbdist status` does.
+
+    Raises:
+        NotRunning, OptionError: See cluster.kernel.keep.find.
+    """
+    try:
+        return keep.find(named)
+    except OptionError as error:
+        listed = kept_runs.find()
+        if not listed:
+            raise
+        raise OptionError(f"{error}\n{runs_view.kept(listed, time.time()).text}") from error
+
+
+def tell_kept() -> None:
+    """Say which ranks are kept that no notebook holds; nothing where outputs are stored."""
+    found = [] if is_stored() else [run for run in runs.kept() if run.state == KEPT]
+    for run in found:
+        left_s = run.detachment.until_s - time.time() if run.detachment else 0.0
+        left = f" for {span(left_s)} more" if left_s > 0 else ""
+        count = ranks_are(range(len(run.hosts))) if run.hosts else "ranks are"
+        named = f" {run.name}" if len(found) > 1 else ""
+        line = f"{run.name}: {count} kept{left}. %dist_attach{named} brings them back here."
+        publish(View(line)._repr_mimebundle_())
 
 
 def dist_attach(values: Namespace) -> None:
@@ -188,7 +225,7 @@ def dist_attach(values: Namespace) -> None:
 def attach_and_show(named: str, *, takes: bool) -> Session:
     """Hold kept ranks, with a progress line that becomes their table, and their cell below."""
     progress = SHOWN.line("attaching")
-    attached = NOTEBOOK.attach(named, takes=takes)
+    attached = NOTEBOOK.attach(lambda: kept_run(named), takes=takes)
     status = attached.session.status()
     progress.finish(
         ranks_view.attach_view(

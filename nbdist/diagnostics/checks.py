@@ -241,15 +241,17 @@ def variables(facts: Facts) -> Iterator[Finding]:
 
 def leftovers(facts: Facts) -> Iterator[Finding]:
     """Runs: those that live, and what dead ones have left."""
+    phrases = {entry.run.folder: entry.phrase(facts.now_s) for entry in facts.kept}
     for run in facts.runs:
-        yield _run(run)
+        yield _run(run, phrases.get(run.folder, ""))
     if not any(run.state == run_owner.DEAD for run in facts.runs):
         yield Finding("leftovers", "none from dead runs")
 
 
-def _run(run: Run) -> Finding:
+def _run(run: Run, kept: str) -> Finding:
+    """What a run is; `kept` says it of one that outlives its notebook."""
     count = len(run.processes)
-    state = f"{run.state}, {count} process{'es' if count != 1 else ''}"
+    state = f"{kept or run.state}, {count} process{'es' if count != 1 else ''}"
     if run.shm_files:
         state += f", {len(run.shm_files)} of its files in /dev/shm"
     name = f"run {run.name}"
@@ -257,6 +259,8 @@ def _run(run: Run) -> Finding:
     if run.state == run_owner.RUNNING:
         whose = f"{kernel} ({run.owner.where})" if run.owner else "whose kernel is not known"
         return Finding(name, f"{state}, {whose}")
+    if run.state == run_owner.KEPT:
+        return Finding(name, state)
     pids = " ".join(str(process.pid) for process in run.processes)
     todo = [f"kill {pids}"] if pids else []
     todo += [f"rm -r {run.folder}"] if run.has_folder else []

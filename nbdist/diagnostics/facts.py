@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from nbdist.cells.kept_run import KeptRun
 from nbdist.cluster.run_owner import Run
 from nbdist.core.gpus import GpuReadings
 
@@ -36,6 +37,8 @@ class Facts:
             for none; locked memory in bytes.
         launched: Variables that the launcher of the profile local sets for ranks.
         runs: Of this user, as far as this machine knows.
+        kept: Those of them that outlive their notebook.
+        now_s: When all this was found, in Unix time.
     """
 
     platform: str = "linux"
@@ -54,3 +57,5 @@ class Facts:
     launched: Mapping[str, str] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     runs: tuple[Run, ...] = ()
+    kept: tuple[KeptRun, ...] = ()
+    now_s: float = 0.0

@@ -8,11 +8,13 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from nbdist.cells.kernel import kept_runs
 from nbdist.cluster.kernel import launcher, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
 from nbdist.cluster.kernel.ranks import Ranks
@@ -53,7 +55,7 @@ def collect(
     if rank_hosts is not None:
         count = sum(name == here or is_made_up(name) for name in rank_hosts)
     threads = max(1, cores // max(1, count))
-    variables = {}
+    found, variables = runs.find_runs(), {}
     if not others:  # what other hosts' ranks get, their own launcher says
         variables = launcher.local_environment(run_dir.place(), count, threads, debug)
     if gpus_typed is not None:
@@ -74,7 +76,9 @@ def collect(
         environ=dict(os.environ),
         launched={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
-        runs=runs.find_runs(),
+        runs=found,
+        kept=kept_runs.look(found),
+        now_s=time.time(),
     )
 
 

@@ -6,6 +6,7 @@ import html
 import time
 from collections.abc import Iterator, Sequence
 
+from nbdist.cells.kept_run import KeptRun
 from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
@@ -26,12 +27,12 @@ _LOCAL = "loopback"
 _WHY_LOCAL = "nbdist's launcher sets it where all ranks are on the kernel's host"
 
 
-def below(first: View, second: View) -> View:
-    """Two views, one below the other."""
+def below(*views: View) -> View:
+    """Views, one below the other."""
     return View(
-        f"{first.text}\n\n{second.text}",
-        first.html + second.html,
-        is_bad=first.is_bad or second.is_bad,
+        "\n\n".join(view.text for view in views),
+        "".join(view.html for view in views),
+        is_bad=any(view.is_bad for view in views),
     )
 
 
@@ -55,6 +56,23 @@ def running(those: Sequence[Run]) -> View:
         return View("you have no clusters running on this machine")
     head = ["run", "kernel", "ranks", "hosts", "since", "state", "notebook"]
     return table(head, rows)
+
+
+def kept(those: Sequence[KeptRun], now_s: float) -> View:
+    """The runs that outlive their notebook, one row each; `now_s` in Unix time."""
+    rows = [
+        [
+            entry.run.name,
+            f"held by {entry.holder}" if entry.holder else "kept",
+            str(len(entry.run.hosts) or "-"),
+            entry.gpus,
+            entry.age(now_s),
+            entry.left(now_s),
+            entry.cell.phrase(now_s) if entry.cell else "-",
+        ]
+        for entry in those
+    ]
+    return table(["run", "state", "ranks", "GPUs", "up for", "time left", "newest cell"], rows)
 
 
 def topology(seen: LinkPicture) -> View:

@@ -131,6 +131,7 @@ def _begin(cell: CellContext, ranks: tuple[int, ...]) -> Journal | None:
         ranks,
         time.monotonic(),
         os.getpid(),
+        time.time(),
     )
     path = Path(os.environ["NBDIST_RUN"]) / journal.FOLDER / str(this_rank().place.rank)
     # All that a rank says goes through this socket, what its forked children print too.

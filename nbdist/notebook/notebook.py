@@ -20,6 +20,7 @@ from nbdist.cells.outputs import CellResult
 from nbdist.cells.view.live_cell import LiveCell, publish
 from nbdist.cluster.kernel import keep
 from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.run_owner import Run
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.units import is_stored
@@ -154,19 +155,19 @@ class Notebook:
         self._hold(started.session, options)
         return started
 
-    def attach(self, named: str, *, takes: bool) -> StartedSession:
-        """Hold kept ranks that another notebook, or this one, has let go of.
+    def attach(self, find: Callable[[], Run], *, takes: bool) -> StartedSession:
+        """Hold the kept ranks that are found, which a notebook, or this one, has let go of.
 
         Raises:
             AlreadyRunning: If this notebook has ranks, or another one holds those.
-            NotRunning, OptionError, StartError: See cluster.kernel.keep.
+            StartError, NbdistError: See cluster.kernel.keep.
         """
         if self.is_running:
             raise AlreadyRunning(
                 f"{ranks_are(self.session.ranks)} already running in this notebook. %dist_detach "
                 "lets go of them; %dist_shutdown stops them."
             )
-        attached, options = attach(keep.find(named), self._sink, takes=takes)
+        attached, options = attach(find(), self._sink, takes=takes)
         self._hold(attached.session, options)
         return attached
 

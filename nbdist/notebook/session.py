@@ -25,13 +25,13 @@ from nbdist.checkpoint.kernel import Checkpoints, export_weights
 from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import ExportedWeights
 from nbdist.cluster.kernel import keep as keeping
+from nbdist.cluster.kernel import run_dir
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
 from nbdist.cluster.kernel.registration import Progress
-from nbdist.cluster.kernel.run_dir import WHAT_NOW
 from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
-from nbdist.cluster.run_owner import Run
+from nbdist.cluster.run_owner import Keep, Run
 from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
@@ -40,7 +40,8 @@ from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
-from nbdist.core.units import is_stored
+from nbdist.core.units import is_stored, shown, span
+from nbdist.errors import Interrupted, NbdistError
 from nbdist.hang.kernel.maintenance import RESTART_S
 from nbdist.hang.kernel.restart import RestartResult
 from nbdist.lints.kernel import replicas
@@ -226,6 +227,25 @@ class Session(CellRanks):
         self.cluster.leave()
         self.health.close()
 
+    def interrupt_left(self) -> str:
+        """Interrupt the cell that attached ranks still run, as a press of the stop button does.
+
+        What became of it, in a sentence without its full stop; empty where all ranks are idle.
+        """
+        self.status()  # ranks of other hosts are asked
+        if all(box.state != "running" for box in self.health.boxes().values()):
+            return ""
+        cell = self.resume()
+        if cell is None:
+            return ""
+        cell.press()
+        label = "A cell" if cell.number is None else f"Cell [{cell.number}]"
+        try:
+            wait.wait(lambda: cell)
+        except (Interrupted, NbdistError) as error:
+            return f"{label} was still running and was interrupted: {str(error).strip()}"
+        return f"{label} has just ended"
+
     def skip_runs(self, newest: int) -> None:
         """Number the next cell behind those that another notebook has sent."""
         self._run_ids = itertools.count(newest + 1)
@@ -234,8 +254,16 @@ class Session(CellRanks):
         """What every rank does now, within seconds; see cells.kernel.status."""
         self.upkeep.reconnect()
         now = cells_status.status(self, self.health, wants_stacks=wants_stacks)
-        hosts = self.cluster.status_lines()
-        return replace(now, waits=(*now.waits, *self.checkpoints.status(), *hosts))
+        lines = [*self.checkpoints.status(), *self.cluster.status_lines(), self._keep_phrase()]
+        return replace(now, waits=(*now.waits, *filter(None, lines)))
+
+    def _keep_phrase(self) -> str:
+        """For how long the ranks go on without this notebook; empty where they do not."""
+        keep = run_dir.read_keep(self.cluster.run_dir) if self.cluster.is_kept else None
+        if keep is None:
+            return ""
+        saved = f", then saved to {shown(keep.save)}" if keep.save else ""
+        return f"kept for {span(keep.keep_s)} from this notebook's end{saved}"
 
     def restart(
         self, ranks: str | Sequence[int] | None = None, deadline_s: float = RESTART_S
@@ -268,7 +296,7 @@ class Session(CellRanks):
 
     def _note_exit(self, end: Exit) -> None:
         if why := self.cluster.why_gone:
-            self._cut_off(why, WHAT_NOW)
+            self._cut_off(why, run_dir.WHAT_NOW)
         elif end.engine is None:
             self._cut_off(f"The cluster's controller ended ({end.how})", WITHOUT_CONTROLLER)
             return
@@ -401,7 +429,11 @@ class StartedSession:
 
 
 def attach(
-    run: Run, sink: Callable[[CellRequest], Sink], *, takes: bool = False
+    run: Run,
+    sink: Callable[[CellRequest], Sink],
+    *,
+    takes: bool = False,
+    keep: Keep | None = None,
 ) -> tuple[StartedSession, StartOptions]:
     """Hold the ranks of a kept run, with the options of their start; see cluster.kernel.keep.
 
@@ -409,7 +441,7 @@ def attach(
         AlreadyRunning, StartError, NbdistError: See keep.attach.
     """
     began_s = time.monotonic()
-    attached = keeping.attach(run, takes=takes)
+    attached = keeping.attach(run, takes=takes, keep=keep)
     options = attached.options
     try:
         session = Session(

@@ -432,12 +432,14 @@ def test_kept_processes_end_when_their_folder_is_removed(started: Started, run_d
 
 
 def test_what_is_to_be_saved_is_saved_before_the_end(started: Started, run_dir: Path) -> None:
-    """The command of the run's folder has run to its end while the processes still live."""
+    """The command of the run's folder has run while the processes still live; its words stay."""
     process = started()
-    code = f"import os; os.kill({process.pid}, 0); open({str(run_dir.parent / 'saved')!r}, 'x')"
-    keep = Keep(0.3, "saved", (sys.executable, "-c", code), "0", sys.executable)
-    cluster_run_dir.write_keep(run_dir, keep, {})
+    saved = run_dir.parent / "new" / "saved"
+    code = f"import os; os.kill({process.pid}, 0); open({str(saved)!r}, 'x'); print('said')"
+    keep = Keep(0.3, str(saved), (sys.executable, "-c", code), "0", sys.executable)
+    cluster_run_dir.write_keep(run_dir, keep)
     kept_guard(run_dir, process, 0.3).leave()
 
     assert ended(process)
-    assert (run_dir.parent / "saved").exists()
+    assert saved.exists()
+    assert saved.with_suffix(guardian.LOG).read_text() == "said\n"

@@ -15,7 +15,7 @@ carry this run's NBDIST_RUN, and what the command ends.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import os
 import select
@@ -39,6 +39,8 @@ TAKEN = 3
 OWNER, DETACHED = "owner.json", "detached.json"
 # Before ranks whose time is over are ended, what they have is saved, if that was asked for.
 SAVE_DEADLINE_S = 1800.0
+# Behind the checkpoint's path: the file that says how it was written.
+LOG = ".log"
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -163,6 +165,7 @@ class Orders:
         self.command: list[str] = []
         self.keep_s = 0.0
         self.hold = ""
+        self.machine: object = None  # of this guardian, as owner.json has it
         self.is_stopped = False
         self._text = b""
 
@@ -188,6 +191,8 @@ class Orders:
         elif kind == b"=":
             seconds, _, hold = words.partition(b" ")
             self.keep_s, self.hold = float(seconds), hold.decode()
+            owner = owner_of(self.run_dir)
+            self.machine = owner.get("machine") if owner.get("hold") == self.hold else self.machine
         else:
             pid, _, start = words.partition(b" ")
             self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
@@ -201,11 +206,27 @@ class Orders:
 
 def hold_of(run_dir: str) -> str:
     """The mark of whoever holds a run; empty where that cannot be read."""
+    return str(owner_of(run_dir).get("hold", ""))
+
+
+def owner_of(run_dir: str) -> dict[str, object]:
+    """Whoever holds a run, as owner.json has it; empty where that cannot be read."""
     try:
         with open(os.path.join(run_dir, OWNER)) as file:
-            return str(json.load(file)["hold"])
-    except (OSError, ValueError, KeyError):
-        return ""
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def is_removed(path: str) -> bool:
+    """Whether there is no such file; a network's file system that does not answer says nothing."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def wait(kernel: int, orders: Orders) -> None:
@@ -245,27 +266,60 @@ def keep(orders: Orders) -> bool:
     while time.monotonic() < begun_s + orders.keep_s:
         if orders.is_taken:
             return False
-        if not os.path.isdir(orders.run_dir):
+        if is_removed(orders.run_dir):
             return True  # nobody can attach any more
         time.sleep(HOLD_POLL_S)
     return not save(orders)
 
 
+def outlasts(orders: Orders) -> bool:
+    """Whether a run has ended that a kernel of another machine holds; False if one of this has it.
+
+    What it has here, such as its controller, that kernel's own guardian cannot end.
+    """
+    while not is_removed(os.path.join(orders.run_dir, OWNER)):
+        if owner_of(orders.run_dir).get("machine", orders.machine) == orders.machine:
+            return False
+        time.sleep(HOLD_POLL_S)
+    return True
+
+
 def save(orders: Orders) -> bool:
-    """Let another process save what kept ranks have, and end them; whether it holds the run."""
+    """Let another process save what kept ranks have, and end them; whether it holds the run.
+
+    What it says is in a file beside the checkpoint.
+    """
     try:
         with open(os.path.join(orders.run_dir, "keep.json")) as file:
-            words = json.load(file)["at_end"]
+            written = json.load(file)
+        words, path = written["at_end"], written["save"] + LOG
     except (OSError, ValueError, KeyError):
-        words = []
+        return orders.is_taken
     if words:
         import subprocess  # not needed before
 
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(  # noqa: S603  # the kernel's own command
-                words, stdin=subprocess.DEVNULL, timeout=SAVE_DEADLINE_S, check=False
-            )
+        with open_log(path) as log:
+            try:
+                subprocess.run(  # noqa: S603  # the kernel's own command
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=SAVE_DEADLINE_S,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                log.write(f"not saved: {error}\n")
     return orders.is_taken
+
+
+def open_log(path: str) -> io.TextIOWrapper:
+    """The file, made anew with its folder; where that cannot be, one that takes all to nowhere."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, "w")
+    except OSError:
+        return open(os.devnull, "w")
 
 
 def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108
@@ -309,7 +363,8 @@ def main() -> None:
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     orders = Orders(run_dir)
     wait(kernel, orders)
-    if orders.is_taken or not keep(orders):
+    # The kernel, if it lives, is told by the exit code; what stays is a child.
+    if (orders.is_taken or not keep(orders)) and (os.fork() or not outlasts(orders)):
         sys.exit(TAKEN)
     command = orders.command
     killed = end_all(orders.sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))

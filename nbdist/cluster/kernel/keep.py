@@ -8,13 +8,14 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.kernel import run_dir, runs
+from nbdist.cluster.hosts import OWN_NAMES
+from nbdist.cluster.kernel import ipp_cluster, run_dir, runs
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, Keep, Run
@@ -24,6 +25,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import shown
 from nbdist.core.versions import VERSION
 from nbdist.errors import AlreadyRunning, NbdistError, NotRunning, OptionError, StartError
+from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.strategy.choice import Strategy
 
@@ -31,6 +33,7 @@ DEFAULT_KEEP_S = 8 * 3600.0
 ATTACH_S = 60.0
 # Ranks answer in milliseconds, unless C code holds Python's lock.
 ANSWER_S = 5.0
+ASK_AGAIN_S = 0.5
 LOCK = "attach.lock"
 
 standing: RankFunction[[], tuple[Topology, int, int, Strategy]] = RankFunction("standing")
@@ -73,11 +76,20 @@ def keep(
     Raises:
         StartError: If the run's folder cannot be written.
     """
-    name = cluster.run_dir.name
     path = os.path.abspath(save) if save else ""  # noqa: PTH100  # of what is not there yet
-    at_end = (sys.executable, "-m", "nbdist", "stop", name, "--save", path) if save else ()
+    stop = (sys.executable, "-m", "nbdist", "stop", str(cluster.run_dir), "--save", path)
     start = {"options": options, "topology": topology, "since_s": since_s}
-    cluster.keep(seconds, start, Keep(seconds, path, at_end, VERSION, sys.executable))
+    gpus = {place.device_uuid: place.device_name for place in topology.ranks if place.device_uuid}
+    written = Keep(
+        seconds,
+        path,
+        stop if save else (),
+        VERSION,
+        sys.executable,
+        since_s,
+        tuple(gpus.values()),
+    )
+    cluster.keep(seconds, start, written)
 
 
 def find(named: str) -> Run:
@@ -89,21 +101,27 @@ def find(named: str) -> Run:
     """
     if named and os.sep in named:
         return _in_folder(Path(named))
-    kept_runs = [run for run in runs.find_runs() if run.keep is not None and run.has_folder]
+    kept_runs = runs.kept()
+    begin = named.removeprefix("run-")
+    chosen = [run for run in kept_runs if run.name.removeprefix("run-").startswith(begin)]
+    if not named:
+        chosen = [run for run in kept_runs if run.state == KEPT] or list(kept_runs)
+    if len(chosen) == 1:
+        return chosen[0]
+    others = [Path(folder).name for folder in runs.folders()]
+    if others := [name for name in others if named and name.removeprefix("run-") == begin]:
+        raise OptionError(
+            f"{others[0]} is not kept: its ranks end with their notebook, and what they print is "
+            "there alone. %dist_init --keep starts ranks that are kept; %dist_detach keeps those "
+            "of a notebook."
+        )
     if not kept_runs:
         raise NotRunning(
             "No ranks of yours are kept on this machine. %dist_init --keep starts ranks that "
             "outlive their notebook; %dist_detach lets go of those of another notebook."
         )
-    names = [run.name for run in kept_runs]
-    begin = named.removeprefix("run-")
-    chosen = [run for run in kept_runs if run.name.removeprefix("run-").startswith(begin)]
-    if not named:
-        chosen = [run for run in kept_runs if run.state == KEPT] or kept_runs
-    if len(chosen) == 1:
-        return chosen[0]
     what = f"There is no run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
-    raise OptionError(f"{what}. Name one of: {', '.join(names)}.")
+    raise OptionError(f"{what}. Name one of: {', '.join(run.name for run in kept_runs)}.")
 
 
 def _in_folder(folder: Path) -> Run:
@@ -165,8 +183,10 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def attach(run: Run, *, takes: bool = False) -> Attached:
+def attach(run: Run, *, takes: bool = False, keep: Keep | None = None) -> Attached:
     """Hold a kept run in this kernel; `takes` it from the kernel that holds it.
+
+    `keep` is how it is kept from now on, even if it cannot be reached; None for as before.
 
     Raises:
         AlreadyRunning, StartError, NbdistError: See `check` and `Cluster.attach`. Its ranks go on.
@@ -182,10 +202,13 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
                 f"What is needed to attach to {run.name} cannot be read ({error}). `nbdist stop "
                 f"{run.name}` ends its ranks."
             ) from error
-        _check_place(run, start["topology"])
+        _check_place(run, start)
         run_dir.take(folder)
-    assert run.keep is not None
-    cluster = Cluster.attach(folder, start, run.keep, start["topology"].world_size, ATTACH_S)
+        if keep is not None:
+            run_dir.write_keep(folder, keep)
+    keep = keep or run.keep
+    assert keep is not None
+    cluster = Cluster.attach(folder, start, keep, start["topology"].world_size, ATTACH_S)
     try:
         return _ask(cluster, start)
     except BaseException:
@@ -193,15 +216,42 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
         raise
 
 
-def _check_place(run: Run, topology: Topology) -> None:
-    """Refuse ranks of another machine that no launcher reaches from here."""
-    owner, here = run.owner, host.this_machine()
-    hosts = {place.host for place in topology.ranks}
-    if owner is not None and owner.machine != here and hosts == {owner.machine.host}:
-        raise StartError(
-            f"The ranks of {run.name} are processes of {owner.machine.host}, and this is "
-            f"{here.host}. Attach in a notebook there."
-        )
+def _check_place(run: Run, start: Mapping[str, Any]) -> None:
+    """Refuse a run of another machine that cannot be reached from here."""
+    there, config = start["machine"].host, start["config"]
+    if start["machine"] == host.this_machine():
+        return
+    named = {name for name, *_ in config.AgentEngineSetLauncher.get("hosts", [])}
+    is_local = getattr(ipp_cluster.launchers(config)[1], "is_on_this_machine", False)
+    if is_local or OWN_NAMES & named:
+        why = f"Ranks of {run.name} are processes of {there}"
+    elif not start["connection"].is_open:
+        why = f"{run.name} was started without --keep, so its controller listens on {there} alone"
+    else:
+        return
+    raise StartError(f"{why}, and this is {host.this_machine().host}. Attach in a notebook there.")
+
+
+def _answers(channel: Channel, ranks: Sequence[int]) -> dict[int, Any]:
+    """What ranks answer within ANSWER_S.
+
+    They are asked again and again: a new controller loses what is for a rank that has not found it.
+    """
+    asked: dict[Future[Any], int] = {}
+    answers: dict[int, Any] = {}
+    end_s = time.monotonic() + ANSWER_S
+    while len(answers) < len(ranks) and time.monotonic() < end_s:
+        asked |= {standing(channel.ask, rank): rank for rank in ranks if rank not in answers}
+        again_s = time.monotonic() + ASK_AGAIN_S
+        while len(answers) < len(ranks) and (left_s := again_s - time.monotonic()) > 0:
+            if not asked:  # each has failed at once
+                time.sleep(left_s)
+                break
+            for future in wait(asked, left_s, FIRST_COMPLETED).done:
+                rank = asked.pop(future)
+                if future.exception() is None:
+                    answers[rank] = future.result()
+    return answers
 
 
 def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
@@ -211,12 +261,13 @@ def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
     living = sorted(
         set(channel.engine_ids).intersection(range(world_size)).difference(cluster.exits)
     )
-    asked: dict[int, Future[Any]] = {rank: standing(channel.ask, rank) for rank in living}
-    end_s = time.monotonic() + ANSWER_S
-    answers = {}
-    for rank, future in asked.items():
-        with contextlib.suppress(TimeoutError, NbdistError):
-            answers[rank] = future.result(max(0.0, end_s - time.monotonic()))
+    if not living:
+        name = cluster.run_dir.name
+        raise StartError(
+            f"All ranks of {name} have ended, so there is nothing to attach to. `nbdist stop "
+            f"{name}` removes what is left of it."
+        )
+    answers = _answers(channel, living)
     if not answers:
         raise StartError(
             f"No rank has answered within {ANSWER_S:.0f} s ({ranks_phrase(living)} connected). "

@@ -32,7 +32,7 @@ def clean() -> tuple[str, ...]:
     lines: list[str] = []
     for run in runs.find_runs():
         if run.state == DEAD:
-            lines += _remove(run)
+            lines += remove(run)
     return tuple(lines)
 
 
@@ -45,10 +45,11 @@ def clean_after(kernel: Process, deadline_s: float) -> tuple[str, ...]:
     while (folders := runs.folders_of(kernel)) and time.monotonic() < end_s:
         time.sleep(POLL_S)
     left = [run for run in runs.find_runs() if run.folder in folders] if folders else []
-    return tuple(line for run in left if run.state == DEAD for line in _remove(run))
+    return tuple(line for run in left if run.state == DEAD for line in remove(run))
 
 
-def _remove(run: Run) -> list[str]:
+def remove(run: Run) -> list[str]:
+    """End and remove what a run without a notebook has on this machine; what was done."""
     ended, remaining = _end(run, END_DEADLINE_S)
     lines = []
     if ended:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ CREATE_TRIES = 10
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
 RANKS = "ranks.json"
-PIDS = "pids"
+PIDS = "pids"  # of each machine, as kernels of two may have held a run: see `_pids_file`
 COMMAND = "command.json"
 # How a kept run was started, for whoever attaches to it.
 START = "start.pickle"
@@ -102,13 +102,21 @@ def take(run_dir: Path) -> str:
     return owner.hold
 
 
-def write_keep(run_dir: Path, keep: Keep, start: dict[str, Any]) -> None:
+def write_start(run_dir: Path, start: dict[str, Any]) -> None:
     """Leave what another kernel needs to attach to the run's ranks.
 
     Raises:
         StartError: If the folder cannot be written.
     """
     _replace(run_dir, START, pickle.dumps(start))
+
+
+def write_keep(run_dir: Path, keep: Keep) -> None:
+    """Leave what everybody, the guardian too, has to know of a kept run.
+
+    Raises:
+        StartError: If the folder cannot be written.
+    """
     _replace(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
 
 
@@ -116,13 +124,16 @@ def read_keep(run_dir: Path) -> Keep | None:
     """That the run's ranks are kept without a notebook; None where they are not."""
     try:
         written = json.loads((run_dir / run_owner.KEEP).read_text())
-        return Keep(**{**written, "at_end": tuple(written["at_end"])})
+        # Another version may have written more.
+        named = {field.name: written[field.name] for field in fields(Keep) if field.name in written}
+        tuples = {name: tuple(v) for name, v in named.items() if isinstance(v, list)}
+        return Keep(**{**named, **tuples})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def read_start(run_dir: Path) -> dict[str, Any]:
-    """What `write_keep` has left.
+    """What `write_start` has left.
 
     Raises:
         OSError, pickle.PickleError: It is not there.
@@ -186,18 +197,24 @@ def note_pid(run_dir: Path, pid: int, start: str) -> None:
 
     On a full disk it is not noted: then only its mark (NBDIST_RUN) tells whose it is.
     """
-    with contextlib.suppress(OSError), (run_dir / PIDS).open("a") as file:
+    with contextlib.suppress(OSError), _pids_file(run_dir).open("a") as file:
         file.write(f"{pid} {start}\n")
 
 
 def pids(run_dir: Path) -> dict[int, str]:
-    """The processes that the run's kernel has started, with their start times."""
+    """The processes that the run's kernels have started on this machine, with their start times."""
     try:
-        lines = (run_dir / PIDS).read_text().splitlines()
+        lines = _pids_file(run_dir).read_text().splitlines()
     except OSError:
         return {}
     parts = [line.split() for line in lines]  # the last may be cut: the kernel was killed
     return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
+
+
+def _pids_file(run_dir: Path) -> Path:
+    machine = this_machine()
+    pid_space = "".join(filter(str.isdigit, machine.pid_space))
+    return run_dir / f"{PIDS}.{machine.host}.{pid_space}"
 
 
 def note_command(run_dir: Path, command: Sequence[str]) -> None:

@@ -52,7 +52,7 @@ def find_runs() -> tuple[Run, ...]:
     here = host.this_machine()
     all_runs = [
         _run(Path(folder), here, is_guarded=folder in guarded)
-        for folder in sorted({*_folders(), *marks, *guarded})
+        for folder in sorted({*folders(), *marks, *guarded})
     ]
     spared = _spared_pids(all_runs, processes)
     return tuple(_with_processes(run, processes, spared) for run in all_runs)
@@ -66,7 +66,7 @@ def processes_of(run: Run) -> tuple[Process, ...]:
 
 def folders_of(kernel: Process) -> list[str]:
     """The folders of the runs that a kernel has started and that are not removed yet."""
-    owners = {folder: run_dir.owner(Path(folder)) for folder in _folders()}
+    owners = {folder: run_dir.owner(Path(folder)) for folder in folders()}
     its = {f: Process(owner.pid, owner.start) for f, owner in owners.items() if owner}
     return [folder for folder, process in its.items() if process == kernel]
 
@@ -76,7 +76,15 @@ def read(folder: Path) -> Run:
     return _run(folder, host.this_machine(), is_guarded=False)
 
 
-def _folders() -> list[str]:
+def kept() -> tuple[Run, ...]:
+    """Runs whose ranks outlive their notebook, with one and without; no process is looked at."""
+    found = [read(Path(folder)) for folder in sorted(folders())]
+    living = {run_owner.KEPT, run_owner.RUNNING, run_owner.ELSEWHERE}
+    return tuple(run for run in found if run.keep and run.keep.keep_s and run.state in living)
+
+
+def folders() -> list[str]:
+    """The folders of all runs of this user that this machine knows of."""
     place = run_dir.place()
     try:
         status = place.lstat()
@@ -84,9 +92,9 @@ def _folders() -> list[str]:
         return []
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return []  # somebody else's: `%dist_init` says so
-    folders = (path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
+    found = (path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
     # An agent's is no run: it has ranks of a run of this machine, or of another one.
-    return [str(path) for path in folders if not path.name.startswith(guardian.RANKS)]
+    return [str(path) for path in found if not path.name.startswith(guardian.RANKS)]
 
 
 def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
