@@ -139,7 +139,7 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
             if sent.what != "boundary":
                 times = layers + again_blocks(choice, layers) * _FORWARD[sent.call]
             times *= again
-            if sent.what == "boundary" and choice.options.schedule == "interleaved":
+            if sent.what == "boundary" and choice.options.schedule == "interleaved" and layers > 1:
                 times *= CHUNKS
             count = times * sent.times * micro_batches(choice, load)
             whole = sizes[sent.what]
@@ -313,7 +313,10 @@ class _Step:
             whole.append(Pass(ahead + blocks * tp.forward_s, back + blocks * tp.backward_s))
         chunks = CHUNKS if choice.options.schedule == "interleaved" and most > 1 else 1
         send_s = self.of("boundary") / (2 * k * pieces * chunks)
-        times = tuple(one.forward_s for one in whole), tuple(one.backward_s for one in whole)
+        times = (
+            tuple(stage.forward_s for stage in whole),
+            tuple(stage.backward_s for stage in whole),
+        )
         schedule = choice.options.schedule
         without = makespan_s(schedule, *times, 0.0, pieces, chunks)
         sends = makespan_s(schedule, *times, send_s, pieces, chunks) - without

@@ -43,8 +43,8 @@ def fit(steps: Sequence[Step]) -> dict[str, float]:
         units = _STEP * np.eye(len(moved))
         slopes = np.stack(
             [
-                (_predicted(steps, moved + one) - _predicted(steps, moved - one)) / (2 * _STEP)
-                for one in units
+                (_predicted(steps, moved + unit) - _predicted(steps, moved - unit)) / (2 * _STEP)
+                for unit in units
             ],
             axis=1,
         )

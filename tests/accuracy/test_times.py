@@ -70,14 +70,14 @@ def test_bars_on_what_was_not_fitted(scores: dict[str, Score]) -> None:
     assert held.regret is not None
     assert held.regret < 0.04
     assert (scores[f"{VTRAIN}, all"].count, scores[f"{FOUNDRY}, all"].count) == (109, 209)
-    assert {one.refused for one in scores.values()} == {0}
+    assert {values.refused for values in scores.values()} == {0}
 
 
 def test_the_page_has_these_numbers(scores: dict[str, Score]) -> None:
     page = PAGE.read_text(encoding="utf-8")
 
-    for title, one in scores.items():
-        assert tables.table((), [time_report._line(title, one)]).splitlines()[-1] in page
+    for title, values in scores.items():
+        assert tables.table((), [time_report._line(title, values)]).splitlines()[-1] in page
 
 
 @pytest.mark.accuracy

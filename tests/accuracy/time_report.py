@@ -91,14 +91,14 @@ def timed(many: Iterable[Step], constants: Mapping[str, float] | None = None) ->
 
 def score(taken: Sequence[Timed]) -> Score:
     """Errors of all that were planned, and order and regret in groups of three and more."""
-    many = [one for one in taken if not math.isnan(one.predicted_s)]
-    errors = [one.error for one in many]
+    many = [timed_step for timed_step in taken if not math.isnan(timed_step.predicted_s)]
+    errors = [timed_step.error for timed_step in many]
     sizes = sorted(abs(error) for error in errors)
     # Linear between ranks, as numpy's quantile.
     most = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
     groups: dict[tuple[object, ...], list[Timed]] = defaultdict(list)
-    for one in many:
-        groups[one.step.group].append(one)
+    for timed_step in many:
+        groups[timed_step.step.group].append(timed_step)
     groups = {key: group for key, group in groups.items() if key and len(group) >= 3}
     base = Score(
         len(many), len(taken) - len(many), statistics.mean(sizes), statistics.median(sizes), most,
@@ -123,24 +123,26 @@ def order(group: Sequence[Timed], apart: float = 0.0) -> float | None:
     Only of pairs whose measured times are more than `apart` apart; None without one.
     """
     total = count = 0
-    for one, other in itertools.combinations(group, 2):
-        times = one.step.measured_s, other.step.measured_s
+    for timed_step, other in itertools.combinations(group, 2):
+        times = timed_step.step.measured_s, other.step.measured_s
         if max(times) <= min(times) * (1 + apart):
             continue
         count += 1
-        if not math.isclose(one.predicted_s, other.predicted_s, rel_tol=1e-9):
-            same = (one.predicted_s < other.predicted_s) == (times[0] < times[1])
+        if not math.isclose(timed_step.predicted_s, other.predicted_s, rel_tol=1e-9):
+            same = (timed_step.predicted_s < other.predicted_s) == (times[0] < times[1])
             total += 1 if same else -1
     return total / count if count else None
 
 
 def regret(group: Sequence[Timed]) -> float:
     """How much longer the configuration takes that is predicted as fastest; of a tie the mean."""
-    least = min(one.predicted_s for one in group)
+    least = min(timed_step.predicted_s for timed_step in group)
     picks = [
-        one.step.measured_s for one in group if math.isclose(one.predicted_s, least, rel_tol=1e-9)
+        timed_step.step.measured_s
+        for timed_step in group
+        if math.isclose(timed_step.predicted_s, least, rel_tol=1e-9)
     ]
-    return statistics.mean(picks) / min(one.step.measured_s for one in group) - 1
+    return statistics.mean(picks) / min(timed_step.step.measured_s for timed_step in group) - 1
 
 
 def scores() -> list[tuple[str, Score]]:
@@ -148,8 +150,8 @@ def scores() -> list[tuple[str, Score]]:
     lines = []
     for title, load in ((steps.VTRAIN, steps.vtrain), (steps.FOUNDRY, steps.llm_foundry)):
         many = timed(load())
-        names = steps.fitted_names([one.step for one in many])
-        held = [one for one in many if one.step.name not in names]
+        names = steps.fitted_names([timed_step.step for timed_step in many])
+        held = [timed_step for timed_step in many if timed_step.step.name not in names]
         lines += [(f"{title}, held out", score(held)), (f"{title}, all", score(many))]
     flash = [replace(step, choice=_with_flash(step.choice)) for step in steps.vtrain()]
     lines.append((f"{steps.VTRAIN}, all, as if by flash attention", score(timed(flash))))
@@ -172,16 +174,16 @@ def swapped_scores() -> list[tuple[str, Score]]:
 
 def text() -> str:
     """The scores, and a line for each published step that belongs to no group."""
-    rows = [_line(title, one) for title, one in scores() + swapped_scores()]
+    rows = [_line(title, each) for title, each in scores() + swapped_scores()]
     names = [
         f"{title}: fitted on {', '.join(sorted(steps.fitted_names(list(load()))))}"
         for title, load in ((steps.VTRAIN, steps.vtrain), (steps.FOUNDRY, steps.llm_foundry))
     ]
     singles = [
-        (title, one.step.name, one.step.label, _seconds(one.step.measured_s),
-         _seconds(one.predicted_s), _signed(one.error))
+        (title, timed_step.step.name, timed_step.step.label, _seconds(timed_step.step.measured_s),
+         _seconds(timed_step.predicted_s), _signed(timed_step.error))
         for title, load in _SINGLE
-        for one in timed(load())
+        for timed_step in timed(load())
     ]  # fmt: skip
     head = ("set", "model", "configuration", "measured (s)", "predicted (s)", "error")
     return "\n\n".join(
@@ -189,12 +191,12 @@ def text() -> str:
     )
 
 
-def _line(title: str, one: Score) -> tuple[str, ...]:
-    parts = (one.mean, one.median, one.most)
-    order_cells = ("-" if value is None else f"{value:.2f}" for value in (one.tau, one.order))
-    regrets = ("-" if value is None else _percent(value) for value in (one.regret, one.worst))
+def _line(title: str, values: Score) -> tuple[str, ...]:
+    parts = (values.mean, values.median, values.most)
+    order_cells = ("-" if value is None else f"{value:.2f}" for value in (values.tau, values.order))
+    regrets = ("-" if value is None else _percent(value) for value in (values.regret, values.worst))
     return (
-        title, str(one.count), str(one.refused), *map(_percent, parts), _signed(one.bias),
+        title, str(values.count), str(values.refused), *map(_percent, parts), _signed(values.bias),
         *order_cells, *regrets,
     )  # fmt: skip
 

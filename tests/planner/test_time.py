@@ -342,12 +342,12 @@ def test_copies_beside_tp_and_pp_reduce_once_and_hold_all() -> None:
 def test_accumulated_pieces_add_up_and_small_ones_cost() -> None:
     """Eight backwards instead of one: seven times gradients are added, two read and one written."""
     many = timed(chosen("ddp", accumulate=8), Workload(batch=1))
-    one = timed(chosen("ddp"), Workload(batch=8))
+    whole = timed(chosen("ddp"), Workload(batch=8))
     adding_s = 7 * 3 * 4 * LLAMA.parameters / (3.35e12 * Speeds().streams)
 
-    assert many.samples == one.samples
-    assert one.compute_s + adding_s < many.compute_s < 1.4 * one.compute_s
-    assert many.communication_s == pytest.approx(one.communication_s)
+    assert many.samples == whole.samples
+    assert whole.compute_s + adding_s < many.compute_s < 1.4 * whole.compute_s
+    assert many.communication_s == pytest.approx(whole.communication_s)
 
 
 def test_a_pipelines_time_by_its_parts() -> None:
