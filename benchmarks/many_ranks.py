@@ -4,69 +4,99 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
 from benchmarks.start import SCRIPT, torchrun_s
 
-COUNTS = (2, 4, 8, 16, 32)
-CELLS = 20
+COUNTS = (2, 4, 8, 16, 32, 64)
+STARTS = (2, 4, 8, 16, 32)
+# What runs -> (how often, the largest ratio that is promised).
+CELLS: dict[str, tuple[int, float | None]] = {
+    "pass": (20, 1.0),
+    "print('one line')": (20, 1.0),
+    "for n in range(10_000): print('line', n)": (3, 1.0),
+}
+RANK_BYTES = 330 << 20  # an idle rank, of either kind
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "many_ranks.svg"
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One side, at one number of ranks: seconds of the start, and of each cell of CELLS."""
+
+    start_s: float
+    cells_s: tuple[float, ...]
+
+
 def rows() -> list[Row]:
-    """Rows of both for each number of ranks; draws the picture."""
+    """Rows of both for each number of ranks that memory allows; draws the picture."""
+    counts = [ranks for ranks in COUNTS if ranks * RANK_BYTES < psutil.virtual_memory().available]
     starts: dict[int, tuple[float, float]] = {}
-    cells: dict[int, tuple[float, float]] = {}
+    cells: dict[int, tuple[Measured, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
-        for ranks in COUNTS:
+        for ranks in counts:
             ours, peer, own = (Path(name) / f"{ranks}.{one}" for one in ("ours", "px", "torchrun"))
             for folder in (ours, peer, own):
                 folder.mkdir()
-            start_s, cell_s = _ours(ours, ranks)
-            starts[ranks] = start_s, torchrun_s(own, SCRIPT, ranks)
-            cells[ranks] = cell_s * 1000, _px_s(peer, ranks) * 1000
-    draw(starts, cells, PICTURE)
+            cells[ranks] = _ours(ours, ranks), _px(peer, ranks)
+            if ranks in STARTS:
+                starts[ranks] = cells[ranks][0].start_s, torchrun_s(own, SCRIPT, ranks)
+    passes = {n: (a.cells_s[0] * 1000, b.cells_s[0] * 1000) for n, (a, b) in cells.items()}
+    draw(starts, passes, PICTURE)
+    left_out = [str(ranks) for ranks in COUNTS if ranks not in counts]
+    note = f"; no memory for {', '.join(left_out)} ranks" if left_out else ""
+    how = "one start; torchrun"
     return [
         *(
-            Row(
-                f"{n} ranks: start to the first all_reduce",
-                *pair,
-                unit="s",
-                how="one start; torchrun",
-            )
+            Row(f"{n} ranks: start to the first all_reduce", *pair, unit="s", how=how)
             for n, pair in starts.items()
         ),
         *(
-            Row(f"{n} ranks: `pass`", *pair, unit="ms", how=f"median of {CELLS}; %%px")
-            for n, pair in cells.items()
+            Row(
+                f"{n} ranks: `{code}`",
+                ours.cells_s[number] * 1000,
+                peer.cells_s[number] * 1000,
+                unit="ms",
+                how=f"median of {times}; %%px{note}",
+                most_ratio=most_ratio,
+            )
+            for number, (code, (times, most_ratio)) in enumerate(CELLS.items())
+            for n, (ours, peer) in cells.items()
         ),
     ]
 
 
-def _ours(folder: Path, ranks: int) -> tuple[float, float]:
-    """Seconds of (a start with its first all_reduce, a trivial cell)."""
+def _ours(folder: Path, ranks: int) -> Measured:
     with Notebook(folder) as notebook:
         cells = ("%load_ext nbdist", f"%dist_init -n {ranks}", "%%distributed\n" + _sum())
         start_s = sum(notebook.run(cell).elapsed_s for cell in cells)
         notebook.run("%%distributed\nimport torch._dynamo")
-        cell_s = _median_s(notebook, "%%distributed\npass")
+        measured = Measured(start_s, _cells_s(notebook, "%%distributed"))
         notebook.run("%dist_shutdown")
-    return start_s, cell_s
+    return measured
 
 
-def _px_s(folder: Path, ranks: int) -> float:
+def _px(folder: Path, ranks: int) -> Measured:
     with Notebook(folder) as notebook:
         cluster = f"ipyparallel.Cluster(n={ranks}).start_and_connect_sync(activate=True)"
-        notebook.run(f"import ipyparallel\nclient = {cluster}")
-        cell_s = _median_s(notebook, "%%px\npass")
+        start_s = notebook.run(f"import ipyparallel\nclient = {cluster}").elapsed_s
+        measured = Measured(start_s, _cells_s(notebook, "%%px"))
         notebook.run("client.cluster.stop_cluster_sync()")
-    return cell_s
+    return measured
 
 
-def _median_s(notebook: Notebook, cell: str) -> float:
-    return statistics.median(notebook.run(cell).elapsed_s for _ in range(CELLS))
+def _cells_s(notebook: Notebook, magic: str) -> tuple[float, ...]:
+    """The medians of CELLS, each after one run that does not count."""
+    medians = []
+    for code, (times, _) in CELLS.items():
+        taken_s = [notebook.run(f"{magic}\n{code}").elapsed_s for _ in range(times + 1)]
+        medians.append(statistics.median(taken_s[1:]))
+    return tuple(medians)
 
 
 def _sum() -> str:

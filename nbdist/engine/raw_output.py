@@ -27,6 +27,8 @@ PRIVATE = (
     "_original_stdstream_copy",
     "watch_fd_thread",
 )
+# Without this one every flush waits for the thread that sends.
+BUFFERS = "_buffers"
 # What says nothing of the cell. For memory that is freed and is older than a profiler torch writes
 # a line once in a thousand times; nbdist's recordings of memory learn of those frees elsewhere.
 # libkineto writes one where a profiler starts or stops, at a level above that of its errors.
@@ -101,6 +103,23 @@ class RawReader:
         return text.removesuffix(self._held)
 
 
+def flush_written(stream: Any) -> None:
+    """Let a stream of ipykernel's that holds no text return from `flush` at once.
+
+    It would wait for a turn of the thread that sends, two or three times in every cell. What is
+    sent afterwards goes through that thread too, so it stays behind what was written before.
+    """
+    if stream.echo is not None or not hasattr(stream, BUFFERS):
+        return
+    flush = stream.flush
+
+    def flush_if_written() -> None:
+        if stream._buffers:
+            flush()
+
+    stream.flush = flush_if_written
+
+
 def install(shell: Any) -> None:
     """Let each cell end only when its output past Python has been taken in. Once per engine."""
     readers = []
@@ -109,6 +128,8 @@ def install(shell: Any) -> None:
         if all(hasattr(stream, name) for name in PRIVATE) and stream._should_watch:
             with contextlib.suppress(TimeoutError):
                 readers.append(RawReader(stream))
+        if hasattr(stream, "echo"):
+            flush_written(stream)
 
     def drain(*_: Any) -> None:
         for reader in readers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from nbdist.engine import packaging, raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
 from nbdist.hang.rank import main_thread
 from nbdist.rpc.rank.cell_hooks import CellContext
-from nbdist.rpc.wire import CELL_NUMBER
+from nbdist.rpc.wire import CELL_NUMBER, CELL_RUN
 
 
 def install(shell: Any) -> None:
@@ -39,6 +40,7 @@ def install(shell: Any) -> None:
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
     raw_output.install(shell)
+    leave_out_unread(shell.kernel)
     packaging.install(shell)
     # `model?` asks for a pager, which only the notebook's own kernel could open.
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
@@ -61,6 +63,27 @@ def number_cells(shell: Any) -> None:
     # IPython reads its counter before pre_run_cell, so the last hook before that is the
     # transformation of the source.
     shell.input_transformers_cleanup.append(take_number)
+
+
+def leave_out_unread(kernel: Any) -> None:
+    """Make no records of each message for the log, and send nothing that nobody takes notice of.
+
+    That a cell has begun is told by its execute_input, a moment after the status "busy" and once
+    the rank takes an interrupt; that a call has begun concerns nobody. When a cell of the notebook
+    was started ipyparallel's client would only parse, slowly: RankState has that.
+    """
+    if kernel.log.level <= logging.DEBUG and kernel.parent.log_level >= logging.INFO:
+        kernel.log.setLevel(logging.WARNING)
+    send = kernel.session.send
+
+    def send_read(stream: Any, kind: Any, content: Any = None, *args: Any, **options: Any) -> Any:
+        if kind == "status" and content == {"execution_state": "busy"}:
+            return None
+        if kind == "execute_reply" and args and CELL_RUN in args[0].get("metadata", {}):
+            options.get("metadata", {}).pop("started", None)
+        return send(stream, kind, content, *args, **options)
+
+    kernel.session.send = send_read
 
 
 def finish_device_calls(shell: Any) -> None:

@@ -161,22 +161,32 @@ class Session(CellRanks):
         cell.tell(self.upkeep.take_notes())
         for hook in self.hooks:
             cell.tell(hook.before(metadata))
-        assert self.cluster.channel is not None
         self.readiness.take(request.ranks, cell)
-        for number, rank in enumerate(request.ranks):
-            try:
-                self.cluster.channel.execute(
-                    self.topology.engine_of_rank(rank),
-                    request.code,
-                    metadata,
-                    on_message=functools.partial(cell.message, rank),
-                    on_done=functools.partial(self._end, rank, cell),
-                )
-            except BaseException:
-                for unsent in request.ranks[number:]:  # they would count as busy for ever
-                    self.free(unsent)
-                raise
+        self._send(cell, metadata)
         return cell
+
+    def _send(self, cell: CellRun, metadata: Mapping[str, Any]) -> None:
+        channel = self.cluster.channel
+        assert channel is not None
+        unsent = list(cell.request.ranks)
+
+        def send() -> None:
+            while unsent:
+                channel.execute(
+                    self.topology.engine_of_rank(unsent[0]),
+                    cell.request.code,
+                    metadata,
+                    on_message=functools.partial(cell.message, unsent[0]),
+                    on_done=functools.partial(self._end, unsent[0], cell),
+                )
+                del unsent[0]
+
+        try:
+            channel.together(send)
+        except BaseException:
+            for rank in unsent:  # they would count as busy for ever
+                self.free(rank)
+            raise
 
     def _end(self, rank: int, cell: CellRun, reply: Any, ended_s: float | None = None) -> None:
         self.readiness.end(rank, cell)

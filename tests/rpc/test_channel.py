@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from nbdist.errors import NbdistError
 from nbdist.hang.records import ThreadSnapshot
 from nbdist.notebook.session import Session
 from nbdist.rpc.kernel.channel import Channel, Message, failure_of
+from nbdist.rpc.wire import CELL_RUN
 from tests.support.ranks import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
@@ -102,6 +104,83 @@ def test_streams_and_displays_keep_their_order(channel: Channel) -> None:
         ("stream", "stderr"),
         ("execute_result", ""),
     ]
+
+
+def test_a_cell_costs_its_ranks_three_messages(session: Session, channel: Channel) -> None:
+    """Begun, idle, reply: no status "busy", and of no cell does the controller's hub keep a note.
+
+    The reply of a notebook's cell brings no date, which ipyparallel's client would parse.
+    """
+    heard = Heard(channel, 0, "pass")
+    heard.reply()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    channel.execute(0, "pass", {CELL_RUN: 1000}, lambda _: None, done.put)
+    dated = done.get(timeout=DEADLINE_S).metadata
+
+    assert [
+        (m["header"]["msg_type"], m["content"].get("execution_state")) for m in heard.messages
+    ] == [
+        ("execute_input", None),
+        ("status", "idle"),
+    ]
+    assert dated["started"] is None
+    assert dated["completed"] is not None
+    queued = channel._client.queue_status()
+    assert {engine: queued[engine]["completed"] for engine in (0, 1)} == {0: 0, 1: 0}
+
+
+def test_a_rank_makes_no_records_of_its_messages(channel: Channel) -> None:
+    """The log's level is what ipyparallel's engine was asked for, or above."""
+    heard = Heard(channel, 0, "log = get_ipython().kernel.log\nprint(log.isEnabledFor(20))")
+    heard.reply()
+
+    assert heard.text == "False\n"
+
+
+_FLUSHES = """
+import sys
+turns, schedule = [], sys.stdout.pub_thread.schedule
+sys.stdout.pub_thread.schedule = lambda call: (turns.append(call), schedule(call))
+sys.stdout.flush(), sys.stderr.flush()
+idle = len(turns)
+sys.stdout.write("x")
+sys.stdout.flush()
+del sys.stdout.pub_thread.schedule
+print(idle, len(turns) > 0, not sys.stdout._buffers)
+"""
+
+
+def test_flush_waits_only_for_text(channel: Channel) -> None:
+    """A stream that holds nothing asks its thread for no turn; one with text is sent at once."""
+    heard = Heard(channel, 1, _FLUSHES)
+    heard.reply()
+
+    assert heard.text == "x0 True True\n"
+
+
+def test_many_sends_are_one_turn_of_the_clients_thread(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run together there, an error reaches the caller, and a thread that is stuck is told."""
+    threads: list[str] = []
+
+    def send() -> None:
+        threads.append(threading.current_thread().name)
+        raise KeyError("sent too much")
+
+    with pytest.raises(KeyError, match="sent too much"):
+        channel.together(send)
+    blocked = threading.Event()
+    channel._client._io_loop.add_callback(blocked.wait, DEADLINE_S)
+    monkeypatch.setattr("nbdist.rpc.kernel.channel.TAKEN_S", 0.05)
+    with pytest.raises(NbdistError, match="did not take a cell"):
+        channel.together(send)
+    blocked.set()
+    monkeypatch.undo()
+    channel.together(lambda: None)
+
+    assert len(threads) == 1
+    assert threads[0] != threading.current_thread().name
 
 
 def test_an_error_is_the_reply_and_an_output(channel: Channel) -> None:
@@ -252,7 +331,7 @@ def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
 class FakeClient:
     """An ipyparallel client with one engine that answers when it is told to."""
 
-    _mux_stream = _control_stream = _query_stream = None
+    _mux_stream = _control_stream = _query_stream = _io_loop = None
 
     def __init__(self, reply: "Future[Any] | None" = None) -> None:
         self._registration_callbacks: list[Callable[[Any], None]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 
@@ -30,10 +29,19 @@ async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()
     with sigint.deferred_sigint() as pressed, contextlib.closing(begin()) as run:
-        run.on_item = functools.partial(loop.call_soon_threadsafe, has_item.set)
+        is_woken = False
+
+        def wake() -> None:
+            nonlocal is_woken
+            if not is_woken:  # each waking is a message to the loop
+                is_woken = True
+                loop.call_soon_threadsafe(has_item.set)
+
+        run.on_item = wake
         pressed.send_to(run.press)
         while True:
             has_item.clear()
+            is_woken = False  # what is in the inbox by now this step takes out
             pause_s = run.step(time.monotonic())
             if pause_s is None:
                 return run.finish()

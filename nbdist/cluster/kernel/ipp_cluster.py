@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +30,14 @@ from nbdist.errors import OptionError, StartError
 # are ipyparallel's alone.
 LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
+CONTROLLER_PROGRAM = Path(__file__).with_name("hub.py")
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
 
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     """Ipyparallel's object, with a profile folder of the run's own."""
+    _name_controller(config)
     unstarted = ipyparallel.Cluster(
         config=config,
         parent=None,
@@ -65,6 +68,7 @@ def reopen(
     Raises:
         StartError: If the file cannot be read, or is another ipyparallel's.
     """
+    _name_controller(config)
     try:
         (path,) = (run_dir / "profile" / "security").glob("cluster-*.json")
         state = json.loads(path.read_text())
@@ -98,6 +102,13 @@ def reopen(
             f"({type(error).__name__}: {error}). `nbdist stop` ends its ranks."
         ) from error
     return reopened
+
+
+def _name_controller(config: Config) -> None:
+    """Let a controller of this machine be ours, unless the profile names another command."""
+    if "controller_cmd" not in config.ControllerLauncher:
+        command = [sys.executable, "-P", str(CONTROLLER_PROGRAM)]
+        config.LocalControllerLauncher.setdefault("controller_cmd", command)
 
 
 def logger(run_dir: Path) -> logging.Logger:

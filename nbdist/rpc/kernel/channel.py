@@ -29,7 +29,10 @@ PRIVATE = (
     "_control_stream",
     "_query_stream",
     "_registration_callbacks",
+    "_io_loop",
 )
+# The client's thread takes what is to be sent in milliseconds, unless it is closed.
+TAKEN_S = 10.0
 
 EXECUTE_OPTIONS = {
     "silent": False,
@@ -111,6 +114,37 @@ class Channel:
                 else reply.output.add_done_callback(lambda _: on_done(done.result()))
             )
         )
+
+    def together(self, send: Callable[[], None]) -> None:
+        """Call what executes on many engines in the client's own thread; return when it has.
+
+        From any other thread. Each message would wake the client's thread otherwise, which takes
+        the lock of the interpreter while the next is made. Uses the client's private `_io_loop`.
+
+        Raises:
+            NbdistError: If that thread does not take it; nothing has been sent, nor will be.
+        """
+        sent: Future[None] = Future()
+
+        def run() -> None:
+            if sent.set_running_or_notify_cancel():
+                try:
+                    send()
+                except BaseException as error:  # noqa: BLE001  # it belongs to the caller
+                    sent.set_exception(error)
+                else:
+                    sent.set_result(None)
+
+        self._client._io_loop.add_callback(run)  # noqa: SLF001
+        try:
+            sent.result(TAKEN_S)
+        except TimeoutError:
+            if sent.cancel():
+                raise NbdistError(
+                    f"the client's thread did not take a cell within {TAKEN_S:.0f} s: its "
+                    "connection is closed. %dist_reset starts afresh"
+                ) from None
+            sent.result()
 
     def _listen(self, reply: Any, on_message: Callable[[Message], None]) -> None:
         def deliver(message: Message) -> None:

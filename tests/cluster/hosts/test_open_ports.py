@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.cluster.kernel.ipp_cluster import CONTROLLER_PROGRAM
 from tests.support import hosts as lab
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -234,7 +235,7 @@ def controller_memory(notebook: Notebook) -> int:
     controllers = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "ipyparallel.controller" in (process.info["cmdline"] or ())
+        if str(CONTROLLER_PROGRAM) in (process.info["cmdline"] or ())
         and Path(f"/proc/{process.pid}/ns/net").readlink() == network
     ]
     assert controllers
