@@ -278,10 +278,12 @@ def step() -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics (`%load_ext nbdist`)."""
+    """Register the magics (`%load_ext nbdist`), and import what ranks need in a process aside."""
+    from nbdist.cluster.kernel import rank_server
     from nbdist.frontend import magics
 
     magics.register(shell)
+    rank_server.preload()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
