@@ -166,6 +166,13 @@ def machine(facts: Facts) -> Iterator[Finding]:
     yield _as_at_start("memory", available, lambda: capacity.check(facts.available_bytes, n, cores))
 
 
+def start(facts: Facts) -> Iterator[Finding]:
+    """Whether ranks of this machine are forks of a process that has torch, or import it each."""
+    why = facts.why_no_fork
+    value_text = "each imports torch itself" if why else "forked from a process that has torch"
+    yield Finding("start of ranks", value_text, OK, why)
+
+
 def shared_memory(facts: Facts) -> Iterator[Finding]:
     """Whether /dev/shm has enough room for tensors that processes share."""
     if facts.shm is None:
@@ -289,6 +296,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     devices,
     topology,
     machine,
+    start,
     shared_memory,
     disk,
     limits,

@@ -35,6 +35,7 @@ class Facts:
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
         launched: Variables that the launcher of the profile local sets for ranks.
+        why_no_fork: Why ranks of this machine are not forked; empty where they are.
         runs: Of this user, as far as this machine knows.
     """
 
@@ -53,4 +54,5 @@ class Facts:
     environ: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, str] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
+    why_no_fork: str = ""
     runs: tuple[Run, ...] = ()

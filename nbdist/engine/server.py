@@ -294,18 +294,19 @@ class Server:
 
     def _judge(self, request: Mapping[str, Any]) -> dict[str, str]:
         """Why no fork would be what a started rank is; empty where it would."""
+        if changed := _changed_variable(self._environ, request["env"]):
+            return {"outdated": f"{changed} has another value than at the import"}
+        if why := _customized():  # before anybody waits for the imports
+            return {"cannot": why}
         self._imports.finish_first()
         if self._imports.error:
             why = f"an import failed:\n{self._imports.error}"
             return {"cannot": why, "failed": "here, not on another start"}
         self._freeze()
-        if changed := _changed_variable(self._environ, request["env"]):
-            return {"outdated": f"{changed} has another value than at the import"}
         if changed := _changed_file(self._files):
             return {"outdated": f"{changed} has changed since it was imported"}
-        if shadow := _shadow(request["sys_path"]):
-            return {"cannot": shadow}
-        why = self._unsafe()
+        places = [os.path.normpath(Path(request["cwd"], place)) for place in request["sys_path"]]
+        why = _shadow(places) or self._unsafe()
         return {"cannot": why} if why else {}
 
     def _unsafe(self) -> str:
@@ -532,6 +533,16 @@ def _stamp(path: str) -> tuple[int, int] | None:
 
 def _changed_file(stamps: Mapping[str, tuple[int, int]]) -> str:
     return next((path for path, stamp in stamps.items() if _stamp(path) != stamp), "")
+
+
+def _customized() -> str:
+    """Why it is not known what happens when a rank's Python starts; "" where it is."""
+    stdlib = os.path.realpath(sysconfig.get_paths()["stdlib"])
+    for name in ("sitecustomize", "usercustomize"):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path and os.path.realpath(Path(path).parent) != stdlib:  # a distribution's own
+            return f"{path} runs at every start of Python"
+    return ""
 
 
 def _shadow(sys_path: Sequence[str]) -> str:

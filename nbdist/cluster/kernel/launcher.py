@@ -93,9 +93,18 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         self.server: RankServer | None = None
 
     async def start(self, n: int) -> Any:
-        """Start n engines, as forks where they can be (rank_server.state says why not)."""
+        """Start n engines, as forks where they can be (rank_server.why_not)."""
         await self._obtain_server()
         return super().start(n)
+
+    def take_notes(self) -> list[str]:
+        """What there is to say of the process that has forked the ranks, once."""
+        end = "" if self.server is None else self.server.end
+        if not end:
+            return []
+        self.server = None
+        what = "The ranks go on and keep their variables; the next start makes another one."
+        return [f"The process that has forked the ranks ended ({end}). {what}"]
 
     async def _obtain_server(self) -> None:
         self.server = None

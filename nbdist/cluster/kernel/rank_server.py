@@ -11,14 +11,15 @@ import contextlib
 import errno
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class RankServer:
                 raise
         self._connection = Connection(ours.detach())
         self._asking = threading.Lock()
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._asked: deque[Future[dict[str, Any]]] = deque()  # answers come in this order
         self._forks: dict[int, ForkedProcess] = {}
         self.owner = os.getpid()
         # How it ended where nobody wanted that; "" while it runs.
@@ -126,8 +127,8 @@ class RankServer:
         """Its process id."""
         return self._process.pid
 
-    def check(self, env: Mapping[str, str], sys_path: Sequence[str]) -> dict[str, str]:
-        """Whether forks would be what started ranks are; blocks until the imports are done.
+    async def check(self, env: Mapping[str, str], sys_path: Sequence[str]) -> dict[str, str]:
+        """Whether forks would be what started ranks are, once the imports are done.
 
         Empty where they would; else why not: `outdated` for what another server would do right,
         `cannot` for the rest.
@@ -135,8 +136,12 @@ class RankServer:
         Raises:
             ServerError: If it has ended, or does not answer in time.
         """
-        places = [os.path.abspath(entry) for entry in sys_path]  # noqa: PTH100  # "" is the folder
-        return self._ask({"do": "check", "env": dict(env), "sys_path": places}, IMPORT_DEADLINE_S)
+        request = {"do": "check", "env": dict(env), "sys_path": list(sys_path), "cwd": _folder()}
+        asked = asyncio.wrap_future(self._ask(request))
+        try:
+            return await asyncio.wait_for(asked, IMPORT_DEADLINE_S)
+        except TimeoutError as error:
+            raise ServerError(self._late("had not imported torch", IMPORT_DEADLINE_S)) from error
 
     def fork(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, output_file: str
@@ -147,7 +152,7 @@ class RankServer:
             StartError: If the system refuses another process, or the server ends meanwhile.
             ServerError: If it must not fork, which it has looked at.
         """
-        answer = self._ask(
+        asked = self._ask(
             {
                 "do": "fork",
                 "argv": list(argv),
@@ -155,9 +160,13 @@ class RankServer:
                 "cwd": os.path.abspath(cwd),  # noqa: PTH100  # of a folder that is gone too
                 "output_file": output_file,
                 "inherited": _inherited(),
-            },
-            FORK_DEADLINE_S,
+            }
         )
+        try:
+            answer = asked.result(FORK_DEADLINE_S)
+        except TimeoutError as error:
+            asked.cancel()
+            raise ServerError(self._late("has not forked", FORK_DEADLINE_S)) from error
         if answer.get("errno") in NO_ROOM:
             raise StartError(f"no process could be forked ({answer['cannot']}{_limit()})")
         if "pid" not in answer:
@@ -169,21 +178,18 @@ class RankServer:
         """Let it end as soon as all of its forks have."""
         self._send({"do": "end"})
 
-    def _ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+    def _late(self, what: str, deadline_s: float) -> str:
+        return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
+
+    def _ask(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
         with self._asking:
-            if not self.has_ended:
+            if self.has_ended:
+                future.set_exception(ServerError(f"the server process {self.pid} has ended"))
+            else:
+                self._asked.append(future)
                 self._send(request)
-            try:
-                answer = self._answers.get(timeout=deadline_s)
-            except queue.Empty:
-                self._process.kill()  # a late answer would be taken for that of another request
-                raise ServerError(
-                    f"the server process {self.pid} did not answer in {deadline_s:.0f} s"
-                ) from None
-        if "ended" in answer:
-            self._answers.put(answer)  # whoever asks next is told as well
-            raise ServerError(answer["ended"])
-        return answer
+        return future
 
     def _send(self, request: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # it has ended, which `_listen` tells
@@ -195,25 +201,35 @@ class RankServer:
                 answer = json.loads(self._connection.recv_bytes())
                 if "exit" in answer:
                     self._forks.pop(answer["exit"]).note_end(answer["code"])
-                    continue
-                if "pid" in answer:  # here, so that no end is told of one that is not known yet
-                    answer["process"] = self._forks[answer["pid"]] = ForkedProcess(answer["pid"])
-                self._answers.put(answer)
+                else:
+                    self._take(answer)
         code = self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.end = "" if code == 0 else how
-        self.has_ended = True
-        self._answers.put({"ended": f"the server process {self.pid} ended ({how})"})
+        with self._asking:
+            self.has_ended = True
+            self.end = how if code else ""
+        for future in self._asked:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ServerError(f"the server process {self.pid} ended ({how})"))
         while orphans := [fork for fork in list(self._forks.values()) if fork.is_running()]:
             for fork in orphans:
                 fork.note_orphan_end()
             time.sleep(ORPHAN_POLL_S)
 
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "pid" in answer:  # here, so that no end is told of one that is not known yet
+            answer["process"] = self._forks[answer["pid"]] = ForkedProcess(answer["pid"])
+        future = self._asked.popleft()
+        if future.set_running_or_notify_cancel():
+            future.set_result(answer)
+        elif "process" in answer:  # nobody waits for it any more
+            answer["process"].send_signal(signal.SIGKILL)
+
 
 _server: RankServer | None = None
 _lock = threading.Lock()
 # Of the last start: why it took another way; "" where ranks were forked.
-_refusal: str | None = None
+_refusal = ""
 
 
 def preload() -> None:
@@ -236,7 +252,7 @@ def obstacle() -> str:
 async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer | None:
     """The server, ready to fork ranks with this environment and path; None for the other way.
 
-    Waits for its imports; `state` says which way it was, and why.
+    Waits for its imports; `why_not` says why.
     """
     global _refusal  # noqa: PLW0603  # one per kernel, as the server
     _refusal = obstacle()
@@ -245,7 +261,7 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
             return None
         try:
             server = _current(env, is_background=False)
-            verdict = await asyncio.to_thread(server.check, env, sys_path)
+            verdict = await server.check(env, sys_path)
         except (ServerError, OSError) as error:
             _discard()
             _refusal = str(error)
@@ -258,14 +274,9 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
     return None
 
 
-def state() -> tuple[str, str]:
-    """How the next ranks of this machine start, and why not by a fork ("")."""
-    if why := obstacle() or _refusal:
-        return "each rank imports torch itself", why
-    server = _server
-    if server is None or server.has_ended:
-        return "forked from a server process, which starts with them", ""
-    return f"forked from the server process {server.pid}", ""
+def why_not() -> str:
+    """Why ranks are not forked, as far as it is known; "" where they are or would be."""
+    return obstacle() or _refusal or ""
 
 
 def text_path() -> list[str]:
@@ -288,6 +299,14 @@ def _discard() -> None:
         if _server is not None:
             _server.close()
         _server = None
+
+
+def _folder() -> str:
+    """The notebook's; where it has been removed, none that could hold a module."""
+    try:
+        return os.getcwd()  # noqa: PTH109  # a string
+    except FileNotFoundError:
+        return os.devnull
 
 
 def _inherited() -> dict[str, Any]:
