@@ -30,7 +30,7 @@ from nbdist.cluster.kernel import guardian
 from nbdist.errors import StartError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "server.py"
-FORK, PRELOAD = "NBDIST_FORK", "NBDIST_PRELOAD"
+FORK, PRELOAD, MARK = "NBDIST_FORK", "NBDIST_PRELOAD", "NBDIST_RUN"
 # What /proc shows of a fork has to find room in what the server was started with.
 ROOM = "NBDIST_ROOM"
 ROOM_IN_ARGS, ROOM_IN_ENVIRON = 2048, 16384
@@ -168,7 +168,7 @@ class RankServer:
             asked.cancel()
             raise ServerError(self._late("has not forked", FORK_DEADLINE_S)) from error
         if answer.get("errno") in NO_ROOM:
-            raise StartError(f"no process could be forked ({answer['cannot']}{_limit()})")
+            raise StartError(f"no process could be forked ({answer['cannot']}{_limit(self.pid)})")
         if "pid" not in answer:
             raise ServerError(answer["cannot"])
         process: ForkedProcess = answer["process"]
@@ -260,7 +260,7 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
         if _refusal:
             return None
         try:
-            server = _current(env, is_background=False)
+            server = _current(_unmarked(env), is_background=False)
             verdict = await server.check(env, sys_path)
         except (ServerError, OSError) as error:
             _discard()
@@ -282,6 +282,12 @@ def why_not() -> str:
 def text_path() -> list[str]:
     """The notebook's sys.path as ranks have it: Python passes over what is no text."""
     return [entry for entry in sys.path if isinstance(entry, str)]
+
+
+def _unmarked(env: Mapping[str, str]) -> dict[str, str]:
+    """For a process that outlives the run whose mark ranks carry."""
+    mine = {name: value for name, value in os.environ.items() if name == MARK}
+    return {name: value for name, value in env.items() if name != MARK} | mine
 
 
 def _current(env: Mapping[str, str], *, is_background: bool) -> RankServer:
@@ -324,15 +330,19 @@ def _inherited() -> dict[str, Any]:
     }
 
 
-def _limit() -> str:
-    """The limit on processes that is nearest, for a fork that was refused."""
+def _limit(pid: int) -> str:
+    """The limit on processes that holds for one, after a fork that was refused."""
     import resource
 
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if soft == resource.RLIM_INFINITY:
-        return ""
     uid, count = os.getuid(), 0
+    try:
+        soft = psutil.Process(pid).rlimit(resource.RLIMIT_NPROC)[0]
+    except psutil.Error:
+        return ""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             count += process.num_threads() if process.uids().real == uid else 0
-    return f"; this user has {count} processes and threads, and `ulimit -u` is {soft}"
+    threads = f"this user has {count} processes and threads"
+    if soft == resource.RLIM_INFINITY:
+        return f"; {threads}, and its control group may have a limit (pids.max)"
+    return f"; {threads}, and `ulimit -u` is {soft}"
