@@ -49,6 +49,9 @@ def library(word):
     lines = Path("/proc/self/maps").read_text().splitlines()
     return ctypes.CDLL(next(line.split()[-1] for line in lines if word in line and ".so" in line))
 
+def links(pid):
+    return {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()}
+
 def entries(text):
     return dict(entry.split("=", 1) for entry in text.split(chr(0)) if entry)
 
@@ -75,8 +78,8 @@ same = dict(
     loggers={n: [l.level, [type(h).__name__ for h in l.handlers]] for n, l in named.items()
              if l.level or l.handlers},
     root=[logging.root.level, [type(h).__name__ for h in logging.root.handlers]],
-    files=sorted(os.readlink(p).split("[")[0]
-                 for p in Path("/proc/self/fd").iterdir() if p.is_symlink()),
+    files=sorted({path.split("[")[0] for path in links("self")}),
+    shared_with_parent=sorted(links("self") & links(os.getppid())),
     collector=[gc.isenabled(), gc.get_threshold()],
     at_exit=atexit._ncallbacks(),
     niceness=[os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
