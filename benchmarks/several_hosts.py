@@ -14,12 +14,12 @@ from tests.support.host_kernel import HostKernel
 from tests.support.hosts import SHARED, Hosts, missing
 
 # Hosts and ranks of each. All share this machine's cores: more of them cannot make anything faster.
-SIZES = ((1, 2), (2, 2), (3, 2), (4, 4), (4, 8))
+SIZES = ((1, 2), (2, 2), (3, 2), (4, 4), (4, 8), (4, 16))
 CELLS = 10
 LINES = 10_000
 PUSHED_MB = 1000
 # A value of that size is in the kernel, on its way, and on each rank.
-MOST_PUSHED_RANKS = 4
+MOST_PUSHED_RANKS = 6
 DEADLINE_S = 400.0
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "several_hosts.svg"
 

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from nbdist.core.host import Machine
 
-# The file of a run's folder that says whose it is.
-FILE = "owner.json"
+# The files of a run's folder that say whose it is, for how long its ranks are kept without a
+# notebook, and since when they have none.
+FILE, KEEP, DETACHED = "owner.json", "keep.json", "detached.json"
+
+# A guardian ends ranks this long after their time at the latest, but while it saves.
+LATE_S = 1800.0
 
 RUNNING = "running"
 STOPPED = "stopped"
+KEPT = "kept"
 DEAD = "dead"
 ELSEWHERE = "elsewhere"
 UNKNOWN = "unknown"
@@ -27,6 +32,7 @@ class RunOwner:
             where the system does not tell.
         since_s: When it made the run, in Unix time.
         where: Its notebook, or the folder that it worked in.
+        hold: A mark of its own for each time that a kernel takes the run.
     """
 
     pid: int
@@ -34,6 +40,7 @@ class RunOwner:
     machine: Machine
     since_s: float
     where: str
+    hold: str = ""
 
 
 def read(path: Path) -> RunOwner:
@@ -45,6 +52,38 @@ def read(path: Path) -> RunOwner:
     """
     written = json.loads(path.read_text(encoding="utf-8"))
     return RunOwner(**{**written, "machine": Machine(**written["machine"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """That ranks go on without their notebook, and who can attach to them.
+
+    Attributes:
+        keep_s: For how long.
+        save: Where a checkpoint is written at the end of that time; empty for none.
+        at_end: The command that does it.
+        version: Of nbdist: another one may not understand the rest of the folder.
+        python: That runs it.
+    """
+
+    keep_s: float
+    save: str
+    at_end: tuple[str, ...]
+    version: str
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detachment:
+    """Since when a run has no notebook, and until when its ranks go on, in Unix time.
+
+    Attributes:
+        pid: Of the guardian that ends them then.
+    """
+
+    since_s: float
+    until_s: float
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +99,16 @@ class Run:
     """What was found of one run.
 
     Attributes:
-        state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); DEAD; ELSEWHERE
-            (another host's or container's); UNKNOWN (nobody is written down as its owner).
+        state: RUNNING; STOPPED (by `nbdist stop`, and its notebook lives); KEPT (without its
+            notebook); DEAD; ELSEWHERE (another host's or container's); UNKNOWN (nobody is written
+            down as its owner).
         hosts: Of each rank; empty before they are up.
         processes: Those of this machine, in order of their pids; a living kernel and its guardian
             are not among them.
         shm_files: In /dev/shm, of this run and nobody else; only looked for where it is dead.
         has_folder: The folder is there; processes alone may be left of a run.
+        keep: Of ranks that outlive their notebook.
+        detachment: Of those that have.
     """
 
     folder: str
@@ -76,6 +118,8 @@ class Run:
     processes: tuple[Process, ...] = ()
     shm_files: tuple[str, ...] = ()
     has_folder: bool = True
+    keep: Keep | None = None
+    detachment: Detachment | None = None
 
     @property
     def name(self) -> str:
@@ -99,3 +143,18 @@ def state(owner: RunOwner | None, here: Machine, start_now: str | None) -> str:
     has_boot_ids = bool(here.boot and owner.machine.boot)
     is_rebooted = (owner.machine.host, owner.machine.pid_space) == (here.host, here.pid_space)
     return DEAD if has_boot_ids and is_rebooted else ELSEWHERE
+
+
+def is_kept(
+    state_of_owner: str, keep: Keep | None, detachment: Detachment | None, now_s: float
+) -> bool:
+    """Whether a run's ranks go on though its kernel has gone; `now_s` in Unix time.
+
+    Of a kernel on another machine that is known once the guardian there has written it down.
+    """
+    if keep is None or not keep.keep_s:
+        return False
+    if detachment is None:
+        return state_of_owner == DEAD
+    # A guardian that still saves, or was killed, is given some time.
+    return state_of_owner != STOPPED and now_s < detachment.until_s + LATE_S

@@ -70,8 +70,29 @@ def restart_view(ranks: Sequence[int], elapsed_s: float, notes: Sequence[str]) -
     return View("\n".join(lines), lines_html(lines))
 
 
+def attach_view(topology: Topology, states: Status, elapsed_s: float, notes: Sequence[str]) -> View:
+    """What %dist_attach prints: what every rank does, and its memory."""
+    head = f"{ranks_and_hosts(topology)}, attached in {units.seconds(elapsed_s)}"
+    return _states(topology, states, head, [*notes, *states.waits])
+
+
 def status(topology: Topology, states: Status, running_s: float, mode: str) -> View:
     """What %dist_status prints: what every rank does, its memory, and who waits for whom."""
+    backend = shown(topology.backend)
+    head = f"{ranks_and_hosts(topology)}, {backend}, up for {units.seconds(running_s)}"
+    view = _states(topology, states, head, [*states.waits, f"plain cells run {mode}"])
+    stacks = [(f"rank {state.rank}", state.stack.rstrip()) for state in states.ranks if state.stack]
+    if not stacks:
+        return view
+    text = "\n\n".join([view.text, *(f"{who}\n{stack}" for who, stack in stacks)])
+    blocks = "".join(
+        f"<details open><summary>{who}</summary><pre>{html.escape(stack)}</pre></details>"
+        for who, stack in stacks
+    )
+    return View(text, view.html + blocks)
+
+
+def _states(topology: Topology, states: Status, head: str, after: Sequence[str]) -> View:
     rows = []
     for place, state in zip(topology.ranks, states.ranks, strict=True):
         doing = state.state
@@ -87,23 +108,8 @@ def status(topology: Topology, states: Status, running_s: float, mode: str) -> V
                 _memory(state.memory_bytes),
             ]
         )
-    backend = shown(topology.backend)
-    head = f"{ranks_and_hosts(topology)}, {backend}, up for {units.seconds(running_s)}"
-    view = table(
-        ["rank", "host", "pid", "device", "state", "memory"],
-        rows,
-        before=[head],
-        after=[*states.waits, f"plain cells run {mode}"],
-    )
-    stacks = [(f"rank {state.rank}", state.stack.rstrip()) for state in states.ranks if state.stack]
-    if not stacks:
-        return view
-    text = "\n\n".join([view.text, *(f"{who}\n{stack}" for who, stack in stacks)])
-    blocks = "".join(
-        f"<details open><summary>{who}</summary><pre>{html.escape(stack)}</pre></details>"
-        for who, stack in stacks
-    )
-    return View(text, view.html + blocks)
+    head_row = ["rank", "host", "pid", "device", "state", "memory"]
+    return table(head_row, rows, before=[head], after=after)
 
 
 def _memory(memory_bytes: Mapping[str, int]) -> str:

@@ -14,12 +14,13 @@ from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.hosts import parse_hosts
 from nbdist.cluster.kernel import profiles
+from nbdist.cluster.kernel.keep import DEFAULT_KEEP_S
 from nbdist.cluster.kernel.launcher import DEBUG_LEVELS
 from nbdist.cluster.kernel.start import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, StartOptions
 from nbdist.cluster.slurm import TYPED, SlurmOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.topology import BACKENDS
-from nbdist.core.units import is_stored
+from nbdist.core.units import is_stored, shown, span
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, OptionError
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK, SHOWN
@@ -27,6 +28,7 @@ from nbdist.notebook.session import Session, StartedSession
 from nbdist.notebook.verb import (
     Option,
     Verb,
+    duration,
     positive_number,
     rank_count,
     strategy_given,
@@ -103,6 +105,8 @@ _TYPED = {
     "strategy": "--strategy",
     "hosts": "--hosts",
     "slurm": "/".join(TYPED),
+    "keep_s": "--keep",
+    "save": "--save",
 }
 
 
@@ -156,6 +160,39 @@ def dist_shutdown(_values: Namespace) -> View:
     return View("\n".join([*lines, f"{ranks_phrase(session.ranks)} stopped"]))
 
 
+def dist_detach(values: Namespace) -> View:
+    """Let go of the ranks, after saves that are being written: they go on for a while."""
+    session = NOTEBOOK.session
+    lines = session.checkpoints.end()
+    busy = session.busy_ranks
+    if len(values.keep_s) > 1:
+        raise OptionError(f"%dist_detach: give one time, not {' '.join(map(span, values.keep_s))}.")
+    keep_s = NOTEBOOK.detach(values.keep_s[0] if values.keep_s else None, values.save)
+    lines.append(
+        f"{ranks_are(session.ranks)} kept for {span(keep_s)}. %dist_attach in any notebook of this "
+        f"machine brings them back (run {shown(session.cluster.run_dir.name)}); `nbdist stop` ends "
+        "them."
+    )
+    if busy:
+        lines.append(f"{ranks_are(busy)} still running a cell")
+    return View("\n".join(lines))
+
+
+def dist_attach(values: Namespace) -> None:
+    """Hold kept ranks in this notebook, and go on with the cell that they run."""
+    if len(values.named) > 1:
+        raise OptionError(f"%dist_attach: name one run, not {' '.join(values.named)}.")
+    progress = SHOWN.line("attaching")
+    attached = NOTEBOOK.attach("".join(values.named), takes=values.takes)
+    status = attached.session.status()
+    progress.finish(
+        ranks_view.attach_view(
+            attached.session.topology, status, attached.elapsed_s, attached.notes
+        )
+    )
+    NOTEBOOK.resume()
+
+
 def status_view(*, wants_stacks: bool = False) -> View:
     """The ranks of this notebook as %dist_status shows them."""
     session = NOTEBOOK.session
@@ -207,6 +244,9 @@ def _timeout(what: str, default_s: float, name: str = "timeout_s") -> Option:
     return Option(("--timeout",), help_text, positive_number, default_s, "S", name)
 
 
+_SAVE = Option(
+    ("--save",), "a checkpoint that is written when that time is over", default="", metavar="PATH"
+)
 # Of the profile slurm, named as sbatch has them.
 _SLURM_OPTIONS = (
     Option((TYPED[0],), "slurm: ranks of each host, each with a GPU", rank_count, metavar="N"),
@@ -274,6 +314,16 @@ START_OPTIONS = (
         metavar="LEVEL",
         choices=tuple(DEBUG_LEVELS),
     ),
+    Option(
+        ("--keep",),
+        "let the ranks go on so long without this notebook, 8h if no time is given",
+        duration,
+        default=0.0,
+        metavar="TIME",
+        name="keep_s",
+        implied=DEFAULT_KEEP_S,
+    ),
+    _SAVE,
     Option(("--auto",), "run plain cells on all ranks from now on", None),
     Option(
         ("--strategy",),
@@ -311,6 +361,35 @@ VERBS = (
         },
     ),
     Verb("dist_shutdown", "End the ranks.", "%dist_shutdown", dist_shutdown),
+    Verb(
+        "dist_detach",
+        "Let go of the ranks: they go on without this notebook.",
+        "%dist_detach 8h",
+        dist_detach,
+        (
+            Option(
+                ("keep_s",),
+                "for how long (default: as --keep said at the start, or 8h)",
+                duration,
+                metavar="TIME",
+            ),
+            _SAVE,
+        ),
+    ),
+    Verb(
+        "dist_attach",
+        "Hold ranks that were kept, with the cell that they run.",
+        "%dist_attach",
+        dist_attach,
+        (
+            Option(
+                ("named",),
+                "the run, or its folder (default: the only one that is kept)",
+                metavar="RUN",
+            ),
+            Option(("--take",), "from the notebook that holds it", None, name="takes"),
+        ),
+    ),
     Verb(
         "dist_status",
         "Show what runs where, and who waits for whom.",

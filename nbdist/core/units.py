@@ -48,6 +48,15 @@ def seconds(value_s: float) -> str:
     return f"{shown(f'{value_s:.1f}')} s"
 
 
+def span(value_s: float) -> str:
+    """A time that a user has chosen, or what is left of it: `8 h`, `1 h 30 min`, `45 s`."""
+    whole = round(value_s)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(round(whole / 60), 60)
+    return " ".join([f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(minutes))
+
+
 def size(value_bytes: float) -> str:
     """`1.2 GB`, or a placeholder (for the unit too, which may differ) where outputs are stored."""
     return PLACEHOLDER if is_stored() else exact_size(value_bytes)

@@ -45,6 +45,7 @@ from nbdist.engine import (
     facts,
     host_staging,
     idle_imports,
+    journal,
     partial_state,
     responder,
     shell_hooks,
@@ -72,9 +73,11 @@ TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 # torch's own (10 minutes with NCCL, 30 with Gloo) ends the wait for a peer that only computes for
 # long. Waiting in vain is seen from outside, in seconds.
 GROUP_TIMEOUT = timedelta(days=1)
-# Around each cell, the outermost first: the box says that a cell has ended once all that belongs
-# to it has, looking at lints and ending the profiler too; memory is looked at while it is recorded.
+# Around each cell, the outermost first: the journal has all that the others say, and the box says
+# that a cell has ended once all that belongs to it has, looking at lints and ending the profiler
+# too; memory is looked at while it is recorded.
 CELL_HOOKS = (
+    journal.around_cell,
     call_log.around_cell,
     watch.around_cell,
     cell_hook.around_cell,

@@ -19,13 +19,16 @@ import torch
 from nbdist.checkpoint.rank import jobs
 from nbdist.core import stacks
 from nbdist.core.rank import this_rank
-from nbdist.engine import completion
+from nbdist.core.topology import Topology
+from nbdist.engine import completion, journal
 from nbdist.errors import StartError
 from nbdist.hang.rank import call_log, main_thread, nccl_abort
 from nbdist.hang.rank import gloo_abort as gloo
 from nbdist.monitor import rank as monitor_rank
+from nbdist.parallel import registry
 from nbdist.rpc import wire
 from nbdist.rpc.rank import crash_files, gc_pause, progress
+from nbdist.strategy.choice import Strategy
 
 
 def ping() -> str:
@@ -66,6 +69,12 @@ def abort(generation: int) -> int:
     return ended + finish_nccl()
 
 
+def standing() -> tuple[Topology, int, int, Strategy]:
+    """What whoever attaches has to know: plan, generation of the groups, newest cell, strategy."""
+    generation, run = call_log.newest()
+    return this_rank().topology, generation, run, registry.current()
+
+
 # All that can be asked; the kernel declares the same names. Nothing else is called.
 TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -81,6 +90,8 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "progress": progress.newest,
         "save_state": jobs.state,
         "stop_save": jobs.stop,
+        "standing": standing,
+        "journal": journal.read,
     }
 )
 

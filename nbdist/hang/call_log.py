@@ -82,7 +82,7 @@ class CallLogWriter:
         self._doubles = self.memory.cast("d")
         self._lock = threading.RLock()  # a signal handler may call while the lock is held
         self._sequence = 0
-        self._run = 0
+        self.run = 0  # of the newest cell
         self.generation = 0  # how often the groups have been recovered
         self._channels: dict[str | tuple[int, int, int], int] = {}
         self._used = self._free_text = 0
@@ -93,7 +93,7 @@ class CallLogWriter:
 
     def set_cell(self, run: int, state: str) -> None:
         """Tell that cell run `run` is "running", "finished" or "raised"."""
-        self._run = run
+        self.run = run
         self._doubles[_SINCE] = monotonic()
         self._words[_RUN] = run * len(CELL_STATES) + CELL_STATES.index(state)
 
@@ -159,7 +159,7 @@ class CallLogWriter:
             words[at] = 0
             _pack_record(
                 self.memory, (at + 1) * WORD_BYTES, WAITING, monotonic(), 0.0,
-                number, self._run, channel, peer, generation, what, place,
+                number, self.run, channel, peer, generation, what, place,
             )  # fmt: skip
             words[at] = sequence
         return (sequence, number, generation, channel, what, peer)
@@ -173,7 +173,7 @@ class CallLogWriter:
             return self.begin(channel, what, place, peer, number)
         with self._lock:
             words[at] = 0
-            fields = (number, self._run, channel, peer, generation, what, place)
+            fields = (number, self.run, channel, peer, generation, what, place)
             start = (at + 1) * WORD_BYTES
             _pack_record(self.memory, start, WAITING, monotonic(), 0.0, *fields)
             words[at] = sequence

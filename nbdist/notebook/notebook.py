@@ -18,7 +18,7 @@ from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cells.outputs import CellResult
 from nbdist.cells.view.live_cell import LiveCell, publish
-from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel import keep
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
@@ -26,7 +26,7 @@ from nbdist.core.units import is_stored
 from nbdist.core.view import View
 from nbdist.errors import AlreadyRunning, Interrupted, NotRunning
 from nbdist.notebook.progress_line import ShownProgress
-from nbdist.notebook.session import Session, StartedSession, start
+from nbdist.notebook.session import Session, StartedSession, attach, start
 from nbdist.recording.kernel import Recordings
 
 LOCAL = "local"
@@ -109,9 +109,9 @@ class Notebook:
         """Whether there are ranks; those that were ended from outside are let go of."""
         if self.current is None:
             return False
-        if why_ended := run_dir.ended_from_outside(self.current.cluster.run_dir):
-            self._why_none = why_ended
-            self._end()
+        if why_gone := self.current.cluster.why_gone:
+            self._why_none = why_gone
+            self._end(is_taken=bool(self.current.cluster.taken))
         return self.current is not None
 
     @property
@@ -151,14 +151,52 @@ class Notebook:
             raise Interrupted(
                 "the start was interrupted, and everything it began was ended"
             ) from error
-        started.session.cell_number = lambda: self.cell_number
-        if (shell := get_ipython()) is not None:
-            started.session.has_name = lambda name: name in shell.user_ns
-        started.session.panel = lambda: self.panel
-        self.current, self.options, self._why_none = started.session, options, ""
-        self.last_cell = None
-        atexit.register(self._stop_at_exit, started.session)
+        self._hold(started.session, options)
         return started
+
+    def attach(self, named: str, *, takes: bool) -> StartedSession:
+        """Hold kept ranks that another notebook, or this one, has let go of.
+
+        Raises:
+            AlreadyRunning: If this notebook has ranks, or another one holds those.
+            NotRunning, OptionError, StartError: See cluster.kernel.keep.
+        """
+        if self.is_running:
+            raise AlreadyRunning(
+                f"{ranks_are(self.session.ranks)} already running in this notebook. %dist_detach "
+                "lets go of them; %dist_shutdown stops them."
+            )
+        attached, options = attach(keep.find(named), self._sink, takes=takes)
+        self._hold(attached.session, options)
+        return attached
+
+    def _hold(self, session: Session, options: StartOptions) -> None:
+        session.cell_number = lambda: self.cell_number
+        if (shell := get_ipython()) is not None:
+            session.has_name = lambda name: name in shell.user_ns
+        session.panel = lambda: self.panel
+        self.current, self.options, self._why_none = session, options, ""
+        self.last_cell = None
+        atexit.register(self._stop_at_exit, session)
+
+    def resume(self) -> None:
+        """Show the cell that the attached ranks run, or ended meanwhile, and see it through."""
+        cell = self.session.resume()
+        if cell is not None:
+            wait.wait(lambda: cell)
+
+    def detach(self, keep_s: float | None, save: str) -> float:
+        """Let go of the ranks: they go on for `keep_s`, or for as long as they are kept; so long.
+
+        Raises:
+            NotRunning: If there are none.
+            StartError: If what an attach needs cannot be written down.
+        """
+        session, options = self.session, self.options
+        seconds = keep_s or options.keep_s or keep.DEFAULT_KEEP_S
+        session.keep(options, seconds, save or options.save)
+        self._end(is_taken=True)
+        return seconds
 
     def stop(self) -> Session:
         """End the ranks; plain cells run in the notebook again.
@@ -170,10 +208,10 @@ class Notebook:
         self._end()
         return session
 
-    def _end(self) -> None:
+    def _end(self, *, is_taken: bool = False) -> None:
         session, self.current, self.mode = self.current, None, LOCAL
         assert session is not None
-        session.stop()
+        session.leave() if is_taken else session.stop()
         atexit.unregister(self._stop_at_exit)
 
     def request(self, code: str, options: CellOptions) -> Callable[[], CellRun]:
@@ -257,12 +295,18 @@ class Notebook:
     def _output_file(self) -> Path:
         folder = self.session.cluster.run_dir / "output"
         folder.mkdir(mode=0o700, exist_ok=True)
-        return folder / f"cell-{self.cell_number or 0}-{next(self._file_numbers)}.txt"
+        paths = (folder / f"cell-{self.cell_number or 0}-{n}.txt" for n in self._file_numbers)
+        return next(
+            path for path in paths if not path.exists()
+        )  # another notebook's, of kept ranks
 
     def _stop_at_exit(self, session: Session) -> None:
         # The guardian would end everything in any case; this lets the ranks end by
         # themselves first, so that what their code registered for the end is run.
-        session.cluster.stop(grace_s=EXIT_GRACE_S)
+        if session.cluster.is_kept:
+            session.cluster.leave()
+        else:
+            session.cluster.stop(grace_s=EXIT_GRACE_S)
 
 
 NOTEBOOK = Notebook()

@@ -18,20 +18,24 @@ from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import CellRequest, Sink
 from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cells.kernel.journals import Journals
 from nbdist.cells.outputs import CellResult
 from nbdist.checkpoint.kernel import Checkpoints, export_weights
 from nbdist.checkpoint.results import Loaded, Saved, SaveStarted
 from nbdist.checkpoint.safetensors import ExportedWeights
-from nbdist.cluster.kernel import run_dir
+from nbdist.cluster.kernel import keep as keeping
 from nbdist.cluster.kernel import start as starting
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.processes import WITHOUT_CONTROLLER, Exit
 from nbdist.cluster.kernel.registration import Progress
+from nbdist.cluster.kernel.run_dir import WHAT_NOW
 from nbdist.cluster.kernel.start import DEFAULT_GRACE_S, StartOptions
+from nbdist.cluster.run_owner import Run
 from nbdist.comparison.kernel import Comparing
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import SCRIPT
 from nbdist.config.launch import Configured, configured
+from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.status import Status
 from nbdist.core.topology import Topology
@@ -45,13 +49,14 @@ from nbdist.memory.kernel.recordings import Memories
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.monitor.kernel.monitor import Monitor
 from nbdist.rpc.kernel.functions import RankFunction
-from nbdist.rpc.wire import CELL_FOR_ALL, CELL_NUMBER, CELL_RUN
+from nbdist.rpc.wire import CELL_FOR_ALL, CELL_KEPT, CELL_NUMBER, CELL_RUN
 from nbdist.switch.kernel import Strategies
 from nbdist.trace.kernel.recordings import Traces
 from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.variables.kernel import Variables, VariableTransfer
 
 SYNC_MODEL_S = 300.0
+TAKE_BACK = "The ranks go on and keep their variables; %dist_attach --take brings them back."
 RECORD_ALL = TraceOptions()
 RECORD_MEMORY = MemoryOptions()
 
@@ -83,6 +88,7 @@ class Session(CellRanks):
         self.panel: Callable[[], object] = lambda: None  # %dist_panel, to be displayed
         self._sink = sink
         self._run_ids = itertools.count(1)
+        self.journals = Journals(self, self.health)
         self.lints = Lints()
         self.strategy = Strategies(self, self.lints.of_switch)
         self.variables = Variables(self)
@@ -93,6 +99,7 @@ class Session(CellRanks):
         self.monitor = Monitor(self, self.health)
         self.hooks = (self.checkpoints, self.traces, self.memories, self.lints)
         cluster.on_exit = self._note_exit
+        cluster.on_taken = lambda: self._cut_off(cluster.taken, TAKE_BACK)
 
     def __repr__(self) -> str:
         state = "stopped" if self._was_stopped else self.topology.backend
@@ -137,12 +144,16 @@ class Session(CellRanks):
         self.recover_if_needed()
         run_id = next(self._run_ids)
         cell = CellRun(self, request, self._sink(request), run_id)
+        if self.cluster.is_kept:
+            cell.on_finish = functools.partial(self.journals.note_shown, run_id)
         metadata: dict[str, Any] = {
             CELL_RUN: run_id,
             CELL_FOR_ALL: set(request.ranks) == set(self.ranks),
         }
         if request.number is not None:
             metadata[CELL_NUMBER] = request.number
+        if self.cluster.is_kept:
+            metadata[CELL_KEPT] = request.ranks
         cell.tell(self.upkeep.take_notes())
         for hook in self.hooks:
             cell.tell(hook.before(metadata))
@@ -163,9 +174,46 @@ class Session(CellRanks):
                 raise
         return cell
 
-    def _end(self, rank: int, cell: CellRun, reply: Any) -> None:
+    def _end(self, rank: int, cell: CellRun, reply: Any, ended_s: float | None = None) -> None:
         self.readiness.end(rank, cell)
-        cell.done(rank, reply)
+        cell.done(rank, reply, ended_s)
+
+    def resume(self) -> CellRun | None:
+        """The cell that kept ranks run, or ended while no notebook held them; None without one.
+
+        As `begin`: what it has said so far comes first.
+        """
+        head = self.journals.unshown()
+        if head is None:
+            return None
+        request = CellRequest(
+            head.code, head.ranks, number=head.number, is_patient=is_stored(), began_s=head.began_s
+        )
+        cell = CellRun(self, request, self._sink(request), head.run)
+        cell.on_finish = functools.partial(self.journals.note_shown, head.run)
+        self.readiness.take(request.ranks, cell)
+        self.journals.feed(cell, lambda rank, reply, ended_s: self._end(rank, cell, reply, ended_s))
+        for rank in request.ranks:
+            if self.exit_of(rank):
+                cell.exited(rank)
+        return cell
+
+    def keep(self, options: StartOptions, seconds: float, save: str = "") -> None:
+        """Let the ranks go on so long without this kernel; see cluster.kernel.keep."""
+        keeping.keep(self.cluster, self.topology, options, seconds, save, self.started_s)
+
+    def leave(self) -> None:
+        """Let go of the ranks: they go on as long as they are kept, for whoever attaches."""
+        self._was_stopped = True
+        self._cut_off("This notebook has let go of the ranks", TAKE_BACK)
+        self.traces.close()
+        self.monitor.close()
+        self.cluster.leave()
+        self.health.close()
+
+    def skip_runs(self, newest: int) -> None:
+        """Number the next cell behind those that another notebook has sent."""
+        self._run_ids = itertools.count(newest + 1)
 
     def status(self, *, wants_stacks: bool = False) -> Status:
         """What every rank does now, within seconds; see cells.kernel.status."""
@@ -204,8 +252,8 @@ class Session(CellRanks):
             cell.cut_off(why, what_now)
 
     def _note_exit(self, end: Exit) -> None:
-        if why := run_dir.ended_from_outside(self.cluster.run_dir):
-            self._cut_off(why, run_dir.WHAT_NOW)
+        if why := self.cluster.why_gone:
+            self._cut_off(why, WHAT_NOW)
         elif end.engine is None:
             self._cut_off(f"The cluster's controller ended ({end.how})", WITHOUT_CONTROLLER)
             return
@@ -337,6 +385,32 @@ class StartedSession:
     notes: tuple[str, ...]
 
 
+def attach(
+    run: Run, sink: Callable[[CellRequest], Sink], *, takes: bool = False
+) -> tuple[StartedSession, StartOptions]:
+    """Hold the ranks of a kept run, with the options of their start; see cluster.kernel.keep.
+
+    Raises:
+        AlreadyRunning, StartError, NbdistError: See keep.attach.
+    """
+    began_s = time.monotonic()
+    attached = keeping.attach(run, takes=takes)
+    options = attached.options
+    try:
+        session = Session(
+            attached.cluster, attached.topology, sink, grace_s=options.grace_s, seed=options.seed
+        )
+        session.health.generation = attached.generation
+        session.strategy_chosen = attached.strategy
+        session.started_s = attached.since_s
+        session.skip_runs(attached.run)
+    except BaseException:
+        attached.cluster.leave()
+        raise
+    notes = [f"{ranks_phrase(attached.silent)} did not answer"] if attached.silent else []
+    return StartedSession(session, time.monotonic() - began_s, tuple(notes)), options
+
+
 def start(
     options: StartOptions, sink: Callable[[CellRequest], Sink], progress: Progress
 ) -> StartedSession:
@@ -352,6 +426,8 @@ def start(
         session = Session(cluster, topology, sink, grace_s=options.grace_s, seed=options.seed)
         if options.strategy is not None:
             session.strategy_chosen = options.strategy.on(topology)
+        if options.keep_s:
+            session.keep(options, options.keep_s, options.save)
     except BaseException:
         cluster.stop(grace_s=0)
         raise

@@ -35,6 +35,7 @@ class Option:
         name: Its name in the parsed result.
         choices: What Tab offers for it, or what gives that; the verb itself checks what was typed.
         is_list: An argument that several words make.
+        implied: The value where the option stands alone, of one that may.
     """
 
     flags: tuple[str, ...]
@@ -45,6 +46,7 @@ class Option:
     name: str | None = None
     choices: tuple[str, ...] | Callable[[], Iterable[str]] = ()
     is_list: bool = False
+    implied: Any = None
 
     @property
     def is_argument(self) -> bool:
@@ -189,8 +191,10 @@ def _parser(verb: Verb) -> _Parser:
             named |= {"action": "store_true", "dest": option.name}
         elif not option.is_argument:
             named |= {"type": option.kind, "default": option.default, "dest": option.name}
+            if option.implied is not None:
+                named |= {"nargs": "?", "const": option.implied}
         else:
-            named["nargs"] = "*"
+            named |= {"nargs": "*", "type": option.kind}
         if option.kind is not None:
             named["metavar"] = option.metavar
         parser.add_argument(*option.flags, **named)
@@ -226,6 +230,20 @@ def positive_number(text: str) -> float:
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"{text} is more than {LARGEST:,}")
     return value
+
+
+def duration(text: str) -> float:
+    """Seconds of a time such as 8h, 30m, 1h30m or 90s.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none, or 0.
+    """
+    units_s = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
+    seconds = sum(float(number) * units_s[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or not 0 < seconds <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 8h, 30m, 1h30m or 90s")
+    return seconds
 
 
 def whole_number(what: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:

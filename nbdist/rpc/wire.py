@@ -12,6 +12,8 @@ CELL_NUMBER = "nbdist_cell"
 CELL_RUN = "nbdist_run"
 # Whether all ranks were sent this cell.
 CELL_FOR_ALL = "nbdist_for_all"
+# Of kept ranks: all ranks that run this cell, which each writes down what it says.
+CELL_KEPT = "nbdist_kept"
 # Which recording is of this cell; without it the cell is not recorded.
 CELL_RECORDING = "nbdist_recording"
 # In the place of a MIME type: what a rank's lints have seen in a cell. Never shown.

@@ -305,14 +305,14 @@ def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
 
 def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the owner cannot be written down, on a full disk, no folder is left of the start."""
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def full(path: Path, text: str) -> int:
-        if path.name == states.FILE:
+    def full(path: Path, content: bytes) -> int:
+        if path.name == f"{states.FILE}.new":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write_text(path, text)
+        return write_bytes(path, content)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StartError, match="No space left on device"):
         run_dir.create()
 

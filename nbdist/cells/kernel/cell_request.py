@@ -32,6 +32,7 @@ class CellRequest:
         is_patient: See LineMerger.
         keeps_outputs: Whether results carry each rank's outputs (for tabs).
         is_program: It runs a program of `nbdist run`, with which the ranks end.
+        began_s: When ranks of this host began it, by the monotonic clock; None for now.
     """
 
     code: str
@@ -41,6 +42,7 @@ class CellRequest:
     is_patient: bool = False
     keeps_outputs: bool = False
     is_program: bool = False
+    began_s: float | None = None
 
 
 class CellHook:

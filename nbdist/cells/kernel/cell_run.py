@@ -60,6 +60,7 @@ class CellRun:
     def __init__(self, ranks: CellRanks, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
         self.on_item: Callable[[], object] = lambda: None
+        self.on_finish: Callable[[], object] = lambda: None  # all of it has been shown
         self._ranks = ranks
         self._sink = sink
         self.run_id = run_id
@@ -70,7 +71,7 @@ class CellRun:
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()
-        self._began_s = time.monotonic()
+        self._began_s = time.monotonic() if request.began_s is None else request.began_s
         timeout_s = request.timeout_s
         self._timeout_at_s = NEVER_S if timeout_s is None else self._began_s + timeout_s
         self._ladder = InterruptEscalation()
@@ -97,8 +98,23 @@ class CellRun:
 
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
+        if self._is_output(rank, message):
+            self._put(lambda: self._feed.feed(rank, message, self._now_s))
+
+    def messages(self, batch: Sequence[tuple[int, Message]]) -> None:
+        """Raw iopub messages of ranks that have come together, so that equal lines are merged."""
+        outputs = [(rank, message) for rank, message in batch if self._is_output(rank, message)]
+
+        def feed() -> None:
+            for rank, message in outputs:
+                self._feed.feed(rank, message, self._now_s)
+
+        self._put(feed)
+
+    def _is_output(self, rank: int, message: Message) -> bool:
+        """Whether a message is to be shown; what else it tells is noted."""
         if any(hook.message(self.run_id, rank, message) for hook in self._ranks.hooks):
-            return
+            return False
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
@@ -106,12 +122,14 @@ class CellRun:
                 self._ranks.readiness.interrupt_late(rank, self)
             if self._ladder.has_begun:  # an interrupt waits for this
                 self._put(lambda: None)
-        elif kind != "status":  # of which the reply tells as well: no reason to wake anybody
-            self._put(lambda: self._feed.feed(rank, message, self._now_s))
+            return False
+        # Of the status the reply tells as well: no reason to wake anybody.
+        return bool(kind != "status")
 
-    def done(self, rank: int, reply: Any) -> None:
-        """The rank's reply, after all its output."""
-        self._put(functools.partial(self._end, rank, reply, time.monotonic()))
+    def done(self, rank: int, reply: Any, ended_s: float | None = None) -> None:
+        """The rank's reply, after all its output; it may have come while nobody listened."""
+        at_s = time.monotonic() if ended_s is None else ended_s
+        self._put(functools.partial(self._end, rank, reply, at_s))
 
     def exited(self, rank: int) -> None:
         """The process of a rank has ended."""
@@ -214,6 +232,8 @@ class CellRun:
             self._draw([Line("stdout", f"{note}\n") for note in self._notes() if note])
             self.tell(self._afterwards())
             self._sink.close(result)
+            if not self._lost:
+                self.on_finish()
         finally:
             outcome = self._aftermath.outcome if self._aftermath is not None else None
             CellOutcome(

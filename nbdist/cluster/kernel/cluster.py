@@ -36,7 +36,9 @@ from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
+from nbdist.cluster.run_owner import Keep
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.units import shown
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.rpc.kernel import sigint
 from nbdist.rpc.kernel.channel import Channel
@@ -106,8 +108,21 @@ class Cluster:
         `find_hosts` completes the config. It is called with the run's name, and with what takes
         the command that ends what it has asked for elsewhere.
         """
-        self.run_dir: Path = run_dir.create()
-        run_dir.reserve(self.run_dir)
+        folder = run_dir.create()
+        run_dir.reserve(folder)
+        self._set_up(folder, config)
+        try:
+            find_hosts(self.run_dir.name, self._guard.promise)
+            ipp_cluster.mark(config, self.run_dir)
+            self._cluster = ipp_cluster.cluster(
+                config, self.run_dir, ipp_cluster.logger(self.run_dir)
+            )
+        except BaseException:
+            self._close_guard()
+            raise
+
+    def _set_up(self, folder: Path, config: Config) -> None:
+        self.run_dir = folder
         self.exits: dict[int | None, Exit] = {}
         self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None
@@ -118,19 +133,124 @@ class Cluster:
         # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
         self._engine_of: dict[int, int] = {}
         self._started: dict[int, LocalProcessLauncher | AgentEngine] = {}
-        self._start_times: dict[int, str] = {}  # pid -> as the guardian knows it
+        # pid -> as the guardian knows it; also of a run that there is already.
+        self._start_times = run_dir.pids(folder)
         self._connection: controller.Connection | None = None
         self._config = config
-        self._guard = Guard(self.run_dir)
+        self._keep_s = 0.0
+        # That another kernel has taken the ranks, as a sentence without its full stop.
+        self.taken = ""
+        self._guard = Guard(folder)
+        # Called, in a thread of its own, when another kernel has taken the ranks.
+        self.on_taken: Callable[[], object] = lambda: None
+        self._guard.on_taken = self._note_taken
+
+    @classmethod
+    def attach(
+        cls, folder: Path, start: Mapping[str, Any], keep: Keep, world_size: int, deadline_s: float
+    ) -> Cluster:
+        """The cluster of a kept run that another kernel has started, or this one has left.
+
+        Args:
+            folder: The run's, which this kernel holds now.
+            start: What `keep` has written down.
+            keep: As it was before; from now on too.
+            world_size: Of the run's ranks, ended ones too.
+            deadline_s: For all of it.
+
+        Raises:
+            StartError: If it cannot be reached. Its ranks go on; they are kept as before.
+        """
+        self = cls.__new__(cls)
+        self._set_up(folder, start["config"])
+        self._connection = start["connection"]
+        self._keep_s = keep.keep_s
+        self._guard.keep(keep.keep_s, guardian.hold_of(str(folder)))
+        end_s = time.monotonic() + deadline_s
         try:
-            find_hosts(self.run_dir.name, self._guard.promise)
-            ipp_cluster.mark(config, self.run_dir)
-            self._cluster = ipp_cluster.cluster(
-                config, self.run_dir, ipp_cluster.logger(self.run_dir)
-            )
+            self._run(self._reopen(world_size), end_s, "what the kernel before has left")
+            if self._cluster.controller is None:
+                self._start_missing_controller(end_s)
+            else:
+                self.channel = self._connect(end_s, ())
         except BaseException:
-            self._close_guard()
+            self.leave()
             raise
+        return self
+
+    async def _reopen(self, world_size: int) -> None:
+        log = ipp_cluster.logger(self.run_dir)
+        self._cluster = ipp_cluster.reopen(self._config, self.run_dir, log, self._is_living)
+        engine_set = self._cluster.engine_set
+        if isinstance(engine_set, AgentEngineSetLauncher):
+            await engine_set.attach()
+        if self._cluster.controller is not None:
+            self._watch_controller()
+        for number, engine in self._engine_launchers().items():
+            self._watch_engine(number, engine)
+        for rank in set(range(world_size)).difference(self._started):
+            self.exits[rank] = Exit(rank, None)
+
+    def _is_living(self, pid: int) -> bool:
+        """Whether a process of this machine is the one that was noted under its id."""
+        return pid > 0 and guardian.start_ticks(pid) == self._start_times.get(pid, "")
+
+    def keep(self, seconds: float, start: Mapping[str, Any], keep: Keep) -> None:
+        """Let the ranks go on so long without a kernel, from now on; 0 for not.
+
+        Args:
+            seconds: As long.
+            start: What `attach` needs beside what is known here.
+            keep: What everybody can read of that.
+
+        Raises:
+            StartError: If the run's folder cannot be written.
+        """
+        self._keep_s = seconds
+        self._note_change()
+        written = {**start, "config": self._config, "connection": self._connection}
+        run_dir.write_keep(self.run_dir, keep, written)
+        self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
+        if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
+            self._cluster.engine_set.keep(seconds)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the ranks go on without this kernel."""
+        return bool(self._keep_s)
+
+    @property
+    def why_gone(self) -> str:
+        """Why the ranks are this kernel's no more, as a sentence without its full stop; or ""."""
+        return self.taken or run_dir.ended_from_outside(self.run_dir)
+
+    def _note_change(self) -> None:
+        """Write down which processes there are, for whoever attaches."""
+        if self._keep_s:
+            self._cluster.update_cluster_file()
+
+    def _note_taken(self) -> None:
+        owner = run_dir.owner(self.run_dir)
+        who = f"The kernel {shown(owner.pid)} ({owner.where})" if owner else "Another kernel"
+        self.taken = f"{who} has taken these ranks"
+        self.on_taken()
+        self.leave()
+
+    def leave(self) -> None:
+        """Let go of the ranks: they go on as long as they are kept. Twice is harmless."""
+        if self._is_stopping or os.getpid() != self._owner:
+            return
+        self._is_stopping = True
+        with sigint.deferred_sigint():
+            if hasattr(self, "_cluster"):
+                ipp_cluster.silence(self._cluster)
+                if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
+                    self._cluster.engine_set.leave()
+            if self.channel is not None:
+                self.channel.close()
+            if not self.taken:
+                run_dir.note_detached(self.run_dir, self._keep_s)
+            self._guard.leave()
 
     @property
     def guardian_pid(self) -> int:
@@ -407,6 +527,7 @@ class Cluster:
             raise
         finally:
             self._replaced = frozenset()
+            self._note_change()
 
     def end_engines(self, engines: Collection[int]) -> None:
         """Kill engines that this kernel has started, with all processes of their sessions."""
@@ -429,7 +550,9 @@ class Cluster:
 
     def _kill(self, engine: int) -> None:
         """End an engine's process and its session, and wait until it is known."""
-        started = self._started[engine]
+        started = self._started.get(engine)
+        if started is None:  # it had ended before this kernel attached
+            return
         if isinstance(started, AgentEngine):
             started.end()
             # A host that was cut off just now is seen to be by then.
@@ -471,6 +594,21 @@ class Cluster:
             self.channel.close()
         # Its heart monitor is a child that outlives it and holds its ports.
         processes.end_session(old.pid, self._start_times[old.pid], END_SESSION_S)
+        self._replace_controller(connection, end_s)
+
+    def _start_missing_controller(self, end_s: float) -> None:
+        """Put a new controller in the place of one that ended while no kernel held the run."""
+        assert self._connection is not None
+        if self._connection.is_encrypted:
+            raise StartError(
+                "The controller of these ranks has ended, and cannot be started again: its secret "
+                "key ended with it. `nbdist stop` ends the ranks."
+            )
+        for pid in set(self._start_times).difference(e.pid for e in self._started.values()):
+            processes.end_session(pid, self._start_times[pid], END_SESSION_S)
+        self._replace_controller(self._connection, end_s)
+
+    def _replace_controller(self, connection: controller.Connection, end_s: float) -> None:
         gone = [engine for engine in self.exits if engine is not None]
         connection.restore(gone)
         end = self.exits.pop(None, None)
@@ -488,6 +626,7 @@ class Cluster:
         self._cluster.controller = None  # otherwise ipyparallel refuses
         await self._cluster.start_controller()
         self._watch_controller()
+        self._note_change()
 
     def interrupt(self, engine: int) -> None:
         """Send SIGINT to one engine."""

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
-from nbdist.cluster.kernel.guardian import start_ticks
+from nbdist.cluster.kernel.guardian import TAKEN, start_ticks
 
 PROGRAM = Path(__file__).with_name("guardian.py")
 CLOSE_DEADLINE_S = 5.0
@@ -19,16 +19,24 @@ SHORT_LIFE_S = 0.5
 
 
 class Guard:
-    """A guardian process for one run; replaced by a new one if it is killed."""
+    """A guardian process for one run; replaced by a new one if it is killed.
+
+    Attributes:
+        on_taken: Called, in a thread of its own, when another kernel has taken the run.
+    """
 
     def __init__(self, run_dir: Path):
+        """Start the guardian; what is noted of a run that is there already, it is told."""
+        self.on_taken: Callable[[], object] = lambda: None
         self._run_dir = run_dir
         # With their start times: told to a later guardian, a pid alone may be a stranger's.
-        self._pids: list[tuple[int, str]] = []
-        self._command: tuple[str, ...] = ()
+        self._pids = list(cluster_run_dir.pids(run_dir).items())
+        self._command = tuple(cluster_run_dir.command(run_dir))
+        self._keep: tuple[float, str] = 0.0, ""
         self._is_closing = False
         self._lock = threading.Lock()
         self._process = self._start()
+        self._tell_all()
 
     @property
     def pid(self) -> int:
@@ -52,6 +60,19 @@ class Guard:
             cluster_run_dir.note_command(self._run_dir, self._command)
             self._tell_command()
 
+    def keep(self, seconds: float, hold: str) -> None:
+        """Let the ranks go on so long without a kernel; 0 for not. `hold` is this kernel's mark."""
+        with self._lock:
+            self._keep = seconds, hold
+            self._tell_keep()
+
+    def leave(self) -> None:
+        """Leave the ranks to the guardian, who keeps them as it was told."""
+        with self._lock:
+            self._is_closing = True
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
     def close(self) -> bool:
         """End everything that is left of the run now; True when the guardian has finished."""
         with self._lock:
@@ -59,7 +80,7 @@ class Guard:
         end_s = time.monotonic() + CLOSE_DEADLINE_S
         try:
             # Not 0: it was killed and not replaced yet, so the work is still to be done.
-            while self._close_one(end_s) != 0:
+            while self._close_one(end_s) not in {0, TAKEN}:
                 with self._lock:
                     self._restart()
         except subprocess.TimeoutExpired:
@@ -89,7 +110,10 @@ class Guard:
 
     def _replace_when_killed(self, process: subprocess.Popen[bytes]) -> None:
         began_s = time.monotonic()
-        process.wait()
+        if process.wait() == TAKEN and not self._is_closing:
+            self._is_closing = True
+            self.on_taken()
+            return
         if time.monotonic() - began_s < SHORT_LIFE_S:
             time.sleep(SHORT_LIFE_S)  # one that cannot start must not be tried without a pause
         with self._lock:
@@ -101,15 +125,22 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process = self._start()
+        self._tell_all()
+
+    def _tell_all(self) -> None:
         for process in self._pids:
             self._tell(*process)
         self._tell_command()
+        self._tell_keep()
 
     def _tell(self, pid: int, start: str) -> None:
         self._write(f"+{pid} {start}\n")
 
     def _tell_command(self) -> None:
         self._write("!" + "\0".join(self._command) + "\n")
+
+    def _tell_keep(self) -> None:
+        self._write("={:g} {}\n".format(*self._keep))
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -1,16 +1,22 @@
 """Waits for the notebook kernel to end, then ends all that it had started and cleans up.
 
+Ranks that are kept go on without a kernel: then it waits until another kernel holds the run, which
+has a guardian of its own, or until their time is over.
+
 A program of its own (`python -I -S guardian.py KERNEL_PID RUN_DIR`), not a module: it must
 outlive the kernel and start in milliseconds, so it uses the standard library alone.
-Standard input brings one line per process that the kernel has started (`+PID`), and the command
-that ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none);
-`stop`, or its end, means that the cluster stops. It ends nothing that the kernel did not start:
-only members of the sessions it was told of, processes that carry this run's NBDIST_RUN, and what
-the command ends.
+Standard input brings one line per process that the kernel has started (`+PID`), the command that
+ends what is elsewhere (`!WORDS` with null bytes in between; the newest counts, `!` is none), and
+for how long the ranks are kept (`=SECONDS HOLD`, with the kernel's mark in owner.json; 0 for not).
+`stop` means that the cluster stops; its end means the same unless the ranks are kept. It ends
+nothing that the kernel did not start: only members of the sessions it was told of, processes that
+carry this run's NBDIST_RUN, and what the command ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import select
 import shutil
@@ -25,6 +31,14 @@ SWEEP_PAUSE_S = 0.05
 # Of the command that ends what is elsewhere. It is run once more, a moment later, if it fails.
 COMMAND_DEADLINE_S = 20.0
 COMMAND_PAUSE_S = 1.0
+# Whether somebody else holds a kept run is looked at this often.
+HOLD_POLL_S = 0.25
+# The guardian's exit code where another kernel holds the run now.
+TAKEN = 3
+# As cluster/run_owner.py and cluster/kept.py name them.
+OWNER, DETACHED = "owner.json", "detached.json"
+# Before ranks whose time is over are ended, what they have is saved, if that was asked for.
+SAVE_DEADLINE_S = 1800.0
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -132,49 +146,128 @@ def run_command(words: list[str]) -> bool:
     return False
 
 
-def take_in(sessions: dict[int, str | None], command: list[str], text: bytes) -> bytes | None:
-    """Note the processes that the pipe tells of now, with their start times, and the command.
+class Orders:
+    """What the pipe has told so far.
 
-    It goes on from the unfinished line of last time, and returns the new one, or None when the pipe
-    has ended or said `stop`.
+    Attributes:
+        sessions: pid -> start time of the processes to end.
+        command: What ends the part of the run that is elsewhere.
+        keep_s: How long ranks are kept without a kernel; 0 for not.
+        holds: The marks in owner.json that do not say that somebody else holds the run.
+        is_stopped: `stop` was said.
     """
-    while True:
-        try:
-            chunk = os.read(0, 4096)
-        except BlockingIOError:
-            return text
-        if not chunk:
-            return None
-        *lines, text = (text + chunk).split(b"\n")
-        for line in lines:
-            if line == b"stop":
-                return None
-            if line.startswith(b"!"):
-                command[:] = [os.fsdecode(word) for word in line[1:].split(b"\0") if word]
-                continue
-            pid, _, start = line[1:].partition(b" ")
-            sessions[int(pid)] = start.decode() or start_ticks(int(pid))
+
+    def __init__(self, run_dir: str):
+        self.run_dir = run_dir
+        self.sessions: dict[int, str | None] = {}
+        self.command: list[str] = []
+        self.keep_s = 0.0
+        self.holds: set[str] = set()
+        self.is_stopped = False
+        self._text = b""
+
+    def read(self) -> bool:
+        """Take in what the pipe tells now; False when it has ended or said `stop`."""
+        while True:
+            try:
+                chunk = os.read(0, 4096)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            *lines, self._text = (self._text + chunk).split(b"\n")
+            for line in lines:
+                if line == b"stop":
+                    self.is_stopped = True
+                    return False
+                self._take(line[:1], line[1:])
+
+    def _take(self, kind: bytes, words: bytes) -> None:
+        if kind == b"!":
+            self.command = [os.fsdecode(word) for word in words.split(b"\0") if word]
+        elif kind == b"=":
+            seconds, _, hold = words.partition(b" ")
+            self.keep_s = float(seconds)
+            # The kernel may be about to write its own mark in the place of this one.
+            self.holds |= {hold.decode(), *filter(None, [hold_of(self.run_dir)])}
+        else:
+            pid, _, start = words.partition(b" ")
+            self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another kernel holds the run."""
+        hold = hold_of(self.run_dir)
+        return bool(self.keep_s and hold and hold not in self.holds)
 
 
-def wait(kernel: int) -> tuple[dict[int, str | None], list[str]]:
-    """Return the sessions to end, and the command, once the kernel is gone or closed the pipe."""
-    sessions: dict[int, str | None] = {}
-    command: list[str] = []
+def hold_of(run_dir: str) -> str:
+    """The mark of whoever holds a run; empty where that cannot be read."""
+    try:
+        with open(os.path.join(run_dir, OWNER)) as file:
+            return str(json.load(file)["hold"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def wait(kernel: int, orders: Orders) -> None:
+    """Return once the kernel is gone, has closed the pipe, or does not hold the run any more."""
     os.set_blocking(0, False)
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     try:
         kernel_descriptor = watch_kernel(poller, kernel)
     except ProcessLookupError:
-        take_in(sessions, command, b"")  # what it had still said
-        return sessions, command
-    text: bytes | None = b""
-    while text is not None:
-        ready = {descriptor for descriptor, _ in poller.poll()}
-        text = take_in(sessions, command, text)
-        if kernel_descriptor in ready:
-            break
-    return sessions, command
+        orders.read()  # what it had still said
+        return
+    while True:
+        pause_ms = HOLD_POLL_S * 1000 if orders.keep_s else None
+        ready = {descriptor for descriptor, _ in poller.poll(pause_ms)}
+        if (0 in ready and not orders.read()) or kernel_descriptor in ready or orders.is_taken:
+            orders.read()
+            return
+
+
+def keep(orders: Orders) -> bool:
+    """Let kept ranks go on without a kernel; whether they are to be ended then.
+
+    Not where another kernel holds the run. What says until when they are kept is written down.
+    """
+    if not orders.keep_s or orders.is_stopped:
+        return True
+    begun_s = time.monotonic()
+    note = {"since_s": time.time(), "until_s": time.time() + orders.keep_s, "pid": os.getpid()}
+    path = os.path.join(orders.run_dir, DETACHED)
+    try:
+        with open(path + ".new", "w") as file:
+            json.dump(note, file)
+        os.replace(path + ".new", path)
+    except OSError:
+        pass  # a full disk, or the folder is gone: see below
+    while time.monotonic() < begun_s + orders.keep_s:
+        if orders.is_taken:
+            return False
+        if not os.path.isdir(orders.run_dir):
+            return True  # nobody can attach any more
+        time.sleep(HOLD_POLL_S)
+    return not save(orders)
+
+
+def save(orders: Orders) -> bool:
+    """Let another process save what kept ranks have, and end them; whether it holds the run."""
+    try:
+        with open(os.path.join(orders.run_dir, "keep.json")) as file:
+            words = json.load(file)["at_end"]
+    except (OSError, ValueError, KeyError):
+        words = []
+    if words:
+        import subprocess  # not needed before
+
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(  # noqa: S603  # the kernel's own command
+                words, stdin=subprocess.DEVNULL, timeout=SAVE_DEADLINE_S, check=False
+            )
+    return orders.is_taken
 
 
 def sweep_shm(run_dir: str, killed: set[int], shm: str = "/dev/shm") -> None:  # noqa: S108
@@ -216,8 +309,12 @@ def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
-    sessions, command = wait(kernel)
-    killed = end_all(sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
+    orders = Orders(run_dir)
+    wait(kernel, orders)
+    if orders.is_taken or not keep(orders):
+        sys.exit(TAKEN)
+    command = orders.command
+    killed = end_all(orders.sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))
     for folder in agents_folders(run_dir):
         killed |= end_all({}, b"NBDIST_RUN=" + os.fsencode(folder))
         sweep_shm(folder, killed)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, StartError
 
 # Ranks of this machine; of hosts with an agent each, which may be a Slurm job's; of launchers that
 # are ipyparallel's alone.
@@ -45,6 +46,45 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     for name in ("controller_launcher_class", "engine_launcher_class"):
         setattr(unstarted, name, ipp_launchers.watched(getattr(unstarted, name)))
     return unstarted
+
+
+def reopen(
+    config: Config, run_dir: Path, log: logging.Logger, is_living: Callable[[int], bool]
+) -> Any:
+    """The object of a cluster that another kernel has started; in the loop that watches it.
+
+    ipyparallel keeps a file of what it needs for that. Local processes that are not living any more
+    are left out of it: their ids may be others' by now.
+
+    Raises:
+        StartError: If the file cannot be read, or is another ipyparallel's.
+    """
+    try:
+        (path,) = (run_dir / "profile" / "security").glob("cluster-*.json")
+        state = json.loads(path.read_text())
+        for engine_set in state["engines"]["sets"].values():
+            local = {n: e for n, e in engine_set.get("engines", {}).items() if "output_file" in e}
+            for number in [n for n, engine in local.items() if not is_living(engine["pid"])]:
+                del engine_set["engines"][number]
+        if not is_living(state.get("controller", {}).get("state", {}).get("pid", 0)):
+            state.pop("controller", None)
+        for part in (state["engines"], state.get("controller", {})):
+            # A class without an entry point is written with a colon, which is not read (9.2).
+            part.update({"class": part["class"].replace(":", ".")} if part else {})
+        return ipyparallel.Cluster.from_dict(
+            state,
+            cluster_file=str(path),
+            config=config,
+            parent=None,
+            log=log,
+            load_profile=False,
+            shutdown_atexit=False,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartError(
+            f"What ipyparallel has written down of this cluster in {run_dir} cannot be read "
+            f"({type(error).__name__}: {error}). `nbdist stop` ends its ranks."
+        ) from error
 
 
 def logger(run_dir: Path) -> logging.Logger:

@@ -108,7 +108,7 @@ class Ranks:
     @property
     def is_stopped(self) -> bool:
         """Whether the ranks were ended, by `stop` or from outside the notebook."""
-        return self._was_stopped or bool(run_dir.ended_from_outside(self.cluster.run_dir))
+        return self._was_stopped or bool(self.cluster.why_gone)
 
     def is_busy(self, rank: int) -> bool:
         """Whether a rank runs a cell, or did when it ended."""
@@ -228,7 +228,7 @@ class Ranks:
             RankGone: If one has ended.
         """
         if self.is_stopped:
-            why = run_dir.ended_from_outside(self.cluster.run_dir) or "These ranks were stopped"
+            why = self.cluster.why_gone or "These ranks were stopped"
             raise NotRunning(f"{why}. {run_dir.WHAT_NOW}")
         gone = {rank: self.end_of(rank) for rank in ranks if not self.is_connected(rank)}
         if gone:

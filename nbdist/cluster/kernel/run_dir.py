@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import stat
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 from nbdist.cluster import run_owner
 from nbdist.cluster.kernel import guardian
-from nbdist.cluster.run_owner import RunOwner
+from nbdist.cluster.run_owner import Detachment, Keep, RunOwner
 from nbdist.core.host import this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, StartError
@@ -31,6 +33,8 @@ RESERVE_BYTES = 1 << 18
 RANKS = "ranks.json"
 PIDS = "pids"
 COMMAND = "command.json"
+# How a kept run was started, for whoever attaches to it.
+START = "start.pickle"
 # Word of somebody else than the notebook who ends the ranks: `nbdist stop`, in a terminal.
 STOPPED = "stopped"
 WHAT_NOW = "%dist_init starts new ones."
@@ -72,7 +76,7 @@ def create() -> Path:
             # Otherwise the last other run has just ended and taken the folder with it.
             path = Path(tempfile.mkdtemp(prefix="new-", dir=base()))
             try:
-                _write(path, run_owner.FILE, json.dumps(asdict(_this_owner())))
+                take(path)
             except StartError:
                 shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):  # other runs are in it
@@ -84,6 +88,64 @@ def create() -> Path:
         f"The run's folder could not be created in {tempfile.gettempdir()}. Create that folder, or "
         "point TMPDIR elsewhere and restart the kernel."
     )
+
+
+def take(run_dir: Path) -> str:
+    """Write this kernel down as the one that holds the run; the mark of this time.
+
+    Raises:
+        StartError: If the folder cannot be written.
+    """
+    owner = _this_owner()
+    _replace(run_dir, run_owner.FILE, json.dumps(asdict(owner)).encode())
+    (run_dir / run_owner.DETACHED).unlink(missing_ok=True)
+    return owner.hold
+
+
+def write_keep(run_dir: Path, keep: Keep, start: dict[str, Any]) -> None:
+    """Leave what another kernel needs to attach to the run's ranks.
+
+    Raises:
+        StartError: If the folder cannot be written.
+    """
+    _replace(run_dir, START, pickle.dumps(start))
+    _replace(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
+
+
+def read_keep(run_dir: Path) -> Keep | None:
+    """That the run's ranks are kept without a notebook; None where they are not."""
+    try:
+        written = json.loads((run_dir / run_owner.KEEP).read_text())
+        return Keep(**{**written, "at_end": tuple(written["at_end"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def read_start(run_dir: Path) -> dict[str, Any]:
+    """What `write_keep` has left.
+
+    Raises:
+        OSError, pickle.PickleError: It is not there.
+    """
+    # Only this user can write there, and the version was compared.
+    written: dict[str, Any] = pickle.loads((run_dir / START).read_bytes())  # noqa: S301
+    return written
+
+
+def read_detachment(run_dir: Path) -> Detachment | None:
+    """Since when the run has no notebook; None while it has one."""
+    try:
+        return Detachment(**json.loads((run_dir / run_owner.DETACHED).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def note_detached(run_dir: Path, keep_s: float) -> None:
+    """Write down that no kernel holds the run from now on; the guardian does so again."""
+    now_s = time.time()
+    with contextlib.suppress(StartError):  # on a full disk: the guardian ends it all the same
+        detachment = Detachment(now_s, now_s + keep_s, 0)
+        _replace(run_dir, run_owner.DETACHED, json.dumps(asdict(detachment)).encode())
 
 
 def reserve(run_dir: Path) -> None:
@@ -174,12 +236,19 @@ def _this_owner() -> RunOwner:
         with contextlib.suppress(FileNotFoundError):
             notebook = os.getcwd()  # noqa: PTH109  # a string
     start = guardian.start_ticks(os.getpid()) or ""
-    return RunOwner(os.getpid(), start, this_machine(), time.time(), notebook)
+    return RunOwner(os.getpid(), start, this_machine(), time.time(), notebook, uuid.uuid4().hex)
 
 
-def _write(run_dir: Path, name: str, text: str) -> None:
+def _replace(run_dir: Path, name: str, content: bytes) -> None:
+    """Write a file that others read at any time: they see it whole."""
+    new = f"{name}.new"
+    _write(run_dir, new, content)
+    (run_dir / new).replace(run_dir / name)
+
+
+def _write(run_dir: Path, name: str, content: str | bytes) -> None:
     try:
-        (run_dir / name).write_text(text)
+        (run_dir / name).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise StartError(
             f"The run's folder {run_dir} cannot be written ({error.strerror}). Free some space "

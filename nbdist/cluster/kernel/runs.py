@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,11 @@ def folders_of(kernel: Process) -> list[str]:
     return [folder for folder, process in its.items() if process == kernel]
 
 
+def read(folder: Path) -> Run:
+    """A run as its folder tells of it, without its processes."""
+    return _run(folder, host.this_machine(), is_guarded=False)
+
+
 def _folders() -> list[str]:
     place = run_dir.place()
     try:
@@ -84,14 +90,28 @@ def _folders() -> list[str]:
 
 
 def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
-    owner = run_dir.owner(folder)
+    owner, keep = run_dir.owner(folder), run_dir.read_keep(folder)
+    detachment = run_dir.read_detachment(folder)
     state = run_owner.state(owner, here, None if owner is None else host.started(owner.pid))
     if state == run_owner.UNKNOWN and is_guarded:
         # Its folder was damaged, but a guardian does not outlive its kernel.
         state = run_owner.RUNNING
     if state == run_owner.RUNNING and run_dir.ended_from_outside(folder):
         state = run_owner.STOPPED
-    return Run(str(folder), state, owner, run_dir.hosts(folder), has_folder=folder.is_dir())
+    is_this_boot = (
+        owner is None or here.boot == owner.machine.boot or here.host != owner.machine.host
+    )
+    if is_this_boot and run_owner.is_kept(state, keep, detachment, time.time()):
+        state = run_owner.KEPT
+    return Run(
+        str(folder),
+        state,
+        owner,
+        run_dir.hosts(folder),
+        has_folder=folder.is_dir(),
+        keep=keep,
+        detachment=detachment,
+    )
 
 
 def _with_processes(run: Run, all_processes: dict[int, UserProcess], spared: frozenset[int]) -> Run:

@@ -78,6 +78,8 @@ class StartOptions:
         strategy: What models are prepared under; None for Accelerate's ddp.
         hosts: Where ranks start, of profiles whose hosts are typed; empty for the profile's own.
         slurm: The job to be asked for, of profiles whose ranks Slurm starts.
+        keep_s: How long ranks go on without the notebook's kernel; 0 for not.
+        save: Where a checkpoint is written at the end of that time; empty for none.
     """
 
     world_size: int | None = None
@@ -91,6 +93,8 @@ class StartOptions:
     strategy: StrategySpec | None = None
     hosts: tuple[Host, ...] = ()
     slurm: SlurmOptions = DEFAULTS
+    keep_s: float = 0.0
+    save: str = ""
 
 
 def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology, tuple[str, ...]]:
@@ -104,6 +108,7 @@ def start(options: StartOptions, progress: Progress) -> tuple[Cluster, Topology,
     options = _with_environment(options)
     _check_values(options)
     config, kind = _load_profile(options)
+    _check_keep(options, kind)
     # Of a driver that fails the ranks say what they find.
     available = topology.filter_visible(
         gpus.read_once().devices, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -257,6 +262,20 @@ def _with_environment(options: StartOptions) -> StartOptions:
     if options.hosts and options.profile == "local":
         options = replace(options, profile="ssh")
     return replace(options, gpus=gpu_ids) if gpu_ids and options.gpus is None else options
+
+
+def _check_keep(options: StartOptions, kind: str) -> None:
+    """Refuse to keep ranks that nobody could attach to, and a checkpoint that nobody writes."""
+    if kind == ipp_cluster.OTHER and options.keep_s:
+        raise OptionError(
+            f"--keep does not work with the profile {options.profile!r}, whose ranks nbdist does "
+            "not start itself. It works with the profiles local, ssh, slurm and pretended."
+        )
+    if options.save and not options.keep_s:
+        raise OptionError(
+            "--save says where a checkpoint is written when kept ranks end. Add --keep, or save "
+            "now with %dist_save."
+        )
 
 
 def _check_values(options: Any) -> None:

@@ -77,6 +77,11 @@ def snapshot() -> tuple[float, bytes | None]:
     return now_s, None if _recorder is None else consistent_copy(_recorder.box.memory)
 
 
+def newest() -> tuple[int, int]:
+    """(generation of the groups, number of the newest cell); zeros before there is a box."""
+    return (0, 0) if _recorder is None else (_recorder.box.generation, _recorder.box.run)
+
+
 def reset(generation: int) -> None:
     """Count calls from 0 again, and read those of before as ended. After a recovery.
 

@@ -1,0 +1,153 @@
+"""The cell that kept ranks went on with while no notebook held them, read from their journals.
+
+A journal has all of a cell from its beginning, so what is shown after an attach comes from there
+alone until the cell has ended: nothing is missing, and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any
+
+import ipyparallel
+
+from nbdist.cells import journal
+from nbdist.cells.journal import CellHead, JournalReader
+from nbdist.cells.kernel.cell_run import CellRun
+from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core import host
+from nbdist.errors import NbdistError
+from nbdist.hang.kernel.health import Health
+from nbdist.rpc.kernel.channel import Message
+from nbdist.rpc.kernel.functions import RankFunction
+
+POLL_S = 0.03
+ANSWER_S = 10.0
+# The number of the newest cell whose end a notebook has shown.
+SHOWN = "shown"
+# The reply of a cell whose journal ends without one, or whose rank has not written one.
+NO_REPLY = "the rank could not write down how its cell ended: no space is left on its disk"
+# How long a cell has ended by the rank's black box when its journal counts as cut off.
+CUT_OFF_S = 2.0
+
+read: RankFunction[[int, int], bytes | None] = RankFunction("journal")
+
+# Called with a rank, its reply, and when that was sent (None for now), from any thread.
+Done = Callable[[int, Any, float | None], None]
+
+
+class Journals:
+    """The journals of all ranks: files where this host has them, else asked for."""
+
+    def __init__(self, ranks: Ranks, health: Health):
+        self._ranks = ranks
+        self._health = health
+        self._folder = ranks.cluster.run_dir / journal.FOLDER
+
+    def note_shown(self, run: int) -> None:
+        """Note that a notebook has shown a cell to its end: whoever attaches does not see it."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            (self._folder / SHOWN).write_text(str(run))
+
+    def unshown(self) -> CellHead | None:
+        """The newest cell that no notebook has shown to its end; None without one."""
+        heads = [head for rank in self._ranks.ranks if (head := self._head(rank)) is not None]
+        newest = max(heads, key=lambda head: head.run, default=None)
+        with contextlib.suppress(OSError, ValueError):
+            if newest is not None and newest.run <= int((self._folder / SHOWN).read_text()):
+                return None
+        return newest
+
+    def _head(self, rank: int) -> CellHead | None:
+        reader = JournalReader()
+        for _ in reader.take(self._piece(rank, 0, 0) or b""):
+            break
+        return reader.head
+
+    def _piece(self, rank: int, run: int, offset: int) -> bytes | None:
+        """What a rank's journal of a cell (0: the newest) has from here; None without one."""
+        with contextlib.suppress(OSError), (self._folder / str(rank)).open("rb") as file:
+            file.seek(offset)
+            return file.read()
+        asked: Future[bytes | None] | None = self._ranks.ask(
+            lambda call, rank: read(call, rank, run, offset), rank
+        )
+        if asked is None:
+            return None
+        with contextlib.suppress(TimeoutError, NbdistError):
+            return asked.result(ANSWER_S)
+        return b""
+
+    def feed(self, cell: CellRun, done: Done) -> None:
+        """Hand a cell's messages and replies to it until it is over; in a thread of its own."""
+        Thread(target=self._feed, args=(cell, done), name="nbdist-journal", daemon=True).start()
+
+    def _feed(self, cell: CellRun, done: Done) -> None:
+        sources = {rank: _Source(JournalReader()) for rank in cell.request.ranks}
+        while sources and not cell.is_over:
+            messages = []
+            pieces = {rank: self._next(rank, cell.run_id, its) for rank, its in sources.items()}
+            for rank, piece in pieces.items():
+                messages += [(rank, message) for message in sources[rank].take(piece)]
+            if messages:
+                # As they came: of ranks that are far apart equal lines would not be merged.
+                messages.sort(key=lambda entry: entry[1]["header"].get("date", ""))
+                cell.messages(messages)
+            for rank, piece in pieces.items():
+                if sources[rank].has_ended or self._is_cut_off(rank, cell.run_id, piece):
+                    source = sources.pop(rank)
+                    ended_s = source.ended_s if self._is_here(rank) else None
+                    done(rank, _reply(source.reply), ended_s)
+            if not messages:
+                time.sleep(POLL_S)
+
+    def _next(self, rank: int, run: int, source: _Source) -> bytes:
+        piece = self._piece(rank, run, source.offset) or b""
+        source.offset += len(piece)
+        return piece
+
+    def _is_cut_off(self, rank: int, run: int, piece: bytes) -> bool:
+        """Whether nothing more will come: the rank has ended its cell without a word of it."""
+        return not piece and self._health.has_ended(rank, run, CUT_OFF_S)
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether the rank's clock is this host's."""
+        return self._ranks.topology.ranks[rank].host == host.this_machine().host
+
+
+class _Source:
+    """How far a rank's journal was read, and its reply so far."""
+
+    def __init__(self, reader: JournalReader):
+        self.reader, self.offset = reader, 0
+        self.reply: Mapping[str, Any] | None = None
+        self.ended_s: float | None = None
+        self.has_ended = False
+
+    def take(self, piece: bytes) -> list[Message]:
+        """The messages that are whole with this piece."""
+        messages: list[Message] = []
+        for record in self.reader.take(piece):
+            if record.kind == journal.MESSAGE:
+                messages.append(record.content)
+            elif record.kind == journal.REPLY:
+                self.reply, self.ended_s = record.content, record.content.get("ended_s")
+            else:
+                self.has_ended = True
+        return messages
+
+
+def _reply(reply: Mapping[str, Any] | None) -> Any:
+    """A reply as a client makes it: an exception where the cell failed."""
+    if reply is None:
+        return NbdistError(NO_REPLY)
+    if reply["status"] == "ok":
+        return reply
+    return ipyparallel.error.RemoteError(
+        reply.get("ename", "Error"), reply.get("evalue", ""), "\n".join(reply.get("traceback", ()))
+    )

@@ -1,0 +1,236 @@
+"""Ranks that outlive their notebook: what is written down for it, and who attaches to them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbdist.cluster.kernel import run_dir, runs
+from nbdist.cluster.kernel.cluster import Cluster
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, Keep, Run
+from nbdist.core import host
+from nbdist.core.failures import ranks_phrase
+from nbdist.core.topology import Topology
+from nbdist.core.units import shown
+from nbdist.core.versions import VERSION
+from nbdist.errors import AlreadyRunning, NbdistError, NotRunning, OptionError, StartError
+from nbdist.rpc.kernel.functions import RankFunction
+from nbdist.strategy.choice import Strategy
+
+DEFAULT_KEEP_S = 8 * 3600.0
+ATTACH_S = 60.0
+# Ranks answer in milliseconds, unless C code holds Python's lock.
+ANSWER_S = 5.0
+LOCK = "attach.lock"
+
+standing: RankFunction[[], tuple[Topology, int, int, Strategy]] = RankFunction("standing")
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A kept run that this kernel holds now.
+
+    Attributes:
+        options: Those of its start.
+        since_s: When that was, in Unix time.
+        generation: How often its groups have been made anew.
+        run: The number of its newest cell.
+        silent: The ranks that live, but have not answered.
+    """
+
+    cluster: Cluster
+    topology: Topology
+    options: StartOptions
+    since_s: float
+    generation: int
+    run: int
+    strategy: Strategy
+    silent: tuple[int, ...]
+
+
+def keep(
+    cluster: Cluster,
+    topology: Topology,
+    options: StartOptions,
+    seconds: float,
+    save: str,
+    since_s: float,
+) -> None:
+    """Let ranks go on so long without this kernel; they were started at `since_s`, in Unix time.
+
+    `save` is where a checkpoint is written when their time is over; empty for none.
+
+    Raises:
+        StartError: If the run's folder cannot be written.
+    """
+    name = cluster.run_dir.name
+    path = os.path.abspath(save) if save else ""  # noqa: PTH100  # of what is not there yet
+    at_end = (sys.executable, "-m", "nbdist", "stop", name, "--save", path) if save else ()
+    start = {"options": options, "topology": topology, "since_s": since_s}
+    cluster.keep(seconds, start, Keep(seconds, path, at_end, VERSION, sys.executable))
+
+
+def find(named: str) -> Run:
+    """The run that is meant by its name, the beginning of that, or its folder; "" for the only one.
+
+    Raises:
+        NotRunning: If no ranks are kept.
+        OptionError: If several are, none is meant, or it is another user's.
+    """
+    if named and os.sep in named:
+        return _in_folder(Path(named))
+    kept_runs = [run for run in runs.find_runs() if run.keep is not None and run.has_folder]
+    if not kept_runs:
+        raise NotRunning(
+            "No ranks of yours are kept on this machine. %dist_init --keep starts ranks that "
+            "outlive their notebook; %dist_detach lets go of those of another notebook."
+        )
+    names = [run.name for run in kept_runs]
+    begin = named.removeprefix("run-")
+    chosen = [run for run in kept_runs if run.name.removeprefix("run-").startswith(begin)]
+    if not named:
+        chosen = [run for run in kept_runs if run.state == KEPT] or kept_runs
+    if len(chosen) == 1:
+        return chosen[0]
+    what = f"There is no run {named!r}" if not chosen else f"{len(chosen)} runs are kept"
+    raise OptionError(f"{what}. Name one of: {', '.join(names)}.")
+
+
+def _in_folder(folder: Path) -> Run:
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100  # links are not followed
+    try:
+        owner_id = folder.lstat().st_uid
+    except OSError as error:
+        raise OptionError(f"There is no run in {folder} ({error.strerror}).") from error
+    if owner_id != os.getuid():
+        raise OptionError(
+            f"{folder} belongs to another user (number {owner_id}). Only who has started ranks can "
+            "attach to them."
+        )
+    run = runs.read(folder)
+    if run.keep is None:
+        raise OptionError(f"{folder} is not the folder of ranks that are kept.")
+    return run
+
+
+def check(run: Run, *, takes: bool) -> None:
+    """Refuse a run that another kernel holds, or that this nbdist cannot read.
+
+    Raises:
+        AlreadyRunning: If its notebook lives, unless this `takes` it.
+        StartError: If it is of another version, or its ranks are on another machine.
+        NbdistError: If nobody keeps it any more.
+    """
+    assert run.keep is not None
+    owner = run.owner
+    if run.state in {RUNNING, ELSEWHERE} and owner is not None and not takes:
+        since = shown(time.strftime("%H:%M:%S", time.localtime(owner.since_s)))
+        where = f" on {owner.machine.host}" if run.state == ELSEWHERE else ""
+        raise AlreadyRunning(
+            f"{run.name} is held by the kernel {shown(owner.pid)}{where} ({owner.where}) since "
+            f"{since}. Type %dist_detach there, or take it with %dist_attach {run.name} --take."
+        )
+    if run.state not in {KEPT, RUNNING, ELSEWHERE}:
+        raise NbdistError(
+            f"{run.name} is not kept any more ({run.state}). `nbdist clean` removes what is left."
+        )
+    if run.keep.version != VERSION:
+        raise StartError(
+            f"{run.name} was started by nbdist {run.keep.version}, and this is {VERSION}. Attach "
+            f"in a kernel of {run.keep.python}, or end its ranks there: {run.keep.python} -m "
+            f"nbdist stop {run.name}"
+        )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock: two kernels that attach at the same moment are told of each other."""
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise AlreadyRunning(
+                f"Another kernel is attaching to {folder.name} just now."
+            ) from error
+        yield
+
+
+def attach(run: Run, *, takes: bool = False) -> Attached:
+    """Hold a kept run in this kernel; `takes` it from the kernel that holds it.
+
+    Raises:
+        AlreadyRunning, StartError, NbdistError: See `check` and `Cluster.attach`. Its ranks go on.
+    """
+    folder = Path(run.folder)
+    with _locked(folder):
+        run = runs.read(folder)
+        check(run, takes=takes)
+        try:
+            start = run_dir.read_start(folder)
+        except (OSError, pickle.PickleError, AttributeError, EOFError) as error:
+            raise StartError(
+                f"What is needed to attach to {run.name} cannot be read ({error}). `nbdist stop "
+                f"{run.name}` ends its ranks."
+            ) from error
+        _check_place(run, start["topology"])
+        run_dir.take(folder)
+    assert run.keep is not None
+    cluster = Cluster.attach(folder, start, run.keep, start["topology"].world_size, ATTACH_S)
+    try:
+        return _ask(cluster, start)
+    except BaseException:
+        cluster.leave()
+        raise
+
+
+def _check_place(run: Run, topology: Topology) -> None:
+    """Refuse ranks of another machine that no launcher reaches from here."""
+    owner, here = run.owner, host.this_machine()
+    hosts = {place.host for place in topology.ranks}
+    if owner is not None and owner.machine != here and hosts == {owner.machine.host}:
+        raise StartError(
+            f"The ranks of {run.name} are processes of {owner.machine.host}, and this is "
+            f"{here.host}. Attach in a notebook there."
+        )
+
+
+def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
+    assert cluster.channel is not None
+    channel = cluster.channel
+    world_size = start["topology"].world_size
+    living = sorted(
+        set(channel.engine_ids).intersection(range(world_size)).difference(cluster.exits)
+    )
+    asked: dict[int, Future[Any]] = {rank: standing(channel.ask, rank) for rank in living}
+    end_s = time.monotonic() + ANSWER_S
+    answers = {}
+    for rank, future in asked.items():
+        with contextlib.suppress(TimeoutError, NbdistError):
+            answers[rank] = future.result(max(0.0, end_s - time.monotonic()))
+    if not answers:
+        raise StartError(
+            f"No rank has answered within {ANSWER_S:.0f} s ({ranks_phrase(living)} connected). "
+            "They may be in C code that holds Python's lock: try again, or end them with "
+            "`nbdist stop`."
+        )
+    topology, generation, _, strategy = max(answers.values(), key=lambda answer: answer[1])
+    return Attached(
+        cluster,
+        topology,
+        start["options"],
+        start["since_s"],
+        generation,
+        max(run for _, _, run, _ in answers.values()),
+        strategy,
+        tuple(rank for rank in living if rank not in answers),
+    )
