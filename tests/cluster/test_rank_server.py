@@ -79,7 +79,7 @@ same = dict(
              if l.level or l.handlers},
     root=[logging.root.level, [type(h).__name__ for h in logging.root.handlers]],
     files=sorted({path.split("[")[0] for path in links("self")}),
-    shared_with_parent=sorted(links("self") & links(os.getppid())),
+    shared=[p for p in links("self") & links(os.getppid()) if p.startswith(("socket:", "pipe:"))],
     collector=[gc.isenabled(), gc.get_threshold()],
     at_exit=atexit._ncallbacks(),
     niceness=[os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
