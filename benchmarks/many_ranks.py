@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from benchmarks.start import SCRIPT, torchrun_s
+from benchmarks.start import script, torchrun_s
 
 COUNTS = (2, 4, 8, 16, 32)
 CELLS = 20
@@ -25,7 +25,7 @@ def rows() -> list[Row]:
             for folder in (ours, peer, own):
                 folder.mkdir()
             start_s, cell_s = _ours(ours, ranks)
-            starts[ranks] = start_s, torchrun_s(own, SCRIPT, ranks)
+            starts[ranks] = start_s, torchrun_s(own, script(ranks), ranks)
             cells[ranks] = cell_s * 1000, _px_s(peer, ranks) * 1000
     draw(starts, cells, PICTURE)
     return [
