@@ -50,6 +50,8 @@ FIRST = (
 LATER_OF = "nbdist.parallel.accelerator.lazy"  # its MODULES
 NICENESS = 10
 IDLE_END_S = 600.0
+# Of the kernel: a start that comes at once has its imports at normal priority.
+BEGIN_S = 0.5
 # After the last request: what is left to import waits for a start to be over.
 RESUME_S = 3.0
 FORK_DEADLINE_S = 20.0
@@ -116,6 +118,9 @@ class Imports:
         """Return once all of FIRST is there; the thread has ended then."""
         self._is_needed = True
         if self._thread is not None:
+            with contextlib.suppress(OSError):  # an ordinary user's may not, or it has ended
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, own)
             self._thread.join()
         while self._first and not self.error:
             self._import_next()
@@ -224,8 +229,7 @@ class Server:
         # torch asks NVML then, and not CUDA, which a process must not touch before it forks.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         gc.disable()  # nothing of what is imported goes away again
-        if request["is_background"]:
-            self._imports.begin(self._wake_up)
+        self._asked_s = time.monotonic() - RESUME_S + BEGIN_S
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,11 +161,11 @@ def look(tmp_path: Path, fork: str) -> list[Any]:
     return [json.loads(text.replace(str(folder), "FOLDER")) for text in texts]
 
 
-def without_run(same: dict[str, Any], folder: str = "") -> dict[str, Any]:
+def without_run(same: dict[str, Any]) -> dict[str, Any]:
     run = same["environ"]["NBDIST_RUN"]
     cluster = same["environ"]["IPP_CLUSTER_ID"]
     text = json.dumps(same).replace(run, "RUN").replace(cluster, "CLUSTER")
-    text = text.replace(cluster.rpartition("-")[0], "SET")
+    text = re.sub(r"ipengine-CLUSTER-\d+-", "ipengine-CLUSTER-SET-", text)
     cleaned: dict[str, Any] = json.loads(text)
     for name in ("environ", "environ_of_c", "environ_shown"):
         cleaned[name] = {n: v for n, v in cleaned[name].items() if n not in OF_A_RUN}

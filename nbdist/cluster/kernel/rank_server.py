@@ -89,8 +89,8 @@ class ForkedProcess:
 class RankServer:
     """A running server; of this process alone, not of its forks."""
 
-    def __init__(self, env: Mapping[str, str], *, is_background: bool):
-        """Start it; it imports meanwhile, at low priority where nobody waits for it.
+    def __init__(self, env: Mapping[str, str]):
+        """Start it; it imports at low priority until somebody waits for it.
 
         Raises:
             OSError: If the system refuses another process.
@@ -119,7 +119,7 @@ class RankServer:
         # How it ended where nobody wanted that; "" while it runs.
         self.end = ""
         self.has_ended = False
-        self._send({"env": dict(env), "sys_path": text_path(), "is_background": is_background})
+        self._send({"env": dict(env), "sys_path": text_path()})
         threading.Thread(target=self._listen, name="nbdist-rank-server", daemon=True).start()
 
     @property
@@ -237,7 +237,7 @@ def preload() -> None:
     if os.environ.get(PRELOAD) == "0" or obstacle():
         return
     with contextlib.suppress(OSError):  # the start that needs it says so
-        _current(dict(os.environ), is_background=True)
+        _current(dict(os.environ))
 
 
 def obstacle() -> str:
@@ -260,7 +260,7 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
         if _refusal:
             return None
         try:
-            server = _current(_unmarked(env), is_background=False)
+            server = _current(_unmarked(env))
             verdict = await server.check(env, sys_path)
         except (ServerError, OSError) as error:
             _discard()
@@ -290,12 +290,12 @@ def _unmarked(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name != MARK} | mine
 
 
-def _current(env: Mapping[str, str], *, is_background: bool) -> RankServer:
+def _current(env: Mapping[str, str]) -> RankServer:
     global _server  # noqa: PLW0603
     with _lock:
         # That of a process which has forked this one is not to be shared.
         if _server is None or _server.has_ended or _server.owner != os.getpid():
-            _server = RankServer(env, is_background=is_background)
+            _server = RankServer(env)
         return _server
 
 
