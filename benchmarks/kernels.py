@@ -82,6 +82,10 @@ class Notebook:
             raise RuntimeError(f"{code}\n{shown[-3000:]}")
         return Ran(elapsed_s, shown)
 
+    def begin(self, code: str) -> None:
+        """Send a cell and do not wait for it."""
+        self._client.execute(code)
+
 
 def _text(message: Any) -> str:
     content = message["content"]

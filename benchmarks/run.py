@@ -25,6 +25,7 @@ MODULES = (
     "cells",
     "training",
     "transfer",
+    "keeping",
     "idle",
     "monitoring",
     "many_ranks",

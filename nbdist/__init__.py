@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from nbdist.config.view import CheckView
     from nbdist.core.view import View
+    from nbdist.engine.torchrun import join as join
     from nbdist.notebook.session import Session
     from nbdist.parallel.accelerator.accelerator import Accelerator as Accelerator
     from nbdist.planner.view.plan_view import PlanView
 
-# Without Accelerator: `from nbdist import *` would load torch in the notebook.
+# Without Accelerator and join: `from nbdist import *` would load torch in the notebook.
 __all__ = [
-    "__version__", "bench", "check_config", "compare", "doctor", "export",
+    "__version__", "attach", "bench", "check_config", "compare", "detach", "doctor", "export",
     "load_ipython_extension", "plan", "session", "shown", "start", "step",
 ]  # fmt: skip
 __version__ = VERSION
@@ -45,6 +46,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
     debug: str = "off",
     strategy: str | None = None,
     slurm: Mapping[str, Any] | None = None,
+    keep_s: float = 0.0,
+    save: str = "",
     **strategy_options: object,
 ) -> Session:
     """Start ranks and return them; the same as %dist_init.
@@ -61,6 +64,8 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         debug: torch's own checks of every collective: "off", "info" or "detail".
         strategy: How models are trained in parallel; default: ddp.
         slurm: Of the job, with the profile slurm: gpus_per_node, partition, account, time, sbatch.
+        keep_s: How long the ranks go on without this process; default: they end with it.
+        save: Where a checkpoint is written at the end of that time.
         strategy_options: Its degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -89,8 +94,47 @@ def start(  # noqa: PLR0913  # the options of %dist_init, by name
         spec,
         parse_hosts(hosts) if hosts else (),
         SlurmOptions(**slurm or {}),
+        keep_s,
+        save,
     )
     return commands.start_and_show(options).session
+
+
+def detach(keep_s: float | None = None, *, save: str = "") -> float:
+    """Let go of the ranks, which go on without this process; the same as %dist_detach.
+
+    Args:
+        keep_s: For how long; default: as the start said, or 8 hours.
+        save: Where a checkpoint is written at the end of that time.
+
+    Returns:
+        For how long they go on, in seconds.
+
+    Raises:
+        NotRunning: If there are no ranks.
+        StartError: If what an attach needs cannot be written down.
+    """
+    from nbdist.notebook.notebook import NOTEBOOK
+
+    NOTEBOOK.session.checkpoints.end()
+    return NOTEBOOK.detach(keep_s, save)
+
+
+def attach(run: str = "", *, take: bool = False) -> Session:
+    """Hold ranks that were kept and go on with the cell that they run; as %dist_attach.
+
+    Args:
+        run: Its name, the beginning of that, or its folder; default: the only one that is kept.
+        take: From the process that holds it.
+
+    Raises:
+        AlreadyRunning: If this process has ranks, or another one holds those.
+        NotRunning, OptionError, StartError: If there is no such run, or it cannot be reached.
+        DistributedError: If the cell failed on a rank; the ranks are held.
+    """
+    from nbdist.commands.cluster import attach_and_show
+
+    return attach_and_show(run, takes=take)
 
 
 def session() -> Session:
@@ -214,16 +258,32 @@ def compare(strategies: Sequence[str], code: str) -> View:
     return compare_strategies(strategies, code)
 
 
-def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool = False) -> View:
-    """Write a notebook's distributed cells as one script that runs without nbdist.
+def export(  # noqa: PLR0913  # the options of %dist_export, by name
+    notebook: str | Path | None,
+    script: str | Path,
+    *,
+    slurm: str | Path | None = None,
+    accelerate: str | Path | None = None,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    device: str | None = None,
+    is_forced: bool = False,
+) -> View:
+    """Write a notebook's distributed cells as one script; the same as %dist_export.
 
-    It needs no ranks, and runs nothing of the notebook. The same as %dist_export.
+    It needs no ranks, and runs nothing of the notebook. The script runs without nbdist where
+    Accelerate trains as the notebook does; its first lines say so, or why it needs nbdist.
 
     Args:
         notebook: Its file; None for the notebook that runs this, "history" for the cells that
             have run in this kernel.
         script: The file to write.
-        is_forced: Replace it if it exists.
+        slurm: A batch script for Slurm to write as well.
+        accelerate: A configuration for `accelerate launch` to write as well.
+        ranks: How many it is started on; default: as in the notebook.
+        nodes: How many hosts; default: as in the notebook.
+        device: "gpu" or "cpu"; default: as the ranks here, and gpu without ranks.
+        is_forced: Replace files that exist.
 
     Returns:
         What was taken, and what was left out and why, to be shown.
@@ -231,9 +291,11 @@ def export(notebook: str | Path | None, script: str | Path, *, is_forced: bool =
     Raises:
         OptionError: If a file cannot be read or written, or no cell can be taken.
     """
-    from nbdist.commands.export import write_script
+    from nbdist.commands.export import ExportRequest, write_script
 
-    return write_script(script, notebook, is_forced=is_forced)
+    return write_script(
+        ExportRequest(script, notebook, slurm, accelerate, ranks, nodes, device, is_forced)
+    )
 
 
 def check_config(  # the options of %dist_config, by name
@@ -296,8 +358,13 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 def __getattr__(name: str) -> Any:
     """`from nbdist import Accelerator`: Accelerate's, under the strategy that was chosen.
 
-    Loaded when it is asked for: it needs torch, which the notebook's own process never loads.
+    `nbdist.join("fsdp", tp=2)` makes a process of torchrun a rank, in a script without a notebook.
+    Loaded when they are asked for: they need torch, which the notebook's own process never loads.
     """
+    if name == "join":
+        from nbdist.engine.torchrun import join
+
+        return join
     if name == "Accelerator":
         from nbdist.parallel.accelerator.accelerator import Accelerator
 

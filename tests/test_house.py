@@ -81,8 +81,8 @@ PURE_LIBRARIES = {
 }
 # Where an engine process begins: it hands itself over to ipyparallel.
 ENGINE_ENTRY = "nbdist.engine.__main__"
-# `from nbdist import Accelerator` loads it when it is asked for.
-LAZY = ("nbdist", "nbdist.parallel.accelerator.accelerator")
+# `from nbdist import Accelerator, join` loads them when they are asked for.
+LAZY = {("nbdist", "nbdist.parallel.accelerator.accelerator"), ("nbdist", "nbdist.engine.torchrun")}
 
 # The word of a verb's file in commands/ -> its package, where that is another word.
 # `nbdist.plan` and others are public functions, so no package may have these names.
@@ -186,7 +186,7 @@ def library_problem(module: str, name: str) -> str | None:
 def own_problem(module: str, target: str) -> str | None:
     """Why this module may not import that one, or None."""
     # `import nbdist` alone loads nothing new: it is the parent of every module.
-    if target in {"nbdist", module} or (module, target) == LAZY:
+    if target in {"nbdist", module} or (module, target) in LAZY:
         return None
     here, there = side(module), side(target)
     if there not in REACH[here]:
@@ -211,7 +211,7 @@ def graph() -> dict[str, set[str]]:
             for name in imported(ast.parse(path.read_text(encoding="utf-8")))
             if name.startswith("nbdist")
             and (target := owner(name)) not in {"nbdist", module}
-            and (module, target) != LAZY
+            and (module, target) not in LAZY
         }
         for module, path in sources().items()
     }

@@ -48,7 +48,7 @@ class CellHead:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: a raw message, or a reply with its status, or the end, which has no content."""
+    """One record: a raw message, or a reply with its status, or the end with what was lost."""
 
     kind: bytes
     content: dict[str, Any]
@@ -68,9 +68,10 @@ def pack_reply(reply: dict[str, Any]) -> bytes:
     return _RECORD.pack(REPLY, len(body)) + body
 
 
-def pack_end() -> bytes:
-    """The record behind which nothing comes."""
-    return _RECORD.pack(END, 0)
+def pack_end(lost_bytes: int = 0) -> bytes:
+    """The record behind which nothing comes, with how much could not be written."""
+    body = json.dumps({"lost_bytes": lost_bytes}).encode()
+    return _RECORD.pack(END, len(body)) + body
 
 
 class JournalReader:
@@ -103,11 +104,9 @@ class JournalReader:
 
 
 def _content(kind: bytes, body: bytes) -> dict[str, Any]:
-    if kind == END:
-        return {}
-    if kind == REPLY:
-        reply: dict[str, Any] = json.loads(body)
-        return reply
+    if kind != MESSAGE:
+        words: dict[str, Any] = json.loads(body)
+        return words
     parts = []
     at = 0
     while at < len(body):

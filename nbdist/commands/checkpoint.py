@@ -14,7 +14,7 @@ from nbdist.strategy.options import listed
 
 def dist_save(values: Namespace) -> None:
     """Save a checkpoint, or a model's weights alone; its line of progress becomes the result."""
-    path = _path("%dist_save", values.path)
+    path = path_of("%dist_save", values.path)
     if values.is_export:
         if values.is_async:
             raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
@@ -36,14 +36,18 @@ def dist_save(values: Namespace) -> None:
 
 def dist_load(values: Namespace) -> None:
     """Load a checkpoint; its line of progress becomes the result."""
-    path = _path("%dist_load", values.path)
+    path = path_of("%dist_load", values.path)
     checkpoints = NOTEBOOK.session.checkpoints
     loaded = checkpoints.load(path, models_only=values.is_models_only)
     show(checkpoint_view.loaded_view(loaded, checkpoints.earlier_messages()))
 
 
-def _path(typed: str, words: list[str]) -> str:
-    """The one path that was typed."""
+def path_of(typed: str, words: list[str]) -> str:
+    """The one path that was typed.
+
+    Raises:
+        OptionError: None was, or several were.
+    """
     if not words:
         raise OptionError(f"{typed}: which folder? {typed} checkpoints/step100")
     if len(words) > 1:

@@ -182,8 +182,13 @@ def dist_attach(values: Namespace) -> None:
     """Hold kept ranks in this notebook, and go on with the cell that they run."""
     if len(values.named) > 1:
         raise OptionError(f"%dist_attach: name one run, not {' '.join(values.named)}.")
+    attach_and_show("".join(values.named), takes=values.takes)
+
+
+def attach_and_show(named: str, *, takes: bool) -> Session:
+    """Hold kept ranks, with a progress line that becomes their table, and their cell below."""
     progress = SHOWN.line("attaching")
-    attached = NOTEBOOK.attach("".join(values.named), takes=values.takes)
+    attached = NOTEBOOK.attach(named, takes=takes)
     status = attached.session.status()
     progress.finish(
         ranks_view.attach_view(
@@ -191,6 +196,7 @@ def dist_attach(values: Namespace) -> None:
         )
     )
     NOTEBOOK.resume()
+    return attached.session
 
 
 def status_view(*, wants_stacks: bool = False) -> View:

@@ -44,9 +44,7 @@ def _configure(values: Namespace) -> Configured:
     """The strategy that was typed, or the one that counts on the ranks, as configurations."""
     spec = StrategySpec.parse(values.strategy, strategy_given(values))
     ranks = values.ranks
-    device = "" if values.device is None else DEVICES.get(values.device)
-    if device is None:
-        raise no_such("--device", values.device, DEVICES)
+    device = device_type(values.device)
     if spec is None:
         if ranks is not None:
             raise OptionError("Name the strategy as well: --strategy ddp, for example.")
@@ -63,9 +61,16 @@ def _configure(values: Namespace) -> Configured:
             raise OptionError("No ranks run here, so say how many there will be: --ranks 8.")
         ranks = NOTEBOOK.session.topology.world_size
     here = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
-    hosts, device_type = values.nodes or 1, device or here.split(":")[0]
+    hosts, device = values.nodes or 1, device or here.split(":")[0]
     choice = spec.choose(ranks)
-    return configured(Setting(choice, hosts, device_type, clip=values.clip, script=values.script))
+    return configured(Setting(choice, hosts, device, clip=values.clip, script=values.script))
+
+
+def device_type(typed: str | None) -> str:
+    """What torch calls a --device; "" for nothing typed."""
+    if typed is not None and typed not in DEVICES:
+        raise no_such("--device", typed, DEVICES)
+    return "" if typed is None else DEVICES[typed]
 
 
 def _show(values: Namespace) -> View:
@@ -76,7 +81,7 @@ def _show(values: Namespace) -> View:
     wanted = _form(values.form, Path(values.write))
     if wanted not in config.texts:
         raise OptionError(f"There is no {wanted} form of this strategy: {config.refused[wanted]}")
-    _write(Path(values.write).expanduser(), config.texts[wanted], is_forced=values.is_forced)
+    write_file(Path(values.write).expanduser(), config.texts[wanted], is_forced=values.is_forced)
     return config_view.written(config, wanted, values.write)
 
 
@@ -123,7 +128,7 @@ def check_file(
         return yaml_reader.read(document.name, text, document.syntax)
 
     after, changes = check.corrected(before, around, read)
-    _write(Path(write).expanduser(), after.document.text, is_forced=is_forced)
+    write_file(Path(write).expanduser(), after.document.text, is_forced=is_forced)
     return config_view.corrected(before, after, changes, str(write))
 
 
@@ -164,7 +169,21 @@ def check_target(path: Path, *, is_forced: bool) -> None:
         raise OptionError(f"{path} exists. --force replaces it; or name another file.")
 
 
-def _write(path: Path, text: str, *, is_forced: bool) -> None:
+def check_form(path: Path, form: str) -> None:
+    """Refuse a file whose name says another form, or none."""
+    endings = [ending for ending, word in _SUFFIXES.items() if word == form]
+    if path.suffix.lower() not in endings:
+        raise OptionError(
+            f"{path} is no name for the {form} form. Use one that ends with {' or '.join(endings)}."
+        )
+
+
+def write_file(path: Path, text: str, *, is_forced: bool) -> None:
+    """Write a text, whole or not at all.
+
+    Raises:
+        OptionError: It cannot be written, or exists and must not be replaced.
+    """
     check_target(path, is_forced=is_forced)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -7,24 +7,43 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.commands import cells, check, cluster, compare, config, memory, strategy, trace
+from nbdist.commands import (
+    bandwidth,
+    cells,
+    check,
+    checkpoint,
+    cluster,
+    compare,
+    config,
+    doctor,
+    memory,
+    monitor,
+    plan,
+    strategy,
+    trace,
+    variables,
+)
+from nbdist.config import kernel as config_kernel
+from nbdist.config.emit import ACCELERATE, SBATCH
+from nbdist.config.launch import configured
 from nbdist.core.view import View
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, RankBusy, RankGone
 from nbdist.exporter import export
 from nbdist.exporter import kernel as exporter_kernel
 from nbdist.exporter import view as export_view
-from nbdist.exporter.export import Magic, NotebookCell, Reader
+from nbdist.exporter.export import ExportedScript, Magic, NotebookCell, Reader, Target
+from nbdist.exporter.script import RankCall
 from nbdist.notebook.notebook import LOCAL, NOTEBOOK
-from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, strategy_given
-from nbdist.strategy import choice as strategies
-from nbdist.strategy.choose import StrategySpec
+from nbdist.notebook.verb import ANYWHERE, Option, Verb, parse, rank_count, strategy_given
+from nbdist.strategy.choice import Strategy, described
+from nbdist.strategy.choose import StrategySpec, default_choice
 
 HISTORY = "history"
 
@@ -43,31 +62,102 @@ class _Origin:
     hosts: tuple[str, ...] = ()
 
 
-def write_script(script: str | Path, source: str | Path | None, *, is_forced: bool) -> View:
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What is to be written, and for which ranks.
+
+    Attributes:
+        source: The notebook's file; None for this notebook, "history" for the cells that ran.
+        slurm, accelerate: A batch script and a YAML of Accelerate to write as well, if any.
+        ranks, nodes: How many the script is for; None for as in the notebook.
+        device: "gpu" or "cpu"; None for as the ranks here, and gpu without ranks.
+    """
+
+    script: str | Path
+    source: str | Path | None = None
+    slurm: str | Path | None = None
+    accelerate: str | Path | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    device: str | None = None
+    is_forced: bool = False
+
+    @property
+    def launchers(self) -> dict[str, Path]:
+        """Form (of config.emit) -> the file of what starts the script."""
+        typed = {SBATCH: self.slurm, ACCELERATE: self.accelerate}
+        return {form: Path(path).expanduser() for form, path in typed.items() if path is not None}
+
+
+def write_script(request: ExportRequest) -> View:
     """Write a notebook's distributed cells as a script; see nbdist.export.
 
     Raises:
-        OptionError: If a file cannot be read or written, or no cell can be taken.
+        OptionError: If a file cannot be read or written, or no cell can be taken; nothing is
+            written then.
     """
-    path = Path(script).expanduser()
+    path, is_forced = Path(request.script).expanduser(), request.is_forced
     if path.suffix != ".py":
         raise OptionError(f"{path} is not a script name. Use one that ends with .py.")
-    config.check_target(path, is_forced=is_forced)
-    origin = _origin(source)
+    for form, launcher in request.launchers.items():
+        config.check_form(launcher, form)
+    for file in (path, *request.launchers.values()):
+        config.check_target(file, is_forced=is_forced)
+    origin = _origin(request.source)
+    target = _target(origin, request)
     try:
         # A transformer of its own for each cell: the shell's sends cells to the ranks.
         reader = Reader(lambda cell: TransformerManager().transform_cell(cell), meaning)
-        exported = export.export(origin.cells, origin.name, reader, origin.hosts)
+        exported = export.export(origin.cells, origin.name, reader, target)
     except OptionError as error:
         raise OptionError("\n  ".join([str(error), *origin.notes])) from error
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(exported.text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OptionError(f"{path} cannot be written: {error}") from error
-    return export_view.script_view(path, origin.name, origin.notes, exported)
+    texts = _launchers(path, request, exported)
+    for file, text in {path: exported.text, **texts}.items():
+        config.write_file(file, text, is_forced=is_forced)
+    notes = (*origin.notes, *_other_strategy(origin, exported))
+    return export_view.script_view(path, origin.name, notes, exported, request.launchers)
+
+
+def _other_strategy(origin: _Origin, exported: ExportedScript) -> list[str]:
+    """What to say where the ranks' strategy is not the one of the cells."""
+    now = NOTEBOOK.session.strategy_chosen if origin.hosts else None
+    if now is None or now == (last := exported.last or default_choice(now.world_size)):
+        return []
+    ends = f"the script ends under {described(last)}, as the cells do"
+    return [f"the ranks train under {described(now)} now; {ends}"]
+
+
+def _target(origin: _Origin, request: ExportRequest) -> Target:
+    """Where the script is to run: as typed, else as the ranks of this notebook do."""
+    here = NOTEBOOK.session.topology.ranks[0].device if NOTEBOOK.is_running else "cuda"
+    device = config.device_type(request.device) or here.split(":")[0]
+    blocks: tuple[str, ...] = ()
+    if NOTEBOOK.is_running and origin.hosts and device != "cpu":
+        # Of busy ranks they are not known, which the configuration says.
+        with contextlib.suppress(RankBusy, RankGone):
+            blocks = config_kernel.blocks(NOTEBOOK.session)
+    return Target(origin.hosts, request.ranks, request.nodes, device, blocks)
+
+
+def _launchers(path: Path, request: ExportRequest, exported: ExportedScript) -> dict[Path, str]:
+    """The texts of what starts the script, by file.
+
+    Raises:
+        OptionError: There is none for this script, or for these ranks.
+    """
+    if not request.launchers:
+        return {}
+    if request.accelerate is not None and exported.needs:
+        raise OptionError(
+            f"There is no {request.accelerate} for this script, which needs nbdist: "
+            f"{exported.needs[0]}. torchrun starts it: leave --accelerate out. --slurm FILE writes "
+            "a batch script. Nothing was written."
+        )
+    setting = replace(exported.setting, script=str(path))
+    job = configured(setting).texts
+    config_of = configured(replace(setting, is_in_script=False)).texts
+    texts = {SBATCH: job[SBATCH], ACCELERATE: config_of.get(ACCELERATE, "")}
+    return {file: texts[form] for form, file in request.launchers.items()}
 
 
 def _origin(source: str | Path | None) -> _Origin:
@@ -161,24 +251,59 @@ def _of_start(values: Namespace) -> Magic:
         world_size=values.world_size,
         seed=values.seed,
         choice=_choice(spec, values.world_size),
+        spec=spec,
     )
 
 
 def _of_reset(values: Namespace) -> Magic:
     start = _of_start(values)
     note = "%dist_reset restarts the ranks; the script keeps its variables"
-    return Magic(mode=start.mode, choice=start.choice, note=note)
+    return replace(start, world_size=None, seed=None, note=note)
 
 
 def _of_strategy(values: Namespace) -> Magic:
     name = values.named[0] if values.named else None
-    return Magic(choice=_choice(StrategySpec.parse(name, strategy_given(values)), None))
+    spec = StrategySpec.parse(name, strategy_given(values))
+    return Magic(choice=_choice(spec, None), spec=spec)
 
 
-def _choice(spec: StrategySpec | None, world_size: int | None) -> strategies.Strategy | None:
+def _of_save(values: Namespace) -> Magic:
+    path = _literal("%dist_save", values.path)
+    if values.is_export:
+        options = {"model": values.model, "is_merged": values.is_merged}
+        typed = tuple((word, value) for word, value in options.items() if value)
+        return Magic(call=RankCall("export_weights", path, typed))
+    beside = (("asynchronous", True),) if values.is_async else ()
+    return Magic(call=RankCall("save", path, beside))
+
+
+def _of_load(values: Namespace) -> Magic:
+    part = (("models_only", True),) if values.is_models_only else ()
+    return Magic(call=RankCall("load", _literal("%dist_load", values.path), part))
+
+
+def _literal(verb: str, words: list[str]) -> str:
+    """A path as typed.
+
+    Raises:
+        OptionError: The notebook's own variables are in it.
+    """
+    path = checkpoint.path_of(verb, words)
+    if "{" in path or "$" in path:
+        raise OptionError(
+            f"{path} has variables of the notebook in it, which a script does not have, so it is "
+            "left out. Write the path itself"
+        )
+    return path
+
+
+def _choice(spec: StrategySpec | None, world_size: int | None) -> Strategy | None:
     """The strategy for as many ranks as were typed, or run here, or as it takes."""
     if spec is None:
         return None
+    if NOTEBOOK.is_running and world_size is None:
+        with contextlib.suppress(OptionError):
+            return spec.on(NOTEBOOK.session.topology)
     sizes = [world_size] if world_size else [len(_hosts()) or 2, 2, 4, 8, 16, 1]
     for size in sizes[:-1]:
         try:
@@ -201,8 +326,11 @@ _MEANINGS: dict[str, Callable[[Namespace], Magic]] = {
     "dist_init": _of_start,
     "dist_reset": _of_reset,
     "dist_strategy": _of_strategy,
+    "dist_save": _of_save,
+    "dist_load": _of_load,
     "dist_mode": _of_mode,
     "dist_shutdown": lambda _values: Magic(mode=LOCAL),
+    "dist_detach": lambda _values: Magic(mode=LOCAL),
 }
 
 
@@ -210,14 +338,19 @@ def dist_export(values: Namespace) -> View:
     """Write the distributed cells as a script."""
     if len(values.script) != 1:
         raise OptionError("%dist_export: name one file, for example %dist_export train.py.")
-    return write_script(values.script[0], values.source, is_forced=values.is_forced)
+    return write_script(
+        ExportRequest(
+            values.script[0], values.source, values.slurm, values.accelerate, values.ranks,
+            values.nodes, values.device, values.is_forced,
+        )
+    )  # fmt: skip
 
 
 VERBS = (
     Verb(
         "dist_export",
         "Write the notebook's distributed cells as one script for torchrun.",
-        "%dist_export train.py",
+        "%dist_export train.py --slurm train.sbatch --nodes 2",
         dist_export,
         (
             Option(("script",), "the script to write, such as train.py", metavar="FILE.py"),
@@ -228,11 +361,43 @@ VERBS = (
                 metavar="NOTEBOOK.ipynb",
                 name="source",
             ),
-            Option(("--force",), "replace the file if it exists", None, name="is_forced"),
+            Option(
+                ("--slurm",),
+                "also write a batch script for Slurm that starts it",
+                metavar="FILE.sbatch",
+            ),
+            Option(
+                ("--accelerate",),
+                "also write a configuration with which accelerate launch starts it",
+                metavar="FILE.yaml",
+            ),
+            Option(
+                ("--ranks", "-n"),
+                "number of ranks to start (default: as in the notebook)",
+                rank_count,
+                metavar="N",
+            ),
+            Option(
+                ("--nodes",),
+                "hosts of the ranks (default: as in the notebook)",
+                rank_count,
+                metavar="N",
+            ),
+            Option(
+                ("--device",),
+                f"what the ranks run on, {' or '.join(config.DEVICES)} (default: as the ranks "
+                "here; gpu without ranks)",
+                metavar="DEVICE",
+                choices=tuple(config.DEVICES),
+            ),
+            Option(("--force",), "replace files that exist", None, name="is_forced"),
         ),
         place=ANYWHERE,
     ),
 )
-_SUBJECTS = (cluster, strategy, cells, trace, memory, compare, check)
+_SUBJECTS = (
+    cluster, strategy, cells, variables, checkpoint, trace, memory, monitor, bandwidth, plan,
+    compare, check, doctor, config,
+)  # fmt: skip
 _TABLE = {verb.name: verb for subject in _SUBJECTS for verb in subject.VERBS}
 _TABLE |= {verb.name: verb for verb in VERBS}

@@ -35,6 +35,7 @@ class Setting:
         blocks: Class names of the model's blocks; none where no model is known.
         clip: The norm that DeepSpeed clips gradients to; 0 for none.
         first_host: The name of the host of rank 0; "" where it is not known.
+        is_in_script: The script chooses the strategy itself; what starts it says nothing of it.
     """
 
     choice: Strategy
@@ -44,6 +45,7 @@ class Setting:
     clip: float = 0.0
     script: str = SCRIPT
     first_host: str = ""
+    is_in_script: bool = False
 
     @property
     def ranks_of_host(self) -> int:
@@ -60,9 +62,8 @@ class Refusal:
 
 def accelerate_config(setting: Setting) -> dict[str, Any] | Refusal:
     """The strategy as the keys of an Accelerate YAML, or why it has none."""
-    refusal = _refusal(setting.choice)
-    if refusal is not None:
-        return refusal
+    if why := _refusal(setting.choice):
+        return Refusal(f"{why}; run it with nbdist instead: {run_line(setting.choice)}")
     choice, options = setting.choice, setting.choice.options
     is_alone = choice.name == "single" or choice.world_size == 1
     kind = "FSDP" if choice.degrees.dp_shard > 1 else "MULTI_GPU"
@@ -178,7 +179,7 @@ def notes(setting: Setting) -> tuple[str, ...]:
             "environment: the YAML has no key for it"
         )
     lines += _about_cpu(setting)
-    if choice.degrees.tp > 1 and _refusal(choice) is None:
+    if choice.degrees.tp > 1 and not _refusal(choice):
         loaded = "from_pretrained(..., tp_plan='auto', device_mesh=accelerator.torch_device_mesh)"
         newer = "in newer versions distributed_config=DistributedConfig(tp_plan='auto')"
         what = f"{loaded} of transformers ({newer}); Accelerate splits no other models"
@@ -230,8 +231,33 @@ _NO_SEQUENCES = (
 )
 
 
-def _refusal(choice: Strategy) -> Refusal | None:
-    """Why Accelerate has no key for a strategy; None where it has."""
+def obstacle(setting: Setting) -> str:
+    """Why Accelerate alone, in any script, does not train as this strategy does; "" if it does.
+
+    Beyond the configurations' keys: what a script would have to do itself, and what has no effect
+    on the setting's device.
+    """
+    choice = setting.choice
+    is_alone = choice.world_size == 1
+    is_cpu = setting.device == "cpu"
+    reasons = (
+        (choice.name == "single" and not is_alone, "Accelerate lets no rank train by itself"),
+        (choice.degrees.tp > 1, "Accelerate splits the layers of models of transformers only"),
+        (
+            is_cpu and choice.name not in ("single", "ddp") and not is_alone,
+            f"Accelerate has no {choice.name} on the CPU",
+        ),
+        (is_cpu and choice.options.precision == "fp16", "Accelerate ignores fp16 on the CPU"),
+        (
+            bool(_about_script(choice.options, choice)),
+            f"no configuration of Accelerate has all of {options_phrase(choice)}",
+        ),
+    )
+    return _refusal(choice) or next((reason for is_so, reason in reasons if is_so), "")
+
+
+def _refusal(choice: Strategy) -> str:
+    """Why Accelerate has no key for a strategy; "" where it has."""
     degrees, name = choice.degrees, choice.name
     reasons = (
         (name == "pp", "Accelerate does not support torch's pipelines"),
@@ -249,8 +275,7 @@ def _refusal(choice: Strategy) -> Refusal | None:
             "Accelerate cannot combine replicas with tensor parallelism",
         ),
     )
-    why = next((reason for is_so, reason in reasons if is_so), "")
-    return Refusal(f"{why}; run it with nbdist instead: {run_line(choice)}") if why else None
+    return next((reason for is_so, reason in reasons if is_so), "")
 
 
 def run_line(choice: Strategy, script: str = SCRIPT) -> str:
@@ -311,7 +336,7 @@ def _about_cpu(setting: Setting) -> list[str]:
             "ranks on the CPU: start it with ACCELERATE_USE_CPU=true in the environment (MULTI_GPU "
             "is Accelerate's word for several processes; its MULTI_CPU wants mpirun)"
         )
-    elif _refusal(choice) is None:
+    elif not _refusal(choice):
         lines.append(
             f"Accelerate has no {choice.name} on the CPU: without GPUs it trains as ddp, or stops"
         )

@@ -20,9 +20,18 @@ def setting(ranks: Ranks, choice: Strategy, hosts: int | None, device: str) -> S
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
-    [blocks] = ranks.call_all(block_classes, deadline_s=ASK_S, ranks=[0])
     topology, first = ranks.topology, ranks.topology.ranks[0]
     several = topology.n_hosts if hosts is None else hosts
     first_host = first.host if topology.n_hosts > 1 else ""
     device = device or first.device.split(":")[0]
-    return Setting(choice, several, device, tuple(blocks), first_host=first_host)
+    return Setting(choice, several, device, blocks(ranks), first_host=first_host)
+
+
+def blocks(ranks: Ranks) -> tuple[str, ...]:
+    """The class names of the blocks of rank 0's models.
+
+    Raises:
+        RankGone, RankBusy, NotRunning: As for a cell.
+    """
+    [names] = ranks.call_all(block_classes, deadline_s=ASK_S, ranks=[0])
+    return tuple(names)

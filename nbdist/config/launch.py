@@ -48,12 +48,7 @@ def configured(setting: Setting) -> Configured:
     Raises:
         OptionError: The ranks cannot be shared out over so many hosts; with the numbers that can.
     """
-    ranks, hosts = setting.choice.world_size, setting.hosts
-    if ranks % hosts:
-        fitting = ", ".join(map(str, divisors(ranks)))
-        raise OptionError(
-            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
-        )
+    ranks_of_host(setting.choice.world_size, setting.hosts)
     by_form = {form: write(setting) for form, write in _WRITERS.items()}
     return Configured(
         setting,
@@ -61,6 +56,20 @@ def configured(setting: Setting) -> Configured:
         {form: text.why for form, text in by_form.items() if isinstance(text, Refusal)},
         notes(setting) if isinstance(by_form[ACCELERATE], str) else (),
     )
+
+
+def ranks_of_host(ranks: int, hosts: int) -> int:
+    """How many ranks each of so many hosts has.
+
+    Raises:
+        OptionError: They cannot be shared out evenly; with the numbers of hosts that can.
+    """
+    if ranks % hosts:
+        fitting = ", ".join(map(str, divisors(ranks)))
+        raise OptionError(
+            f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Use --nodes {fitting}."
+        )
+    return ranks // hosts
 
 
 # Keys whose variable is not named after them.
@@ -72,6 +81,8 @@ def environment(setting: Setting) -> dict[str, str] | Refusal:
 
     `accelerate launch` sets the same of the YAML (a test compares them).
     """
+    if setting.is_in_script:
+        return {"ACCELERATE_USE_CPU": "true"} if setting.device == "cpu" else {}
     config = accelerate_config(setting)
     if isinstance(config, Refusal):
         return config
@@ -123,7 +134,7 @@ def torchrun_text(setting: Setting) -> str | Refusal:
 
 def _of_one(setting: Setting) -> Setting:
     """Without parallelism one process is started, whatever the number of ranks."""
-    if setting.choice.name != "single":
+    if setting.choice.name != "single" or setting.is_in_script:
         return setting
     return replace(setting, hosts=1, choice=replace(setting.choice, world_size=1))
 

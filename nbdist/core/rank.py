@@ -36,6 +36,11 @@ def this_rank() -> Rank:
     return _joined
 
 
+def has_joined() -> bool:
+    """Whether this process is a rank by now."""
+    return _joined is not None
+
+
 def joined(rank: Rank) -> None:
     """Remember the group that has been joined, in place of an earlier one."""
     global _joined  # noqa: PLW0603  # one rank per process

@@ -44,10 +44,10 @@ class Journal:
         self._parent = f'"{message_id}"'.encode()
         self._lock = threading.Lock()
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        new = path.with_suffix(".new")
-        self._file = new.open("wb", buffering=0)
+        # Not in the place of the old one: ext4 would write it to the disk first, for milliseconds.
+        path.unlink(missing_ok=True)
+        self._file = path.open("xb", buffering=0)
         self._file.write(head.line())
-        new.replace(path)
 
     def note_message(self, frames: Sequence[Any]) -> None:
         """Write a message down if it is of this cell; its last one ends the journal."""
@@ -67,7 +67,7 @@ class Journal:
 
     def end(self) -> None:
         """Nothing more comes."""
-        self._write(journal.pack_end())
+        self._write(journal.pack_end(self.lost_bytes))
         with self._lock:
             self._file.close()
 

@@ -1,1 +1,1 @@
-"""A notebook's distributed cells as one script that runs without nbdist."""
+"""A notebook's distributed cells as one script, with nbdist where Accelerate is not enough."""

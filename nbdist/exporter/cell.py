@@ -38,12 +38,12 @@ _GLUED_RANKS = re.compile(r"^%%rank\[", re.MULTILINE)
 _SHELL_CALLS = {"run_line_magic", "run_cell_magic", "system", "getoutput", "magic"}
 _ONLY_NOTEBOOKS = re.compile(r"_{1,3}|_\d+|_i{1,3}|_i\d+|_ih|_oh|_dh|In|Out|get_ipython|exit|quit")
 _KEYBOARD = {"input", "getpass", "breakpoint"}
-# What stands for names of nbdist in a script.
-_IN_PLACE_OF = {
-    "shown": "{} = str",
-    "step": "def {}(): pass",
-    "Accelerator": "from accelerate import Accelerator{}",
-}
+# What stands for names of nbdist in a script: for the name, or as it is imported.
+_IN_PLACE_OF = {"shown": "{} = str", "step": "def {}(): pass"}
+
+
+# The packages that have an Accelerator.
+ACCELERATE, NBDIST = "accelerate", "nbdist"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class CellPart:
     Attributes:
         source: Python for the module level; under which ranks, the script says.
         is_async: It awaits at the top level.
+        accelerators: The package that the script has its Accelerator from.
         futures: Names that it imports from __future__; they go to the top of the script.
         notes: (kind, what) of CHANGED.
     """
@@ -74,8 +75,13 @@ class CellPart:
     source: str
     tree: ast.Module
     is_async: bool
+    accelerators: str = ACCELERATE
     futures: list[str] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def calls(self, *methods: str) -> bool:
+        """Whether it calls one of these methods."""
+        return text.calls_method(self.tree, methods)
 
 
 class LeftOutError(Exception):
@@ -108,22 +114,50 @@ def foreign_magic(magics: Sequence[tuple[str, str]], nbdist_magics: frozenset[st
     return ""
 
 
-def line_magics(body: str, transform: Callable[[str], str]) -> list[tuple[str, str]]:
-    """Every line magic of a cell as (name, line), in order; none where it is not Python."""
+@dataclass(frozen=True, slots=True)
+class LineMagic:
+    """A line magic in a cell of Python.
+
+    Attributes:
+        is_inside: It stands in a statement of Python's: in a loop, a function, an assignment.
+    """
+
+    name: str
+    line: str
+    is_inside: bool
+
+    @property
+    def typed(self) -> str:
+        """As it is typed."""
+        return " ".join(f"%{self.name} {self.line}".split())
+
+
+def line_magics(body: str, transform: Callable[[str], str]) -> list[LineMagic]:
+    """Every line magic of a cell, in order; none where it is not Python."""
     try:
         tree = text.parse(python_of(body, transform)).tree
     except SyntaxError:
         return []
+    alone = {id(node.value) for node in tree.body if isinstance(node, ast.Expr)}
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = map(_shell_call, sorted(nodes, key=lambda node: node.lineno))
+    calls = [(node, _shell_call(node)) for node in sorted(nodes, key=lambda node: node.lineno)]
     return [
-        (words[0], words[1])
-        for method, words in filter(None, calls)
-        if method == _LINE_MAGIC and len(words) == 2
+        LineMagic(call[1][0], call[1][1], is_inside=id(node) not in alone)
+        for node, call in calls
+        if call is not None and call[0] == _LINE_MAGIC and len(call[1]) == 2
     ]
 
 
 _LINE_MAGIC = "run_line_magic"
+
+
+def has_python(body: str, transform: Callable[[str], str]) -> bool:
+    """Whether a cell has statements beside magics and shell commands."""
+    try:
+        statements = text.parse(python_of(body, transform)).tree.body
+    except SyntaxError:
+        return True
+    return any(_shell_call(getattr(node, "value", None)) is None for node in statements)
 
 
 def python_of(body: str, transform: Callable[[str], str]) -> str:
@@ -132,10 +166,13 @@ def python_of(body: str, transform: Callable[[str], str]) -> str:
         return transform(body)
 
 
-def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
+def part(
+    body: str, transform: Callable[[str], str], show: str, accelerators: str = ACCELERATE
+) -> CellPart:
     """What a distributed cell becomes, whose body is without its cell magics.
 
-    `show` is the function that shows the value of the last expression.
+    `show` is the function that shows the value of the last expression, `accelerators` the package
+    that the script has its Accelerator from.
 
     Raises:
         LeftOutError: If it cannot be in a script.
@@ -146,7 +183,7 @@ def part(body: str, transform: Callable[[str], str], show: str) -> CellPart:
     except SyntaxError as error:
         where = f"line {error.lineno}: " if error.lineno else ""
         raise LeftOutError("syntax", f"{where}{error.msg}") from error
-    cell_part = CellPart(source, read.tree, read.is_async)
+    cell_part = CellPart(source, read.tree, read.is_async, accelerators)
     statements = [node for node in ast.walk(read.tree) if isinstance(node, ast.stmt)]
     edits = [edit for node in statements if (edit := _edit(cell_part, node)) is not None]
     cell_part.notes.extend(_find_uses(read.tree, source, edits))
@@ -193,7 +230,7 @@ def _replacement(cell_part: CellPart, node: ast.stmt) -> list[str] | None:
             cell_part.futures.extend(alias.name for alias in node.names)
             return _as_comment(cell_part, node, _lines_of(cell_part, node))
         case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "nbdist":
-            return _imports(node)
+            return _imports(node, cell_part.accelerators)
         case ast.Import() if any(alias.name.split(".")[0] == "nbdist" for alias in node.names):
             raise LeftOutError("python", ast.unparse(node))
         case ast.Expr() if (call := _shell_call(node.value)) is not None:
@@ -209,19 +246,17 @@ def _lines_of(cell_part: CellPart, node: ast.stmt) -> list[str]:
     return [line.strip() for line in lines]
 
 
-def _imports(node: ast.ImportFrom) -> list[str]:
+def _imports(node: ast.ImportFrom, accelerators: str) -> list[str]:
     """What stands for `from nbdist import ...`."""
     lines = []
     for alias in node.names:
-        if node.module != "nbdist" or alias.name not in _IN_PLACE_OF:
-            raise LeftOutError("python", ast.unparse(node))
-        if alias.name in {"shown", "step"}:
-            alias_text = alias.asname or alias.name
+        if node.module == NBDIST and alias.name == "Accelerator":
+            line = ast.unparse(ast.ImportFrom(accelerators, [alias], 0))
+        elif node.module == NBDIST and alias.name in _IN_PLACE_OF:
+            line = _IN_PLACE_OF[alias.name].format(alias.asname or alias.name)
         else:
-            alias_text = f" as {alias.asname}" if alias.asname else ""
-        lines.append(
-            f"{_IN_PLACE_OF[alias.name].format(alias_text)}  # from nbdist in the notebook"
-        )
+            raise LeftOutError("python", ast.unparse(node))
+        lines.append(f"{line}  # from nbdist in the notebook")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""A notebook's distributed cells as one script that runs without nbdist.
+"""A notebook's distributed cells as one script, without nbdist where Accelerate does the same.
 
 `exporter.cell` makes a part of one cell, `exporter.script` writes parts as a file; here is decided
 which cells run on ranks, and what is said of the others.
@@ -12,14 +12,26 @@ import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from nbdist.config import emit, launch
+from nbdist.config.emit import FIRST_HOST, Setting
 from nbdist.core.ranks import is_all, parse_numbers, rank_label
 from nbdist.errors import OptionError
 from nbdist.exporter import cell as exporter_cell
 from nbdist.exporter import script
 from nbdist.exporter import source as text
-from nbdist.exporter.cell import CHANGED, LEFT_OUT, CellPart, LeftOutError, Note
-from nbdist.exporter.script import Names, Piece, ScriptSettings
+from nbdist.exporter.cell import (
+    ACCELERATE,
+    CHANGED,
+    LEFT_OUT,
+    NBDIST,
+    CellPart,
+    LeftOutError,
+    LineMagic,
+    Note,
+)
+from nbdist.exporter.script import Names, Piece, RankCall, ScriptSettings
 from nbdist.strategy.choice import Strategy, described
+from nbdist.strategy.choose import StrategySpec, default_choice
 
 LOCAL = "local"
 CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", "dist_memory", LOCAL})
@@ -49,6 +61,9 @@ class Magic:
     Attributes:
         mode: Where plain cells run from now on: "all", "local" or ranks.
         ranks: Where the cell below it runs.
+        choice: A strategy, for some number of ranks.
+        spec: The same as typed.
+        call: What a script does in its place.
         problem: Why it cannot be read.
     """
 
@@ -58,6 +73,8 @@ class Magic:
     world_size: int | None = None
     seed: int | None = None
     choice: Strategy | None = None
+    spec: StrategySpec | None = None
+    call: RankCall | None = None
     note: str = ""
     problem: str = ""
 
@@ -76,6 +93,37 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where the script is to run.
+
+    Attributes:
+        hosts: Of each rank, as it runs in the notebook; empty where that is not known.
+        ranks, nodes: How many ranks and hosts, where typed; None for as in the notebook.
+        device: "cuda" or "cpu".
+        blocks: Class names of the blocks of the notebook's models.
+    """
+
+    hosts: tuple[str, ...] = ()
+    ranks: int | None = None
+    nodes: int | None = None
+    device: str = "cuda"
+    blocks: tuple[str, ...] = ()
+
+    def hosts_of(self, world_size: int) -> tuple[str, ...]:
+        """The host of each of so many ranks; empty where that is not known.
+
+        Raises:
+            OptionError: They cannot be shared out evenly over the hosts that were typed.
+        """
+        if self.nodes is None:
+            return self.hosts if len(self.hosts) == world_size else ()
+        each = launch.ranks_of_host(world_size, self.nodes)
+        return tuple(
+            f"HOST_{rank // each}" if rank >= each else FIRST_HOST for rank in range(world_size)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ExportedScript:
     """A script and what to say of it.
 
@@ -84,6 +132,9 @@ class ExportedScript:
         total: How many code cells there were.
         notes: One line of each kind about cells that were left out or changed, and strategies.
         command: Starts it with as many ranks, up to its name.
+        needs: Why it needs nbdist; () where it does not.
+        setting: Its strategy and ranks, for configurations of what starts it.
+        last: The strategy that counts behind the last cell; None for the default.
     """
 
     text: str
@@ -91,35 +142,39 @@ class ExportedScript:
     total: int
     notes: tuple[str, ...]
     command: str
+    needs: tuple[str, ...]
+    setting: Setting
+    last: Strategy | None
 
 
 def export(
-    cells: Sequence[NotebookCell], title: str, reader: Reader, hosts: Sequence[str] = ()
+    cells: Sequence[NotebookCell], title: str, reader: Reader, target: Target | None = None
 ) -> ExportedScript:
     """The distributed cells of a whole notebook, in their order, as one script.
 
-    The title, for the script's first line, says what it was made of; `hosts` is where each of
-    the notebook's ranks runs.
+    The title, for the script's first line, says what it was made of.
 
     Raises:
-        OptionError: If no cell can be taken.
+        OptionError: If no cell can be taken, or the ranks cannot lie as the target says.
     """
-    walk = _Walk(reader, _names(cells, reader))
-    for cell in cells:
-        walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
-    start = walk.start
-    # 2 is what a start without -n gives on CPUs.
-    world_size = start.world_size or len(hosts) or 2
+    target = target or Target()
+    names = _names(cells, reader)
+    walk = _walk(cells, _Walk(reader, names))
+    setting = _setting(walk, target)
+    needs = _needs(walk, setting)
+    if needs:  # then cells have their Accelerator from nbdist
+        walk = _walk(cells, _Walk(reader, names, accelerators=NBDIST))
+    world_size, hosts = setting.choice.world_size, target.hosts_of(setting.choice.world_size)
     settings = ScriptSettings(
-        world_size, tuple(hosts), start.seed, start.choice, tuple(walk.remarks)
+        world_size, hosts, walk.start.seed, walk.start.spec, needs, remarks=tuple(walk.remarks)
     )
+    if walk.is_training and not needs:
+        settings = _with_accelerate(settings, setting)
     written = script.write(title, walk.pieces, walk.names, settings)
     refusals = [Note("syntax", number, what) for number, what in written.refused.items()]
     notes = [note for note in walk.notes if note.number not in written.refused] + refusals
-    with_code = [piece for piece in walk.pieces if piece.part is not None]
-    exported_cells = tuple(
-        piece.number for piece in with_code if piece.number not in written.refused
-    )
+    numbers = dict.fromkeys(piece.number for piece in walk.pieces if piece.number)
+    exported_cells = tuple(number for number in numbers if number not in written.refused)
     said = [*_note_lines(notes), written.remark, *walk.remarks]
     lines = tuple(text.drop_unprintable(line) for line in said if line)
     total = sum(cell.is_code and bool(cell.text.strip()) for cell in cells)
@@ -130,7 +185,57 @@ def export(
             + "\n  ".join(["%dist_init --auto.", *lines])
         )
     return ExportedScript(
-        written.text, exported_cells, total, lines, script.torchrun(world_size, hosts)
+        written.text, exported_cells, total, lines, script.torchrun(world_size, hosts), needs,
+        replace(setting, is_in_script=True), walk.choice,
+    )  # fmt: skip
+
+
+def _setting(walk: _Walk, target: Target) -> Setting:
+    """The strategy under which models are first prepared, for the ranks that the script is for."""
+    start = walk.start
+    # 2 is what a start without -n gives on CPUs.
+    here = start.world_size or len(target.hosts) or (start.choice.world_size if start.choice else 2)
+    choice = start.choice or default_choice(here)
+    if start.spec is not None and (target.ranks or choice.world_size != here):
+        try:
+            choice = start.spec.choose(target.ranks or here)
+        except OptionError:
+            if target.ranks:
+                raise
+    elif target.ranks:
+        choice = default_choice(target.ranks)
+    hosts = target.hosts_of(choice.world_size)
+    first = hosts[0] if len(set(hosts)) > 1 and target.nodes is None else ""
+    count = target.nodes or len(set(hosts)) or 1
+    return Setting(choice, count, target.device, target.blocks, first_host=first)
+
+
+def _needs(walk: _Walk, setting: Setting) -> tuple[str, ...]:
+    """Why the script needs nbdist; () where Accelerate does all of it."""
+    reasons = [f"{typed} (cell {number})" for number, typed in walk.calls]
+    why = emit.obstacle(setting) if walk.is_training else ""
+    clips = any(part.calls("clip_grad_norm_") for part in walk.taken_parts)
+    if not why and setting.choice.name == "deepspeed" and clips:
+        why = "Accelerate's clip_grad_norm_ clips nothing under DeepSpeed"
+    if why:
+        reasons.insert(0, f"{described(setting.choice)}: {why}")
+    return tuple(map(text.drop_unprintable, reasons))
+
+
+def _with_accelerate(settings: ScriptSettings, setting: Setting) -> ScriptSettings:
+    """With what Accelerate reads of the strategy, that of a launcher's configuration."""
+    variables, name = launch.environment(setting), setting.choice.name
+    assert isinstance(variables, dict), variables
+    config = emit.deepspeed_text(setting) if name == "deepspeed" else ""
+    assert isinstance(config, str), config
+    return replace(
+        settings,
+        # The script looks for GPUs itself.
+        variables={k: v for k, v in variables.items() if k != "ACCELERATE_USE_CPU"},
+        deepspeed=config.rstrip(),
+        only_on_gpus=name
+        if setting.choice.world_size > 1 and name not in ("single", "ddp")
+        else "",
     )
 
 
@@ -159,30 +264,48 @@ def _names(cells: Sequence[NotebookCell], reader: Reader) -> Names:
     return Names.free(used)
 
 
+def _walk(cells: Sequence[NotebookCell], walk: _Walk) -> _Walk:
+    for cell in cells:
+        walk.take(replace(cell, text=cell.text.replace("\r\n", "\n").replace("\r", "\n")))
+    return walk
+
+
 @dataclass(slots=True)
 class _Walk:
     """What is known at a place in the notebook, from its top on.
 
     Attributes:
         names: Of the script's own things.
+        accelerators: The package that cells have their Accelerator from.
         mode: Where plain cells run.
         pieces: What stands in the script so far.
         notes, remarks: What is to be said of cells, and besides.
+        calls: (number of the cell, magic) of what only nbdist does in a script.
         start: What ranks and models started with.
+        choice: The strategy that counts; None for the default.
     """
 
     reader: Reader
     names: Names
+    accelerators: str = ACCELERATE
     mode: str = LOCAL
     pieces: list[Piece] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    calls: list[tuple[int, str]] = field(default_factory=list)
     start: Magic = field(default_factory=Magic)
+    choice: Strategy | None = None
 
     @property
     def taken_parts(self) -> list[CellPart]:
         """The cells so far."""
         return [piece.part for piece in self.pieces if piece.part is not None]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a cell so far uses an Accelerator: a strategy that comes after it is a switch."""
+        used = {"accelerator", "Accelerator", ACCELERATE}
+        return any(text.read_names(part.tree) & used for part in self.taken_parts)
 
     def take(self, cell: NotebookCell) -> None:
         """Go one cell further."""
@@ -238,16 +361,21 @@ class _Walk:
 
     def _local(self, cell: NotebookCell, body: str) -> None:
         magics = exporter_cell.line_magics(body, self.reader.transform)
-        nbdist_magics = [m for typed in magics if (m := self.reader.magic(*typed)) is not None]
-        for magic in nbdist_magics:
-            self._obey(cell, magic)
-        if nbdist_magics or self._begins_with_own(body):
+        read = [(m, self.reader.magic(m.name, m.line)) for m in magics]
+        nbdist_magics = [(typed, magic) for typed, magic in read if magic is not None]
+        before = len(self.calls)
+        for typed, magic in nbdist_magics:
+            self._obey(cell, typed, magic)
+        if len(self.calls) > before:
+            if exporter_cell.has_python(body, self.reader.transform):
+                self._leave(cell, "local")
+        elif nbdist_magics or self._begins_with_own(body):
             self._leave(cell, "control")
         else:
             uses_api = re.search(r"\bnbdist\b", body) is not None
             self._leave(cell, "python" if uses_api else "local")
 
-    def _obey(self, cell: NotebookCell, magic: Magic) -> None:
+    def _obey(self, cell: NotebookCell, typed: LineMagic, magic: Magic) -> None:
         self.mode = magic.mode or self.mode
         if magic.problem or magic.note:
             self.remarks.append(f"cell {cell.number}: {magic.problem or magic.note}")
@@ -256,21 +384,36 @@ class _Walk:
             self.remarks.append(f"cell {cell.number}: --seed {magic.seed} comes later; left out")
         elif magic.seed is not None:
             start = replace(start, seed=magic.seed)
-        used = {"accelerator", "Accelerator"}  # a strategy that comes after them is a switch
-        is_training = any(text.read_names(part.tree) & used for part in self.taken_parts)
-        if magic.choice is not None and is_training:
+        call = magic.call
+        if magic.spec is not None and not self.is_training:
+            start = replace(start, choice=magic.choice, spec=magic.spec)
+        elif magic.spec is not None and magic.choice != (
+            self.choice or default_choice(magic.choice.world_size if magic.choice else 1)
+        ):
+            call = RankCall("switch", magic.spec.name, magic.spec.settings)
+        self.choice = magic.choice or self.choice
+        self.start = replace(start, world_size=start.world_size or magic.world_size)
+        if call is not None:
+            self._call(cell, typed, call)
+
+    def _call(self, cell: NotebookCell, typed: LineMagic, call: RankCall) -> None:
+        """Put a call of nbdist's where the magic stands."""
+        if typed.is_inside:
             remark = (
-                f"cell {cell.number} switches to {described(magic.choice)}; the script does not"
+                f"cell {cell.number}: {typed.typed} stands inside Python code of the notebook; "
+                "the script does not do it. Write it as a line of its own"
             )
             self.remarks.append(remark)
-            self.pieces.append(Piece(0, "", text=f"# {remark[0].upper()}{remark[1:]}."))
-        elif magic.choice is not None:
-            start = replace(start, choice=magic.choice)
-        self.start = replace(start, world_size=start.world_size or magic.world_size)
+            self.pieces.append(Piece(0, "", text=text.comment(remark)))
+            return
+        self.calls.append((cell.number, typed.typed))
+        self.pieces.append(Piece(cell.number, typed.typed, call=call))
 
     def _distributed(self, cell: NotebookCell, body: str, where: Magic) -> None:
         try:
-            part = exporter_cell.part(body, self.reader.transform, self.names.show)
+            part = exporter_cell.part(
+                body, self.reader.transform, self.names.show, self.accelerators
+            )
         except LeftOutError as error:
             kind, what = error.args
             self._leave(cell, kind, what)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
+from nbdist.config.emit import PORT
 from nbdist.exporter import source as text
 from nbdist.exporter.cell import CellPart
-from nbdist.strategy.choice import Options, Strategy, described
+from nbdist.strategy.choose import StrategySpec
 
-# Where ranks of several hosts meet, on the first.
-_PORT = 29500
+# The variable in which Accelerate finds DeepSpeed's settings: the path of a file, or the text.
+DEEPSPEED_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class Names:
         rank: The rank, whatever the user assigns to `rank`.
         show: The function that shows a cell's last expression.
         join: The function that forms the process group.
+        this: What nbdist.join returns.
+        arguments: What was typed behind the script's name.
         loop: The event loop of cells that await.
         cell: With a number, the function of such a cell.
     """
@@ -30,6 +35,8 @@ class Names:
     rank: str
     show: str
     join: str
+    this: str
+    arguments: str
     loop: str
     cell: str
 
@@ -45,7 +52,35 @@ class Names:
                 word += "_"
             return word
 
-        return cls(free("RANK"), free("show_result"), free("join_ranks"), free("event_loop"), cell)
+        return cls(
+            free("RANK"), free("show_result"), free("join_ranks"), free("this_rank"),
+            free("arguments"), free("event_loop"), cell,
+        )  # fmt: skip
+
+
+def literal(value: object) -> str:
+    """A value that was typed, as Python."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """A method of nbdist's ScriptRank that a script calls where a magic stands in the notebook.
+
+    Attributes:
+        method: save, load, export_weights, switch; join of nbdist itself.
+        argument: The path, or the strategy's name.
+    """
+
+    method: str
+    argument: object
+    options: tuple[tuple[str, object], ...] = ()
+
+    def text(self, argument: str = "") -> str:
+        """The call as Python, with another argument than its own where one is given."""
+        first = argument or literal(self.argument)
+        words = [first, *(f"{name}={literal(value)}" for name, value in self.options)]
+        return f"{self.method}({', '.join(words)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +89,10 @@ class Piece:
 
     Attributes:
         number, title: The cell's, and its magic; 0 for comments.
-        part: What the cell has become; None for comments.
+        part: What the cell has become; None for comments and calls.
         ranks: Where it runs; None for everywhere.
         text: The comments, or the cell as typed.
+        call: What stands in the place of a line magic.
     """
 
     number: int
@@ -64,6 +100,7 @@ class Piece:
     part: CellPart | None = None
     ranks: tuple[int, ...] | None = None
     text: str = ""
+    call: RankCall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +110,23 @@ class ScriptSettings:
     Attributes:
         hosts: Of each rank, as it runs in the notebook; empty where that is not known.
         seed: Set on every rank; None where it is not.
-        choice: The strategy under which models are first prepared; None for the default.
+        strategy: Under which models are first prepared, as typed; None for the default.
+        needs: Why it needs nbdist; () where Accelerate does all of it.
+        variables: What Accelerate reads of the strategy, without nbdist.
+        deepspeed: DeepSpeed's settings as JSON, likewise; "" for another strategy.
+        only_on_gpus: The strategy that Accelerate has on GPUs alone, likewise; "" for another.
         remarks: What else to say in the head.
     """
 
     world_size: int
     hosts: tuple[str, ...]
     seed: int | None
-    choice: Strategy | None
-    remarks: tuple[str, ...]
+    strategy: StrategySpec | None
+    needs: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    deepspeed: str = ""
+    only_on_gpus: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +135,7 @@ class Written:
 
     Attributes:
         refused: Cells that Python accepts by themselves, but not in a script: number -> why.
-        remark: What to say of the strategy; "" for nothing.
+        remark: What to say of --resume; "" for nothing.
     """
 
     text: str
@@ -105,11 +150,15 @@ def write(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
         checked_pieces = [
             _refusal(p, refused[p.number]) if p.number in refused else p for p in pieces
         ]
+        remark = ""
+        if settings.needs:
+            checked_pieces, remark = _resumed(checked_pieces, names)
         blocks: list[str] = []
         try:
             for piece in checked_pieces:
                 blocks.append(_block(piece, names))  # noqa: PERF401  # its length says where it failed
-            head = _head(title, checked_pieces, names, settings)
+            said = replace(settings, remarks=(*filter(None, [remark]), *settings.remarks))
+            head = _head(title, checked_pieces, names, said)
             whole = "\n\n".join([head, *blocks, _end(checked_pieces, names)]) + "\n"
             with text.quiet():
                 compile(whole, "script", "exec", dont_inherit=True)
@@ -120,8 +169,7 @@ def write(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
                 raise
             refused[checked_pieces[guilty].number] = str(error.msg)
         else:
-            is_ours = _uses(checked_pieces, "accelerator")
-            return Written(whole, refused, _accelerator(settings.choice, is_ours=is_ours)[1])
+            return Written(whole, refused, remark)
 
 
 def _at(line: int, head: str, blocks: Sequence[str]) -> int:
@@ -139,6 +187,9 @@ def _refusal(piece: Piece, why: str) -> Piece:
 
 
 def _block(piece: Piece, names: Names) -> str:
+    if piece.call is not None:
+        call, title = piece.text or piece.call.text(), text.drop_unprintable(piece.title)
+        return f"# %% cell {piece.number}: {title}\n{names.this}.{call}"
     if piece.part is None:
         return piece.text
     title = f": {text.drop_unprintable(piece.title)}" if piece.title else ""
@@ -174,29 +225,43 @@ def _head(title: str, pieces: Sequence[Piece], names: Names, settings: ScriptSet
     has_accelerator = _uses(pieces, "accelerator")
     has_display = _uses(pieces, "display")
     shows = has_display or any(f"{names.show}(" in part.source for part in parts)
-    arguments, remark = _accelerator(settings.choice, is_ours=has_accelerator)
+    made = "Accelerator()"
+    if settings.needs:
+        made = f"{names.this}.accelerator"
     lines = [
-        *_first_lines(title, settings, remark),
+        *_first_lines(title, settings),
         *(["", f"from __future__ import {', '.join(futures)}"] if futures else []),
         "",
+        *(["import argparse"] if settings.needs else []),
         *(["import asyncio"] if is_async else []),
+        *(["import base64"] if settings.deepspeed else []),
         "import os",
+        *(["import sys"] if settings.needs else []),
         "",
         "import torch",
         "import torch.distributed as dist",
-        *(["from accelerate import Accelerator"] if has_accelerator else []),
+        *(["from accelerate import Accelerator"] if has_accelerator and not settings.needs else []),
         *(["from accelerate.utils import set_seed"] if settings.seed is not None else []),
+        *(["", "import nbdist"] if settings.needs else []),
         "",
+        *([*_variables(settings), ""] if settings.variables else []),
         _SET_UP.format(rank=names.rank, join=names.join, show=names.show),
     ]
     if shows:
         lines += ["", "", _SHOW.format(rank=names.rank, show=names.show)]
     if has_display:
         lines += ["", "", _DISPLAY.format(show=names.show)]
-    lines += ["", "", f"device = {names.join}()"]
+    lines += ["", ""]
+    lines += [_RESUME.format(arguments=names.arguments)] if settings.needs else []
+    lines += [f"device = {names.join}()"]
+    if settings.only_on_gpus:
+        lines += [_NEEDS_GPUS.format(strategy=settings.only_on_gpus)]
+    if settings.needs:
+        spec = settings.strategy or StrategySpec("ddp")
+        lines += [f"{names.this} = nbdist.{RankCall('join', spec.name, spec.settings).text()}"]
     lines += [_GPU_ID] if _uses(pieces, "gpu_id") else []
     lines += [f"set_seed({settings.seed})"] if settings.seed is not None else []
-    lines += [f"accelerator = Accelerator({arguments})"] if has_accelerator else []
+    lines += [f"accelerator = {made}"] if has_accelerator else []
     lines += [_LOOP.format(loop=names.loop)] if is_async else []
     return "\n".join(lines)
 
@@ -210,7 +275,7 @@ def torchrun(world_size: int, hosts: Sequence[str]) -> str:
     each = counts[hosts[0]] if is_even else "RANKS_OF_THE_HOST"
     return (
         f"torchrun --nnodes {len(counts)} --nproc-per-node {each} --rdzv-backend c10d "
-        f"--rdzv-endpoint {hosts[0]}:{_PORT}"
+        f"--rdzv-endpoint {hosts[0]}:{PORT}"
     )
 
 
@@ -220,57 +285,125 @@ def _ranks_of_hosts(world_size: int, hosts: Sequence[str]) -> Counter[str]:
     return counts if len(counts) > 1 and len(hosts) == world_size else Counter()
 
 
-def _first_lines(title: str, settings: ScriptSettings, remark: str) -> list[str]:
+def _first_lines(title: str, settings: ScriptSettings) -> list[str]:
     shown = text.drop_unprintable(title).replace("\n", "?")
     size = settings.world_size
+    begin = f"# The distributed cells of {shown}, exported by nbdist. It "
+    remarks = [text.comment(f"- {line}") for line in settings.remarks]
+    rest = ["#", "# Not as in the notebook:", *remarks] if remarks else []
+    if settings.needs:
+        return [
+            f"{begin}needs nbdist (pip install nbdist):",
+            *(text.comment(f"- {line}") for line in settings.needs),
+            "#",
+            f"#     {torchrun(size, settings.hosts)} THIS_FILE [--resume CHECKPOINT]",
+            *rest,
+        ]
     several = "--multi_gpu " if size > 1 else ""  # refused for one; elsewhere for CPUs as well
     machines = ""
     if n_hosts := len(_ranks_of_hosts(size, settings.hosts)):
         machines = (
             f"--num_machines {n_hosts} --machine_rank NUMBER_OF_THE_HOST "
-            f"--main_process_ip {settings.hosts[0]} --main_process_port {_PORT} "
+            f"--main_process_ip {settings.hosts[0]} --main_process_port {PORT} "
         )
-    lines = [
-        f"# The distributed cells of {shown}, exported by nbdist. It runs without nbdist:",
+    return [
+        f"{begin}runs without nbdist:",
         "#",
         f"#     {torchrun(size, settings.hosts)} THIS_FILE",
         f"#     accelerate launch {several}--num_processes {size} {machines}THIS_FILE",
         "#     python THIS_FILE        one rank",
+        *rest,
     ]
-    remarks = [text.comment(f"- {line}") for line in (remark, *settings.remarks) if line]
-    return [*lines, "#", "# Not as in the notebook:", *remarks] if remarks else lines
 
 
-def _accelerator(choice: Strategy | None, *, is_ours: bool) -> tuple[str, str]:
-    """The arguments of the script's Accelerator, and what to say in the head; "" for nothing."""
-    arguments = "" if choice is None else _arguments(choice)
-    if choice is not None and arguments is None:
-        return "", (
-            f"models are trained under {described(choice)} there, and under ddp here: without a "
-            "configuration of its own (`accelerate config`) Accelerate has no other"
+def _variables(settings: ScriptSettings) -> list[str]:
+    """Python that sets what Accelerate reads of the strategy, also in an Accelerator of the user's.
+
+    It replaces what `accelerate launch` sets without a configuration, such as fp32.
+    """
+    values = {name: json.dumps(value) for name, value in settings.variables.items()}
+    if settings.deepspeed:
+        # Accelerate reads it encoded too, so that no file has to lie beside the script.
+        encoded = f'base64.urlsafe_b64encode(b"""{settings.deepspeed}""").decode()'
+        values[DEEPSPEED_VARIABLE] = encoded
+    return [
+        "# The notebook's strategy, as Accelerate reads it.",
+        "os.environ |= {",
+        *(f"{text.INDENT}{json.dumps(name)}: {value}," for name, value in sorted(values.items())),
+        "}",
+    ]
+
+
+def _resumed(pieces: Sequence[Piece], names: Names) -> tuple[list[Piece], str]:
+    """The pieces with the place at which --resume loads, and what to say where there is none.
+
+    A load that stands before the first save is where the notebook itself began. Otherwise it is
+    behind the last statement that prepares, before the first that trains.
+    """
+    resumed = list(pieces)
+    calls = [piece.call.method if piece.call else "" for piece in pieces]
+    first = calls.index("load") if "load" in calls else len(calls)
+    if first < len(calls) and "save" not in calls[:first]:
+        call = pieces[first].call
+        assert call is not None
+        path = f"{names.arguments}.resume or {literal(call.argument)}"
+        resumed[first] = replace(pieces[first], text=call.text(path))
+        return resumed, ""
+    place = _last_prepare(pieces)
+    if place is None:
+        return resumed, (
+            "--resume loads nothing by itself: no cell prepares models before it trains, other "
+            f"than in one statement with it. Call {names.this}.load({names.arguments}.resume) "
+            "where all is prepared"
         )
-    if arguments and not is_ours:
-        return "", f"give your Accelerator what the notebook's strategy gave it: {arguments}"
-    return arguments or "", ""
+    number, line = place
+    part = resumed[number].part
+    assert part is not None
+    lines = part.source.split("\n")
+    lines[line:line] = [
+        f"if {names.arguments}.resume:",
+        f"{text.INDENT}{names.this}.load({names.arguments}.resume)",
+    ]
+    resumed[number] = replace(resumed[number], part=replace(part, source="\n".join(lines)))
+    return resumed, ""
 
 
-def _arguments(choice: Strategy) -> str | None:
-    """The strategy as arguments of Accelerate's Accelerator; None where it has none for it."""
-    bare = replace(choice.options, precision="fp32", accumulate=1)
-    if choice.name != "ddp" or bare != Options():
-        return None
-    arguments = []
-    if choice.options.precision != "fp32":
-        arguments.append(f"mixed_precision={choice.options.precision!r}")
-    if choice.options.accumulate > 1:
-        arguments.append(f"gradient_accumulation_steps={choice.options.accumulate}")
-    return ", ".join(arguments).replace("'", '"')
+def _last_prepare(pieces: Sequence[Piece]) -> tuple[int, int] | None:
+    """(Index of a piece, line) behind which all is prepared and nothing has trained, if any."""
+    found = None
+    # Functions and classes that prepare, and that train, when they are called.
+    preparing, training = set[str](), set[str]()
+    for number, piece in enumerate(pieces):
+        if piece.part is None or piece.ranks is not None:
+            continue
+        statements = piece.part.tree.body
+        for node in statements:
+            prepares = _calls(node, preparing, ("prepare", "prepare_model"))
+            trains = _calls(node, training, ("backward",))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                preparing |= {node.name} if prepares else set()
+                training |= {node.name} if trains else set()
+            elif trains:
+                return found
+            elif prepares:
+                same_line = [n for n in statements if n.lineno <= text.last_line(node)]
+                found = number, max(map(text.last_line, same_line))
+    return found
+
+
+def _calls(node: ast.stmt, functions: Collection[str], methods: Collection[str]) -> bool:
+    """Whether a statement uses one of these functions, or has a call of one of these methods."""
+    return bool(text.read_names(node) & set(functions)) or text.calls_method(node, methods)
 
 
 def _end(pieces: Sequence[Piece], names: Names) -> str:
     is_async = any(piece.part is not None and piece.part.is_async for piece in pieces)
     lines = ["# %% the end"]
     lines += [f"{names.loop}.close()"] if is_async else []
+    saves_beside = any(
+        piece.call and ("asynchronous", True) in piece.call.options for piece in pieces
+    )
+    lines += [f"{names.this}.wait()"] if saves_beside else []
     lines += [
         "if dist.is_initialized():",
         "    dist.barrier()  # torch often aborts on a rank that another one leaves behind",
@@ -318,5 +451,17 @@ def display(*values):
     for value in values:
         {show}(value)
 '''.strip()
+_RESUME = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume", metavar="CHECKPOINT", help="load what %%dist_save or a job wrote")
+{arguments}, sys.argv[1:] = parser.parse_known_args()  # the rest is the cells' own
+""".strip()
+_NEEDS_GPUS = """
+if device.type == "cpu":
+    raise SystemExit(
+        "Accelerate has no {strategy} without GPUs. For the CPU, export with --device cpu: then "
+        "nbdist does it."
+    )
+""".strip()
 _GPU_ID = "gpu_id = device.index"
 _LOOP = "{loop} = asyncio.new_event_loop()\nasyncio.set_event_loop({loop})"

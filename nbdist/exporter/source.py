@@ -12,7 +12,7 @@ import symtable
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 INDENT = "    "
@@ -218,6 +218,16 @@ def read_names(tree: ast.AST) -> frozenset[str]:
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    )
+
+
+def calls_method(tree: ast.AST, methods: Collection[str]) -> bool:
+    """Whether the source calls a method of one of these names, of whatever object."""
+    return any(
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in methods
+        for call in ast.walk(tree)
     )
 
 

@@ -174,6 +174,8 @@ class Notebook:
         session.cell_number = lambda: self.cell_number
         if (shell := get_ipython()) is not None:
             session.has_name = lambda name: name in shell.user_ns
+            if session.cluster.is_kept:
+                session.is_leaving = lambda: bool(shell.exit_now)
         session.panel = lambda: self.panel
         self.current, self.options, self._why_none = session, options, ""
         self.last_cell = None
@@ -196,6 +198,7 @@ class Notebook:
         seconds = keep_s or options.keep_s or keep.DEFAULT_KEEP_S
         session.keep(options, seconds, save or options.save)
         self._end(is_taken=True)
+        self._why_none = "This notebook has let go of its ranks, and %dist_attach holds them again"
         return seconds
 
     def stop(self) -> Session:

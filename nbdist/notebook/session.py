@@ -13,6 +13,7 @@ from typing import Any
 
 from nbdist.bandwidth.kernel import BENCH_S, Bandwidth
 from nbdist.bandwidth.results import Bench
+from nbdist.cells.journal import CellHead
 from nbdist.cells.kernel import status as cells_status
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_ranks import CellRanks
@@ -183,19 +184,31 @@ class Session(CellRanks):
 
         As `begin`: what it has said so far comes first.
         """
-        head = self.journals.unshown()
-        if head is None:
+        newest, *older = self.journals.heads() or (None,)
+        for head in older:  # given up on, or interrupted, by the notebook that has sent them
+            self._follow(self._again(head), self.journals.running_ranks(head)).is_over = True
+        if newest is None or self.journals.was_shown(newest.run):
             return None
+        cell = self._follow(self._again(newest), newest.ranks)
+        cell.on_finish = functools.partial(self.journals.note_shown, newest.run)
+        for rank in newest.ranks:
+            if self.exit_of(rank):
+                cell.exited(rank)
+        return cell
+
+    def _again(self, head: CellHead) -> CellRun:
+        """A cell that ranks run already."""
         request = CellRequest(
             head.code, head.ranks, number=head.number, is_patient=is_stored(), began_s=head.began_s
         )
-        cell = CellRun(self, request, self._sink(request), head.run)
-        cell.on_finish = functools.partial(self.journals.note_shown, head.run)
-        self.readiness.take(request.ranks, cell)
-        self.journals.feed(cell, lambda rank, reply, ended_s: self._end(rank, cell, reply, ended_s))
-        for rank in request.ranks:
-            if self.exit_of(rank):
-                cell.exited(rank)
+        return CellRun(self, request, self._sink(request), head.run)
+
+    def _follow(self, cell: CellRun, ranks: Sequence[int]) -> CellRun:
+        """Count ranks as busy with a cell until their journals say that they have ended it."""
+        self.readiness.take(ranks, cell)
+        self.journals.feed(
+            cell, ranks, lambda rank, reply, ended_s: self._end(rank, cell, reply, ended_s)
+        )
         return cell
 
     def keep(self, options: StartOptions, seconds: float, save: str = "") -> None:

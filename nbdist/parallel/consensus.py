@@ -37,6 +37,12 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def default_store() -> dist.Store:
+    """The store with which all ranks have formed their group. torch hands it out privately."""
+    store: dist.Store = c10d._get_default_store()  # noqa: SLF001
+    return store
+
+
 def all_or_none(what: str, function: Callable[[], T]) -> list[T]:
     """Every rank's result of a function that meets no rank. Collective: every rank.
 
@@ -114,7 +120,7 @@ class CommitVote:
 
     def __init__(self, label: str) -> None:
         """Ask, under a label that is new and the same on all ranks."""
-        self._store = c10d._get_default_store() if world_size() > 1 else None  # noqa: SLF001
+        self._store = default_store() if world_size() > 1 else None
         self._keys = [f"nbdist/ballot/{label}/{rank}" for rank in range(world_size())]
 
     def answer(self, failure: str, *, is_waiting: bool = True) -> dict[int, str]:

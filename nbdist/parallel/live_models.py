@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from IPython.core.getipython import get_ipython
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbdist.errors import NbdistError
 from nbdist.parallel import registry
 from nbdist.parallel.prepared import is_retired
-from nbdist.parallel.reshard import rebind
+from nbdist.rpc.rank import namespace
 from nbdist.rpc.wire import CELL_FOR_ALL
 
 
@@ -226,7 +225,7 @@ def _refuse_in_forward(*_: Any) -> None:
 
 def _runs_on_all() -> bool:
     """Whether every rank was sent the cell that runs here."""
-    kernel: Any = getattr(get_ipython(), "kernel", None)
+    kernel: Any = getattr(namespace.shell(), "kernel", None)
     if kernel is None:
         return False
     return bool(kernel.get_parent("shell").get("metadata", {}).get(CELL_FOR_ALL))
@@ -303,4 +302,4 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 def _namespace() -> dict[str, Any]:
     """The names that the user's cells have made, but for those that begin with _."""
     # A copy: other threads may make names meanwhile.
-    return {n: v for n, v in dict(rebind.variables()).items() if not n.startswith("_")}
+    return {n: v for n, v in dict(namespace.everything()).items() if not n.startswith("_")}

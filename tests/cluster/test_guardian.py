@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from nbdist.cluster import shm
 from nbdist.cluster.kernel import guardian
 from nbdist.cluster.kernel import run_dir as cluster_run_dir
 from nbdist.cluster.kernel.guard import Guard
+from nbdist.cluster.run_owner import Keep
 from tests.support import processes
 from tests.support.ranks import until
 
@@ -350,3 +353,91 @@ def test_a_replaced_guardian_knows_the_command(run_dir: Path) -> None:
     assert guard.close()
 
     assert said.exists()
+
+
+def hold(run_dir: Path, mark: str) -> None:
+    """Write down who holds the run."""
+    (run_dir / "owner.json").write_text(f'{{"hold": "{mark}"}}')
+
+
+def kept_guard(run_dir: Path, process: subprocess.Popen[bytes], keep_s: float) -> Guard:
+    """A guard of a run that is kept, held by this process, with one process to end."""
+    hold(run_dir, "mine")
+    guard = Guard(run_dir)
+    guard.watch(process.pid)
+    guard.keep(keep_s, "mine")
+    return guard
+
+
+def test_kept_processes_go_on_without_a_kernel_until_their_time_is_over(
+    started: Started, run_dir: Path
+) -> None:
+    """Since when and until when is written down; then all of it ends as ever."""
+    process = started()
+    kept_guard(run_dir, process, 1.0).leave()
+    assert until(lambda: cluster_run_dir.read_detachment(run_dir) is not None, 5)
+    detachment = cluster_run_dir.read_detachment(run_dir)
+
+    assert detachment is not None
+    assert detachment.until_s - detachment.since_s == pytest.approx(1.0, abs=0.01)
+    assert process.poll() is None
+    assert ended(process)
+    assert until(lambda: not run_dir.exists(), 5)
+
+
+def test_a_stop_ends_kept_processes_at_once(started: Started, run_dir: Path) -> None:
+    """To keep is for a kernel that goes, not for one that ends its ranks."""
+    process = started()
+    guard = kept_guard(run_dir, process, 600)
+
+    assert guard.close()
+    assert ended(process)
+    assert not run_dir.exists()
+
+
+def test_the_guardian_leaves_kept_processes_to_another_holder(
+    started: Started, run_dir: Path
+) -> None:
+    """Detached or not, it ends without ending them, and a kernel that lives is told."""
+    process = started()
+    first = kept_guard(run_dir, process, 600)
+    told = threading.Event()
+    first.on_taken = told.set
+    hold(run_dir, "another")
+    assert told.wait(5)
+    second = Guard(run_dir)
+    second.keep(600, "another")
+    second.leave()
+    guardian_process = psutil.Process(second.pid)
+    assert until(lambda: cluster_run_dir.read_detachment(run_dir) is not None, 5)
+    hold(run_dir, "a third")
+
+    assert processes.wait_gone([guardian_process], 5) == []
+    assert process.poll() is None
+    assert first.close()
+    assert process.poll() is None
+    third = Guard(run_dir)  # told of the process by the run's folder
+    assert third.close()
+    assert ended(process)
+
+
+def test_kept_processes_end_when_their_folder_is_removed(started: Started, run_dir: Path) -> None:
+    """Nobody could attach to them any more."""
+    process = started()
+    kept_guard(run_dir, process, 600).leave()
+    assert until(lambda: cluster_run_dir.read_detachment(run_dir) is not None, 5)
+    shutil.rmtree(run_dir)
+
+    assert ended(process)
+
+
+def test_what_is_to_be_saved_is_saved_before_the_end(started: Started, run_dir: Path) -> None:
+    """The command of the run's folder has run to its end while the processes still live."""
+    process = started()
+    code = f"import os; os.kill({process.pid}, 0); open({str(run_dir.parent / 'saved')!r}, 'x')"
+    keep = Keep(0.3, "saved", (sys.executable, "-c", code), "0", sys.executable)
+    cluster_run_dir.write_keep(run_dir, keep, {})
+    kept_guard(run_dir, process, 0.3).leave()
+
+    assert ended(process)
+    assert (run_dir.parent / "saved").exists()

@@ -1,5 +1,6 @@
 """Configurations beside the installed Accelerate: what it knows, takes and refuses."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
 )
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from nbdist.config import keys
@@ -264,3 +266,12 @@ def test_each_strategy_has_a_form_or_a_reason() -> None:
         line = f"nbdist run train.py -n 8 --strategy {name}"
         assert line in config.refused["accelerate"]
         assert f"srun --kill-on-bad-exit=1 {line}" in config.texts["sbatch"]
+
+
+def test_deepspeeds_settings_need_no_file() -> None:
+    """As a script of %dist_export has them: encoded, in the variable that names the file."""
+    text = deepspeed_text(setting("deepspeed"))
+    assert isinstance(text, str)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+
+    assert HfDeepSpeedConfig(encoded).config == json.loads(text)

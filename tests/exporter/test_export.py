@@ -1,13 +1,17 @@
 """Which cells a script takes, in what form, and what is said of the others."""
 
 import ast
+import base64
+import json
+import shlex
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.errors import OptionError
-from nbdist.exporter.export import ExportedScript, Magic, NotebookCell, Reader, export
-from nbdist.strategy import choose
+from nbdist.exporter.export import ExportedScript, Magic, NotebookCell, Reader, Target, export
+from nbdist.exporter.script import RankCall
+from nbdist.strategy.choose import StrategySpec
 
 _MAGICS = {
     "dist_init": Magic(world_size=4),
@@ -26,17 +30,20 @@ _MAGICS = {
     "rank [1]": Magic(ranks="[1]"),
     "rank": Magic(problem="%%rank: no rank is named\nusage: ..."),
 }
+_CALLS = {"dist_save": "save", "dist_load": "load"}
 # A cell with a comment, a string over lines and a tab.
 _LINES = "# why\nx = '''a\n  b'''  # c\n\n\ndef f():\n\treturn x"
 
 
-def exported(*cells: str | NotebookCell, title: str = "a.ipynb") -> ExportedScript:
-    """The export of cells; with a strategy as `%dist_strategy NAME`."""
+def exported(
+    *cells: str | NotebookCell, title: str = "a.ipynb", target: Target | None = None
+) -> ExportedScript:
+    """The export of cells; strategies and checkpoints as they are typed."""
     numbered = [
         NotebookCell(number, cell) if isinstance(cell, str) else cell
         for number, cell in enumerate(cells, 1)
     ]
-    return export(numbered, title, Reader(TransformerManager().transform_cell, _magic))
+    return export(numbered, title, Reader(TransformerManager().transform_cell, _magic), target)
 
 
 def body(*cells: str) -> str:
@@ -48,8 +55,16 @@ def body(*cells: str) -> str:
 def _magic(name: str, line: str) -> Magic | None:
     if name == "dist_strategy":
         words = line.split()
-        options = {word.lstrip("-"): True for word in words[1:]}
-        return Magic(choice=choose.choose(words[0], options, 2))
+        spec = StrategySpec(words[0], tuple((word.lstrip("-"), True) for word in words[1:]))
+        return Magic(choice=spec.choose(2), spec=spec)
+    if name in _CALLS and "{" in line:
+        return Magic(problem=f"%{name}: {line} is a variable")
+    if name in _CALLS:
+        words = shlex.split(line)
+        [path] = [word for word in words if not word.startswith("--")]
+        method = "export_weights" if "--export" in words else _CALLS[name]
+        beside = (("asynchronous", True),) if "--async" in words else ()
+        return Magic(call=RankCall(method, path, beside))
     magic = _MAGICS.get(f"{name} {line}".strip())
     return Magic() if magic is None and name.startswith("dist_") else magic
 
@@ -289,46 +304,176 @@ def test_an_accelerator_is_made_if_cells_need_one(cells: list[str], *, is_made: 
 
 
 @pytest.mark.parametrize(
-    ("line", "arguments", "expected"),
+    ("line", "device", "variables", "needs"),
     [
-        ("ddp", "", ""),
-        ("ddp --bf16", 'mixed_precision="bf16"', ""),
-        ("fsdp", "", "under fsdp, dp 2 there, and under ddp here"),
-        ("fsdp --bf16", "", "under fsdp, dp 2, --bf16 there"),
-        ("ddp --fused", "", "under ddp, dp 2, --fused there"),
+        ("ddp", "cpu", {}, ""),
+        ("ddp --bf16", "cpu", {"ACCELERATE_MIXED_PRECISION": "bf16"}, ""),
+        ("fsdp", "cuda", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, ""),
+        ("deepspeed", "cuda", {"ACCELERATE_USE_DEEPSPEED": "true"}, ""),
+        ("fsdp", "cpu", {}, "fsdp, dp 2: Accelerate has no fsdp on the CPU"),
+        ("ddp --fp16", "cpu", {}, "ddp, dp 2, --fp16: Accelerate ignores fp16 on the CPU"),
+        ("ddp --fused", "cuda", {}, "no configuration of Accelerate has all of --fused"),
+        ("tp", "cuda", {}, "tp, tp 2: Accelerate splits the layers of models of transformers only"),
+        ("pp", "cuda", {}, "Accelerate does not support torch's pipelines"),
+        ("zero1", "cuda", {}, "Accelerate has ZeRO stage 1 only through DeepSpeed"),
+        ("single", "cuda", {}, "single: Accelerate lets no rank train by itself"),
     ],
 )
-def test_a_strategy_is_exported_or_told(line: str, arguments: str, expected: str) -> None:
-    """What plain Accelerate does by itself becomes its arguments; the rest stands in the head."""
-    script = exported(f"%dist_strategy {line}", "%%distributed\naccelerator.prepare(1)")
+def test_a_strategy_is_accelerates_or_nbdists(
+    line: str, device: str, variables: dict[str, str], needs: str
+) -> None:
+    """Accelerate reads it from the environment; what it cannot do, the script has from nbdist."""
+    script = exported(
+        f"%dist_strategy {line}",
+        "%%distributed\nfrom nbdist import Accelerator\nmodel = accelerator.prepare(1)",
+        target=Target(device=device),
+    )
 
-    assert f"\naccelerator = Accelerator({arguments})\n" in script.text
     head = script.text[: script.text.index("import os")].replace("\n# ", " ")
-    assert (expected in head) or not expected
-    assert any(expected in line for line in script.notes) or not expected
-    assert ("Not as in the notebook" in head) == bool(expected)
+    assert [needs in reason for reason in script.needs] == [True] * bool(needs)
+    assert (needs in head) or not needs
+    assert (head.count("needs nbdist"), head.count("runs without nbdist")) == (
+        (1, 0) if needs else (0, 1)
+    )
+    assert {**settings_of(script.text), **variables} == settings_of(script.text)
+    assert bool(settings_of(script.text)) == bool(variables)
+    assert ("\naccelerator = Accelerator()\n" in script.text) == (not needs)
+    assert ("\naccelerator = this_rank.accelerator\n" in script.text) == bool(needs)
+    package = "nbdist" if needs else "accelerate"
+    assert f"\nfrom {package} import Accelerator  # from nbdist in the notebook\n" in script.text
+    assert ("without GPUs" in script.text) == (line in {"fsdp", "deepspeed"} and not needs)
 
 
-def test_a_strategy_for_an_accelerator_of_the_users_is_told() -> None:
-    """Their own Accelerator is made by their own line, which the script leaves alone."""
+def settings_of(script: str) -> dict[str, str]:
+    """What a script sets in the environment for Accelerate."""
+    for node in ast.walk(ast.parse(script)):
+        if isinstance(node, ast.AugAssign):
+            code = compile(ast.Expression(node.value), "script", "eval")
+            settings: dict[str, str] = eval(code, {"base64": base64})
+            return settings
+    return {}
+
+
+def test_deepspeeds_settings_are_in_the_script() -> None:
+    """The variable is what Accelerate decodes where it is no file; clipping needs nbdist."""
+    cells = ["%dist_strategy deepspeed", "%%distributed\naccelerator.prepare(1)"]
+    script = exported(*cells)
+    clipped = exported(*cells, "%%distributed\naccelerator.clip_grad_norm_([], 1.0)")
+
+    encoded = settings_of(script.text)["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    assert json.loads(base64.urlsafe_b64decode(encoded))["zero_optimization"] == {"stage": 2}
+    assert "clips nothing under DeepSpeed" in clipped.needs[0]
+
+
+def test_a_strategy_without_models_needs_nothing() -> None:
+    """Cells that use no Accelerator train under none."""
+    script = exported("%dist_strategy tp", "%%distributed\nx = 1")
+
+    assert script.needs == ()
+    assert "nbdist.join" not in script.text
+
+
+def test_a_switch_is_made_where_it_stands() -> None:
+    """Once cells have an accelerator; one to the same strategy is none."""
     script = exported(
-        "%dist_strategy ddp --bf16",
-        "%%distributed\nfrom nbdist import Accelerator\naccelerator = Accelerator()\naccelerator",
+        "%%distributed\nmodel = accelerator.prepare(1)",
+        "%dist_strategy ddp",
+        "%dist_strategy fsdp --bf16",
+        "%%distributed\nx = 1",
     )
 
-    assert script.notes[-1].startswith("give your Accelerator what the notebook's strategy gave")
-    assert script.notes[-1].endswith(': mixed_precision="bf16"')
+    assert script.needs == ("%dist_strategy fsdp --bf16 (cell 3)",)
+    assert script.cells == (1, 3, 4)
+    assert '\nthis_rank = nbdist.join("ddp")\n' in script.text
+    assert script.text.index('\nthis_rank.switch("fsdp", bf16=True)\n') < script.text.index("x = 1")
+    assert script.text.count("switch(") == 1
+    assert script.setting.choice.name == "ddp"
+    assert script.last is not None
+    assert script.last.name == "fsdp"
 
 
-def test_a_switch_is_told_where_it_stands() -> None:
-    """The script goes on as before; head, place and note say so."""
+def test_checkpoints_are_saved_and_loaded_where_they_were() -> None:
+    """--async is waited for at the end; --resume takes the place of the load that came first."""
     script = exported(
-        "%%distributed\naccelerator.prepare(1)", "%dist_strategy fsdp", "%%distributed\nx = 1"
+        "%%distributed\nmodel = accelerator.prepare(1)",
+        '%dist_load "old ones"',
+        "%%distributed\naccelerator.backward(1)",
+        "%dist_save new --async\n%dist_save --export weights\nx = 1",
+        "%dist_load new",
     )
 
-    assert script.notes[-1] == "cell 2 switches to fsdp, dp 2; the script does not"
-    assert "\n# Cell 2 switches to fsdp, dp 2; the script does not.\n" in script.text
-    assert "\n# - cell 2 switches to fsdp, dp 2; the script does not\n" in script.text
+    code = script.text[script.text.index("# %% cell 1") :]
+    calls = [line for line in code.split("\n") if "this_rank" in line]
+    assert calls == [
+        'this_rank.load(arguments.resume or "old ones")',
+        'this_rank.save("new", asynchronous=True)',
+        'this_rank.export_weights("weights")',
+        'this_rank.load("new")',
+        "this_rank.wait()",
+    ]
+    assert script.notes == ("left out, they run in the notebook and not on the ranks: cell 4",)
+    assert [reason.rpartition(" (")[2] for reason in script.needs] == [
+        "cell 2)", "cell 4)", "cell 4)", "cell 5)",
+    ]  # fmt: skip
+
+
+_PREPARE = "m = accelerator.prepare(1)"
+_MAKE = "def make():\n  return accelerator.prepare(1)"
+_TRAIN = "def train():\n  accelerator.backward(1)"
+
+
+@pytest.mark.parametrize(
+    ("cells", "before"),
+    [
+        (["a = 1\nm = accelerator.prepare(1); b = (\n2)\nc = 3", "m.backward()"], "c = 3"),
+        ([_PREPARE, _PREPARE, "m.backward()"], "# %% cell 4"),
+        ([_PREPARE, "m.backward()", _PREPARE], "# %% cell 3"),
+        ([_MAKE, "m = make()\nx = 1", _TRAIN, "train()"], "x = 1"),
+        (["m = await accelerator.prepare(1)\nx = 1", "m.backward()"], "    x = 1"),
+        (["for k in (1, 2):\n  m = accelerator.prepare(1)\n  m.backward()"], ""),
+        ([_MAKE, _TRAIN, "def main():\n  make()\n  train()", "main()"], ""),
+        (["accelerator.device"], ""),
+    ],
+)  # fmt: skip
+def test_resume_loads_behind_what_prepares(cells: list[str], before: str) -> None:
+    """Behind the last statement that prepares, before the first that trains; else it is told."""
+    script = exported("%dist_strategy tp", *(f"%%distributed\n{cell}" for cell in cells))
+
+    lines = [line for line in script.text.split("\n") if line]
+    places = [n for n, line in enumerate(lines) if "this_rank.load(arguments.resume)" in line]
+    told = [note for note in script.notes if note.startswith("--resume loads nothing by itself")]
+    if before:
+        assert lines[places[0] - 1].strip() == "if arguments.resume:"
+        assert lines[places[0] + 1].startswith(before)
+    assert (len(told), f"# - {told[0]}" in lines if told else True) == (0 if before else 1, True)
+
+
+@pytest.mark.parametrize(
+    ("cell", "note"),
+    [
+        ("if x:\n    %dist_save new", "cell 1: %dist_save new stands inside Python code"),
+        ("%dist_save {x}", "cell 1: %dist_save: {x} is a variable"),
+    ],
+)
+def test_a_save_that_a_script_cannot_make_is_told(cell: str, note: str) -> None:
+    """In the head and where it stood; what the notebook's own Python decides is not known."""
+    script = exported(cell, "%%distributed\nx = 1")
+
+    assert script.needs == ()
+    assert script.notes[-1].startswith(note)
+    assert f"\n# - {note}" in script.text
+
+
+def test_ranks_and_hosts_that_are_typed_count() -> None:
+    """For the command, and for the strategy's own degrees; what does not fit is refused."""
+    cells = ("%dist_init", "%dist_strategy tp", "%%distributed\naccelerator.prepare(1)")
+    script = exported(*cells, target=Target(ranks=16, nodes=2))
+
+    assert script.setting.choice.degrees.tp == 16
+    assert script.command.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
+    assert script.command.endswith("--rdzv-endpoint FIRST_HOST:29500")
+    with pytest.raises(OptionError, match="16 ranks cannot be spread evenly over 3 hosts"):
+        exported(*cells, target=Target(ranks=16, nodes=3))
 
 
 def test_seed_and_number_of_ranks_are_those_of_the_start() -> None:
@@ -354,7 +499,7 @@ def test_ranks_of_several_hosts_are_started_on_each(hosts: str, command: str) ->
     cells = [NotebookCell(1, "%%distributed\n1")]
     reader = Reader(TransformerManager().transform_cell, _magic)
 
-    script = export(cells, "a.ipynb", reader, hosts)
+    script = export(cells, "a.ipynb", reader, Target(tuple(hosts)))
 
     assert script.command.startswith(command)
     assert f"#     {script.command} THIS_FILE\n" in script.text

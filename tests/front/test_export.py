@@ -13,6 +13,7 @@ from nbdist.commands.export import meaning
 from nbdist.core.view import View
 from nbdist.errors import OptionError
 from nbdist.exporter.export import Magic
+from nbdist.exporter.script import RankCall
 from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel, run_python
 
@@ -70,6 +71,55 @@ for k in range(8):
     print(f"{loss.item():.6f}")""",
 ]
 
+# A model with blocks, for every strategy; losses of all data, which all ranks know.
+_MODEL = """%%distributed
+torch.manual_seed(3)
+x = torch.randn(64, 8)
+y = x.sin().sum(1, keepdim=True)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+def epoch():
+    for a, b in loader:
+        loss = torch.nn.functional.mse_loss(model(a), b)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        print("loss", f"{accelerator.reduce(loss.detach(), 'mean').item():.7f}")"""
+_EPOCH = "%%distributed\nepoch()"
+_WEIGHTS = """%%distributed
+values = accelerator.get_state_dict(model).values()
+print("weights", float(sum(value.double().abs().sum() for value in values)))"""
+# Every kind of strategy, one after another under the same model, and back to a checkpoint.
+_ALL = [
+    "%dist_strategy fsdp", _MODEL, _EPOCH, "%dist_save first", "%dist_strategy tp", _EPOCH,
+    "%dist_strategy pp", _EPOCH, "%dist_strategy zero1", _EPOCH, "%dist_load first", _EPOCH,
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
@@ -109,16 +159,20 @@ def write(path: Path, cells: Sequence[str]) -> Path:
 
 def exported(folder: Path, cells: Sequence[str]) -> View:
     """The script a.py of a notebook with these cells."""
-    return nbdist.export(write(folder / "a.ipynb", cells), folder / "a.py")
+    path = write(folder / "a.ipynb", cells)
+    return nbdist.export(path, folder / "a.py", device="cpu", is_forced=True)
 
 
-def launch(script: Path, *command: str) -> str:
-    """Run a script where nbdist cannot be imported; its stdout."""
+def launch(
+    script: Path, *command: str, arguments: Sequence[str] = (), without: str = "nbdist"
+) -> str:
+    """Run a script where a package cannot be imported; its stdout."""
     guard = script.parent / "without"
     guard.mkdir(exist_ok=True)
-    (guard / "nbdist.py").write_text("raise ImportError('a script does without nbdist')")
+    (guard / f"{without}.py").write_text(f"raise ImportError('a script does without {without}')")
     done = run_python(
-        *command, str(script), cwd=script.parent, PYTHONPATH=str(guard), CUDA_VISIBLE_DEVICES="",
+        *command, str(script), *arguments, cwd=script.parent, PYTHONPATH=str(guard),
+        CUDA_VISIBLE_DEVICES="",
         TMPDIR=str(script.parent),  # its logs' folder would stay in the temporary one
     )  # fmt: skip
 
@@ -129,14 +183,86 @@ def launch(script: Path, *command: str) -> str:
     return done.stdout
 
 
-def torchrun(script: Path) -> list[list[str]]:
+def torchrun(script: Path, without: str = "nbdist") -> list[list[str]]:
     """Each rank's lines of a script under torchrun."""
     logs = script.parent / "logs"
     launch(
         script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--redirects", "3", "--log-dir", str(logs),
+        "--redirects", "3", "--log-dir", str(logs), without=without,
     )  # fmt: skip
     return logged(logs)
+
+
+def losses(lines: Sequence[str]) -> list[float]:
+    """Those of a rank's lines that are losses."""
+    return [float(line.split()[1]) for line in lines if line.startswith("loss ")]
+
+
+def trained_through(kernel: Kernel, cells: Sequence[str]) -> list[list[float]]:
+    """Each rank's losses of cells and verbs run in a notebook."""
+    both: list[list[float]] = [[], []]
+    for cell in cells:
+        if cell.startswith("%%"):
+            for rank, lines in enumerate(printed(kernel, [cell])):
+                both[rank] += losses(lines)
+        else:
+            done = kernel.run(cell, _TIMEOUT_S)
+            assert done.status == "ok", done.visible
+    return both
+
+
+def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
+    ranks: Kernel, tmp_path: Path
+) -> None:
+    """torchrun with nbdist, without IPython: the notebook's losses through switches and a load.
+
+    What it saved under fsdp loads here under zero1; what was saved here, in a script on one rank.
+    """
+    wanted = trained_through(ranks, _ALL)
+    shown = exported(tmp_path, [*_START, *_ALL])
+    lines = torchrun(tmp_path / "a.py", without="IPython")
+
+    assert len(wanted[0]) == 4 + 8 + 8 + 4 + 4  # tp and pp share no batches out
+    for rank in (0, 1):
+        assert losses(lines[rank]) == pytest.approx(wanted[rank], abs=1e-6)
+    assert "fsdp, dp 2: Accelerate has no fsdp on the CPU" in shown.text
+    assert [line for line in lines[0] if line.startswith("switched to")] == [
+        "switched to tp, tp 2", "switched to pp, pp 2", "switched to zero1, dp 2",
+    ]  # fmt: skip
+    [again] = {tuple(each[-4:]) for each in wanted}
+    back = trained_through(ranks, [f"%dist_load {tmp_path}/first", _EPOCH])
+    assert back[0] == pytest.approx(again, abs=1e-6)
+
+    # The script in a cell: the ranks that there are keep their group and their place.
+    pasted = trained_through(ranks, [f"%%distributed\n{(tmp_path / 'a.py').read_text()}"])
+    assert pasted[0] == pytest.approx(wanted[0], abs=1e-6)
+
+    ranks.run(f"%dist_save {tmp_path}/here")
+    [weights, _] = printed(ranks, [_WEIGHTS])
+    exported(tmp_path, [*_START, _MODEL, _WEIGHTS, "%dist_save there"])
+    alone = launch(tmp_path / "a.py", arguments=("--resume", "here"), without="IPython")
+    assert float(alone.split("weights ")[1].split()[0]) == pytest.approx(
+        float(weights[0].split()[1])
+    )
+    assert "there saved at step" in alone
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp --bf16", "tp", "pp", "zero1", "single", "fsdp1", "ddp --accumulate 2 --fused"],
+)
+def test_a_script_begins_under_the_strategy(ranks: Kernel, tmp_path: Path, strategy: str) -> None:
+    """What nbdist.join is given trains as the notebook does under it."""
+    cells = [f"%dist_strategy {strategy}", _MODEL, _EPOCH]
+    ranks.run("%%distributed\nmodel = optimizer = loader = None")  # fsdp1 takes no live model
+    wanted = trained_through(ranks, cells)
+    exported(tmp_path, [*_START, *cells])
+    lines = torchrun(tmp_path / "a.py", without="IPython")
+
+    assert len(set(wanted[0])) == len(wanted[0])
+    for rank in (0, 1):
+        assert losses(lines[rank]) == pytest.approx(wanted[rank], abs=1e-6)
 
 
 def logged(logs: Path) -> list[list[str]]:
@@ -185,6 +311,42 @@ def test_accelerate_launch_prints_what_the_notebook_printed(
     )  # fmt: skip
 
     assert logged(tmp_path / "logs") == trained
+
+
+def test_what_starts_the_script_is_written_with_it(ranks: Kernel, tmp_path: Path) -> None:
+    """A batch script and a YAML by the writers of %dist_config; all files or none."""
+    notebook = write(tmp_path / "n.ipynb", [*_START, *_TRAINING])
+    line = f"%dist_export {tmp_path}/a.py --from {notebook} --slurm {tmp_path}/a.sbatch"
+    shown = ranks.run(f"{line} --accelerate {tmp_path}/a.yaml").plain[0].splitlines()
+    job = (tmp_path / "a.sbatch").read_text()
+
+    assert shown[-2:] == [
+        f"or: sbatch {tmp_path}/a.sbatch",
+        f"or: accelerate launch --config_file {tmp_path}/a.yaml {tmp_path}/a.py",
+    ]
+    assert "--nproc-per-node 2 \\\n" in job
+    assert f'\n  {tmp_path}/a.py "$@"\n' in job
+    assert "num_processes: 2\n" in (tmp_path / "a.yaml").read_text()
+
+    (tmp_path / "a.py").unlink()
+    exists = ranks.run(line).failure.evalue
+    write(notebook, [*_START, *_TRAINING, "%dist_save here"])
+    refused = ranks.run(f"{line} --accelerate {tmp_path}/a.yaml --force").failure.evalue
+    assert exists == f"{tmp_path}/a.sbatch exists. --force replaces it; or name another file."
+    assert "which needs nbdist: %dist_save here (cell " in refused
+    assert not (tmp_path / "a.py").exists()
+
+
+def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path) -> None:
+    """One that was chosen on the panel, or from Python."""
+    ranks.run("%dist_strategy zero1\n%dist_strategy ddp")
+    ranks.run("import nbdist\nnbdist.session().strategy.switch('zero1')")
+    shown = ranks.run(f"%dist_export {tmp_path}/a.py --from history").plain[0]
+    ranks.run("%dist_strategy ddp")
+    equal = ranks.run(f"%dist_export {tmp_path}/b.py --from history").plain[0]
+
+    assert "the ranks train under zero1, dp 2 now; the script ends under ddp, dp 2, as " in shown
+    assert "the ranks train under" not in equal
 
 
 def test_plain_python_is_one_rank(tmp_path: Path) -> None:
@@ -351,6 +513,14 @@ def meaning_of(typed: str) -> Magic | None:
         ("dist_mode 0,1", Magic(mode="0,1")),
         ("dist_mode", Magic()),
         ("dist_shutdown", Magic(mode="local")),
+        ("dist_detach 2h", Magic(mode="local")),
+        ("dist_push x", Magic()),
+        ("dist_save a --async", Magic(call=RankCall("save", "a", (("asynchronous", True),)))),
+        ("dist_load a --models-only", Magic(call=RankCall("load", "a", (("models_only", True),)))),
+        (
+            "dist_save w --export --model gpt",
+            Magic(call=RankCall("export_weights", "w", (("model", "gpt"),))),
+        ),
         ("dist_status --stacks", Magic()),
         ("dist_init --help", Magic()),
         ("distributed --ranks 0 --tabs --timeout 3", Magic(ranks="0", timeout_s=3)),

@@ -10,6 +10,7 @@ import torch
 
 from nbdist.parallel.reshard import rebind
 from nbdist.parallel.tp import hooks
+from nbdist.rpc.rank import namespace
 
 pytestmark = pytest.mark.engine
 
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The user's variables: none at first."""
-    namespace: dict[str, Any] = {}
-    monkeypatch.setattr(rebind, "variables", lambda: namespace)
-    return namespace
+    variables: dict[str, Any] = {}
+    monkeypatch.setattr(namespace, "everything", lambda: variables)
+    return variables
 
 
 def test_partials_belong_to_who_wrote_the_function() -> None:

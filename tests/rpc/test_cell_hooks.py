@@ -113,6 +113,7 @@ def test_a_rank_knows_the_order_of_its_hooks() -> None:
     order = [hook.__module__.removeprefix("nbdist.") for hook in join.CELL_HOOKS]
 
     assert order == [
+        "engine.journal",
         "hang.rank.call_log",
         "lints.rank.watch",
         "recording.rank.cell_hook",

@@ -27,6 +27,7 @@ class CellRanks(Ranks):
         has_name: Whether the notebook itself has a variable of a name, for hints; None where there
             is no notebook.
         hooks: What features do with each cell, in this order.
+        is_leaving: Of ranks that are kept, whether the kernel is about to end; None of others.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class CellRanks(Ranks):
         self.grace_s = grace_s
         self.has_name: Callable[[str], bool] | None = None
         self.hooks: tuple[CellHook, ...] = ()
+        self.is_leaving: Callable[[], bool] | None = None
         self.health = Health(self)
         self.readiness = BusyRanks(self, self.health)
         self.upkeep = Maintenance(self, self.health)

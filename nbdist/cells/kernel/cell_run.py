@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,9 @@ ABORTED_S = 3.0
 # A call that only some ranks have made counts if it is so for this long after the cell's end:
 # threads of the user's may make calls behind it, on each rank at another moment.
 SETTLED_S = 0.5
+# Jupyter's request to shut down follows its interrupt within milliseconds.
+LEAVING_S = 0.25
+GO_ON = "The ranks are kept and go on with it; %dist_attach in a new kernel brings both back."
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
 
@@ -67,7 +71,7 @@ class CellRun:
         self._feed = OutputReducer(
             request.ranks, is_patient=request.is_patient, keeps_outputs=request.keeps_outputs
         )
-        self._states = {rank: RankState() for rank in request.ranks}
+        self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._received: deque[Callable[[], None]] = deque()
@@ -147,9 +151,26 @@ class CellRun:
 
         self._put(note)
 
+    def note(self, lines: Sequence[str]) -> None:
+        """Lines of nbdist's own, shown in their turn."""
+        self._put(lambda: self.tell(lines))
+
     def press(self) -> None:
-        """The user has pressed interrupt."""
-        self._put(lambda: self._ladder.press(self._now_s))
+        """The user has pressed interrupt; or ends the kernel, which Jupyter interrupts before."""
+        is_leaving = self._ranks.is_leaving
+        if is_leaving is None:
+            self._put(lambda: self._ladder.press(self._now_s))
+            return
+
+        def judge() -> None:
+            if is_leaving():
+                self.cut_off("The kernel was ended", GO_ON)
+            else:
+                self._put(lambda: self._ladder.press(self._now_s))
+
+        timer = threading.Timer(LEAVING_S, judge)
+        timer.daemon = True
+        timer.start()
 
     def _put(self, item: Callable[[], None]) -> None:
         if self.is_over:

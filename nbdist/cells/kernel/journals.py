@@ -7,8 +7,9 @@ alone until the cell has ended: nothing is missing, and nothing comes twice.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -20,6 +21,7 @@ from nbdist.cells.journal import CellHead, JournalReader
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import host
+from nbdist.core.units import exact_size
 from nbdist.errors import NbdistError
 from nbdist.hang.kernel.health import Health
 from nbdist.rpc.kernel.channel import Message
@@ -31,6 +33,7 @@ ANSWER_S = 10.0
 SHOWN = "shown"
 # The reply of a cell whose journal ends without one, or whose rank has not written one.
 NO_REPLY = "the rank could not write down how its cell ended: no space is left on its disk"
+LOST = "rank {} could not write down {} of its output: no space was left on its disk"
 # How long a cell has ended by the rank's black box when its journal counts as cut off.
 CUT_OFF_S = 2.0
 
@@ -52,16 +55,33 @@ class Journals:
         """Note that a notebook has shown a cell to its end: whoever attaches does not see it."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            (self._folder / SHOWN).write_text(str(run))
+            # In place: a file that is made anew would be written to the disk first.
+            number = os.open(self._folder / SHOWN, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.pwrite(number, f"{run:020d}".encode(), 0)
+            finally:
+                os.close(number)
 
-    def unshown(self) -> CellHead | None:
-        """The newest cell that no notebook has shown to its end; None without one."""
+    def heads(self) -> tuple[CellHead, ...]:
+        """The newest cell of each rank, each cell once, the newest of all first."""
         heads = [head for rank in self._ranks.ranks if (head := self._head(rank)) is not None]
-        newest = max(heads, key=lambda head: head.run, default=None)
+        by_run = {head.run: head for head in heads}
+        return tuple(by_run[run] for run in sorted(by_run, reverse=True))
+
+    def was_shown(self, run: int) -> bool:
+        """Whether a notebook has shown a cell to its end, or a later one."""
         with contextlib.suppress(OSError, ValueError):
-            if newest is not None and newest.run <= int((self._folder / SHOWN).read_text()):
-                return None
-        return newest
+            return run <= int((self._folder / SHOWN).read_text())
+        return False
+
+    def running_ranks(self, head: CellHead) -> tuple[int, ...]:
+        """The ranks that still run a cell, by their black boxes."""
+        boxes = {rank: self._health.box(rank) for rank in head.ranks}
+        return tuple(
+            rank
+            for rank, box in boxes.items()
+            if box is not None and box.run == head.run and box.state == "running"
+        )
 
     def _head(self, rank: int) -> CellHead | None:
         reader = JournalReader()
@@ -83,13 +103,15 @@ class Journals:
             return asked.result(ANSWER_S)
         return b""
 
-    def feed(self, cell: CellRun, done: Done) -> None:
-        """Hand a cell's messages and replies to it until it is over; in a thread of its own."""
-        Thread(target=self._feed, args=(cell, done), name="nbdist-journal", daemon=True).start()
+    def feed(self, cell: CellRun, ranks: Sequence[int], done: Done) -> None:
+        """Hand a cell's messages and replies of ranks to it; in a thread of its own."""
+        Thread(
+            target=self._feed, args=(cell, ranks, done), name="nbdist-journal", daemon=True
+        ).start()
 
-    def _feed(self, cell: CellRun, done: Done) -> None:
-        sources = {rank: _Source(JournalReader()) for rank in cell.request.ranks}
-        while sources and not cell.is_over:
+    def _feed(self, cell: CellRun, ranks: Sequence[int], done: Done) -> None:
+        sources = {rank: _Source(JournalReader()) for rank in ranks}
+        while sources and not self._ranks.is_stopped:
             messages = []
             pieces = {rank: self._next(rank, cell.run_id, its) for rank, its in sources.items()}
             for rank, piece in pieces.items():
@@ -101,6 +123,8 @@ class Journals:
             for rank, piece in pieces.items():
                 if sources[rank].has_ended or self._is_cut_off(rank, cell.run_id, piece):
                     source = sources.pop(rank)
+                    if source.lost_bytes:
+                        cell.note([LOST.format(rank, exact_size(source.lost_bytes))])
                     ended_s = source.ended_s if self._is_here(rank) else None
                     done(rank, _reply(source.reply), ended_s)
             if not messages:
@@ -127,7 +151,7 @@ class _Source:
         self.reader, self.offset = reader, 0
         self.reply: Mapping[str, Any] | None = None
         self.ended_s: float | None = None
-        self.has_ended = False
+        self.has_ended, self.lost_bytes = False, 0
 
     def take(self, piece: bytes) -> list[Message]:
         """The messages that are whole with this piece."""
@@ -138,7 +162,7 @@ class _Source:
             elif record.kind == journal.REPLY:
                 self.reply, self.ended_s = record.content, record.content.get("ended_s")
             else:
-                self.has_ended = True
+                self.has_ended, self.lost_bytes = True, record.content["lost_bytes"]
         return messages
 
 

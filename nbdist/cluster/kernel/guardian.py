@@ -153,7 +153,7 @@ class Orders:
         sessions: pid -> start time of the processes to end.
         command: What ends the part of the run that is elsewhere.
         keep_s: How long ranks are kept without a kernel; 0 for not.
-        holds: The marks in owner.json that do not say that somebody else holds the run.
+        hold: The kernel's mark in owner.json: another one there is another kernel's.
         is_stopped: `stop` was said.
     """
 
@@ -162,7 +162,7 @@ class Orders:
         self.sessions: dict[int, str | None] = {}
         self.command: list[str] = []
         self.keep_s = 0.0
-        self.holds: set[str] = set()
+        self.hold = ""
         self.is_stopped = False
         self._text = b""
 
@@ -187,9 +187,7 @@ class Orders:
             self.command = [os.fsdecode(word) for word in words.split(b"\0") if word]
         elif kind == b"=":
             seconds, _, hold = words.partition(b" ")
-            self.keep_s = float(seconds)
-            # The kernel may be about to write its own mark in the place of this one.
-            self.holds |= {hold.decode(), *filter(None, [hold_of(self.run_dir)])}
+            self.keep_s, self.hold = float(seconds), hold.decode()
         else:
             pid, _, start = words.partition(b" ")
             self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
@@ -198,7 +196,7 @@ class Orders:
     def is_taken(self) -> bool:
         """Whether another kernel holds the run."""
         hold = hold_of(self.run_dir)
-        return bool(self.keep_s and hold and hold not in self.holds)
+        return bool(self.keep_s and hold and hold != self.hold)
 
 
 def hold_of(run_dir: str) -> str:

@@ -177,7 +177,7 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
         check(run, takes=takes)
         try:
             start = run_dir.read_start(folder)
-        except (OSError, pickle.PickleError, AttributeError, EOFError) as error:
+        except (OSError, pickle.PickleError, ImportError, AttributeError, EOFError) as error:
             raise StartError(
                 f"What is needed to attach to {run.name} cannot be read ({error}). `nbdist stop "
                 f"{run.name}` ends its ranks."

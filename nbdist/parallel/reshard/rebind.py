@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from IPython.core.getipython import get_ipython
 from torch.optim import Optimizer
 
 from nbdist.core.failures import chain
+from nbdist.rpc.rank import namespace
 
 # Their objects hold what they need, and look after it themselves.
 _INTERNAL = (
@@ -75,16 +75,13 @@ class RebindReport:
     stale: list[str] = field(default_factory=list)
 
 
-def variables() -> dict[str, Any]:
-    """The namespace of the user's variables itself, not a copy."""
-    shell = get_ipython()
-    namespace: dict[str, Any] = vars(sys.modules["__main__"]) if shell is None else shell.user_ns
-    return namespace
-
-
 def names_for(held_object: object) -> list[str]:
     """The user's variables that hold an object, in the order in which they were made."""
-    return [name for name, value in variables().items() if value is held_object and _is_shown(name)]
+    return [
+        name
+        for name, value in namespace.everything().items()
+        if value is held_object and _is_shown(name)
+    ]
 
 
 def rebind(
@@ -101,7 +98,7 @@ def rebind(
             and the lists and dicts in variables, change, and what else holds one is named.
         excluded: Variables that mean the user's own module, and stay.
     """
-    user = variables()
+    user = namespace.everything()
     fresh = {id(pair.old): pair.new for pair in (*dead, *modules)}
     report = RebindReport()
     for name, value in list(user.items()):
@@ -185,7 +182,7 @@ class _Search:
         self._targets = targets
         self._excluded = excluded
         self._owners: dict[int, list[Any]] = {}
-        self._variables = {id(value): name for name, value in variables().items()}
+        self._variables = {id(value): name for name, value in namespace.everything().items()}
         # What is ours, and is no finding. Kept alive, so that an id stays one object's.
         self._ours: list[Any] = [self, vars(self), targets, self._owners, self._variables]
         level = self._direct_holders()
@@ -253,8 +250,10 @@ class _Search:
         ours = {id(mine) for mine in self._ours}
         wanted = {id(target) for target in (*level, *others)}
         referrers = gc.get_referrers(*level[:_MAX_LEVEL])
-        if not any(referrer is variables() for referrer in referrers):
-            referrers.append(variables())  # which the collector does not show after gc.freeze()
+        if not any(referrer is namespace.everything() for referrer in referrers):
+            referrers.append(
+                namespace.everything()
+            )  # which the collector does not show after gc.freeze()
         above: list[Any] = []
         for owner in referrers:
             is_ours = id(owner) in ours or isinstance(owner, types.FrameType) or owner is level
@@ -266,13 +265,13 @@ class _Search:
                 if not any(known_owner is owner for known_owner in owners):
                     owners.append(owner)
                     self._ours.append(owners)
-            if inside and isinstance(owner, _CONTAINERS) and owner is not variables():
+            if inside and isinstance(owner, _CONTAINERS) and owner is not namespace.everything():
                 above.append(owner)
         self._ours.append(above)
         return above
 
     def _paths(self, item: Any, way: str, depth: int) -> Iterator[str]:
-        if item is variables():
+        if item is namespace.everything():
             name = way.removeprefix("['").replace("']", "", 1)
             if _is_shown(re.split(r"[.\[]", name)[0]) and name not in self._excluded:
                 yield name

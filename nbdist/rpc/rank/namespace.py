@@ -1,13 +1,13 @@
-"""The names that the user's code has on a rank, for a process that takes another's place."""
+"""The names that the user's code has on a rank: of its cells, or of the script that it runs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from IPython import get_ipython
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import OptionError
@@ -16,20 +16,26 @@ T = TypeVar("T")
 _MOST_NAMES = 8
 
 
+def shell() -> Any:
+    """IPython's shell, where cells run in one; None in a script, which does not load it."""
+    ipython = sys.modules.get("IPython.core.getipython")
+    return None if ipython is None else ipython.get_ipython()
+
+
 def names() -> tuple[str, ...]:
     """What the user's code has defined on this rank, in order, without IPython's own names."""
-    shell = get_ipython()
-    hidden = shell.user_ns_hidden
+    hidden = getattr(shell(), "user_ns_hidden", {})
     return tuple(
         name
-        for name, value in shell.user_ns.items()
+        for name, value in everything().items()
         if not name.startswith("_") and (name not in hidden or hidden[name] is not value)
     )
 
 
-def everything() -> Mapping[str, Any]:
-    """Every name that the user's code can use on this rank, those of `prepare` included."""
-    variables: Mapping[str, Any] = get_ipython().user_ns
+def everything() -> dict[str, Any]:
+    """Every name that the user's code can use on this rank: the namespace itself, not a copy."""
+    here = shell()
+    variables: dict[str, Any] = vars(sys.modules["__main__"]) if here is None else here.user_ns
     return variables
 
 
@@ -51,7 +57,7 @@ def name_groups(variables: Mapping[str, str]) -> None:
 
 def values_of(kind: type[T]) -> dict[str, T]:
     """Variable -> value, for the user's variables of a type."""
-    variables = get_ipython().user_ns
+    variables = everything()
     return {name: variables[name] for name in names() if isinstance(variables[name], kind)}
 
 
@@ -88,4 +94,4 @@ def _models() -> str:
 
 def push(variables: Mapping[str, object]) -> None:
     """Give the user's code these variables."""
-    get_ipython().push(dict(variables))
+    shell().push(dict(variables))
