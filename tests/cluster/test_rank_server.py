@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import coverage
 import psutil
 import pytest
 from traitlets.config import Config
@@ -265,26 +266,59 @@ def obtain(
     return server, rank_server.why_not()
 
 
-def test_what_no_fork_could_have_is_another_servers_or_is_said(tmp_path: Path) -> None:
+def test_what_no_fork_could_have_is_another_servers_or_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A variable that is read at an import, and a file that has changed: another server.
 
     A module of the notebook that shadows one that is there: no fork, and why.
     """
-    folder = tmp_path / "lib"
-    folder.mkdir()
+    folder, library = tmp_path / "shadows", tmp_path / "lib"
+    for path in (folder, library):
+        path.mkdir()
+    (library / "preloaded.py").write_text("VERSION = 1\n")
+    monkeypatch.setattr(rank_server, "PROGRAM", altered(tmp_path, *PRELOADED))
+    monkeypatch.syspath_prepend(str(library))
     first, _ = obtain()
     assert first is not None
     (folder / "psutil.py").write_text("")
     shadowed, why = obtain(path=[str(folder), *rank_server.text_path()])
     same, _ = obtain({"NBDIST_SEEN": "any other variable"})
     second, _ = obtain({"OMP_PROC_BIND": "true"})
+    (library / "preloaded.py").write_text("VERSION = 'two'\n")
+    third, _ = obtain({"OMP_PROC_BIND": "true"})
 
     assert shadowed is None
     assert why.startswith(f"{folder}/psutil.py shadows ")
     assert same is first
-    assert second not in {None, first}
+    assert len({server.pid for server in (first, second, third) if server is not None}) == 3
     assert until(lambda: first.has_ended)
     assert first.end == ""  # as it was asked to
+
+
+def test_forks_are_measured_by_coverage(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each rank's lines a file of its own is written, as of a process that was started."""
+    (tmp_path / "lib").mkdir()
+    module = tmp_path / "lib" / "measured.py"
+    module.write_text("def run():\n    return 1\n")
+    data = tmp_path / "data"
+    data.mkdir()
+    settings = f"[run]\nparallel = true\nsigterm = true\ndata_file = {data}/c\ninclude = {module}\n"
+    (tmp_path / "rc").write_text(settings)
+    monkeypatch.setenv("COVERAGE_PROCESS_START", str(tmp_path / "rc"))
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    with session_of(StartOptions(2, gpus="none")) as session:
+        session.run("import measured\nmeasured.run()")
+        assert rank_server.why_not() == ""
+    parts = []
+    for path in data.iterdir():
+        part = coverage.CoverageData(str(path))
+        part.read()
+        parts.append(part.lines(str(module)))
+
+    assert parts.count([1, 2]) == 2
 
 
 def altered(tmp_path: Path, old: str, new: str) -> Path:
@@ -296,6 +330,8 @@ def altered(tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
+# A module more, once zmq is there.
+PRELOADED = '    "torch",\n', '    "torch",\n    "ipyparallel.engine.app",\n    "preloaded",\n'
 THREAD = (
     "import threading, time; threading.Thread(target=time.sleep, args=(999,), name='mine').start()"
 )
