@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import coverage
 import psutil
 import pytest
 from traitlets.config import Config
@@ -300,6 +299,7 @@ def test_forks_are_measured_by_coverage(
     tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each rank's lines a file of its own is written, as of a process that was started."""
+    coverage = pytest.importorskip("coverage")
     (tmp_path / "lib").mkdir()
     module = tmp_path / "lib" / "measured.py"
     module.write_text("def run():\n    return 1\n")

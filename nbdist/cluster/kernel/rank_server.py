@@ -281,7 +281,8 @@ def why_not() -> str:
 
 def text_path() -> list[str]:
     """The notebook's sys.path as ranks have it: Python passes over what is no text."""
-    return [entry for entry in sys.path if isinstance(entry, str)]
+    entries: list[object] = [*sys.path]
+    return [entry for entry in entries if isinstance(entry, str)]
 
 
 def _unmarked(env: Mapping[str, str]) -> dict[str, str]:
