@@ -176,7 +176,7 @@ def start(facts: Facts) -> Iterator[Finding]:
         "start of ranks",
         "each imports torch itself",
         OK if is_meant else WARN,
-        f"{facts.why_no_fork}: a start takes seconds more, and each rank 0.2 GB",
+        f"{facts.why_no_fork}: a start takes seconds more, and each rank 0.15 GB",
         "" if is_meant else "%dist_reset, once the reason is gone",
     )
 

@@ -417,6 +417,31 @@ def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
         assert session.cluster.exits[0].code == -signal.SIGKILL  # of its own launcher
 
 
+GROUPS = Path("/sys/fs/cgroup/pids")
+
+
+@pytest.mark.skipif(not os.access(GROUPS, os.W_OK), reason="needs a pids group of cgroup v1")
+def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
+    """The second fork finds no room: an error with the number, and nothing of the first is left."""
+    server, _ = obtain()
+    assert server is not None
+    group = GROUPS / f"nbdist-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(server.pid))
+        (group / "pids.max").write_text("2")
+        with (
+            pytest.raises(StartError, match=r"no process could be forked .*\(pids.max\)"),
+            session_of(StartOptions(2, gpus="none")),
+        ):
+            pass
+    finally:
+        rank_server._discard()
+        assert until(lambda: server.has_ended)
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
 # Run by an ordinary user: niceness, and limits that do not hold root.
 ORDINARY = """
 import asyncio, json, os, resource, sys, psutil

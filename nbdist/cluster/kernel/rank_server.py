@@ -344,6 +344,5 @@ def _limit(pid: int) -> str:
         with contextlib.suppress(psutil.Error):
             count += process.num_threads() if process.uids().real == uid else 0
     threads = f"this user has {count} processes and threads"
-    if soft == resource.RLIM_INFINITY:
-        return f"; {threads}, and its control group may have a limit (pids.max)"
-    return f"; {threads}, and `ulimit -u` is {soft}"
+    limit = "none" if soft == resource.RLIM_INFINITY else str(soft)
+    return f"; {threads}, `ulimit -u` is {limit}, and a control group may have less (pids.max)"
