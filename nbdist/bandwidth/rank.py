@@ -186,18 +186,8 @@ def begin() -> dict[str, int]:
     for module in lazy.MODULES:  # else they would be imported between the runs
         with interrupts_held():  # an import that is broken off leaves half a package
             import_module(module)
-    free = {"host": min(int(psutil.virtual_memory().available), *_below_limits())}
+    free = {"host": min([int(psutil.virtual_memory().available), *procfs.below_limits("self")])}
     device = this_rank().place.device
     if device != "cpu":
         free["device"] = int(torch.cuda.mem_get_info(device)[0])
-    return free
-
-
-def _below_limits() -> list[int]:
-    """How far this process's control groups are below their limits (a container has such)."""
-    free = [1 << 62]
-    for group in procfs.memory_groups("self"):
-        limit, used = group.limit_bytes(), group.used_bytes()
-        if limit is not None and used is not None:
-            free.append(max(0, limit - used))
     return free

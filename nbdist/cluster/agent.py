@@ -6,6 +6,9 @@ output that begins with MARK is a message; whatever a login script prints is non
 standard input is a command, and each command is answered. When the input ends or says `stop`, or
 nothing has been heard for SILENCE_S, it ends its ranks, with all processes of their sessions, and
 itself.
+
+After the command `keep` only `stop` does that at once. Otherwise it waits so many seconds for
+another kernel, which comes by `relay` to a socket in the agent's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -31,7 +35,7 @@ import zlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MARK = "nbdist-agent "
 BEAT_S = 1.0
@@ -39,11 +43,16 @@ BEAT_S = 1.0
 # themselves, and a kernel that was stopped for a while finds its ranks again.
 SILENCE_S = 120.0
 STOP_GRACE_S = 2.0
+# What the agent of a folder that was lost has for its end, less than what the kernel waits.
+FORMER_S = 6.0
 TAIL_BYTES = 4000
 # A rank's call log and what is left of a crash, which the kernel reads when the rank has ended.
 LARGEST_FILE_BYTES = 1 << 21
 PACKAGES = ("nbdist", "torch", "accelerate", "ipyparallel")
 PR_SET_PDEATHSIG = 1
+# In the agent's folder; where another kernel finds it.
+SOCKET = "agent.sock"
+GONE = "its agent has ended, and its ranks with it: their time was over, or the host was restarted"
 
 # The module nbdist.cluster.kernel.guardian; `serve` is handed it by whoever has sent both.
 guardian: Any = None
@@ -61,6 +70,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
+@functools.cache
 def count_gpus() -> int:
     """How many GPUs the driver shows to this process, as nvidia-smi lists them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -107,12 +117,85 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+class Link:
+    """A connection to a kernel, by lines both ways; what nobody reads is dropped."""
+
+    def __init__(
+        self,
+        inbox: queue.SimpleQueue[tuple[str, Any]],
+        reader: BinaryIO,
+        writer: BinaryIO,
+        close: Callable[[], object],
+    ):
+        """Put what is read into the inbox, as (kind, (this, content)), and at last its end."""
+        self._inbox, self._reader, self._writer, self._close = inbox, reader, writer, close
+        # A kernel that reads no more, or a network that is cut, must not hold the agent up.
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, daemon=True).start()
+
+    def say(self, event: str, **content: Any) -> None:
+        """Send one message."""
+        self._outbox.put((MARK + json.dumps({"event": event, **content}) + "\n").encode())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._outbox.put(b"")
+        with contextlib.suppress(OSError):  # the other side was first
+            self._close()
+
+    def _read(self) -> None:
+        end = "closed"
+        with contextlib.suppress(OSError, ValueError):  # ValueError: cut off in mid line
+            for line in self._reader:
+                if line == b"stop\n":
+                    end = "stop"
+                    break
+                self._inbox.put(("command", (self, json.loads(line))))
+        self._inbox.put((end, (self, None)))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while line := self._outbox.get():
+                self._writer.write(line)
+                self._writer.flush()
+
+
+def hang_up_standard() -> None:
+    """Let go of standard input, output and error: ssh's and srun's, which may be gone already."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def connect(folder: str) -> socket.socket:
+    """A connection to the agent whose folder this is.
+
+    Raises:
+        OSError: If there is none.
+    """
+    line = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.chdir(folder):  # a socket's address has 108 bytes, a path may have more
+            line.connect(SOCKET)
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
 class Agent:
     """The ranks of one host. Everything happens in the main thread, in order."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._link: Link | None = None  # None: no kernel is there, and another one may come
+        self._keep_s = 0.0
+        self._until_s = 0.0  # when the kernel, or the time without one, is given up
+        self._listener: socket.socket | None = None
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._codes: dict[int, int] = {}  # of ranks whose newest process has ended
         self._starts: dict[int, str | None] = {}  # pid -> start time, of every rank ever started
         self._folder = Path()
         self._commands: dict[str, Callable[..., Any]] = {
@@ -122,53 +205,115 @@ class Agent:
             "signal": self._signal,
             "end": self._end,
             "tail": self._tail,
+            "keep": self._keep,
+            "ranks": self._tell_ranks,
             "facts": facts,
             "beat": lambda: None,
         }
 
     def serve(self) -> None:
-        """Do what the input says until it ends."""
+        """Do what the kernel says until it ends, or the time of the ranks that are kept."""
         for name in (signal.SIGINT, signal.SIGHUP):
             signal.signal(name, lambda *_: None)  # not ignored: its ranks would inherit that
         # A batch system is about to kill everything here: what is left is to tidy up.
-        signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", None)))
-        threading.Thread(target=self._listen, daemon=True).start()
-        heard_s = beat_s = time.monotonic()
-        say("hello", **facts())
-        while time.monotonic() - heard_s < SILENCE_S:
+        signal.signal(signal.SIGTERM, lambda *_: self._inbox.put(("term", (None, None))))
+        self._take_link(Link(self._inbox, sys.stdin.buffer, sys.stdout.buffer, hang_up_standard))
+        beat_s = time.monotonic()
+        while self._goes_on():
             try:
                 kind, content = self._inbox.get(
                     timeout=max(0.0, beat_s + BEAT_S - time.monotonic())
                 )
             except queue.Empty:
                 beat_s = time.monotonic()
-                say("beat")
+                self._say("beat")
                 continue
-            if kind in {"closed", "term"}:
-                break
-            if kind == "command":
-                heard_s = time.monotonic()
-                self._answer(content)
-            elif kind == "exit":
-                self._tell_exit(*content)
+            if kind == "exit":
+                self._take_exit(*content)
+            elif kind == "link":
+                self._take_link(
+                    Link(
+                        self._inbox,
+                        content.makefile("rb"),
+                        content.makefile("wb"),
+                        functools.partial(content.shutdown, socket.SHUT_RDWR),
+                    )
+                )
+            else:
+                self._hear(kind, *content)
 
-    def _listen(self) -> None:
-        for line in sys.stdin.buffer:
-            try:
-                self._inbox.put(("command", json.loads(line)))
-            except ValueError:
-                break  # `stop`, or cut off in the middle of a line
-        self._inbox.put(("closed", None))
+    def _goes_on(self) -> bool:
+        if time.monotonic() >= self._until_s and not self._detach():
+            return False
+        # Where somebody has removed the folder nobody can find the ranks again.
+        return self._link is not None or not guardian.is_removed(str(self._folder))
+
+    def _detach(self) -> bool:
+        """Wait for another kernel; False if ranks are not kept, or their time is over."""
+        if self._link is None or not self._keep_s:
+            return False
+        self._link.close()
+        self._link = None
+        self._until_s = time.monotonic() + self._keep_s
+        return True
+
+    def _take_link(self, link: Link) -> None:
+        """Speak with a kernel; the one before is left."""
+        if self._link is not None:
+            self._link.close()
+        self._link, self._until_s = link, time.monotonic() + SILENCE_S
+        link.say("hello", **facts())
+
+    def _hear(self, kind: str, link: Link | None, content: Any) -> None:
+        if link is not self._link and kind != "term":
+            return  # of a kernel whose place another one has taken
+        if kind == "command":
+            self._until_s = time.monotonic() + SILENCE_S
+            self._answer(content)
+            return
+        self._until_s = 0.0
+        if kind != "closed":
+            self._keep_s = 0.0
+
+    def _say(self, event: str, **content: Any) -> None:
+        if self._link is not None:
+            self._link.say(event, **content)
+
+    def _keep(self, seconds: float) -> None:
+        """From now on let ranks live so long without a kernel; 0: not at all."""
+        if seconds and self._listener is None:
+            listener = socket.socket(socket.AF_UNIX)
+            with contextlib.chdir(self._folder):  # as in `connect`
+                listener.bind(SOCKET)
+            listener.listen()
+            self._listener = listener
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._keep_s = seconds
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            self._inbox.put(("link", listener.accept()[0]))
+
+    def _tell_ranks(self) -> dict[int, int]:
+        """Each rank's newest process; the ends of those that have ended are told once more."""
+        for rank, code in self._codes.items():
+            self._tell_exit(rank, code)
+        return {rank: process.pid for rank, process in self._ranks.items()}
 
     def _answer(self, command: dict[str, Any]) -> None:
         number, what = command.pop("id"), command.pop("do")
         try:
-            say("answer", id=number, value=self._commands[what](**command))
+            self._say("answer", id=number, value=self._commands[what](**command))
         except Exception as error:  # noqa: BLE001  # any reason at all is the kernel's to judge
-            say("answer", id=number, error=f"{type(error).__name__}: {error}")
+            self._say("answer", id=number, error=f"{type(error).__name__}: {error}")
 
-    def _open(self, run: str) -> str:
-        """Make the folder of this run on this host, which only this user can enter."""
+    def _open(self, run: str, former: str = "") -> str:
+        """Make the folder of this run on this host, which only this user can enter.
+
+        The agent of a `former` folder, which the kernel has lost, ends its ranks before.
+        """
+        if former:
+            end_former(former)
         base = Path(tempfile.gettempdir(), f"nbdist-{os.getuid()}")
         base.mkdir(mode=0o700, exist_ok=True)
         status = base.lstat()
@@ -214,6 +359,7 @@ class Agent:
                 preexec_fn=die_with_parent,  # noqa: PLW1509  # it takes no lock
             )
         self._ranks[rank] = process
+        self._codes.pop(rank, None)
         self._starts[process.pid] = guardian.start_ticks(process.pid)
         threading.Thread(target=self._wait, args=(rank, process), daemon=True).start()
         return process.pid
@@ -230,15 +376,21 @@ class Agent:
     def _wait(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._inbox.put(("exit", (rank, process, process.wait())))
 
-    def _tell_exit(self, rank: int, process: subprocess.Popen[bytes], code: int) -> None:
+    def _take_exit(self, rank: int, process: subprocess.Popen[bytes], code: int) -> None:
         self._end_sessions([process.pid])
+        if process is self._ranks[rank]:
+            self._codes[rank] = code
+            self._tell_exit(rank, code)
+
+    def _tell_exit(self, rank: int, code: int) -> None:
         files = {}
         for path in self._files(rank):
             with contextlib.suppress(OSError):  # without it: the end itself has to be told
                 if path.stat().st_size <= LARGEST_FILE_BYTES:
                     packed = base64.b64encode(zlib.compress(path.read_bytes(), 1))
                     files[str(path.relative_to(self._folder))] = packed.decode()
-        say("exit", rank=rank, pid=process.pid, code=code, tail=self._tail(rank), files=files)
+        pid = self._ranks[rank].pid
+        self._say("exit", rank=rank, pid=pid, code=code, tail=self._tail(rank), files=files)
 
     def _files(self, rank: int) -> list[Path]:
         """What this rank has written for the kernel: files whose name ends with its number."""
@@ -284,23 +436,56 @@ class Agent:
             time.sleep(0.01)
         if self._folder == Path():
             return
-        killed = guardian.end_all(self._starts, b"NBDIST_RUN=" + os.fsencode(self._folder))
-        guardian.sweep_shm(str(self._folder), killed | set(self._starts))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        sweep(str(self._folder), self._starts)
         try:
             self._folder.parent.rmdir()
         except OSError:
             return  # other runs are in it
 
 
-def say(event: str, **content: Any) -> None:
-    """Write one message; a kernel that is gone reads none, and then the input ends as well."""
-    line = MARK + json.dumps({"event": event, **content}) + "\n"
+def sweep(folder: str, sessions: dict[int, str | None]) -> None:
+    """Kill these sessions and what else is of the folder's ranks, and remove the folder."""
+    killed = guardian.end_all(sessions, b"NBDIST_RUN=" + os.fsencode(folder))
+    guardian.sweep_shm(folder, killed | set(sessions))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_former(folder: str) -> None:
+    """Let the agent of this folder end its ranks; where it has been killed, end what is left."""
+    with contextlib.suppress(OSError), connect(folder) as line:
+        line.settimeout(FORMER_S)
+        line.sendall(b"stop\n")
+        while line.recv(1 << 16):
+            continue
+    sweep(folder, {})
+
+
+def relay(folder: str) -> None:
+    """Join standard input and output with the agent of this folder, until it hangs up."""
     try:
-        sys.stdout.buffer.write(line.encode())
-        sys.stdout.buffer.flush()
-    except (BrokenPipeError, OSError):
-        return
+        line = connect(folder)
+    except OSError as error:
+        is_gone = isinstance(error, (FileNotFoundError, ConnectionRefusedError))
+        reason = GONE if is_gone else f"the agent of {folder} cannot be asked: {error}"
+        sys.stdout.write(MARK + json.dumps({"event": "lost", "reason": reason}) + "\n")
+        sys.stdout.flush()
+        os._exit(1)
+
+    # Not from the descriptor: this program was read through the same buffer.
+    reader: Any = sys.stdin.buffer
+
+    def forward() -> None:
+        with contextlib.suppress(OSError):
+            while said := reader.read1(1 << 16):
+                line.sendall(said)
+            line.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=forward, daemon=True).start()
+    with contextlib.suppress(OSError):  # the kernel is gone
+        while said := line.recv(1 << 16):
+            sys.stdout.buffer.write(said)
+            sys.stdout.buffer.flush()
+    os._exit(0)
 
 
 def serve(the_guardian: Any) -> None:
@@ -311,7 +496,8 @@ def serve(the_guardian: Any) -> None:
     try:
         agent.serve()
     except Exception:  # noqa: BLE001  # a fault of its own must not leave ranks behind
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # ssh may be gone
+            traceback.print_exc()
         code = 1
     agent.end_all()
     # A thread may still wait for input, with a lock that Python needs to end: it would abort.

@@ -118,14 +118,15 @@ def make_plan(
         device = replace(device, memory_bytes=device.memory_bytes * here / world_size)
     if measured is not None and measured.world_size != world_size:
         measured = None
-    with progress.during("plan") as tell, _engine(shape, live, request) as engine:
+    formulas: Engine = memory_of if live is None else functools.partial(by_kinds, live)
+    with progress.during("plan") as tell, _engine(shape, live, request, formulas) as engine:
         result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
             engine=engine, assumed=(*assumed, *assumed_ranks, *assumed_precision), progress=tell,
         )  # fmt: skip
     if live is not None:
         result = replace(result, live=described(live))
-    return shown_plan(result, advise(result, given, measured))
+    return shown_plan(result, advise(result, given, measured, formulas))
 
 
 def _live(model: Any, request: PlanRequest) -> LiveModel | None:
@@ -147,18 +148,17 @@ def _live(model: Any, request: PlanRequest) -> LiveModel | None:
 
 
 def _engine(
-    shape: ModelShape, live: LiveModel | None, request: PlanRequest
+    shape: ModelShape, live: LiveModel | None, request: PlanRequest, formulas: Engine
 ) -> AbstractContextManager[Engine]:
     """What counts memory, until the plan is made."""
-    otherwise: Engine = memory_of if live is None else functools.partial(by_kinds, live)
     name = request.engine or ("formulas" if live is None else "fake")
     if name == "formulas":
-        return contextlib.nullcontext(otherwise)
+        return contextlib.nullcontext(formulas)
     source = Source(config=shape.config)
     if live is not None:
         source = replace(live.source, has_optimizer=request.optimizer is None)
     problem = "" if live is None else live.problem
-    return FakeEngine(source, otherwise=otherwise, problem=problem)
+    return FakeEngine(source, otherwise=formulas, problem=problem)
 
 
 def _shape(model: Any) -> ModelShape:

@@ -115,6 +115,19 @@ def memory_groups(pid: int | str) -> tuple[MemoryGroup, ...]:
     )
 
 
+def below_limits(pid: int | str) -> list[int]:
+    """How far the control groups of a process are below their limits; none where there are none.
+
+    Files that can be dropped do not count as used.
+    """
+    room = []
+    for group in memory_groups(pid):
+        limit, used = group.limit_bytes(), group.used_bytes()
+        if limit is not None and used is not None:
+            room.append(max(0, limit - used + group.droppable_bytes()))
+    return room
+
+
 def parse_cgroups(listed: str) -> dict[str, str]:
     """The paths in /proc/PID/cgroup that can count memory: "v1" or "v2" -> path."""
     paths = {}

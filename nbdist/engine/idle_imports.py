@@ -9,11 +9,13 @@ from importlib import import_module
 
 from nbdist.parallel.accelerator.lazy import MODULES
 
+# And for the first model that is prepared.
+_WANTED = (*MODULES, "nbdist.planner.rank.shortage")
 # Idle for so long: a cell that comes at once does not wait.
 AFTER_S = 1.0
 
 
-def begin(has_run: Callable[[], bool], modules: Sequence[str] = MODULES) -> None:
+def begin(has_run: Callable[[], bool], modules: Sequence[str] = _WANTED) -> None:
     """Import modules once the running event loop has been left alone for AFTER_S.
 
     One by one, since a cell that comes meanwhile waits for the one that is being imported.

@@ -63,10 +63,12 @@ from nbdist.hang.rank import (
 from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
+from nbdist.parallel import events
 from nbdist.parallel.accelerator import torch_clip
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
+from nbdist.strategy.choice import Strategy
 
 # What torch is asked for by name: with NCCL, tensors on the CPU still have a group.
 TORCH_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -246,7 +248,7 @@ def prepare(seed: int | None = None) -> Topology:
     shell = get_ipython()
     shell_hooks.install(shell)
     cell_hook.install(shell)
-    watch.install()
+    _install_lints()
     call_log.name_cells(shell)
     cell_hooks.install(shell.kernel, CELL_HOOKS)
     responder.install(shell.kernel)
@@ -275,6 +277,19 @@ def prepare(seed: int | None = None) -> Topology:
     idle_imports.settle(has_run)
     idle_imports.begin(has_run)
     return this.topology
+
+
+def _install_lints() -> None:
+    watch.install()
+    if _look_for_room not in events.before_build:
+        events.before_build.append(_look_for_room)
+
+
+def _look_for_room(model: torch.nn.Module, choice: Strategy) -> None:
+    """Before a model is built; the planner is imported with the first one, not at the start."""
+    from nbdist.planner.rank import shortage
+
+    shortage.look(model, choice)
 
 
 def run_folder() -> Path | None:

@@ -25,10 +25,10 @@ from nbdist.errors import StartError
 from nbdist.hang.rank import call_log, main_thread, nccl_abort
 from nbdist.hang.rank import gloo_abort as gloo
 from nbdist.monitor import rank as monitor_rank
-from nbdist.parallel import registry
 from nbdist.rpc import wire
 from nbdist.rpc.rank import crash_files, gc_pause, progress
 from nbdist.strategy.choice import Strategy
+from nbdist.strategy.choose import default_choice
 
 
 def ping() -> str:
@@ -72,7 +72,11 @@ def abort(generation: int) -> int:
 def standing() -> tuple[Topology, int, int, Strategy]:
     """What whoever attaches has to know: plan, generation of the groups, newest cell, strategy."""
     generation, run = call_log.newest()
-    return this_rank().topology, generation, run, registry.current()
+    topology = this_rank().topology
+    # Not imported for this: accelerate comes with it.
+    registry = sys.modules.get("nbdist.parallel.registry")
+    strategy = registry.current() if registry else default_choice(topology.world_size)
+    return topology, generation, run, strategy
 
 
 # All that can be asked; the kernel declares the same names. Nothing else is called.

@@ -26,6 +26,7 @@ class Lint:
         example: A subject, and facts of ranks of which one hit comes.
         exceptions: Where it is silent although it may be so, for docs/lints.md.
         needs_success: Only judged where the cell ended well on every rank.
+        is_early: It is told while the cell runs, once all ranks have noted it.
         is_of_machine: It depends on the machine, so it is left out where outputs are stored.
     """
 
@@ -38,6 +39,7 @@ class Lint:
     example: tuple[str, Facts]
     exceptions: str = ""
     needs_success: bool = False
+    is_early: bool = False
     is_of_machine: bool = False
 
 

@@ -16,6 +16,7 @@ from nbdist.lints import (
     effective_batch,
     initial_values,
     loss_not_divided,
+    memory_shortage,
     model_inputs,
     parameters_apart,
     same_data,
@@ -31,7 +32,7 @@ VARIABLE = "NBDIST_SILENCE"
 _MODULES = (
     same_data, model_inputs, set_epoch, loss_not_divided, effective_batch, unused_parameters,
     beside_wrapper, initial_values, shard_seeds, parameters_apart, apart_since, bf16_scaler,
-    workers,
+    memory_shortage, workers,
 )  # fmt: skip
 LINTS = {module.LINT.name: module.LINT for module in _MODULES}
 

@@ -49,6 +49,7 @@ from nbdist.lints.replicas import ReplicaCheck
 from nbdist.memory.kernel.recordings import Memories
 from nbdist.memory.snapshot import MemoryOptions, Snapshot
 from nbdist.monitor.kernel.monitor import Monitor
+from nbdist.planner.kernel import shortage
 from nbdist.rpc.kernel.functions import RankFunction
 from nbdist.rpc.wire import CELL_FOR_ALL, CELL_KEPT, CELL_NUMBER, CELL_RUN
 from nbdist.switch.kernel import Strategies
@@ -91,7 +92,8 @@ class Session(CellRanks):
         self._run_ids = itertools.count(1)
         self.journals = Journals(self, self.health)
         self.lints = Lints()
-        self.strategy = Strategies(self, self.lints.of_switch)
+        warn = functools.partial(shortage.warn, self, self.lints)
+        self.strategy = Strategies(self, self.lints.of_switch, warn)
         self.variables = Variables(self)
         self.checkpoints = Checkpoints(self)
         self.traces = Traces(self, self.variables)

@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from nbdist.strategy.choice import Strategy
+
 # Called with a model's class and tensors, before it gets rank 0's values.
 on_prepare: list[Callable[[str, Iterable[torch.Tensor]], None]] = []
+# Called with a model and the strategy that it is about to be put under, before anything of it is
+# allocated.
+before_build: list[Callable[[torch.nn.Module, Strategy], None]] = []
 # Called with a model that ranks share a copy of, the tensors it is called with, and these ranks;
 # before each of its forwards.
 on_inputs: list[Callable[[torch.nn.Module, Sequence[torch.Tensor], Sequence[int]], None]] = []

@@ -67,6 +67,8 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
         planned: list[build.Built] = []
         sketches = all_or_none(what, lambda: _sketch(planned, job))
         agree_on_numbers(all_or_none(what, lambda: _compare(sketches)))
+        for tell in events.before_build:
+            tell(model, choice)
         for act in events.on_prepare:
             act(type(model).__name__, build.tensors_of(model).values())
         return _commit(planned[0], _first_values(planned[0]))

@@ -1,19 +1,37 @@
-"""What to choose by a plan's numbers, what would make it fit, and what common rules say instead."""
+"""What to choose by a plan's numbers, what would make it fit, and what rules of thumb say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
-from nbdist.planner.plan import NO, RISKY, SAFE, UNKNOWN, Plan, PlanRow, plan
-from nbdist.strategy.choice import Strategy
+from nbdist.planner.devices import PER_HOST, link_of
+from nbdist.planner.memory import memory_of
+from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Engine, Plan, PlanRow, plan
+from nbdist.planner.rules_of_thumb import RuleAnswer, answers
+from nbdist.strategy.choice import AXES, Strategy
 from nbdist.strategy.degrees import ranks
-from nbdist.strategy.options import DEGREES, read
+from nbdist.strategy.options import DEGREES, OPTIONS, read
 
 _MOST_RANKS = 4096
+# A strategy that is less faster than this is no reason to leave a simpler one: estimates that are
+# each 10 to 15 % off (docs/accuracy.md) cannot tell the two apart.
+MARGIN = 0.25
+# And this for copies: what sharding saves is of a step (the optimizer, messages), not of a sample,
+# and where copies fit a larger batch makes it small.
+COPIES_MARGIN = 0.5
+# Estimates that are as close are the same: of measured pairs 5 % apart the order is mostly right.
+SAME = 0.05
+# Steps whose options most strategies take.
+_COMMON = {"precision", "options"}
+# Axes whose messages are waited for in every block, forward and backward.
+_IN_BLOCKS = ("cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,57 +41,93 @@ class Advice:
     Attributes:
         row: What to choose; None where nothing fits.
         sentences: Why, and what would help.
-        rules: Common rules that say something else, a sentence each.
+        rules: What rules of thumb choose; none of a plan for one strategy or one rank.
     """
 
     row: PlanRow | None
     sentences: tuple[str, ...]
-    rules: tuple[str, ...] = ()
+    rules: tuple[RuleAnswer, ...] = ()
 
 
 def advise(
-    planned: Plan, given: Mapping[str, object] | None = None, measured: LinkModel | None = None
+    planned: Plan,
+    given: Mapping[str, object] | None = None,
+    measured: LinkModel | None = None,
+    engine: Engine = memory_of,
 ) -> Advice:
-    """The safe strategy that costs least in communication; else what would make one safe.
+    """The strategy to choose of those that are safe; else what would make one safe.
 
-    The plan has a row for each strategy, or one; `given` and `measured` are what it was made with.
+    The fastest for a sample, unless a simpler one is nearly as fast; docs/plan.md has the rules.
+    The plan has a row for each strategy, or one; `given` and `measured` are what it was made with,
+    and `engine` counts the memory of what would help.
     """
     given = dict(given or {})
-    # Of a model whose shape no formula knows: by bytes alone, and no other plan is made.
+    make = functools.partial(_plan_again, measured=measured, engine=engine)
+    rules: tuple[RuleAnswer, ...] = ()
+    if len(planned.rows) > 1 and planned.world_size > 1:
+
+        def find(name: str, options: Mapping[str, object]) -> PlanRow | None:
+            again = make(planned, {**given, **options}, name)
+            return None if again is None else again.rows[0]
+
+        rules = answers(planned, find)
+    row, sentences = _chosen(planned, given, make)
+    return Advice(row, tuple(sentences), rules)
+
+
+Maker = Callable[[Plan, Mapping[str, object], "str | None"], "Plan | None"]
+
+
+def _plan_again(
+    changed: Plan,
+    options: Mapping[str, object],
+    strategy: str | None,
+    *,
+    measured: LinkModel | None,
+    engine: Engine,
+) -> Plan | None:
+    """A plan for what was changed in another; None where the options do not go with the strategy.
+
+    `measured` counts for its own number of ranks alone.
+    """
+    if measured is not None and measured.world_size != changed.world_size:
+        measured = None
+    try:
+        return plan(
+            changed.model, changed.device, changed.world_size, changed.load, strategy=strategy,
+            given=options, measured=measured, engine=engine,
+        )  # fmt: skip
+    except OptionError:
+        return None
+
+
+def _chosen(
+    planned: Plan, given: Mapping[str, object], make: Maker
+) -> tuple[PlanRow | None, list[str]]:
+    """The row to choose, and why; None and what would help where nothing fits."""
+    # Of a model whose shape no formula knows no other plan is made.
     has_shape = planned.model.has_shape
     useful = _useful(planned)
     for wanted in (SAFE, RISKY) if has_shape else (SAFE,):
         fitting = [row for row in useful if row.verdict == wanted]
-        fitting, notes = _comparable(planned, fitting)
-        if fitting:
-            best = min(fitting, key=_cost)
-            sentences = [_recommended(planned, best, len(fitting)), *notes]
-            if not has_shape:
-                return Advice(best, tuple(sentences))
-            if wanted == RISKY:
-                sentences.append(_would_help(planned, given, measured))
-            fits_one = any(row.typed == "single" and row.verdict == SAFE for row in planned.rows)
-            if fits_one and planned.world_size > 1:
-                sentences.append("It fits on one device: more ranks only add speed.")
-            return Advice(best, tuple(sentences), _disagreeing(planned, best))
+        if not fitting:
+            continue
+        best, sentences = _recommended(planned, fitting)
+        if best is not None and wanted == RISKY:
+            sentences.append(_would_help(planned, given, make))
+        if any(row.typed == "single" and row.verdict == SAFE for row in planned.rows) and (
+            has_shape and planned.world_size > 1
+        ):
+            sentences.append("It fits on one device: more ranks only add speed.")
+        return best, sentences
     if not has_shape and any(row.verdict == UNKNOWN for row in useful):
-        sentence = "No strategy is recommended: the activations could not be counted."
-        return Advice(None, (sentence,))
+        return None, ["No strategy is recommended: the activations could not be counted."]
     nothing = "No strategy accepts these degrees and options."
     if useful:
-        least = min(useful, key=lambda row: row.share)
-        needs = f"needs {percent(least)} of the device."
-        nothing = f"Nothing fits: the smallest, {least.typed}, {needs}"
-    helps = (_would_help(planned, given, measured),) if has_shape else ()
-    return Advice(None, (nothing, *helps))
-
-
-def _comparable(planned: Plan, rows: list[PlanRow]) -> tuple[list[PlanRow], list[str]]:
-    """The rows of which it is known what they send, or all; a sentence on those left out."""
-    counted = [row for row in rows if planned.counts_sent(row)]
-    if len(counted) in {0, len(rows)}:
-        return rows, []
-    return counted, ["tp, pp and cp are not compared: what they send is not known."]
+        least = min(useful, key=lambda row: max(row.share, row.host_share))
+        nothing = f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device"
+        nothing += f"{_on_host(planned, least)}."
+    return None, [nothing, *([_would_help(planned, given, make)] if has_shape else [])]
 
 
 def _useful(planned: Plan) -> list[PlanRow]:
@@ -82,28 +136,150 @@ def _useful(planned: Plan) -> list[PlanRow]:
     return [row for row in counted if planned.world_size == 1 or row.typed != "single"]
 
 
-def _cost(row: PlanRow) -> tuple[float, ...]:
-    """What is no computation, for each sample; where no speed is known, bytes and no pipelines.
+def _recommended(planned: Plan, fitting: Sequence[PlanRow]) -> tuple[PlanRow | None, list[str]]:
+    """The row to choose of those that fit, and the sentences that say it."""
+    if len(planned.rows) == 1:
+        [row] = fitting
+        verdict = f"{row.typed}: {row.verdict} ({percent(row)} of the device)"
+        costs = "" if planned.world_size == 1 else f"; {cost(planned, row)}"
+        slow = slow_link(planned, row)
+        notes = [f"The {_sums(row)} go over {slow} in every block, and nothing hides them."]
+        return row, [f"{verdict}{costs}{_on_host(planned, row)}.", *(notes if slow else [])]
+    counted = [row for row in fitting if planned.counts_sent(row)]
+    unknown = "tp, pp and cp are not compared: what they send is not known."
+    if not counted:
+        names = ", ".join(row.typed for row in fitting)
+        verdict = f"No strategy is recommended: {fitting[0].verdict} are {names}, and what they"
+        return None, [f"{verdict} send is not known. %dist_compare measures them."]
+    best = best_of(planned, counted)
+    fastest = min(counted, key=_per_sample)
+    first = (
+        f"Recommended: {best.typed}: {best.verdict} ({percent(best)} of the device)"
+        f"{_among(counted, best, fastest)}; "
+        f"{cost(planned, best)}{_on_host(planned, best)}."
+    )
+    notes = _why_not(planned, counted, best, fastest)
+    return best, [first, *notes, *([unknown] if len(counted) < len(fitting) else [])]
 
-    Where that is equal: what needs no other package, then what stands first in the table.
+
+def _among(counted: Sequence[PlanRow], best: PlanRow, fastest: PlanRow) -> str:
+    """How a choice stands among those that fit."""
+    others = len(counted) - 1
+    if not others:
+        return f", the only {best.verdict} strategy"
+    if best is fastest and not _host_bytes(best):
+        return f", the {'fastest' if best.time else 'least sent'} of {others + 1}"
+    return f", as {'is one other' if others == 1 else f'are {others} others'}"
+
+
+def best_of(planned: Plan, fitting: Sequence[PlanRow]) -> PlanRow:
+    """The row to choose of some that fit and whose cost is known.
+
+    Without those that only look fast; of the rest the simplest that is nearly as fast as the
+    fastest, and of equally simple and fast ones that which needs least memory.
+    """
+    usable = [row for row in fitting if not _objection(planned, fitting, row)] or fitting
+    # Bytes alone are no time: what hides behind backward costs none. And what is offloaded is in
+    # none: its transfers take longest, as much as lies on the host.
+    is_time = all(row.time is not None and not _host_bytes(row) for row in usable)
+    near = _within(usable, _per_sample, MARGIN if is_time else math.inf)
+    # Copies, the simplest, have a wider margin.
+    wide = _within(usable, _per_sample, COPIES_MARGIN)
+    near = [row for row in wide if _tier(row) == 0] or near
+    tier = min(map(_tier, near))
+    simplest = _within([row for row in near if _tier(row) == tier], _host_bytes, 0.0)
+    return min(_within(simplest, _per_sample, SAME), key=lambda row: row.share)
+
+
+def _within(
+    rows: Sequence[PlanRow], value: Callable[[PlanRow], float], margin: float
+) -> Sequence[PlanRow]:
+    """The rows whose value is the least, or more by a share of it."""
+    least = min(map(value, rows))
+    return [row for row in rows if value(row) <= least or value(row) <= (1 + margin) * least]
+
+
+def _per_sample(row: PlanRow) -> float:
+    """What a sample costs: seconds, or bytes where the device's speed is not known."""
+    return row.sent_bytes / row.samples if row.time is None else row.time.cost_s
+
+
+def _host_bytes(row: PlanRow) -> float:
+    return 0.0 if row.memory is None else row.memory.host
+
+
+def _tier(row: PlanRow) -> int:
+    """How much a strategy asks of model and machine.
+
+    0: copies. 1: torch shards what they repeat. 2: another package does. 3: the model is split.
     """
     assert row.choice is not None
-    per_sample = row.sent_bytes / row.samples
-    first = float(row.choice.degrees.pp > 1) if row.time is None else row.time.cost_s
-    needs_package = row.choice.name == "deepspeed"
-    return float(f"{first:.3g}"), float(f"{per_sample:.3g}"), needs_package
+    degrees = row.choice.degrees
+    if degrees.product > degrees.dp:
+        return 3
+    if row.choice.name == "deepspeed":
+        return 2
+    return int(row.choice.name not in {"single", "ddp"})
 
 
-def _recommended(planned: Plan, row: PlanRow, others: int) -> str:
-    among = (
-        f"the only {row.verdict} strategy" if others == 1 else f"least communication of {others}"
-    )
-    verdict = f"{row.verdict} ({percent(row)} of the device)"
-    if planned.world_size == 1:
-        return f"{row.typed}: {verdict}."
-    if len(planned.rows) == 1:
-        return f"{row.typed}: {verdict}; communication: {cost(planned, row)}."
-    return f"Recommended: {row.typed}: {verdict}; {among}: {cost(planned, row)}."
+def _objection(planned: Plan, fitting: Sequence[PlanRow], row: PlanRow) -> str:
+    """Why a row's cost is not to be compared with that of the others; "" mostly."""
+    assert row.choice is not None
+    widest = max(other.recipe.gradients for other in fitting if other.recipe is not None)
+    width = widest if row.recipe is None else row.recipe.gradients
+    if width < widest:
+        return f"it sums gradients in {width} bytes, the others in {widest}"
+    if slow := slow_link(planned, row):
+        return f"the {_sums(row)} go over {slow} in every block, and nothing hides them"
+    if row.time is None and row.choice.degrees.pp > 1:
+        return "its stages wait for each other, which is not counted"
+    return ""
+
+
+def slow_link(planned: Plan, row: PlanRow) -> str:
+    """What a row's messages inside of blocks cross that is no NVLink; "" where it was measured.
+
+    All-reduces of tp wait in the middle of forward and backward. PCIe's and a network's data sheet
+    says little of them: GPUs without peer-to-peer go through the host's memory.
+    """
+    assert row.choice is not None
+    if row.time is not None and row.time.source == "measurement":
+        return ""
+    sizes = [getattr(row.choice.degrees, axis) for axis in AXES]
+    widest = [math.prod(sizes[AXES.index(axis) :]) for axis in _IN_BLOCKS]
+    spans = [span for axis, span in zip(_IN_BLOCKS, widest, strict=True)
+             if getattr(row.choice.degrees, axis) > 1]  # fmt: skip
+    if not spans:
+        return ""
+    link = link_of(planned.device, max(spans))
+    if link is None:
+        return "a link that is not known"
+    return "" if link.name.startswith("NVLink") else link.name
+
+
+def _sums(row: PlanRow) -> str:
+    assert row.choice is not None
+    return "sums of tp" if row.choice.degrees.tp > 1 else "messages of cp"
+
+
+def _why_not(
+    planned: Plan, counted: Sequence[PlanRow], best: PlanRow, fastest: PlanRow
+) -> list[str]:
+    """Why the fastest, or what sends least, is not the choice; nothing where they are equal."""
+    less = 100 * (1 - _per_sample(fastest) / _per_sample(best))
+    if round(less) < 1:
+        return []
+    what = "sends" if fastest.time is None else "takes, by estimate,"
+    more = f"{fastest.typed} {what} {less:.0f} % less"
+    if objection := _objection(planned, counted, fastest):
+        return [f"{more}, but {objection}."]
+    if _host_bytes(best):
+        return [f"{more}, without the transfers of what is offloaded."]
+    if _tier(best) == _tier(fastest):
+        return [f"{more}: too little to tell, and {best.typed} needs less memory."]
+    margin = MARGIN if _tier(best) else COPIES_MARGIN
+    enough = f"less than {100 * margin / (1 + margin):.0f} %" if fastest.time else "without a speed"
+    return [f"{more}; {enough} is no reason for more than {best.typed}."]
 
 
 def percent(row: PlanRow) -> str:
@@ -112,113 +288,145 @@ def percent(row: PlanRow) -> str:
 
 
 def cost(planned: Plan, row: PlanRow) -> str:
-    """What a strategy costs beside computation, for each sample, as text."""
+    """What a sample costs under a strategy, as text."""
+    seconds = "" if row.time is None else f"about {row.time.cost_s:.2g} s per sample; "
     if not planned.counts_sent(row):
-        return "what it sends is not known"
-    sent = f"{exact_size(row.sent_bytes / row.samples)} sent per sample"
-    if row.time is None:
-        return sent
-    idle = " and idle time" if row.time.idle_s else ""
-    return f"{sent}, about {row.time.cost_s:.2g} s of communication{idle} per sample"
+        return f"{seconds}what it sends is not known"
+    return f"{seconds}{exact_size(row.sent_bytes / row.samples)} sent per sample"
 
 
-def _would_help(planned: Plan, given: Mapping[str, object], measured: LinkModel | None) -> str:
-    """The first of these that makes a strategy safe, each with those before it; else more ranks."""
-    load, options = planned.load, dict(given)
-    added: list[str] = []
-    half = "bf16" if planned.device.has_bf16 else "fp16"
-    is_single = read(options)[1].get("precision", "fp32") == "fp32"
-    steps: tuple[tuple[str, bool, dict[str, object], int | None], ...] = (
-        (f"--{half}", is_single, {"precision": half}, None),
-        ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}, None),
-        ("--batch 1", load.batch > 1, {}, 1),
-        (
-            "--offload cpu",
-            options.get("offload") is None and load.has_gpu,
-            {"offload": "cpu"},
-            None,
-        ),
+def _on_host(planned: Plan, row: PlanRow) -> str:
+    """What is offloaded to a host, by all of its ranks; "" where nothing is."""
+    memory = row.memory
+    if memory is None or not (memory.host or memory.disk):
+        return ""
+    sharing = min(planned.world_size, PER_HOST)
+    each, where = (memory.host, "memory") if memory.host else (memory.disk, "NVMe")
+    has = planned.device.host_memory_bytes * sharing if memory.host else 0.0
+    of = f", which has {gigabytes(has)}" if has else ""
+    return (
+        f". Needs {gigabytes(each * sharing)} of each host's {where} ({ranks(sharing)} x "
+        f"{gigabytes(each)}){of}"
     )
-    ladder: list[tuple[str, Plan, dict[str, object]]] = []
-    for word, is_new, more, batch in steps:
-        if is_new:
-            added.append(word)
-            options.update(more)
-            load = load if batch is None else replace(load, batch=batch)
-            ladder.append((" ".join(added), replace(planned, load=load), dict(options)))
-    # The strategy that was typed, then all.
-    for strategy in [None] if len(planned.rows) > 1 else [planned.rows[0].choice, None]:
-        for words, changed, with_options in ladder:
-            row = _safe(changed, with_options, measured, strategy)
-            if row is not None:
-                return f"With {words}, {row.typed} is safe ({percent(row)})."
+
+
+def gigabytes(size_bytes: float) -> str:
+    """A size in GB = 10^9 bytes, as text."""
+    return f"{size_bytes / 1e9:,.1f} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What makes a strategy safe.
+
+    Attributes:
+        words: The change and the strategy: "With --checkpoint full, fsdp".
+        row: What it comes to then.
+    """
+
+    words: str
+    row: PlanRow
+
+
+def _would_help(planned: Plan, given: Mapping[str, object], make: Maker) -> str:
+    """The smallest change that makes a strategy safe, or that none does, as a sentence."""
+    change = _smallest_change(planned, given, make)
+    if change is None:
+        *_, (words, _, _) = _ladder(planned, given)
+        and_words = f" and {words}" if words else ""
+        return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+    return f"{change.words} is safe ({percent(change.row)}){_on_host(planned, change.row)}."
+
+
+def smallest_change(
+    planned: Plan, given: Mapping[str, object], engine: Engine = memory_of
+) -> Change | None:
+    """Options, another strategy or more ranks that make a plan for one strategy or all safe.
+
+    Each with what comes before it; docs/plan.md has the order. None where nothing does.
+    """
+    make = functools.partial(_plan_again, measured=None, engine=engine)
+    return _smallest_change(planned, given, make)
+
+
+def _smallest_change(planned: Plan, given: Mapping[str, object], make: Maker) -> Change | None:
+    ladder = list(_ladder(planned, given))
+    words, changed, options = ladder[-1]
+    if planned.load.has_gpu and given.get("offload") is None and planned.model.has_shape:
+        offloaded = {**options, "offload": "cpu"}
+        ladder.append((f"{words} --offload cpu".strip(), changed, offloaded))
+    typed = planned.rows[0].choice if len(planned.rows) == 1 else None
+    for rung, strategy in _tries(ladder, typed):
+        added, other, more = rung
+        row = _safe(make, other, more, strategy)
+        if row is not None:
+            return Change(f"With {added}, {row.typed}" if added else f"Instead, {row.typed}", row)
     options.pop("offload", None)
-    words = " ".join(word for word in added if "offload" not in word)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
     while count <= _MOST_RANKS:
-        row = _safe(replace(planned, load=load, world_size=count), options)
+        row = _safe(make, replace(changed, world_size=count), options)
         if row is not None:
-            return f"With {ranks(count)}{and_words}, {row.typed} is safe ({percent(row)})."
+            return Change(f"With {ranks(count)}{and_words}, {row.typed}", row)
         count *= 2
-    return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+    return None
+
+
+# Words that are added, the plan and the options with them.
+Rung = tuple[str, Plan, dict[str, object]]
+
+
+def _tries(
+    ladder: Sequence[Rung], typed: Strategy | None
+) -> Iterator[tuple[Rung, Strategy | None]]:
+    """What to try, the smallest change first: another strategy (None: all) counts as one."""
+    for before, rung in itertools.pairwise(ladder):
+        if typed is not None:
+            yield rung, typed
+            yield before, None
+        else:
+            yield rung, None
+    if typed is not None:
+        yield ladder[-1], None
+
+
+def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
+    """What saves memory, each with those before it: words, plan and options; first nothing.
+
+    Offloading is not in it: it moves what it saves to the host.
+    """
+    load, options = planned.load, dict(given)
+    yield "", planned, dict(options)
+    if not planned.model.has_shape:  # its activations are not counted: nothing saves any
+        return
+    half = "bf16" if planned.device.has_bf16 else "fp16"
+    is_single = read(options)[1].get("precision", "fp32") == "fp32"
+    steps: tuple[tuple[str, bool, dict[str, object]], ...] = (
+        (f"--{half}", is_single, {"precision": half}),
+        ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}),
+        ("--batch 1", load.batch > 1, {}),
+    )
+    added: list[str] = []
+    for word, is_new, more in steps:
+        if is_new:
+            added.append(word)
+            options.update(more)
+            load = replace(load, batch=1) if word == "--batch 1" else load
+            yield " ".join(added), replace(planned, load=load), dict(options)
 
 
 def _safe(
-    planned: Plan,
-    options: Mapping[str, object],
-    measured: LinkModel | None = None,
-    like: Strategy | None = None,
+    make: Maker, changed: Plan, options: Mapping[str, object], like: Strategy | None = None
 ) -> PlanRow | None:
-    """The cheapest safe row of another plan, or the one like a choice; None without one."""
-    given = dict(options)
+    """The row to choose of another plan, or the one like a choice; None where none is safe."""
     if like is None:
-        given = {word: value for word, value in given.items() if word not in DEGREES}
-    try:
-        again = plan(
-            planned.model, planned.device, planned.world_size, planned.load,
-            strategy=like.name if like else None, given=given, measured=measured,
-        )  # fmt: skip
-    except OptionError:  # it does not take one of the options
-        return None
-    return min((row for row in _useful(again) if row.verdict == SAFE), key=_cost, default=None)
+        options = {word: value for word, value in options.items() if not _is_of_one(word)}
+    again = make(changed, options, like.name if like else None)
+    safe = [row for row in _useful(again) if row.verdict == SAFE] if again is not None else []
+    return best_of(again, safe) if again is not None and safe else None
 
 
-def rows_by_rules(planned: Plan, rows: Mapping[str, PlanRow]) -> Mapping[str, str]:
-    """Common rules, and the row that each names; "" where it names none."""
-
-    def fits(typed: str) -> bool:
-        return typed in rows and rows[typed].verdict != NO
-
-    single = rows["single"].memory if "single" in rows else None
-    by_size = ""
-    if single is not None:
-        is_small = single.parameters <= planned.device.memory_bytes
-        by_size = "fsdp --shard grad-op" if is_small else "fsdp"
-        by_size = "ddp" if single.parameters < 2e9 else by_size
-    is_large = planned.model.parameters >= 70e9 and planned.world_size > 8
-    second, third = "deepspeed --stage 2", "deepspeed --stage 3"
-    return {
-        "fits on one device: ddp, else fsdp": "ddp" if fits("single") else "fsdp",
-        "ZeRO stage 2 first, stage 3 where that does not fit": second if fits(second) else third,
-        "parameters under 2 GB: ddp, tight: grad-op, larger than the device: full": by_size,
-        "from 70 billion: tp 8 in a host, pp between hosts, dp for the rest": (
-            "pp --tp 8 --pp 2" if is_large else ""
-        ),
-    }
-
-
-def _disagreeing(planned: Plan, best: PlanRow) -> tuple[str, ...]:
-    """Rules that name another row, with what its numbers are."""
-    if len(planned.rows) < 2 or planned.world_size == 1:
-        return ()
-    rows = {row.typed: row for row in planned.rows if row.memory is not None}
-    sentences = []
-    for rule, typed in rows_by_rules(planned, rows).items():
-        row = rows.get(typed)
-        if row is not None and row.typed != best.typed:
-            verdict = f"{row.verdict} ({percent(row)})"
-            sentences.append(
-                f'The rule "{rule}" says {row.typed}: {verdict}, {cost(planned, row)}.'
-            )
-    return tuple(sentences)
+def _is_of_one(word: str) -> bool:
+    """Whether it is a degree, or an option that most strategies do not take, but offloading."""
+    rows = [row for row in OPTIONS.values() if word in (row.name, row.word) and word != "offload"]
+    return word in DEGREES or any(row.steps and not {*row.steps} & _COMMON for row in rows)

@@ -32,6 +32,8 @@ class Device:
         network: To other hosts, likewise: what such hosts commonly have.
         driver: Words of the name under which the driver knows it.
         is_cpu: Ranks compute on a CPU; the memory is one rank's share of its host's.
+        host_memory_bytes: A rank's share of its host's memory, to which states are offloaded; 0
+            where nobody knows it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Device:
     source: str = ""
     has_bf16: bool = True
     is_cpu: bool = False
+    host_memory_bytes: float = 0.0
 
     @property
     def usual_precision(self) -> str:
@@ -164,6 +167,8 @@ def device_of_ranks(
         device = Device("", first.device_name, gpu.total_bytes)
     if device is None:
         return None, (f"--gpu {ASSUMED}, as {first.device_name} is not in the catalogue",)
+    host_bytes, _ = min(_host_shares(topology, samples), default=(0.0, 0))
+    device = replace(device, host_memory_bytes=host_bytes)
     title = f"--gpu {device.name}" if device.name else device.title
     sharing = max(Counter(place.device_uuid for place in topology.ranks).values())
     if sharing == 1:
@@ -175,18 +180,20 @@ def device_of_ranks(
 def _cpu_of_ranks(
     topology: Topology, samples: Sequence[Sample]
 ) -> tuple[Device | None, tuple[str, ...]]:
-    """A rank's share of its host's memory, or of what its control group may have of that.
-
-    Of the host where that is least.
-    """
-    shares = [
-        (sample.usage.host_limit_bytes / place.local_world_size, sample.usage.host_limit_bytes)
-        for sample in samples
-        if sample.usage is not None
-        for place in (topology.ranks[sample.rank],)
-    ]
+    """A rank's share of its host, as a device; of the host where that is least."""
+    shares = _host_shares(topology, samples)
     if not shares:
         return None, (f"--gpu {ASSUMED}, as the memory of the ranks' hosts is not known",)
     memory_bytes, limit_bytes = min(shares)
     device = Device("", "their host's CPU", memory_bytes, is_cpu=True)
     return device, (f"the CPU of the ranks' host ({limit_bytes / _GB:.1f} GB)",)
+
+
+def _host_shares(topology: Topology, samples: Sequence[Sample]) -> list[tuple[float, int]]:
+    """Each rank's share of its host's memory, or of its control group's limit; and all of that."""
+    return [
+        (sample.usage.host_limit_bytes / place.local_world_size, sample.usage.host_limit_bytes)
+        for sample in samples
+        if sample.usage is not None
+        for place in (topology.ranks[sample.rank],)
+    ]

@@ -13,7 +13,7 @@ from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
 from nbdist.planner.models import ModelShape, of_config, of_count
-from nbdist.planner.workload import OPTIMIZERS, Workload
+from nbdist.planner.workload import OPTIMIZERS, Workload, recipe_for, widths_of
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy
 
@@ -167,7 +167,8 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     share = {
         what: footprint.axes_size(choice, footprint.split_axes(choice, what)) for what in whole
     }
-    step = 0 if choice.options.is_fused else OPTIMIZERS[load.optimizer].step_bytes
+    has_lists = load.has_gpu and not choice.options.is_fused
+    step = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
     states: dict[str, Any] = {what: size / share[what] for what, size in whole.items()}
     states["step"] = count * step / share["optimizer"]
     if model.has_shape and not choice.options.offload:
@@ -175,6 +176,10 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
         return replace(memory, **states, buffers=memory.buffers + live.buffers_bytes)
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
     buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
+    if choice.options.shard == "grad-op" and choice.degrees.dp > 1:  # gathered until backward ends
+        width = widths_of(choice, recipe_for(choice, load)).gathered
+        split = choice.degrees.tp * choice.degrees.pp
+        buffers += sum(kind.count for kind in live.kinds) * width / split
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)
 
 

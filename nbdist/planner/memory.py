@@ -44,7 +44,7 @@ class Memory:
         buffers: What is gathered, and what is reduced.
         step: The optimizer needs it while it steps, when activations are gone.
         overhead: CUDA's context and libraries.
-        host: In the CPU's memory; no part of the sum.
+        host, disk: In the CPU's memory, and on its NVMe; no part of the sum.
         engine: What the numbers come from.
         forward: The most of activations and buffers that are there together; 0 for their sum.
         backward: The same where all gradients are there: at backward's end.
@@ -64,6 +64,7 @@ class Memory:
     step: float = 0.0
     overhead: float = OVERHEAD_BYTES
     host: float = 0.0
+    disk: float = 0.0
     engine: str = FORMULAS
     forward: float = 0.0
     backward: float = 0.0
@@ -133,10 +134,10 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     # To the host go all states, or what DeepSpeed's stage splits.
     stage = 3 if choice.name != "deepspeed" else choice.options.stage
     moved = ("optimizer", "gradients", "parameters")[:stage]
-    host = sum(getattr(memory, what) for what in moved)
-    on_host = 0.0 if choice.options.offload == "nvme" else host
+    where = "disk" if choice.options.offload == "nvme" else "host"
     rest: dict[str, float] = dict.fromkeys((*moved, "step"), 0.0)
-    return replace(memory, host=on_host, **rest)  # type: ignore[arg-type]  # names of numbers
+    rest[where] = sum(getattr(memory, what) for what in moved)
+    return replace(memory, **rest)  # type: ignore[arg-type]  # names of numbers
 
 
 def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:

@@ -6,6 +6,7 @@ closed formulas can fill the same ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,7 @@ class PlanRow:
         problem: Why it does not; a sentence.
         memory: Of the rank that needs most.
         share: Of the device's memory.
+        host_share: Of a rank's share of its host's memory, where that is known: what is offloaded.
         sent_bytes: That a rank sends in a step of the optimizer.
         samples: That all ranks train on in it.
         time: Estimated; None where the device's speed is not known.
@@ -52,6 +54,7 @@ class PlanRow:
     recipe: Recipe | None = None
     memory: Memory | None = None
     share: float = 0.0
+    host_share: float = 0.0
     sent_bytes: float = 0.0
     samples: int = 0
     time: Time | None = None
@@ -61,7 +64,7 @@ class PlanRow:
         """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
         if self.memory is None:
             return ""
-        by_share = verdict(self.share)
+        by_share = verdict(max(self.share, self.host_share))
         return UNKNOWN if self.memory.is_partial and by_share != NO else by_share
 
     @property
@@ -163,6 +166,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
             recipe=recipe_for(choice, load),
             memory=memory,
             share=memory.peak / device.memory_bytes,
+            host_share=memory.host / (device.host_memory_bytes or math.inf),
             sent_bytes=sum(
                 flow.wire_bytes
                 for flow in flows(model, choice, load)
@@ -180,13 +184,18 @@ def plan(  # noqa: PLR0913  # what a plan is about
     cases = (*_CASES, *(_ON_HOSTS if world_size > 8 else ())) if world_size > 1 else _CASES[:1]
     rows = []
     for number, (name, case_options) in enumerate(cases):
-        typed = " ".join([name, *(f"--{word} {value}" for word, value in case_options.items())])
+        typed = typed_as(name, case_options)
         progress(f"counting {typed}", number, len(cases), "strategies")
         try:
             rows.append(row(typed, choose(name, {**given, **case_options}, world_size)))
         except OptionError as error:
             rows.append(PlanRow(typed, problem=str(error)))
     return Plan(model, device, world_size, load, tuple(rows), assumed)
+
+
+def typed_as(name: str, options: Mapping[str, object]) -> str:
+    """A strategy with options as it is typed: `fsdp --tp 2`."""
+    return " ".join([name, *(f"--{word} {value}" for word, value in options.items())])
 
 
 def accumulating(choice: Strategy, load: Workload) -> Strategy:

@@ -100,6 +100,15 @@ def choose(
     return choice
 
 
+def settings_of(choice: Strategy) -> dict[str, object]:
+    """Degrees and options of a choice, as `choose` takes them with its name."""
+    degrees, default = choice.degrees, Options(**ROWS[choice.name].sets)  # type: ignore[arg-type]
+    values = {name: getattr(choice.options, name) for name in typed_options.OPTIONS}
+    options = {name: v for name, v in values.items() if v != getattr(default, name)}
+    is_hybrid = degrees.dp_replicate > 1 and degrees.dp_shard > 1
+    return degrees.by_word | ({"replicas": degrees.dp_replicate} if is_hybrid else {}) | options
+
+
 def default_choice(world_size: int) -> Strategy:
     """What counts where nothing was chosen: ddp, as with Accelerate."""
     return choose("ddp", {}, world_size)

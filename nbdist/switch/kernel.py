@@ -33,8 +33,10 @@ class Strategies:
         self,
         ranks: Ranks,
         after: Callable[[RankSwitchReport], RankSwitchReport] = lambda done: done,
+        before: Callable[[Strategy], object] = lambda _choice: None,
     ):
         self._ranks = ranks
+        self._before = before  # told of a choice before its switch begins
         self._after = after  # completes a switch's report, for example with lints
         self.compared: Any = None  # the last %dist_compare, which a user may ask for
 
@@ -76,6 +78,7 @@ class Strategies:
     def switch_to(self, choice: Strategy) -> RankSwitchReport:
         """The same with a choice for these ranks."""
         self._ranks.recover_if_needed()
+        self._before(choice)
         # It may count, however this ends.
         self._ranks.strategy_chosen = self._ranks.strategy_chosen or choice
         try:

@@ -100,24 +100,3 @@ def test_measuring_on_two_ranks(tmp_path: Path) -> None:
     ]
     assert first["found"] == [True, False, False, True, True]
     assert second["found"] == [False, False, False, False, False]
-
-
-def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container the machine's memory is not what a rank may take; of all limits the least."""
-    from nbdist.bandwidth import rank as bandwidth_rank
-    from nbdist.core import procfs
-
-    files = {
-        "/proc/self/cgroup": "0::/pod/box\n",
-        "/sys/fs/cgroup/pod/box/memory.max": "max\n",
-        "/sys/fs/cgroup/pod/box/memory.current": "100\n",
-        "/sys/fs/cgroup/pod/memory.max": "1000000\n",
-        "/sys/fs/cgroup/pod/memory.current": "300000\n",
-    }
-    monkeypatch.setattr(procfs, "text", lambda path: files.get(str(path), ""))
-    free = bandwidth_rank._below_limits()
-    files["/sys/fs/cgroup/pod/memory.current"] = "2000000\n"
-    over = bandwidth_rank._below_limits()
-
-    assert min(free) == 700_000
-    assert min(over) == 0

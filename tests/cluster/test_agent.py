@@ -5,12 +5,15 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ import pytest
 from nbdist.cluster import agent as agent_program
 from nbdist.cluster.kernel import agents
 from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.cluster.kernel.launchers.agent_set import END_PROGRAM
 from nbdist.errors import NbdistError
 from tests.support import processes
 from tests.support.ranks import until
@@ -185,8 +189,7 @@ def test_a_silent_host_cannot_be_reached(connect: Connect, monkeypatch: pytest.M
 def test_an_agent_that_hears_nothing_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a cut it ends by itself; the kernel has said long before that it cannot be reached."""
     monkeypatch.setattr(agent_program, "SILENCE_S", 0.2)
-    monkeypatch.setattr(agent_program, "say", lambda *_args, **_content: None)
-    monkeypatch.setattr(agent_program.Agent, "_listen", lambda _self: None)
+    monkeypatch.setattr(agent_program, "Link", lambda *_: SimpleNamespace(say=lambda *_a, **_k: 0))
     monkeypatch.setattr(signal, "signal", lambda *_args: None)
     calls: list[object] = []
     monkeypatch.setattr(agent_program.Agent, "end_all", lambda _self: calls.append("end all"))
@@ -256,6 +259,109 @@ def test_an_agent_that_a_batch_system_terminates_tidies_up(connect: Connect) -> 
     assert lost.get(timeout=20) == "the connection ended (exit code 0)."
     assert processes.wait_gone([deaf], 5) == []
     assert not Path(agent.folder).exists()
+
+
+def find(agent: HostAgent) -> HostAgent:
+    """Another kernel's connection to the ranks that an agent of this machine has kept."""
+    return HostAgent("here", COMMAND, os.environ, agent.folder)
+
+
+def test_kept_ranks_are_found_again(connect: Connect) -> None:
+    """Another connection tells the processes that live, and each end that nobody was there for."""
+    agent, ends = opened(connect()), queue.SimpleQueue[RankExit]()
+    agent.ask("keep", seconds=300.0).result(10)
+    pids = {rank: start(agent, SLEEP, rank) for rank in range(3)}
+    agent.ask("end", rank=0).result(10)
+    agent.leave()
+    os.kill(pids[1], signal.SIGTERM)
+    again = find(agent)
+    again.on_exit = ends.put
+    again.facts(20)
+
+    assert again.pids(10) == pids
+    told = {end.rank: end for end in (ends.get(timeout=20), ends.get(timeout=20))}
+    assert {rank: end.code for rank, end in told.items()} == {0: -9, 1: -15}
+    assert [told[rank].pid for rank in (0, 1)] == [pids[0], pids[1]]
+    again.ask("signal", rank=2, number=signal.SIGINT).result(10)
+    assert (last := ends.get(timeout=20)).code == -signal.SIGINT, last
+    start(again, SLEEP, 2)
+    assert again.stop()
+    assert not Path(agent.folder).exists()
+
+
+@pytest.mark.parametrize("how", ["not kept", "not any more", "time over", "folder removed"])
+def test_ranks_that_nobody_keeps_end(how: str, connect: Connect) -> None:
+    """Those of a kernel that has not asked for it, whose time is over, whom nobody could find."""
+    agent = opened(connect())
+    for seconds in {"not kept": [], "not any more": [300.0, 0.0], "time over": [0.2]}.get(
+        how, [300.0]
+    ):
+        agent.ask("keep", seconds=seconds).result(10)
+    rank = psutil.Process(start(agent, SLEEP))
+    agent.leave()
+    if how == "folder removed":
+        shutil.rmtree(agent.folder)
+
+    assert processes.wait_gone([rank, agent.pid]) == []
+    assert not Path(agent.folder).exists()
+    again = find(agent)
+    with pytest.raises(AgentLost, match="its agent has ended, and its ranks with it"):
+        again.facts(20)
+
+
+def test_the_newer_kernel_has_the_ranks(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before cannot reach them any more, and ends nothing; paths may be long."""
+    monkeypatch.setattr(agents, "SILENT_S", 1.5)
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    agent, lost = opened(connect(TMPDIR=str(deep))), queue.SimpleQueue[str]()
+    agent.is_kept, agent.on_lost = True, lost.put
+    agent.ask("keep", seconds=300.0).result(10)
+    pid = start(agent, SLEEP)
+    again = find(agent)
+    again.facts(20)
+
+    assert "another kernel has come for its ranks" in lost.get(timeout=20)
+    assert again.pids(10) == {0: pid}
+    assert processes.is_alive(psutil.Process(pid))
+    assert again.stop()
+
+
+def test_a_lost_agent_is_ended_by_the_next_one(connect: Connect) -> None:
+    """A host that was cut off, and is back: no rank of before is left beside the new ones."""
+    agent = opened(connect())
+    agent.ask("keep", seconds=300.0).result(10)
+    rank = psutil.Process(start(agent, SLEEP))
+    agent.leave()
+    again = connect()
+    again.facts(20)
+    folder = again.ask("open", run="run-x", former=agent.folder).result(10)
+
+    assert not processes.is_alive(rank)
+    assert folder != agent.folder
+    assert not Path(agent.folder).exists()
+
+
+def test_a_program_ends_kept_ranks_without_a_kernel(connect: Connect) -> None:
+    """Of several hosts at once; those whose agents have ended are none to be told of."""
+    agent = opened(connect())
+    agent.ask("keep", seconds=300.0).result(10)
+    rank = psutil.Process(start(agent, SLEEP))
+    agent.leave()
+    hosts = [("here", COMMAND, agent.folder), ("there", ["sh", "-c", "exit 255"], "/f")]
+    words = [sys.executable, "-m", END_PROGRAM, json.dumps(hosts)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    again = subprocess.run([*words[:-1], json.dumps(hosts[:1])], check=False, timeout=30)
+
+    assert (ended.returncode, ended.stderr.strip()) == (
+        1,
+        "there: the connection ended (exit code 255).",
+    )
+    assert not processes.is_alive(rank)
+    assert not Path(agent.folder).exists()
+    assert again.returncode == 0
 
 
 HELLO = {

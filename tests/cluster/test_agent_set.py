@@ -16,7 +16,7 @@ import psutil
 import pytest
 from traitlets.config import Config
 
-from nbdist.cluster.agent import MARK
+from nbdist.cluster.agent import MARK, SOCKET
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel import start
 from nbdist.cluster.kernel.agents import HostAgent, RankExit
@@ -26,7 +26,8 @@ from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
 from nbdist.cluster.kernel.start import StartOptions
-from nbdist.errors import Interrupted, StartError
+from nbdist.errors import Interrupted, NbdistError, StartError
+from tests.support import processes
 from tests.support.ranks import until
 
 
@@ -258,6 +259,26 @@ def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
         launcher.close()
 
     assert "nothing was heard from it" in started.exits[0].how
+
+
+def test_ranks_are_kept_on_all_hosts_or_on_none(make: Callable[..., Any], tmp_path: Path) -> None:
+    """One host's file system has no sockets: that is told, and the other's ranks end as ever."""
+
+    async def run() -> tuple[str, list[int]]:
+        launcher = make(Launcher, Host("a", 1), Host("b", 1))
+        await launcher.start(2)
+        pids = [agent.pids(10.0) for agent in launcher.agents.values()]
+        await asyncio.to_thread(Path(launcher.agents["b"].folder, SOCKET).touch)
+        with pytest.raises(NbdistError) as refused:
+            await asyncio.to_thread(launcher.keep, 300.0)
+        launcher.leave()
+        return str(refused.value), [pid for ranks in pids for pid in ranks.values()]
+
+    why, pids = asyncio.run(run())
+
+    assert why.startswith("b cannot keep its ranks: b: OSError: ")
+    assert processes.wait_gone(pids) == []
+    assert until(lambda: not [*tmp_path.glob("nbdist-*/*")])
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,24 @@ def test_engines_have_one_address_and_the_notebook_the_loopback(
     assert "controller_ip" not in config.Cluster
 
 
+def test_kept_ranks_have_a_controller_for_notebooks_of_other_hosts(routes: dict[str, str]) -> None:
+    """Where engines reach it, encrypted; one that only this machine reaches stays on the loopback.
+
+    Not for ranks that end with their notebook: for it the loopback is enough.
+    """
+    routes["n1"] = "192.168.7.1"
+    config, local = profile(), profile("local")
+    ipp_cluster.listen(config, ["n1"], is_kept=True)
+    ipp_cluster.listen(local, is_kept=True)
+
+    assert config.Cluster.controller_args == [
+        "--IPController.engine_ip=192.168.7.1",
+        "--IPController.client_ip=192.168.7.1",
+        CURVE,
+    ]
+    assert "controller_args" not in local.Cluster
+
+
 @pytest.mark.parametrize(
     ("settings", "args"),
     [

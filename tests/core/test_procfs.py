@@ -56,3 +56,26 @@ def test_whether_a_signal_is_caught() -> None:
     assert procfs.catches(status, 43)
     assert not procfs.catches(status, signal.SIGTERM)
     assert not procfs.catches("", signal.SIGINT)
+
+
+def test_a_control_groups_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the machine's memory is not what a rank may take; of all limits the least.
+
+    Files that were read once are given back before anything is killed.
+    """
+    files = {
+        "/proc/self/cgroup": "0::/pod/box\n",
+        "/sys/fs/cgroup/pod/box/memory.max": "max\n",
+        "/sys/fs/cgroup/pod/box/memory.current": "100\n",
+        "/sys/fs/cgroup/pod/memory.max": "1000000\n",
+        "/sys/fs/cgroup/pod/memory.current": "300000\n",
+    }
+    monkeypatch.setattr(procfs, "text", lambda path: files.get(str(path), ""))
+    free = procfs.below_limits("self")
+    files["/sys/fs/cgroup/pod/memory.stat"] = "anon 5\ninactive_file 20000\n"
+    with_files = procfs.below_limits("self")
+    files["/sys/fs/cgroup/pod/memory.current"] = "2000000\n"
+
+    assert free == [700_000]
+    assert with_files == [720_000]
+    assert procfs.below_limits("self") == [0]

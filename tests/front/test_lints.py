@@ -303,6 +303,51 @@ def test_a_switch_tells_the_effective_batch(linted: Kernel) -> None:
     assert "lint" not in quiet.plain[-1]
 
 
+_LARGE = """%%distributed
+{name} = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000, bias=False) for _ in range(16)])
+{name}_steps = torch.optim.AdamW({name}.parameters())
+import psutil, resource
+limits = resource.getrlimit(resource.RLIMIT_AS)
+most = psutil.Process().memory_info().vms + 200_000_000
+resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+"""
+_PREPARED = """{name}, {name}_steps = accelerator.prepare({name}, {name}_steps)
+"""
+_RESTORED = """%%distributed
+resource.setrlimit(resource.RLIMIT_AS, limits)
+large = large_steps = other = other_steps = quiet = quiet_steps = None
+gc.collect()
+"""
+
+
+def test_a_model_that_will_not_fit_is_told_before_it_is_built(linted: Kernel) -> None:
+    """64 MB of parameters, and 200 free: with gradients, Adam and buckets ddp takes 320."""
+    linted.run("%dist_strategy fsdp")
+    fits = linted.run((_LARGE + _PREPARED).format(name="large"))
+    switched = linted.run("%dist_strategy ddp")
+    linted.run("%dist_strategy fsdp")
+    again = linted.run("%dist_strategy ddp")
+    linted.run(_RESTORED)
+    broken = linted.run((_LARGE + _PREPARED + "raise ValueError").format(name="other"))
+    linted.run(_RESTORED)
+    linted.run("%dist_check --silence memory-shortage")
+    quiet = linted.run((_LARGE + _PREPARED).format(name="quiet"))
+    linted.run(_RESTORED)
+    linted.run("%dist_check --tell memory-shortage")
+
+    assert fits.status == quiet.status == "ok", (fits.visible, quiet.visible)
+    assert "memory-shortage" not in fits.stderr + again.stderr + quiet.stderr
+    for result, name in ((switched, "large"), (broken, "other")):
+        found = re.search(
+            rf"lint memory-shortage \[0-1\]: {name} under ddp, dp 2 needs 320\.0 MB on each rank "
+            r"\(parameters, gradients, AdamW\), and rank [01] has (\d+)\.\d MB free for it\. "
+            r"Instead, fsdp[ a-z-]* needs \d+\.\d MB",
+            result.stderr,
+        )
+        assert found is not None, result.visible
+        assert 150 < int(found[1]) < 320
+
+
 def test_check_finds_what_differs_and_nan(linted: Kernel) -> None:
     """By name, with the ranks and the largest difference; after a repair all is well."""
     linted.run(

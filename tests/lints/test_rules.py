@@ -33,6 +33,11 @@ def since(*digests: str) -> Observation:
     return Observation("apart-since", "model", facts)
 
 
+def shortage(needed: float, free: float = 1e9, subject: str = "net under ddp") -> Observation:
+    facts = {"needed": needed, "free": free, "counted": "all", "change": "Instead, fsdp.", "of": 2}
+    return Observation("memory-shortage", subject, facts)
+
+
 def hits(
     *observations: Observation | list[Observation], is_ok: bool = True
 ) -> list[tuple[str, tuple[int, ...]]]:
@@ -138,6 +143,59 @@ def test_names_that_do_not_exist_are_refused() -> None:
 def message(data: Any) -> Any:
     """Raw, with this data displayed."""
     return {"header": {"msg_type": "display_data"}, "content": {"data": data}}
+
+
+def test_a_shortage_is_of_the_ranks_that_have_too_little() -> None:
+    """The number is that of the one that lacks most; enough is no hit."""
+    assert hits(shortage(2e9), shortage(2e9)) == [("memory-shortage", (0, 1))]
+    assert hits(shortage(2e9, 3e9), shortage(2e9)) == [("memory-shortage", (1,))]
+    assert hits(shortage(1e9), shortage(1e9)) == []
+    found = rules.evaluate({0: [shortage(2e9, 1.5e9)], 1: [shortage(2e9)]}, is_ok=False)
+    assert found[0].hit.found == (
+        "net under ddp needs 2.0 GB on each rank (all), and rank 1 has 1.0 GB free for it. "
+        "Instead, fsdp"
+    )
+
+
+class TestEarly:
+    @staticmethod
+    def see(session: Lints, rank: int, observation: Observation) -> tuple[str, ...]:
+        """What is told as soon as a rank has noted this in cell 1."""
+        seen = [observation.lint, observation.subject, dict(observation.facts)]
+        assert session.message(1, rank, message({SEEN: [seen]}))
+        return session.during(1)
+
+    def test_it_is_told_while_the_cell_runs_once_all_have_it(self) -> None:
+        """And not again at the cell's end; what is no early lint waits for that."""
+        session = Lints()
+        session.before({CELL_RUN: 1})
+
+        assert self.see(session, 0, shortage(2e9)) == ()
+        assert self.see(session, 1, apart(A)) == ()
+        first, second = self.see(session, 1, shortage(2e9))
+        assert first.startswith("lint memory-shortage [0-1]: net under ddp needs 2.0 GB")
+        assert "%dist_check --silence memory-shortage" in second
+        assert self.see(session, 0, apart(B)) == ()
+        assert len(session.after(1, is_ok=True)) == 2
+        assert session.during(1) == ()
+
+    def test_a_rank_that_died_before_it_could_tell(self) -> None:
+        """Then the end of the cell tells it of those that have."""
+        session = Lints()
+        session.before({CELL_RUN: 1})
+
+        assert self.see(session, 0, shortage(2e9)) == ()
+        assert session.after(1, is_ok=False)[0].startswith("lint memory-shortage [0]: ")
+
+    def test_silenced_and_stored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By name, and where outputs are compared on other machines."""
+        monkeypatch.setenv("NBDIST_SILENCE", "memory-shortage")
+        both = {0: [shortage(2e9)], 1: [shortage(2e9)]}
+        assert Lints().of_ranks(both) == ()
+        monkeypatch.delenv("NBDIST_SILENCE")
+        assert len(Lints().of_ranks(both)) == 2
+        monkeypatch.setenv("NBDIST_TEST", "1")
+        assert Lints().of_ranks(both) == ()
 
 
 class TestOnce:

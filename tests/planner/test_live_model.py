@@ -154,7 +154,7 @@ def test_what_is_not_known_is_no_advantage() -> None:
     assert advice.row is not None
     assert advice.row.typed == "ddp"
     assert advice.sentences[1] == "tp, pp and cp are not compared: what they send is not known."
-    assert alone.sentences[0].endswith("communication: what it sends is not known.")
+    assert alone.sentences[0].endswith("; what it sends is not known.")
     assert re.search(r"^tp .* \?  +-$", shown_plan(result, advice).text, re.MULTILINE)
 
 
@@ -166,3 +166,20 @@ def test_it_is_described() -> None:
     assert "tied: a.weight and b.weight; blocks: layers (4 x Block); AdamW" in second
     assert "no list of blocks" in described(GPT)[1]
     assert "called with (3, 7) int64" in described(GPT)[1]
+
+
+def test_what_is_gathered_counts_without_a_shape() -> None:
+    """Under --shard grad-op all 2000 parameters until backward ends, in bf16 where it computes so.
+
+    A CPU's optimizers step parameter by parameter, without lists of all.
+    """
+    full, whole, half = (
+        by_kinds(NET, shape_of(NET), choose("fsdp", given, 2), Workload())
+        for given in ({}, {"shard": "grad-op"}, {"shard": "grad-op", "precision": "bf16"})
+    )
+    on_cpu = by_kinds(NET, shape_of(NET), choose("fsdp", {}, 2), Workload(has_gpu=False))
+
+    assert whole.buffers - full.buffers == 4 * 2000
+    assert half.buffers - full.buffers == 2 * 2000
+    assert full.step == 4 * 600 / 2
+    assert on_cpu.step == 0

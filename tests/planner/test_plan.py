@@ -8,11 +8,11 @@ import pytest
 from nbdist.bandwidth.latency import Fit
 from nbdist.bandwidth.results import LinkModel
 from nbdist.errors import OptionError
-from nbdist.planner.advice import advise, rows_by_rules
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.planner.memory import Memory
 from nbdist.planner.models import ModelShape, model_of
 from nbdist.planner.plan import NO, RISKY, SAFE, Plan, PlanRow, plan, verdict
+from nbdist.planner.rules_of_thumb import RULES
 from nbdist.planner.step_time import Time, bubble, flops_of, flows, samples, time_of
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import footprint
@@ -198,100 +198,6 @@ def test_bf16_on_a_device_without_it_is_refused() -> None:
     plan(LLAMA, DEVICES["t4"], 8, Workload(), given={"fp16": True})
 
 
-# Advice
-
-
-def test_the_advice_is_safe_and_costs_least() -> None:
-    """No other safe row costs less for a sample."""
-    result = planned(LLAMA, 8, bf16=True, checkpoint="full")
-    best = advise(result, {"bf16": True, "checkpoint": "full"}).row
-    safe = [row for row in result.rows if row.verdict == SAFE and row.typed != "single"]
-    costs = [row.time.cost_s for row in safe if row.time is not None]
-
-    assert best is not None
-    assert best in safe
-    assert best.time is not None
-    assert len(costs) == len(safe) > 3
-    assert best.time.cost_s <= min(costs) * 1.01
-
-
-def test_a_small_model_is_ddp() -> None:
-    """It fits on one device: copies send least, and more ranks only add speed."""
-    advice = advise(planned(model_of("gpt2"), 8))
-
-    assert advice.row is not None
-    assert advice.row.typed == "ddp"
-    assert "It fits on one device: more ranks only add speed." in advice.sentences
-    assert [rule for rule in advice.rules if "says ddp" in rule] == []
-    assert any("says deepspeed --stage 2" in rule for rule in advice.rules)
-
-
-def test_rules_that_disagree_are_told_with_their_numbers() -> None:
-    result = planned(SEVEN, 8)
-    advice = advise(result)
-    second = row(result, "fsdp --shard grad-op")
-
-    assert advice.row is not None
-    [rule] = [rule for rule in advice.rules if "tight: grad-op" in rule]
-    assert f"says fsdp --shard grad-op: {second.verdict} ({100 * second.share:.1f} %)" in rule
-    assert all(f"says {advice.row.typed}:" not in rule for rule in advice.rules)
-
-
-def test_what_would_help_does() -> None:
-    """Nothing fits: what the advice names makes it safe when it is planned."""
-    device = DEVICES["a100-40gb"]
-    result = plan(
-        model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given={"bf16": True}
-    )
-    advice = advise(result, {"bf16": True})
-
-    assert {plan_row.verdict for plan_row in result.rows if plan_row.memory} == {NO}
-    assert advice.row is None
-    assert advice.sentences[0].startswith("Nothing fits: the smallest,")
-    assert advice.sentences[1].startswith("With --checkpoint full, fsdp --tp 8 is safe (")
-    options = {"bf16": True, "checkpoint": "full"}
-    again = plan(model_of("llama-3-70b"), device, 64, Workload(sequence=4096), given=options)
-    assert row(again, "fsdp --tp 8").verdict == SAFE
-
-
-def test_more_ranks_where_nothing_else_helps() -> None:
-    """Or not even many."""
-    [_, helps] = advise(plan(SEVENTY, with_memory("24GB"), 2, Workload())).sentences
-    [*_, nothing] = advise(plan(SEVENTY, with_memory("0.5GB"), 2, Workload())).sentences
-
-    assert helps.startswith("With ")
-    assert "--bf16 --checkpoint full" in helps
-    assert " is safe (" in helps
-    assert "Not even 4096 ranks" in nothing
-
-
-def test_help_for_the_strategy_that_was_typed() -> None:
-    """The same degrees first; another strategy where nothing makes that one safe."""
-    options = {"tp": 8, "pp": 2, "dp": 4, "bf16": True}
-    load, device = Workload(sequence=4096), DEVICES["a100-40gb"]
-    result = plan(model_of("llama-3-70b"), device, 64, load, given=options)
-    copies = plan(model_of("llama-3-70b"), device, 64, load, strategy="ddp", given={"bf16": True})
-
-    assert result.rows[0].verdict == NO
-    assert (
-        advise(result, options).sentences[1].startswith("With --checkpoint full, pp x fsdp x tp is")
-    )
-    helps = advise(copies, {"bf16": True}).sentences[1]
-    assert helps.startswith("With --checkpoint full")
-    assert "ddp" not in helps
-
-
-def test_without_a_known_speed_bytes_decide() -> None:
-    """And a pipeline, which sends least and waits, does not win by that."""
-    result = plan(SEVEN, with_memory("80GB"), 8, Workload())
-    best = advise(result).row
-
-    assert all(plan_row.time is None for plan_row in result.rows)
-    assert best is not None
-    assert best.choice is not None
-    assert best.choice.degrees.pp == 1
-
-
 # Time
 
 
@@ -435,8 +341,9 @@ def test_the_page_has_each_device_with_its_numbers(name: str) -> None:
 
 
 def test_the_page_has_each_rule_optimizer_and_recipe() -> None:
-    for rule in rows_by_rules(planned(SEVEN, 8), {}):
-        assert f"| {rule} | " in _PAGE
+    for rule in RULES:
+        assert f"| {rule.name} | " in _PAGE
+        assert rule.source in _PAGE
     assert f"| {', '.join(OPTIMIZERS)} |" in _PAGE
     for word in footprint.RECIPES:
         assert word in _PAGE.partition("| `--recipe` |")[2].partition("\n")[0]

@@ -9,7 +9,7 @@ import pytest
 from nbdist.errors import OptionError
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Degrees, Options, Strategy, described, rows_of, steps_of
-from nbdist.strategy.choose import choose, default_choice
+from nbdist.strategy.choose import choose, default_choice, settings_of
 from nbdist.strategy.options import DEGREES, OPTIONS, SHORTHANDS, OptionRow, takers
 from nbdist.strategy.table import HELD, ROWS, STEPS, StrategyRow
 
@@ -144,6 +144,24 @@ def test_what_only_some_machines_can_do_is_refused_on_the_others(
         choose("ddp", settings, 2, **place)
 
     assert choose("ddp", settings, 2, device_type="cuda", backend="nccl").name == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("single", {}),
+        ("ddp", {"hook": "bf16", "bucket": 50, "precision": "bf16"}),
+        ("fsdp", {"shard": "hybrid", "replicas": 2, "checkpoint": "full"}),
+        ("fsdp", {"tp": 2, "sequence_parallel": True}),
+        ("pp", {"pp": 2, "tp": 2, "schedule": "gpipe", "microbatches": 4}),
+        ("ulysses", {"cp": 4, "accumulate": 2}),
+        ("deepspeed", {"stage": 3, "offload": "cpu"}),
+    ],
+)
+def test_the_settings_of_a_choice_make_it_again(name: str, given: dict[str, object]) -> None:
+    choice = choose(name, given, 8)
+
+    assert choose(choice.name, settings_of(choice), 8) == choice
 
 
 def test_one_mesh_is_one_choice_however_it_is_typed() -> None:

@@ -59,6 +59,10 @@ class CellHook:
         """Whether a raw message of a rank was for this feature; in the client's thread."""
         return False
 
+    def during(self, run_id: int) -> Iterable[str]:
+        """Lines to be told among the output, after a message that was for this feature."""
+        return ()
+
     def after(self, run_id: int, *, is_ok: bool) -> Iterable[str]:
         """Lines to be told below the output of a cell that has ended, well or not."""
         return ()

@@ -22,6 +22,7 @@ from nbdist.cells.kernel.cell_outcome import (
 from nbdist.cells.kernel.cell_ranks import CellRanks
 from nbdist.cells.kernel.cell_request import (
     VIEWED,
+    CellHook,
     CellRequest,
     RankState,
     Sink,
@@ -117,8 +118,10 @@ class CellRun:
 
     def _is_output(self, rank: int, message: Message) -> bool:
         """Whether a message is to be shown; what else it tells is noted."""
-        if any(hook.message(self.run_id, rank, message) for hook in self._ranks.hooks):
-            return False
+        for hook in self._ranks.hooks:
+            if hook.message(self.run_id, rank, message):
+                self._put(functools.partial(self._tell_during, hook))
+                return False
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
             self._states[rank].begun_s = time.monotonic()
@@ -292,6 +295,9 @@ class CellRun:
     def _draw(self, events: Sequence[Event]) -> None:
         if events:
             self._sink.draw(events)
+
+    def _tell_during(self, hook: CellHook) -> None:
+        self.tell(hook.during(self.run_id))
 
     def tell(self, lines: Iterable[str]) -> None:
         """Show lines of nbdist's own among the cell's output."""

@@ -1,4 +1,7 @@
-"""The kernel's end of an agent: one child process per host, which carries commands and messages."""
+"""The kernel's end of an agent: one child process per host, which carries commands and messages.
+
+As a program it ends agents that keep their ranks, where no kernel is left that does (`main`).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ import os
 import queue
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.cluster import agent
+from nbdist.cluster.agent import GONE
 from nbdist.cluster.hosts import HostFacts
 from nbdist.cluster.kernel import guardian
 from nbdist.core.typed_json import Misfit, Value
@@ -33,6 +38,8 @@ BEAT_S = 1.0
 # Five beats missed: the host is gone, or cut off. ipyparallel alone would need 30 s to see it.
 SILENT_S = 5.0
 STOP_S = 8.0
+# How long an agent that keeps its ranks is looked for when they are to end.
+FIND_S = 5.0
 # What the process that carries the connection says for itself: ssh's or srun's own words.
 WORDS_BYTES = 4000
 # What a host sends is believed as far as an agent could have sent it.
@@ -67,13 +74,23 @@ class HostAgent:
     Its callbacks are called in a thread of its own.
 
     Attributes:
+        folder: The agent's folder on its host, once it has one.
+        is_kept: It waits for another kernel when this one hangs up, or is not heard.
         on_exit: Called with the end of each rank.
         on_lost: Called once, with the reason, when the host cannot be reached any more.
         lost: That reason; empty as long as the host is heard.
     """
 
-    def __init__(self, host: str, command: Sequence[str], environment: Mapping[str, str]):
+    def __init__(
+        self,
+        host: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str = "",
+    ):
         """Start the process that carries the connection: `command` runs BOOTSTRAP over there.
+
+        With a `folder` it leads to the agent that has kept its ranks in it, else to a new one.
 
         Raises:
             OSError: If there is no such program.
@@ -82,12 +99,14 @@ class HostAgent:
         self.on_exit: Callable[[RankExit], object] = lambda _: None
         self.on_lost: Callable[[str], object] = lambda _: None
         self.lost = ""
-        self.folder = ""
+        self.folder = folder
+        self.is_kept = False
+        self._is_relay = bool(folder)
         self._facts: Future[HostFacts] = Future()
         self._answers: dict[int, Future[Any]] = {}
         self._number = 0
         self._lock = threading.Lock()
-        self._is_stopping = False
+        self._is_stopping = self._is_leaving = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the connection ends
         self._last_words = ""
@@ -105,7 +124,7 @@ class HostAgent:
         except OSError:
             self._words.close()
             raise
-        self._outbox.put(_program())
+        self._outbox.put(_program(folder))
         for work in (self._read, self._write):
             threading.Thread(target=work, name=f"agent-{host}", daemon=True).start()
 
@@ -124,6 +143,20 @@ class HostAgent:
             return self._facts.result(deadline_s)
         except TimeoutError:
             reason = f"no answer within {deadline_s:.0f} s. {self.words()}".rstrip()
+            self._lose(reason)
+            raise AgentLost(reason) from None
+
+    def pids(self, deadline_s: float) -> dict[int, int]:
+        """Rank -> its newest process over there; ends of ranks are told once more before.
+
+        Raises:
+            AgentLost: If the agent does not answer, or with something else.
+        """
+        try:
+            pids = Value(self.ask("ranks").result(deadline_s), "ranks").mapping()
+            return {int(rank): int(pid) for rank, pid in pids.items()}
+        except (TimeoutError, Misfit, ValueError, TypeError) as error:
+            reason = f"it did not tell its ranks ({type(error).__name__}: {error})"
             self._lose(reason)
             raise AgentLost(reason) from None
 
@@ -161,6 +194,11 @@ class HostAgent:
             return False
         return not was_lost
 
+    def leave(self) -> None:
+        """Hang up; an agent that keeps its ranks goes on without this kernel."""
+        self._is_stopping = self._is_leaving = True
+        self._outbox.put(None)
+
     def _write(self) -> None:
         """Send what is asked, and a beat when there is nothing; look whether the host is silent."""
         assert self._process.stdin is not None
@@ -172,8 +210,9 @@ class HostAgent:
                 except queue.Empty:
                     content = b'{"id": 0, "do": "beat"}\n' if self._facts.done() else b""
                 if content is None:
-                    # In words: a child that the user's code has forked may hold the pipe open.
-                    self._process.stdin.write(b"stop\n")
+                    if not self._is_leaving:
+                        # In words: a child that the user's code has forked may hold the pipe open.
+                        self._process.stdin.write(b"stop\n")
                     return
                 while content:
                     content = content[self._process.stdin.write(content) :]
@@ -198,7 +237,11 @@ class HostAgent:
                     self._heard_s = time.monotonic()
                     if line.startswith(mark):
                         self._take_line(line[len(mark) :])
-        code = self._process.wait()
+        try:
+            code = self._process.wait(SILENT_S)
+        except subprocess.TimeoutExpired:
+            self._lose("it has hung up: another kernel has come for its ranks")
+            code = self._process.wait()
         end = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(f"the connection ended ({end}). {self.words()}".rstrip())
         self._words.close()
@@ -219,6 +262,8 @@ class HostAgent:
                 for name, text in Value(message.pop("files"), "files").mapping().items()
             }
             self.on_exit(replace(Value(message, event).record(RankExit), files=files))
+        elif event == "lost":
+            self._lose(str(message["reason"]))
         elif event == "hello" and not self._facts.done():
             now_s, trip_s = time.time(), time.monotonic() - self._began_s
             facts = Value(message, event).record(HostFacts)
@@ -246,7 +291,9 @@ class HostAgent:
             with contextlib.suppress(InvalidStateError):  # the facts are there
                 future.set_exception(AgentLost(reason))
         if not self._is_stopping:
-            self._process.kill()
+            # A step of Slurm ends with the srun that has started it, and its ranks with the step.
+            if self._is_relay or not self.is_kept:
+                self._process.kill()
             self.on_lost(reason)
 
 
@@ -263,8 +310,12 @@ def _unpack(name: str, packed: str) -> bytes:
     return content
 
 
-def _program() -> bytes:
-    """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it."""
+def _program(folder: str) -> bytes:
+    """The agent's text with the guardian's in it, behind its length, as BOOTSTRAP reads it.
+
+    With a folder it joins the connection with the agent that is there.
+    """
+    call = f"relay({folder!r})" if folder else "serve(modules[0])"
     sources = [Path(str(module.__file__)).read_text() for module in (guardian, agent)]
     text = (
         "import sys, types\n"
@@ -273,6 +324,32 @@ def _program() -> bytes:
         "    modules.append(types.ModuleType('nbdist_' + name))\n"
         "    sys.modules['nbdist_' + name] = modules[-1]\n"
         "    exec(compile(source, name + '.py', 'exec'), modules[-1].__dict__)\n"
-        "modules[1].serve(modules[0])\n"
+        f"modules[1].{call}\n"
     ).encode()
     return b"%d\n%s" % (len(text), text)
+
+
+def end_kept(host: str, command: Sequence[str], folder: str) -> str:
+    """Let the agent of a folder end its ranks and itself; why it may not have, or ""."""
+    try:
+        agent = HostAgent(host, command, os.environ, folder)
+    except OSError as error:
+        return f"{host}: {error}"
+    with contextlib.suppress(AgentLost):  # ended long ago, or not reached
+        agent.facts(FIND_S)
+    return "" if agent.stop() or agent.lost == GONE else f"{host}: {agent.lost or 'it did not end'}"
+
+
+def main() -> None:
+    """End kept ranks on all hosts at once; the argument is JSON: a list of `end_kept`'s arguments.
+
+    Whoever ends a run without its kernel runs this: the guardian, `nbdist stop`.
+    """
+    hosts = json.loads(sys.argv[1])
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        problems = [*filter(None, pool.map(lambda arguments: end_kept(*arguments), hosts))]
+    sys.exit("\n".join(problems) or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -38,6 +38,7 @@ from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.cluster.run_owner import Keep
 from nbdist.core.failures import ranks_phrase
+from nbdist.core.host import this_machine
 from nbdist.core.units import shown
 from nbdist.errors import NbdistError, OptionError, StartError
 from nbdist.rpc.kernel import sigint
@@ -97,6 +98,8 @@ class Cluster:
     """A controller and its engines, with their run folder and guardian."""
 
     _replaced: frozenset[int] = frozenset()  # engines that end on purpose
+    _keep_s = 0.0
+    taken = ""  # that another kernel has the ranks, as a sentence without its full stop
 
     def __init__(
         self,
@@ -137,9 +140,7 @@ class Cluster:
         self._start_times = run_dir.pids(folder)
         self._connection: controller.Connection | None = None
         self._config = config
-        self._keep_s = 0.0
-        # That another kernel has taken the ranks, as a sentence without its full stop.
-        self.taken = ""
+        self._machine = this_machine()  # the controller's
         self._guard = Guard(folder)
         # Called, in a thread of its own, when another kernel has taken the ranks.
         self.on_taken: Callable[[], object] = lambda: None
@@ -163,7 +164,7 @@ class Cluster:
         """
         self = cls.__new__(cls)
         self._set_up(folder, start["config"])
-        self._connection = start["connection"]
+        self._connection, self._machine = start["connection"], start["machine"]
         self._keep_s = keep.keep_s
         self._guard.keep(keep.keep_s, guardian.hold_of(str(folder)))
         end_s = time.monotonic() + deadline_s
@@ -180,7 +181,10 @@ class Cluster:
 
     async def _reopen(self, world_size: int) -> None:
         log = ipp_cluster.logger(self.run_dir)
-        self._cluster = ipp_cluster.reopen(self._config, self.run_dir, log, self._is_living)
+        is_distant = self._machine != this_machine()
+        self._cluster = ipp_cluster.reopen(
+            self._config, self.run_dir, log, self._is_living, is_distant=is_distant
+        )
         engine_set = self._cluster.engine_set
         if isinstance(engine_set, AgentEngineSetLauncher):
             await engine_set.attach()
@@ -207,12 +211,17 @@ class Cluster:
             StartError: If the run's folder cannot be written.
         """
         self._keep_s = seconds
-        self._note_change()
-        written = {**start, "config": self._config, "connection": self._connection}
-        run_dir.write_keep(self.run_dir, keep, written)
-        self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
         if isinstance(self._cluster.engine_set, AgentEngineSetLauncher):
             self._cluster.engine_set.keep(seconds)
+        self._note_change()
+        written = {
+            **start,
+            "config": self._config,
+            "connection": self._connection,
+            "machine": self._machine,
+        }
+        run_dir.write_keep(self.run_dir, keep, written)
+        self._guard.keep(seconds, guardian.hold_of(str(self.run_dir)))
 
     @property
     def is_kept(self) -> bool:
@@ -228,6 +237,13 @@ class Cluster:
         """Write down which processes there are, for whoever attaches."""
         if self._keep_s:
             self._cluster.update_cluster_file()
+            self._promise_ending(self._cluster.engine_set)
+
+    def _promise_ending(self, engine_set: Any) -> None:
+        """Let whoever ends kept ranks of other hosts without this kernel know how."""
+        ending = getattr(engine_set, "ending", lambda: None)()
+        if ending is not None:
+            self._guard.promise(ending)
 
     def _note_taken(self) -> None:
         owner = run_dir.owner(self.run_dir)
@@ -347,7 +363,9 @@ class Cluster:
         coroutine = self._cluster.connect_client(
             timeout=max(1.0, end_s - time.monotonic()), context=controller.client_context()
         )
-        channel = Channel(self._run(coroutine, end_s, "the controller", engines))
+        is_here = self._machine == this_machine()
+        what = "the controller" if is_here else f"the controller on {self._machine.host}"
+        channel = Channel(self._run(coroutine, end_s, what, engines))
         if not self.can_restart:
             channel.on_lost = self._note_lost
         return channel
@@ -664,6 +682,7 @@ class Cluster:
             if not is_here and ipp_launchers.has_job(engine_set):
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
+                self._promise_ending(engine_set)
             if not processes.is_own(controller) and ipp_launchers.has_job(controller):
                 self._stop_other(self._cluster.stop_controller(), "controller")
             processes.terminate(pids, grace_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 import zmq
 
+from nbdist.core.host import is_loopback
 from nbdist.errors import StartError
 
 # Read back what was written by the controller before, instead of choosing ports and a key.
@@ -47,6 +48,12 @@ class Connection:
     def is_encrypted(self) -> bool:
         """With CURVE, whose secret key ended with the controller."""
         return any(json.loads(text).get("curve_serverkey") for text in self.files.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether notebooks of other machines can reach the controller."""
+        client = next(text for path, text in self.files.items() if path.stem.endswith("-client"))
+        return not is_loopback(json.loads(client)["interface"].rpartition("/")[2])
 
     def restore(self, gone: Collection[int]) -> None:
         """Write the files that a new controller reads, without the engines that are gone.

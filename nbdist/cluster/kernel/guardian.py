@@ -163,6 +163,7 @@ class Orders:
         self.command: list[str] = []
         self.keep_s = 0.0
         self.hold = ""
+        self.machine: object = None  # of this guardian, as owner.json has it
         self.is_stopped = False
         self._text = b""
 
@@ -188,6 +189,8 @@ class Orders:
         elif kind == b"=":
             seconds, _, hold = words.partition(b" ")
             self.keep_s, self.hold = float(seconds), hold.decode()
+            owner = owner_of(self.run_dir)
+            self.machine = owner.get("machine") if owner.get("hold") == self.hold else self.machine
         else:
             pid, _, start = words.partition(b" ")
             self.sessions[int(pid)] = start.decode() or start_ticks(int(pid))
@@ -201,11 +204,27 @@ class Orders:
 
 def hold_of(run_dir: str) -> str:
     """The mark of whoever holds a run; empty where that cannot be read."""
+    return str(owner_of(run_dir).get("hold", ""))
+
+
+def owner_of(run_dir: str) -> dict[str, object]:
+    """Whoever holds a run, as owner.json has it; empty where that cannot be read."""
     try:
         with open(os.path.join(run_dir, OWNER)) as file:
-            return str(json.load(file)["hold"])
-    except (OSError, ValueError, KeyError):
-        return ""
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def is_removed(path: str) -> bool:
+    """Whether there is no such file; a network's file system that does not answer says nothing."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def wait(kernel: int, orders: Orders) -> None:
@@ -245,10 +264,22 @@ def keep(orders: Orders) -> bool:
     while time.monotonic() < begun_s + orders.keep_s:
         if orders.is_taken:
             return False
-        if not os.path.isdir(orders.run_dir):
+        if is_removed(orders.run_dir):
             return True  # nobody can attach any more
         time.sleep(HOLD_POLL_S)
     return not save(orders)
+
+
+def outlasts(orders: Orders) -> bool:
+    """Whether a run has ended that a kernel of another machine holds; False if one of this has it.
+
+    What it has here, such as its controller, that kernel's own guardian cannot end.
+    """
+    while not is_removed(os.path.join(orders.run_dir, OWNER)):
+        if owner_of(orders.run_dir).get("machine", orders.machine) == orders.machine:
+            return False
+        time.sleep(HOLD_POLL_S)
+    return True
 
 
 def save(orders: Orders) -> bool:
@@ -309,7 +340,8 @@ def main() -> None:
     kernel, run_dir = int(sys.argv[1]), sys.argv[2]
     orders = Orders(run_dir)
     wait(kernel, orders)
-    if orders.is_taken or not keep(orders):
+    # The kernel, if it lives, is told by the exit code; what stays is a child.
+    if (orders.is_taken or not keep(orders)) and (os.fork() or not outlasts(orders)):
         sys.exit(TAKEN)
     command = orders.command
     killed = end_all(orders.sessions, b"NBDIST_RUN=" + os.fsencode(run_dir))

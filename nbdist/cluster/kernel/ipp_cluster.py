@@ -49,12 +49,18 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
 
 
 def reopen(
-    config: Config, run_dir: Path, log: logging.Logger, is_living: Callable[[int], bool]
+    config: Config,
+    run_dir: Path,
+    log: logging.Logger,
+    is_living: Callable[[int], bool],
+    *,
+    is_distant: bool = False,
 ) -> Any:
     """The object of a cluster that another kernel has started; in the loop that watches it.
 
     ipyparallel keeps a file of what it needs for that. Local processes that are not living any more
-    are left out of it: their ids may be others' by now.
+    are left out of it: their ids may be others' by now. With `is_distant` the controller is another
+    machine's.
 
     Raises:
         StartError: If the file cannot be read, or is another ipyparallel's.
@@ -66,12 +72,13 @@ def reopen(
             local = {n: e for n, e in engine_set.get("engines", {}).items() if "output_file" in e}
             for number in [n for n, engine in local.items() if not is_living(engine["pid"])]:
                 del engine_set["engines"][number]
+        distant = state.pop("controller") if is_distant else {}
         if not is_living(state.get("controller", {}).get("state", {}).get("pid", 0)):
             state.pop("controller", None)
         for part in (state["engines"], state.get("controller", {})):
             # A class without an entry point is written with a colon, which is not read (9.2).
             part.update({"class": part["class"].replace(":", ".")} if part else {})
-        return ipyparallel.Cluster.from_dict(
+        reopened = ipyparallel.Cluster.from_dict(
             state,
             cluster_file=str(path),
             config=config,
@@ -80,11 +87,17 @@ def reopen(
             load_profile=False,
             shutdown_atexit=False,
         )
+        if is_distant:
+            reopened.controller = ipp_launchers.DistantController.from_dict(
+                distant["state"], parent=reopened
+            )
+            reopened.update_cluster_file()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartError(
             f"What ipyparallel has written down of this cluster in {run_dir} cannot be read "
             f"({type(error).__name__}: {error}). `nbdist stop` ends its ranks."
         ) from error
+    return reopened
 
 
 def logger(run_dir: Path) -> logging.Logger:
@@ -155,27 +168,30 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def listen(config: Config, hosts: Sequence[str] = ()) -> None:
+def listen(config: Config, hosts: Sequence[str] = (), *, is_kept: bool = False) -> None:
     """Let the controller listen where the engines reach it and nowhere else, encrypted.
 
-    That is, for the notebook on the loopback, and for engines on one address: the own one toward
-    the first of these hosts that is not this machine, else the one of the default route, and only
-    without either on all. A profile that names an address (`controller_ip`, or an option in
-    `controller_args`), has engines here alone or a controller elsewhere is left as it is. Beyond
-    the loopback CURVE is turned on unless the profile decides on it: ipyparallel signs messages but
-    leaves them readable on the wire.
+    That is, for the notebook on the loopback (but see `is_kept`), and for engines on one address:
+    the own one toward the first of these hosts that is not this machine, else the one of the
+    default route, and only without either on all. A profile that names an address (`controller_ip`,
+    or an option in `controller_args`), has engines here alone or a controller elsewhere is left as
+    it is. Beyond the loopback CURVE is turned on unless the profile decides on it: ipyparallel
+    signs messages but leaves them readable on the wire.
 
     Args:
         config: The profile's, which is changed.
         hosts: Those that will have engines, as far as they are known; names or addresses, also
             with `user@`.
+        is_kept: Another notebook may take the ranks over, from another host: the controller then
+            listens for notebooks where it does for engines.
     """
     args = ipp_launchers.controller_args(config)
     named = [config.Cluster.get("controller_ip", ""), *_bound_addresses(args)]
     if not any(named) and _reaches_out(config):
         names = [name.rpartition("@")[2] for name in hosts]
         named = [host.address_toward(*names, host.ELSEWHERE) or "*"]
-        args = [*args, f"--IPController.engine_ip={named[0]}"]
+        kinds = ("engine", "client") if is_kept else ("engine",)
+        args = [*args, *(f"--IPController.{kind}_ip={named[0]}" for kind in kinds)]
     if not all(map(host.is_loopback, named)) and not any("enable_curve" in arg for arg in args):
         args = [*args, ENABLE_CURVE]
     if args:

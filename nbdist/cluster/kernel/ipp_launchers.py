@@ -18,12 +18,14 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import (
     BatchSystemLauncher,
+    ControllerLauncher,
     HTCondorLauncher,
     LSFLauncher,
     MPILauncher,
     PBSLauncher,
     SlurmLauncher,
 )
+from traitlets import Integer, Unicode
 from traitlets.config import Config
 
 from nbdist.cluster.hosts import Host
@@ -65,6 +67,20 @@ class KeptOutput:
         if remove:
             path.unlink(missing_ok=True)
         return self._written
+
+
+class DistantController(ControllerLauncher):  # type: ignore[misc]
+    """A controller of another machine: this kernel reaches it by its files, and cannot end it."""
+
+    # Of the other machine; kept for a kernel there.
+    pid = Integer(-1).tag(to_dict=True)
+    output_file = Unicode().tag(to_dict=True)
+
+    def poll(self) -> None:
+        """It is not seen from here."""
+
+    async def stop(self) -> None:
+        """Its own machine's guardian ends it, once the run's folder is gone."""
 
 
 def complete(config: Config) -> None:

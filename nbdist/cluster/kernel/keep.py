@@ -8,13 +8,14 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.kernel import run_dir, runs
+from nbdist.cluster.hosts import OWN_NAMES
+from nbdist.cluster.kernel import ipp_cluster, run_dir, runs
 from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, Keep, Run
@@ -182,7 +183,7 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
                 f"What is needed to attach to {run.name} cannot be read ({error}). `nbdist stop "
                 f"{run.name}` ends its ranks."
             ) from error
-        _check_place(run, start["topology"])
+        _check_place(run, start)
         run_dir.take(folder)
     assert run.keep is not None
     cluster = Cluster.attach(folder, start, run.keep, start["topology"].world_size, ATTACH_S)
@@ -193,15 +194,20 @@ def attach(run: Run, *, takes: bool = False) -> Attached:
         raise
 
 
-def _check_place(run: Run, topology: Topology) -> None:
-    """Refuse ranks of another machine that no launcher reaches from here."""
-    owner, here = run.owner, host.this_machine()
-    hosts = {place.host for place in topology.ranks}
-    if owner is not None and owner.machine != here and hosts == {owner.machine.host}:
-        raise StartError(
-            f"The ranks of {run.name} are processes of {owner.machine.host}, and this is "
-            f"{here.host}. Attach in a notebook there."
-        )
+def _check_place(run: Run, start: Mapping[str, Any]) -> None:
+    """Refuse a run of another machine that cannot be reached from here."""
+    there, config = start["machine"].host, start["config"]
+    if start["machine"] == host.this_machine():
+        return
+    named = {name for name, *_ in config.AgentEngineSetLauncher.get("hosts", [])}
+    is_local = getattr(ipp_cluster.launchers(config)[1], "is_on_this_machine", False)
+    if is_local or OWN_NAMES & named:
+        why = f"Ranks of {run.name} are processes of {there}"
+    elif not start["connection"].is_open:
+        why = f"{run.name} was started without --keep, so its controller listens on {there} alone"
+    else:
+        return
+    raise StartError(f"{why}, and this is {host.this_machine().host}. Attach in a notebook there.")
 
 
 def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:

@@ -31,7 +31,7 @@ CREATE_TRIES = 10
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 18
 RANKS = "ranks.json"
-PIDS = "pids"
+PIDS = "pids"  # of each machine, as kernels of two may have held a run: see `_pids_file`
 COMMAND = "command.json"
 # How a kept run was started, for whoever attaches to it.
 START = "start.pickle"
@@ -186,18 +186,24 @@ def note_pid(run_dir: Path, pid: int, start: str) -> None:
 
     On a full disk it is not noted: then only its mark (NBDIST_RUN) tells whose it is.
     """
-    with contextlib.suppress(OSError), (run_dir / PIDS).open("a") as file:
+    with contextlib.suppress(OSError), _pids_file(run_dir).open("a") as file:
         file.write(f"{pid} {start}\n")
 
 
 def pids(run_dir: Path) -> dict[int, str]:
-    """The processes that the run's kernel has started, with their start times."""
+    """The processes that the run's kernels have started on this machine, with their start times."""
     try:
-        lines = (run_dir / PIDS).read_text().splitlines()
+        lines = _pids_file(run_dir).read_text().splitlines()
     except OSError:
         return {}
     parts = [line.split() for line in lines]  # the last may be cut: the kernel was killed
     return {int(part[0]): part[1] for part in parts if len(part) == 2 and part[0].isdigit()}
+
+
+def _pids_file(run_dir: Path) -> Path:
+    machine = this_machine()
+    pid_space = "".join(filter(str.isdigit, machine.pid_space))
+    return run_dir / f"{PIDS}.{machine.host}.{pid_space}"
 
 
 def note_command(run_dir: Path, command: Sequence[str]) -> None:

@@ -154,7 +154,7 @@ def _find_hosts(
         slurm_launcher.configure(
             config, options.slurm, options.world_size, f"nbdist-{run}", promise, progress
         )
-    ipp_cluster.listen(config, _host_names(config, options))
+    ipp_cluster.listen(config, _host_names(config, options), is_kept=options.keep_s > 0)
 
 
 def _load_profile(options: StartOptions) -> tuple[Config, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +42,26 @@ class Lints(CellHook):
         if SEEN not in data:
             return False
         if run_id in self._observations:  # else its cell was given up on
-            self._observations[run_id][rank] = [Observation(*fields) for fields in data[SEEN]]
+            seen = [Observation(*fields) for fields in data[SEEN]]
+            self._observations[run_id].setdefault(rank, []).extend(seen)
         return True
+
+    def during(self, run_id: int) -> tuple[str, ...]:
+        """Lines of lints that are told early, once all ranks that are in it have noted them."""
+        early = {
+            rank: [each for each in seen if LINTS[each.lint].is_early]
+            for rank, seen in self._observations.get(run_id, {}).items()
+        }
+        counts = Counter((each.lint, each.subject) for seen in early.values() for each in seen)
+        whole = {
+            rank: [each for each in seen if counts[each.lint, each.subject] >= each.facts["of"]]
+            for rank, seen in early.items()
+        }
+        return self.of_ranks(whole)
+
+    def of_ranks(self, observations: Mapping[int, Sequence[Observation]]) -> tuple[str, ...]:
+        """Lines of what ranks have seen outside of a cell, or so far."""
+        return self._new(rules.evaluate(observations, is_ok=True))
 
     def after(self, run_id: int, *, is_ok: bool) -> tuple[str, ...]:
         """The lines to print below a cell that has ended, well on all its ranks or not.
@@ -68,9 +86,7 @@ class Lints(CellHook):
         facts = {"before": before, "after": after, "lr": lr}
         observation = Observation("effective-batch", f"{before} {after}", facts)
         observations = {rank: [observation] for rank in range(report.after.world_size)}
-        return replace(
-            report, notes=(*report.notes, *self._new(rules.evaluate(observations, is_ok=True)))
-        )
+        return replace(report, notes=(*report.notes, *self.of_ranks(observations)))
 
     def silence(self, names: Sequence[str], *, is_on: bool = True) -> None:
         """Report these no more (`all` for all), or again.

@@ -43,6 +43,7 @@ class _State:
     parts: list[Any] = field(default_factory=list)
     is_installed: bool = False
     is_broken: bool = False
+    is_in_cell: bool = False
 
 
 _state = _State()
@@ -99,6 +100,12 @@ def note(lint: str, subject: str, **facts: Any) -> None:
     _state.noted[lint, subject] = facts
 
 
+def note_now(lint: str, subject: str, facts: Mapping[str, Any]) -> None:
+    """The same, told at once: this rank may not see the end of its cell. Nothing outside of one."""
+    if _state.is_in_cell:
+        shell().display_pub.publish({SEEN: [[lint, subject, dict(facts)]]})
+
+
 def begin() -> None:
     """Forget what the cell before has noted."""
     _state.noted.clear()
@@ -120,9 +127,11 @@ def around_cell(cell: CellContext) -> Iterator[None]:
         yield
         return
     begin()
+    _state.is_in_cell = True
     try:
         yield
     finally:
+        _state.is_in_cell = False
         try:
             if observations := collect():
                 content = [[seen.lint, seen.subject, dict(seen.facts)] for seen in observations]

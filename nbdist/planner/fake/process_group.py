@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nbdist.parallel.tp.rng import Streams
-
 
 class CannotRun(Exception):
     """Why there is no run of a case, as a phrase."""
@@ -46,6 +44,8 @@ def stand_in() -> None:
 
     Random streams of tensor parallelism agree on seeds by value, and take no memory.
     """
+    from nbdist.parallel.tp.rng import Streams  # with it comes torch._dynamo, for seconds
+
     Streams.attach = _nothing  # type: ignore[method-assign]
 
 

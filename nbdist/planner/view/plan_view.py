@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
+from nbdist.planner.devices import PER_HOST
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.plan import NO, Plan, PlanRow
 from nbdist.planner.step_time import UTILISATION
+from nbdist.planner.view.rules_view import shown_rules
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
 
@@ -48,11 +50,11 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     counted = [row for row in plan.rows if row.memory is not None]
     refused = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
     before, after = _before(plan), _after(plan)
-    rules = [*advice.rules, ""] if advice.rules else []
+    rules = shown_rules(plan, advice)
     bars = _text_bars(plan, counted)
     text = "\n".join(
-        [*advice.sentences, "", *before, "", _table(plan, counted).text, "", *bars, "", *rules,
-         *refused, *after]
+        [*advice.sentences, "", *before, "", _table(plan, counted).text, "", *bars, "",
+         *([rules.text, ""] if rules.text else []), *refused, *after]
     )  # fmt: skip
     fitting = [row for row in counted if row.verdict != NO] or counted
     rest = [row for row in counted if row not in fitting]
@@ -61,7 +63,7 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
         f"{lines_html(before)}{_rows_html(plan, fitting)}"
         f"{_folded('does not fit', [row.typed for row in rest], _rows_html(plan, rest))}"
         f"{_folded('not possible', [r.typed for r in plan.rows if r.problem], lines_html(refused))}"
-        f"{lines_html(advice.rules)}"
+        f"{rules.html}"
         f'<div style="font-size:smaller">{lines_html(after)}</div></div>'
     )
     return PlanView(text, page, plan=plan, advice=advice)
@@ -163,9 +165,10 @@ def _after(plan: Plan) -> list[str]:
     hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
     if hosts:
         most = max(row.memory.host for row in hosts if row.memory is not None)
+        sharing = min(plan.world_size, PER_HOST)
         lines.append(
-            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory; the time does not include "
-            "the transfers."
+            f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory, {_gb(most * sharing)} GB "
+            f"in that of a host with {ranks(sharing)}; the time does not include the transfers."
         )
     if not plan.model.has_shape:
         lines.append(

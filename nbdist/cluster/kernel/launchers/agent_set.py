@@ -1,15 +1,20 @@
-"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them."""
+"""Ranks on several hosts: an agent on each host starts them, tells their ends, and ends them.
+
+What another kernel needs to find ranks again that are kept, beside the settings, is in traits with
+`to_dict`: ipyparallel writes them into its cluster file and reads them back (`from_dict`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from itertools import chain
@@ -17,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ipyparallel.cluster.launcher import BaseLauncher, EngineLauncher
-from traitlets import Dict, Float, List, Unicode
+from traitlets import Dict, Float, Integer, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit, end_kept
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
+END_PROGRAM = "nbdist.cluster.kernel.agents"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0
@@ -93,19 +99,26 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     )
     connect_s = Float(15.0, help="How long a host may take to answer first, in s.").tag(config=True)
     common_environment = Dict(help="Environment variables of every rank.").tag(config=True)
+    places: Dict[str, int] = Dict(help="Host -> how many ranks it may have.").tag(to_dict=True)
+    folders: Dict[str, str] = Dict(help="Host -> its agent's folder there.").tag(to_dict=True)
+    ranks: Dict[str, str] = Dict(help="Rank -> its host.").tag(to_dict=True)
+    world_size = Integer(help="Number of ranks.").tag(to_dict=True)
+    keep_s = Float(help="How long ranks are kept without a kernel, in s; 0: not.").tag(to_dict=True)
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.agents: dict[str, HostAgent] = {}
         self.checks: tuple[HostCheck, ...] = ()
         self.launchers: dict[str, AgentEngine] = {}
-        self.places: dict[str, int] = {}
-        self.world_size = 0
         self._is_closed = False
         self._preparing = threading.Lock()  # a try that was broken off may still be under way
         self._failed: dict[str, tuple[float, str]] = {}  # host -> when it was not reached, and why
         self._sharing: asyncio.Task[None] | None = None
-        self.run_dir = Path(self.profile_dir).parent
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, on the kernel's machine."""
+        return Path(self.profile_dir).parent
 
     def find_args(self) -> list[str]:
         """For ipyparallel's log: the hosts."""
@@ -179,6 +192,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             raise
         for host in [name for name in self.agents if name not in shares]:
             threading.Thread(target=self.agents.pop(host).stop).start()
+        self.folders = {host: self.agents[host].folder for host in shares}
         self.world_size = sum(map(len, shares.values()))
         for host, ranks in shares.items():
             for rank in ranks:
@@ -187,43 +201,139 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         self.notify_start(sorted(self.launchers))
         return sorted(map(int, self.launchers))
 
-    def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
-        """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
+    async def attach(self) -> None:
+        """Reach the hosts on which another kernel has left its ranks, all at once; start nothing.
+
+        Of a launcher that was made by `from_dict`. Afterwards each rank of `launchers` is running,
+        or has ended, with its exit code, or is unreachable, with the reason.
+
+        Raises:
+            StartError: If this machine does not have what reaches them, such as ssh.
+        """
+        try:
+            await self._attach(asyncio.get_running_loop())
+        except BaseException:
+            self.leave()
+            raise
+        self.notify_start(sorted(self.launchers))
+
+    async def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        for host, folder in self.folders.items():
+            try:
+                self.agents[host] = self._connect(host, loop, folder)
+            except OSError as error:
+                raise StartError(f"{host} cannot be reached from here: {error}") from error
+        for rank, host in self.ranks.items():
+            self._add_engine(int(rank), self.agents[host])
+        pool = ThreadPoolExecutor(max(1, len(self.agents)))
+        finding = [loop.run_in_executor(pool, self._find_ranks, a) for a in self.agents.values()]
+        pool.shutdown(wait=False)
+        found = await asyncio.gather(*finding)
+        self.checks = tuple(check for check, _ in found)
+        for agent, (check, ends) in zip(self.agents.values(), found, strict=True):
+            if check.problem:
+                self._take_loss(agent, check.problem)
+            await asyncio.gather(*(self._take_exit(agent, end) for end in ends))
+
+    def _find_ranks(self, agent: HostAgent) -> tuple[HostCheck, list[RankExit]]:
+        """Ask an agent for the processes of its ranks, and for those that have ended; in a thread.
+
+        A rank of it that is on another host by now, as this one was lost, is ended.
+        """
+        ends: list[RankExit] = []
+        told, agent.on_exit = agent.on_exit, ends.append
+        try:
+            facts = agent.facts(self.connect_s)
+            pids = agent.pids(ANSWER_S)
+        except AgentLost as error:
+            agent.leave()
+            return HostCheck(agent.host, problem=self._problem(agent.host, error)), []
+        agent.on_exit = told
+        engines = {engine.rank: engine for engine in self.engines_of(agent)}
+        for rank, pid in pids.items():
+            if rank in engines:
+                engines[rank].pid = pid
+            else:
+                agent.ask("end", rank=rank)
+        return HostCheck(agent.host, facts), ends
+
+    def keep(self, seconds: float) -> None:
+        """Let the ranks live so long without a kernel, on all hosts, also on later ones; 0: not.
+
+        Raises:
+            NbdistError: If a host cannot keep its ranks, or does not answer.
+        """
+        former, self.keep_s = self.keep_s, seconds
+        living = [agent for agent in self.agents.values() if not agent.lost]
+        for agent, answer in [(agent, self._keep(agent)) for agent in living]:
+            try:
+                answer.result(ANSWER_S)
+            except AgentLost:
+                continue  # told as its ranks' end
+            except (NbdistError, TimeoutError) as error:
+                self.keep_s = former  # on no host, rather than on some
+                for other in living:
+                    self._keep(other)
+                problem = self._problem(agent.host, error)
+                raise NbdistError(f"{agent.host} cannot keep its ranks: {problem}") from None
+
+    def _keep(self, agent: HostAgent) -> Future[Any]:
+        agent.is_kept = self.keep_s > 0
+        return agent.ask("keep", seconds=self.keep_s)
+
+    def leave(self) -> None:
+        """Hang up; agents that keep their ranks go on without this kernel."""
+        self._is_closed = True
+        for agent in self.agents.values():
+            agent.leave()
+
+    def _connect(self, host: str, loop: asyncio.AbstractEventLoop, folder: str = "") -> HostAgent:
+        """A connection to a host: to a new agent, or to that of a folder.
+
+        Raises:
+            OSError: If there is no such program.
+        """
         environment = {
             **self.connection_environment(),
             **self.environment,
             "NBDIST_RUN": str(self.run_dir),
         }
         environment.pop("IPP_CONNECTION_INFO", None)
+        agent = HostAgent(host, self.command(host), environment, folder)
+        agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
+            self._take_exit(agent, end), loop
+        )
+        agent.on_lost = lambda why: loop.call_soon_threadsafe(
+            self._take_loss, agent, self.explain(host, why)
+        )
+        return agent
+
+    def _reach(self, host: str, loop: asyncio.AbstractEventLoop) -> HostCheck:
+        """Connect to a host, ask what it is, and make the run's folder there; in a thread."""
         try:
-            agent = HostAgent(host, self.command(host), environment)
+            agent = self._connect(host, loop)
             self.agents[host] = agent
             if self._is_closed:
                 agent.stop()
-            agent.on_exit = lambda end: asyncio.run_coroutine_threadsafe(
-                self._take_exit(agent, end), loop
-            )
-            agent.on_lost = lambda why: loop.call_soon_threadsafe(
-                self._take_loss, agent, self.explain(host, why)
-            )
             facts = agent.facts(self.connect_s)
-            agent.folder = agent.ask("open", run=self.run_dir.name).result(ANSWER_S)
+            # An agent that was lost here may keep its ranks.
+            former = self.folders.get(host, "") if self.keep_s else ""
+            opened = agent.ask("open", run=self.run_dir.name, former=former)
+            agent.folder = opened.result(ANSWER_S)
+            self.folders[host] = agent.folder
+            if self.keep_s:
+                self._keep(agent).result(ANSWER_S)
         except (OSError, NbdistError) as error:
             if failed := self.agents.pop(host, None):
                 failed.stop(0)
-            late = f"its agent did not answer within {ANSWER_S:.0f} s"
-            problem = late if isinstance(error, TimeoutError) else str(error)
-            return HostCheck(host, problem=self.explain(host, problem))
+            return HostCheck(host, problem=self._problem(host, error))
         return HostCheck(host, facts)
 
-    def _start_rank(
-        self,
-        rank: int,
-        agent: HostAgent,
-        local_size: int,
-        local_rank: int,
-        environment: Mapping[str, str] | None = None,
-    ) -> AgentEngine:
+    def _problem(self, host: str, error: Exception) -> str:
+        late = f"its agent did not answer within {ANSWER_S:.0f} s"
+        return self.explain(host, late if isinstance(error, TimeoutError) else str(error))
+
+    def _add_engine(self, rank: int, agent: HostAgent) -> AgentEngine:
         engine = AgentEngine(
             rank,
             agent,
@@ -233,6 +343,20 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             cluster_id=self.cluster_id,
             identifier=str(rank),
         )
+        self.launchers[str(rank)] = engine
+        self.ranks[str(rank)] = agent.host
+        engine.notify_start({"rank": rank})
+        return engine
+
+    def _start_rank(
+        self,
+        rank: int,
+        agent: HostAgent,
+        local_size: int,
+        local_rank: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> AgentEngine:
+        engine = self._add_engine(rank, agent)
         env = {
             **self._common_variables(),
             "RANK": str(rank),
@@ -246,9 +370,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             "start", rank=rank, argv=self._argv(rank), env=env,
             folder=str(folder), owner=folder.stat().st_uid,
         )  # fmt: skip
-        self.launchers[str(rank)] = engine
         started.add_done_callback(partial(self._take_start, engine, asyncio.get_running_loop()))
-        engine.notify_start({"rank": rank})
         return engine
 
     def _common_variables(self) -> dict[str, str]:
@@ -366,6 +488,7 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         if not texts:
             self.checks = (*others, check)
         elif not check.problem:
+            self.folders.pop(host)
             self.agents.pop(host).stop()
         return "; ".join(texts)
 
@@ -407,11 +530,34 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         """The same, without a loop: returns when all agents have ended."""
         self._is_closed = True
         # Plain threads: at the interpreter's end an executor takes no work any more.
-        stops = [threading.Thread(target=agent.stop) for agent in list(self.agents.values())]
+        stops = [threading.Thread(target=self._stop, args=[a]) for a in [*self.agents.values()]]
         for stop in stops:
             stop.start()
         for stop in stops:
             stop.join()
+
+    def _stop(self, agent: HostAgent) -> None:
+        """Let an agent end; one that was lost and keeps its ranks has to be found for that."""
+        is_left = bool(agent.lost and self.keep_s and agent.folder)
+        if is_left:
+            is_left = bool(end_kept(agent.host, self._plain_command(agent.host), agent.folder))
+        if (agent.stop() or not is_left) and self.folders.get(agent.host) == agent.folder:
+            del self.folders[agent.host]
+
+    def _plain_command(self, host: str) -> list[str]:
+        """The command that runs BOOTSTRAP on a host, whoever runs it."""
+        others = os.environ.keys() - self.connection_environment().keys()
+        return ["env", *chain(*(("-u", name) for name in sorted(others))), *self.command(host)]
+
+    def ending(self) -> list[str] | None:
+        """The command that ends ranks which are kept, without this kernel; [] if all have ended.
+
+        None where none is needed: they are not kept, or the guardian sees their processes.
+        """
+        if not self.keep_s or self.is_on_this_machine:
+            return None
+        left = [(host, self._plain_command(host), f) for host, f in self.folders.items()]
+        return [sys.executable, "-m", END_PROGRAM, json.dumps(left)] if left else []
 
     def signal(self, sig: int) -> None:
         """Send a signal to every rank."""

@@ -47,21 +47,43 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
     job = Integer(help="The job's number.").tag(config=True)
     job_name = Unicode(help="The name of every job of the run.").tag(config=True)
     is_own_job = Bool(help="It was submitted for this run.").tag(config=True)
-    cpus: Dict[str, int] = Dict(help="Host -> the job's CPUs there.").tag(config=True)
+    cpus: Dict[str, int] = Dict(help="Host -> the job's CPUs there.").tag(config=True, to_dict=True)
+    job_of: Dict[str, int] = Dict(help="Host -> its job, where not the first.").tag(to_dict=True)
+    spare_job = Integer(help="A job that waits to take a lost host's place; 0: none.").tag(
+        to_dict=True
+    )
 
     def __init__(self, **kwargs: Any):
-        """Begin to watch the job."""
         super().__init__(**kwargs)
-        self._job_of = dict.fromkeys(self.cpus, self.job)
         self._notes: list[str] = []
-        self._spare: int | None = None
-        self.watches = {self.job: JobWatch(self.job, [*self.cpus], self._notes.append)}
+        self.watches: dict[int, JobWatch] = {}
+
+    async def start(self, n: int) -> list[int]:
+        """As the base class; the job is watched from here on."""
+        self._watch()
+        started: list[int] = await super().start(n)
+        return started
+
+    async def attach(self) -> None:
+        """As the base class; all jobs of the run are watched from here on."""
+        self._watch()
+        await super().attach()
+
+    def _watch(self) -> None:
+        hosts_of: dict[int, list[str]] = {}
+        for host in self.cpus:
+            hosts_of.setdefault(self._job(host), []).append(host)
+        for number, names in hosts_of.items():
+            self.watches[number] = JobWatch(number, names, self._notes.append)
+
+    def _job(self, host: str) -> int:
+        return self.job_of.get(host, self.job)
 
     def command(self, host: str) -> list[str]:
         """A step of the job on one host, with all that the job has there, beside other steps."""
         return [
             "srun",
-            f"--jobid={self._job_of[host]}",
+            f"--jobid={self._job(host)}",
             "--overlap",
             "--nodes=1",
             "--ntasks=1",
@@ -80,11 +102,11 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
 
     def explain(self, host: str, reason: str) -> str:
         """Why Slurm has ended the job or lost the host; the reason where it has not."""
-        if self._is_closed or host not in self._job_of:
+        if self._is_closed or host not in self.cpus:
             return reason
         # An srun that has ended has a cause; of a host that is silent Slurm may not know yet.
         wait_s = slurm_job.REASON_S if "connection ended" in reason else 0.0
-        why = self.watches[self._job_of[host]].why_lost(host, wait_s)
+        why = self.watches[self._job(host)].why_lost(host, wait_s)
         if not why and _NO_PYTHON.search(reason):
             return (
                 f"{reason.rstrip('.')}. {self.remote_python} is not there: name the hosts' own "
@@ -96,7 +118,7 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
         """Why Slurm has ended a rank; "" where it was not Slurm."""
         if self._is_closed or end.code >= 0:
             return ""
-        watch = self.watches[self._job_of[host]]
+        watch = self.watches[self._job(host)]
         watch.look()
         return watch.end
 
@@ -112,9 +134,9 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
             return
         options = SlurmOptions(**{f.name: getattr(self, f.name) for f in fields(SlurmOptions)})
         ranks = sum(1 for engine in self.launchers.values() if engine.agent.host == lost)
-        if self._spare is None:
-            self._spare = slurm_job.submit(options, ranks, self.job_name, [lost])
-        number = self._spare
+        if not self.spare_job:
+            self.spare_job = slurm_job.submit(options, ranks, self.job_name, [lost])
+        number = self.spare_job
         try:
             slurm_job.wait(number, options, lambda _line: None, SPARE_S)
         except slurm_job.StillPending as error:
@@ -123,12 +145,12 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
                 "%dist_restart takes its hosts once it runs."
             ) from None
         except StartError:
-            self._spare = None
+            self.spare_job = 0
             raise
-        self._spare = None
+        self.spare_job = 0
         shares = slurm_job.shares(number)
         for host, places in slurm.places(shares, ranks).items():
-            self.places[host], self._job_of[host] = places, number
+            self.places[host], self.job_of[host] = places, number
         self.cpus = {**self.cpus, **{share.host: share.cpus for share in shares}}
         names = [share.host for share in shares]
         self.watches[number] = JobWatch(number, names, self._notes.append)
@@ -143,6 +165,10 @@ class SlurmRankSetLauncher(AgentEngineSetLauncher):
     def status_lines(self) -> list[str]:
         """The jobs and the time that they have left."""
         return [watch.text for watch in self.watches.values()]
+
+    def ending(self) -> list[str] | None:
+        """None for a job of the run's own: it is cancelled, also where its ranks are not kept."""
+        return None if self.is_own_job else super().ending()
 
     def close(self) -> None:
         """Watch no more, and end all agents; the guardian cancels the jobs."""
