@@ -1,6 +1,7 @@
 """Ranks are forked by a process that has imported torch, and are what started ranks would be."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -315,8 +316,9 @@ def test_forks_are_measured_by_coverage(
     parts = []
     for path in data.iterdir():
         part = coverage.CoverageData(str(path))
-        part.read()
-        parts.append(part.lines(str(module)))
+        with contextlib.suppress(coverage.CoverageException):  # of a process that was killed
+            part.read()
+            parts.append(part.lines(str(module)))
 
     assert parts.count([1, 2]) == 2
 
