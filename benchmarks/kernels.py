@@ -31,11 +31,12 @@ class Ran:
 class Notebook:
     """A kernel. A context manager: it ends the kernel; ranks are ended by a cell before that."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **env: str) -> None:
         """Start it and wait until it answers.
 
         Args:
             folder: Where it runs, and where its settings are; an empty one.
+            env: More variables of its environment.
         """
         settings = {
             name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR")
@@ -43,7 +44,7 @@ class Notebook:
         self._manager = KernelManager(kernel_name="python3")
         self._manager.start_kernel(
             cwd=str(folder),
-            env=os.environ | settings | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=os.environ | settings | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env,
             extra_arguments=["--HistoryManager.hist_file=:memory:"],
         )
         self._client: Any = self._manager.blocking_client()

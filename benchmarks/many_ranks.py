@@ -11,7 +11,7 @@ import psutil
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from benchmarks.start import SCRIPT, torchrun_s
+from benchmarks.start import script, torchrun_s
 
 COUNTS = (2, 4, 8, 16, 32, 64)
 STARTS = (2, 4, 8, 16, 32)
@@ -45,7 +45,7 @@ def rows() -> list[Row]:
                 folder.mkdir()
             cells[ranks] = _ours(ours, ranks), _px(peer, ranks)
             if ranks in STARTS:
-                starts[ranks] = cells[ranks][0].start_s, torchrun_s(own, SCRIPT, ranks)
+                starts[ranks] = cells[ranks][0].start_s, torchrun_s(own, script(ranks), ranks)
     passes = {n: (a.cells_s[0] * 1000, b.cells_s[0] * 1000) for n, (a, b) in cells.items()}
     draw(starts, passes, PICTURE)
     left_out = [str(ranks) for ranks in COUNTS if ranks not in counts]

@@ -14,85 +14,112 @@ from pathlib import Path
 from benchmarks import Row
 from benchmarks.kernels import Notebook
 
-RANKS = 2
-ROUNDS = 7
-MOST_RATIO = 1.2
-# One piece of text, so that nothing of another rank's comes between.
-_SUM = "x = torch.ones(1); dist.all_reduce(x); print(f'sum {x.item()}')"
-_SHOWN = f"sum {RANKS:.1f}"
-OURS = ("%load_ext nbdist", f"%dist_init -n {RANKS}", f"%%distributed\n{_SUM}")
-SCRIPT = f"""
+# Ranks -> rounds, and the most that a start may take of torchrun's: typed at once, with the server
+# of %load_ext already there.
+COUNTS = {2: (7, 0.8, 0.4), 8: (3, 0.6, None)}
+# By then a server has imported all that ranks use.
+SETTLED_S = 10.0
+
+
+def cells_of_ours(ranks: int) -> tuple[str, ...]:
+    """From %load_ext to the first all_reduce shown."""
+    return "%load_ext nbdist", f"%dist_init -n {ranks}", f"%%distributed\n{_sum(ranks)}"
+
+
+def script(ranks: int) -> str:
+    """The same under torchrun."""
+    return f"""
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
-{_SUM.replace("; ", chr(10))}
+{_sum(ranks).replace("; ", chr(10))}
 # Without it a rank sometimes aborts at its end, and torchrun ends the others before they print.
 dist.barrier()
 dist.destroy_process_group()
 """
-# As its documentation has it; ranks meet in a file, as nbdist's do.
-_BY_HAND = (
-    f"""
+
+
+def by_hand(store: Path, ranks: int = 2) -> tuple[str, ...]:
+    """The cells with ipyparallel alone, as its documentation has it; ranks meet in a file."""
+    return (
+        f"""
 import ipyparallel
-client = ipyparallel.Cluster(n={RANKS}).start_and_connect_sync(activate=True)
+client = ipyparallel.Cluster(n={ranks}).start_and_connect_sync(activate=True)
 client[:].scatter("own", list(range(len(client))), flatten=True).get()
 """,
-    f"""%%px
+        f"""%%px
 import torch, torch.distributed as dist
 dist.init_process_group(
-    "gloo", init_method="file://STORE", rank=own, world_size={RANKS})
-{_SUM}
+    "gloo", init_method="file://{store}", rank=own, world_size={ranks})
+{_sum(ranks)}
 """,
-)
+    )
+
+
+def _sum(ranks: int) -> str:
+    # One piece of text, so that nothing of another rank's comes between.
+    return f"x = torch.ones(1); dist.all_reduce(x); assert x == {ranks}; print(f'sum {{x.item()}}')"
 
 
 def rows() -> list[Row]:
     """A row for each way; all start anew in every round, by turns."""
+    return [row for ranks in COUNTS for row in _rows_of(ranks)]
+
+
+def _rows_of(ranks: int) -> list[Row]:
+    rounds, most_at_once, most_settled = COUNTS[ranks]
+    cells, last = cells_of_ours(ranks), "%dist_shutdown"
+    shown = f"sum {ranks:.1f}"
+    ways: dict[str, Callable[[Path], float]] = {
+        "typed at once": lambda folder: cells_s(folder, cells, last, shown),
+        "server there": lambda folder: cells_s(folder, cells, last, shown, SETTLED_S),
+        "no fork": lambda folder: cells_s(folder, cells, last, shown, NBDIST_FORK="0"),
+        "torchrun": lambda folder: torchrun_s(folder, script(ranks), ranks),
+    }
+    if ranks == min(COUNTS):
+        ways["ipyparallel by hand"] = lambda folder: cells_s(
+            folder, by_hand(folder / "store", ranks), "client.cluster.stop_cluster_sync()", shown
+        )
+    taken: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
-        ways: dict[str, Callable[[Path], float]] = {
-            "ours": lambda folder: cells_s(folder, OURS, "%dist_shutdown"),
-            "torchrun": lambda folder: torchrun_s(folder, SCRIPT, RANKS),
-            "ipyparallel by hand": _by_hand_s,
-        }
-        taken: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(ROUNDS + 1):
+        for number in range(rounds + 1):
             for way, function in ways.items():
-                folder = Path(name) / f"{number}.{way.split()[0]}"
+                folder = Path(name) / f"{number}.{way.replace(' ', '')}"
                 folder.mkdir()
                 taken[way].append(function(folder))
     medians = {way: statistics.median(times[1:]) for way, times in taken.items()}
-    return [
-        Row(
-            f"{RANKS} ranks, beside {way}",
-            medians["ours"],
-            medians[way],
-            unit="s",
-            how=f"{ROUNDS} rounds; {how}",
-            most_ratio=most_ratio,
-        )
-        for way, how, most_ratio in (
-            ("torchrun", "a script that makes the group and does one all_reduce", MOST_RATIO),
-            ("ipyparallel by hand", "Cluster, %%px, init_process_group", None),
-        )
-    ]
+    how = f"{rounds} rounds; torchrun: a script that makes the group and does one all_reduce"
+    at_once, torchrun_median_s = medians["typed at once"], medians["torchrun"]
+    made = [
+        Row(f"{ranks} ranks, typed at once, beside torchrun", at_once, torchrun_median_s,
+            unit="s", how=how, most_ratio=most_at_once),
+        Row(f"{ranks} ranks, {SETTLED_S:.0f} s after %load_ext, beside torchrun",
+            medians["server there"], torchrun_median_s, unit="s", how=how, most_ratio=most_settled),
+        Row(f"{ranks} ranks, typed at once, beside NBDIST_FORK=0", at_once, medians["no fork"],
+            unit="s", how=f"{rounds} rounds; other: each rank imports torch itself"),
+    ]  # fmt: skip
+    if "ipyparallel by hand" in medians:
+        peer_how = f"{rounds} rounds; Cluster, %%px, init_process_group"
+        peer = medians["ipyparallel by hand"]
+        row_name = f"{ranks} ranks, typed at once, beside ipyparallel by hand"
+        made.append(Row(row_name, at_once, peer, unit="s", how=peer_how))
+    return made
 
 
-def cells_s(folder: Path, cells: Sequence[str], last: str, shown: str = _SHOWN) -> float:
-    """Seconds for cells in a kernel of their own, whose last one shows a text."""
-    with Notebook(folder) as notebook:
-        ran = [notebook.run(cell) for cell in cells]
+def cells_s(
+    folder: Path, cells: Sequence[str], last: str, shown: str, settled_s: float = 0.0, **env: str
+) -> float:
+    """Seconds for cells in a kernel of their own, whose last one shows a text.
+
+    After the first there is a pause, which does not count.
+    """
+    with Notebook(folder, **env) as notebook:
+        ran = [notebook.run(cells[0])]
+        time.sleep(settled_s)
+        ran += [notebook.run(cell) for cell in cells[1:]]
         assert shown in ran[-1].text, ran[-1].text
         notebook.run(last)
     return sum(one.elapsed_s for one in ran)
-
-
-def _by_hand_s(folder: Path) -> float:
-    return cells_s(folder, by_hand(folder / "store"), "client.cluster.stop_cluster_sync()")
-
-
-def by_hand(store: Path) -> tuple[str, ...]:
-    """The cells with ipyparallel alone, whose ranks meet in a file."""
-    return tuple(cell.replace("STORE", str(store)) for cell in _BY_HAND)
 
 
 def torchrun_s(folder: Path, script: str, ranks: int, shown: str | None = None) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
-from benchmarks.start import OURS
+from benchmarks.start import cells_of_ours
 
 RANKS = 2
 # A process is up to 5 % faster or slower than the next one, by where its memory lies.
@@ -83,7 +83,7 @@ def rows() -> list[Row]:
 
 def _in_a_cell(folder: Path) -> float:
     with Notebook(folder) as notebook:
-        for cell in OURS[:-1]:
+        for cell in cells_of_ours(RANKS)[:-1]:
             notebook.run(cell)
         # What a rank imports once it is idle would be imported in the middle of the steps.
         notebook.run("%%distributed\nimport torch._dynamo\naccelerator.num_processes")

@@ -350,11 +350,13 @@ def step() -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics (`%load_ext nbdist`), and say which ranks wait for a notebook."""
+    """Register the magics (`%load_ext nbdist`), import for ranks aside, and say what is kept."""
+    from nbdist.cluster.kernel import rank_server
     from nbdist.commands.cluster import tell_kept
     from nbdist.frontend import magics
 
     magics.register(shell)
+    rank_server.preload()
     tell_kept()
 
 

@@ -36,6 +36,7 @@ class Facts:
         limits: Name as in `ulimit` (files, locked memory, processes) -> (soft, hard), UNLIMITED
             for none; locked memory in bytes.
         launched: Variables that the launcher of the profile local sets for ranks.
+        why_no_fork: Why ranks of this machine are not forked; empty where they are.
         runs: Of this user, as far as this machine knows.
         kept: Those of them that outlive their notebook.
         now_s: When all this was found, in Unix time.
@@ -56,6 +57,7 @@ class Facts:
     environ: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, str] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
+    why_no_fork: str = ""
     runs: tuple[Run, ...] = ()
     kept: tuple[KeptRun, ...] = ()
     now_s: float = 0.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from nbdist.cells.kernel import kept_runs
-from nbdist.cluster.kernel import launcher, run_dir, runs
+from nbdist.cluster.kernel import launcher, rank_server, run_dir, runs
 from nbdist.cluster.kernel.ipp_cluster import installed_version
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import gpus, topology
@@ -76,6 +76,7 @@ def collect(
         environ=dict(os.environ),
         launched={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
+        why_no_fork=rank_server.why_not(),
         runs=found,
         kept=kept_runs.look(found),
         now_s=time.time(),

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from nbdist.cluster import agent as agent_program
-from nbdist.cluster.kernel import agents
-from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
+from nbdist.cluster.kernel.launchers import agents
 from nbdist.cluster.kernel.launchers.agent_set import END_PROGRAM
+from nbdist.cluster.kernel.launchers.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit
 from nbdist.errors import NbdistError
 from tests.support import processes
 from tests.support.ranks import until

@@ -19,9 +19,9 @@ from traitlets.config import Config
 from nbdist.cluster.agent import MARK, SOCKET
 from nbdist.cluster.hosts import Host, HostCheck
 from nbdist.cluster.kernel import start
-from nbdist.cluster.kernel.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.cluster import Cluster, run_in_loop
 from nbdist.cluster.kernel.launchers import agent_set
+from nbdist.cluster.kernel.launchers.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
@@ -65,7 +65,7 @@ def test_a_slow_reason_for_the_end_of_a_rank_loses_no_host(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch system that answers late is asked beside the connection, and not for ever."""
-    monkeypatch.setattr("nbdist.cluster.kernel.agents.SILENT_S", 1.5)
+    monkeypatch.setattr("nbdist.cluster.kernel.launchers.agents.SILENT_S", 1.5)
     answered = threading.Event()
 
     class Slow(Launcher):
@@ -236,7 +236,7 @@ def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart before the silence is noticed waits for that, and does not fail."""
-    monkeypatch.setattr("nbdist.cluster.kernel.agents.SILENT_S", 1.5)
+    monkeypatch.setattr("nbdist.cluster.kernel.launchers.agents.SILENT_S", 1.5)
     monkeypatch.setattr("nbdist.cluster.kernel.cluster.SILENT_S", 1.5, raising=False)
     monkeypatch.setattr("nbdist.cluster.kernel.cluster.END_SESSION_S", 1.5)
     launcher = make(Launcher, Host("a", 1))

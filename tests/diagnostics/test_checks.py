@@ -126,6 +126,16 @@ _NOT_WELL: dict[Check, list[tuple[Mapping[str, Any], str, str, str, str]]] = {
         ({"world_size": 9}, "cores", WARN, "take turns", "-n 8"),
         ({"available_bytes": 4 * 10**8}, "memory", BAD, "2 ranks need about 0.5 GB", ""),
     ],
+    checks.start: [
+        ({"why_no_fork": "psutil.py shadows"}, "start of ranks", WARN, "psutil.py", "%dist_reset"),
+        (
+            {"why_no_fork": "NBDIST_FORK is 0", "environ": {"NBDIST_FORK": "0"}},
+            "start of ranks",
+            OK,
+            "NBDIST_FORK is 0",
+            "",
+        ),
+    ],
     checks.shared_memory: [
         ({"shm": Space("/dev/shm", 60 * 2**20, 64 * 2**20)}, "/dev/shm", WARN, "only 64 MiB", ""),
         ({"shm": Space("/dev/shm", 2**20, 64 * 2**20)}, "/dev/shm", BAD, "1 MiB free of 64", ""),

@@ -31,9 +31,9 @@ from nbdist.cluster.kernel import (
     processes,
     run_dir,
 )
-from nbdist.cluster.kernel.agents import SILENT_S
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
+from nbdist.cluster.kernel.launchers.agents import SILENT_S
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.cluster.run_owner import Keep

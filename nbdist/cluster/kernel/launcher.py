@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,10 @@ from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLaun
 from traitlets import Dict, Unicode
 
 from nbdist.cluster import nccl_env
+from nbdist.cluster.kernel import rank_server
 from nbdist.cluster.kernel.ipp_launchers import KeptOutput
+from nbdist.cluster.kernel.rank_server import RankServer, ServerError
+from nbdist.errors import StartError
 
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
 JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
@@ -44,6 +48,26 @@ class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
             f"--IPEngine.startup_command={JOIN}",
         ]
 
+    def start(self) -> Any:
+        """Let the rank server fork the engine; without one, start its process as ipyparallel does.
+
+        Raises:
+            StartError: If the system refuses another process.
+        """
+        server: RankServer | None = self.parent.server
+        if server is None:
+            return super().start()
+        env = {**os.environ, **self.get_env()}
+        try:
+            self.process = server.fork(self.args, env, self.work_dir, self.output_file)
+        except ServerError as error:
+            raise StartError(f"rank {self.identifier} could not be forked: {error}") from error
+        self.pid = self.process.pid
+        self.notify_start(self.pid)
+        # What its start does after Popen (ipyparallel 9.2): it calls notify_stop in the loop.
+        self._start_waiting()
+        return self.pid
+
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
     """Starts one engine per rank on this machine; engine id = rank."""
@@ -65,12 +89,40 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
         self.environment.pop("IPP_CONNECTION_INFO", None)
         # Of engines that are started now in the place of others.
         self.again_environment: Mapping[str, str] = {}
+        # What forks engines; None where each is a process that imports everything itself.
+        self.server: RankServer | None = None
 
-    def start_one(self, rank: int, environment: Mapping[str, str]) -> RankEngineLauncher:
+    async def start(self, n: int) -> Any:
+        """Start n engines, as forks where they can be (rank_server.why_not)."""
+        await self._obtain_server()
+        return super().start(n)
+
+    def take_notes(self) -> list[str]:
+        """What there is to say of the process that has forked the ranks, once."""
+        end = "" if self.server is None else self.server.end
+        if not end:
+            return []
+        self.server = None
+        what = "The ranks go on and keep their variables; the next start makes another one."
+        return [f"The process that has forked the ranks ended ({end}). {what}"]
+
+    async def _obtain_server(self) -> None:
+        self.server = None
+        if self.engine_cmd == [sys.executable, "-P", str(ENGINE_PROGRAM)]:
+            env = {**os.environ, **self.get_env(), **self.common_environment}
+            self.server = await rank_server.obtain(env, self._sys_path())
+
+    def _sys_path(self) -> list[str]:
+        """That of the ranks: the notebook's when they were first started."""
+        notebook = Path(self.common_environment["NBDIST_RUN"], "notebook.json")
+        return [str(entry) for entry in json.loads(notebook.read_text())["sys_path"]]
+
+    async def start_one(self, rank: int, environment: Mapping[str, str]) -> RankEngineLauncher:
         """Start the engine of one rank again, whose process has ended, with more variables.
 
         Only in the loop in which the others were started: the end of a process is noticed there.
         """
+        await self._obtain_server()
         identifier = str(rank)
         self.stop_data.get("engines", {}).pop(identifier, None)
         self.outputs.pop(identifier, None)

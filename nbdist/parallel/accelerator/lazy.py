@@ -23,8 +23,10 @@ class AcceleratorProxy:
     """
 
     def __init__(self) -> None:
-        """Nothing is imported before the first use."""
+        """Nothing is imported before the first use; what has been already counts from now on."""
         _stand_ins.append(self)
+        if _loaded:
+            become(_loaded[0])
 
     def __getattribute__(self, name: str) -> Any:
         """Any attribute is a use, but `__dict__`."""
@@ -48,10 +50,12 @@ class AcceleratorProxy:
 
 
 _stand_ins: list[AcceleratorProxy] = []
+_loaded: list[type] = []
 
 
 def become(cls: type) -> None:
-    """Let all stand-ins be of the class for which they stand, which has been loaded."""
+    """Let all stand-ins, later ones too, be of the class that they stand for: it is loaded."""
+    _loaded[:] = [cls]
     while _stand_ins:
         object.__setattr__(_stand_ins.pop(), "__class__", cls)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.cluster.kernel.agents import BOOTSTRAP
+from nbdist.cluster.kernel.launchers.agents import BOOTSTRAP
 from tests.support.hosts import Hosts, missing, wait_for
 
 pytestmark = pytest.mark.cluster

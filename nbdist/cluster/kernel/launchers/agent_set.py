@@ -26,11 +26,17 @@ from traitlets import Dict, Float, Integer, List, Unicode
 
 from nbdist.cluster import hosts, nccl_env
 from nbdist.cluster.hosts import Host, HostCheck
-from nbdist.cluster.kernel.agents import BOOTSTRAP, AgentLost, HostAgent, RankExit, end_kept
+from nbdist.cluster.kernel.launchers.agents import (
+    BOOTSTRAP,
+    AgentLost,
+    HostAgent,
+    RankExit,
+    end_kept,
+)
 from nbdist.errors import NbdistError, OptionError, StartError
 
 ENGINE_FILE = "engine.json"
-END_PROGRAM = "nbdist.cluster.kernel.agents"
+END_PROGRAM = "nbdist.cluster.kernel.launchers.agents"
 CONNECTION_DEADLINE_S = 60.0
 CONNECTION_POLL_S = 0.02
 ANSWER_S = 10.0

@@ -12,9 +12,9 @@ from traitlets.config import Config
 
 from nbdist.cluster import slurm
 from nbdist.cluster.hosts import Host
-from nbdist.cluster.kernel.agents import RankExit
 from nbdist.cluster.kernel.launchers import slurm_job
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher, remote_command
+from nbdist.cluster.kernel.launchers.agents import RankExit
 from nbdist.cluster.kernel.launchers.slurm_job import Allocation, JobWatch
 from nbdist.cluster.kernel.registration import Progress
 from nbdist.cluster.slurm import DEFAULTS, SlurmOptions

@@ -1,0 +1,348 @@
+"""The kernel's side of the process that forks this notebook's ranks (engine/server.py).
+
+One per kernel. It begins with `%load_ext nbdist`, or with the first ranks, and goes on until the
+kernel ends or nobody has asked it for ten minutes. Ranks do not need it any more once they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nbdist.cluster.kernel import guardian
+from nbdist.errors import StartError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "server.py"
+FORK, PRELOAD, MARK = "NBDIST_FORK", "NBDIST_PRELOAD", "NBDIST_RUN"
+# What /proc shows of a fork has to find room in what the server was started with.
+ROOM = "NBDIST_ROOM"
+ROOM_IN_ARGS, ROOM_IN_ENVIRON = 2048, 16384
+# All imports, on a busy machine or a slow file system.
+IMPORT_DEADLINE_S = 90.0
+FORK_DEADLINE_S = 30.0
+ORPHAN_POLL_S = 0.1
+NO_ROOM = {errno.EAGAIN, errno.ENOMEM}
+
+
+class ServerError(Exception):
+    """The server does not fork; the message says why, as a sentence without its full stop."""
+
+
+class ForkedProcess:
+    """A rank's process, which is the server's child; as much of psutil.Process as launchers use."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self._start = guardian.start_ticks(pid)
+        self._code: int | None = None
+        self._ended = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Its exit code, negative for a signal, once it has ended; None where nobody knows it.
+
+        Raises:
+            psutil.TimeoutExpired: If it still runs.
+        """
+        if not self._ended.wait(timeout):
+            raise psutil.TimeoutExpired(timeout, self.pid)
+        return self._code
+
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as it was told."""
+        return not self._ended.is_set()
+
+    def send_signal(self, number: int) -> None:
+        """Harmless once it has ended."""
+        if self.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def note_end(self, code: int | None) -> None:
+        """It has ended."""
+        self._code = code
+        self._ended.set()
+
+    def note_orphan_end(self) -> None:
+        """Note its end if it has ended, where its parent can tell no more."""
+        fields = guardian.stat_fields(self.pid)
+        if fields is None or fields[0] in "ZX" or fields[19] != self._start:
+            self.note_end(None)
+
+
+class RankServer:
+    """A running server; of this process alone, not of its forks."""
+
+    def __init__(self, env: Mapping[str, str]):
+        """Start it; it imports at low priority until somebody waits for it.
+
+        Raises:
+            OSError: If the system refuses another process.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno()), str(os.getpid())]
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  # our own program
+                    [*words, " " * ROOM_IN_ARGS],
+                    env={**env, ROOM: " " * ROOM_IN_ENVIRON},
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt in a terminal is not for it
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._connection = Connection(ours.detach())
+        self._asking = threading.Lock()
+        self._asked: deque[Future[dict[str, Any]]] = deque()  # answers come in this order
+        self._forks: dict[int, ForkedProcess] = {}
+        self.owner = os.getpid()
+        # How it ended where nobody wanted that; "" while it runs.
+        self.end = ""
+        self.has_ended = False
+        self._send({"env": dict(env), "sys_path": text_path()})
+        threading.Thread(target=self._listen, name="nbdist-rank-server", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def check(self, env: Mapping[str, str], sys_path: Sequence[str]) -> dict[str, str]:
+        """Whether forks would be what started ranks are, once the imports are done.
+
+        Empty where they would; else why not: `outdated` for what another server would do right,
+        `cannot` for the rest.
+
+        Raises:
+            ServerError: If it has ended, or does not answer in time.
+        """
+        request = {"do": "check", "env": dict(env), "sys_path": list(sys_path), "cwd": _folder()}
+        asked = asyncio.wrap_future(self._ask(request))
+        try:
+            return await asyncio.wait_for(asked, IMPORT_DEADLINE_S)
+        except TimeoutError as error:
+            raise ServerError(self._late("had not imported torch", IMPORT_DEADLINE_S)) from error
+
+    def fork(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: str, output_file: str
+    ) -> ForkedProcess:
+        """A fork that goes on as this command would, in a session of its own.
+
+        Raises:
+            StartError: If the system refuses another process, or the server ends meanwhile.
+            ServerError: If it must not fork, which it has looked at.
+        """
+        asked = self._ask(
+            {
+                "do": "fork",
+                "argv": list(argv),
+                "env": dict(env),
+                "cwd": os.path.abspath(cwd),  # noqa: PTH100  # of a folder that is gone too
+                "output_file": output_file,
+                "inherited": _inherited(),
+            }
+        )
+        try:
+            answer = asked.result(FORK_DEADLINE_S)
+        except TimeoutError as error:
+            asked.cancel()
+            raise ServerError(self._late("has not forked", FORK_DEADLINE_S)) from error
+        if answer.get("errno") in NO_ROOM:
+            raise StartError(f"no process could be forked ({answer['cannot']}{_limit(self.pid)})")
+        if "pid" not in answer:
+            raise ServerError(answer["cannot"])
+        process: ForkedProcess = answer["process"]
+        return process
+
+    def close(self) -> None:
+        """Let it end as soon as all of its forks have."""
+        self._send({"do": "end"})
+
+    def _late(self, what: str, deadline_s: float) -> str:
+        return f"the server process {self.pid} {what} after {deadline_s:.0f} s"
+
+    def _ask(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._asking:
+            if self.has_ended:
+                future.set_exception(ServerError(f"the server process {self.pid} has ended"))
+            else:
+                self._asked.append(future)
+                self._send(request)
+        return future
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which `_listen` tells
+            self._connection.send_bytes(json.dumps(request).encode())
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                answer = json.loads(self._connection.recv_bytes())
+                if "exit" in answer:
+                    self._forks.pop(answer["exit"]).note_end(answer["code"])
+                else:
+                    self._take(answer)
+        code = self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        with self._asking:
+            self.has_ended = True
+            self.end = how if code else ""
+        for future in self._asked:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ServerError(f"the server process {self.pid} ended ({how})"))
+        while orphans := [fork for fork in list(self._forks.values()) if fork.is_running()]:
+            for fork in orphans:
+                fork.note_orphan_end()
+            time.sleep(ORPHAN_POLL_S)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "pid" in answer:  # here, so that no end is told of one that is not known yet
+            answer["process"] = self._forks[answer["pid"]] = ForkedProcess(answer["pid"])
+        future = self._asked.popleft()
+        if future.set_running_or_notify_cancel():
+            future.set_result(answer)
+        elif "process" in answer:  # nobody waits for it any more
+            answer["process"].send_signal(signal.SIGKILL)
+
+
+_server: RankServer | None = None
+_lock = threading.Lock()
+# Of the last start: why it took another way; "" where ranks were forked.
+_refusal = ""
+
+
+def preload() -> None:
+    """Start the server in the background, unless it runs or something speaks against it."""
+    if os.environ.get(PRELOAD) == "0" or obstacle():
+        return
+    with contextlib.suppress(OSError):  # the start that needs it says so
+        _current(dict(os.environ))
+
+
+def obstacle() -> str:
+    """Why no rank is forked on this machine, whoever asks; "" where nothing is known."""
+    if os.environ.get(FORK) == "0":
+        return f"{FORK} is 0"
+    if sys.platform != "linux":
+        return f"only Linux forks a process that has torch safely, and this is {sys.platform}"
+    return ""
+
+
+async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer | None:
+    """The server, ready to fork ranks with this environment and path; None for the other way.
+
+    Waits for its imports; `why_not` says why.
+    """
+    global _refusal  # noqa: PLW0603  # one per kernel, as the server
+    _refusal = obstacle()
+    for _ in range(2):
+        if _refusal:
+            return None
+        try:
+            server = _current(_unmarked(env))
+            verdict = await server.check(env, sys_path)
+        except (ServerError, OSError) as error:
+            _discard()
+            _refusal = str(error)
+            return None
+        if not verdict:
+            return server
+        _refusal = verdict.get("cannot", "")
+        if "failed" in verdict or "outdated" in verdict:
+            _discard()
+    return None
+
+
+def why_not() -> str:
+    """Why ranks are not forked, as far as it is known; "" where they are or would be."""
+    return obstacle() or _refusal or ""
+
+
+def text_path() -> list[str]:
+    """The notebook's sys.path as ranks have it: Python passes over what is no text."""
+    entries: list[object] = [*sys.path]
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def _unmarked(env: Mapping[str, str]) -> dict[str, str]:
+    """For a process that outlives the run whose mark ranks carry."""
+    mine = {name: value for name, value in os.environ.items() if name == MARK}
+    return {name: value for name, value in env.items() if name != MARK} | mine
+
+
+def _current(env: Mapping[str, str]) -> RankServer:
+    global _server  # noqa: PLW0603
+    with _lock:
+        # That of a process which has forked this one is not to be shared.
+        if _server is None or _server.has_ended or _server.owner != os.getpid():
+            _server = RankServer(env)
+        return _server
+
+
+def _discard() -> None:
+    global _server  # noqa: PLW0603
+    with _lock:
+        if _server is not None:
+            _server.close()
+        _server = None
+
+
+def _folder() -> str:
+    """The notebook's; where it has been removed, none that could hold a module."""
+    try:
+        return os.getcwd()  # noqa: PTH109  # a string
+    except FileNotFoundError:
+        return os.devnull
+
+
+def _inherited() -> dict[str, Any]:
+    """What a child process would have of this one beside its environment."""
+    import resource
+
+    limits = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    status = Path("/proc/self/status").read_text().splitlines()
+    umask = next((line.split()[1] for line in status if line.startswith("Umask:")), "22")
+    return {
+        "umask": int(umask, 8),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": {str(number): resource.getrlimit(number) for number in set(limits.values())},
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+    }
+
+
+def _limit(pid: int) -> str:
+    """The limit on processes that holds for one, after a fork that was refused."""
+    import resource
+
+    uid, count = os.getuid(), 0
+    try:
+        soft = psutil.Process(pid).rlimit(resource.RLIMIT_NPROC)[0]
+    except psutil.Error:
+        return ""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            count += process.num_threads() if process.uids().real == uid else 0
+    threads = f"this user has {count} processes and threads"
+    limit = "none" if soft == resource.RLIM_INFINITY else str(soft)
+    return f"; {threads}, `ulimit -u` is {limit}, and a control group may have less (pids.max)"

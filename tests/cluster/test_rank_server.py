@@ -1,0 +1,502 @@
+"""Ranks are forked by a process that has imported torch, and are what started ranks would be."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from traitlets.config import Config
+
+from nbdist.cluster.kernel import rank_server
+from nbdist.cluster.kernel.launcher import RankEngineLauncher, RankEngineSetLauncher
+from nbdist.cluster.kernel.rank_server import PROGRAM, RankServer
+from nbdist.cluster.kernel.start import StartOptions
+from nbdist.errors import StartError
+from tests.support import processes
+from tests.support.kernel import Kernel
+from tests.support.ranks import session_of, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+START_S = 90.0
+END_S = 10.0
+# After the server has started: nothing of this is what it had.
+CHANGE = """
+import os, sys
+os.environ["NBDIST_SEEN"] = "at the start of the ranks"
+del os.environ["NBDIST_GONE"]
+os.umask(0o27)
+os.mkdir("inner")
+os.chdir("inner")
+sys.path.insert(0, os.path.abspath("../lib"))
+"""
+# What a process has; the modules first that one of the two may have imported later.
+LOOK = """%%distributed
+import accelerate, torch._dynamo
+import atexit, ctypes, faulthandler, gc, json, logging, multiprocessing, random, subprocess
+import warnings
+from pathlib import Path
+import numpy as np
+
+def library(word):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return ctypes.CDLL(next(line.split()[-1] for line in lines if word in line and ".so" in line))
+
+def links(pid):
+    return {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir() if p.is_symlink()}
+
+def entries(text):
+    return dict(entry.split("=", 1) for entry in text.split(chr(0)) if entry)
+
+import os, sys, threading
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+named = {n: logger for n, logger in logging.root.manager.loggerDict.items()
+         if isinstance(logger, logging.Logger)}
+same = dict(
+    environ=dict(os.environ),
+    environ_of_c=entries(subprocess.run(["env", "-0"], capture_output=True, text=True).stdout),
+    environ_shown=entries(Path("/proc/self/environ").read_text()),
+    words=[word.strip() for word in Path("/proc/self/cmdline").read_text().split(chr(0)) if word],
+    argv=[sys.argv, sys.orig_argv],
+    folder=os.getcwd(),
+    path=sys.path,
+    umask=status["Umask"],
+    signals=[status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+    threads=[
+        torch.get_num_threads(),
+        library("libgomp").omp_get_max_threads(),
+        library("openblas").scipy_openblas_get_num_threads64_(),
+    ],
+    python_threads=sorted(thread.name for thread in threading.enumerate()),
+    loggers={n: [l.level, [type(h).__name__ for h in l.handlers]] for n, l in named.items()
+             if l.level or l.handlers},
+    root=[logging.root.level, [type(h).__name__ for h in logging.root.handlers]],
+    files=sorted({path.split("[")[0] for path in links("self")}),
+    shared=[p for p in links("self") & links(os.getppid()) if p.startswith(("socket:", "pipe:"))],
+    collector=[gc.isenabled(), gc.get_threshold()],
+    at_exit=atexit._ncallbacks(),
+    niceness=[os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
+    is_leader=os.getsid(0) == os.getpgid(0) == os.getpid(),
+    faults=faulthandler.is_enabled(),
+    warned=len(warnings.filters),
+    begins=[sys.getrecursionlimit(), sys.displayhook.__class__.__name__],
+)
+own = dict(
+    parent=os.getppid(),
+    python=random.random(),
+    numpy=np.random.rand(),
+    torch=torch.rand(1).item(),
+    seed=torch.initial_seed(),
+    key=multiprocessing.current_process().authkey.hex(),
+)
+Path(os.environ["NBDIST_SEEN_AT"], f"{rank}.json").write_text(json.dumps([same, own]))
+"""
+# Differ between any two runs.
+OF_A_RUN = {
+    "IPP_CLUSTER_ID", "IPP_PROFILE_DIR", "MASTER_PORT", "NBDIST_FORK", "NBDIST_RUN",
+    "NBDIST_SEEN_AT", "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK",
+}  # fmt: skip
+# Returns once the kernel knows of the end.
+NOTICED = """
+import time
+from nbdist.cluster.kernel import rank_server
+while not rank_server._server.has_ended:
+    time.sleep(0.01)
+"""
+EDIT = """%%distributed
+%load_ext autoreload
+%autoreload 2
+import edited
+before = edited.value()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_server() -> Iterator[None]:
+    """No test uses the server of another one, and none of them is left."""
+    rank_server._discard()
+    yield
+    rank_server._discard()
+
+
+def start(kernel: Kernel, options: str = "-n 2") -> None:
+    cell = kernel.run(f"%dist_init {options}", START_S)
+
+    assert cell.status == "ok", cell.visible
+
+
+def servers(kernel_pid: int) -> list[psutil.Process]:
+    """The servers of one kernel."""
+    children = psutil.Process(kernel_pid).children()
+    return [p for p in children if str(PROGRAM) in p.cmdline() and processes.is_alive(p)]
+
+
+def look(tmp_path: Path, fork: str) -> list[Any]:
+    """What ranks see of themselves whose notebook has changed after %load_ext."""
+    folder, seen_at = tmp_path / f"fork{fork}", tmp_path / f"seen{fork}"
+    (folder / "lib").mkdir(parents=True)
+    seen_at.mkdir()
+    env = {"NBDIST_FORK": fork, "NBDIST_GONE": "at the import", "NBDIST_SEEN_AT": str(seen_at)}
+    with Kernel(cwd=folder, env={**env, "OMP_NUM_THREADS": "2"}) as kernel:
+        kernel.run("%load_ext nbdist")
+        cell = kernel.run(CHANGE)
+        assert cell.status == "ok", cell.visible
+        start(kernel)
+        cell = kernel.run(LOOK, START_S)
+        assert cell.status == "ok", cell.visible
+        (folder / "lib" / "edited.py").write_text("def value():\n    return 1\n")
+        kernel.run(EDIT)
+        (folder / "lib" / "edited.py").write_text("def value():\n    return 'changed'\n")
+        cell = kernel.run("%%distributed\nprint(before, edited.value())")
+        assert cell.text == "[0-1] 1 changed\n", cell.visible
+    texts = [(seen_at / f"{rank}.json").read_text() for rank in range(2)]
+    return [json.loads(text.replace(str(folder), "FOLDER")) for text in texts]
+
+
+def without_run(same: dict[str, Any]) -> dict[str, Any]:
+    run = same["environ"]["NBDIST_RUN"]
+    cluster = same["environ"]["IPP_CLUSTER_ID"]
+    text = json.dumps(same).replace(run, "RUN").replace(cluster, "CLUSTER")
+    text = re.sub(r"ipengine-CLUSTER-\d+-", "ipengine-CLUSTER-SET-", text)
+    cleaned: dict[str, Any] = json.loads(text)
+    for name in ("environ", "environ_of_c", "environ_shown"):
+        cleaned[name] = {n: v for n, v in cleaned[name].items() if n not in OF_A_RUN}
+    return cleaned
+
+
+def test_a_fork_is_what_a_started_rank_is(tmp_path: Path) -> None:
+    """Environment, /proc, files, signals, threads and hooks are those of a rank that imports all.
+
+    Of the notebook it has what is set at %dist_init; seeds and keys are its own; autoreload works.
+    """
+    (forked, first), (_, second) = look(tmp_path, "1")
+    (started, plain), _ = look(tmp_path, "0")
+    changed = forked["environ"]
+
+    assert first["parent"] == second["parent"] != plain["parent"]
+    assert without_run(forked) == without_run(started)
+    assert forked["environ_shown"]["NBDIST_RUN"] == changed["NBDIST_RUN"]
+    assert changed["NBDIST_SEEN"] == "at the start of the ranks"
+    assert "NBDIST_GONE" not in changed
+    assert forked["folder"] == "FOLDER/inner"
+    assert forked["threads"] == [2, 2, 2]
+    differ = [name for name in first if name != "parent" and first[name] != second[name]]
+    assert differ == ["python", "numpy", "torch", "seed", "key"]
+
+
+def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_path: Path) -> None:
+    """Ranks keep their variables; %dist_restart has another server, and so has a new %dist_init.
+
+    Of a rank whose parent has gone the end is still seen.
+    """
+    with Kernel(cwd=tmp_path) as kernel:
+        kernel.run("%load_ext nbdist")
+        start(kernel)
+        kernel.run("%%distributed\nkept = rank + 1")
+        [server] = servers(kernel.pid)
+        server.kill()
+        kernel.run(NOTICED)
+        told = kernel.run("%%distributed\nprint(kept)")
+        again = kernel.run("%%distributed\nprint(kept)")
+        kernel.run("%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        restarted = kernel.run("%dist_restart 1", START_S)
+        alive = kernel.run("%%distributed\nprint(dist.get_world_size())")
+        [new] = servers(kernel.pid)
+        kernel.run("%dist_shutdown")
+        start(kernel, "-n 1")
+        [same] = servers(kernel.pid)
+
+    assert told.visible.count("The process that has forked the ranks ended (signal SIGKILL)") == 1
+    assert "[0] 1" in told.visible
+    assert "ended" not in again.visible
+    assert restarted.status == "ok", restarted.visible
+    assert alive.text == "[0-1] 2\n"
+    assert server.pid != new.pid == same.pid
+
+
+def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(tmp_path: Path) -> None:
+    """Started at once; one kernel is killed with its guardian, and the other goes on.
+
+    Three restarts within seconds leave one server.
+    """
+    with Kernel(cwd=tmp_path) as first, Kernel(cwd=tmp_path) as second:
+        handles = [(k, k.start("%load_ext nbdist\n%dist_init -n 1")) for k in (first, second)]
+        for kernel, handle in handles:
+            cell = kernel.finish(handle, START_S)
+            assert cell.status == "ok", cell.visible
+        [of_first], [of_second] = servers(first.pid), servers(second.pid)
+        guardian = first.run(
+            "import nbdist\nprint(nbdist.session().cluster.guardian_pid)"
+        ).text.strip()
+        everything = [of_first, *processes.descendants(first.pid)]
+        os.kill(int(guardian), signal.SIGKILL)
+        assert until(lambda: len(processes.descendants(first.pid)) >= len(everything) - 1)
+        everything += processes.descendants(first.pid)
+        first.kill()
+        assert processes.wait_gone(everything, END_S) == []
+        assert second.run("%%distributed\nprint(rank)").text == "[0] 0\n"
+        seen = [of_second]
+        for _ in range(3):
+            second.restart()
+            second.run("%load_ext nbdist")
+            seen += servers(second.pid)
+
+        assert processes.wait_gone(seen[:-1], END_S) == []
+        assert servers(second.pid) == seen[-1:]
+    assert processes.wait_gone(seen, END_S) == []
+
+
+def obtain(
+    env: dict[str, str] | None = None, path: list[str] | None = None
+) -> tuple[RankServer | None, str]:
+    """The server for ranks with more variables and another path, and why there is none."""
+    wanted = {**os.environ, **(env or {})}
+    server = asyncio.run(
+        rank_server.obtain(wanted, rank_server.text_path() if path is None else path)
+    )
+    return server, rank_server.why_not()
+
+
+def test_what_no_fork_could_have_is_another_servers_or_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that is read at an import, and a file that has changed: another server.
+
+    A module of the notebook that shadows one that is there: no fork, and why.
+    """
+    folder, library = tmp_path / "shadows", tmp_path / "lib"
+    for path in (folder, library):
+        path.mkdir()
+    (library / "preloaded.py").write_text("VERSION = 1\n")
+    monkeypatch.setattr(rank_server, "PROGRAM", altered(tmp_path, *PRELOADED))
+    monkeypatch.syspath_prepend(str(library))
+    first, _ = obtain()
+    assert first is not None
+    (folder / "psutil.py").write_text("")
+    shadowed, why = obtain(path=[str(folder), *rank_server.text_path()])
+    same, _ = obtain({"NBDIST_SEEN": "any other variable"})
+    second, _ = obtain({"OMP_PROC_BIND": "true"})
+    (library / "preloaded.py").write_text("VERSION = 'two'\n")
+    third, _ = obtain({"OMP_PROC_BIND": "true"})
+
+    assert shadowed is None
+    assert why.startswith(f"{folder}/psutil.py shadows ")
+    assert same is first
+    assert len({server.pid for server in (first, second, third) if server is not None}) == 3
+    assert until(lambda: first.has_ended)
+    assert first.end == ""  # as it was asked to
+
+
+def test_forks_are_measured_by_coverage(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each rank's lines a file of its own is written, as of a process that was started."""
+    coverage = pytest.importorskip("coverage")
+    (tmp_path / "lib").mkdir()
+    module = tmp_path / "lib" / "measured.py"
+    module.write_text("def run():\n    return 1\n")
+    data = tmp_path / "data"
+    data.mkdir()
+    settings = f"[run]\nparallel = true\nsigterm = true\ndata_file = {data}/c\ninclude = {module}\n"
+    (tmp_path / "rc").write_text(settings)
+    monkeypatch.setenv("COVERAGE_PROCESS_START", str(tmp_path / "rc"))
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    with session_of(StartOptions(2, gpus="none")) as session:
+        session.run("import measured\nmeasured.run()")
+        assert rank_server.why_not() == ""
+    parts = []
+    for path in data.iterdir():
+        part = coverage.CoverageData(str(path))
+        with contextlib.suppress(coverage.CoverageException):  # of a process that was killed
+            part.read()
+            parts.append(part.lines(str(module)))
+
+    assert parts.count([1, 2]) == 2
+
+
+def altered(tmp_path: Path, old: str, new: str) -> Path:
+    """The server's program with another text in the place of one."""
+    text = PROGRAM.read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "server.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+# A module more, once zmq is there.
+PRELOADED = '    "torch",\n', '    "torch",\n    "ipyparallel.engine.app",\n    "preloaded",\n'
+THREAD = (
+    "import threading, time; threading.Thread(target=time.sleep, args=(999,), name='mine').start()"
+)
+CONTEXT = "import zmq; zmq.Context.instance()"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("raise RuntimeError('no such luck')", ["an import failed", "RuntimeError: no such luck"]),
+        (THREAD, ["an import has started a thread (mine)"]),
+        (CONTEXT, ["an import has"]),
+        ("import os; os._exit(5)", ["ended (exit code 5)"]),
+    ],
+    ids=["raises", "thread", "context", "ends"],
+)
+def test_a_preload_that_goes_wrong_leaves_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: list[str]
+) -> None:
+    """Nothing is forked, %dist_doctor can say why, and the next start tries again."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "preloaded.py").write_text(module)
+    path = altered(
+        tmp_path, '    "torch",\n', '    "torch",\n    "ipyparallel.engine.app", "preloaded",\n'
+    )
+    monkeypatch.setattr(rank_server, "PROGRAM", path)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    server, why = obtain()
+
+    assert server is None
+    assert [word for word in words if word not in why] == []
+
+
+def test_an_idle_server_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time without ranks, which is nothing to be told; one that was not asked at all."""
+    path = altered(tmp_path, "IDLE_END_S = 600.0", "IDLE_END_S = 0.1")
+    monkeypatch.setattr(rank_server, "PROGRAM", path)
+    rank_server.preload()
+    server = rank_server._server
+    assert server is not None
+    assert until(lambda: server.has_ended, START_S)
+    assert server.end == ""
+
+
+def test_a_server_that_ends_while_it_forks_leaves_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start says how it ended; the next one has a new server."""
+    fork = RankServer.fork
+
+    def killed(self: RankServer, *args: Any) -> Any:
+        os.kill(self.pid, signal.SIGKILL)
+        return fork(self, *args)
+
+    monkeypatch.setattr(RankServer, "fork", killed)
+    with (
+        pytest.raises(StartError, match=r"rank 0 could not be forked: .* ended \(signal SIGKILL\)"),
+        session_of(StartOptions(2, gpus="none")),
+    ):
+        pass
+    monkeypatch.undo()
+    with session_of(StartOptions(1, gpus="none")) as session:
+        assert session.run("print(rank)").ranks[0].text == "0\n"
+        assert rank_server.why_not() == ""
+
+
+def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
+    """Whoever has a launcher's record alone, as ipyparallel keeps it, sees the engine's end."""
+
+    async def watch(record: dict[str, Any]) -> dict[str, Any]:
+        ended: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        parent = RankEngineSetLauncher(config=Config())
+        found = RankEngineLauncher.from_dict(record, parent=parent, identifier="0")
+        found.on_stop(ended.set_result)
+        os.kill(record["pid"], signal.SIGKILL)
+        return await asyncio.wait_for(ended, END_S)
+
+    with session_of(StartOptions(1, gpus="none")) as session:
+        [launcher] = session.cluster._engine_launchers().values()
+        record = launcher.to_dict()
+        assert asyncio.run(watch(record))["pid"] == record["pid"]
+        assert until(lambda: 0 in session.cluster.exits)
+        assert session.cluster.exits[0].code == -signal.SIGKILL  # of its own launcher
+
+
+GROUPS = Path("/sys/fs/cgroup/pids")
+
+
+@pytest.mark.skipif(not os.access(GROUPS, os.W_OK), reason="needs a pids group of cgroup v1")
+def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
+    """The second fork finds no room: an error with the number, and nothing of the first is left."""
+    server, _ = obtain()
+    assert server is not None
+    group = GROUPS / f"nbdist-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(server.pid))
+        (group / "pids.max").write_text("2")
+        with (
+            pytest.raises(StartError, match=r"no process could be forked .*\(pids.max\)"),
+            session_of(StartOptions(2, gpus="none")),
+        ):
+            pass
+    finally:
+        rank_server._discard()
+        assert until(lambda: server.has_ended)
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+# Run by an ordinary user: niceness, and limits that do not hold root.
+ORDINARY = """
+import asyncio, json, os, resource, sys, psutil
+import nbdist
+from nbdist.cluster.kernel import rank_server
+from nbdist.errors import StartError
+rank_server.preload()
+server = psutil.Process(rank_server._server.pid)
+levels = set()
+while len(levels) < 2 and server.is_running():
+    for task in os.listdir(f"/proc/{server.pid}/task"):
+        try:
+            fields = open(f"/proc/{server.pid}/task/{task}/stat").read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        levels.add(int(fields[16]))
+session = nbdist.start(1)
+session.run("import os; print('niceness', os.getpriority(os.PRIO_PROCESS, 0))")
+nbdist.notebook.notebook.NOTEBOOK.stop()
+resource.prlimit(server.pid, resource.RLIMIT_NPROC, (3, 3))
+try:
+    nbdist.start(2)
+except StartError as error:
+    print("refused:", error)
+print("levels", sorted(levels), os.getuid(), os.listdir(os.environ["TMPDIR"]))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to be another user")
+def test_an_ordinary_user_has_ranks_of_normal_priority_and_is_told_a_limit(tmp_path: Path) -> None:
+    """Imports run at low priority and ranks do not; a fork beyond `ulimit -u` is named by it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for path in (home, *home.parents):
+        if path.owner() == "root" and path.is_relative_to("/tmp") and path != Path("/tmp"):
+            path.chmod(0o755)
+    home.chmod(0o777)
+    # Python may be in a folder of root's: to read is all that this user may more than others.
+    may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *may_read]
+    names = ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
+    env = {**os.environ, **{name: str(home / name) for name in (*names, "MPLCONFIGDIR")}}
+    env |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONPATH": str(PROGRAM.parents[2])}
+    done = subprocess.run(
+        [*user, sys.executable, "-c", ORDINARY],
+        env=env, cwd=home, capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    assert done.returncode == 0, done.stderr
+    assert f"[0] niceness {own}" in done.stdout
+    refused = next(line for line in done.stdout.splitlines() if line.startswith("refused:"))
+    assert "no process could be forked" in refused
+    assert "`ulimit -u` is 3" in refused
+    assert f"levels [{own}, {min(19, own + 10)}] 65534" in done.stdout
+    assert "nbdist-65534" not in done.stdout.rpartition("levels")[2]
