@@ -51,6 +51,7 @@ def fake_session(**health: Any) -> Any:
             | health
         ),
         hooks=(Lints(),),
+        is_leaving=None,
         upkeep=FakeUpkeep(),
         watchdog=lambda *_, **__: blind,
         death=lambda _rank: "ended",
