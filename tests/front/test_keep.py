@@ -271,6 +271,18 @@ def test_ranks_that_run_different_cells_count_as_busy_with_theirs(desk: Desk) ->
     assert busy.error.ename == "RankBusy"
 
 
+def test_a_save_beside_training_ends_before_the_ranks_are_let_go_of(desk: Desk) -> None:
+    """The checkpoint is whole, and both notebooks know of it."""
+    desk.ok(_MODEL)
+    desk.ok("%dist_save beside --async")
+    detached = desk.ok("%dist_detach")
+    desk.ok("%dist_attach")
+    loaded = desk.ok("%dist_load beside")
+
+    assert "ranks 0-1 are kept for 10 min." in detached
+    assert "beside loaded" in loaded
+
+
 def test_what_is_wrong_is_refused(desk: Desk) -> None:
     """Times, runs and options that cannot be are named, with what can be."""
     wrong = {
