@@ -35,10 +35,10 @@ def rows() -> list[Row]:
                     notebook.run(cell)
             # Ranks load what DDP needs once they are idle; a cell would wait for it.
             ours.run("%%distributed\nimport torch._dynamo")
-            found = [_row(code, ours, peer) for code in CELLS]
+            rows = [_row(code, ours, peer) for code in CELLS]
             ours.run("%dist_shutdown")
             peer.run("client.cluster.stop_cluster_sync()")
-    return found
+    return rows
 
 
 def _row(code: str, ours: Notebook, peer: Notebook) -> Row:

@@ -50,11 +50,11 @@ def rows() -> list[Row]:
             {way: _turn(ranks, way, folder / way) for way in ("ours", *OTHERS)}
             for _ in range(ROUNDS[MILLIONS] + 1)
         ][1:]
-    found = []
+    rows = []
     for at, what in enumerate(("save", "load")):
         middle = {way: statistics.median(turn[way][at] for turn in turns) for way in turns[0]}
-        found += [_row(what, way, middle, size_bytes) for way in OTHERS]
-    return found + [row for millions in BESIDE_MILLIONS for row in _stalls(millions)]
+        rows += [_row(what, way, middle, size_bytes) for way in OTHERS]
+    return rows + [row for millions in BESIDE_MILLIONS for row in _stalls(millions)]
 
 
 @contextlib.contextmanager
@@ -83,13 +83,13 @@ def _beside(ranks: Ranks, path: Path) -> tuple[float, float, float]:
     """Seconds of a save that is waited for, of the stop for one beside, of its steps' delay."""
     ranks.ask("step")
     saved_s = max(ranks.ask("save", "ours", str(path)))
-    found = ranks.ask("beside", str(path))
+    times = ranks.ask("beside", str(path))
     shutil.rmtree(path)
-    return saved_s, *(max(seconds) for seconds in zip(*found, strict=True))
+    return saved_s, *(max(seconds) for seconds in zip(*times, strict=True))
 
 
 def _row(what: str, way: str, middle: dict[str, float], size_bytes: int) -> Row:
-    rates = ", ".join(f"{size_bytes / middle[one] / MB:.0f} MB/s" for one in ("ours", way))
+    rates = ", ".join(f"{size_bytes / middle[side] / MB:.0f} MB/s" for side in ("ours", way))
     return Row(
         f"{what} of {size_bytes / MB:.0f} MB, {MILLIONS} million parameters with AdamW, fsdp, "
         f"{RANKS} ranks",
@@ -154,8 +154,8 @@ class Rank:
         from torch.distributed.tensor import DTensor
 
         self.step()
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-        return 3 * sum(one.nbytes for one in own)
+        tensors = [p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        return 3 * sum(tensor.nbytes for tensor in tensors)
 
     def step(self) -> float:
         """One step; its loss."""
@@ -168,9 +168,9 @@ class Rank:
 
     def total(self) -> float:
         """A number that tells these weights and moments from others."""
-        own = [*self.model.parameters()]
-        own += [value for state in self._plain.state.values() for value in state.values()]
-        return sum(float(_local(one).double().abs().sum()) for one in own)
+        tensors = [*self.model.parameters()]
+        tensors += [value for state in self._plain.state.values() for value in state.values()]
+        return sum(float(_local(tensor).double().abs().sum()) for tensor in tensors)
 
     def save(self, way: str, path: str) -> float:
         """Seconds until this rank goes on; rank 0 does when all is in its place."""
@@ -222,8 +222,8 @@ class Rank:
 
         token = self._token()
         save.begin(path, token, is_async=False)
-        told = jobs.wait(token)
-        assert told.state == "done", told
+        outcome = jobs.wait(token)
+        assert outcome.state == "done", outcome
 
     def _load_ours(self, path: str) -> None:
         from nbdist.checkpoint.rank import load
@@ -280,9 +280,9 @@ def _local(tensor: Any) -> Any:
 
 def main(millions: str, rank: str, _size: str, folder: str) -> None:
     """A rank."""
-    one = Rank(int(rank), int(millions), Path(folder))
+    side = Rank(int(rank), int(millions), Path(folder))
     names = ("begin", "step", "total", "save", "load", "beside")
-    obey({name: getattr(one, name) for name in names})
+    obey({name: getattr(side, name) for name in names})
 
 
 if __name__ == "__main__":

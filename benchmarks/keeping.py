@@ -31,18 +31,20 @@ def rows() -> list[Row]:
         folders = [Path(name) / side for side in ("kept", "plain", "after")]
         for folder in folders:
             folder.mkdir()
-        with Notebook(folders[0]) as kept:
+        with Notebook(folders[0]) as keeping:
             with Notebook(folders[1]) as plain:
                 started_s = [
                     _start(notebook, line)
-                    for notebook, line in ((kept, f"{START} --keep 1h"), (plain, START))
+                    for notebook, line in ((keeping, f"{START} --keep 1h"), (plain, START))
                 ]
-                cells = [_cell(code, rounds, kept, plain) for code, rounds in CELLS.items()]
+                cells = [_cell(code, rounds, keeping, plain) for code, rounds in CELLS.items()]
                 plain.run("%dist_shutdown")
-            run = kept.run("import nbdist\nnbdist.session().cluster.run_dir.name").text.strip("'")
-            kept.begin(PRINTS)
+            run = keeping.run("import nbdist\nnbdist.session().cluster.run_dir.name").text.strip(
+                "'"
+            )
+            keeping.begin(PRINTS)
             time.sleep(DIES_AFTER_S)
-            os.kill(kept.pid, signal.SIGKILL)
+            os.kill(keeping.pid, signal.SIGKILL)
             with Notebook(folders[2]) as after:
                 after.run(LOAD)
                 attached_s = _attach(after, run)
@@ -61,10 +63,10 @@ def _start(notebook: Notebook, line: str) -> float:
     return elapsed_s
 
 
-def _cell(code: str, rounds: int, kept: Notebook, plain: Notebook) -> Row:
+def _cell(code: str, rounds: int, keeping: Notebook, plain: Notebook) -> Row:
     cell = f"%%distributed\n{code}"
     medians = compare(
-        lambda: kept.run(cell).elapsed_s * 1000, lambda: plain.run(cell).elapsed_s * 1000, rounds
+        lambda: keeping.run(cell).elapsed_s * 1000, lambda: plain.run(cell).elapsed_s * 1000, rounds
     )
     how = f"{rounds} turns, each message written down by its rank; other: not kept"
     return Row(f"`{code}`, kept", *medians, unit="ms", how=how)

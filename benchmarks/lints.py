@@ -29,22 +29,22 @@ MOST_OF_LINTS = 1.01
 
 def rows() -> list[Row]:
     """Lints alone, and with looks; the same ranks take turns with torch as it is."""
-    found: dict[str, list[tuple[float, float]]] = {"lints": [], "every": []}
+    times: dict[str, list[tuple[float, float]]] = {"lints": [], "every": []}
     for start in range(STARTS):
         with (
             tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name,
             Ranks("lints", "ours", RANKS, Path(name) / "ours") as ranks,
         ):
             ranks.ask("begin")
-            for what, pairs in found.items():
+            for what, pairs in times.items():
                 pairs.append(_medians(ranks, what, is_first=bool(start % 2)))
     how = (
         f"processor time; {STARTS} starts of {ROUNDS} turns of {STEPS} steps with a DataLoader; "
         "other: without"
     )
     return [
-        _row(f"DDP training step, {RANKS} ranks, all lints on", found["lints"], how, MOST_OF_LINTS),
-        _row(f"the same with %dist_check --every {EVERY}", found["every"], how, None),
+        _row(f"DDP training step, {RANKS} ranks, all lints on", times["lints"], how, MOST_OF_LINTS),
+        _row(f"the same with %dist_check --every {EVERY}", times["every"], how, None),
     ]
 
 
@@ -130,8 +130,8 @@ def main() -> None:
     _, rank, size, folder = sys.argv[1:]
     assert rank
     join_nbdist(int(size), Path(folder))
-    own = Side()
-    obey({"begin": own.begin, "turn": own.turn})
+    side = Side()
+    obey({"begin": side.begin, "turn": side.turn})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ CELLS: dict[str, tuple[int, float | None]] = {
     "print('one line')": (20, 1.0),
     "for n in range(10_000): print('line', n)": (3, 1.0),
 }
-RANK_BYTES = 330 << 20  # an idle rank, of either kind
+RANK_BYTES = 130 << 20  # an idle rank that was forked, or ipyparallel's
+ENGINES_S = 300  # ipyparallel waits a minute, in which 64 of its engines do not start on two cores
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "many_ranks.svg"
 
 
@@ -40,12 +41,14 @@ def rows() -> list[Row]:
     cells: dict[int, tuple[Measured, Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
         for ranks in counts:
-            ours, peer, own = (Path(name) / f"{ranks}.{one}" for one in ("ours", "px", "torchrun"))
-            for folder in (ours, peer, own):
+            ours, peer, torchrun = (
+                Path(name) / f"{ranks}.{side}" for side in ("ours", "px", "torchrun")
+            )
+            for folder in (ours, peer, torchrun):
                 folder.mkdir()
             cells[ranks] = _ours(ours, ranks), _px(peer, ranks)
             if ranks in STARTS:
-                starts[ranks] = cells[ranks][0].start_s, torchrun_s(own, script(ranks), ranks)
+                starts[ranks] = cells[ranks][0].start_s, torchrun_s(torchrun, script(ranks), ranks)
     passes = {n: (a.cells_s[0] * 1000, b.cells_s[0] * 1000) for n, (a, b) in cells.items()}
     draw(starts, passes, PICTURE)
     left_out = [str(ranks) for ranks in COUNTS if ranks not in counts]
@@ -83,8 +86,9 @@ def _ours(folder: Path, ranks: int) -> Measured:
 
 def _px(folder: Path, ranks: int) -> Measured:
     with Notebook(folder) as notebook:
-        cluster = f"ipyparallel.Cluster(n={ranks}).start_and_connect_sync(activate=True)"
-        start_s = notebook.run(f"import ipyparallel\nclient = {cluster}").elapsed_s
+        cluster = f"ipyparallel.Cluster(n={ranks}, engine_timeout={ENGINES_S})"
+        start = f"client = {cluster}.start_and_connect_sync(activate=True)"
+        start_s = notebook.run(f"import ipyparallel\n{start}").elapsed_s
         measured = Measured(start_s, _cells_s(notebook, "%%px"))
         notebook.run("client.cluster.stop_cluster_sync()")
     return measured

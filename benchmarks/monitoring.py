@@ -34,21 +34,24 @@ BUSY = (
 
 def rows() -> list[Row]:
     """Percent of one core, with samples and without, of two ranks on this host."""
-    with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name, Notebook(Path(name)) as one:
+    with (
+        tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name,
+        Notebook(Path(name)) as notebook,
+    ):
         for cell in SETUP:
-            one.run(cell)
-        one.run(BUSY.format(seconds=1))
+            notebook.run(cell)
+        notebook.run(BUSY.format(seconds=1))
         time.sleep(SETTLED_S)
-        below = psutil.Process(one.pid).children(recursive=True)
-        everybody = [psutil.Process(one.pid), *below]
+        below = psutil.Process(notebook.pid).children(recursive=True)
+        everybody = [psutil.Process(notebook.pid), *below]
         without = _idle(everybody, IDLE_S)
-        busy_without = _busy(one)
-        one.run("monitor.wait(0.0, 10.0)")
+        busy_without = _busy(notebook)
+        notebook.run("monitor.wait(0.0, 10.0)")
         with_samples = _idle(everybody, IDLE_S)
-        busy_with = _busy(one)
-        one.run(ASKED)
+        busy_with = _busy(notebook)
+        notebook.run(ASKED)
         asked = _idle(everybody, IDLE_S)
-        one.run("%dist_shutdown")
+        notebook.run("%dist_shutdown")
     return [
         Row(
             f"{RANKS} idle ranks",
@@ -82,10 +85,10 @@ def _idle(everybody: Iterable[psutil.Process], seconds: float) -> float:
     return 100 * (_spent_s(everybody) - before_s) / (time.monotonic() - began_s)
 
 
-def _busy(one: Notebook) -> float:
-    kernel = [psutil.Process(one.pid)]
+def _busy(notebook: Notebook) -> float:
+    kernel = [psutil.Process(notebook.pid)]
     before_s, began_s = _spent_s(kernel), time.monotonic()
-    one.run(BUSY.format(seconds=BUSY_S))
+    notebook.run(BUSY.format(seconds=BUSY_S))
     return 100 * (_spent_s(kernel) - before_s) / (time.monotonic() - began_s)
 
 

@@ -46,7 +46,7 @@ class Ranks:
         program = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}", side]
         self._processes = []
         for rank in range(size):
-            own = env | {
+            rank_env = env | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
@@ -55,7 +55,7 @@ class Ranks:
                 self._processes.append(
                     subprocess.Popen(
                         [*program, str(rank), str(size), str(folder)],
-                        env=own,
+                        env=rank_env,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,

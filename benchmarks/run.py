@@ -53,8 +53,8 @@ def run(names: Iterable[str]) -> Iterator[tuple[str, str, list[Row]]]:
 def title_of(name: str) -> str:
     """The first line of a benchmark's docstring."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    found = ast.get_docstring(ast.parse(source)) or name  # importing all of them takes a while
-    return found.splitlines()[0].rstrip(".")
+    text = ast.get_docstring(ast.parse(source)) or name  # importing all of them takes a while
+    return text.splitlines()[0].rstrip(".")
 
 
 def machine() -> str:
@@ -114,9 +114,9 @@ def merged(text: str, tables: list[tuple[str, str, list[Row]]], titles: list[str
         titles: Of all benchmarks, in order. Parts with other titles go.
     """
     head, *parts = text.rstrip("\n").split("\n\n## ")
-    found = {part.partition("\n")[0]: f"## {part}" for part in parts}
-    found |= {title: "\n".join(section(name, title, rows)) for name, title, rows in tables}
-    return "\n\n".join([head, *(found[title] for title in titles if title in found)]) + "\n"
+    sections = {part.partition("\n")[0]: f"## {part}" for part in parts}
+    sections |= {title: "\n".join(section(name, title, rows)) for name, title, rows in tables}
+    return "\n\n".join([head, *(sections[title] for title in titles if title in sections)]) + "\n"
 
 
 def _line(texts: Iterable[str]) -> str:

@@ -16,7 +16,10 @@ from benchmarks.kernels import Notebook
 
 # Ranks -> rounds, and the most that a start may take of torchrun's: typed at once, with the server
 # of %load_ext already there.
-COUNTS = {2: (7, 0.8, 0.4), 8: (3, 0.6, None)}
+COUNTS = {2: (7, 0.8, 0.4), 8: (3, 0.6, None), 32: (2, 0.6, None)}
+# So many ranks without forks take minutes.
+MOST_UNFORKED = 8
+AGAIN_ROUNDS = 5
 # By then a server has imported all that ranks use.
 SETTLED_S = 10.0
 
@@ -63,7 +66,31 @@ def _sum(ranks: int) -> str:
 
 def rows() -> list[Row]:
     """A row for each way; all start anew in every round, by turns."""
-    return [row for ranks in COUNTS for row in _rows_of(ranks)]
+    return [*(row for ranks in COUNTS for row in _rows_of(ranks)), *_rows_again()]
+
+
+def _rows_again() -> list[Row]:
+    """Ranks that are started once more in a notebook, beside an import of torch."""
+    cells = "%dist_restart 1", "%dist_reset"
+    taken: dict[str, list[float]] = {way: [] for way in (*cells, "import")}
+    with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name, Notebook(Path(name)) as ours:
+        ours.run("%load_ext nbdist")
+        ours.run("%dist_init -n 2")
+        time.sleep(SETTLED_S)
+        for _ in range(AGAIN_ROUNDS + 1):
+            for cell in cells:
+                taken[cell].append(ours.run(cell).elapsed_s)
+            began_s = time.perf_counter()
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+            taken["import"].append(time.perf_counter() - began_s)
+        ours.run("%dist_shutdown")
+    medians = {way: statistics.median(times[1:]) for way, times in taken.items()}
+    how = f"{AGAIN_ROUNDS} rounds; an import of torch in a process of its own"
+    return [
+        Row(f"2 ranks, {cell}", medians[cell], medians["import"], unit="s", how=how,
+            most_ratio=most_ratio)
+        for cell, most_ratio in zip(cells, (0.3, None), strict=True)
+    ]  # fmt: skip
 
 
 def _rows_of(ranks: int) -> list[Row]:
@@ -73,9 +100,10 @@ def _rows_of(ranks: int) -> list[Row]:
     ways: dict[str, Callable[[Path], float]] = {
         "typed at once": lambda folder: cells_s(folder, cells, last, shown),
         "server there": lambda folder: cells_s(folder, cells, last, shown, SETTLED_S),
-        "no fork": lambda folder: cells_s(folder, cells, last, shown, NBDIST_FORK="0"),
         "torchrun": lambda folder: torchrun_s(folder, script(ranks), ranks),
     }
+    if ranks <= MOST_UNFORKED:
+        ways["no fork"] = lambda folder: cells_s(folder, cells, last, shown, NBDIST_FORK="0")
     if ranks == min(COUNTS):
         ways["ipyparallel by hand"] = lambda folder: cells_s(
             folder, by_hand(folder / "store", ranks), "client.cluster.stop_cluster_sync()", shown
@@ -95,9 +123,11 @@ def _rows_of(ranks: int) -> list[Row]:
             unit="s", how=how, most_ratio=most_at_once),
         Row(f"{ranks} ranks, {SETTLED_S:.0f} s after %load_ext, beside torchrun",
             medians["server there"], torchrun_median_s, unit="s", how=how, most_ratio=most_settled),
-        Row(f"{ranks} ranks, typed at once, beside NBDIST_FORK=0", at_once, medians["no fork"],
-            unit="s", how=f"{rounds} rounds; other: each rank imports torch itself"),
     ]  # fmt: skip
+    if "no fork" in medians:
+        row_name = f"{ranks} ranks, typed at once, beside NBDIST_FORK=0"
+        fork_how = f"{rounds} rounds; other: each rank imports torch itself"
+        made.append(Row(row_name, at_once, medians["no fork"], unit="s", how=fork_how))
     if "ipyparallel by hand" in medians:
         peer_how = f"{rounds} rounds; Cluster, %%px, init_process_group"
         peer = medians["ipyparallel by hand"]
@@ -119,7 +149,7 @@ def cells_s(
         ran += [notebook.run(cell) for cell in cells[1:]]
         assert shown in ran[-1].text, ran[-1].text
         notebook.run(last)
-    return sum(one.elapsed_s for one in ran)
+    return sum(start.elapsed_s for start in ran)
 
 
 def torchrun_s(folder: Path, script: str, ranks: int, shown: str | None = None) -> float:

@@ -52,11 +52,11 @@ Step = Callable[[], torch.Tensor]
 
 def rows() -> list[Row]:
     """One row for each strategy: two groups of two ranks, which take turns, several times."""
-    found: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in STRATEGIES}
+    times: dict[str, list[tuple[float, float]]] = {strategy: [] for strategy in STRATEGIES}
     for start in range(STARTS):
         for strategy, medians in _started(backward=bool(start % 2)).items():
-            found[strategy].append(medians)
-    return [_row(strategy, pairs) for strategy, pairs in found.items()]
+            times[strategy].append(medians)
+    return [_row(strategy, pairs) for strategy, pairs in times.items()]
 
 
 def _started(*, backward: bool) -> dict[str, tuple[float, float]]:
@@ -66,13 +66,15 @@ def _started(*, backward: bool) -> dict[str, tuple[float, float]]:
         for side in ("hand", "ours") if backward else ("ours", "hand"):
             ranks = Ranks("strategies", side, RANKS, Path(name) / side)
             groups[side] = stack.enter_context(ranks)
-        return {one: _medians(one, groups["ours"], groups["hand"]) for one in STRATEGIES}
+        return {
+            strategy: _medians(strategy, groups["ours"], groups["hand"]) for strategy in STRATEGIES
+        }
 
 
 def _medians(strategy: str, ours: Ranks, hand: Ranks) -> tuple[float, float]:
     losses = [group.ask("begin", strategy) for group in (ours, hand)]
-    for one, other in zip(*losses, strict=True):
-        assert all(abs(a - b) < CLOSE for a, b in zip(one, other, strict=True)), losses
+    for loss, other in zip(*losses, strict=True):
+        assert all(abs(a - b) < CLOSE for a, b in zip(loss, other, strict=True)), losses
     medians = compare(lambda: max(ours.ask("turn")), lambda: max(hand.ask("turn")), ROUNDS)
     for group in (ours, hand):
         group.ask("end")
@@ -137,8 +139,8 @@ def _data(strategy: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, labels = batch(SIZE, SAMPLES, LENGTH, seed=1)
     if strategy in ("tp", "pp"):
         return tokens, labels
-    own = slice(rank, None, RANKS)
-    return tokens[own], labels[own]
+    share = slice(rank, None, RANKS)
+    return tokens[share], labels[share]
 
 
 def _ours(strategy: str, rank: int) -> Step:
@@ -270,8 +272,8 @@ def main() -> None:
     else:
         join(rank, size, folder)
         makers = {"ddp": _ddp, "fsdp": _fsdp, "tp": _tp, "pp": _pp}
-    own = Side(rank, makers)
-    obey({"begin": own.begin, "turn": own.turn, "end": own.end})
+    sides = Side(rank, makers)
+    obey({"begin": sides.begin, "turn": sides.turn, "end": sides.end})
 
 
 if __name__ == "__main__":

@@ -53,13 +53,13 @@ class Taken:
 
 def rows() -> list[Row]:
     """One row for each size, and the largest one's memory; draws the picture."""
-    found: list[Row] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name:
         pairs = {millions: _pairs(millions, Path(name)) for millions in SIZES}
     for millions, taken in pairs.items():
-        found += _rows(millions, taken)
+        rows += _rows(millions, taken)
     draw(pairs, PICTURE)
-    return found
+    return rows
 
 
 def _rows(millions: int, taken: list[tuple[Taken, Taken]]) -> list[Row]:
@@ -79,8 +79,8 @@ def _rows(millions: int, taken: list[tuple[Taken, Taken]]) -> list[Row]:
         rows.append(
             Row(
                 "memory of a rank above what it has before and after",
-                statistics.median(one.extra_mib for one in ours),
-                statistics.median(one.extra_mib for one in hand),
+                statistics.median(taken_once.extra_mib for taken_once in ours),
+                statistics.median(taken_once.extra_mib for taken_once in hand),
                 unit="MiB",
                 how="largest resident size meanwhile; by hand of the new process while it loads",
             )
@@ -89,7 +89,7 @@ def _rows(millions: int, taken: list[tuple[Taken, Taken]]) -> list[Row]:
 
 
 def _seconds(taken: tuple[Taken, ...]) -> float:
-    return statistics.median(sum(one.elapsed_s) for one in taken)
+    return statistics.median(sum(taken_once.elapsed_s) for taken_once in taken)
 
 
 def _pairs(millions: int, folder: Path) -> list[tuple[Taken, Taken]]:
@@ -198,8 +198,8 @@ class Trainer:
     def step(self) -> float:
         """One step on this rank's half of the batch; its loss."""
         tokens, labels = batch(self._names["size"], SAMPLES, LENGTH, seed=1)
-        own = slice(self._rank, None, RANKS)
-        loss = self._names["model"](tokens[own], labels[own])
+        share = slice(self._rank, None, RANKS)
+        loss = self._names["model"](tokens[share], labels[share])
         loss.backward()
         self._names["optimizer"].step()
         self._names["optimizer"].zero_grad()
@@ -236,9 +236,9 @@ def _ours(rank: int, folder: Path) -> None:
         trainer.step()
 
     def switch_to(strategy: str) -> None:
-        told = switch.switch(choice(strategy))
-        assert told.rebound == ("model",), told
-        assert not told.stale, told
+        report = switch.switch(choice(strategy))
+        assert report.rebound == ("model",), report
+        assert not report.stale, report
 
     obey(
         {

@@ -52,12 +52,12 @@ MOVE = """count => new Promise(done => {
 
 def rows() -> list[Row]:
     """Rows of each number of events, and of moving the largest."""
-    found = []
+    rows = []
     traces = {count: training(count, ranks=RANKS, steps=20) for count in COUNTS}
     with browser_page(1100, 900) as page:
         for count, trace in traces.items():
             shown = [_shown(trace, page) for _ in range(ROUNDS)]
-            found += _times(count, shown, _bars_s(trace))
+            rows += _times(count, shown, _bars_s(trace))
         moved = _frame(page).evaluate(MOVE, FRAMES)
     size = Row(
         f"{COUNTS[-1]:,} events: the bundle",
@@ -67,14 +67,14 @@ def rows() -> list[Row]:
         how="JSON of text, HTML and PNG; other: the most that a notebook may grow by",
         most_ratio=1,
     )
-    return [*found, size, *_moved(moved)]
+    return [*rows, size, *_moved(moved)]
 
 
 def _times(count: int, shown: list[_Shown], bars_s: float) -> list[Row]:
     """From the record to the bundle, and on to the screen."""
     how = f"median of {ROUNDS}, {RANKS} ranks; matplotlib's broken_barh to PNG, once"
-    bundle_s = statistics.median(one.bundle_s for one in shown)
-    painted_s = statistics.median(one.bundle_s + one.painted_s for one in shown)
+    bundle_s = statistics.median(page.bundle_s for page in shown)
+    painted_s = statistics.median(page.bundle_s + page.painted_s for page in shown)
     return [
         Row(f"{count:,} events: record to bundle", bundle_s, bars_s, "s", how),
         Row(f"{count:,} events: record to painted in Chromium", painted_s, bars_s, "s", how),
@@ -149,8 +149,8 @@ def _bars_s(trace: Trace) -> float:
     axes = figure.add_subplot()
     for row in range(len(events.rows)):
         for kind in range(len(KINDS)):
-            own = (events.row == row) & (events.kind == kind)
-            bars = list(zip(events.start_ns[own], events.duration_ns[own], strict=True))
+            is_row = (events.row == row) & (events.kind == kind)
+            bars = list(zip(events.start_ns[is_row], events.duration_ns[is_row], strict=True))
             axes.broken_barh(bars, (-row, 0.8), facecolors=f"C{kind}")
     axes.autoscale()
     figure.savefig(io.BytesIO(), format="png")

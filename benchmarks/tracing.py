@@ -63,15 +63,18 @@ def rows() -> list[Row]:
 
 
 def _cost() -> Row:
-    with tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name, Notebook(Path(name)) as one:
+    with (
+        tempfile.TemporaryDirectory(prefix="nbdist-bench-") as name,
+        Notebook(Path(name)) as notebook,
+    ):
         for cell in ("%load_ext nbdist", f"%dist_init -n {RANKS}", MAKE, OURS, BY_HAND):
-            one.run(cell)
+            notebook.run(cell)
         pairs = []
         for number in range(PAIRS):
             order = (OURS, BY_HAND) if number % 2 else (BY_HAND, OURS)
-            times = {cell: _step_s(one.run(cell).text) for cell in order}
+            times = {cell: _step_s(notebook.run(cell).text) for cell in order}
             pairs.append((times[OURS] * 1000, times[BY_HAND] * 1000))
-        one.run("%dist_shutdown")
+        notebook.run("%dist_shutdown")
     ours, other = zip(*pairs, strict=True)
     return Row(
         "one DDP step while it is recorded, 2 ranks",
@@ -84,9 +87,9 @@ def _cost() -> Row:
 
 
 def _step_s(text: str) -> float:
-    found = re.search(r"step ([0-9.]+)", text)
-    assert found, text
-    return float(found.group(1))
+    match = re.search(r"step ([0-9.]+)", text)
+    assert match, text
+    return float(match.group(1))
 
 
 def _million() -> Row:
@@ -125,7 +128,7 @@ def _long(rank: int, folder: Path) -> Path:
         for copy in range(copies):
             later = PERIOD_US * copy
             file.write(
-                _TS.sub(lambda found, later=later: f'"ts": {float(found[1]) + later:.3f}', joined)
+                _TS.sub(lambda match, later=later: f'"ts": {float(match[1]) + later:.3f}', joined)
             )
         file.write(_EVENT + tail)
     return path
@@ -143,5 +146,5 @@ def _shown_s(paths: list[Path]) -> float:
     counted = breakdown.breakdown(trace)
     view = trace_report(trace, counted, findings.findings(trace, counted))
     assert view._repr_mimebundle_()["text/html"]
-    assert sum(len(one.events) for one in trace.ranks) >= EVENTS
+    assert sum(len(rank_trace.events) for rank_trace in trace.ranks) >= EVENTS
     return time.perf_counter() - began_s

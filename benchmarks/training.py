@@ -108,6 +108,6 @@ def _under_torchrun(folder: Path) -> float:
 
 
 def _step_s(text: str) -> float:
-    found = [line.rpartition("step ")[2] for line in text.splitlines() if "step " in line]
-    assert found, text
-    return float(found[0])
+    steps = [line.rpartition("step ")[2] for line in text.splitlines() if "step " in line]
+    assert steps, text
+    return float(steps[0])

@@ -193,6 +193,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     price: float | None = None,
     tokens: float | None = None,
     copies: bool = False,
+    search: bool = False,
+    nodes: int | None = None,
+    keep_free: str | None = None,
     **strategy_options: object,
 ) -> PlanView:
     """Say whether a model will fit, under which strategy; the same as %dist_plan.
@@ -219,6 +222,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         price: Of one GPU for an hour; adds what training costs.
         tokens: To train on; adds the GPU-hours.
         copies: dp beside tp or pp keeps whole copies, as Megatron does; nbdist shards there.
+        search: All configurations, the fastest that fit first, instead of a row for each strategy.
+        nodes: Hosts of the ranks; default: 8 ranks on each, or those running.
+        keep_free: The part of each device's memory that has to stay free: "10%" (default: "20%").
         strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -229,8 +235,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
     asked = PlanRequest(
-        ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies
-    )
+        ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies, nodes,
+        keep_free, search,
+    )  # fmt: skip
     return make_plan(model, asked, load, strategy, strategy_options)
 
 
@@ -352,11 +359,13 @@ def step() -> None:
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics (`%load_ext nbdist`), import for ranks aside, and say what is kept."""
     from nbdist.cluster.kernel import rank_server
+
+    rank_server.preload()  # it imports torch while this process imports the verbs
+
     from nbdist.commands.cluster import tell_kept
     from nbdist.frontend import magics
 
     magics.register(shell)
-    rank_server.preload()
     tell_kept()
 
 

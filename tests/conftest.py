@@ -73,8 +73,8 @@ def _shell_of_this_module_alone() -> Iterator[None]:
 
 
 def _processes_of_this_session() -> list[psutil.Process]:
-    found = processes.processes_of_run()
-    return [p for p in found if processes.environment(p).get(_SESSION_VARIABLE) == _SESSION]
+    left = processes.processes_of_run()
+    return [p for p in left if processes.environment(p).get(_SESSION_VARIABLE) == _SESSION]
 
 
 def _skip_reason(item: pytest.Item) -> str | None:

@@ -82,8 +82,8 @@ def test_the_same_times_draw_the_same_picture(tmp_path: Path) -> None:
     """No date, no random ids; other times draw another one."""
 
     def drawn(name: str, elapsed_s: float) -> bytes:
-        one = switching.Taken((elapsed_s, elapsed_s), 1.0)
-        switching.draw({1: [(one, one)], 10: [(one, one)]}, tmp_path / name)
+        taken = switching.Taken((elapsed_s, elapsed_s), 1.0)
+        switching.draw({1: [(taken, taken)], 10: [(taken, taken)]}, tmp_path / name)
         return (tmp_path / name).read_bytes()
 
     assert drawn("a.svg", 1.0) == drawn("b.svg", 1.0) != drawn("c.svg", 2.0)

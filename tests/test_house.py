@@ -42,6 +42,7 @@ FLOORS = (
     "bandwidth",
     "comparison",
     "planner",
+    "verification",
     "config",
     "diagnostics",
     "exporter",
@@ -79,6 +80,8 @@ PURE_LIBRARIES = {
     "nbdist.variables.definitions": {"cloudpickle"},
     "nbdist.variables.unpack": {"ml_dtypes"},
 }
+# What a local is not called: the word says nothing of what it holds.
+VAGUE = {"found", "kept", "known", "one", "own", "told"}
 # Where an engine process begins: it hands itself over to ipyparallel.
 ENGINE_ENTRY = "nbdist.engine.__main__"
 # `from nbdist import Accelerator, join` loads them when they are asked for.
@@ -93,6 +96,7 @@ PACKAGE_OF = {
     "export": "exporter",
     "plan": "planner",
     "terminal": "cluster",
+    "verify": "verification",
 }
 # The package -> its page in docs/, where that is another word.
 PAGE_OF = {
@@ -104,6 +108,7 @@ PAGE_OF = {
     "exporter": "usage",
     "planner": "plan",
     "variables": "usage",
+    "verification": "verify",
 }
 
 
@@ -154,6 +159,21 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
+def bound(tree: ast.AST) -> set[str]:
+    """The names of arguments and locals; the fields of records are none."""
+    nodes = list(ast.walk(tree))
+    records = [
+        statement for node in nodes if isinstance(node, ast.ClassDef) for statement in node.body
+    ]
+    fields = {statement.target for statement in records if isinstance(statement, ast.AnnAssign)}
+    stored = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
+    }
+    return stored | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
 def owner(name: str) -> str:
     """The module of the package that an imported name lies in."""
     while name not in sources() and "." in name:
@@ -198,6 +218,7 @@ def problems(source: str, module: str) -> list[str]:
     """Everything that is wrong with one file of the package, as sentences."""
     tree = ast.parse(source)
     sentences = {import_problem(module, name) for name in imported(tree)}
+    sentences |= {f"has a local {name!r}" for name in sorted(VAGUE & bound(tree))}
     if ast.get_docstring(tree) is None:
         sentences.add("has no docstring")
     return sorted(f"{module} {sentence}" for sentence in sentences if sentence)
@@ -229,7 +250,7 @@ def reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
 
 
 def violations() -> set[str]:
-    """All that breaks a rule: an import, a missing docstring, a circle, a crowded folder."""
+    """All that breaks a rule: an import, a name, a docstring, a circle, a crowded folder."""
     wrong = {
         sentence
         for module, path in sources().items()
@@ -247,7 +268,7 @@ def violations() -> set[str]:
 
 
 def test_the_house_keeps_its_rules() -> None:
-    """Every import, docstring, circle and folder of the package is as it should be."""
+    """Every import, name, docstring, circle and folder of the package is as it should be."""
     assert violations() == set()
 
 
@@ -272,6 +293,8 @@ def test_the_house_keeps_its_rules() -> None:
         ("nbdist.commands.trace", "import accelerate", "not on the side 'notebook'"),
         ("nbdist.commands.trace", "from nbdist.trace import rank", "notebook -> rank"),
         ("nbdist.commands.trace", "from nbdist.frontend import magics", "above it"),
+        ("nbdist.core.units", "def f(one: int) -> int:\n    return one", "a local 'one'"),
+        ("nbdist.core.units", "class A:\n    found: str\n    def f(s): told = 1", "local 'told'"),
     ],
 )
 def test_broken_rule_is_told(module: str, line: str, sentence: str) -> None:

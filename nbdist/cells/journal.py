@@ -12,10 +12,12 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from nbdist.core.units import exact_size
 
 # In the run's folder, one file per rank: that of its newest cell.
 FOLDER = "journal"
@@ -45,17 +47,14 @@ class CellHead:
     pid: int
     at_s: float = 0.0
 
+    @property
+    def label(self) -> str:
+        """`cell [7]`."""
+        return "a cell" if self.number is None else f"cell [{self.number}]"
+
     def line(self) -> bytes:
         """The head as the journal's first line."""
         return json.dumps(asdict(self)).encode() + b"\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record: a raw message, or a reply with its status, or the end with what was lost."""
-
-    kind: bytes
-    content: dict[str, Any]
 
 
 def pack_message(parts: Sequence[bytes]) -> bytes:
@@ -105,8 +104,7 @@ def head_of(path: Path) -> CellHead | None:
 
 def _head(file: BinaryIO) -> CellHead | None:
     reader = JournalReader()
-    for _ in reader.take(file.readline()):
-        pass
+    reader.take(file.readline())
     return reader.head
 
 
@@ -137,45 +135,84 @@ def glance(path: Path) -> Glance | None:
 
 
 class JournalReader:
-    """Takes a journal in pieces, as they are read; a piece may end anywhere."""
+    """Takes a journal in pieces, as they are read; a piece may end anywhere.
+
+    Attributes:
+        head: The cell that it is of; None before its first line is whole.
+        offset: How many bytes were taken.
+        reply: The cell's reply with `ended_s`, when it came by the clock of the rank's host.
+        has_ended: Nothing more comes.
+        lost_bytes: How much of the output could not be written.
+    """
 
     def __init__(self) -> None:
         self.head: CellHead | None = None
+        self.offset = 0
+        self.reply: dict[str, Any] | None = None
+        self.has_ended = False
+        self.lost_bytes = 0
         self._rest = b""
 
-    def take(self, piece: bytes) -> Iterator[Record]:
-        """The records that are whole with this piece.
+    def take(self, piece: bytes) -> list[Mapping[str, Any]]:
+        """The messages that are whole with this piece.
 
         Raises:
             ValueError: If it is no journal.
         """
+        self.offset += len(piece)
         data = self._rest + piece
         at = 0
         if self.head is None:
             line, newline, _ = data.partition(b"\n")
             if not newline:
                 self._rest = data
-                return
+                return []
             try:
                 head = json.loads(line)
                 self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{line!r} is no journal's first line") from error
             at = len(line) + 1
+        messages: list[Mapping[str, Any]] = []
         while len(data) >= at + _RECORD.size:
             kind, length = _RECORD.unpack_from(data, at)
             end = at + _RECORD.size + length
             if len(data) < end:
                 break
-            yield Record(kind, _content(kind, data[at + _RECORD.size : end]))
+            body = data[at + _RECORD.size : end]
+            if kind == MESSAGE:
+                messages.append(_unpack_message(body))
+            elif kind == REPLY:
+                self.reply = json.loads(body)
+            else:
+                self.has_ended, self.lost_bytes = True, json.loads(body)["lost_bytes"]
             at = end
         self._rest = data[at:]
+        return messages
 
 
-def _content(kind: bytes, body: bytes) -> dict[str, Any]:
-    if kind != MESSAGE:
-        words: dict[str, Any] = json.loads(body)
-        return words
+def by_date(
+    pieces: Mapping[int, Iterable[Mapping[str, Any]]],
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """The messages of ranks, each with its rank, in the order in which they were sent.
+
+    Of ranks that are far apart equal lines would not be merged.
+    """
+    messages = [(rank, message) for rank, piece in pieces.items() for message in piece]
+    return sorted(messages, key=lambda entry: entry[1]["header"].get("date", ""))
+
+
+def loss_notes(readers: Mapping[int, JournalReader]) -> list[str]:
+    """A sentence for each rank that could not write down all of its output."""
+    return [
+        f"rank {rank} could not write down {exact_size(reader.lost_bytes)} of its output: no space "
+        "was left on its disk"
+        for rank, reader in sorted(readers.items())
+        if reader.lost_bytes
+    ]
+
+
+def _unpack_message(body: bytes) -> dict[str, Any]:
     parts = []
     at = 0
     while at < len(body):

@@ -40,11 +40,6 @@ class NewestCell:
     gone: tuple[int, ...] = ()
     unseen: tuple[int, ...] = ()
 
-    @property
-    def label(self) -> str:
-        """`cell [7]`."""
-        return "a cell" if self.number is None else f"cell [{self.number}]"
-
     def phrase(self, now_s: float) -> str:
         """`[7] for batch in loader:, running for 12 min`."""
         parts = [f"[{self.number or ' '}] {first_line(self.code)}"]

@@ -343,22 +343,22 @@ def partitions(text: str) -> list[Partition]:
     return listed
 
 
-def refusal(words: str, options: SlurmOptions, known: Sequence[Partition]) -> str:
+def refusal(words: str, options: SlurmOptions, partitions: Sequence[Partition]) -> str:
     """Why there is no job, in Slurm's own words, and what can be chosen.
 
     `words` are what sbatch has written, or squeue's reason for a job that will never start.
     """
     lines = [re.sub("^sbatch: (error: )?", "", line).strip() for line in words.splitlines()]
     said = "; ".join(filter(None, lines)).rstrip(".") or "it gave no reason"
-    names = list(dict.fromkeys(partition.name for partition in known))
+    names = list(dict.fromkeys(partition.name for partition in partitions))
     head = f"Slurm refused the job: {said}."
     if options.partition and options.partition not in names and names:
         near = did_you_mean(options.partition, names)
         head = f"{head} There is no partition {options.partition!r}.{near}"
     elif re.search("account|qos", said, re.IGNORECASE):
         head = f"{head} Choose yours with --account; the site's own pages name it."
-    asked = [partition for partition in known if partition.name == options.partition]
-    listed = [f"    {partition.text}" for partition in asked or known]
+    asked = [partition for partition in partitions if partition.name == options.partition]
+    listed = [f"    {partition.text}" for partition in asked or partitions]
     return "\n".join([head, "What there is to choose:", *listed]) if listed else head
 
 

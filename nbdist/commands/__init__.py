@@ -25,6 +25,7 @@ from nbdist.commands import (
     terminal,
     trace,
     variables,
+    verify,
 )
 from nbdist.commands.cluster import start_and_show
 from nbdist.core.view import View
@@ -54,7 +55,7 @@ SUBJECTS: dict[str, tuple[Verb, ...]] = {
     "Training in parallel": (*strategy.VERBS, *checkpoint.VERBS),
     "Time and memory": (*trace.VERBS, *memory.VERBS, *monitor.VERBS, *bandwidth.VERBS),
     "Choosing a strategy": (*plan.VERBS, *compare.VERBS),
-    "Checks": (*check.VERBS, *doctor.VERBS, *config.VERBS),
+    "Checks": (*check.VERBS, *verify.VERBS, *doctor.VERBS, *config.VERBS),
     "Outside the notebook": (*export.VERBS, *terminal.VERBS),
     "Overview": (
         *panel.VERBS,
@@ -64,7 +65,7 @@ SUBJECTS: dict[str, tuple[Verb, ...]] = {
 _ALL = tuple(verb for verbs in SUBJECTS.values() for verb in verbs)
 # The magics, by their names.
 VERBS: dict[str, Verb] = {verb.name: verb for verb in _ALL if verb.place != TERMINAL}
-panel.PANEL.verbs = VERBS
+panel.PANEL.verbs = export.magics = VERBS
 # What can be typed after `nbdist`. `status` lists all clusters there; %dist_status is another one.
 WORDS: dict[str, Verb] = {
     **{verb.word: verb for verb in _ALL if verb.place == NOTEBOOK},

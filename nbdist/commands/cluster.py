@@ -172,12 +172,10 @@ def dist_detach(values: Namespace) -> View:
     if len(values.keep_s) > 1:
         raise OptionError(f"%dist_detach: give one time, not {' '.join(map(span, values.keep_s))}.")
     keep_s = NOTEBOOK.detach(values.keep_s[0] if values.keep_s else None, values.save)
-    kept = run_dir.read_keep(session.cluster.run_dir)
-    saved = (
-        f", then saved to {shown(kept.save)} ({LOG} beside it says how)"
-        if kept and kept.save
-        else ""
-    )
+    written = run_dir.read_keep(session.cluster.run_dir)
+    saved = ""
+    if written is not None and written.save:
+        saved = f", then saved to {shown(written.save)} ({LOG} beside it says how)"
     lines.append(
         f"{ranks_are(session.ranks)} kept for {span(keep_s)}{saved}. %dist_attach in any notebook "
         f"of this machine brings them back (run {shown(session.cluster.run_dir.name)}); `nbdist "
@@ -205,12 +203,12 @@ def kept_run(named: str) -> Run:
 
 def tell_kept() -> None:
     """Say which ranks are kept that no notebook holds; nothing where outputs are stored."""
-    found = [] if is_stored() else [run for run in runs.kept() if run.state == KEPT]
-    for run in found:
+    waiting = [] if is_stored() else [run for run in runs.kept() if run.state == KEPT]
+    for run in waiting:
         left_s = run.detachment.until_s - time.time() if run.detachment else 0.0
         left = f" for {span(left_s)} more" if left_s > 0 else ""
         count = ranks_are(range(len(run.hosts))) if run.hosts else "ranks are"
-        named = f" {run.name}" if len(found) > 1 else ""
+        named = f" {run.name}" if len(waiting) > 1 else ""
         line = f"{run.name}: {count} kept{left}. %dist_attach{named} brings them back here."
         publish(View(line)._repr_mimebundle_())
 

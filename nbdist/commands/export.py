@@ -6,7 +6,7 @@ import contextlib
 import os
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,7 @@ from typing import Any
 from IPython import get_ipython
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.commands import (
-    bandwidth,
-    cells,
-    check,
-    checkpoint,
-    cluster,
-    compare,
-    config,
-    doctor,
-    memory,
-    monitor,
-    plan,
-    strategy,
-    trace,
-    variables,
-)
+from nbdist.commands import cells, checkpoint, config
 from nbdist.config import kernel as config_kernel
 from nbdist.config.emit import ACCELERATE, SBATCH
 from nbdist.config.launch import configured
@@ -46,6 +31,8 @@ from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import StrategySpec, default_choice
 
 HISTORY = "history"
+# The verbs of a notebook by name: commands/__init__.py, which has them all, sets them.
+magics: Mapping[str, Verb] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +211,9 @@ def _history() -> list[NotebookCell]:
 
 def meaning(name: str, line: str) -> Magic | None:
     """What a magic means for a script; None for one that is not nbdist's."""
-    if name not in _TABLE:
+    if name not in magics:
         return None
-    verb = _TABLE[name]
+    verb = magics[name]
     try:
         parsed = parse(verb, line)
         read = _MEANINGS.get(name)
@@ -395,9 +382,3 @@ VERBS = (
         place=ANYWHERE,
     ),
 )
-_SUBJECTS = (
-    cluster, strategy, cells, variables, checkpoint, trace, memory, monitor, bandwidth, plan,
-    compare, check, doctor, config,
-)  # fmt: skip
-_TABLE = {verb.name: verb for subject in _SUBJECTS for verb in subject.VERBS}
-_TABLE |= {verb.name: verb for verb in VERBS}

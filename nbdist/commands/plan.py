@@ -6,9 +6,10 @@ import contextlib
 import functools
 import json
 import math
+import re
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,9 @@ from IPython import get_ipython
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.cells.kernel import progress
+from nbdist.config.emit import Setting, run_line
+from nbdist.config.launch import configured, ranks_of_host
+from nbdist.core.topology import HostRanks
 from nbdist.core.view import View
 from nbdist.errors import OptionError, no_such
 from nbdist.monitor.kernel.monitor import FIRST_S
@@ -34,16 +38,25 @@ from nbdist.notebook.verb import (
 from nbdist.planner import devices
 from nbdist.planner.advice import advise
 from nbdist.planner.check import checks
-from nbdist.planner.devices import ASSUMED, DEVICES, Device, device_of_ranks
+from nbdist.planner.devices import (
+    ASSUMED,
+    DEVICES,
+    PER_HOST,
+    SAFE_SHARE,
+    Device,
+    device_of_ranks,
+)
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.kernel.describe_model import checked_step, live_model
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.live_model import LiveModel, by_kinds, described, load_of, shape_of
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, ModelShape, model_of, of_config
-from nbdist.planner.plan import Engine, accumulating, plan
+from nbdist.planner.plan import Engine, PlanRow, accumulating, plan
+from nbdist.planner.search import Space, advised, search
 from nbdist.planner.view.check_view import shown_check
 from nbdist.planner.view.plan_view import PlanView, shown_plan
+from nbdist.planner.view.search_view import shown_search
 from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy import choice as strategies
 from nbdist.strategy import options
@@ -71,6 +84,9 @@ class PlanRequest:
         price: Of an hour of one device, as typed.
         tokens: To be trained on, as typed.
         copies: dp beside tp or pp as whole copies.
+        nodes: Hosts of the ranks; None where not typed.
+        keep_free: The part of a device's memory that is to stay free, "10%"; None likewise.
+        is_search: All configurations, instead of a row for each strategy.
     """
 
     ranks: int | None = None
@@ -83,6 +99,9 @@ class PlanRequest:
     price: str | float | None = None
     tokens: str | float | None = None
     copies: bool = False
+    nodes: int | None = None
+    keep_free: str | None = None
+    is_search: bool = False
 
 
 def make_plan(
@@ -119,26 +138,149 @@ def make_plan(
     load = load if live is None else load_of(live, load, request.optimizer)
     amounts = {word: _amount(word, getattr(request, word)) for word in _AMOUNTS}
     device, measured, assumed = _device(request)
-    device = replace(device, host_bytes_per_s=amounts["network"] * 1e9)
-    given, assumed_precision = _with_precision(dict(given or {}), load, device)
+    given, assumed_precision = _with_precision(dict(typed := given or {}), load, device)
     load = replace(load, has_gpu=not device.is_cpu)
     world_size, assumed_ranks = _ranks(request, given)
-    if device.is_cpu:  # all of them share it
-        here = NOTEBOOK.session.topology.world_size
-        device = replace(device, memory_bytes=device.memory_bytes * here / world_size)
+    ranks_on = _hosts(request, world_size)
+    device = _with_limits(device, request, world_size, ranks_on)
+    device = replace(device, host_bytes_per_s=amounts["network"] * 1e9)
     if measured is not None and measured.world_size != world_size:
         measured = None
     formulas: Engine = memory_of if live is None else functools.partial(by_kinds, live)
+    if request.is_search:
+        typed = {word: value for word, value in typed.items() if value not in (None, False)}
+        precisions = tuple(dict.fromkeys([str(given.get("precision", "bf16")), "fp32"]))
+        space = Space(
+            shape, device, world_size, load, strategy or "", typed, precisions, measured, formulas
+        )
+        return _searched(space, request, len(ranks_on), (*assumed, *assumed_ranks), amounts)
     with progress.during("plan") as tell, _engine(shape, live, request, formulas) as engine:
         result = plan(
             shape, device, world_size, load, strategy=strategy, given=given, measured=measured,
             engine=engine, assumed=(*assumed, *assumed_ranks, *assumed_precision), progress=tell,
-            copies=request.copies,
+            copies=request.copies, ranks_on=ranks_on,
         )  # fmt: skip
     result = replace(result, price=amounts["price"], tokens=amounts["tokens"])
     if live is not None:
         result = replace(result, live=described(live))
     return shown_plan(result, advise(result, given, measured, formulas))
+
+
+def _with_limits(
+    device: Device, request: PlanRequest, world_size: int, ranks_on: Sequence[HostRanks]
+) -> Device:
+    """The device with what is to stay free of it, as one of a host with so many ranks."""
+    device = replace(device, safe_share=_safe_share(request))
+    if ranks_on:
+        device = replace(device, per_host=len(ranks_on[0].ranks))
+    if device.is_cpu:  # all of them share it
+        here = NOTEBOOK.session.topology.world_size
+        device = replace(device, memory_bytes=device.memory_bytes * here / world_size)
+    return device
+
+
+def _searched(
+    space: Space, request: PlanRequest, hosts: int, assumed: tuple[str, ...],
+    amounts: Mapping[str, float],
+) -> PlanView:  # fmt: skip
+    """All configurations of a space, and the lines that take the chosen one."""
+    _check_search(request)
+    load, assumed_samples = _with_samples(space.load, space.world_size)
+    each = load.batch if assumed_samples else 0
+    space, assumed = replace(space, load=load, each=each), (*assumed, *assumed_samples)
+    with progress.during("plan") as tell:
+        tell("counting all configurations")
+        outcome = search(space)
+        advice = advised(outcome)
+    planned = replace(
+        outcome.planned, assumed=assumed, price=amounts["price"], tokens=amounts["tokens"]
+    )
+    lines = () if advice.row is None else _lines(advice.row, space.world_size, hosts)
+    return shown_search(replace(outcome, planned=planned), advice, lines)
+
+
+def _lines(row: PlanRow, world_size: int, hosts: int) -> tuple[str, ...]:
+    """What takes a row: for these ranks in a notebook, and for a script.
+
+    That is a configuration where Accelerate or DeepSpeed has the strategy, else nbdist's launcher.
+    """
+    assert row.choice is not None
+    texts = configured(Setting(row.choice)).texts
+    file = next((name for form, name in _FILES.items() if form in texts), "")
+    nodes = f" --nodes {hosts}" if hosts > 1 else ""
+    verb = "nbdist config" if get_ipython() is None else "%dist_config"
+    config = f"{verb} --strategy {row.typed} --ranks {world_size}{nodes} --write {file}"
+    return (f"%dist_strategy {row.typed}", config if file else run_line(row.choice))
+
+
+# Form of a configuration -> a name for its file; the first that a strategy has is offered.
+_FILES = {"accelerate": "accelerate.yaml", "deepspeed": "ds_config.json"}
+
+
+def _check_search(request: PlanRequest) -> None:
+    """Refuse what a search has no use for."""
+    if request.engine == "fake":
+        raise OptionError("--search counts by formulas. Leave --engine fake out.")
+    if request.copies:
+        raise OptionError(
+            "--search takes what nbdist can run, and dp beside tp or pp is sharded there. Leave "
+            "--copies out."
+        )
+
+
+def _with_samples(load: Workload, world_size: int) -> tuple[Workload, tuple[str, ...]]:
+    """The load with an effective batch: as typed, or what --batch makes with copies on all ranks.
+
+    Raises:
+        OptionError: If both were typed: a search chooses --batch.
+    """
+    if load.samples:
+        if load.batch > 1:
+            raise OptionError(
+                f"--search chooses what a rank computes at once. Type --samples {load.samples} or "
+                f"--batch {load.batch} (a step of {load.batch * world_size} samples), not both."
+            )
+        return load, ()
+    samples = load.batch * world_size
+    note = f"--samples {samples}, {load.batch} for each rank"
+    return replace(load, samples=samples), (note,)
+
+
+def _hosts(request: PlanRequest, world_size: int) -> tuple[HostRanks, ...]:
+    """The hosts that were typed, or those of as many ranks that run; none where nobody knows them.
+
+    Raises:
+        OptionError: If the ranks do not fill them; with the numbers of hosts that they do.
+    """
+    if request.nodes is not None:
+        each = ranks_of_host(world_size, request.nodes)
+        return tuple(
+            HostRanks(f"host {n}", tuple(range(n * each, (n + 1) * each)))
+            for n in range(request.nodes)
+        )
+    if request.gpu is None and NOTEBOOK.is_running:
+        topology = NOTEBOOK.session.topology
+        sizes = {len(host.ranks) for host in topology.hosts}
+        if topology.world_size == world_size and len(topology.hosts) > 1 and len(sizes) == 1:
+            return tuple(topology.hosts)
+    return ()
+
+
+def _safe_share(request: PlanRequest) -> float:
+    """The part of a device's memory below which a plan is safe.
+
+    Raises:
+        OptionError: If --keep-free is no percent from 0 to below 100.
+    """
+    if request.keep_free is None:
+        return SAFE_SHARE
+    match = re.fullmatch(r"(\d{1,2}(?:\.\d+)?) ?%", str(request.keep_free), re.ASCII)
+    if match is None:
+        raise OptionError(
+            f"--keep-free {request.keep_free} is no percent from 0 up to, but not, 100. It is the "
+            "part of each device's memory that has to stay free, such as 10%."
+        )
+    return 1 - float(match[1]) / 100
 
 
 # What a number of an option is, and one of them.
@@ -310,6 +452,7 @@ def dist_plan(values: Namespace) -> View:
     request = PlanRequest(
         values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
         values.optimizer, values.network, values.price, values.tokens, values.copies,
+        values.nodes, values.keep_free, values.is_search,
     )  # fmt: skip
     if not values.is_check:
         return make_plan(_named(values.model[0]), request, load, values.strategy, given)
@@ -366,12 +509,13 @@ def _check_alone(values: Namespace) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
     typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
     words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples",
-             *_AMOUNTS, "copies")  # fmt: skip
+             *_AMOUNTS, "copies", "nodes", "keep_free", "is_search")  # fmt: skip
     typed += [word for word in words if getattr(values, word) not in (None, False)]
     if typed:
+        flag = typed[0].removeprefix("is_").replace("_", "-")
         raise OptionError(
-            "--check measures the model under the current strategy: leave "
-            f"--{typed[0]} out. %dist_strategy changes the strategy."
+            f"--check measures the model under the current strategy: leave --{flag} out. "
+            "%dist_strategy changes the strategy."
         )
 
 
@@ -438,6 +582,25 @@ VERBS = (
                 "dp beside tp or pp keeps whole copies, as Megatron does (default: as nbdist, "
                 "which shards there)",
                 None,
+            ),
+            Option(
+                ("--search",),
+                "all configurations that fit (degrees, sharding, micro-batches, recomputation, "
+                "precision), the fastest first, with the same samples in a step",
+                None,
+                name="is_search",
+            ),
+            Option(
+                ("--nodes",),
+                f"hosts of the ranks (default: {PER_HOST} ranks on each, or those running)",
+                rank_count,
+                metavar="N",
+            ),
+            Option(
+                ("--keep-free",),
+                "the part of each device's memory that has to stay free, such as 10%% (default: "
+                "20%%)",
+                metavar="PERCENT",
             ),
             Option(
                 ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)",

@@ -58,13 +58,15 @@ class _Unshown:
 
 def status() -> View:
     """The clusters whose notebook lives, and those that outlive it."""
-    found = runs.find_runs()
-    living = [run for run in found if run.state in {RUNNING, STOPPED}]
-    kept = [
-        entry for entry in kept_runs.look(found) if entry.run.state in {RUNNING, KEPT, ELSEWHERE}
+    all_runs = runs.find_runs()
+    living = [run for run in all_runs if run.state in {RUNNING, STOPPED}]
+    waiting = [
+        entry for entry in kept_runs.look(all_runs) if entry.run.state in {RUNNING, KEPT, ELSEWHERE}
     ]
-    views = [runs_view.running(living)] if living or not kept else []
-    return runs_view.below(*views, *([runs_view.kept(kept, time.time())] if kept else []))
+    views = [runs_view.running(living)] if living or not waiting else []
+    if waiting:
+        views.append(runs_view.kept(waiting, time.time()))
+    return runs_view.below(*views)
 
 
 def stop(values: Namespace) -> View:
@@ -160,15 +162,15 @@ def _chosen(named: Sequence[str], *, is_all: bool) -> list[Run]:
 
 def attach_here(values: Namespace) -> View | None:
     """Show the cell that kept ranks run, and the following ones, until Ctrl-C."""
-    return _look_on(_one(values.named, "attach"), shows_all=False, follows=True)
+    return _look_on(_chosen_kept(values.named, "attach"), shows_all=False, follows=True)
 
 
 def logs(values: Namespace) -> View | None:
     """Show the newest cell of kept ranks, all of it."""
-    return _look_on(_one(values.named, "logs"), shows_all=True, follows=values.follows)
+    return _look_on(_chosen_kept(values.named, "logs"), shows_all=True, follows=values.follows)
 
 
-def _one(named: Sequence[str], word: str) -> Run:
+def _chosen_kept(named: Sequence[str], word: str) -> Run:
     """The kept run that is meant."""
     if len(named) > 1:
         raise OptionError(f"nbdist {word}: name one run, not {' '.join(named)}.")
@@ -196,9 +198,8 @@ def _look_on(run: Run, *, shows_all: bool, follows: bool) -> View | None:
 
 def _show_cell(run: Run, head: CellHead, *, shows_all: bool, follows: bool) -> None:
     """The cell's output on stdout; what it is, and how it failed, on stderr."""
-    label = "a cell" if head.number is None else f"cell [{head.number}]"
     sys.stderr.write(
-        f"{run.name}, {label} on {ranks_phrase(head.ranks)}: {first_line(head.code)}\n"
+        f"{run.name}, {head.label} on {ranks_phrase(head.ranks)}: {first_line(head.code)}\n"
     )
     sink = LiveCell(lambda: Path(os.devnull), is_clipped=False)
     failures = onlooker.show(run, head, sink, shows_all=shows_all, follows=follows)

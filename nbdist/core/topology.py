@@ -146,7 +146,9 @@ class Topology:
 
     def engine_of_rank(self, rank: int) -> int:
         """Return ipyparallel's id of a rank of this topology; KeyError for any other."""
-        return {place.rank: place.engine_id for place in self.ranks}[rank]
+        if not 0 <= rank < len(self.ranks):
+            raise KeyError(rank)
+        return self.ranks[rank].engine_id
 
 
 @dataclass(frozen=True, slots=True)

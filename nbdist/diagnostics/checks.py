@@ -263,10 +263,10 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
         yield Finding("leftovers", "none from dead runs")
 
 
-def _run(run: Run, kept: str) -> Finding:
+def _run(run: Run, how_kept: str) -> Finding:
     """What a run is; `kept` says it of one that outlives its notebook."""
     count = len(run.processes)
-    state = f"{kept or run.state}, {count} process{'es' if count != 1 else ''}"
+    state = f"{how_kept or run.state}, {count} process{'es' if count != 1 else ''}"
     if run.shm_files:
         state += f", {len(run.shm_files)} of its files in /dev/shm"
     name = f"run {run.name}"

@@ -55,7 +55,7 @@ def collect(
     if rank_hosts is not None:
         count = sum(name == here or is_made_up(name) for name in rank_hosts)
     threads = max(1, cores // max(1, count))
-    found, variables = runs.find_runs(), {}
+    run_list, variables = runs.find_runs(), {}
     if not others:  # what other hosts' ranks get, their own launcher says
         variables = launcher.local_environment(run_dir.place(), count, threads, debug)
     if gpus_typed is not None:
@@ -77,8 +77,8 @@ def collect(
         launched={name: value for name, value in variables.items() if name not in _NO_SETTINGS},
         interfaces=tuple(sorted(psutil.net_if_addrs())),
         why_no_fork=rank_server.why_not(),
-        runs=found,
-        kept=kept_runs.look(found),
+        runs=run_list,
+        kept=kept_runs.look(run_list),
         now_s=time.time(),
     )
 

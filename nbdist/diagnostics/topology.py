@@ -265,8 +265,8 @@ def mesh(seen: LinkPicture) -> Iterator[Finding]:
     if seen.strategy is None:
         return
     for sentence in hosts.notes(seen.strategy, seen.ranks_on):
-        found, _, what = sentence.rstrip(".").partition("; ")
-        yield Finding("mesh", found, WARN, "the network is slower than what is within a host", what)
+        fact, _, what = sentence.rstrip(".").partition("; ")
+        yield Finding("mesh", fact, WARN, "the network is slower than what is within a host", what)
 
 
 # What each host says by itself.

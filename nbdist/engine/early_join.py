@@ -1,6 +1,6 @@
 """A new engine's first work of its own: to join the local cluster's group.
 
-The controller counts an engine as there after two of its heartbeats, which need no Python. What
+The controller counts an engine as there after its first heartbeat, which needs no Python. What
 follows here goes on meanwhile, and the notebook waits for both.
 """
 

@@ -26,10 +26,10 @@ _calls: Counter[tuple[Any, str]] = Counter()
 
 def install(shell: Any) -> None:
     """Replace these magics of a rank's shell."""
-    known = shell.magics_manager.magics["line"]
+    magics = shell.magics_manager.magics["line"]
     for name in (*MODULES, *PROGRAMS):
-        if name in known:
-            run = functools.partial(_run, shell, name, known[name])
+        if name in magics:
+            run = functools.partial(_run, shell, name, magics[name])
             shell.register_magic_function(run, "line", name)
 
 

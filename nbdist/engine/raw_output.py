@@ -27,19 +27,23 @@ PRIVATE = (
     "_original_stdstream_copy",
     "watch_fd_thread",
 )
-# Without this one every flush waits for the thread that sends.
-BUFFERS = "_buffers"
+# Without these every flush waits for the thread that sends, and every write takes several times
+# as long.
+BUFFERS = ("_buffers", "_buffer_lock", "_flush_pending")
 # What says nothing of the cell. For memory that is freed and is older than a profiler torch writes
 # a line once in a thousand times; nbdist's recordings of memory learn of those frees elsewhere.
-# libkineto writes one where a profiler starts or stops, at a level above that of its errors.
+# libkineto writes one where a profiler starts or stops, at a level above that of its errors. It
+# writes another in a fork of a process that has imported torch in another thread: there it does
+# not listen for the daemon of on-demand profiling, and nothing else is amiss.
 _NOISE = re.compile(
     r"^((\[rank\d+\]:)?\[W[^\]\n]* CPUAllocator\.cpp:\d+\] Memory block of unknown size"
+    r"|ERROR: External init callback must run in same thread as registerClient"
     r"|(USDT|STAGE):\d{4}-)[^\n]*\n",
     re.MULTILINE,
 )
 _HALF_NOISE = ("USDT:", "STAGE:")  # the end of such a line is written by itself
 # Words first: they take a hundredth of the pattern's time, in which a cell's print would overtake.
-_NOISY_WORDS = (*_HALF_NOISE, "CPUAllocator.cpp:")
+_NOISY_WORDS = (*_HALF_NOISE, "CPUAllocator.cpp:", "registerClient")
 
 
 class RawReader:
@@ -109,8 +113,6 @@ def flush_written(stream: Any) -> None:
     It would wait for a turn of the thread that sends, two or three times in every cell. What is
     sent afterwards goes through that thread too, so it stays behind what was written before.
     """
-    if stream.echo is not None or not hasattr(stream, BUFFERS):
-        return
     flush = stream.flush
 
     def flush_if_written() -> None:
@@ -118,6 +120,33 @@ def flush_written(stream: Any) -> None:
             flush()
 
     stream.flush = flush_if_written
+
+
+def write_quickly(stream: Any) -> None:
+    """Let a stream of ipykernel's look up the cell of a text once, not for each word of a print.
+
+    It makes a key of the cell's message each time, and asks for its own process: half of what a
+    cell of many lines costs. A forked child, which has no thread that flushes, writes as before.
+    """
+    write = stream.write
+    newest: tuple[Any, Any] = (None, None)
+
+    def write_of_cell(text: str) -> int | None:
+        nonlocal newest
+        cell, key = newest
+        if stream.parent_header is not cell or type(text) is not str:
+            cell = stream.parent_header
+            newest = cell, frozenset(cell.items())
+            length: int | None = write(text)
+            return length
+        with stream._buffer_lock:
+            stream._buffers[key].write(text)
+        if not stream._flush_pending:  # asked last: what is written after a flush began needs one
+            write("")
+        return len(text)
+
+    stream.write = write_of_cell
+    os.register_at_fork(after_in_child=lambda: vars(stream).pop("write", None))
 
 
 def install(shell: Any) -> None:
@@ -128,8 +157,9 @@ def install(shell: Any) -> None:
         if all(hasattr(stream, name) for name in PRIVATE) and stream._should_watch:
             with contextlib.suppress(TimeoutError):
                 readers.append(RawReader(stream))
-        if hasattr(stream, "echo"):
+        if getattr(stream, "echo", stream) is None and all(hasattr(stream, b) for b in BUFFERS):
             flush_written(stream)
+            write_quickly(stream)
 
     def drain(*_: Any) -> None:
         for reader in readers:

@@ -21,6 +21,7 @@ import gc  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
+import runpy  # noqa: E402
 import select  # noqa: E402
 import signal  # noqa: E402
 import site  # noqa: E402
@@ -38,20 +39,29 @@ from typing import Any  # noqa: E402
 
 # Variable of the server's environment, and last word of its command line.
 ROOM = "NBDIST_ROOM"
-# What a rank imports before it is ready. Later ones are what cells use sooner or later.
+# What a rank imports before it is ready; with a colon, a module's tuple of more modules. The last
+# imports nothing more: what a rank has behind it in sys.modules it has imported itself.
 FIRST = (
     "torch",
-    "torch.distributed",
+    "numpy.random",
     "nbdist.engine.join",
+    "nbdist.lints.rank.watch:PARTS",
     "nbdist.engine.early_join",
-    "nbdist.engine.__main__",
     "ipyparallel.engine.app",
+    "ipykernel.debugger",
+    "IPython.core.completerlib",
+    "IPython.core.logger",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "tornado.platform.asyncio",
+    "nbdist.engine.__main__",
 )
-LATER_OF = "nbdist.parallel.accelerator.lazy"  # its MODULES
+# The controller's, and what cells use sooner or later.
+LATER = ("ipyparallel.controller.app", "nbdist.parallel.accelerator.lazy:MODULES")
 NICENESS = 10
 IDLE_END_S = 600.0
-# Of the kernel: a start that comes at once has its imports at normal priority.
-BEGIN_S = 0.5
+# After %load_ext: a start that comes at once has its imports at normal priority.
+NORMAL_S = 1.0
 # After the last request: what is left to import waits for a start to be over.
 RESUME_S = 3.0
 FORK_DEADLINE_S = 20.0
@@ -77,7 +87,7 @@ SET_BLAS_THREADS = (
 
 
 class Imports:
-    """What is imported: in a thread at low priority, and the first of it when it is needed.
+    """What is imported: in a thread, soon at low priority, and the first when it is needed.
 
     A thread, because an ordinary user's process cannot take its niceness back, and a thread of
     Linux has its own.
@@ -85,27 +95,21 @@ class Imports:
 
     def __init__(self) -> None:
         self.error = ""
-        self._first = [*FIRST]
-        self._later: list[str] | None = None
+        self._first, self._later = [*FIRST], [*LATER]
         self._is_needed = False
         self._thread: threading.Thread | None = None
-        self.is_running = False
+        self.is_running = self.is_low = False
 
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to be imported."""
-        return bool(self.error) or not (self._first or self._later is None or self._later)
+        return bool(self.error) or not (self._first or self._later)
 
     def begin(self, then: Callable[[], None]) -> None:
         """Import in the background; `then` is called in that thread at the end."""
-        self._is_needed, self.is_running = False, True
+        self._is_needed, self.is_running, self.is_low = False, True, False
 
         def run() -> None:
-            with contextlib.suppress(OSError):
-                number = threading.get_native_id()
-                os.setpriority(
-                    os.PRIO_PROCESS, number, os.getpriority(os.PRIO_PROCESS, number) + NICENESS
-                )
             while not self.is_done and not self._is_needed:
                 self._import_next()
             self.is_running = False
@@ -114,26 +118,32 @@ class Imports:
         self._thread = threading.Thread(target=run, name="nbdist-imports")
         self._thread.start()
 
+    def lower(self) -> None:
+        """Let the thread give way to everything else from now on."""
+        self.is_low = True
+        self._set_niceness(NICENESS)
+
     def finish_first(self) -> None:
         """Return once all of FIRST is there; the thread has ended then."""
         self._is_needed = True
         if self._thread is not None:
-            with contextlib.suppress(OSError):  # an ordinary user's may not, or it has ended
-                own = os.getpriority(os.PRIO_PROCESS, 0)
-                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, own)
+            self._set_niceness(0)
             self._thread.join()
         while self._first and not self.error:
             self._import_next()
 
+    def _set_niceness(self, more: int) -> None:
+        assert self._thread is not None
+        with contextlib.suppress(OSError):  # an ordinary user's may not go back, or it has ended
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + more
+            os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, niceness)
+
     def _import_next(self) -> None:
+        waiting = self._first or self._later
+        name, _, more = waiting[0].partition(":")
         try:
-            if self._first:
-                importlib.import_module(self._first[0])
-                self._first.pop(0)
-            elif self._later is None:
-                self._later = [*importlib.import_module(LATER_OF).MODULES]
-            else:
-                importlib.import_module(self._later.pop(0))
+            module = importlib.import_module(name)
+            waiting[:1] = getattr(module, more) if more else ()
         except BaseException:  # noqa: BLE001  # SystemExit too: any is the kernel's to tell
             self.error = traceback.format_exc()
 
@@ -229,15 +239,18 @@ class Server:
         # torch asks NVML then, and not CUDA, which a process must not touch before it forks.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         gc.disable()  # nothing of what is imported goes away again
-        self._asked_s = time.monotonic() - RESUME_S + BEGIN_S
+        self._asked_s = time.monotonic()
+        self._imports.begin(self._wake_up)
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake[1].send(b"i")
 
     def _pause_ms(self) -> float | None:
-        if self._imports.is_running:
+        if self._imports.is_running and self._imports.is_low:
             return None  # its end wakes
+        if self._imports.is_running:
+            return max(0.0, self._asked_s + NORMAL_S - time.monotonic()) * 1e3 + 1
         if not self._imports.is_done:
             return max(0.0, self._asked_s + RESUME_S - time.monotonic()) * 1e3 + 1
         if self._forks:
@@ -247,10 +260,13 @@ class Server:
     def _use_idle_time(self) -> None:
         idle_s = time.monotonic() - self._asked_s
         if self._imports.is_running:
+            if not self._imports.is_low and idle_s > NORMAL_S:
+                self._imports.lower()
             return
         if self._imports.is_done and not self._is_frozen:
             gc.collect()
             self._freeze()
+            self._send({"ready": not self._imports.error})
         if not self._imports.is_done and idle_s > RESUME_S:
             self._is_frozen = False
             self._imports.begin(self._wake_up)
@@ -301,6 +317,8 @@ class Server:
         if changed := _changed_variable(self._environ, request["env"]):
             return {"outdated": f"{changed} has another value than at the import"}
         if why := _customized():  # before anybody waits for the imports
+            if self._imports.is_running:
+                self._imports.lower()  # ranks that import all themselves come first
             return {"cannot": why}
         self._imports.finish_first()
         if self._imports.error:
@@ -579,13 +597,17 @@ def _installed_places() -> set[str]:
 
 
 def main() -> None:
-    """Serve; in a fork be the rank that was asked for."""
+    """Serve; in a fork be the rank, or the controller, that was asked for."""
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    Server(connection, int(sys.argv[2])).serve()
+    program = Server(connection, int(sys.argv[2])).serve()[2]
+    from nbdist.engine.__main__ import __file__ as rank_program
     from nbdist.engine.__main__ import main as be_rank
 
-    be_rank()
+    if _is_same(program, str(rank_program)):
+        be_rank()
+    else:
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def _resumed(pieces: Sequence[Piece], names: Names) -> tuple[list[Piece], str]:
 
 def _last_prepare(pieces: Sequence[Piece]) -> tuple[int, int] | None:
     """(Index of a piece, line) behind which all is prepared and nothing has trained, if any."""
-    found = None
+    place = None
     # Functions and classes that prepare, and that train, when they are called.
     preparing, training = set[str](), set[str]()
     for number, piece in enumerate(pieces):
@@ -384,11 +384,11 @@ def _last_prepare(pieces: Sequence[Piece]) -> tuple[int, int] | None:
                 preparing |= {node.name} if prepares else set()
                 training |= {node.name} if trains else set()
             elif trains:
-                return found
+                return place
             elif prepares:
                 same_line = [n for n in statements if n.lineno <= text.last_line(node)]
-                found = number, max(map(text.last_line, same_line))
-    return found
+                place = number, max(map(text.last_line, same_line))
+    return place
 
 
 def _calls(node: ast.stmt, functions: Collection[str], methods: Collection[str]) -> bool:

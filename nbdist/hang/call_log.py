@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from mmap import mmap
 from time import monotonic
+from typing import overload
 
 from nbdist.core.ranks import pack_ranks, unpack_ranks
 from nbdist.hang.records import Call, CallLog, GroupRecord, SourceLine
@@ -54,6 +55,10 @@ _RECORDS_AT = _TEXT_AT + _TEXT_SPACE_BYTES
 _RECORDS_WORD = _RECORDS_AT // WORD_BYTES
 _RECORD_WORDS = _RECORD_BYTES // WORD_BYTES
 SIZE_BYTES = _RECORDS_AT + MAX_RECORDS * _RECORD_BYTES
+# One word of every channel, and of every record: what is read of all of them at once.
+_KINDS = slice(_HEADER_WORDS, _HEADER_WORDS + MAX_CHANNELS * _CHANNEL_WORDS, _CHANNEL_WORDS)
+_SEQUENCES = slice(_RECORDS_WORD, None, _RECORD_WORDS)
+_STATES = slice(_RECORDS_WORD + _STATE, None, _RECORD_WORDS)
 
 CALL_STATES = ("waiting", "issued", "done", "raised")
 WAITING, ISSUED, DONE, RAISED = range(4)
@@ -257,24 +262,28 @@ def consistent_copy(source: bytes | memoryview | mmap) -> bytes:
     """A copy of a box that may be written meanwhile, without its half-written records."""
     if isinstance(source, bytes):
         return source  # already one
-    slots = [_record_at(slot) for slot in range(MAX_RECORDS)]
+    words = memoryview(source).cast("Q")
     for _ in range(READ_TRIES):
-        before = memoryview(bytes(source)).cast("Q")
-        words = memoryview(bytearray(source)).cast("Q")
-        after = memoryview(bytes(source)).cast("Q")
-        torn = [at for at in slots if before[at] != after[at]]
+        first, states = words[_SEQUENCES].tobytes(), words[_STATES].tobytes()
+        copy = memoryview(bytearray(source)).cast("Q")
+        last = words[_SEQUENCES].tobytes()
+        before, after = memoryview(first).cast("Q"), memoryview(last).cast("Q")
+        torn = [] if first == last else [n for n in range(MAX_RECORDS) if before[n] != after[n]]
         if len(torn) <= MOST_TORN:
             break
-    for at in slots:
-        # An end is written before the state that tells of it: the later end is whole.
-        words[at], words[at + _STATE] = before[at], before[at + _STATE]
-    for at in torn:
-        words[at] = 0
-    return words.tobytes()
+    # An end is written before the state that tells of it: the later end is whole.
+    copy[_SEQUENCES], copy[_STATES] = before, memoryview(states).cast("Q")
+    for slot in torn:
+        copy[_record_at(slot)] = 0
+    return copy.tobytes()
 
 
-def read(source: bytes | memoryview | mmap) -> CallLog:
+def read(source: bytes | memoryview | mmap, ahead_s: float = 0.0) -> CallLog:
     """What a rank's black box says at this moment.
+
+    Args:
+        source: The box, or a copy of it.
+        ahead_s: How much our clock is ahead of the one by which a box of another host was written.
 
     Raises:
         ValueError: If it is no black box, or one of another version of nbdist.
@@ -290,21 +299,18 @@ def read(source: bytes | memoryview | mmap) -> CallLog:
         )
     run, state = divmod(words[_RUN], len(CELL_STATES))
     names, groups, transfers = _read_channels(data, words)
-    slots = sorted((words[_record_at(slot)], slot) for slot in range(MAX_RECORDS))
+    calls = _RecordedCalls(data, names, words[_GENERATION], ahead_s)
     return CallLog(
         rank=words[_RANK],
         pid=words[_PID],
         generation=words[_GENERATION],
         run=run,
         state=CELL_STATES[state],
-        since_s=memoryview(data).cast("d")[_SINCE],
+        since_s=memoryview(data).cast("d")[_SINCE] + ahead_s,
         groups=groups,
         transfers=transfers,
-        calls=tuple(
-            _read_call(data, slot, names, words[_GENERATION])
-            for sequence, slot in slots
-            if sequence and sequence % MAX_RECORDS == slot
-        ),
+        calls=calls,
+        waits=calls.waits(),
     )
 
 
@@ -314,19 +320,19 @@ def newest_run(source: bytes | memoryview | mmap) -> int:
     Of a box that is not written meanwhile.
     """
     words = memoryview(source).cast("Q")
-    newest = max(words[_RECORDS_WORD::_RECORD_WORDS].tolist())
+    newest = max(words[_SEQUENCES].tolist())
     return words[_record_at(newest) + _CALLED_IN] if newest else 0
 
 
 def _read_channels(
-    data: bytes, words: Sequence[int]
+    data: bytes, words: memoryview[int]
 ) -> tuple[dict[int, str], dict[str, GroupRecord], dict[tuple[str, int, int], int]]:
     """Channel -> name of its group (dropped ones too), and what `CallLog` tells of channels."""
     names: dict[int, str] = {}
     groups: dict[str, GroupRecord] = {}
     transfers: dict[tuple[str, int, int], int] = {}
     # A transfer's group has been made before it, but can stand behind it: groups first.
-    in_use = [c for c in range(MAX_CHANNELS) if words[_channel_at(c) + _KIND] != _UNUSED]
+    in_use = [c for c, kind in enumerate(words[_KINDS].tolist()) if kind != _UNUSED]
     for channel in sorted(in_use, key=lambda c: not words[_channel_at(c) + _TEXT_BYTES]):
         at = _channel_at(channel)
         kind, count, start, size, group, source, destination = words[at : at + _DESTINATION + 1]
@@ -346,28 +352,71 @@ def _read_channels(
     return names, groups, transfers
 
 
-def _read_call(data: bytes, slot: int, names: Mapping[int, str], now: int) -> Call:
-    fields = _RECORD.unpack_from(data, (_record_at(slot) + 1) * WORD_BYTES)
-    state, began_s, ended_s, number, run, channel, peer, generation, what, place = fields
-    if state in (WAITING, ISSUED) and generation != now:
-        state = RAISED  # the groups have been replaced under it
-    op, _, detail = what.rstrip(b"\0").decode(errors="ignore").partition("\0")
-    cell, line = _PLACE.unpack_from(place)
-    text = place[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
-    file, _, source = text.partition("\0")
-    source_line = SourceLine(None if cell == _NO_CELL else cell, file, line, source)
-    return Call(
-        op=op,
-        detail=detail,
-        group=names.get(channel, ""),
-        number=number,
-        peer=None if peer == NO_PEER else peer,
-        place=source_line if line else None,
-        run=run,
-        began_s=began_s,
-        ended_s=ended_s if ended_s and state in (DONE, RAISED) else None,
-        state=CALL_STATES[state],
-    )
+class _RecordedCalls(Sequence[Call]):
+    """The calls of a box, oldest first, each read when it is asked for: mostly the last one is."""
+
+    def __init__(
+        self, data: bytes, names: Mapping[int, str], generation: int, ahead_s: float
+    ) -> None:
+        self._data, self._names = data, names
+        self._generation, self._ahead_s = generation, ahead_s
+        sequences = sorted(filter(None, memoryview(data).cast("Q")[_SEQUENCES].tolist()))
+        self._slots = [sequence % MAX_RECORDS for sequence in sequences]
+        self._read: dict[int, Call] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Call: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Call, ...]: ...
+    def __getitem__(self, index: int | slice) -> Call | tuple[Call, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._in_slot, self._slots[index]))
+        return self._in_slot(self._slots[index])
+
+    def __iter__(self) -> Iterator[Call]:
+        return map(self._in_slot, self._slots)
+
+    def __reversed__(self) -> Iterator[Call]:
+        return map(self._in_slot, reversed(self._slots))
+
+    def waits(self) -> tuple[Call, ...]:
+        """Those that wait; the others are not read for it."""
+        states = memoryview(self._data).cast("Q")[_STATES].tolist()
+        calls = [self._in_slot(slot) for slot in self._slots if states[slot] == WAITING]
+        return tuple(call for call in calls if call.state == CALL_STATES[WAITING])
+
+    def _in_slot(self, slot: int) -> Call:
+        call = self._read.get(slot)
+        if call is None:
+            call = self._read[slot] = self._read_slot(slot)
+        return call
+
+    def _read_slot(self, slot: int) -> Call:
+        fields = _RECORD.unpack_from(self._data, (_record_at(slot) + 1) * WORD_BYTES)
+        state, began_s, ended_s, number, run, channel, peer, generation, what, place = fields
+        if state in (WAITING, ISSUED) and generation != self._generation:
+            state = RAISED  # the groups have been replaced under it
+        op, _, detail = what.rstrip(b"\0").decode(errors="ignore").partition("\0")
+        cell, line = _PLACE.unpack_from(place)
+        text = place[_PLACE.size :].rstrip(b"\0").decode(errors="ignore")
+        file, _, source = text.partition("\0")
+        source_line = SourceLine(None if cell == _NO_CELL else cell, file, line, source)
+        has_ended = ended_s and state in (DONE, RAISED)
+        return Call(
+            op=op,
+            detail=detail,
+            group=self._names.get(channel, ""),
+            number=number,
+            peer=None if peer == NO_PEER else peer,
+            place=source_line if line else None,
+            run=run,
+            began_s=began_s + self._ahead_s,
+            ended_s=ended_s + self._ahead_s if has_ended else None,
+            state=CALL_STATES[state],
+        )
 
 
 def _channel_at(channel: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class CallLog:
         transfers: (group, source, destination) -> sends and recvs of this rank so far; by
             global ranks.
         calls: The newest calls, oldest first.
+        waits: Those of them in which it is now, oldest first.
     """
 
     rank: int
@@ -94,24 +95,13 @@ class CallLog:
     since_s: float
     groups: Mapping[str, GroupRecord]
     transfers: Mapping[tuple[str, int, int], int]
-    calls: tuple[Call, ...]
+    calls: Sequence[Call]
+    waits: tuple[Call, ...]
 
     @property
     def waiting(self) -> Call | None:
         """The newest call in which the rank is inside now."""
-        return next((call for call in reversed(self.calls) if call.state == "waiting"), None)
-
-    def shift_clock(self, seconds: float) -> CallLog:
-        """The same by a clock that is this much ahead, for a box of another host."""
-        calls = tuple(
-            replace(
-                call,
-                began_s=call.began_s + seconds,
-                ended_s=None if call.ended_s is None else call.ended_s + seconds,
-            )
-            for call in self.calls
-        )
-        return replace(self, since_s=self.since_s + seconds, calls=calls)
+        return self.waits[-1] if self.waits else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nbdist.hang.records import Call, CallLog, FlightRecorderEntry, RankView
 from nbdist.hang.text import BlockingRank, CallText, WaitText, act_inside, act_of
@@ -28,8 +29,6 @@ class WaitGraph:
     Attributes:
         states: The ranks' states, those of their boxes where these are newer.
         waits: Ranks that wait.
-        needs: What they wait for; ranks that lack nothing and can go on are left out.
-        movable: Waiting ranks that may still be released.
     """
 
     def __init__(self, views: Sequence[RankView]):
@@ -39,15 +38,20 @@ class WaitGraph:
             default=0,
         )
         self._histories: dict[tuple[int, str], _CallHistory] = {}
+        self._parts: dict[tuple[int, str, int, str, str], BlockingRank | None] = {}
         self.states = {view.rank: self._state(view) for view in views}
         waits = ((view.rank, self._wait(view)) for view in views)
         self.waits = {rank: wait for rank, wait in waits if wait is not None}
+
+    @cached_property
+    def needs(self) -> dict[int, tuple[BlockingRank, ...]]:
+        """What waiting ranks wait for; those that lack nothing and can go on are left out."""
         needs = {rank: tuple(self._needs(rank)) for rank in self.waits}
-        others = {rank: self._in_other_threads(rank) for rank in self.waits}
-        self.needs = {r: lacks for r, lacks in needs.items() if lacks and all(others[r])}
-        # What would release a rank's other threads could release the rank.
-        self._links = {r: [*self.needs[r], *(n for o in others[r] for n in o)] for r in self.needs}
-        self.movable = self._movable()
+        return {r: lacks for r, lacks in needs.items() if lacks and all(self._others[r])}
+
+    @cached_property
+    def _others(self) -> dict[int, list[tuple[BlockingRank, ...]]]:
+        return {rank: self._in_other_threads(rank) for rank in self.waits}
 
     def never_come(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Whose part in the calls of these ranks will be missing, whatever the others do."""
@@ -98,9 +102,8 @@ class WaitGraph:
         box = self.views[rank].box
         if box is None or self._call(rank) is None:
             return []
-        # Of the main thread: the call that it waits in, or the wait for what its GPU has to do.
-        calls = [call for call in box.calls if call.state == "waiting" and call is not box.waiting]
-        return [tuple(self._call_needs(rank, call)) for call in calls]
+        # The newest is the main thread's: the call that it waits in, or the wait for its GPU.
+        return [tuple(self._call_needs(rank, call)) for call in box.waits[:-1]]
 
     def _inner_wait(self, view: RankView) -> WaitText | None:
         """A wait in a call that C++ issued, or for a call that a GPU has to do.
@@ -267,8 +270,12 @@ class WaitGraph:
                 return self._unfit(q, act_of(call), broken)
             earlier = None if q in self.waits else self._earlier(q, mine, call)
             return (earlier if is_same else None) or self._missing(q)
-        theirs = self._history(box, call.group).calls.get(call.number)
-        return None if theirs is None else self._unfit(q, act_of(call), theirs)
+        # All ranks in one call need the same of each other.
+        key = q, call.group, call.number, call.op, call.detail
+        if key not in self._parts:
+            theirs = self._history(box, call.group).calls.get(call.number)
+            self._parts[key] = None if theirs is None else self._unfit(q, act_of(call), theirs)
+        return self._parts[key]
 
     def _broken_in(self, box: CallLog, call: Call) -> Call | None:
         """A rank's call of this number in this cell that raised, for which it is not counted."""
@@ -425,15 +432,18 @@ class WaitGraph:
         box = self.views[rank].box
         return self.states[rank] != "ended" and box is not None and box.waiting is not None
 
-    def _movable(self) -> set[int]:
+    @cached_property
+    def movable(self) -> set[int]:
         """Waiting ranks from which a chain of needs leads to a rank that may still come."""
+        # What would release a rank's other threads could release the rank.
+        links = {r: [*self.needs[r], *(n for o in self._others[r] for n in o)] for r in self.needs}
         movable = {rank for rank in self.needs if self._is_at_work(rank)}
         over = {rank for rank, state in self.states.items() if state in OVER}
         fixed = {r for r in over if not self._has_thread_in_call(r)} | set(self.needs)
         while True:
             more = {
                 rank
-                for rank, needs in self._links.items()
+                for rank, needs in links.items()
                 if rank not in movable
                 and any(n.is_open or n.rank not in fixed or n.rank in movable for n in needs)
             }

@@ -57,6 +57,8 @@ from nbdist.switch.kernel import Strategies
 from nbdist.trace.kernel.recordings import Traces
 from nbdist.trace.trace import Trace, TraceOptions
 from nbdist.variables.kernel import Variables, VariableTransfer
+from nbdist.verification.kernel import verify
+from nbdist.verification.verdict import StepRequest, Verification
 
 SYNC_MODEL_S = 300.0
 TAKE_BACK = "The ranks go on and keep their variables; %dist_attach --take brings them back."
@@ -102,7 +104,7 @@ class Session(CellRanks):
         self.bandwidth = Bandwidth(self)
         self.monitor = Monitor(self, self.health)
         self.hooks = (self.checkpoints, self.traces, self.memories, self.lints)
-        cluster.on_exit = self._note_exit
+        cluster.processes.on_exit = self._note_exit
         cluster.on_taken = lambda: self._cut_off(cluster.taken, TAKE_BACK)
 
     def __repr__(self) -> str:
@@ -423,6 +425,10 @@ class Session(CellRanks):
     def silence(self, *names: str, is_on: bool = True) -> None:
         """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""
         self.lints.silence(names, is_on=is_on)
+
+    def verify(self, request: StepRequest | None = None) -> Verification:
+        """Compare a step with the same of one process; see verification.kernel."""
+        return verify(self, request or StepRequest())
 
     def comparing(self, code: str) -> Comparing:
         """A comparison of strategies by this source; see comparison.kernel."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -42,9 +43,11 @@ class _Live:
         grids: Meshes that were made, by (is single, degrees).
         bound: Optimizers, in order; with what ends that which a strategy has added to its step.
         numbers: How many were given to models.
+        data_choice: The strategy whose ranks share the data out; None for `choice`.
     """
 
     choice: Strategy | None = None
+    data_choice: Strategy | None = None
     grids: dict[tuple[bool, Degrees], ParallelMesh] = field(default_factory=dict)
     prepared: list[weakref.ref[Prepared]] = field(default_factory=list)
     bound: weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None] = field(
@@ -62,6 +65,21 @@ def current() -> Strategy:
     return _live.choice or default_choice(world_size())
 
 
+def data_choice() -> Strategy:
+    """The strategy by whose degrees batches are shared out: the current one, mostly."""
+    return _live.data_choice or current()
+
+
+@contextlib.contextmanager
+def data_shared_as(choice: Strategy) -> Iterator[None]:
+    """Loaders, schedulers and `gather` go by another strategy in here. This rank alone."""
+    _live.data_choice = choice
+    try:
+        yield
+    finally:
+        _live.data_choice = None
+
+
 def _current_name() -> str:
     return current().name
 
@@ -72,9 +90,9 @@ def set_choice(choice: Strategy) -> None:
     _live.choice = choice
 
 
-def grid() -> ParallelMesh:
-    """The mesh of the current strategy. Collective at its first use: every rank."""
-    choice = current()
+def grid(choice: Strategy | None = None) -> ParallelMesh:
+    """The mesh of a strategy; of the current one by itself. Collective at its first use."""
+    choice = choice or current()
     return _live.grids.get(_key(choice)) or grid_for(choice)
 
 

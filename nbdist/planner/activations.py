@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from nbdist.planner.models import ModelShape, Transformer
-from nbdist.planner.workload import Widths, Workload, micro_batches
+from nbdist.planner.workload import Widths, Workload, is_megatron, micro_batches
 from nbdist.strategy.choice import Strategy
 
 # Model chunks of each rank under --schedule interleaved.
@@ -68,7 +68,7 @@ def _inputs(shape: Transformer, widths: Widths) -> int:
 
 
 def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Strategy) -> float:
-    """After the last block: norm, head and loss.
+    """After the last block: norm, head and loss, which tp does not divide but in Megatron.
 
     Log-softmax in fp32, the gradient of the loss by it, and the logits' gradient: these are there
     when backward begins, and the logits themselves no longer (docs/accuracy.md has it measured).
@@ -76,7 +76,8 @@ def logits_bytes(shape: Transformer, load: Workload, widths: Widths, choice: Str
     tokens = load.batch * load.sequence / choice.degrees.cp
     x = widths.compute
     norm = (widths.residual + x) * shape.hidden + _norm_bytes(shape)
-    return tokens * (norm + shape.vocab * 12)
+    vocab = shape.vocab / (choice.degrees.tp if is_megatron(choice, load) else 1)
+    return tokens * (norm + vocab * 12)
 
 
 def activations(model: ModelShape, choice: Strategy, load: Workload, widths: Widths) -> float:

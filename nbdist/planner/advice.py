@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
-from nbdist.planner.devices import PER_HOST, link_of
+from nbdist.planner.collective_time import ring_of
 from nbdist.planner.memory import memory_of
 from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Engine, Plan, PlanRow, plan
 from nbdist.planner.rules_of_thumb import RuleAnswer, answers
-from nbdist.strategy.choice import AXES, Strategy
+from nbdist.strategy.choice import Strategy
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.options import DEGREES, OPTIONS, read
 
-_MOST_RANKS = 4096
+MOST_RANKS = 4096
 # A strategy that is less faster than this is no reason to leave a simpler one: estimates that are
 # each 10 to 15 % off (docs/accuracy.md) cannot tell the two apart.
 MARGIN = 0.25
@@ -71,7 +71,7 @@ def advise(
             return None if again is None else again.rows[0]
 
         rules = answers(planned, find)
-    row, sentences = _chosen(planned, given, make)
+    row, sentences = choose_row(planned, lambda: _would_help(planned, given, make))
     return Advice(row, tuple(sentences), rules)
 
 
@@ -101,10 +101,8 @@ def _plan_again(
         return None
 
 
-def _chosen(
-    planned: Plan, given: Mapping[str, object], make: Maker
-) -> tuple[PlanRow | None, list[str]]:
-    """The row to choose, and why; None and what would help where nothing fits."""
+def choose_row(planned: Plan, would_help: Callable[[], str]) -> tuple[PlanRow | None, list[str]]:
+    """The row to choose, and why; None and `would_help` where nothing fits."""
     # Of a model whose shape no formula knows no other plan is made.
     has_shape = planned.model.has_shape
     useful = _useful(planned)
@@ -114,7 +112,7 @@ def _chosen(
             continue
         best, sentences = _recommended(planned, fitting)
         if best is not None and wanted == RISKY:
-            sentences.append(_would_help(planned, given, make))
+            sentences.append(would_help())
         if any(row.typed == "single" and row.verdict == SAFE for row in planned.rows) and (
             has_shape and planned.world_size > 1
         ):
@@ -127,7 +125,7 @@ def _chosen(
         least = min(useful, key=lambda row: max(row.share, row.host_share))
         nothing = f"Nothing fits: the smallest, {least.typed}, needs {percent(least)} of the device"
         nothing += f"{_on_host(planned, least)}."
-    return None, [nothing, *([_would_help(planned, given, make)] if has_shape else [])]
+    return None, [nothing, *([would_help()] if has_shape else [])]
 
 
 def _useful(planned: Plan) -> list[PlanRow]:
@@ -178,7 +176,8 @@ def best_of(planned: Plan, fitting: Sequence[PlanRow]) -> PlanRow:
     Without those that only look fast; of the rest the simplest that is nearly as fast as the
     fastest, and of equally simple and fast ones that which needs least memory.
     """
-    usable = [row for row in fitting if not _objection(planned, fitting, row)] or fitting
+    widest = widest_gradients(fitting)
+    usable = [row for row in fitting if not objection(planned, widest, row)] or fitting
     # Bytes alone are no time: what hides behind backward costs none. And what is offloaded is in
     # none: its transfers take longest, as much as lies on the host.
     is_time = all(row.time is not None and not _host_bytes(row) for row in usable)
@@ -222,10 +221,17 @@ def _tier(row: PlanRow) -> int:
     return int(row.choice.name not in {"single", "ddp"})
 
 
-def _objection(planned: Plan, fitting: Sequence[PlanRow], row: PlanRow) -> str:
-    """Why a row's cost is not to be compared with that of the others; "" mostly."""
+def widest_gradients(fitting: Iterable[PlanRow]) -> int:
+    """Bytes in which gradients are summed, the most of all rows."""
+    return max(row.recipe.gradients for row in fitting if row.recipe is not None)
+
+
+def objection(planned: Plan, widest: int, row: PlanRow) -> str:
+    """Why a row's cost is not to be compared with that of the others; "" mostly.
+
+    `widest` are the bytes in which others sum gradients.
+    """
     assert row.choice is not None
-    widest = max(other.recipe.gradients for other in fitting if other.recipe is not None)
     width = widest if row.recipe is None else row.recipe.gradients
     if width < widest:
         return f"it sums gradients in {width} bytes, the others in {widest}"
@@ -245,16 +251,19 @@ def slow_link(planned: Plan, row: PlanRow) -> str:
     assert row.choice is not None
     if row.time is not None and row.time.source == "measurement":
         return ""
-    sizes = [getattr(row.choice.degrees, axis) for axis in AXES]
-    widest = [math.prod(sizes[AXES.index(axis) :]) for axis in _IN_BLOCKS]
-    spans = [span for axis, span in zip(_IN_BLOCKS, widest, strict=True)
-             if getattr(row.choice.degrees, axis) > 1]  # fmt: skip
-    if not spans:
+    if not any(getattr(row.choice.degrees, axis) > 1 for axis in _IN_BLOCKS):
         return ""
-    link = link_of(planned.device, max(spans))
-    if link is None:
+    link = planned.device.network if crossing(planned, row) else planned.device.link
+    if not link:
         return "a link that is not known"
-    return "" if link.name.startswith("NVLink") else link.name
+    return "" if link.startswith("NVLink") else link
+
+
+def crossing(planned: Plan, row: PlanRow) -> list[str]:
+    """The axes, tp or cp, whose messages go from host to host inside of each block."""
+    choice, per_host = row.choice, planned.device.per_host
+    assert choice is not None
+    return [axis for axis in _IN_BLOCKS if ring_of(choice, (axis,), per_host).hosts > 1]
 
 
 def _sums(row: PlanRow) -> str:
@@ -271,8 +280,8 @@ def _why_not(
         return []
     what = "sends" if fastest.time is None else "takes, by estimate,"
     more = f"{fastest.typed} {what} {less:.0f} % less"
-    if objection := _objection(planned, counted, fastest):
-        return [f"{more}, but {objection}."]
+    if reason := objection(planned, widest_gradients(counted), fastest):
+        return [f"{more}, but {reason}."]
     if _host_bytes(best):
         return [f"{more}, without the transfers of what is offloaded."]
     if _tier(best) == _tier(fastest):
@@ -300,7 +309,7 @@ def _on_host(planned: Plan, row: PlanRow) -> str:
     memory = row.memory
     if memory is None or not (memory.host or memory.disk):
         return ""
-    sharing = min(planned.world_size, PER_HOST)
+    sharing = min(planned.world_size, planned.device.per_host)
     each, where = (memory.host, "memory") if memory.host else (memory.disk, "NVMe")
     has = planned.device.host_memory_bytes * sharing if memory.host else 0.0
     of = f", which has {gigabytes(has)}" if has else ""
@@ -334,7 +343,7 @@ def _would_help(planned: Plan, given: Mapping[str, object], make: Maker) -> str:
     if change is None:
         *_, (words, _, _) = _ladder(planned, given)
         and_words = f" and {words}" if words else ""
-        return f"Not even {_MOST_RANKS} ranks{and_words} make it safe: one block is too large."
+        return f"Not even {MOST_RANKS} ranks{and_words} make it safe: one block is too large."
     return f"{change.words} is safe ({percent(change.row)}){_on_host(planned, change.row)}."
 
 
@@ -364,7 +373,7 @@ def _smallest_change(planned: Plan, given: Mapping[str, object], make: Maker) ->
     options.pop("offload", None)
     and_words = f" and {words}" if words else ""
     count = planned.world_size * 2
-    while count <= _MOST_RANKS:
+    while count <= MOST_RANKS:
         row = _safe(make, replace(changed, world_size=count), options)
         if row is not None:
             return Change(f"With {ranks(count)}{and_words}, {row.typed}", row)

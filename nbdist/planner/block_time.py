@@ -47,9 +47,9 @@ class Speeds:
     """
 
     attention: float = 0.33
-    streams: float = 0.72
-    network: float = 0.5
-    contention: float = 0.3
+    streams: float = 0.63
+    network: float = 0.37
+    contention: float = 0.25
     k_fill: float = 128.0
     kernel_s: float = 3e-6
     launch_s: float = 7e-6
@@ -73,12 +73,17 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank computes with; `width` is the bytes of a number in products."""
+    """What a rank computes with; `width` is the bytes of a number in products.
+
+    Of Megatron (`workload.is_megatron`), dropout and the sum after it are one kernel, and the
+    loss is of each tp rank's part of the vocabulary.
+    """
 
     device: Device
     speeds: Speeds
     precision: str
     width: int
+    is_megatron: bool = False
 
     @property
     def rate(self) -> float:
@@ -137,9 +142,9 @@ def block_pass(
     # Gradients of inputs and of weights.
     backward_s = sum(rank.product_s(m, k, n) + rank.product_s(k, n, m) for m, n, k in linear)
     attention = _attention(shape, choice, samples, sequence, rank)
-    moved_s = tokens * _moved_bytes(shape, choice, widths) / rank.bytes_per_s
+    moved_s = tokens * _moved_bytes(shape, choice, widths, rank) / rank.bytes_per_s
     casts_s = _cast_bytes(shape, choice, widths) / rank.bytes_per_s
-    small, fused = _kernels(shape, choice)
+    small, fused = _kernels(shape, choice, rank)
     moved_s = moved_s * fused + small * rank.speeds.kernel_s
     ahead_s = forward_s + attention.forward_s + moved_s + casts_s
     back_s = backward_s + attention.backward_s + BYTES_BACKWARD * moved_s
@@ -152,12 +157,13 @@ def block_pass(
 def head_pass(
     shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
 ) -> Pass:
-    """The last norm, the head's product and the loss, which tp does not divide."""
+    """The last norm, the head's product and the loss, which tp does not divide but in Megatron."""
     vocab, h = shape.vocab / choice.degrees.tp, shape.hidden
     product = rank.product_s(tokens, vocab, h)
     back = rank.product_s(tokens, h, vocab) + rank.product_s(h, vocab, tokens)
     norm = tokens * h * (widths.residual + widths.compute)
-    ahead, behind = (tokens * shape.vocab * each for each in LOSS_BYTES)
+    logits = tokens * (vocab if rank.is_megatron else shape.vocab)
+    ahead, behind = (logits * each for each in LOSS_BYTES)
     return Pass(
         product + (norm + ahead) / rank.bytes_per_s,
         back + (BYTES_BACKWARD * norm + behind) / rank.bytes_per_s,
@@ -210,17 +216,18 @@ def _attention_pass(forward_s: float, backward_s: float) -> Pass:
     return Pass(forward_s, backward_s, forward_s + backward_s)
 
 
-def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
+def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Rank) -> float:
     """That the elementwise kernels of a block's forward read and write for each token.
 
-    Two norms, two sums with what flows past, dropout, the activation with its gate, and rotary
-    positions; an activation written out in Python is counted as one kernel.
+    Two norms, two sums with what flows past, dropout (in the sum's kernel its mask alone), the
+    activation with its gate, and rotary positions; an activation written out in Python is counted
+    as one kernel.
     """
     r, x, h = widths.residual, widths.compute, shape.hidden
     tp = choice.degrees.tp
     whole = tp if choice.options.has_sequence_parallel else 1
     outside = 2 * h * (r + x) + 2 * h * (2 * r + x)
-    outside += 2 * h * (2 * x + 1) * shape.has_dropout
+    outside += 2 * h * (1 if rank.is_megatron else 2 * x + 1) * shape.has_dropout
     if widths.residual != widths.compute:  # autocast casts the inputs of linear layers
         outside += 2 * h * (r + x)
     inside = (5 if shape.is_gated else 2) * shape.ffn * x
@@ -233,10 +240,11 @@ def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
     return shape.block_parameters / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
 
 
-def _kernels(shape: Transformer, choice: Strategy) -> tuple[int, float]:
+def _kernels(shape: Transformer, choice: Strategy, rank: Rank) -> tuple[int, float]:
     """Elementwise kernels of a forward, and the part of their bytes: a compiler fuses neighbours.
 
     Fused, a chain of two reads and writes once.
     """
-    count = 5 + 2 * shape.has_dropout + shape.is_gated + 4 * (not shape.positions)
+    dropouts = 2 * (shape.has_dropout and not rank.is_megatron)
+    count = 5 + dropouts + shape.is_gated + 4 * (not shape.positions)
     return (count // 2, 0.5) if choice.options.is_compiled else (count, 1.0)

@@ -33,15 +33,23 @@ class Ring:
         return math.ceil(self.size / self.in_host)
 
 
-def ring_of(choice: Strategy, axes: tuple[str, ...]) -> Ring:
-    """The ring of the ranks that differ in these axes alone; PER_HOST neighbours share a host."""
+def ring_of(choice: Strategy, axes: tuple[str, ...], per_host: int = PER_HOST) -> Ring:
+    """The ring of the ranks that differ in these axes alone; `per_host` neighbours share a host.
+
+    Of rings that lie differently on hosts the one with the fewest ranks in a host.
+    """
     sizes = [getattr(choice.degrees, axis) for axis in AXES]
     size = footprint.axes_size(choice, axes)
     used = [AXES.index(axis) for axis in axes if sizes[AXES.index(axis)] > 1]
     if not used:
         return Ring(1, 1)
     apart = math.prod(sizes[max(used) + 1 :])
-    return Ring(size, min(size, max(1, PER_HOST // apart)))
+    span, world_size = apart * size, choice.degrees.product
+    if world_size <= per_host or per_host % span == 0:
+        return Ring(size, size)
+    whole = span % per_host or per_host
+    least = whole if span == world_size else math.gcd(span, per_host)
+    return Ring(size, min(size, max(1, least // apart)))
 
 
 def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
@@ -52,9 +60,7 @@ def ring_bytes_per_s(ring: Ring, device: Device, speeds: Speeds) -> float:
     within = link.bytes_per_s * (speeds.nvlink if link.name.startswith("NVLink") else speeds.pcie)
     if ring.hosts == 1:
         return within
-    network = link_of(device, PER_HOST + 1)
-    total = device.host_bytes_per_s or (device.ports * network.bytes_per_s if network else math.inf)
-    return min(within, total * speeds.network * ring.in_host / PER_HOST)
+    return min(within, device.ports_per_s * speeds.network * ring.in_host / device.per_host)
 
 
 def latency_s(call: str, ring: Ring, device: Device) -> float:

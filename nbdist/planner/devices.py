@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,11 @@ from nbdist.monitor.samples import Sample
 ASSUMED = "h100"
 _GB = 1e9
 _T = 1e12
+# Ranks of one host, whatever the device: what HGX and DGX systems have.
+PER_HOST = 8
+# Of 454 runs none that was estimated below 80 % of the device's memory ran out of it: Fujii et
+# al. 2024, https://arxiv.org/abs/2411.06465.
+SAFE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Device:
         host_bytes_per_s: All ports together, where it was typed; 0 for `ports` times `network`.
         host_memory_bytes: A rank's share of its host's memory, to which states are offloaded; 0
             where nobody knows it.
+        per_host: Ranks of one host.
+        safe_share: Of the memory, below which a plan is safe; the rest is to stay free.
     """
 
     name: str
@@ -59,6 +67,18 @@ class Device:
     ports: int = 1
     host_bytes_per_s: float = 0.0
     host_memory_bytes: float = 0.0
+    per_host: int = PER_HOST
+    safe_share: float = SAFE_SHARE
+
+    @property
+    def ports_per_s(self) -> float:
+        """Bytes per second of a host's ports together; inf where no network is known.
+
+        A host with a port for each GPU has as many as ranks.
+        """
+        ports = self.ports if self.ports == 1 else self.ports * self.per_host / PER_HOST
+        network = _LINKS.get(self.network)
+        return self.host_bytes_per_s or (ports * network.bytes_per_s if network else math.inf)
 
     @property
     def usual_precision(self) -> str:
@@ -71,9 +91,6 @@ class Device:
         """Operations per second in fp32, bf16 or fp16."""
         return self.single_flops if precision == "fp32" else self.half_flops
 
-
-# Ranks of one host, whatever the device: what HGX and DGX systems have.
-PER_HOST = 8
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _DEVICES = (
@@ -173,7 +190,7 @@ def with_memory(text: str) -> Device:
 
 def link_of(device: Device, n_ranks: int) -> Link | None:
     """The slowest link between so many neighbouring ranks; None where none is known."""
-    return _LINKS.get(device.link if n_ranks <= PER_HOST else device.network)
+    return _LINKS.get(device.link if n_ranks <= device.per_host else device.network)
 
 
 def device_of_ranks(

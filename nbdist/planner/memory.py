@@ -119,7 +119,7 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
         buffers=buffers,
         # The loss is done with its logits before the first block is gathered again.
         forward=max(
-            activation_bytes + _standing(model, choice, widths, buffers),
+            activation_bytes + _standing(model, choice, load, widths, buffers),
             activation_bytes - logits + buffers,
         ),
         backward=buffers + block_bytes(model.shape, piece, widths, choice),
@@ -184,7 +184,7 @@ def _buffers(
     if has_buckets(choice):
         total += model.parameters * recipe.gradients
     if steps & {"fsdp", "fsdp1"} and degrees.dp > 1:
-        total += _gathered(model, choice, widths)
+        total += _gathered(model, choice, widths, micro_batches(choice, load))
     if choice.name == "deepspeed" and degrees.dp > 1:
         total += min(model.parameters, _BUCKET) * widths.reduced
         if choice.options.stage == 3:
@@ -199,28 +199,35 @@ def _buffers(
     return total
 
 
-def _standing(model: ModelShape, choice: Strategy, widths: Widths, buffers: float) -> float:
+def _standing(
+    model: ModelShape, choice: Strategy, load: Workload, widths: Widths, buffers: float
+) -> float:
     """Of the buffers, what is there all the time: not the blocks that FSDP gathers in turn."""
     if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1:
         return buffers
     split = choice.degrees.tp * choice.degrees.pp
+    if micro_batches(choice, load) > 1:
+        return buffers
     if choice.options.shard == "grad-op":
         return model.parameters / split * widths.gathered
     return model.root_parameters / split * widths.gathered
 
 
-def _gathered(model: ModelShape, choice: Strategy, widths: Widths) -> float:
+def _gathered(model: ModelShape, choice: Strategy, widths: Widths, pieces: int) -> float:
     """What FSDP has whole: two blocks (one is gathered ahead) or all, root, one block's gradients.
 
-    Gradients stand there as backward made them and once more as they are reduced.
+    Gradients stand there as backward made them and once more as they are reduced. Where several
+    backwards are added up, of batches or of a pipeline's micro-batches, all are there as they are
+    reduced; and a pipeline keeps what a backward has gathered until its last one (torch's
+    `pipelining/stage.py` sets `set_reshard_after_backward(False)`).
     """
     degrees = choice.degrees
     split = degrees.tp * degrees.pp
     block, root = model.block_parameters / degrees.tp, model.root_parameters / split
     gradients = block * (widths.compute + widths.reduced)
-    if choice.options.accumulate > 1:
-        gradients += model.parameters / split * widths.compute
-    if choice.options.shard == "grad-op":
+    if choice.options.accumulate > 1 or pieces > 1:
+        gradients = (block + model.parameters / split) * widths.reduced
+    if choice.options.shard == "grad-op" or pieces > 1:
         return model.parameters / split * widths.gathered + gradients
     blocks = min(2, model.shape.layers)
     return (root + blocks * block) * widths.gathered + gradients

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # An operation of a stage: kind (FORWARD, BACKWARD, WEIGHTS), chunk, micro-batch.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 Operation = tuple[str, int, int]
-MOST_EVENTS = 20_000
+MOST_EVENTS = 2_000
 
 
 def order_of(

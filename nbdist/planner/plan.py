@@ -7,12 +7,13 @@ closed formulas can fill the same ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.bandwidth.results import LinkModel
+from nbdist.core.topology import HostRanks
 from nbdist.errors import OptionError
-from nbdist.planner.devices import Device
+from nbdist.planner.devices import SAFE_SHARE, Device
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.step_time import Time, flows, samples, time_of
@@ -25,9 +26,6 @@ from nbdist.strategy.table import HELD
 
 # UNKNOWN: what is counted fits, and something is not counted.
 SAFE, RISKY, NO, UNKNOWN = "safe", "risky", "no", "?"
-# Of 454 runs none that was estimated below 80 % of the device's memory ran out of it: Fujii et
-# al. 2024, https://arxiv.org/abs/2411.06465.
-SAFE_SHARE = 0.8
 
 Engine = Callable[[ModelShape, Strategy, Workload], Memory]
 
@@ -46,6 +44,8 @@ class PlanRow:
         sent_bytes: That a rank sends in a step of the optimizer.
         samples: That all ranks train on in it.
         time: Estimated; None where the device's speed is not known.
+        batch: Samples that a data-parallel rank computes at once.
+        safe_share: Of the device's memory, below which it is safe.
     """
 
     typed: str
@@ -58,13 +58,15 @@ class PlanRow:
     sent_bytes: float = 0.0
     samples: int = 0
     time: Time | None = None
+    batch: int = 0
+    safe_share: float = SAFE_SHARE
 
     @property
     def verdict(self) -> str:
         """SAFE, RISKY, NO or UNKNOWN; empty where it was not counted."""
         if self.memory is None:
             return ""
-        by_share = verdict(max(self.share, self.host_share))
+        by_share = verdict(max(self.share, self.host_share), self.safe_share)
         return UNKNOWN if self.memory.is_partial and by_share != NO else by_share
 
     @property
@@ -101,9 +103,9 @@ class Plan:
         return self.model.has_shape or degrees.dp == degrees.product
 
 
-def verdict(share: float) -> str:
-    """SAFE below 80 % of the device's memory, RISKY up to 100 %, NO above."""
-    if share < SAFE_SHARE:
+def verdict(share: float, safe_share: float = SAFE_SHARE) -> str:
+    """SAFE below a share of the device's memory, 80 % mostly; RISKY up to 100 %, NO above."""
+    if share < safe_share:
         return SAFE
     return RISKY if share <= 1 else NO
 
@@ -126,11 +128,16 @@ _CASES: tuple[tuple[str, Mapping[str, object]], ...] = (
     ("cp", {}),
     ("ulysses", {}),
 )
-# On more than one host: layers within hosts, the rest between.
-_ON_HOSTS: tuple[tuple[str, Mapping[str, object]], ...] = (
-    ("fsdp", {"tp": 8}),
-    ("pp", {"tp": 8, "pp": 2}),
-)
+
+
+def _cases(world_size: int, per_host: int) -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """What is planned; on more than one host also layers within hosts, the rest between."""
+    if world_size == 1:
+        return _CASES[:1]
+    if world_size <= per_host or per_host == 1:
+        return _CASES
+    within = (("fsdp", {"tp": per_host}), ("pp", {"tp": per_host, "pp": 2}))
+    return (*_CASES, *(case for case in within if case not in _CASES))
 
 
 def plan(  # noqa: PLR0913  # what a plan is about
@@ -144,6 +151,7 @@ def plan(  # noqa: PLR0913  # what a plan is about
     measured: LinkModel | None = None,
     engine: Engine = memory_of,
     copies: bool = False,
+    ranks_on: Sequence[HostRanks] = (),
     assumed: tuple[str, ...] = (),
     progress: Callable[[str, float, float, str], object] = lambda *_args: None,
 ) -> Plan:
@@ -152,7 +160,8 @@ def plan(  # noqa: PLR0913  # what a plan is about
     `given` has degrees and options, as strategy.choose.choose takes them. `measured` says how fast
     these ranks' collectives are, the engine how much memory a choice takes. With `copies` dp beside
     tp or pp keeps whole copies of what these leave, as Megatron does; nbdist itself shards there.
-    `progress` is told what is counted now: words, done, total, unit.
+    `ranks_on` are the hosts, as strategy.choose.choose takes them. `progress` is told what is
+    counted now: words, done, total, unit.
 
     Raises:
         OptionError: If a word does not exist, or the one strategy that was typed does not fit.
@@ -166,40 +175,57 @@ def plan(  # noqa: PLR0913  # what a plan is about
     def row(typed: str, choice: Strategy) -> PlanRow:
         choice = accumulating(as_copies(choice) if copies else choice, load)
         memory = engine(model, choice, load)
-        return PlanRow(
-            typed=typed,
-            choice=choice,
-            recipe=recipe_for(choice, load),
-            memory=memory,
-            share=memory.peak / device.memory_bytes,
-            host_share=memory.host / (device.host_memory_bytes or math.inf),
-            sent_bytes=sum(
-                flow.wire_bytes
-                for flow in flows(model, choice, load)
-                if model.has_shape or flow.sent.what in HELD
-            ),
-            samples=samples(choice, load),
-            time=time_of(model, choice, load, device, measured) if model.has_shape else None,
-        )
+        return row_of(model, device, load, choice, memory, typed=typed, measured=measured)
 
     if strategy is not None or any(word in given for word in ("dp", "tp", "pp", "cp")):
-        choice = choose(strategy, given, world_size)
+        choice = choose(strategy, given, world_size, ranks_on=ranks_on)
         if copies:
             _check_copies(choice)
             choice = as_copies(choice)
         progress(f"counting {label(choice)}", 0, 0, "")
         return Plan(model, device, world_size, load, (row(label(choice), choice),), assumed)
     _check_words(given, world_size)
-    cases = (*_CASES, *(_ON_HOSTS if world_size > 8 else ())) if world_size > 1 else _CASES[:1]
+    cases = _cases(world_size, device.per_host)
     rows = []
     for number, (name, case_options) in enumerate(cases):
         typed = typed_as(name, case_options)
         progress(f"counting {typed}", number, len(cases), "strategies")
         try:
-            rows.append(row(typed, choose(name, {**given, **case_options}, world_size)))
+            settings = {**given, **case_options}
+            rows.append(row(typed, choose(name, settings, world_size, ranks_on=ranks_on)))
         except OptionError as error:
             rows.append(PlanRow(typed, problem=str(error)))
     return Plan(model, device, world_size, load, tuple(rows), assumed)
+
+
+def row_of(  # noqa: PLR0913  # what a row is about
+    model: ModelShape,
+    device: Device,
+    load: Workload,
+    choice: Strategy,
+    memory: Memory,
+    *,
+    typed: str,
+    measured: LinkModel | None = None,
+) -> PlanRow:
+    """The row of a choice whose memory is counted, with what it sends and its time."""
+    return PlanRow(
+        typed=typed,
+        choice=choice,
+        recipe=recipe_for(choice, load),
+        memory=memory,
+        share=memory.peak / device.memory_bytes,
+        host_share=memory.host / (device.host_memory_bytes or math.inf),
+        sent_bytes=sum(
+            flow.wire_bytes
+            for flow in flows(model, choice, load)
+            if model.has_shape or flow.sent.what in HELD
+        ),
+        samples=samples(choice, load),
+        time=time_of(model, choice, load, device, measured) if model.has_shape else None,
+        batch=load.batch,
+        safe_share=device.safe_share,
+    )
 
 
 def as_copies(choice: Strategy) -> Strategy:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nbdist.planner.devices import PER_HOST
 from nbdist.planner.plan import NO, UNKNOWN, Plan, PlanRow, typed_as
 
 # A name, and options.
@@ -105,10 +104,11 @@ def _by_fit(question: Question) -> tuple[Case, str]:
 def _by_size(question: Question) -> tuple[Case, str]:
     size, limit = question.parameter_bytes, question.planned.device.memory_bytes
     parameters = f"its parameters take {size / 1e9:,.1f} GB"
-    hosts = question.planned.world_size // PER_HOST
+    per_host = question.planned.device.per_host
+    hosts = question.planned.world_size // per_host
     if question.planned.model.parameters >= LARGEST and hosts > 1:
         stages = min(_STAGES_OF_3D, hosts)
-        return ("pp", {"tp": PER_HOST, "pp": stages}), "175 billion or more: 3D, tp within a host"
+        return ("pp", {"tp": per_host, "pp": stages}), "175 billion or more: 3D, tp within a host"
     if size < SMALL_BYTES:
         return _DDP, f"{parameters}, less than 2 GB"
     if size <= limit:
@@ -122,10 +122,11 @@ def _by_stages(question: Question) -> tuple[Case, str]:
         return _DDP, "it fits on one device"
     if planned.model.parameters > LARGE and planned.device.link.startswith("NVLink"):
         inside: Case = ("tp", {})
-        if planned.world_size <= PER_HOST and question.fits(inside):
+        per_host = planned.device.per_host
+        if planned.world_size <= per_host and question.fits(inside):
             return inside, "more than 70 billion, and NVLink"
-        across: Case = ("pp", {"tp": PER_HOST, "pp": 2})
-        if planned.world_size > PER_HOST and question.fits(across):
+        across: Case = ("pp", {"tp": per_host, "pp": 2})
+        if planned.world_size > per_host and question.fits(across):
             return across, "more than 70 billion, and tp within a host is not enough"
     for case in _STAGES:
         if question.fits(case):

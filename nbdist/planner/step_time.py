@@ -6,7 +6,7 @@ docs/plan.md has the model in words, with the source of each constant.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from nbdist.bandwidth.results import OPS, LinkModel
@@ -16,7 +16,7 @@ from nbdist.planner.collective_time import latency_s, ring_bytes_per_s, ring_of
 from nbdist.planner.devices import Device
 from nbdist.planner.models import ModelShape
 from nbdist.planner.pipeline_time import makespan_s
-from nbdist.planner.workload import Workload, micro_batches, recipe_for, widths_of
+from nbdist.planner.workload import Workload, is_megatron, micro_batches, recipe_for, widths_of
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.table import SentBytes
@@ -124,7 +124,7 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
     # Buckets and units decide how many messages there are of the model: about one for a block.
     layers = math.ceil(shape.layers / choice.degrees.pp)
     result = []
-    for sent in footprint.sent_of(choice):
+    for sent in _sent_of(choice, load):
         if sent.what in {"parameters", "gradients"}:
             width = widths.gathered if sent.what == "parameters" else widths.reduced
             whole = footprint.model_message(choice, sent, model.parameters * width)
@@ -132,6 +132,9 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
             # DeepSpeed below stage 3: there it is by the optimizer's step alone.
             in_each = choice.name != "deepspeed" or choice.options.stage == 3
             times = float(again if sent.call == "all-gather" and in_each else 1)
+            if sent.call == "all-gather" and choice.degrees.pp > 1 and sent.times > 1:
+                # Every forward leaves a pipeline's blocks split, no backward but the last does.
+                times *= (micro_batches(choice, load) + 1) / sent.times
             count = times * sent.times * layers
         else:
             # In a forward and backward: between stages once, else in each block.
@@ -143,9 +146,19 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
                 times *= CHUNKS
             count = times * sent.times * micro_batches(choice, load)
             whole = sizes[sent.what]
+            if sent.call == "send" and is_megatron(choice, load):
+                whole /= choice.degrees.tp
         wire = times * footprint.wire_bytes(choice, sent, whole)
         result.append(Flow(sent, wire, max(1, round(count))))
     return tuple(result)
+
+
+def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
+    """What the choice sends; the parts that Megatron sends between stages are gathered over tp."""
+    for sent in footprint.sent_of(choice):
+        yield sent
+        if sent.call == "send" and choice.degrees.tp > 1 and is_megatron(choice, load):
+            yield replace(sent, call="all-gather", axes=("tp",))
 
 
 def again_blocks(choice: Strategy, layers: int) -> int:
@@ -186,7 +199,8 @@ def time_of(
         precision = "bf16"
     if not device.flops(precision) or not device.bandwidth:
         return None
-    rank = Rank(device, speeds, precision, 4 if precision == "fp32" else 2)
+    width = 4 if precision == "fp32" else 2
+    rank = Rank(device, speeds, precision, width, is_megatron(choice, load))
     sums = {
         (flow.sent.what, flow.sent.call, flow.sent.axes): _flow_s(flow, choice, rank, measured)
         for flow in flows(model, choice, load)
@@ -234,7 +248,7 @@ def _flow_s(
     if measured is not None and op in measured.fits:
         each = flow.wire_bytes / flow.messages / OPS[op].factor(n)
         return flow.messages * measured.seconds(op, each, n), True
-    ring = ring_of(choice, flow.sent.axes)
+    ring = ring_of(choice, flow.sent.axes, rank.device.per_host)
     bytes_s = flow.wire_bytes / ring_bytes_per_s(ring, rank.device, rank.speeds)
     return flow.messages * latency_s(flow.sent.call, ring, rank.device) + bytes_s, False
 
@@ -355,13 +369,13 @@ class _Step:
     ) -> float:
         """FSDP: of the root and of one block everything is waited for, of the others the rest."""
         once = self.choice.options.shard == "grad-op"
-        passes = self.passes
-        ahead = gather / passes / (1 if once else 2)
+        passes, pieces = self.passes, micro_batches(self.choice, self.load)
+        ahead = gather / passes / (1 if once else pieces + 1)
         back = 0.0 if once else ahead
         root = self.model.root_parameters / self.model.parameters
         alone = root + (1 - root) / blocks
         waits = passes * ahead * alone + reduce * alone
         rest = 1 - alone
         waits += passes * self._hidden(ahead * rest, forward_s)
-        waits += (passes - 1) * self._hidden(back * rest, backward_s)
+        waits += (passes * pieces - 1) * self._hidden(back * rest, backward_s)
         return waits + self._hidden((back + reduce) * rest, backward_s)

@@ -109,6 +109,17 @@ def settings_of(choice: Strategy) -> dict[str, object]:
     return degrees.by_word | ({"replicas": degrees.dp_replicate} if is_hybrid else {}) | options
 
 
+def typed_line(choice: Strategy) -> str:
+    """A choice as it is typed for its ranks: `fsdp --tp 8 --bf16`; dp takes what others leave."""
+    is_sharded = choice.name == "tp" and choice.degrees.dp > 1
+    words = ["fsdp" if is_sharded else choice.name]
+    for name, value in settings_of(choice).items():
+        option = typed_options.OPTIONS.get(name)
+        if name != "dp":
+            words.append(typed_options.spell(option, value) if option else f"--{name} {value}")
+    return " ".join(words)
+
+
 def default_choice(world_size: int) -> Strategy:
     """What counts where nothing was chosen: ddp, as with Accelerate."""
     return choose("ddp", {}, world_size)

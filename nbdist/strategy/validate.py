@@ -8,6 +8,9 @@ from nbdist.errors import OptionError
 from nbdist.strategy.choice import Strategy, rows_of
 from nbdist.strategy.options import OPTIONS, listed, takers
 
+# Schedules in which each rank has two stages, where the model has blocks enough.
+LOOPED = frozenset({"interleaved", "zb"})
+
 
 def check(choice: Strategy, typed: Collection[str], device_type: str, backend: str) -> None:
     """Refuse options that do not belong to a choice, or that it would silently ignore.
@@ -73,3 +76,60 @@ def _rules(
         f"{options.microbatches}. Use --microbatches {2 * stages}, or --schedule gpipe."
     )
     yield "microbatches", is_short, problem
+
+
+def stages_per_rank(choice: Strategy, blocks: int) -> int:
+    """Stages of a pipeline on each rank, of a model with so many blocks."""
+    return 2 if choice.options.schedule in LOOPED and blocks >= 2 * choice.degrees.pp else 1
+
+
+def check_pipeline(choice: Strategy, blocks: int) -> None:
+    """Refuse what no pipeline of nbdist's runs, of a model with so many blocks.
+
+    Plans count it all the same: other frameworks have it.
+
+    Raises:
+        OptionError: A schedule that does not exist, or does not go with another option.
+    """
+    for is_broken, problem in _pipeline_rules(choice, stages_per_rank(choice, blocks)):
+        if is_broken:
+            raise OptionError(problem)
+
+
+def _pipeline_rules(choice: Strategy, per_rank: int) -> Iterator[tuple[bool, str]]:
+    """(whether a schedule's rule is broken, what is wrong and what works)."""
+    options, degrees = choice.options, choice.degrees
+    schedule, count = options.schedule, options.microbatches
+    every = OPTIONS["schedule"].choices
+    yield (
+        schedule not in every,
+        f"There is no pipeline schedule {schedule}. Use one of {', '.join(every)}.",
+    )
+    what = "--compile" if options.is_compiled else f"--checkpoint {options.checkpoint}"
+    problem = (
+        f"--schedule zb runs each backward in two halves, which {what} does not allow: what it "
+        "computes again is gone after the first half. Use another schedule: "
+        f"{', '.join(name for name in every if name != 'zb')}."
+    )
+    yield schedule == "zb" and bool(options.is_compiled or options.checkpoint), problem
+    if count is not None:
+        yield count < 1, f"--microbatches {count}: a batch has at least one micro-batch."
+        # What torch's schedules ask for: equal rounds over the ranks.
+        below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp
+        problem = (
+            f"--schedule {schedule} cannot deal {count} micro-batches out to {degrees.pp} "
+            f"ranks in equal rounds. Use --microbatches {below} or {above}."
+        )
+        yield schedule in LOOPED and bool(count % max(1, count // degrees.pp)), problem
+    others = " or ".join(name for name in every if name not in LOOPED)
+    start = f"--schedule {schedule} puts two stages on each rank"
+    problem = (
+        f"{start}, and FSDP can gather and sum up only one. Use --schedule {others} with a data "
+        f"parallel degree of {degrees.dp}."
+    )
+    yield per_rank == 2 and degrees.dp > 1, problem
+    problem = (
+        f"{start}, and --sequence-parallel splits the sequence once for all blocks of a rank. Use "
+        f"--schedule {others} with it."
+    )
+    yield per_rank == 2 and options.has_sequence_parallel, problem

@@ -42,8 +42,10 @@ def pytest_collect_file(
     """Put this module's notebook in the place of nbval's."""
     collectors = yield
     return [
-        NotebookFile.from_parent(parent, path=file_path) if type(found) is IPyNbFile else found
-        for found in collectors
+        NotebookFile.from_parent(parent, path=file_path)
+        if type(collector) is IPyNbFile
+        else collector
+        for collector in collectors
     ]
 
 

@@ -125,11 +125,11 @@ def offsets(recordings: Sequence[RecordedTrace]) -> Mapping[str, Clock]:
         for far in hosts:
             if far in clocks or (near, far) not in between:
                 continue
-            known, clock = clocks[near], between[near, far].clock()
+            near_clock, clock = clocks[near], between[near, far].clock()
             clocks[far] = Clock(
-                known.offset_ns + clock.offset_ns,
-                known.offset_ns + clock.low_ns,
-                known.offset_ns + clock.high_ns,
+                near_clock.offset_ns + clock.offset_ns,
+                near_clock.offset_ns + clock.low_ns,
+                near_clock.offset_ns + clock.high_ns,
                 clock.count,
             )
             reached.append(far)

@@ -13,7 +13,7 @@ c.Cluster.send_engines_connection_env = False
 c.Cluster.delay = 0
 c.RankEngineSetLauncher.delay = 0
 
-# An engine counts as registered after two heartbeats: 3 s each by default, 0.2 s here.
+# An engine counts as registered after a heartbeat: every 3 s by default, every 0.2 s here.
 # 150 misses make up for it: an engine is given up after 30 s, as with longer beats.
 c.Cluster.controller_args = [
     "--HeartMonitor.period=200",

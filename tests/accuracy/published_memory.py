@@ -59,7 +59,7 @@ SOURCES = {
     "torchtitan": f"[torchtitan, 64 A100]({_TITAN}/docs/performance.md)",
     "torchtitan H100": "[torchtitan, H100 with 96 GB]"
     f"({_TITAN}/benchmarks/llama3_h100_202412_torchtitan.md)",
-    "FSDP": "[FSDP's paper](https://arxiv.org/abs/2304.11277), section 5.2",
+    "FSDP": "[FSDP's paper](https://arxiv.org/abs/2304.11277), sections 5.2, 5.4",
     "SimuMax": f"[SimuMax, 8 B200]({_SIMUMAX}/docs/b200/b200_release_v1.2_summary.md)",
 }
 
@@ -81,7 +81,10 @@ def _cut(name: str, layers: int) -> dict[str, Any]:
 
 _SHARED = {"strategy": "tp", "ranks": 8, "gpu": "b200", "seq": 4096, "accumulate": 4, "bf16": True,
            "recipe": "mixed", "sequence_parallel": True}  # fmt: skip
-_COPIES = {"strategy": "ddp", "ranks": 8, "gpu": "a100-80gb", "seq": 512, "batch": 8, "bf16": True}
+# Section 5.2 says neither batch nor tokens: they are those of section 5.4, of the same model.
+_COPIES = {"strategy": "ddp", "ranks": 8, "gpu": "a100-80gb", "seq": 512, "batch": 8,
+           "precision": "fp32"}  # fmt: skip
+_SHARDS = {"strategy": "fsdp1", "gpu": "a100-80gb", "bf16": True, "checkpoint": "full"}
 _FEWER = _tuned(strategy="fsdp1", shard="grad-op", batch=11)
 CASES = (
     MemoryCase("accelerate", "gpt2-large", FITS, _tuned(strategy="ddp", batch=7)),
@@ -93,6 +96,8 @@ CASES = (
     MemoryCase("accelerate", "gpt2-xl", OUT, _tuned(strategy="single", ranks=1, precision="fp16")),
     MemoryCase("FSDP", "11B", OUT, _COPIES),
     MemoryCase("FSDP", "2.28B", FITS, _COPIES),
+    MemoryCase("FSDP", "11B", FITS, {**_SHARDS, "ranks": 8, "seq": 512, "batch": 16}),
+    MemoryCase("FSDP", "175B", FITS, {**_SHARDS, "ranks": 128, "seq": 2048, "batch": 2}),
     MemoryCase("torchtitan", "llama-2-70b", OUT, _titan(64, 4096, 2, checkpoint="selective")),
     MemoryCase("torchtitan", "llama-2-70b", FITS, _titan(64, 4096, 1, checkpoint="selective")),
     MemoryCase("torchtitan", "llama-2-70b", FITS, _titan(64, 4096, 2, checkpoint="full")),

@@ -26,20 +26,20 @@ def summary(results: Sequence[Result]) -> str:
     """Median and worst error of each engine, a line each."""
     lines = []
     for what, of in (("A run", "run"), ("Formulas", "formulas")):
-        found = [
-            (abs(e), one)
-            for one in results
-            if (e := error(getattr(one, of), one.measured)) is not None
+        errors = [
+            (abs(e), result)
+            for result in results
+            if (e := error(getattr(result, of), result.measured)) is not None
         ]
-        if not found:
+        if not errors:
             continue
-        worst, one = max(found, key=lambda pair: pair[0])
-        median = _percent(statistics.median(share for share, _ in found))
+        worst, first = max(errors, key=lambda pair: pair[0])
+        median = _percent(statistics.median(share for share, _ in errors))
         lines.append(
-            f"{what}: {len(found)} peaks, median error {median}, worst {_percent(worst)} "
-            f"({one.model}, `{one.typed}`)."
+            f"{what}: {len(errors)} peaks, median error {median}, worst {_percent(worst)} "
+            f"({first.model}, `{first.typed}`)."
         )
-    exact = sum(one.states for one in results)
+    exact = sum(result.states for result in results)
     lines.append(
         f"Parameters, gradients and optimizer state: {exact} of {len(results)} exact, to the byte."
     )
@@ -48,21 +48,21 @@ def summary(results: Sequence[Result]) -> str:
 
 def text(results: Sequence[Result]) -> str:
     """The summary and the table, with where they were made."""
-    ordered = sorted(results, key=lambda one: one.n)
+    ordered = sorted(results, key=lambda result: result.n)
     table = tables.table(_HEAD, map(_row, ordered))
     return "\n\n".join([tables.machine(*_PACKAGES), summary(results), table])
 
 
-def _row(one: Result) -> tuple[str, ...]:
+def _row(result: Result) -> tuple[str, ...]:
     return (
-        one.model,
-        f"`{one.typed}`",
-        str(one.n),
-        f"{one.batch} x {one.sequence}",
-        "exact" if one.states else "**off**",
-        f"{one.measured / 1e6:.2f}",
-        _signed(error(one.run, one.measured)),
-        _signed(error(one.formulas, one.measured)),
+        result.model,
+        f"`{result.typed}`",
+        str(result.n),
+        f"{result.batch} x {result.sequence}",
+        "exact" if result.states else "**off**",
+        f"{result.measured / 1e6:.2f}",
+        _signed(error(result.run, result.measured)),
+        _signed(error(result.formulas, result.measured)),
     )
 
 

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module", name="engine")
 def _engine() -> Iterator[FakeEngine]:
-    with FakeEngine(Source()) as one:
-        yield one
+    with FakeEngine(Source()) as engine:
+        yield engine
 
 
 def test_states_and_peaks_of_some(tmp_path: Path, engine: FakeEngine) -> None:
@@ -54,18 +54,21 @@ def _compare(
         results = [result["found"] for result in ranks.results()]
     problems: list[str] = []
     for number, case in enumerate(cases):
-        found = [result[number] for result in results]
-        for one in found:
-            assert isinstance(one, dict), f"{case}\n{one}"
-        problems += _problems(case, found, engine)
+        measurements = [result[number] for result in results]
+        for measured in measurements:
+            assert isinstance(measured, dict), f"{case}\n{measured}"
+        problems += _problems(case, measurements, engine)
     assert problems == []
 
 
-def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> list[str]:
+def _problems(case: Case, measurements: list[dict[str, Any]], engine: FakeEngine) -> list[str]:
     """What is off; the case is recorded in any way."""
-    sent = found[0]["sent"]
-    told = [MeasuredMemory(**{k: v for k, v in one.items() if k != "sent"}) for one in found]
-    measured = largest(told)
+    sent = measurements[0]["sent"]
+    memories = [
+        MeasuredMemory(**{k: v for k, v in measured.items() if k != "sent"})
+        for measured in measurements
+    ]
+    measured = largest(memories)
     config = MODELS[case.model]
     engine._source = Source(config=config or {}, pickled=bytes.fromhex(sent))
     engine._otherwise = memory_of if config else _nothing
@@ -76,13 +79,13 @@ def _problems(case: Case, found: list[dict[str, Any]], engine: FakeEngine) -> li
     run = engine(
         shape if config else replace(shape, is_assumed=False, has_shape=False), choice, load
     )
-    states = _states_of(run, told)
+    states = _states_of(run, memories)
     result = Result(
         case.typed, case.model, case.n, case.batch, case.sequence, measured.peak,
         run.peak if run.engine == NAME and not run.is_partial else None, formulas, states, run.note,
     )  # fmt: skip
     record(result)
-    off = [] if states else [f"{case}: states of {run}, measured {told}"]
+    off = [] if states else [f"{case}: states of {run}, measured {memories}"]
     if result.run is not None and not _is_close(case, run, measured):
         off.append(f"{case}: {run}, measured {measured}")
     return off
@@ -104,8 +107,11 @@ def _nothing(*_: object) -> Memory:
     raise OptionError("nobody counts this")
 
 
-def _states_of(memory: Memory, told: list[MeasuredMemory]) -> bool:
+def _states_of(memory: Memory, memories: list[MeasuredMemory]) -> bool:
     """Whether one rank has just these, and none has more."""
     wanted = (memory.parameters, memory.gradients, memory.optimizer)
-    seen = [(one.parameters, one.gradients, one.optimizer) for one in told]
-    return wanted in seen and all(sum(one) <= sum(wanted) for one in seen)
+    seen = [
+        (memory_of_rank.parameters, memory_of_rank.gradients, memory_of_rank.optimizer)
+        for memory_of_rank in memories
+    ]
+    return wanted in seen and all(sum(states) <= sum(wanted) for states in seen)

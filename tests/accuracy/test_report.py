@@ -42,4 +42,4 @@ def test_the_page_has_every_case() -> None:
 
     assert len(wanted) >= 24
     assert wanted - seen.keys() == set()
-    assert {seen[one][4] for one in wanted} == {"exact"}
+    assert {seen[key][4] for key in wanted} == {"exact"}

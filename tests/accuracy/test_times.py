@@ -61,14 +61,19 @@ def test_half_of_the_models_at_most_are_fitted() -> None:
 
 
 def test_bars_on_what_was_not_fitted(scores: dict[str, Score]) -> None:
-    """15 % of each set, and 4 % of regret; every row is taken."""
-    for title in (f"{VTRAIN}, held out", f"{FOUNDRY}, held out", "Megatron's tables"):
-        assert scores[title].mean < 0.15, title
+    """15 % of each set, 4 % of regret, 0.8 of far pairs in order; every row is taken.
+
+    Held out, pairs miss that bar: docs/accuracy.md says by which rows.
+    """
+    assert {title for title, values in scores.items() if values.mean >= 0.15} == set()
     assert scores[f"{FOUNDRY}, held out"].mean < 0.08
     assert scores["Megatron's tables"].mean < 0.08
     held = scores[f"{VTRAIN}, held out"]
     assert held.regret is not None
     assert held.regret < 0.04
+    orders = {title: values.order for title, values in scores.items() if values.order is not None}
+    assert orders[f"{VTRAIN}, all"] > 0.8
+    assert orders[f"{VTRAIN}, 39.1B, tp 8"] > 0.95
     assert (scores[f"{VTRAIN}, all"].count, scores[f"{FOUNDRY}, all"].count) == (109, 209)
     assert {values.refused for values in scores.values()} == {0}
 

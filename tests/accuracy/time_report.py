@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nbdist.errors import OptionError
+from nbdist.planner.devices import PER_HOST
 from nbdist.planner.memory import check_fits
 from nbdist.strategy.choice import Strategy
 from tests.accuracy import steps
@@ -153,9 +154,20 @@ def scores() -> list[tuple[str, Score]]:
         names = steps.fitted_names([timed_step.step for timed_step in many])
         held = [timed_step for timed_step in many if timed_step.step.name not in names]
         lines += [(f"{title}, held out", score(held)), (f"{title}, all", score(many))]
+        if title == steps.VTRAIN:
+            lines += _by_tp(many, "39.1B")
     flash = [replace(step, choice=_with_flash(step.choice)) for step in steps.vtrain()]
     lines.append((f"{steps.VTRAIN}, all, as if by flash attention", score(timed(flash))))
     return lines + [(title, score(timed(load()))) for title, load in _SINGLE]
+
+
+def _by_tp(many: Sequence[Timed], model: str) -> list[tuple[str, Score]]:
+    """A model's rows with tp 8, a whole host, and the others: docs/accuracy.md says why."""
+    rows = [row for row in many if row.step.name == model]
+    whole = [row for row in rows if row.step.choice.degrees.tp == PER_HOST]
+    parts = [row for row in rows if row not in whole]
+    title = f"{rows[0].step.source}, {model}, tp"
+    return [(f"{title} 8", score(whole)), (f"{title} below 8", score(parts))]
 
 
 def _with_flash(choice: Strategy) -> Strategy:

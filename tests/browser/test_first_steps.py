@@ -122,7 +122,7 @@ def test_a_hang_is_told_and_the_stop_button_gives_everything_back(tab: Tab, tmp_
     began_s = time.monotonic()
     notebook.wait_text(cell, "waits in")
     told_s = time.monotonic() - began_s
-    told, prompt = tab.text("hang"), notebook.prompt(cell)
+    text, prompt = tab.text("hang"), notebook.prompt(cell)
     notebook.screenshot(tmp_path / "told.png")
 
     pressed_s = time.monotonic()
@@ -134,11 +134,11 @@ def test_a_hang_is_told_and_the_stop_button_gives_everything_back(tab: Tab, tmp_
     after = tab.run("after the hang")
 
     line = LINE.format(number)
-    assert told == f"[0] saving {line}"
+    assert text == f"[0] saving {line}"
     assert prompt == "[*]:"
     assert told_s < TOLD_S
     assert ended == (
-        f"{told} KeyboardInterrupt: ranks 0-1 are back, variables kept, groups recovered; {line}"
+        f"{text} KeyboardInterrupt: ranks 0-1 are back, variables kept, groups recovered; {line}"
     )
     assert back_s < BACK_S
     assert after == "[0-1] 41 3"

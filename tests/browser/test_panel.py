@@ -314,12 +314,12 @@ def test_it_shows_how_old_its_numbers_are_where_nothing_can_react(tab: Tab) -> N
     age = tab.panel.locator(".np-age")
     tab.begin("locked")
     age.wait_for(state="visible", timeout=DEADLINE_S * 1000)
-    told = age.evaluate("one => getComputedStyle(one).getPropertyValue('--nbdist-age')")
+    age_shown = age.evaluate("one => getComputedStyle(one).getPropertyValue('--nbdist-age')")
     tab.picture("old")
     tab.wait_done(NUMBER["locked"], DEADLINE_S)
     age.wait_for(state="hidden", timeout=DEADLINE_S * 1000)
 
-    assert int(told) >= 3
+    assert int(age_shown) >= 3
 
 
 def test_a_strategy_is_switched_by_mouse_and_the_loss_goes_on(tab: Tab) -> None:

@@ -49,12 +49,12 @@ def test_an_aborted_cell_fails_although_the_code_caught_the_abort() -> None:
 
 def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
     """Its traceback is shown; what came back is told."""
-    own = RankFailure(1, "ValueError", "boom", ("Traceback of rank 1",))
+    failure = RankFailure(1, "ValueError", "boom", ("Traceback of rank 1",))
     ending = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=1.0, outcome=RECOVERED)
     error = raised(
         ending,
         RankResult(0, "error", 2.0, "", RELEASED),
-        RankResult(1, "error", 0.1, "", own),
+        RankResult(1, "error", 0.1, "", failure),
     )
 
     assert type(error) is DistributedError
@@ -66,8 +66,8 @@ def test_the_peers_own_error_is_the_root_cause_of_a_deadlock() -> None:
 
 def test_an_interrupted_collective_is_an_interrupt() -> None:
     """Released by the abort that an interrupt asked for: KeyboardInterrupt, not a failure."""
-    told = waiting_message({0: "waiting in barrier at line 1 of cell [4]"})
-    ending = CellOutcome("", True, None, told, outcome=RECOVERED)
+    text = waiting_message({0: "waiting in barrier at line 1 of cell [4]"})
+    ending = CellOutcome("", True, None, text, outcome=RECOVERED)
     error = raised(ending, RankResult(0, "interrupted", 1.0, "", RELEASED), RankResult(1, "ok", 0))
 
     assert isinstance(error, Interrupted)
@@ -152,10 +152,10 @@ def test_ranks_that_were_aborted_are_not_told_twice_and_many_places_are_cut() ->
     """Where those waited stands in the message already."""
     frames = [f"Cell In[4], line {line}\n----> {line} f{line}()" for line in range(10)]
     ranks = [interrupted(rank, frame) for rank, frame in enumerate(frames)]
-    one = raised(CellOutcome("", True, None, LINE, waiting=frozenset({0})), *ranks[:1])
+    error = raised(CellOutcome("", True, None, LINE, waiting=frozenset({0})), *ranks[:1])
     many = str(raised(CellOutcome("", True, None), *ranks)).splitlines()
 
-    assert "\n" not in str(one)
+    assert "\n" not in str(error)
     assert many[-2:] == ["[7] at line 7 of cell [4]: f7()", "[8-9] at other lines"]
     assert len(many) == 1 + 8 + 1
 
@@ -179,26 +179,26 @@ def test_what_counts_as_interrupted(
 
 def test_equal_waits_are_one_phrase() -> None:
     """Ranks in the same line are named together."""
-    told = waiting_message({0: "waiting in a", 1: "waiting in a", 2: "waiting in b"})
+    text = waiting_message({0: "waiting in a", 1: "waiting in a", 2: "waiting in b"})
 
-    assert told == "ranks 0-1 were waiting in a; rank 2 was waiting in b"
+    assert text == "ranks 0-1 were waiting in a; rank 2 was waiting in b"
 
 
 def test_stuck_ranks_are_told_with_their_place_and_the_price() -> None:
     """The next press is explained before it does anything."""
-    told = unresponsive_message([1], {1: "line 3 of cell [12]: a @ b"}, (), can_replace=True)
+    text = unresponsive_message([1], {1: "line 3 of cell [12]: a @ b"}, (), can_replace=True)
 
-    assert "rank 1 is not back yet" in told
-    assert "line 3 of cell [12]: a @ b" in told
-    assert "variables are then lost" in told
+    assert "rank 1 is not back yet" in text
+    assert "line 3 of cell [12]: a @ b" in text
+    assert "variables are then lost" in text
 
 
 def test_a_press_promises_no_replacement_where_there_is_none() -> None:
     """Ranks that a batch system or another host has started cannot be replaced one by one."""
-    told = unresponsive_message([0, 1], {}, (), can_replace=False)
+    text = unresponsive_message([0, 1], {}, (), can_replace=False)
 
-    assert "Another press gives the notebook back" in told
-    assert "lost" not in told
+    assert "Another press gives the notebook back" in text
+    assert "lost" not in text
 
 
 def test_a_stopped_rank_is_not_said_to_be_in_c_code() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cells.kernel.cell_run import SETTLED_S, CellRun
+from nbdist.cells.kernel.cell_run import SETTLED_S, TOGETHER_S, CellRun
 from nbdist.cells.kernel.wait import wait
 from nbdist.cells.line_merger import Line
 from nbdist.cells.outputs import CellResult, Event
@@ -146,11 +146,24 @@ def test_nothing_is_kept_of_a_rank_that_writes_on() -> None:
     broken.message(0, text("one\n"))
     with pytest.raises(OSError, match="No space left"):
         wait(lambda: broken)
-    woken: list[int] = []
-    broken.on_item = lambda: woken.append(1)
+    woken: list[float] = []
+    broken.on_item = woken.append
     broken.message(0, text("two\n"))
 
     assert woken == []
+
+
+def test_who_waits_is_woken_at_once_by_the_last_reply_and_soon_by_the_others() -> None:
+    """Of 64 ranks each would wake it; what a person or a process does cannot wait."""
+    run = cell(Kept(), tuple(range(64)))
+    woken: list[float] = []
+    run.on_item = woken.append
+    for rank in range(64):
+        run.message(rank, text("line\n"))
+        run.done(rank, "ok")
+    run.press()
+
+    assert woken == [TOGETHER_S] * 127 + [0.0, 0.0]
 
 
 def test_ranks_that_are_stopped_meanwhile_end_the_cell() -> None:
@@ -200,8 +213,8 @@ def test_a_failure_that_was_told_is_waited_for_no_more() -> None:
     run.done(1, Failed())
     pause_s = longest_wait_s(run, run._began_s)
 
-    told = [event.text for event in sink.events if isinstance(event, Line)]
-    assert told == [
+    texts = [event.text for event in sink.events if isinstance(event, Line)]
+    assert texts == [
         "rank 1 raised ValueError: boom; rank 0 still running (the stop button interrupts)\n"
     ]
     assert pause_s > 60

@@ -56,9 +56,9 @@ from nbdist.errors import StartError
 )
 def test_what_to_do_is_added_where_it_is_known(name: str, message: str, hint: str) -> None:
     """Behind the error's own message; the notebook has `data`."""
-    told = explain(RankFailure(1, name, message), {"data"}.__contains__).message
+    text = explain(RankFailure(1, name, message), {"data"}.__contains__).message
 
-    assert re.fullmatch(re.escape(message) + hint, told)
+    assert re.fullmatch(re.escape(message) + hint, text)
 
 
 def test_a_program_is_not_sent_to_a_notebook() -> None:

@@ -1,6 +1,8 @@
 """A journal is read back whole, however its pieces fall."""
 
 import json
+import time
+from typing import Any
 
 import pytest
 
@@ -26,31 +28,38 @@ def test_it_is_read_in_any_pieces(size: int) -> None:
     """The head, two messages with their buffers, the reply, and the end."""
     reader = JournalReader()
     pieces = [WRITTEN[at : at + size] for at in range(0, len(WRITTEN), size)]
-    records = [record for piece in pieces for record in reader.take(piece)]
-    messages = [record.content for record in records[:2]]
+    messages = [message for piece in pieces for message in reader.take(piece)]
 
-    assert reader.head == HEAD
-    assert [record.kind for record in records] == [
-        journal.MESSAGE,
-        journal.MESSAGE,
-        journal.REPLY,
-        journal.END,
-    ]
+    assert (reader.head, reader.offset) == (HEAD, len(WRITTEN))
     assert [message["content"]["text"] for message in messages] == ["hi\n", "hi\n"]
     assert [message["buffers"] for message in messages] == [[], [b"\x00raw", b""]]
-    assert {key: records[2].content[key] for key in ("status", "ename", "evalue")} == {
-        "status": "error",
-        "ename": "E",
-        "evalue": "v",
-    }
-    assert "other" not in records[2].content
-    assert records[3].content == {"lost_bytes": 5}
+    assert reader.reply is not None
+    assert reader.reply.pop("ended_s") <= time.monotonic()
+    assert reader.reply == {"status": "error", "ename": "E", "evalue": "v"}
+    assert (reader.has_ended, reader.lost_bytes) == (True, 5)
 
 
 def test_a_record_that_is_not_whole_waits() -> None:
     """What a full disk has cut off, or is being written, is not handed out."""
     reader = JournalReader()
 
-    assert list(reader.take(WRITTEN[:-30])) != []
+    assert len(reader.take(WRITTEN[:-30])) == 2
     assert reader.head == HEAD
-    assert list(reader.take(b"")) == []
+    assert (reader.take(b""), reader.reply, reader.has_ended) == ([], None, False)
+
+
+def test_messages_of_ranks_are_in_the_order_of_their_dates() -> None:
+    """Equal lines of ranks that are far apart are merged only then."""
+
+    def message(date: str) -> dict[str, Any]:
+        return {"header": {"date": date}}
+
+    pieces = {0: [message("2"), message("4")], 1: [message("1"), message("2"), message("3")]}
+
+    assert [(rank, m["header"]["date"]) for rank, m in journal.by_date(pieces)] == [
+        (1, "1"),
+        (0, "2"),
+        (1, "2"),
+        (1, "3"),
+        (0, "4"),
+    ]

@@ -141,9 +141,12 @@ def test_somebody_who_looks_on_sees_what_is_here(folder: Path) -> None:
     ]
 
 
-def test_what_has_been_written_is_shown_at_once(folder: Path) -> None:
-    """Without following, a cell that runs is shown as far as it is."""
-    write(folder, 0, says("first\nsec"))
+def test_what_has_been_written_is_shown_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without following, a cell that runs is shown as far as it is, however long a line is."""
+    monkeypatch.setattr(onlooker, "PIECE_BYTES", 400)
+    write(folder, 0, says("first\n"), says("x" * 1000 + "\n"), says("sec"))
     write(folder, 1, says("first\n"))
     run, sink = runs.read(folder), Seen()
     head = onlooker.newest(run)
@@ -151,7 +154,7 @@ def test_what_has_been_written_is_shown_at_once(folder: Path) -> None:
     onlooker.show(run, head, sink, shows_all=False, follows=False)
 
     assert "[0-1] first\n" in sink.text
-    assert sink.text.endswith("[0] sec\nclosed")
+    assert sink.text.endswith("x\n[0] sec\nclosed")
 
 
 def entry(*, keep: Keep = KEEP, until_s: float = 0.0, **options: bool) -> KeptRun:
@@ -178,7 +181,7 @@ def test_time_left_is_told_with_what_happens_then() -> None:
     ]
     gpus = replace(KEEP, gpus=("H100", "H100", "A100"))
 
-    assert [its.left(2000.0) for its, _ in cases] == [told for _, told in cases]
+    assert [its.left(2000.0) for its, _ in cases] == [left for _, left in cases]
     assert entry(keep=gpus, until_s=3800.0).phrase(4600.0 - 2600.0) == (
         "kept, time left 30 min, up for 17 min, GPUs 2 H100, 1 A100, newest cell none"
     )

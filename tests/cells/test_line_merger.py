@@ -28,15 +28,15 @@ def shown(merger: LineMerger, now_s: float) -> str:
 
 def texts(events: list[Line | Bar | Attachment]) -> list[str]:
     """Every event as a short text, and every line of several that are shown at once."""
-    found = []
+    shown = []
     for event in events:
         if isinstance(event, Attachment):
-            found.append(f"<{event.rank}>")
+            shown.append(f"<{event.rank}>")
         elif isinstance(event, Bar):
-            found.append(f"bar {event.text}")
+            shown.append(f"bar {event.text}")
         else:
-            found += single(event)
-    return found
+            shown += single(event)
+    return shown
 
 
 def single(lines: Line) -> list[str]:
@@ -65,6 +65,11 @@ _BLANKED = "\r 50%|#####     |\r100%|##########|\r{spaces}\rrank {rank} done\n"
         ([(rank, f"{rank}\n") for rank in (2, 1, 0)], "[0] 0\n[1] 1\n[2] 2\n", set()),
         ([(rank, f"{'abab'[rank]}\n") for rank in range(4)], "[0,2] a\n[1,3] b\n", set()),
         ([(3, "x\n"), (1, "x\n")], "[1,3] x\n", set()),
+        (
+            [(rank, f"{rank == 7}\nall\n") for rank in range(64)],
+            "[0-6,8-63] False\n[7] True\n[0-63] all\n",
+            set(),
+        ),
         # What a line is: in pieces, with Windows' ends, empty, with spaces, wide and in colours.
         ([(0, "lo"), (0, "ss"), (0, " 2\n")], "[0] loss 2\n", set()),
         (
@@ -374,10 +379,10 @@ def by_lines_and_ranks(
 ) -> list[Line | Bar | Attachment]:
     """Lines, and the figures of one rank; two ranks' figures have no order of their own."""
     return [
-        one
+        case
         for event in events
         if not isinstance(event, Attachment) or event.rank == rank
-        for one in (
+        for case in (
             [Line(event.stream, text) for text in single(event)]
             if isinstance(event, Line)
             else [event]
@@ -428,8 +433,8 @@ def test_no_line_is_lost_or_made_up(seed: int, *, is_patient: bool) -> None:
                 label, _, text = line.removesuffix("\n").removeprefix("[").partition("] ")
                 for span in label.split(","):
                     first, _, last = span.partition("-")
-                    for one in range(int(first), int(last or first) + 1):
-                        got[one].append(text)
+                    for number in range(int(first), int(last or first) + 1):
+                        got[number].append(text)
 
     assert got == wanted
 

@@ -332,8 +332,8 @@ def test_a_bar_leaves_nothing_of_itself(
 
 def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:
     """The panel is told of the bar alone; nothing comes after the end."""
-    told: list[str] = []
-    cell = LiveCell(notebook.output_file, on_bar=told.append, clock_s=lambda: notebook.now_s)
+    lines: list[str] = []
+    cell = LiveCell(notebook.output_file, on_bar=lines.append, clock_s=lambda: notebook.now_s)
     cell.note("trace: recording")
     alone = notebook.screen()
     notebook.now_s += 1
@@ -349,7 +349,7 @@ def test_a_note_stands_beside_the_bar_and_goes(notebook: Notebook) -> None:
     assert both == ["[0] 50%  trace: recording"]
     assert without == ["[0] 50%"]
     assert notebook.screen() == [""]
-    assert told[-2:] == ["[0] 50%", ""]
+    assert lines[-2:] == ["[0] 50%", ""]
 
 
 def test_the_bars_of_two_streams(notebook: Notebook) -> None:

@@ -60,8 +60,8 @@ def png(name: str) -> dict[str, Any]:
 
 def fed(feed: OutputReducer, *messages: tuple[int, dict[str, Any]]) -> list[Event]:
     """What is shown after these messages."""
-    for rank, one in messages:
-        feed.feed(rank, one, 0)
+    for rank, message in messages:
+        feed.feed(rank, message, 0)
     return feed.due(0)
 
 
@@ -99,7 +99,7 @@ _X, _Y = {"text/plain": "'x'"}, {"text/plain": "'y'"}
         # Text and results are merged over the ranks, a result as one block.
         ([(1, stream("x\n")), (0, stream("x\n"))], ["[0-1] x"], ""),
         (
-            [(rank, one) for rank in range(2) for one in (stream("a\n"), result(_TENSOR))],
+            [(rank, message) for rank in range(2) for message in (stream("a\n"), result(_TENSOR))],
             ["[0-1] a", "[0-1] tensor([1,\n              2])"],
             "",
         ),
@@ -112,7 +112,7 @@ _X, _Y = {"text/plain": "'x'"}, {"text/plain": "'y'"}
         ([(0, message("comm_open", comm_id="x"))], [], ""),
         # The lowest rank shows its figure in its place, the others' are counted.
         (
-            [(r, one) for r in (1, 0) for one in (stream("a\n"), display(), stream("b\n"))],
+            [(r, message) for r in (1, 0) for message in (stream("a\n"), display(), stream("b\n"))],
             ["[0-1] a", "0 shows iVBORw0K", "[0-1] b"],
             "1 display of rank 1",
         ),
@@ -160,16 +160,20 @@ _X, _Y = {"text/plain": "'x'"}, {"text/plain": "'y'"}
         ),
         # All that clear do it once, at rank 0's place; what is cleared is not counted.
         (
-            [(r, one) for r in (1, 0) for one in (stream("a\n"), clear(wait=True), stream("b\n"))],
+            [
+                (r, message)
+                for r in (1, 0)
+                for message in (stream("a\n"), clear(wait=True), stream("b\n"))
+            ],
             ["[0-1] a", "clear 0 wait", "[0-1] b"],
             "",
         ),
         (
             [
-                (rank, one)
+                (rank, message)
                 for step in "12"
                 for rank in range(2)
-                for one in (clear(wait=True), display(png(step)))
+                for message in (clear(wait=True), display(png(step)))
             ],
             ["clear 0 wait", "0 shows 1", "clear 0 wait", "0 shows 2"],
             "1 display of rank 1",
@@ -260,14 +264,14 @@ def test_the_end_of_a_long_text_is_kept() -> None:
 def test_everything_of_a_display_is_passed_on() -> None:
     """MIME bundle, metadata and display_id come through unchanged."""
     feed = OutputReducer([0])
-    one = message(
+    dated = message(
         "display_data",
         data=PNG,
         metadata={"image/png": {"width": 10}},
         transient={"display_id": "a"},
     )
 
-    assert fed(feed, (0, one)) == [
+    assert fed(feed, (0, dated)) == [
         DisplayOutput(0, PNG, {"image/png": {"width": 10}}, {"display_id": "a"})
     ]
 
@@ -349,7 +353,7 @@ def test_what_is_shown_at_once_and_at_the_end(
     """Messages come one by one, and then all ranks end."""
     feed = OutputReducer(range(n_ranks))
 
-    assert told([event for one in messages for event in fed(feed, one)]) == events
+    assert told([event for message in messages for event in fed(feed, message)]) == events
     assert told(ended(feed)) == at_end
     assert feed.hidden() == (
         f"not shown: {hidden} (%%distributed --tabs shows all)" if hidden else ""
@@ -410,11 +414,11 @@ def written(generator: random.Random, *, is_rich: bool) -> list[dict[str, Any]]:
     ]
 
 
-def cut(generator: random.Random, one: dict[str, Any]) -> list[dict[str, Any]]:
+def cut(generator: random.Random, message: dict[str, Any]) -> list[dict[str, Any]]:
     """The same message as one or two."""
-    if one["header"]["msg_type"] != "stream":
-        return [one]
-    text, name = one["content"]["text"], one["content"]["name"]
+    if message["header"]["msg_type"] != "stream":
+        return [message]
+    text, name = message["content"]["text"], message["content"]["name"]
     at = generator.randint(0, len(text))
     return [stream(text[:at], name), stream(text[at:], name)]
 
@@ -422,7 +426,7 @@ def cut(generator: random.Random, one: dict[str, Any]) -> list[dict[str, Any]]:
 def played(messages: list[list[dict[str, Any]]], generator: random.Random) -> tuple[Any, ...]:
     """All that a patient feed makes of what the ranks sent, cut and interleaved by chance."""
     feed = OutputReducer(range(len(messages)), is_patient=True, keeps_outputs=True)
-    left = [[piece for one in sent for piece in cut(generator, one)] for sent in messages]
+    left = [[piece for message in sent for piece in cut(generator, message)] for sent in messages]
     events: list[Event] = []
     going = list(feed.ranks)
     now_s = 0.0
@@ -531,10 +535,10 @@ def test_a_long_output_says_what_it_lacks() -> None:
     for _ in range(30):
         feed.feed(0, stream("x" * 100_000), 0)
     (output,) = feed.outputs(0)
-    note, _, kept = output["text"].partition("\n")
+    note, _, end = output["text"].partition("\n")
 
     assert note == "... 2,000,000 characters before this are not kept"
-    assert kept == "x" * KEPT_TEXT_CHARACTERS
+    assert end == "x" * KEPT_TEXT_CHARACTERS
 
 
 # Failures

@@ -50,10 +50,10 @@ class Ranks:
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     """Alone, and told at once."""
-    one = Heard()
-    monkeypatch.setattr(progress, "listeners", [one])
+    heard = Heard()
+    monkeypatch.setattr(progress, "listeners", [heard])
     monkeypatch.setattr(progress, "SHOW_S", 0.001)
-    yield one
+    yield heard
 
     assert progress._works == []
 
@@ -115,8 +115,8 @@ def test_ranks_are_asked_and_nobody_is_waited_for(heard: Heard) -> None:
         2: None,
     }
     with progress.of_ranks(ranks, "switch", period_s=0.001):
-        found = heard.next()[0]
-        while found == Progress("switch", "", phase=1):  # before they have answered
-            found = heard.next()[0]
+        shown = heard.next()[0]
+        while shown == Progress("switch", "", phase=1):  # before they have answered
+            shown = heard.next()[0]
 
-    assert found == Progress("switch", "moving", 1, 4, phase=1, ranks="rank 1; 0: 75%")
+    assert shown == Progress("switch", "moving", 1, 4, phase=1, ranks="rank 1; 0: 75%")

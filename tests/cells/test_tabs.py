@@ -94,7 +94,7 @@ def test_style_shows_the_chosen_section() -> None:
     ids = [i["id"] for i in _Page(html).named("input")]
     pairs = re.findall(r"#(\S+):checked ~ #(\S+?)[, \n]", html)
 
-    assert pairs == [(one, f"{one}-out") for one in ids]
+    assert pairs == [(tab_id, f"{tab_id}-out") for tab_id in ids]
 
 
 def test_ids_are_unique() -> None:

@@ -138,14 +138,14 @@ REFUSED = """
 
 def test_what_cannot_be_written_so_is_refused_with_a_reason(tmp_path: Path) -> None:
     """And transformers' own way to have adapters is exported as PEFT's is."""
-    told = results(tmp_path, TEXT + REFUSED)
+    by_rank = results(tmp_path, TEXT + REFUSED)
 
-    assert "LlamaForCausalLM has no adapters of PEFT to merge" in told["texts"][0]
-    assert "2 adapters are active: default, other" in told["texts"][1]
-    assert "PEFT computes prompt_embeddings" in told["texts"][2]
-    assert "cannot be merged into weights" in told["texts"][3]
-    assert told["left"] == ["integrated"]
-    assert told["integrated"]
+    assert "LlamaForCausalLM has no adapters of PEFT to merge" in by_rank["texts"][0]
+    assert "2 adapters are active: default, other" in by_rank["texts"][1]
+    assert "PEFT computes prompt_embeddings" in by_rank["texts"][2]
+    assert "cannot be merged into weights" in by_rank["texts"][3]
+    assert by_rank["left"] == ["integrated"]
+    assert by_rank["integrated"]
 
 
 def results(tmp_path: Path, text: str) -> dict[str, Any]:

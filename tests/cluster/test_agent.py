@@ -279,9 +279,9 @@ def test_kept_ranks_are_found_again(connect: Connect) -> None:
     again.facts(20)
 
     assert again.pids(10) == pids
-    told = {end.rank: end for end in (ends.get(timeout=20), ends.get(timeout=20))}
-    assert {rank: end.code for rank, end in told.items()} == {0: -9, 1: -15}
-    assert [told[rank].pid for rank in (0, 1)] == [pids[0], pids[1]]
+    ends_by_rank = {end.rank: end for end in (ends.get(timeout=20), ends.get(timeout=20))}
+    assert {rank: end.code for rank, end in ends_by_rank.items()} == {0: -9, 1: -15}
+    assert [ends_by_rank[rank].pid for rank in (0, 1)] == [pids[0], pids[1]]
     again.ask("signal", rank=2, number=signal.SIGINT).result(10)
     assert (last := ends.get(timeout=20)).code == -signal.SIGINT, last
     start(again, SLEEP, 2)

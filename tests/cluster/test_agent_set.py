@@ -8,9 +8,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from nbdist.cluster.kernel.launchers.agents import HostAgent, RankExit
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
 from nbdist.cluster.kernel.launchers.ssh import SSHRankSetLauncher
+from nbdist.cluster.kernel.processes import Processes
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import Interrupted, NbdistError, StartError
 from tests.support import processes
@@ -185,7 +187,7 @@ def test_a_restart_that_looks_for_a_host_can_be_broken_off(
     monkeypatch.setattr(started, "_unregister", lambda *_: None)
     monkeypatch.setattr(started, "_start_again", lambda *_: asyncio.sleep(60))
     ended: list[object] = []
-    monkeypatch.setattr(started, "end_engines", ended.append)
+    started.processes = SimpleNamespace(end_engines=ended.append)
     presses = iter([None, Interrupted("pressed")])
 
     def check() -> None:
@@ -233,22 +235,20 @@ def test_hosts_without_places_have_one_for_each_gpu_that_is_chosen(
 
 
 def test_a_rank_of_a_host_that_was_just_cut_off_counts_as_ended(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart before the silence is noticed waits for that, and does not fail."""
     monkeypatch.setattr("nbdist.cluster.kernel.launchers.agents.SILENT_S", 1.5)
-    monkeypatch.setattr("nbdist.cluster.kernel.cluster.SILENT_S", 1.5, raising=False)
-    monkeypatch.setattr("nbdist.cluster.kernel.cluster.END_SESSION_S", 1.5)
+    monkeypatch.setattr("nbdist.cluster.kernel.processes.SILENT_S", 1.5)
+    monkeypatch.setattr("nbdist.cluster.kernel.processes.END_SESSION_S", 1.5)
     launcher = make(Launcher, Host("a", 1))
 
     async def begin() -> None:
         await launcher.start(1)
 
     run_in_loop(begin(), 20)
-    started = Cluster.__new__(Cluster)
-    started._started, started.exits, started._engine_of = {0: launcher.launchers["0"]}, {}, {}
-    started._is_stopping, started.on_exit = False, lambda _: None
-    launcher.launchers["0"].on_stop(partial(started._note_end, 0))
+    started = Processes(tmp_path, Mock())
+    started.watch_engine(0, launcher.launchers["0"])
     stopped = psutil.Process(launcher.agents["a"].pid)
     stopped.suspend()
     try:

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from ipyparallel.controller import heartmonitor
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cluster.kernel import hub
 from nbdist.errors import RankGone, StartError
 from nbdist.hang.kernel import restart
 from nbdist.notebook.session import Session
@@ -30,10 +32,10 @@ after = 1
 
 
 def end_controller(session: Session, number: int = signal.SIGKILL) -> None:
-    pid = session.cluster.controller_pid()
+    pid = session.cluster.processes.controller_pid()
     assert pid is not None
     os.kill(pid, number)
-    assert until(lambda: None in session.cluster.exits)
+    assert until(lambda: None in session.cluster.processes.exits)
 
 
 def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
@@ -42,7 +44,7 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
     Then collectives, the interrupt and the notice of a death work as before.
     """
     texts(pair, "kept = [rank]")
-    pids = pair.cluster.pids()
+    pids = pair.cluster.processes.pids()
     notes = []
     for number in (signal.SIGKILL, signal.SIGTERM):
         end_controller(pair, number)
@@ -50,7 +52,7 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
 
         assert texts(pair, SUM) == ["3.0\n"] * 2
         assert texts(pair, "print(kept)") == ["[0]\n", "[1]\n"]
-        assert pair.cluster.pids() == pids
+        assert pair.cluster.processes.pids() == pids
         assert restart.reconnect(pair) == ""
     keys = list(pair.cluster.run_dir.rglob("ipcontroller-*.json"))
     cell = pair.begin(CellRequest("import time\ntime.sleep(300)", (0, 1)))
@@ -65,7 +67,7 @@ def test_ranks_keep_their_variables_and_work_goes_on(pair: Session) -> None:
     assert "kept their variables" in notes[0]
     assert {stat.S_IMODE(path.stat().st_mode) for path in keys} == {0o600}
     assert until(lambda: 1 not in channel.engine_ids, 5)  # the new controller heard of it
-    assert until(lambda: 1 in pair.cluster.exits)
+    assert until(lambda: 1 in pair.cluster.processes.exits)
     with pytest.raises(RankGone, match=r"rank 1 has ended \(rank 1: signal SIGKILL"):
         texts(pair, "1")
 
@@ -101,7 +103,7 @@ def test_a_cell_in_which_the_controller_ends_fails_at_once(
 
 def test_a_cell_sent_to_a_dead_controller_keeps_no_rank_busy(pair: Session) -> None:
     """No rank has ever got it; the next cell runs as soon as the ranks are reached again."""
-    pid = pair.cluster.controller_pid()
+    pid = pair.cluster.processes.controller_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankGone, match="controller ended"):
@@ -132,8 +134,8 @@ def test_ranks_that_hang_unheard_are_freed(pair: Session, tmp_path: Path) -> Non
 def test_a_rank_that_ended_meanwhile_is_known_and_comes_back(pair: Session) -> None:
     """The list of engines that the controller left still has it; a restart gives it its number."""
     end_controller(pair)
-    os.kill(pair.cluster.pids()[1], signal.SIGKILL)
-    assert until(lambda: 1 in pair.cluster.exits)
+    os.kill(pair.cluster.processes.pids()[1], signal.SIGKILL)
+    assert until(lambda: 1 in pair.cluster.processes.exits)
     texts_of_note = restart.reconnect(pair)
     channel = pair.cluster.channel
     assert channel is not None
@@ -155,7 +157,7 @@ def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Ses
     path.write_text('{"other": {}}')
     with pytest.raises(StartError, match="list of engines"):
         restart.reconnect(pair)
-    is_known = None in pair.cluster.exits
+    is_known = None in pair.cluster.processes.exits
     path.write_text(whole)
     restart.reconnect(pair)
 
@@ -163,3 +165,21 @@ def test_without_the_list_of_engines_it_says_so_and_can_be_tried_again(pair: Ses
     assert set(json.loads(whole)["engines"]) == {"0", "1"}
     assert is_known
     assert texts(pair, "print(kept)") == ["1\n", "1\n"]
+
+
+def test_a_new_heart_is_told_at_its_first_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and only of an answer to one of the last two beats; ipyparallel's process uses it."""
+    told: list[set[bytes]] = []
+
+    def note(self: hub.FirstBeats, hearts: set[bytes]) -> None:
+        told.append(hearts)
+        self.hearts.update(hearts)
+
+    monkeypatch.setattr(hub.FirstBeats, "handle_new_hearts", note)
+    monitor = hub.FirstBeats()
+    for heart, beat in ((b"old", b"9.5"), (b"new", b"0.0"), (b"new", b"0.0")):
+        monitor.handle_pong([heart, beat])
+
+    assert told == [{b"new"}]
+    assert heartmonitor.HeartMonitor is hub.FirstBeats
+    assert "HeartMonitor" in heartmonitor._setup_heartmonitor.__code__.co_names

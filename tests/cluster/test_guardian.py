@@ -401,10 +401,10 @@ def test_the_guardian_leaves_kept_processes_to_another_holder(
     """Detached or not, it ends without ending them, and a kernel that lives is told."""
     process = started()
     first = kept_guard(run_dir, process, 600)
-    told = threading.Event()
-    first.on_taken = told.set
+    is_told = threading.Event()
+    first.on_taken = is_told.set
     hold(run_dir, "another")
-    assert told.wait(5)
+    assert is_told.wait(5)
     second = Guard(run_dir)
     second.keep(600, "another")
     second.leave()

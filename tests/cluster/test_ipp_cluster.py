@@ -1,6 +1,9 @@
 """Where a controller listens, whether it is encrypted, and what is said of the rest."""
 
+import json
+from pathlib import Path
 from typing import Self
+from unittest.mock import Mock
 
 import pytest
 from traitlets.config import Config
@@ -186,3 +189,20 @@ def test_what_is_said_of_open_traffic() -> None:
     assert "signed, but not encrypted, as the profile turns CURVE off" in text
     assert "4 ports on all interfaces, eth0" in text
     assert "1 of them open to any host" in text
+
+
+def test_the_file_that_an_attach_reads_is_whole_while_it_is_written(tmp_path: Path) -> None:
+    """Whoever has it open reads to the end what was there: no kernel's end leaves half a file."""
+    (tmp_path / "profile" / "security").mkdir(parents=True)
+    cluster = ipp_cluster.cluster(Config(), tmp_path, ipp_cluster.logger(tmp_path))
+    cluster.write_cluster_file()
+    path = Path(cluster.cluster_file)
+    before = path.read_text()
+    with path.open() as file:
+        cluster.engines["again"] = Mock(state="running", to_dict=lambda: {"pid": 7})
+        cluster.write_cluster_file()
+        read = file.read()
+
+    assert read == before
+    assert json.loads(path.read_text())["engines"]["sets"] == {"again": {"pid": 7}}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

@@ -146,13 +146,13 @@ def test_the_state_of_a_job_is_the_batch_systems_own_words(stubs: Path, tmp_path
     """By the launcher's kind, or by the profile's own command."""
     launcher = pbs(tmp_path)
     launcher.job_id = "4711"
-    own = Config({"Nbdist": {"state_command": ["qstat", "job={job}"]}})
+    config = Config({"Nbdist": {"state_command": ["qstat", "job={job}"]}})
     absent = Config({"Nbdist": {"state_command": ["no-such-command", "{job}"]}})
 
     assert ipp_launchers.state(Config(), launcher) == (
         "qstat 4711:\nJob ID  S  Queue\n4711[].head  Q  batch"
     )
-    assert ipp_launchers.state(own, launcher).startswith("qstat job=4711:\n")
+    assert ipp_launchers.state(config, launcher).startswith("qstat job=4711:\n")
     assert "No such file" in ipp_launchers.state(absent, launcher)
 
 
@@ -269,7 +269,7 @@ def two_ranks() -> Ranks:
     """Two ranks of a launcher that starts none again; the connection of rank 1 was lost."""
     cluster = Cluster.__new__(Cluster)
     cluster._cluster = SimpleNamespace(engine_set=None)
-    cluster.exits = {1: Exit(1, None, LOST)}
+    cluster.processes = SimpleNamespace(exits={1: Exit(1, None, LOST)})
     cluster.channel = SimpleNamespace(engine_ids=(0,))
     cluster.run_dir = Path("/nowhere")
     reports = topology.local_reports(2, hostname="here", gpus=(), cores=2)

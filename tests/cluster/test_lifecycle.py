@@ -25,8 +25,8 @@ cluster = nbdist.session().cluster
 print(json.dumps({
     "run_dir": str(cluster.run_dir),
     "guardian": cluster.guardian_pid,
-    "controller": cluster.controller_pid(),
-    "engines": list(cluster.pids().values()),
+    "controller": cluster.processes.controller_pid(),
+    "engines": list(cluster.processes.pids().values()),
 }))
 """
 LOADER = """%%distributed

@@ -48,7 +48,8 @@ NOTEBOOK = """
     import textwrap
     pids = session.run(textwrap.dedent(cell))[0].text.split()
     cluster = session.cluster
-    pids_of_run = [str(cluster.run_dir), cluster.guardian_pid, cluster.controller_pid(), *pids]
+    controller = cluster.processes.controller_pid()
+    pids_of_run = [str(cluster.run_dir), cluster.guardian_pid, controller, *pids]
     print("RUN", json.dumps(pids_of_run), flush=True)
     time.sleep(300)
 """
@@ -187,7 +188,7 @@ def test_the_folder_of_an_agent_is_no_run(base: Path) -> None:
     run = run_dir.create()
     (base / f"{guardian.RANKS}{run.name}-abc").mkdir()
 
-    assert [found.folder for found in runs.find_runs()] == [str(run)]
+    assert [run_there.folder for run_there in runs.find_runs()] == [str(run)]
 
 
 @pytest.mark.parametrize("has_folder", [True, False])
@@ -273,7 +274,10 @@ def test_a_stranger_that_got_the_pid_again_gets_no_signal() -> None:
 def test_a_run_that_is_stopped_from_outside(base: Path) -> None:
     """All its processes end, its kernel is told, and what that kernel lets go of is removed."""
     with session_of(ONE) as session:
-        pids = [*session.cluster.pids().values(), session.cluster.controller_pid()]
+        pids = [
+            *session.cluster.processes.pids().values(),
+            session.cluster.processes.controller_pid(),
+        ]
         rank_processes = [psutil.Process(pid) for pid in pids]
         orphans.stop(run_in(session.cluster.run_dir))
 
@@ -300,7 +304,9 @@ def test_a_run_tells_its_hosts_and_owner(base: Path) -> None:
         assert abs(run.owner.since_s - session.started_s) < 60
         assert run.hosts == (session.topology.ranks[0].host,)
         assert os.getpid() not in {process.pid for process in runs.processes_of(run)}
-        assert set(session.cluster.pids().values()) <= {process.pid for process in run.processes}
+        assert set(session.cluster.processes.pids().values()) <= {
+            process.pid for process in run.processes
+        }
 
 
 def test_a_run_without_its_owner_is_never_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

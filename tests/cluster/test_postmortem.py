@@ -172,10 +172,10 @@ class Cells:
 
     def watched(self, rank: int) -> Postmortem:
         cluster = self.session.cluster
-        return Postmortem(cluster.run_dir, rank, cluster.pids()[rank])
+        return Postmortem(cluster.run_dir, rank, cluster.processes.pids()[rank])
 
     def ended(self, rank: int) -> int | None:
-        end = self.session.cluster.exit_of(rank, DEADLINE_S)
+        end = self.session.cluster.processes.exit_of(rank, DEADLINE_S)
         assert end is not None
         return end.code
 
@@ -209,7 +209,7 @@ class TestRanks:
     def test_a_thread_of_c_code_ends_the_process(self, cells: Cells) -> None:
         """As Gloo's own does where shapes differ much; what the cell was doing is told."""
         watched, cluster = cells.watched(0), cells.session.cluster
-        pid = cluster.pids()[0]
+        pid = cluster.processes.pids()[0]
         cells.run(0, "x = torch.ones(10)\ndist.all_reduce(x)", 12)
         assert until(lambda: "all_reduce" in postmortem.dump_stack(cluster.run_dir, 0, pid, 1.0))
         tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -233,7 +233,9 @@ class TestRanks:
             try:
                 asked[-1].result(0.3)
             except TimeoutError:
-                stacks.append(postmortem.dump_stack(cluster.run_dir, 0, cluster.pids()[0], 1.0))
+                stacks.append(
+                    postmortem.dump_stack(cluster.run_dir, 0, cluster.processes.pids()[0], 1.0)
+                )
             return bool(stacks)
 
         assert until(is_in_c_code)
@@ -247,9 +249,9 @@ class TestRanks:
 
     def test_a_question_to_a_rank_that_ends_is_answered(self, cells: Cells) -> None:
         """No silence: an error when it is gone, and at once for one that was gone before."""
-        os.kill(cells.session.cluster.pids()[1], signal.SIGSTOP)
+        os.kill(cells.session.cluster.processes.pids()[1], signal.SIGSTOP)
         asked = cells.channel.ask(1, "ping")
-        os.kill(cells.session.cluster.pids()[1], signal.SIGKILL)
+        os.kill(cells.session.cluster.processes.pids()[1], signal.SIGKILL)
         with pytest.raises(NbdistError, match="engine 1 ended before it answered"):
             asked.result(DEADLINE_S)
         with pytest.raises(NbdistError, match="engine 1 is not registered"):

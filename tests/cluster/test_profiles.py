@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from traitlets.utils.importstring import import_item
 
 from nbdist.cluster.kernel import ipp_cluster, profiles, start
-from nbdist.cluster.kernel.cluster import Cluster
-from nbdist.cluster.kernel.processes import Exit
+from nbdist.cluster.kernel.processes import Exit, Processes
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.core import topology
 from nbdist.errors import DistributedError, OptionError, RankGone, StartError
@@ -152,7 +152,9 @@ def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     """Interrupts and exits go to the engine that is meant, whatever its launcher's number."""
     result = plain.run("import os\nprint(os.getpid())")
     reported = {place.rank: place.pid for place in plain.topology.ranks}
-    started = {plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.pids().items()}
+    started = {
+        plain.topology.rank_of_engine(e): pid for e, pid in plain.cluster.processes.pids().items()
+    }
 
     assert {rank.rank: int(rank.text) for rank in result.ranks} == reported == started
 
@@ -177,18 +179,17 @@ def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None
     assert failure[0] == "KeyboardInterrupt"
 
 
-def test_a_launchers_number_is_translated_to_the_engine() -> None:
+def test_a_launchers_number_is_translated_to_the_engine(tmp_path: Path) -> None:
     """Engines may register in another order than they were started in."""
-    unstarted = Cluster.__new__(Cluster)
-    unstarted._engine_of, unstarted.exits, unstarted._is_stopping = {}, {}, False
-    unstarted._started = {0: psutil.Process(1), 1: psutil.Process()}
+    of_run = Processes(tmp_path, Mock())
+    of_run._started = {0: psutil.Process(1), 1: psutil.Process()}
     exits: list[Exit] = []
-    unstarted.on_exit = exits.append
-    unstarted._note_end(1, {"exit_code": -9})
-    unstarted.identify({0: psutil.Process().pid, 1: 1})
-    unstarted._note_end(0, {"exit_code": 3})
+    of_run.on_exit = exits.append
+    of_run._note_end(1, {"exit_code": -9})
+    of_run.identify({0: psutil.Process().pid, 1: 1})
+    of_run._note_end(0, {"exit_code": 3})
 
-    assert unstarted.exits == {0: Exit(0, -9), 1: Exit(1, 3)}
+    assert of_run.exits == {0: Exit(0, -9), 1: Exit(1, 3)}
     assert exits[-1] == Exit(1, 3)
 
 
@@ -262,7 +263,7 @@ def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
     with session_of(StartOptions(2, profile="plain")) as session:
         [victim] = [place for place in session.topology.ranks if place.rank == 0]
         psutil.Process(victim.pid).kill()
-        assert until(lambda: victim.engine_id in session.cluster.exits)
+        assert until(lambda: victim.engine_id in session.cluster.processes.exits)
         with pytest.raises(RankGone, match=r"rank 0 has ended \(rank 0: signal SIGKILL"):
             session.run("print(rank)")
         alive = session.run("print(rank)", ranks=[1])
@@ -273,7 +274,7 @@ def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
         [last] = [place for place in session.topology.ranks if place.rank == 1]
         psutil.Process(last.pid).kill()
         assert until(lambda: channel.engine_ids == ())
-        session.cluster.exits.clear()
+        session.cluster.processes.exits.clear()
         for _ in range(2):
             with pytest.raises(RankGone, match="rank 1"):
                 session.run("print(rank)", ranks=[1])

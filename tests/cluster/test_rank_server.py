@@ -17,13 +17,18 @@ import pytest
 from traitlets.config import Config
 
 from nbdist.cluster.kernel import rank_server
-from nbdist.cluster.kernel.launcher import RankEngineLauncher, RankEngineSetLauncher
+from nbdist.cluster.kernel.launcher import (
+    CONTROLLER_PROGRAM,
+    RankEngineLauncher,
+    RankEngineSetLauncher,
+)
 from nbdist.cluster.kernel.rank_server import PROGRAM, RankServer
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import StartError
+from nbdist.hang.kernel import restart
 from tests.support import processes
 from tests.support.kernel import Kernel
-from tests.support.ranks import session_of, until
+from tests.support.ranks import session_of, texts, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -123,9 +128,9 @@ before = edited.value()
 @pytest.fixture(autouse=True)
 def _own_server() -> Iterator[None]:
     """No test uses the server of another one, and none of them is left."""
-    rank_server._discard()
+    rank_server._discard(rank_server._server)
     yield
-    rank_server._discard()
+    rank_server._discard(rank_server._server)
 
 
 def start(kernel: Kernel, options: str = "-n 2") -> None:
@@ -205,7 +210,7 @@ def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_pat
         [server] = servers(kernel.pid)
         server.kill()
         kernel.run(NOTICED)
-        told = kernel.run("%%distributed\nprint(kept)")
+        printed = kernel.run("%%distributed\nprint(kept)")
         again = kernel.run("%%distributed\nprint(kept)")
         kernel.run("%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
         restarted = kernel.run("%dist_restart 1", START_S)
@@ -215,8 +220,10 @@ def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_pat
         start(kernel, "-n 1")
         [same] = servers(kernel.pid)
 
-    assert told.visible.count("The process that has forked the ranks ended (signal SIGKILL)") == 1
-    assert "[0] 1" in told.visible
+    assert (
+        printed.visible.count("The process that has forked the ranks ended (signal SIGKILL)") == 1
+    )
+    assert "[0] 1" in printed.visible
     assert "ended" not in again.visible
     assert restarted.status == "ok", restarted.visible
     assert alive.text == "[0-1] 2\n"
@@ -367,6 +374,83 @@ def test_a_preload_that_goes_wrong_leaves_the_other_way(
     assert [word for word in words if word not in why] == []
 
 
+# What a rank has imported by itself: behind the last module of the server's, and before those that
+# it imports when it is idle.
+IMPORTED = """
+import sys
+from nbdist.parallel.accelerator.lazy import MODULES
+names = [*sys.modules]
+names = names[names.index("nbdist.engine.__main__") + 1:]
+names = names[: next((n for n, name in enumerate(names) if name in MODULES), None)]
+# The server may have gone on to what the controller needs.
+names = [n for n in names if not n.startswith("ipyparallel.controller.")]
+print([n for n in names if n.partition(".")[0] not in sys.stdlib_module_names])
+"""
+
+
+def test_a_fork_imports_no_package_before_its_first_cell(runs: Path) -> None:
+    """What a rank needs to be ready is there once for all of them, and none needs Accelerate."""
+    with session_of(StartOptions(1, gpus="none")) as session:
+        assert session.run(IMPORTED).ranks[0].text == "[]\n"
+
+
+LOADS = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+import nbdist
+from nbdist.cluster.kernel import rank_server
+rank_server.preload = lambda: print("nbdist.commands" in sys.modules)
+nbdist.load_ipython_extension(InteractiveShell.instance())
+print("nbdist.commands" in sys.modules)
+"""
+
+
+def test_the_server_starts_before_the_notebook_imports_the_verbs(tmp_path: Path) -> None:
+    """Both import side by side."""
+    env = {**os.environ, "IPYTHONDIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS],
+        env=env, capture_output=True, text=True, timeout=START_S, check=True,
+    )  # fmt: skip
+
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_controller_and_ranks_take_one_new_server_for_an_outdated_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask at once, and whoever is second must not end what the first has made."""
+    rank_server.preload()
+    assert until(rank_server.is_ready, START_S)
+    outdated = rank_server._server
+    monkeypatch.setenv("HF_HOME", str(runs))
+    with session_of(StartOptions(2, gpus="none")) as session:
+        assert texts(session, "print('here')") == ["here\n"] * 2
+        assert rank_server._server is not outdated
+        assert rank_server.why_not() == ""
+
+
+def test_a_server_with_all_its_imports_forks_the_controller_too(runs: Path) -> None:
+    """One that ends is told with its signal, and the next one is a fork again."""
+    rank_server.preload()
+    assert until(rank_server.is_ready, START_S)
+    server = rank_server._server
+    assert server is not None
+    with session_of(StartOptions(1, gpus="none")) as session:
+        cluster = session.cluster.processes
+        controllers = []
+        for _ in range(2):
+            controller = psutil.Process(cluster.controller_pid())
+            controllers.append((controller.ppid(), str(CONTROLLER_PROGRAM) in controller.cmdline()))
+            controller.kill()
+            assert until(lambda: None in cluster.exits)
+            assert cluster.exits[None].how == "signal SIGKILL"
+            restart.reconnect(session)
+        assert session.run("print(rank)").ranks[0].text == "0\n"
+
+    assert controllers == [(server.pid, True)] * 2
+
+
 def test_an_idle_server_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its time without ranks, which is nothing to be told; one that was not asked at all."""
     path = altered(tmp_path, "IDLE_END_S = 600.0", "IDLE_END_S = 0.1")
@@ -406,17 +490,17 @@ def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
     async def watch(record: dict[str, Any]) -> dict[str, Any]:
         ended: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         parent = RankEngineSetLauncher(config=Config())
-        found = RankEngineLauncher.from_dict(record, parent=parent, identifier="0")
-        found.on_stop(ended.set_result)
+        launcher = RankEngineLauncher.from_dict(record, parent=parent, identifier="0")
+        launcher.on_stop(ended.set_result)
         os.kill(record["pid"], signal.SIGKILL)
         return await asyncio.wait_for(ended, END_S)
 
     with session_of(StartOptions(1, gpus="none")) as session:
-        [launcher] = session.cluster._engine_launchers().values()
+        [launcher] = session.cluster.processes.engine_launchers().values()
         record = launcher.to_dict()
         assert asyncio.run(watch(record))["pid"] == record["pid"]
-        assert until(lambda: 0 in session.cluster.exits)
-        assert session.cluster.exits[0].code == -signal.SIGKILL  # of its own launcher
+        assert until(lambda: 0 in session.cluster.processes.exits)
+        assert session.cluster.processes.exits[0].code == -signal.SIGKILL  # of its own launcher
 
 
 GROUPS = Path("/sys/fs/cgroup/pids")
@@ -438,7 +522,7 @@ def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
         ):
             pass
     finally:
-        rank_server._discard()
+        rank_server._discard(rank_server._server)
         assert until(lambda: server.has_ended)
         until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
@@ -491,12 +575,12 @@ def test_an_ordinary_user_has_ranks_of_normal_priority_and_is_told_a_limit(tmp_p
         [*user, sys.executable, "-c", ORDINARY],
         env=env, cwd=home, capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
-    own = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
 
     assert done.returncode == 0, done.stderr
-    assert f"[0] niceness {own}" in done.stdout
+    assert f"[0] niceness {niceness}" in done.stdout
     refused = next(line for line in done.stdout.splitlines() if line.startswith("refused:"))
     assert "no process could be forked" in refused
     assert "`ulimit -u` is 3" in refused
-    assert f"levels [{own}, {min(19, own + 10)}] 65534" in done.stdout
+    assert f"levels [{niceness}, {min(19, niceness + 10)}] 65534" in done.stdout
     assert "nbdist-65534" not in done.stdout.rpartition("levels")[2]

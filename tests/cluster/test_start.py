@@ -180,7 +180,7 @@ def test_a_wrong_option_is_refused_with_the_choices(
     with pytest.raises(OptionError) as caught:
         begin(**options)
 
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert processes.open_run_dirs(runs) == []
 
 
@@ -254,7 +254,7 @@ def test_a_process_that_does_not_come_up_is_named_with_the_reason(
     with pytest.raises(StartError) as caught:
         begin(world_size=2, deadline_s=deadline_s)
 
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert time.monotonic() - began_s < most_s
 
 

@@ -122,10 +122,10 @@ def test_equal_failures_are_one_group(
     failures: list[RankFailure], groups: list[tuple[int, ...]]
 ) -> None:
     """Told once, by the root cause first, with the ranks in order."""
-    found = grouped(failures)
+    grouped_failures = grouped(failures)
 
-    assert [ranks for _, ranks in found] == groups
-    assert found[0][0] == failures[0]
+    assert [ranks for _, ranks in grouped_failures] == groups
+    assert grouped_failures[0][0] == failures[0]
 
 
 def test_plain() -> None:

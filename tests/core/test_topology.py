@@ -643,7 +643,7 @@ _ADDRESSES = (
 
 
 @pytest.mark.parametrize(
-    ("own", "store", "environ", "gloo", "nccl", "why"),
+    ("own_address", "store", "environ", "gloo", "nccl", "why"),
     [
         ("10.1.0.5", "10.1.0.9", {}, "eth2", "=eth2", "the way to rank 0's store at 10.1.0.9 goes"),
         ("127.0.0.1", "", {}, "lo", "=lo", "all ranks are on one host"),
@@ -664,10 +664,10 @@ _ADDRESSES = (
     ],
 )  # fmt: skip
 def test_an_interface_is_chosen_by_the_way_to_rank_0(
-    own: str, store: str, environ: dict[str, str], gloo: str, nccl: str, why: str
+    own_address: str, store: str, environ: dict[str, str], gloo: str, nccl: str, why: str
 ) -> None:
     """And the reason is recorded, for the picture of hosts and links."""
-    choice = choose_interface("n1", _INTERFACES, _ADDRESSES, own, store, environ)
+    choice = choose_interface("n1", _INTERFACES, _ADDRESSES, own_address, store, environ)
 
     address = dict(_ADDRESSES)[gloo.split(",", maxsplit=1)[0]]
     assert (choice.gloo, choice.nccl, choice.address) == (gloo, nccl, address)
@@ -675,7 +675,7 @@ def test_an_interface_is_chosen_by_the_way_to_rank_0(
 
 
 @pytest.mark.parametrize(
-    ("own", "store", "environ", "message"),
+    ("address", "store", "environ", "message"),
     [
         (
             "",
@@ -688,8 +688,8 @@ def test_an_interface_is_chosen_by_the_way_to_rank_0(
     ],
 )
 def test_an_interface_that_cannot_work_is_refused(
-    own: str, store: str, environ: dict[str, str], message: str
+    address: str, store: str, environ: dict[str, str], message: str
 ) -> None:
     """Gloo would wait for ever, or say no more than that it found no address."""
     with pytest.raises(StartError, match=message):
-        choose_interface("n1", _INTERFACES, _ADDRESSES, own, store, environ)
+        choose_interface("n1", _INTERFACES, _ADDRESSES, address, store, environ)

@@ -105,13 +105,13 @@ def test_too_little_shared_memory(world_size: int, free: int, uses_nccl: bool, n
 @pytest.mark.parametrize("version", ["2.10.1+cu128", "2.9", "1.13.1", "2", None])
 def test_no_torch_or_an_old_one(version: str | None) -> None:
     """Refused with the Python, both versions and the command that helps."""
-    found = f"torch {version} is too old for nbdist, which needs 2.11. "
+    sentence = f"torch {version} is too old for nbdist, which needs 2.11. "
     missing = "torch is not installed for /venv/bin/python. "
     with pytest.raises(StartError) as caught:
         versions.check_torch(version, "/venv/bin/python")
 
     assert str(caught.value) == (
-        (found if version else missing)
+        (sentence if version else missing)
         + "Install it with: /venv/bin/python -m pip install 'torch>=2.11'"
     )
 

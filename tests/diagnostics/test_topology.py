@@ -68,7 +68,7 @@ def told(network: str) -> NcclLog:
 
 
 @pytest.mark.parametrize(
-    ("facts", "found", "advice"),
+    ("facts", "expected", "advice"),
     [
         (
             {"rdma": (EFA_PORT,), "nccl": told("Socket")},
@@ -102,19 +102,19 @@ def told(network: str) -> NcclLog:
     ],
 )  # fmt: skip
 def test_a_faster_network_that_is_not_used_is_told_with_what_to_do(
-    facts: dict[str, Any], found: str, advice: str
+    facts: dict[str, Any], expected: str, advice: str
 ) -> None:
     """Once of all hosts where it is so."""
     (finding,) = [finding for finding in examine(seen(2, 2, **facts)) if finding.verdict == WARN]
 
     assert finding.name.endswith(" on n1 and n2")
-    assert found in finding.found
+    assert expected in finding.found
     assert advice in finding.what
     assert finding.why
 
 
 @pytest.mark.parametrize(
-    ("sizes", "facts", "found"),
+    ("sizes", "facts", "expected"),
     [
         # NCCL uses what there is, or there is nothing else.
         ((2, 2), {"rdma": (EFA_PORT,), "nccl": told("Libfabric")}, ["NCCL uses Libfabric"]),
@@ -133,7 +133,7 @@ def test_a_faster_network_that_is_not_used_is_told_with_what_to_do(
     ],
 )  # fmt: skip
 def test_what_is_well_is_no_warning(
-    sizes: tuple[int, ...], facts: dict[str, Any], found: list[str]
+    sizes: tuple[int, ...], facts: dict[str, Any], expected: list[str]
 ) -> None:
     """A faster interface counts where it is up, has an address and leads out."""
     idle = (
@@ -144,7 +144,7 @@ def test_what_is_well_is_no_warning(
     facts = {"interfaces": (ETH0, *idle), **facts}
     findings = examine(seen(*sizes, **facts))
 
-    assert [finding.found for finding in findings] == found
+    assert [finding.found for finding in findings] == expected
     assert {finding.verdict for finding in findings} <= {OK}
 
 
@@ -247,10 +247,10 @@ def test_a_scheduler_that_shows_each_rank_its_own_gpu_hides_none() -> None:
     """The rank that sees most is believed for its host."""
     both = seen(2)
     host = both.hosts[0]
-    own = [replace(NODE, gpus=GpuReadings((reading(n, "n1"),))) for n in range(2)]
-    wide = replace(own[1], gpus=GpuReadings((reading(0, "n1"), reading(1, "n1"))))
+    nodes = [replace(NODE, gpus=GpuReadings((reading(n, "n1"),))) for n in range(2)]
+    wide = replace(nodes[1], gpus=GpuReadings((reading(0, "n1"), reading(1, "n1"))))
 
-    assert len(replace(host, links=(own[0], wide)).gpus.gpus) == 2
+    assert len(replace(host, links=(nodes[0], wide)).gpus.gpus) == 2
 
 
 def test_stored_outputs_have_no_facts_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What multiprocessing knows of this process, as in one that has no children yet."""
-    known: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    monkeypatch.setitem(known, "tempdir", None)
-    return known
+    config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.setitem(config, "tempdir", None)
+    return config
 
 
 @pytest.mark.usefixtures("config")

@@ -43,19 +43,19 @@ class Slots:
 def space(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The user's variables of a shell; `In` is IPython's own."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
-    own: list[str] = []
-    variables = {"model": model, "loud": Loud(), "t": torch.ones(2, 3), "np": types, "In": own,
+    names: list[str] = []
+    variables = {"model": model, "loud": Loud(), "t": torch.ones(2, 3), "np": types, "In": names,
                  "slots": Slots(), "f": len}  # fmt: skip
-    shell = types.SimpleNamespace(user_ns=variables, user_ns_hidden={"In": own})
+    shell = types.SimpleNamespace(user_ns=variables, user_ns_hidden={"In": names})
     monkeypatch.setattr(completion, "get_ipython", lambda: shell)
     return variables
 
 
 def test_the_users_variables_with_their_types(space: dict[str, Any]) -> None:
     """Not IPython's own, unless the user has taken the name."""
-    found = completion.attributes(())
+    names = completion.attributes(())
 
-    assert found == {"model": "instance", "loud": "instance", "t": "instance", "np": "module",
+    assert names == {"model": "instance", "loud": "instance", "t": "instance", "np": "module",
                      "slots": "instance", "f": "function"}  # fmt: skip
     space["In"] = 3
 

@@ -217,11 +217,11 @@ done(errors=errors, right=right, old=old.tolist(), pressed=[first.tolist(), seco
 @pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="needs /proc")
 def test_a_staged_receive_is_aborted_and_the_next_one_is_right(tmp_path: Path) -> None:
     """Its tensor stays as it was; an interrupt takes no message away."""
-    zero, one = run_ranks(tmp_path, 2, ABORTED)
+    zero, second = run_ranks(tmp_path, 2, ABORTED)
 
     kinds = ("recv", "irecv", "any", "pipelined")
     assert [zero["errors"][kind] for kind in kinds] == ["RuntimeError"] * 4
-    assert zero["right"] == one["right"] == [[3.0, [1.0] * 3]] * 4
+    assert zero["right"] == second["right"] == [[3.0, [1.0] * 3]] * 4
     assert zero["old"] == [7.0] * 3
     assert zero["errors"]["pressed"] == "KeyboardInterrupt"
     assert zero["pressed"] == [[1.0] * 3, [2.0] * 3]

@@ -101,20 +101,20 @@ def test_nothing_is_known_before_a_rank_has_joined() -> None:
 
 def test_an_engine_describes_itself() -> None:
     """Host, process, network, cores and torch are this process's own."""
-    one = facts.describe(7, "127.0.0.1")
+    description = facts.describe(7, "127.0.0.1")
 
-    assert one.engine_id == 7
-    assert one.hostname == socket.gethostname()
-    assert one.pid == os.getpid()
-    assert one.torch_version == torch.__version__
-    assert one.has_cuda == torch.cuda.is_available()
-    assert len(one.gpus) == (torch.cuda.device_count() if one.has_cuda else 0)
-    assert one.cores == len(psutil.Process().cpu_affinity())
-    assert one.python == sys.executable
-    assert one.toward_controller == "127.0.0.1"
-    assert ("lo", "127.0.0.1") in one.addresses
-    assert one.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert one.network_namespace.startswith("net:[")
+    assert description.engine_id == 7
+    assert description.hostname == socket.gethostname()
+    assert description.pid == os.getpid()
+    assert description.torch_version == torch.__version__
+    assert description.has_cuda == torch.cuda.is_available()
+    assert len(description.gpus) == (torch.cuda.device_count() if description.has_cuda else 0)
+    assert description.cores == len(psutil.Process().cpu_affinity())
+    assert description.python == sys.executable
+    assert description.toward_controller == "127.0.0.1"
+    assert ("lo", "127.0.0.1") in description.addresses
+    assert description.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert description.network_namespace.startswith("net:[")
 
 
 def test_a_launchers_variables_become_hints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +127,16 @@ def test_a_launchers_variables_become_hints(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setenv("SLURM_LOCALID", "x")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    one = facts.describe(0)
+    description = facts.describe(0)
 
     assert (without.rank_hint, without.size_hint, without.local_hint) == (None, None, None)
     assert without.job_id == ""
-    assert (one.rank_hint, one.size_hint, one.local_hint, one.job_id) == (3, 8, None, "42")
+    assert (
+        description.rank_hint,
+        description.size_hint,
+        description.local_hint,
+        description.job_id,
+    ) == (3, 8, None, "42")
 
 
 def test_a_way_to_nowhere_is_no_address() -> None:
@@ -144,10 +149,10 @@ def test_reachable_addresses_are_those_that_answer() -> None:
     """Only an address with a listener on the port is found, in the order asked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        found = join.reachable(("127.0.0.2", "127.0.0.1"), port, 1.0)
+        address = join.reachable(("127.0.0.2", "127.0.0.1"), port, 1.0)
     gone = join.reachable(("127.0.0.1",), port, 1.0)
 
-    assert found == ("127.0.0.1",)
+    assert address == ("127.0.0.1",)
     assert gone == ()
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.cells import journal as form
-from nbdist.cells.journal import CellHead, JournalReader, Record
+from nbdist.cells.journal import CellHead, JournalReader, pack_end
 from nbdist.engine.journal import DELIMITER, Journal
 
 HEAD = CellHead(1, None, "pass", (0,), 0.0, 1)
@@ -19,8 +18,9 @@ def frames(text: str, parent: str = "mine", kind: str = "stream") -> list[bytes]
     return [b"topic", DELIMITER, b"signature", *(json.dumps(part).encode() for part in parts)]
 
 
-def records(path: Path) -> list[Record]:
-    return list(JournalReader().take(path.read_bytes()))
+def texts(reader: JournalReader, path: Path) -> list[str]:
+    messages = reader.take(path.read_bytes())
+    return [str(message["content"].get("text", "")) for message in messages]
 
 
 def test_only_the_cell_s_own_messages_are_written_down_until_it_is_idle(tmp_path: Path) -> None:
@@ -34,10 +34,11 @@ def test_only_the_cell_s_own_messages_are_written_down_until_it_is_idle(tmp_path
         frames("late"),
     ):
         journal.note_message(message)
-    written = records(journal.path)
+    reader = JournalReader()
 
-    assert [r.content["content"].get("text") for r in written[:2]] == ["a", "c"]
-    assert [r.kind for r in written[2:]] == [form.MESSAGE, form.END]
+    assert texts(reader, journal.path) == ["a", "c", ""]
+    assert (reader.reply, reader.has_ended) == (None, True)
+    assert journal.path.read_bytes().endswith(pack_end())
 
 
 def test_a_full_disk_costs_output_and_neither_the_reply_nor_the_rank(
@@ -66,8 +67,11 @@ def test_a_full_disk_costs_output_and_neither_the_reply_nor_the_rank(
     journal.note_message(frames("b" * 1000))
     journal.note_reply({"status": "ok"})
     journal.end()
-    written = records(journal.path)
+    reader = JournalReader()
 
-    assert [record.kind for record in written] == [form.MESSAGE, form.REPLY, form.END]
+    assert texts(reader, journal.path) == ["a"]
+    assert reader.reply is not None
+    assert reader.reply["status"] == "ok"
     assert journal.lost_bytes > 1000
-    assert written[-1].content == {"lost_bytes": journal.lost_bytes}
+    assert (reader.has_ended, reader.lost_bytes) == (True, journal.lost_bytes)
+    assert journal.path.read_bytes().endswith(pack_end(journal.lost_bytes))

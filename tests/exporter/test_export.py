@@ -441,11 +441,11 @@ def test_resume_loads_behind_what_prepares(cells: list[str], before: str) -> Non
 
     lines = [line for line in script.text.split("\n") if line]
     places = [n for n, line in enumerate(lines) if "this_rank.load(arguments.resume)" in line]
-    told = [note for note in script.notes if note.startswith("--resume loads nothing by itself")]
+    notes = [note for note in script.notes if note.startswith("--resume loads nothing by itself")]
     if before:
         assert lines[places[0] - 1].strip() == "if arguments.resume:"
         assert lines[places[0] + 1].startswith(before)
-    assert (len(told), f"# - {told[0]}" in lines if told else True) == (0 if before else 1, True)
+    assert (len(notes), f"# - {notes[0]}" in lines if notes else True) == (0 if before else 1, True)
 
 
 @pytest.mark.parametrize(

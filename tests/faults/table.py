@@ -126,8 +126,8 @@ HANGS = (
 
 def _pressed(name: str, code: str, *on_stderr: str, act: str = "press", **fields: Any) -> Fault:
     """What is told of at all before the press is only late; the error is as that of a hang."""
-    told: dict[str, Any] = {"ename": "KeyboardInterrupt", "promise_s": LATE_TOLD_S}
-    return Fault(name, "interrupt", code, on_stderr, act=act, **told, **fields)
+    expected: dict[str, Any] = {"ename": "KeyboardInterrupt", "promise_s": LATE_TOLD_S}
+    return Fault(name, "interrupt", code, on_stderr, act=act, **expected, **fields)
 
 
 _HANG = _MISSING.format("dist.all_reduce(x)")
@@ -146,9 +146,9 @@ INTERRUPTS = (
 
 
 def _death(name: str, code: str, how: str, **fields: Any) -> Fault:
-    told: dict[str, Any] = dict.fromkeys(("on_stderr", "error"), (f"rank 1 ended ({how}",))
-    told |= {"ename": "DistributedError", "dead": (1,), "promise_s": DEATH_TOLD_S}
-    return Fault(name, "death", code, **told, **fields)
+    expected: dict[str, Any] = dict.fromkeys(("on_stderr", "error"), (f"rank 1 ended ({how}",))
+    expected |= {"ename": "DistributedError", "dead": (1,), "promise_s": DEATH_TOLD_S}
+    return Fault(name, "death", code, **expected, **fields)
 
 
 _BUSY = "go()\nuntil_end()"

@@ -59,16 +59,16 @@ def mortal(kernel: Kernel) -> Iterator[Kernel]:
 @pytest.fixture
 def own_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel for one test alone, with ranks 0 and 1."""
-    with Kernel(cwd=tmp_path) as own:
-        start_ranks(own)
-        yield own
+    with Kernel(cwd=tmp_path) as kernel:
+        start_ranks(kernel)
+        yield kernel
 
 
 @pytest.fixture
 def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel for one test alone in which nothing has been loaded."""
-    with Kernel(cwd=tmp_path) as own:
-        yield own
+    with Kernel(cwd=tmp_path) as kernel:
+        yield kernel
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:

@@ -54,9 +54,9 @@ def test_the_kernel_answers_comms_while_a_cell_runs(kernel: Kernel, shared_folde
     client.shell_channel.send(message)
     answer = None
     while answer is None:
-        one = client.get_iopub_msg(timeout=20)
-        if one["msg_type"] == "comm_msg":
-            answer = one["content"]["data"]
+        received = client.get_iopub_msg(timeout=20)
+        if received["msg_type"] == "comm_msg":
+            answer = received["content"]["data"]
     running = kernel.so_far(handle)
     gate.touch()
     kernel.finish(handle)

@@ -42,7 +42,7 @@ def test_a_notebook_measures_its_ranks(kernel: Kernel, shared_folder: Path) -> N
     cell = kernel.run(f"%dist_bench --ops all_reduce,broadcast {_SHORT} --save links.json")
     text = ended_well(cell)
     again = kernel.run("%dist_bench --load links.json")
-    told = kernel.run(
+    printed = kernel.run(
         "import nbdist; b = nbdist.session().bandwidth\n"
         "row = b.last.rows[-1]\n"
         "(row.op, row.size_bytes, len(b.last.rows), b.model.world_size)"
@@ -58,7 +58,7 @@ def test_a_notebook_measures_its_ranks(kernel: Kernel, shared_folder: Path) -> N
     assert '<img class="nbdist-figure" alt=' in page
     assert "NVLink 4" in page
     assert ended_well(again) == text
-    assert told.plain == ["('broadcast', 65536, 8, 2)"]
+    assert printed.plain == ["('broadcast', 65536, 8, 2)"]
     assert after.text == "[0-1] 3.0\n"
     assert json.loads((shared_folder / "links.json").read_text())["world_size"] == 2
 
@@ -144,7 +144,7 @@ def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["-n", "1"], "nbdist bench: 1 rank sends nothing. Use -n 2 or more."),
         (["-n", "2", "--sizes", "4"], "less than one float32 for each of 2 ranks"),
@@ -152,7 +152,7 @@ def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
     ],
 )
 def test_wrong_use_in_a_terminal(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2 before any rank is started."""
     from nbdist.frontend import cli
@@ -161,7 +161,7 @@ def test_wrong_use_in_a_terminal(
     said = capsys.readouterr()
 
     assert (code, said.out) == (2, "")
-    assert told in said.err
+    assert message in said.err
 
 
 def test_a_terminal_shows_what_is_measured(

@@ -110,8 +110,8 @@ def test_without_a_prepared_model_there_is_nothing_to_save(kernel: Kernel) -> No
 def test_a_wrong_use_is_an_ordinary_error(trained: Kernel, shared_folder: Path) -> None:
     """A mistake fails the cell with what is wrong."""
     (shared_folder / "a-file").write_text("hello")
-    for code, (kind, told) in _WRONG.items():
-        trained.run(code).check_failure(kind, re.escape(told))
+    for code, (kind, message) in _WRONG.items():
+        trained.run(code).check_failure(kind, re.escape(message))
         assert (shared_folder / "a-file").read_text() == "hello", code
 
 

@@ -131,11 +131,11 @@ def test_each_verb_has_help_with_an_example(word: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [("docter", "Did you mean doctor?"), ("%dist_statsu", "Did you mean status"), ("xyzzy", "")],
 )
 def test_an_unknown_verb_names_close_ones(
-    word: str, told: str, capsys: pytest.CaptureFixture[str]
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, what was typed, and what may be meant."""
     code = cli.main([word])
@@ -143,7 +143,7 @@ def test_an_unknown_verb_names_close_ones(
 
     assert code == 2
     assert said.startswith(f"nbdist: there is no verb {word!r}.")
-    assert told in said
+    assert message in said
 
 
 @pytest.mark.parametrize("word", sorted(v.name for v in VERBS.values() if v.place == NOTEBOOK))
@@ -166,7 +166,7 @@ def test_a_verb_of_a_notebook_is_wrong_use_here(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["doctor", "--nope"], "nbdist doctor: unrecognized arguments: --nope"),
         (["doctor", "now"], "nbdist doctor: unrecognized arguments: now"),
@@ -179,13 +179,13 @@ def test_a_verb_of_a_notebook_is_wrong_use_here(
         (["stop", "run-x", "--all"], "choose --all or run-x"),
     ],
 )
-def test_wrong_use(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, the reason on stderr and no traceback."""
     code = cli.main(words)
     said = capsys.readouterr()
 
     assert (code, said.out) == (2, "")
-    assert told in said.err
+    assert message in said.err
     assert "Traceback" not in said.err
 
 
@@ -417,10 +417,10 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
     assert processes.wait_gone(pids) == []
     assert cell.failure.ename == "RankGone"
     assert cell.failure.evalue.startswith(_GONE)
-    for one in after:
-        assert one.failure.ename == "NotRunning"
-        assert one.failure.evalue.startswith(_GONE)
-        assert "%dist_init -n 2" in one.failure.evalue
+    for process in after:
+        assert process.failure.ename == "NotRunning"
+        assert process.failure.evalue.startswith(_GONE)
+        assert "%dist_init -n 2" in process.failure.evalue
     assert local.plain == ["False"]
     assert listed.stdout == "you have no clusters running on this machine\n"
 

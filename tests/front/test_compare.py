@@ -126,8 +126,8 @@ def ran(kernel: Kernel, code: str) -> Cell:
 
 def rows(kernel: Kernel, texts: list[str], code: str) -> list[tuple[object, ...]]:
     cell = ran(kernel, _ROWS.format(texts=texts, code=code))
-    told: list[tuple[object, ...]] = ast.literal_eval(cell.plain[-1])
-    return told
+    printed: list[tuple[object, ...]] = ast.literal_eval(cell.plain[-1])
+    return printed
 
 
 def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kernel) -> None:
@@ -138,9 +138,9 @@ def test_each_begins_with_the_same_state_which_is_back_afterwards(trained: Kerne
 
     assert after == before
     assert "'ddp'" in before
-    told = cell.visible.partition("strategy ")[0]
-    first = told.partition("fsdp:")[0].replace("ddp:", "").strip()
-    assert told.count(first) == 3  # ddp, fsdp and zero1 train the same
+    text = cell.visible.partition("strategy ")[0]
+    first = text.partition("fsdp:")[0].replace("ddp:", "").strip()
+    assert text.count(first) == 3  # ddp, fsdp and zero1 train the same
     assert "under ddp, dp 2" in cell.visible
     assert cell.data("image/png") != []
     assert "data:image/png" in cell.data("text/html")[-1]
@@ -163,18 +163,18 @@ def test_training_goes_on_with_the_same_batches(ready: Kernel) -> None:
     losses, rows = {}, ""
     for name, codes in {"nothing": [], **_BETWEEN}.items():
         ran(ready, _BATCHES)
-        told = [ran(ready, code).visible for code in codes]
-        rows = rows or "".join(told)
+        texts = [ran(ready, code).visible for code in codes]
+        rows = rows or "".join(texts)
         losses[name] = ran(ready, f"%%distributed\nprint({_TRAIN})").text
     ran(ready, _BATCHES_GONE)
 
     assert losses == dict.fromkeys(losses, losses["nothing"])
     for rank in (0, 1):
         lines = re.findall(rf"^\[{rank}\] (\[.*)", rows, re.MULTILINE)
-        found = [[float(number) for number in re.findall(r"\d\.\d+", line)] for line in lines]
+        numbers = [[float(number) for number in re.findall(r"\d\.\d+", line)] for line in lines]
         # Each strategy runs twice, and the second run goes on where the first one ended.
-        assert [len(row) for row in found] == [5] * 6, rows
-        for row, wanted in zip(found, found[:2] * 3, strict=True):
+        assert [len(row) for row in numbers] == [5] * 6, rows
+        for row, wanted in zip(numbers, numbers[:2] * 3, strict=True):
             assert row == pytest.approx(wanted, abs=1e-5)
 
 
@@ -211,7 +211,7 @@ def test_rows_have_what_the_ranks_hold_and_send(trained: Kernel) -> None:
     assert ddp[10] == 4 * n
     assert ddp[9] == pytest.approx(4 * n, rel=0.1)  # with what DDP agrees on
     assert fsdp[9:11] == (6 * n, 6 * n)
-    assert all(one[11:] == (True, 1.0) for one in (ddp, fsdp, tp))
+    assert all(row[11:] == (True, 1.0) for row in (ddp, fsdp, tp))
 
 
 def test_the_line_takes_python_as_it_is(trained: Kernel) -> None:
@@ -225,12 +225,12 @@ def test_the_line_takes_python_as_it_is(trained: Kernel) -> None:
 
 def test_a_strategy_that_refuses_is_a_row_and_the_others_run(trained: Kernel) -> None:
     """Before anything changes, or where the cell meets it."""
-    told = rows(trained, ["deepspeed", "tp --tp 3", "pp", "ddp"], "step(apart=1)")
+    table = rows(trained, ["deepspeed", "tp --tp 3", "pp", "ddp"], "step(apart=1)")
 
-    assert "Live models cannot be switched" in str(told[0][1])
-    assert "2 ranks cannot form tp=3" in str(told[1][1])
-    assert "were given different inputs" in str(told[2][1])
-    assert told[3][1] == ""
+    assert "Live models cannot be switched" in str(table[0][1])
+    assert "2 ranks cannot form tp=3" in str(table[1][1])
+    assert "were given different inputs" in str(table[2][1])
+    assert table[3][1] == ""
     assert ran(trained, "%dist_strategy").plain[0].startswith("strategy: ddp, dp 2")
 
 
@@ -270,11 +270,11 @@ def test_a_cell_makes_its_own_model_under_each(ready: Kernel) -> None:
     """Where none is live any strategy can be had; what the cell made is gone afterwards."""
     ran(ready, "%%distributed\nmodel = 'mine'; print(sorted(set(globals())))")
     code = "model, optimizer, scheduler = prepared()\nfor _ in range(2): step()"
-    told = rows(ready, ["fsdp1", "ddp", "tp"], code)
+    table = rows(ready, ["fsdp1", "ddp", "tp"], code)
     left = ran(ready, "%%distributed\nprint(model, 'optimizer' in globals())")
 
-    assert [one[1] for one in told] == ["", "", ""]
-    assert told[1][5:8] == tuple(each * N_PARAMETERS for each in (4, 4, 8))
+    assert [row[1] for row in table] == ["", "", ""]
+    assert table[1][5:8] == tuple(each * N_PARAMETERS for each in (4, 4, 8))
     assert "mine False" in left.text
     assert ran(ready, "%dist_strategy").plain[0].startswith("strategy: ddp, dp 2")
 
@@ -301,10 +301,10 @@ def test_a_mistake_runs_nothing(ready: Kernel, code: str) -> None:
 def test_it_works_from_python_and_has_help(ready: Kernel) -> None:
     """The same view; Tab in its cell knows the ranks' names."""
     cell = ran(ready, "import nbdist\nprint(nbdist.compare(['single'], 'torch.ones(9).sum()'))")
-    told = ran(ready, "%dist_compare --help")
+    text = ran(ready, "%dist_compare --help")
     typed = ready.complete("%%dist_compare ddp\nprep")
 
     assert "single" in cell.visible
     assert "(of the cell where it has no steps)" in cell.visible
-    assert told.plain[0].startswith("usage: %dist_compare")
+    assert text.plain[0].startswith("usage: %dist_compare")
     assert "prepared" in typed["matches"]

@@ -130,8 +130,8 @@ def trained(kernel: Kernel, strategy: str) -> list[float]:
 def losses_of(kernel: Kernel, code: str) -> list[float]:
     """The losses that both ranks have after training in a cell."""
     text = good(kernel, f"%%distributed\n{code}\nprint(json.dumps(losses))").text
-    found: list[float] = json.loads(text[text.index("] [") + 2 : text.index("]\n", 5) + 1])
-    return found
+    losses: list[float] = json.loads(text[text.index("] [") + 2 : text.index("]\n", 5) + 1])
+    return losses
 
 
 def good(kernel: Kernel, code: str) -> Cell:
@@ -162,8 +162,8 @@ def launched(
 
     # torch 2.13 aborts now and then at the very end, after everything was printed.
     assert done.returncode == 0 or (lines and "exitcode: -6)" in done.stderr), done.stderr[-4000:]
-    told: dict[str, object] = json.loads(lines[0].partition("TOLD ")[2])
-    return told
+    facts: dict[str, object] = json.loads(lines[0].partition("TOLD ")[2])
+    return facts
 
 
 def slurm(folder: Path, hosts: int) -> dict[str, str]:
@@ -207,12 +207,12 @@ def close(losses: object, wanted: list[float]) -> bool:
 def test_accelerate_launch_gives_the_same_losses(ranks: Kernel, tmp_path: Path) -> None:
     """The YAML of ddp --accumulate 2 is accepted, and trains as the ranks here do."""
     wanted = trained(ranks, "ddp --accumulate 2")
-    told = good(ranks, f"%dist_config --write {tmp_path}/ddp.yaml").visible
+    text = good(ranks, f"%dist_config --write {tmp_path}/ddp.yaml").visible
     script(tmp_path)
     env = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
     done = accelerate(tmp_path, tmp_path / "ddp.yaml", env)
 
-    assert [line for line in told.splitlines() if "environment" in line]
+    assert [line for line in text.splitlines() if "environment" in line]
     assert done["type"] == "MULTI_CPU"
     assert close(done["losses"], wanted)
 
@@ -237,7 +237,7 @@ def test_the_torchrun_line_gives_the_same_losses(ranks: Kernel, tmp_path: Path) 
     good(ranks, f"%dist_config --write {tmp_path}/line --as torchrun")
     script(tmp_path)
     given, _, command = (tmp_path / "line").read_text().partition("torchrun ")
-    env = dict(one.split("=", 1) for one in shlex.split(given))
+    env = dict(setting.split("=", 1) for setting in shlex.split(given))
     done = launched(
         tmp_path, sys.executable, "-m", "torch.distributed.run", *shlex.split(command), env=env
     )
@@ -352,11 +352,11 @@ def test_a_file_is_written_corrected(kernel: Kernel, tmp_path: Path) -> None:
     """The changes are told one by one, and no file is replaced unasked."""
     file = _DATA / "zero3_offload.json"
     line = f"%dist_config {file} --ranks 8 --write {tmp_path}/right.json"
-    told = good(kernel, line).visible
+    text = good(kernel, line).visible
     again = kernel.run(line)
     call = f"nbdist.check_config('{tmp_path}/right.json', ranks=8).checked.is_bad"
 
-    assert "gradient_accumulation_steps is now 2, was 16" in told
+    assert "gradient_accumulation_steps is now 2, was 16" in text
     assert json.loads((tmp_path / "right.json").read_text())["gradient_accumulation_steps"] == 2
     assert "--force replaces it" in again.failure.evalue
     assert "False" in good(kernel, f"import nbdist\n{call}").visible

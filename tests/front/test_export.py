@@ -124,9 +124,9 @@ _ALL = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel of this module's own with two ranks."""
-    with Kernel(cwd=tmp_path_factory.mktemp("export")) as own:
-        start_ranks(own)
-        yield own
+    with Kernel(cwd=tmp_path_factory.mktemp("export")) as kernel:
+        start_ranks(kernel)
+        yield kernel
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +144,16 @@ def printed(kernel: Kernel, cells: Sequence[str]) -> list[list[str]]:
         for line in cell.text.splitlines():
             if line.startswith("elapsed: "):  # told below a cell, and no script's own
                 continue
-            label, _, told = line.partition("]")
+            label, _, text = line.partition("]")
             for rank in {"[0": (0,), "[1": (1,), "[0-1": (0, 1)}[label]:
-                lines[rank].append(told.removeprefix(" "))
+                lines[rank].append(text.removeprefix(" "))
     return lines
 
 
 def write(path: Path, cells: Sequence[str]) -> Path:
     """A notebook's file with these code cells."""
-    told = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
-    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": told}))
+    code_cells = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": code_cells}))
     return path
 
 
@@ -352,11 +352,11 @@ def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path
 def test_plain_python_is_one_rank(tmp_path: Path) -> None:
     """Without a launcher the script runs as the only rank, and its losses are one process's."""
     exported(tmp_path, [*_START, *_TRAINING])
-    told = launch(tmp_path / "a.py").splitlines()
+    printed = launch(tmp_path / "a.py").splitlines()
 
-    losses = [line for line in told if line.startswith("loss ")]
+    losses = [line for line in printed if line.startswith("loss ")]
     assert len(losses) == 8  # 32 pieces in batches of 4
-    assert told[-3:] == ["[0] 4", "[0] tensor([4.])", "[0] (4, 1)"]
+    assert printed[-3:] == ["[0] 4", "[0] tensor([4.])", "[0] (4, 1)"]
 
 
 @pytest.mark.slow
@@ -412,10 +412,10 @@ def test_the_server_says_which_file_it_is(tmp_path: Path) -> None:
     notebook = write(tmp_path / "own.ipynb", ["%load_ext nbdist", "%%distributed\nx = 1"])
     with Kernel(cwd=tmp_path, env={"JPY_SESSION_NAME": str(notebook)}) as kernel:
         kernel.run("%load_ext nbdist")
-        own = kernel.run("%dist_export own.py")
+        exported = kernel.run("%dist_export own.py")
         named = kernel.run("import nbdist\nnbdist.export('own.ipynb', 'named.py')")
 
-    assert own.plain[0].startswith("own.py: 1 of 2 code cells of own.ipynb\nread from ")
+    assert exported.plain[0].startswith("own.py: 1 of 2 code cells of own.ipynb\nread from ")
     assert named.plain[0].startswith("named.py: 1 of 2 code cells of own.ipynb")
     assert (tmp_path / "named.py").read_text() == (tmp_path / "own.py").read_text()
 
@@ -449,7 +449,7 @@ def test_a_file_is_not_replaced_unasked(ranks: Kernel, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
     assert ranks.run(f"%dist_export {path} --from {notebook} --force").status == "ok"
     assert "x = 1" in path.read_text()
-    assert {one.name for one in tmp_path.iterdir()} == {"a.py", "a.ipynb", "b.ipynb"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.py", "a.ipynb", "b.ipynb"}
 
 
 @pytest.mark.parametrize(
@@ -515,6 +515,8 @@ def meaning_of(typed: str) -> Magic | None:
         ("dist_shutdown", Magic(mode="local")),
         ("dist_detach 2h", Magic(mode="local")),
         ("dist_push x", Magic()),
+        ("dist_panel", Magic()),
+        ("dist_help", Magic()),
         ("dist_save a --async", Magic(call=RankCall("save", "a", (("asynchronous", True),)))),
         ("dist_load a --models-only", Magic(call=RankCall("load", "a", (("models_only", True),)))),
         (

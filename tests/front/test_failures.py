@@ -111,9 +111,9 @@ def test_different_errors_are_all_shown_root_cause_first(ready: Kernel) -> None:
 
     text = "rank 1 raised ValueError: first; rank 0 raised KeyError: 'second'"
     assert cell.failure.evalue == text
-    told = cell.failure.traceback
-    assert told.index("ValueError: first") < told.index("KeyError: 'second'")
-    assert told.count("Traceback (most recent call last)") == 2
+    traceback = cell.failure.traceback
+    assert traceback.index("ValueError: first") < traceback.index("KeyError: 'second'")
+    assert traceback.count("Traceback (most recent call last)") == 2
 
 
 def test_chained_and_grouped_exceptions_are_shown_whole(ready: Kernel) -> None:
@@ -138,7 +138,7 @@ def test_an_exception_that_cannot_be_printed_still_fails(ready: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("sys.exit(3)", "ranks 0-1 raised SystemExit: 3"),
         ("raise SystemExit", "ranks 0-1 raised SystemExit"),
@@ -151,12 +151,12 @@ def test_an_exception_that_cannot_be_printed_still_fails(ready: Kernel) -> None:
         ("%%bash\nexit 3", "ranks 0-1 raised CalledProcessError"),
     ],
 )
-def test_endings_of_every_kind_fail_the_cell(ready: Kernel, code: str, told: str) -> None:
+def test_endings_of_every_kind_fail_the_cell(ready: Kernel, code: str, message: str) -> None:
     """Whatever is raised, the cell fails with an ordinary exception and the ranks go on."""
     cell = ready.run(f"%%distributed\n{code}", 30)
 
     assert cell.status == "error"
-    cell.check_failure("DistributedError", re.escape(told))
+    cell.check_failure("DistributedError", re.escape(message))
 
 
 def test_an_error_that_ipython_shows_and_passes_over_fails_the_cell(ready: Kernel) -> None:

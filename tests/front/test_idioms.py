@@ -102,8 +102,8 @@ def _idioms(kernel: Kernel, typed: str) -> dict[str, Any]:
     assert kernel.run(DEEP_MODEL).status == "ok"
     cell = kernel.run(_IDIOMS)
     assert cell.status == "ok", cell.visible
-    found: dict[str, Any] = json.loads(re.findall(r"idioms (\{.*\})", cell.text)[0])
-    return found
+    values: dict[str, Any] = json.loads(re.findall(r"idioms (\{.*\})", cell.text)[0])
+    return values
 
 
 def _outcome(value: Any, wanted: Any) -> str:

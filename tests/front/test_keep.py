@@ -182,11 +182,11 @@ def test_an_attached_cell_is_interrupted(desk: Desk) -> None:
 def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
     """A rank that was killed while no kernel held it is told; a restart brings it, journal too."""
     pids = desk.ok("%%distributed\nimport os\nprint(os.getpid())")
-    found = re.search(r"\[1\] (\d+)", pids)
-    assert found is not None
+    match = re.search(r"\[1\] (\d+)", pids)
+    assert match is not None
     desk.ok("%%distributed\nvalue = 40 + rank")
     desk.kernel.kill()
-    victim = psutil.Process(int(found[1]))
+    victim = psutil.Process(int(match[1]))
     victim.send_signal(signal.SIGKILL)
     assert processes.wait_gone([victim], 5) == []
     attached = desk.change()

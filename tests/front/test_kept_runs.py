@@ -206,7 +206,7 @@ def test_a_second_notebook_is_told_who_holds_it_and_may_take_it(
     running = first.start(WAITS.format(lines=2))
     first.wait_output(running, "[1] step 0 1")
     taking = second.start(f"%dist_attach {name} --take")
-    told = first.finish(running)
+    outcome = first.finish(running)
     second.wait_output(taking, "[0-1] step 1")
     go.touch()
     taken = second.finish(taking)
@@ -218,7 +218,7 @@ def test_a_second_notebook_is_told_who_holds_it_and_may_take_it(
     )
     assert f"take it with %dist_attach {name} --take" in held
     who = f"The kernel {second.pid} ({folder}) has taken these ranks"
-    assert told.failure.evalue.startswith(f"{who} while this cell ran. The ranks go on")
+    assert outcome.failure.evalue.startswith(f"{who} while this cell ran. The ranks go on")
     assert after.startswith(f"NotRunning: {who}.")
     assert has_own == ["2"]
     assert taken.status == "ok", taken.visible
@@ -251,8 +251,8 @@ def test_what_is_kept_is_told_and_listed(first: Kernel, folder: Path) -> None:
     status = ok(first, "%dist_status")
     first.run("%%distributed\n# a comment\nprint('the newest')\n1 / (1 - rank)")
     ok(first, f"%dist_detach 2h --save {folder}/at_the_end")
-    one = only_run(folder).name
-    told = ok(first, "%reload_ext nbdist")
+    name = only_run(folder).name
+    text = ok(first, "%reload_ext nbdist")
     in_a_test = "import os; os.environ['NBDIST_TEST'] = '1'\n%reload_ext nbdist"
     assert ok(first, f"{in_a_test}\ndel os.environ['NBDIST_TEST']") == ""
     ok(first, "%dist_init -n 1 --keep 1h")
@@ -260,25 +260,27 @@ def test_what_is_kept_is_told_and_listed(first: Kernel, folder: Path) -> None:
     doctor = nbdist("doctor", folder=folder)
     both = ok(first, "%dist_detach\n%reload_ext nbdist")
     unclear = failure(first, "%dist_attach")
-    stopped = nbdist("stop", one, folder=folder)
+    stopped = nbdist("stop", name, folder=folder)
 
     row = (
-        rf"{one} +kept +2 +none +(\d+ s|1 min) +(2 h|1 h 59 min), then saved to "
+        rf"{name} +kept +2 +none +(\d+ s|1 min) +(2 h|1 h 59 min), then saved to "
         rf"{folder}/at_the_end +\[\d+\] print\('the newest'\), ended \d+ s ago, failed on rank 1"
     )
     assert "kept for 10 min from this notebook's end" in status
     left = "(2 h|1 h 59 min)"
-    line = rf"{one}: ranks 0-1 are kept for {left} more\. %dist_attach brings them back here\.\n?"
-    assert re.fullmatch(line, told), told
+    line = rf"{name}: ranks 0-1 are kept for {left} more\. %dist_attach brings them back here\.\n?"
+    assert re.fullmatch(line, text), text
     assert re.search(row, listed.stdout), listed.stdout
     assert f"held by kernel {first.pid}" in listed.stdout
-    row_of_doctor = rf"ok +run {one} +kept, time left .*, then saved to .*failed on rank 1, \d+ pro"
+    row_of_doctor = (
+        rf"ok +run {name} +kept, time left .*, then saved to .*failed on rank 1, \d+ pro"
+    )
     assert re.search(row_of_doctor, doctor.stdout), doctor.stdout
     assert unclear.startswith("OptionError: 2 runs are kept. Name one of: run-")
     assert re.search(row, unclear), unclear
     assert len(re.findall(r"^run-\w+: .* kept for .* more", both, re.MULTILINE)) == 2
-    assert f"%dist_attach {one} brings them back here." in both
-    assert (stopped.returncode, stopped.stdout) == (0, f"{one}: ranks 0-1 stopped\n")
+    assert f"%dist_attach {name} brings them back here." in both
+    assert (stopped.returncode, stopped.stdout) == (0, f"{name}: ranks 0-1 stopped\n")
     assert nbdist("stop", folder=folder).returncode == 0
 
 
@@ -400,7 +402,9 @@ def test_ranks_that_lost_guardian_and_controller_are_held_again(
     run = only_run(folder)
     ok(first, "%%distributed\nvalue = rank + 40")
     pids = rank_pids(first)
-    controller = int(ok(first, "import nbdist; nbdist.session().cluster.controller_pid()"))
+    controller = int(
+        ok(first, "import nbdist; nbdist.session().cluster.processes.controller_pid()")
+    )
     ok(first, "%dist_detach 10m")
     assert until(lambda: json.loads((run / "detached.json").read_text())["pid"] > 0)
     victims = [json.loads((run / "detached.json").read_text())["pid"], controller]

@@ -226,11 +226,11 @@ _LINTS = {
 
 @pytest.fixture(scope="module")
 def _linted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with Kernel(cwd=tmp_path_factory.mktemp("lints")) as own:
-        start_ranks(own)
-        cell = own.run(_SETUP)
+    with Kernel(cwd=tmp_path_factory.mktemp("lints")) as kernel:
+        start_ranks(kernel)
+        cell = kernel.run(_SETUP)
         assert cell.status == "ok", cell.visible
-        yield own
+        yield kernel
 
 
 @pytest.fixture
@@ -248,14 +248,14 @@ def linted(_linted: Kernel) -> Iterator[Kernel]:
 @pytest.mark.parametrize("name", _LINTS)
 def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name: str) -> None:
     """In the output of the cell, with what to do; the same cell again is silent."""
-    wrong, told, right = _LINTS[name]
+    wrong, sentence, right = _LINTS[name]
     silent = linted.run(f"%%distributed\n{right}")
     first = linted.run(f"%%distributed\n{wrong}")
     again = linted.run(f"%%distributed\n{wrong}")
 
     assert (silent.status, silent.stderr) == ("ok", ""), silent.visible
     assert f"lint {name} [0-1]: " in first.stderr, first.visible
-    assert told in first.stderr
+    assert sentence in first.stderr
     assert f"(silence: %dist_check --silence {name})" in first.stderr
     assert f"lint {name}" not in again.stderr
 
@@ -338,14 +338,14 @@ def test_a_model_that_will_not_fit_is_told_before_it_is_built(linted: Kernel) ->
     assert fits.status == quiet.status == "ok", (fits.visible, quiet.visible)
     assert "memory-shortage" not in fits.stderr + again.stderr + quiet.stderr
     for result, name in ((switched, "large"), (broken, "other")):
-        found = re.search(
+        match = re.search(
             rf"lint memory-shortage \[0-1\]: {name} under ddp, dp 2 needs 320\.0 MB on each rank "
             r"\(parameters, gradients, AdamW\), and rank [01] has (\d+)\.\d MB free for it\. "
             r"Instead, fsdp[ a-z-]* needs \d+\.\d MB",
             result.stderr,
         )
-        assert found is not None, result.visible
-        assert 150 < int(found[1]) < 320
+        assert match is not None, result.visible
+        assert 150 < int(match[1]) < 320
 
 
 def test_check_finds_what_differs_and_nan(linted: Kernel) -> None:

@@ -90,21 +90,21 @@ def test_a_step_ends_where_the_cell_says_so(trained: Kernel) -> None:
     code = "import nbdist\nfor n in range(4): mem_step(); mem_step(); nbdist.step()"
     ran(trained, f"%%dist_memory --ranks 1 --no-stacks --steps 3 --most-events 20\n{code}")
     assert ranks(trained) == [(1, 3, True, "")]
-    told = trained.run("[(len(r.stacks), r.lost > 0) for r in nbdist.session().memory().ranks]")
-    assert told.plain == ["[(0, True)]"]
+    printed = trained.run("[(len(r.stacks), r.lost > 0) for r in nbdist.session().memory().ranks]")
+    assert printed.plain == ["[(0, True)]"]
 
 
 def test_lines_of_the_cell_are_told(trained: Kernel) -> None:
     """By the cell's number, exactly; the backward's with the line of its forward."""
     code = "mem_x = torch.ones(8, 24)\nmem_h = mem_model(mem_x)\nmem_h.sum().backward()"
     ran(trained, f"%%dist_memory\n{code}")
-    told = trained.run(
+    printed = trained.run(
         "mem_one = nbdist.session().memory().ranks[0]\n"
         "sorted({(mem_one.names[o], f.line) for o, p in zip(mem_one.blocks.operator, "
         "mem_one.blocks.stack) if p >= 0 and o >= 0 for f in mem_one.stacks[p][-1:] "
         "if f.file.startswith('cell [') and f.is_line_known})"
     )
-    lines = dict(eval(told.plain[0]))
+    lines = dict(eval(printed.plain[0]))
 
     # The magic's own line is the first.
     assert (lines["aten::ones"], lines["aten::linear"], lines["aten::sum"]) == (2, 3, 4)

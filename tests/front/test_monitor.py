@@ -73,15 +73,15 @@ def test_it_shows_every_rank_and_goes_on(kernel: Kernel) -> None:
     kernel.run(_WORK)
     kernel.run("%dist_monitor --seconds 1.5")
     later = kernel.run("%dist_monitor")
-    counts = [int(re.findall(r"of (\d+) samples", one.plain[-1])[0]) for one in (first, later)]
-    told = rows(later.plain[-1])
+    counts = [int(re.findall(r"of (\d+) samples", shown.plain[-1])[0]) for shown in (first, later)]
+    table = rows(later.plain[-1])
 
     assert (first.status, later.status) == ("ok", "ok")
     assert "recording from now on" in first.plain[-1]
     assert "recording from now on" not in later.plain[-1]
-    assert sorted(told) == [0, 1]
-    assert all(line.startswith("idle") for line in told.values())
-    assert all("all_reduce(float32[3])" in line for line in told.values())
+    assert sorted(table) == [0, 1]
+    assert all(line.startswith("idle") for line in table.values())
+    assert all("all_reduce(float32[3])" in line for line in table.values())
     assert counts[1] > counts[0]
     assert 'src="data:image/png;base64,' in later.outputs[-1]["data"]["text/html"]
 
@@ -115,9 +115,9 @@ def test_prometheus_reads_what_the_ranks_use(kernel: Kernel) -> None:
     assert token not in cell.visible
     assert f'targets: ["127.0.0.1:{port}"]' in cell.plain[-1]
     for rank in (0, 1):
-        found = re.search(rf'\nnbdist_rank_resident_bytes{{rank="{rank}",.*}} (\d+)\n', text)
-        assert found is not None
-        assert int(found[1]) > 50_000_000
+        match = re.search(rf'\nnbdist_rank_resident_bytes{{rank="{rank}",.*}} (\d+)\n', text)
+        assert match is not None
+        assert int(match[1]) > 50_000_000
         assert re.search(rf'\nnbdist_rank_state{{rank="{rank}",.*state="idle"}} 1\n', text)
     assert served(again.plain[-1])[0] == url
     assert f"{url} is already being served" in other.failure.evalue

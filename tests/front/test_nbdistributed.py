@@ -107,9 +107,9 @@ def test_the_page_has_every_spelling(spelling: str) -> None:
 
 def _shown(outputs: list[dict[str, object]]) -> str:
     """All that a cell shows, as text."""
-    told = []
+    lines = []
     for output in outputs:
         data = output.get("data", {})
         assert isinstance(data, dict)
-        told.append(str(output.get("text") or data.get("text/plain", "")))
-    return "".join(told)
+        lines.append(str(output.get("text") or data.get("text/plain", "")))
+    return "".join(lines)

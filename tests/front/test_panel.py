@@ -109,8 +109,8 @@ def is_interrupted(cell: Cell) -> bool:
 def test_widgets_stand_over_a_picture_of_the_same(panel: Kernel) -> None:
     """The first output has nothing but the widget and a fixed text; the second has no widget."""
     outputs = panel.run("%dist_panel").outputs
-    bundles = [one["data"] for one in outputs if one["output_type"] == "display_data"]
-    assert [sorted(one) for one in bundles] == [
+    bundles = [data["data"] for data in outputs if data["output_type"] == "display_data"]
+    assert [sorted(data) for data in bundles] == [
         ["application/vnd.jupyter.widget-view+json", "text/plain"],
         ["text/html", "text/plain"],
     ]
@@ -191,11 +191,11 @@ def test_apply_between_cells_happens_at_once(panel: Kernel) -> None:
     """Nothing is prepared: the choice is for models to come."""
     panel.run("later('apply', when=between_cells, strategy='zero1')")
     for _ in range(100):
-        told = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
-        if "zero1" in told.text:
+        printed = panel.run("time.sleep(0.05); print(PANEL.state().strategy)")
+        if "zero1" in printed.text:
             break
 
-    assert told.text == "zero1, dp 2\n"
+    assert printed.text == "zero1, dp 2\n"
     assert "No model is prepared yet" in said(panel)
 
 
@@ -252,12 +252,12 @@ def test_interrupt_is_not_lost_on_ranks_that_have_not_begun_the_cell(panel: Kern
         f"{_STOPPED}stop_ranks(signal.SIGSTOP); later('interrupt', 'interrupt', when=submitted)"
     )
     given_back = panel.run("%%distributed\nimport time\ntime.sleep(600)")
-    own = panel.run("later('interrupt', when=always); time.sleep(600)")
+    running = panel.run("later('interrupt', when=always); time.sleep(600)")
     left = panel.run("stop_ranks(signal.SIGCONT); until(lambda: not nbdist.session().busy_ranks)")
     log = said(panel)
 
     assert is_interrupted(given_back)
-    assert is_interrupted(own)
+    assert is_interrupted(running)
     assert left.status == "ok", left.visible
     assert re.search(r"interrupting cell \[\d+\]; ranks 0-1 have not come back from cell \[", log)
 
@@ -268,13 +268,13 @@ def test_an_interrupt_takes_back_what_waits_for_the_cell(
     """The panel's and the notebook's own; what is asked for afterwards is done, and a restart."""
     by_panel = panel.run("press('apply', strategy='fsdp'); press('checkpoint'); press('interrupt')")
     waiting = shared_folder / "waiting"
-    own = panel.start(
+    running = panel.start(
         "press('apply', strategy='zero1'); press('restart')\n"
         f"open({str(waiting)!r}, 'w').close(); time.sleep(600)"
     )
     wait_for(waiting)
     panel.interrupt()
-    by_notebook = panel.finish(own)
+    by_notebook = panel.finish(running)
     waiting.unlink()
     log = said(panel)
     strategy = panel.run("print(nbdist.session().strategy.current().name)").text
@@ -383,7 +383,7 @@ def test_compare_runs_the_last_cell_under_both_strategies(prepared: Kernel) -> N
     )
     asked = prepared.run("press('compare', strategy='fsdp'); print(PANEL._question)")
     prepared.run("press('confirm')", 120)
-    found = prepared.run("print(PANEL._widgets._detail.value)").text
+    details = prepared.run("print(PANEL._widgets._detail.value)").text
     log = said(prepared)
     current = prepared.run("print(nbdist.session().strategy.current().name)").text
 
@@ -391,8 +391,8 @@ def test_compare_runs_the_last_cell_under_both_strategies(prepared: Kernel) -> N
     assert "preset=('fsdp',)" in asked.text
     assert "%dist_compare ddp fsdp -- (the last cell)" in log
     assert "done, see below" in log
-    assert "<td" in found
-    assert "fsdp" in found
+    assert "<td" in details
+    assert "fsdp" in details
     assert current == "ddp\n"
 
 
@@ -448,10 +448,10 @@ def test_a_progress_bar_of_the_running_cell_is_on_the_panel(panel: Kernel) -> No
         "%%distributed\nimport time\nfrom tqdm import tqdm\n"
         "for k in tqdm(range(4)): time.sleep(600 if k == 2 - rank else 0.3)"
     )
-    told = panel.run("print(seen, [PANEL.state().bar])").text
+    text = panel.run("print(seen, [PANEL.state().bar])").text
 
-    assert re.match(r"\['\[0\]  50%\|.*\(rank 1: 25%\)'\]", told)
-    assert told.endswith("] ['']\n")
+    assert re.match(r"\['\[0\]  50%\|.*\(rank 1: 25%\)'\]", text)
+    assert text.endswith("] ['']\n")
 
 
 def test_a_closed_panel_does_nothing_and_comes_back(panel: Kernel) -> None:
@@ -496,7 +496,7 @@ def test_a_page_made_of_it_shows_the_picture(panel: Kernel) -> None:
     """nbconvert's, of what a notebook stores; nothing in it hides the picture there."""
     outputs = panel.run("%dist_panel").outputs
     cell = nbformat.v4.new_code_cell(
-        "%dist_panel", outputs=[nbformat.from_dict(one) for one in outputs]
+        "%dist_panel", outputs=[nbformat.from_dict(output) for output in outputs]
     )
     page, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
 

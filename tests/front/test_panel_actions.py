@@ -27,7 +27,7 @@ class Page:
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.details: list[tuple[str, str]] = []
-        self.shows = Shows(self.steps.append, lambda *one: self.details.append(one))
+        self.shows = Shows(self.steps.append, lambda *detail: self.details.append(detail))
 
     def act(self, job: PanelJob, run: Callable[[Namespace], View | None]) -> str:
         """Do a job with this in the place of its verb's function."""

@@ -35,6 +35,10 @@ _MISTAKES = {
     "%dist_plan 7e9 --tokens inf": "--tokens inf is no number above 0",
     "%dist_plan 7e9 --network 0": "--network 0 is no number above 0. It is the GB/s that a host",
     "%dist_plan 7e9 --strategy fsdp --copies": "fsdp has no such dp",
+    "%dist_plan 7e9 --ranks 12 --nodes 5": "12 ranks cannot be spread evenly over 5 hosts. Use",
+    "%dist_plan 7e9 --keep-free 10": "--keep-free 10 is no percent from 0 up to, but not, 100",
+    "%dist_plan 7e9 --check --search": "leave --search out",
+    "%dist_plan 7e9 --memory 24GB --search": "the speed of another device is not known",
 }
 
 
@@ -64,7 +68,7 @@ def test_in_a_notebook_with_ranks(kernel: Kernel) -> None:
 
 def test_a_config_of_the_notebook(kernel: Kernel) -> None:
     """A variable with a config is planned for; torch is not loaded for it."""
-    told = kernel.run(
+    printed = kernel.run(
         f"import sys, nbdist; tiny = {_CONFIG!r}\n"
         "%dist_plan tiny --ranks 4 --strategy fsdp\n"
         "p = nbdist.plan(tiny, ranks=4, strategy='fsdp'); r = p.plan.rows[0]\n"
@@ -73,9 +77,27 @@ def test_a_config_of_the_notebook(kernel: Kernel) -> None:
     # 2 blocks of 4 * 64 + 3 * 8 + 8 + 2 * 8 * 32 + 32 + 8 + 4 * 8, (10 + 1024) * 8, and 2 * 8.
     parameters = 2 * (4 * 64 + 32 + 2 * 256 + 40 + 32) + 1034 * 8 + 16
 
-    assert told.status == "ok", told.visible
-    assert f"\ngpt2: {parameters:,} parameters" in told.plain[0]
-    assert told.plain[-1] == f"('fsdp', {parameters:.1f}, 'fsdp', False)"
+    assert printed.status == "ok", printed.visible
+    assert f"\ngpt2: {parameters:,} parameters" in printed.plain[0]
+    assert printed.plain[-1] == f"('fsdp', {parameters:.1f}, 'fsdp', False)"
+
+
+def test_a_search_and_the_lines_that_take_its_choice(kernel: Kernel, tmp_path: Path) -> None:
+    """Without torch; the line for a file writes it, with the options of the row."""
+    searched = kernel.run(
+        "%dist_plan llama-3.2-1b --ranks 8 --gpu h100 --nodes 2 --samples 16 --search"
+    )
+    loaded = kernel.run("import sys; 'torch' in sys.modules")
+    [line] = re.findall(r"^%dist_config .*", searched.plain[0], re.MULTILINE)
+    path = tmp_path / line.rpartition(" ")[2]
+    written = kernel.run(f"{line.rpartition(' ')[0]} {path}")
+
+    assert searched.status == "ok", searched.visible
+    assert "<title>" in searched.data("text/html")[0]
+    assert re.search(r"^%dist_strategy \w+ ", searched.plain[0], re.MULTILINE)
+    assert loaded.plain == ["False"]
+    assert written.status == "ok", written.visible
+    assert "mixed_precision: bf16" in path.read_text()
 
 
 @pytest.mark.parametrize("line", _MISTAKES)
@@ -222,14 +244,14 @@ def _topology(name: str, ranks: int, devices: int) -> topology.Topology:
 
 def test_the_device_is_that_of_the_ranks() -> None:
     """Its memory is shared where ranks share it; what is not in the catalogue is named."""
-    own, told = device_of_ranks(_topology("NVIDIA H200", 2, 2))
+    device, note = device_of_ranks(_topology("NVIDIA H200", 2, 2))
     shared, shared_told = device_of_ranks(_topology("NVIDIA H200", 2, 1))
     k620, cpus = _topology("Quadro K620", 2, 2), _topology("", 2, 0)
     doing = Doing("idle", "idle")
     by_driver = Sample(0, 0.0, doing, gpu=GpuReading(0, "G", "K620", total_bytes=2 * 10**9))
     by_host = Sample(0, 0.0, doing, usage=Usage(0.0, 1, 1, 1, 64 * 10**9))
 
-    assert (own, told) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
+    assert (device, note) == (DEVICES["h200"], ("--gpu h200, as the ranks here have",))
     assert shared is not None
     assert shared.memory_bytes == 70.5e9
     assert shared_told == ("--gpu h200, which 2 ranks share here",)
@@ -253,8 +275,8 @@ def test_the_share_is_that_of_the_smallest_host() -> None:
         for rank, limit_bytes in enumerate((64 * 10**9, 64 * 10**9, 24 * 10**9))
     ]
 
-    device, told = device_of_ranks(topology.plan(reports), samples)
+    device, note = device_of_ranks(topology.plan(reports), samples)
 
     assert device is not None
     assert device.memory_bytes == 24e9
-    assert told == ("the CPU of the ranks' host (24.0 GB)",)
+    assert note == ("the CPU of the ranks' host (24.0 GB)",)

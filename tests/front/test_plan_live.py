@@ -73,9 +73,9 @@ def _ranks(_shared_kernel: Kernel) -> Iterator[Kernel]:
 
 
 def row(text: str, name: str) -> list[str]:
-    found = re.search(rf"^{re.escape(name)}  .*$", text, re.MULTILINE)
-    assert found is not None, text
-    return found[0].split()
+    rows = re.search(rf"^{re.escape(name)}  .*$", text, re.MULTILINE)
+    assert rows is not None, text
+    return rows[0].split()
 
 
 def test_a_model_of_a_cell(ranks: Kernel) -> None:
@@ -177,8 +177,8 @@ planned_before = planned_state()
 
 def checked(text: str) -> dict[str, tuple[float, float]]:
     """Row -> predicted and measured MB."""
-    found = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +[-+][\d.]+ %$", text, re.MULTILINE)
-    return {what: (float(predicted), float(measured)) for what, predicted, measured in found}
+    rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +[-+][\d.]+ %$", text, re.MULTILINE)
+    return {what: (float(predicted), float(measured)) for what, predicted, measured in rows}
 
 
 def test_a_step_is_measured_and_put_back(ranks: Kernel) -> None:

@@ -95,7 +95,7 @@ def test_a_recorded_cell_says_which_step_it_records(kernel: Kernel, shared_folde
     step.unlink()
 
     assert done.text.rpartition("\r")[2].strip() == ""
-    assert [one.startswith("trace of ranks 0-1") for one in done.plain] == [True]
+    assert [line.startswith("trace of ranks 0-1") for line in done.plain] == [True]
 
 
 def test_a_plan_by_a_run_says_which_strategy_it_counts(kernel: Kernel) -> None:

@@ -57,11 +57,11 @@ def subject(_shared_kernel: Kernel, request: pytest.FixtureRequest) -> Subject:
 
 def test_wrong_options_record_nothing(kernel: Kernel, subject: Subject) -> None:
     """They are refused before anything runs."""
-    own = (("--most-events 0", "not a valid number of events"),) if subject is MEMORY else ()
-    for line, told in (*WRONG, *own):
+    wrong_here = (("--most-events 0", "not a valid number of events"),) if subject is MEMORY else ()
+    for line, message in (*WRONG, *wrong_here):
         cell = kernel.run(f"{subject.magic} {line}\nprint('ran')")
 
-        cell.check_failure("OptionError", told)
+        cell.check_failure("OptionError", message)
         assert "ran" not in cell.text
 
 

@@ -77,8 +77,8 @@ def test_an_error_of_all_ranks_recovers_nothing(kernel: Kernel) -> None:
     )
     kernel.run("%%distributed\nlayer(torch.ones(1, 2)).sum().backward()")
     cell = kernel.run("%%distributed\n1 / 0")
-    kept = kernel.run("%%distributed\nprint(layer.module.weight.grad is not None)\ndel layer")
+    left = kernel.run("%%distributed\nprint(layer.module.weight.grad is not None)\ndel layer")
 
     assert cell.failure.evalue == "ranks 0-1 raised ZeroDivisionError: division by zero"
     assert cell.stderr == ""
-    assert kept.text == "[0-1] True\n"
+    assert left.text == "[0-1] True\n"

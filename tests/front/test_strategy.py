@@ -73,11 +73,11 @@ def test_another_strategy_at_a_second_init_names_the_verb(kernel: Kernel) -> Non
 
 def test_help_of_the_verb(kernel: Kernel) -> None:
     """--help has the degrees and the options with the strategies that take them."""
-    told = kernel.run("%dist_strategy --help").plain[0]
+    text = kernel.run("%dist_strategy --help").plain[0]
 
-    assert told.startswith("usage: %dist_strategy")
-    assert "--tp N" in told
-    assert re.search(r"--schedule gpipe\|1f1b\|interleaved\|zb\s+pp: order", told)
+    assert text.startswith("usage: %dist_strategy")
+    assert "--tp N" in text
+    assert re.search(r"--schedule gpipe\|1f1b\|interleaved\|zb\s+pp: order", text)
 
 
 def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
@@ -85,7 +85,7 @@ def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
     kernel = own_kernel
     kernel.run(_MODEL)
     first = kernel.run(_STEPS)
-    kept = kernel.run("%%distributed\nids = id(optimizer.optimizer), id(optimizer.param_groups)")
+    printed = kernel.run("%%distributed\nids = id(optimizer.optimizer), id(optimizer.param_groups)")
     switched = kernel.run("%dist_strategy fsdp")
     again = kernel.run("%dist_strategy fsdp")
     shown = kernel.run("%dist_strategy")
@@ -99,7 +99,7 @@ def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
     replaced = kernel.run(_CURRENT)
     reference = kernel.run(_REFERENCE, 120)
 
-    assert kept.status == "ok", kept.visible
+    assert printed.status == "ok", printed.visible
     assert switched.status == "ok", switched.visible
     assert switched.plain[0].startswith("ddp, dp 2 -> fsdp, dp 2 in "), switched.visible
     assert "model" in switched.plain[0]
@@ -139,7 +139,7 @@ def told(cell: Cell) -> set[str]:
 
 def number(text: str) -> list[float]:
     """The numbers of a list that all ranks printed alike."""
-    return [float(one) for one in re.findall(r"-?\d+\.\d+", text)]
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", text)]
 
 
 def test_ranks_start_with_a_strategy(bare_kernel: Kernel) -> None:

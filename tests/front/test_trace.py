@@ -113,11 +113,11 @@ def test_perfetto_shows_it_where_it_is_installed(trained: Kernel) -> None:
 def test_what_cannot_be_saved_or_read_is_told(trained: Kernel, shared_folder: Path) -> None:
     """With the reason."""
     (shared_folder / "a_file").write_text("no folder")
-    for line, told in (
+    for line, message in (
         ("--save a_file/traces", "Not a directory"),
         ("absent", "There are no traces in"),
     ):
-        trained.run(f"%dist_trace {line}").check_failure("TraceError", told)
+        trained.run(f"%dist_trace {line}").check_failure("TraceError", message)
 
 
 def test_a_slow_dataloader_is_found(trained: Kernel) -> None:
@@ -171,15 +171,15 @@ def test_a_rank_that_ends_leaves_the_others_traces(own_kernel: Kernel) -> None:
     own_kernel.run("import nbdist")
     code = f"{TRAIN}\nstep()\nimport os, time\nif rank: os._exit(3)\ntime.sleep(1)"
     cell = own_kernel.run(f"%%dist_profile\n{code}")
-    found = ranks(own_kernel)
+    traces = ranks(own_kernel)
     own_kernel.run("%dist_restart")
     after = own_kernel.run(f"%%dist_profile\n{TRAIN}\nstep()")
 
     assert none.failure.evalue.startswith("Nothing has been recorded yet.")
     assert "exit code 3" in cell.failure.evalue
-    assert found[0] == (0, 1, True, "")  # type: ignore[index]
-    assert found[1][:3] == (1, 0, False)  # type: ignore[index]
-    assert found[1][3].startswith("It ended (exit code 3")  # type: ignore[index]
+    assert traces[0] == (0, 1, True, "")  # type: ignore[index]
+    assert traces[1][:3] == (1, 0, False)  # type: ignore[index]
+    assert traces[1][3].startswith("It ended (exit code 3")  # type: ignore[index]
     assert "Rank 1: It ended (exit code 3" in cell.visible
     assert after.status == "ok", after.visible
     assert ranks(own_kernel) == [(0, 1, True, ""), (1, 1, True, "")]

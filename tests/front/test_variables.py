@@ -37,10 +37,10 @@ split = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
 @pytest.fixture(scope="module")
 def torch_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """Ranks 0 and 1 of a notebook that has imported torch."""
-    with Kernel(cwd=tmp_path_factory.mktemp("torch")) as own:
-        start_ranks(own)
-        own.run("import torch")
-        yield own
+    with Kernel(cwd=tmp_path_factory.mktemp("torch")) as kernel:
+        start_ranks(kernel)
+        kernel.run("import torch")
+        yield kernel
 
 
 def run_of(kernel: Kernel) -> str:
@@ -123,12 +123,12 @@ def test_pulling_binds_nothing_else(kernel: Kernel) -> None:
     kernel.run("%%distributed\npulled_alone = rank")
     before = kernel.run(_NAMES).plain[0]
     kernel.run("%dist_mode all")
-    told = kernel.run("%dist_pull pulled_alone")
+    printed = kernel.run("%dist_pull pulled_alone")
     kernel.run("%dist_mode local")
     after = kernel.run(_NAMES).plain[0]
     kernel.run("del pulled_alone")
 
-    assert told.plain == ["pulled_alone from ranks 0-1: list of 2, each int"]
+    assert printed.plain == ["pulled_alone from ranks 0-1: list of 2, each int"]
     assert "pulled_alone" in after
     assert kernel.run(_NAMES).plain[0] == before
 
@@ -207,11 +207,11 @@ def test_a_name_that_is_wrong_is_told(kernel: Kernel) -> None:
     kernel.run("known_name = 1; globals().pop('on_one', None)")
     kernel.run("%%distributed\nglobals().pop('on_one', None);")
     kernel.run("%%rank [1]\non_one = 1")
-    for code, told in _WRONG_NAMES.items():
+    for code, reason in _WRONG_NAMES.items():
         name, message = error_of(kernel, code)
 
         assert name == "OptionError", code
-        assert told in message, (code, message)
+        assert reason in message, (code, message)
         assert kernel.run("'on_one' in dir()").plain == ["False"], code
 
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
     kernel.run("generator = (n for n in [1]); fine = 1")
     unsent = error_of(kernel, "%dist_push fine generator")
     unmade = error_of(kernel, "%dist_push on_one")
-    kept = kernel.run("%%distributed\non_one, generator")
+    printed = kernel.run("%%distributed\non_one, generator")
     # What the others received of it is not held.
     received = kernel.run("%%distributed\nfrom nbdist.variables import rank as r; r._received")
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_sent_or_made_changes_nothing(kernel: Kernel) -> None:
         "rank 1: the value cannot be unpacked: ZeroDivisionError: division by zero. Nothing was "
         "pushed."
     )
-    assert kept.text == "[0-1] ('old', 'old')\n"
+    assert printed.text == "[0-1] ('old', 'old')\n"
     assert received.text == "[0-1] {}\n"
 
 
@@ -245,7 +245,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
     unmade = error_of(kernel, "%dist_pull raising")
     needs = error_of(kernel, "%dist_pull module")
     ours = error_of(kernel, "%dist_pull accelerator")
-    kept = kernel.run("raising, lock, module")
+    printed = kernel.run("raising, lock, module")
 
     assert unsent[0] == unmade[0] == needs[0] == "TransferError"
     assert unsent[1] == (
@@ -258,7 +258,7 @@ def test_what_ranks_cannot_send_or_the_notebook_cannot_make_binds_nothing(kernel
     )
     assert "it contains torch.nn.modules.linear.Linear: `import torch` in the notebook" in needs[1]
     assert "Accelerator: it belongs to its rank. Pull its contents" in ours[1]
-    assert kept.plain == ["('old', 'old', 'old')"]
+    assert printed.plain == ["('old', 'old', 'old')"]
     assert kernel.run(_HAS_TORCH).plain == ["False"]
 
 
@@ -312,7 +312,7 @@ def test_functions_and_classes_of_cells_go_with_what_they_use(kernel: Kernel) ->
     kernel.run("%%rank [1]\nfactor = 10")
     kernel.run("factor = 100")
     again = kernel.run("%dist_push scaled")
-    kept = kernel.run("%%distributed\nsummed(1.5)")
+    printed = kernel.run("%%distributed\nsummed(1.5)")
 
     assert "".join(first.plain).splitlines() == [
         "summed to ranks 0-1: function",
@@ -329,7 +329,7 @@ def test_functions_and_classes_of_cells_go_with_what_they_use(kernel: Kernel) ->
         "scaled to ranks 0-1: function",
         "used as the ranks have it: factor (%dist_push factor replaces it)",
     ]
-    assert kept.text == "[0] 4\n[1] 16\n"
+    assert printed.text == "[0] 4\n[1] 16\n"
 
 
 def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
@@ -344,12 +344,12 @@ def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
     on_the_way = [file.stat().st_size for folder in left(run) for file in folder.iterdir()]
     kernel.interrupt()
     cell = kernel.finish(handle)
-    kept = kernel.run("%%distributed\nstuck")
+    printed = kernel.run("%%distributed\nstuck")
 
     cell.check_failure("KeyboardInterrupt", "had not answered; nothing was pushed$")
     assert on_the_way[0] > 2_000_000
     assert left(run) == []
-    assert kept.text == "[0-1] 'old'\n"
+    assert printed.text == "[0-1] 'old'\n"
 
 
 @pytest.mark.slow

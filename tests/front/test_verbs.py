@@ -135,8 +135,8 @@ def test_mode_sets_where_plain_cells_run(kernel: Kernel) -> None:
     where = "import os; 'RANK' in os.environ and os.environ['RANK']"
     seen = {}
     for mode in ("all", "1", "-d", "-e", "local", "0", ""):
-        told = kernel.run(f"%dist_mode {mode}")
-        seen[mode] = (told.plain[0], kernel.run(where).visible)
+        shown = kernel.run(f"%dist_mode {mode}")
+        seen[mode] = (shown.plain[0], kernel.run(where).visible)
 
     assert seen == {
         "all": ("plain cells run on ranks 0-1", "[0] '0'\n[1] '1'\n"),

@@ -28,14 +28,15 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
     kernel: Kernel, shared_folder: Path
 ) -> None:
     """By magic and by Python call; which model is asked where there are two; nothing is left."""
+    assert kernel.run("%dist_strategy ddp").status == "ok"  # each rank has all of it
     assert kernel.run(MODEL).status == "ok"
     folder = shared_folder / "weights"
 
-    told = kernel.run("%dist_save --export weights")
-    assert told.status == "ok", told.visible
-    assert f"{folder}/model.safetensors: GPT2LMHeadModel, 28 tensors, " in told.visible
-    assert "tied weights, stored once: lm_head.weight" in told.visible
-    assert f'load it: GPT2LMHeadModel.from_pretrained("{folder}")' in told.visible
+    saved = kernel.run("%dist_save --export weights")
+    assert saved.status == "ok", saved.visible
+    assert f"{folder}/model.safetensors: GPT2LMHeadModel, 28 tensors, " in saved.visible
+    assert "tied weights, stored once: lm_head.weight" in saved.visible
+    assert f'load it: GPT2LMHeadModel.from_pretrained("{folder}")' in saved.visible
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     total = sum(p.double().abs().sum() for p in loaded.parameters()).item()
@@ -58,7 +59,7 @@ def test_a_models_weights_become_a_file_that_transformers_loads(
     ):
         assert why in kernel.run(f"%dist_save {odd}").visible
 
-    assert sorted(one.name for one in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "x.safetensors",
     ]  # fmt: skip
     assert kernel.run(END).status == "ok"

@@ -188,7 +188,7 @@ def test_a_lost_rank_is_replaced(ranks: Session, measured: Any) -> None:
     measured("restart, s", round(time.monotonic() - began_s, 1))
 
     assert str(n - 1) in str(caught.value)
-    kept = printed(ranks, "print(kept.tolist() if 'kept' in globals() else None)")
-    assert kept == [str([rank + 1.0] * 4) for rank in range(n - 1)] + ["None"]
+    values = printed(ranks, "print(kept.tolist() if 'kept' in globals() else None)")
+    assert values == [str([rank + 1.0] * 4) for rank in range(n - 1)] + ["None"]
     ranks.run(KEEP, ranks=[n - 1])
     assert kept_and_right(ranks)

@@ -24,7 +24,7 @@ from nbdist.hang.call_log import (
     pack_place,
     pack_what,
 )
-from nbdist.hang.records import CallLog, GroupRecord, SourceLine
+from nbdist.hang.records import Call, CallLog, GroupRecord, SourceLine
 
 PLACE = SourceLine(cell=12, file="", line=7, source="dist.all_reduce(x)  # Σ")
 
@@ -51,7 +51,7 @@ def test_new_box_tells_who_it_is() -> None:
     box = read(memory)
 
     assert (box.rank, box.pid, box.generation, box.run, box.state) == (3, 99, 0, 0, "finished")
-    assert (dict(box.groups), dict(box.transfers), box.calls, box.waiting) == ({}, {}, (), None)
+    assert [*box.groups, *box.transfers, *box.calls, *box.waits] == []
 
 
 def test_call_is_read_as_it_was_made() -> None:
@@ -125,6 +125,31 @@ def test_ring_keeps_the_newest() -> None:
 
     assert [call.number for call in box.calls] == list(range(1001 - MAX_RECORDS, 1001))
     assert box.groups["0"].calls == 1000
+
+
+def test_only_calls_that_are_asked_for_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 mostly the last one, and those that wait."""
+    memory, writer, world = new_pair()
+    writer.begin(world, b"barrier\0", b"")
+    for _ in range(MAX_RECORDS - 1):
+        writer.end(writer.begin(world, b"all_reduce\0", b""), DONE)
+    slots: list[int] = []
+    original = call_log._RecordedCalls._read_slot
+
+    def note(calls: call_log._RecordedCalls, slot: int) -> Call:
+        slots.append(slot)
+        return original(calls, slot)
+
+    monkeypatch.setattr(call_log._RecordedCalls, "_read_slot", note)
+    box = read(memory)
+    ops = [call.op for call in (*box.waits, *box.calls[-1:], *box.calls[-1:])]
+    n_slots = len(slots)
+
+    assert ops == ["barrier", "all_reduce", "all_reduce"]
+    assert n_slots == 2
+    assert [call.number for call in reversed(box.calls)] == [*range(MAX_RECORDS, 0, -1)]
+    assert [*box.calls] == [*box.calls[:]] == [box.calls[n] for n in range(len(box.calls))]
+    assert len(slots) == MAX_RECORDS
 
 
 def test_issued_call_that_is_waited_for() -> None:

@@ -38,12 +38,12 @@ def test_the_store_listens_on_the_one_address() -> None:
         for c in psutil.Process().net_connections("tcp")
         if c.status == psutil.CONN_LISTEN and c.laddr.port == port
     ]
-    own = common_store.connect("127.0.0.1", port, 2)
+    store = common_store.connect("127.0.0.1", port, 2)
     client = dist.TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
     client.set("key", "value")
 
     assert listening == ["127.0.0.1"]
-    assert own.get("key") == b"value"
+    assert store.get("key") == b"value"
 
 
 def test_a_reserved_port_is_closed_until_its_rank_opens_the_store() -> None:

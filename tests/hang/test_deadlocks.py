@@ -23,6 +23,7 @@ from nbdist.hang.records import (
     SourceLine,
     ThreadSnapshot,
 )
+from tests.support.boxes import with_calls
 
 PROGRAMS = 150
 RUN = 3
@@ -175,7 +176,8 @@ class Simulation:
         look = ThreadSnapshot(SourceLine(1, "", 1), (), is_inner, is_inner, newest)
         memberships = {n: GroupRecord(n, m, groups[n]) for n, m in self.groups.items() if who in m}
         in_box = state if state in {"finished", "raised"} else "running"
-        box = CallLog(who, who, 0, RUN, in_box, 0.0, memberships, transfers, tuple(calls))
+        box = CallLog(who, who, 0, RUN, in_box, 0.0, memberships, transfers, (), ())
+        box = with_calls(box, *calls)
         return RankView(who, state, "x" * (state != "finished"), box, look)
 
     def _call(self, who: int, part: Part, is_blocked: bool) -> Call:

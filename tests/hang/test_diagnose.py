@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import RankView, WaitFinding
+from nbdist.hang.text import BlockingRank
+from nbdist.hang.wait_graph import WaitGraph
 from tests.support.boxes import (
     NOW_S,
     REDUCE,
@@ -107,6 +110,26 @@ def test_short_waits_are_no_finding_alone_but_stand_beside_a_long_one() -> None:
         f"ranks 0-1 wait in all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE}; "
         "rank 2 finished without calling it"
     )
+
+
+def test_waits_that_are_all_short_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a training loop somebody waits at every moment; of 64 ranks each would need each."""
+    asked: list[int] = []
+    original = WaitGraph._needs
+
+    def note(graph: WaitGraph, rank: int) -> Iterator[BlockingRank]:
+        asked.append(rank)
+        return original(graph, rank)
+
+    monkeypatch.setattr(WaitGraph, "_needs", note)
+    call = reduce("waiting", began_s=NOW_S - 0.5)
+    waits = [view(rank, "running", call, world=64) for rank in range(63)]
+    views = [*waits, view(63, "running", world=64)]
+
+    assert diagnose(views, NOW_S) == ()
+    assert asked == []
+    assert [finding.waiting for finding in diagnose(views, NOW_S + 1)] == [tuple(range(63))]
+    assert asked == [*range(63)]
 
 
 def test_nothing_is_found_when_all_have_come() -> None:

@@ -1,18 +1,22 @@
-"""What the notebook knows of a rank whose black box is on another host."""
+"""What the notebook knows of ranks by their black boxes, also where these are on another host."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from nbdist.cluster.kernel.processes import Exit
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core.exit_cause import CRASH_FILE
-from nbdist.hang.call_log import SIZE_BYTES, CallLogWriter
-from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import SourceLine, ThreadSnapshot
+from nbdist.hang import call_log
+from nbdist.hang.call_log import DONE, SIZE_BYTES, CallLogWriter
+from nbdist.hang.kernel.health import LOOK_PAUSE_S, BoxFiles, Health
+from nbdist.hang.records import CallLog, SourceLine, ThreadSnapshot
 
 AHEAD_S = 5000.0
 
@@ -59,9 +63,8 @@ def health_of(
     channel: FakeChannel, run_dir: Path, exits: dict[int | None, Exit] | None = None
 ) -> Health:
     """Of a rank on another host: no process of this machine, and no file. It is engine 0."""
-    cluster: Any = SimpleNamespace(
-        run_dir=run_dir, channel=channel, exits={} if exits is None else exits, pids=dict
-    )
+    processes = SimpleNamespace(pids=dict, exits={} if exits is None else exits)
+    cluster: Any = SimpleNamespace(run_dir=run_dir, channel=channel, processes=processes)
     place = SimpleNamespace(rank=0, engine_id=0)
     topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
     return Health(Ranks(cluster, topology))
@@ -130,4 +133,59 @@ def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> Non
     last = health.box(0)
     health.close()
     assert last is not None
-    assert last.calls == box.calls
+    assert list(last.calls) == list(box.calls)
+
+
+def test_many_ranks_are_asked_less_often(tmp_path: Path) -> None:
+    """Each answer costs both sides a millisecond or more: of 64 ranks 32 in a second."""
+    channel = FakeChannel()
+    health = health_of(channel, tmp_path)
+    for world, pause_s in ((1, LOOK_PAUSE_S), (64, 2.0)):
+        health._ranks.topology.ranks = (SimpleNamespace(rank=0, engine_id=0),) * world
+        health.forget_looks()
+        asked_s = 100.0
+        health.ask_looks([0], asked_s)
+        channel.asked[-1].set_result(ThreadSnapshot(None, (), False, False))
+        health.views({0: ("running", "")})
+        n_asked = len(channel.asked)
+        health.ask_looks([0], asked_s + pause_s - 0.1)
+        assert len(channel.asked) == n_asked
+        health.ask_looks([0], asked_s + pause_s - 0.1, newer_than_s=asked_s + 0.1)
+        assert len(channel.asked) == n_asked + 1, "what is about to be told needs a new answer"
+
+
+def test_of_64_boxes_those_are_read_in_which_something_has_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four times a second all are looked at; a rank that computes or waits writes nothing."""
+    read: list[int] = []
+    original = call_log.read
+
+    def count(*args: Any) -> CallLog:
+        box = original(*args)
+        read.append(box.rank)
+        return box
+
+    monkeypatch.setattr(call_log, "read", count)
+    writers = []
+    for rank in range(64):
+        (tmp_path / str(rank)).write_bytes(bytes(SIZE_BYTES))
+        with (tmp_path / str(rank)).open("r+b") as file:
+            writers.append(CallLogWriter(mmap(file.fileno(), 0), rank, 1000 + rank))
+    files = BoxFiles(tmp_path)
+    looks = []
+    for _ in range(3):
+        for rank in range(64):
+            assert files.read(rank) is not None
+        looks.append(len(read))
+        entry = writers[7].begin(writers[7].group("0", range(64)), b"barrier\0", b"")
+    waiting = files.read(7)
+    writers[7].end(entry, DONE)
+    ended = files.read(7)
+    files.close()
+
+    assert looks == [64, 65, 66]
+    assert waiting is not None
+    assert waiting.waiting is not None
+    assert ended is not None
+    assert [call.state for call in ended.calls] == ["waiting", "waiting", "done"]

@@ -9,7 +9,18 @@ import pytest
 from nbdist.hang.diagnose import diagnose
 from nbdist.hang.records import FlightRecorderEntry, RankView, ThreadSnapshot, WaitFinding
 from nbdist.hang.text import state_of
-from tests.support.boxes import NOW_S, WORLD, at, call, inner, look, only_finding, reduce, view
+from tests.support.boxes import (
+    NOW_S,
+    WORLD,
+    at,
+    call,
+    inner,
+    look,
+    only_finding,
+    reduce,
+    view,
+    with_calls,
+)
 
 
 def step(number: int, *, is_pending: bool = True, is_asleep: bool = True) -> ThreadSnapshot:
@@ -84,7 +95,7 @@ def test_a_wait_for_work_of_cxx_is_looked_up_in_the_recorder() -> None:
     wait = call("wait", line=4, state="waiting")
     waiting_box = view(0, "running", wait, look=step(4)).box
     assert waiting_box is not None
-    unnumbered = replace(waiting_box, calls=(replace(waiting_box.calls[0], group="", number=0),))
+    unnumbered = with_calls(waiting_box, replace(waiting_box.calls[0], group="", number=0))
     waits = replace(view(0, "running", look=step(4)), box=unnumbered)
 
     assert only_finding(waits, view(1, "finished", look=step(3))).text == (
@@ -171,7 +182,7 @@ def test_a_wait_for_work_of_cxx_is_one_for_the_gpu() -> None:
     waits = view(0, "running", reduce(), wait, look=queued(on_gpu(1)))
     assert waits.box is not None
     made, unnumbered = waits.box.calls
-    waiting_box = replace(waits.box, calls=(made, replace(unnumbered, group="", number=0)))
+    waiting_box = with_calls(waits.box, made, replace(unnumbered, group="", number=0))
     waiting_box = replace(waiting_box, groups={WORLD: replace(waits.box.groups[WORLD], calls=1)})
     finding = only_finding(replace(waits, box=waiting_box), view(1, "finished"))
 

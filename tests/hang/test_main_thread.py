@@ -451,11 +451,11 @@ def test_a_look_does_not_ask_the_recorder_while_a_graph_is_captured(
         return len(is_held)
 
     assert asked() == 2
-    known, graph, other = dict(recorder.calls), _Graph(), _Graph()
+    calls, graph, other = dict(recorder.calls), _Graph(), _Graph()
     graph.capture_begin(capture_error_mode="global")
     other.capture_begin()
     noted.append(entry(op_id=5, record_id=6, profiling_name="nccl:all_reduce"))
-    assert (asked(), recorder.read()) == (0, known)
+    assert (asked(), recorder.read()) == (0, calls)
     graph.capture_end()
     assert asked() == 0
     other.error = RuntimeError("capture failed")

@@ -48,10 +48,10 @@ def restart(
 
 
 def kill(session: Session, *ranks: int) -> None:
-    pids = session.cluster.pids()
+    pids = session.cluster.processes.pids()
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
-    assert until(lambda: set(ranks) <= set(session.cluster.exits))
+    assert until(lambda: set(ranks) <= set(session.cluster.processes.exits))
 
 
 def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None:
@@ -60,16 +60,16 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     The numbers: 1 + 2 over two ranks.
     """
     texts(pair, "kept = [rank, rank]\ndef step(): pass\npair = dist.new_group([1, 0])")
-    before = pair.cluster.pids()
+    before = pair.cluster.processes.pids()
     kill(pair, 1)
     done = restart(pair, 1)
-    after = pair.cluster.pids()
+    after = pair.cluster.processes.pids()
 
     assert done.ranks == (1,)
     assert done.elapsed_s < DEADLINE_S
     assert (after[0], set(after)) == (before[0], {0, 1})
     assert after[1] != before[1]
-    assert pair.cluster.exits == {}
+    assert pair.cluster.processes.exits == {}
     assert texts(pair, "import os; print(os.getpid())") == [f"{after[0]}\n", f"{after[1]}\n"]
     [note] = done.notes
     assert note.startswith("rank 1 is missing kept, step: ")
@@ -84,12 +84,12 @@ def test_a_killed_rank_comes_back_and_the_other_keeps_all(pair: Session) -> None
     again = restart(pair, 0)
 
     assert "rank 0 is missing os" in again.notes[0]  # rank 1 has it from the cell above
-    assert pair.cluster.pids()[1] == after[1]
+    assert pair.cluster.processes.pids()[1] == after[1]
     assert texts(pair, SUM) == ["3.0\n"] * 2
     assert texts(pair, PAIR_SUM) == ["tensor([3.])\n"] * 2
     assert texts(pair, PAIR_SUM.replace("pair", "later")) == ["tensor([3.])\n"] * 2
     kill(pair, 0)  # the death of a new process is told as that of an old one
-    assert pair.cluster.exits[0].how == "signal SIGKILL"
+    assert pair.cluster.processes.exits[0].how == "signal SIGKILL"
 
 
 def test_after_a_restart_all_build_a_model_together_or_the_new_rank_alone(pair: Session) -> None:
@@ -120,10 +120,10 @@ def test_a_rank_that_wrote_bytes_of_no_text_is_told_as_dead_and_comes_back(
     texts(pair, r"import os; os.write(1, b'out \xff\n'); os.write(2, b'err \xff\n')", ranks="1")
     log = next(pair.cluster.run_dir.glob("profile/log/ipengine-*-1.log"))
     assert until(lambda: log.read_bytes().count(b"\xff") == 2)
-    os.kill(pair.cluster.pids()[1], signal.SIGKILL)
+    os.kill(pair.cluster.processes.pids()[1], signal.SIGKILL)
 
-    assert until(lambda: 1 in pair.cluster.exits, TOLD_S)
-    assert pair.cluster.exits[1].how == "signal SIGKILL"
+    assert until(lambda: 1 in pair.cluster.processes.exits, TOLD_S)
+    assert pair.cluster.processes.exits[1].how == "signal SIGKILL"
     restart(pair, 1)
     assert texts(pair, SUM) == ["3.0\n"] * 2
     assert [record for record in caplog.records if record.exc_info] == []
@@ -181,7 +181,7 @@ def test_a_busy_rank_is_replaced_with_its_children(pair: Session) -> None:
         "import subprocess, time\nchild = subprocess.Popen(['sleep', '301'])\ntime.sleep(300)", (1,)
     )
     with contextlib.closing(pair.begin(cell)):
-        engine = psutil.Process(pair.cluster.pids()[1])
+        engine = psutil.Process(pair.cluster.processes.pids()[1])
         assert until(lambda: "sleep" in [child.name() for child in engine.children()])
         children = [child for child in engine.children() if child.name() == "sleep"]
         with pytest.raises(RankBusy, match=r"rank 1 is still .* %dist_restart 0-1"):
@@ -240,7 +240,7 @@ def test_a_process_that_does_not_come_is_told_and_tried_again(
         patch.setenv("PYTHONPATH", str(folder))
         with pytest.raises(StartError, match=r"rank 1 ended before .*exit code 5(.|\n)*my last"):
             restart(pair, 1)
-    end = pair.cluster.exits[1]
+    end = pair.cluster.processes.exits[1]
     restart(pair, 1)
 
     assert end.how == "exit code 5"
@@ -260,16 +260,16 @@ def test_an_interrupted_restart_leaves_nothing_half(pair: Session, moment: str) 
     started: list[int] = []
 
     def press(step: str) -> None:
-        started.extend(pid for pid in pair.cluster.pids().values() if pid not in started)
+        started.extend(pid for pid in pair.cluster.processes.pids().values() if pid not in started)
         if step == moment:
             os.kill(os.getpid(), signal.SIGINT)
 
     texts(pair, "kept = 1")
-    survivor = pair.cluster.pids()[0]
+    survivor = pair.cluster.processes.pids()[0]
     with pytest.raises(Interrupted, match="%dist_restart 1 tries again"):
         restart(pair, 1, progress=press)
-    pids = pair.cluster.pids()
-    ended = set(pair.cluster.exits)
+    pids = pair.cluster.processes.pids()
+    ended = set(pair.cluster.processes.exits)
     restart(pair, 1)
 
     assert pids == {0: survivor}
@@ -299,7 +299,7 @@ def test_a_death_during_a_restart_is_told_at_once(pair: Session) -> None:
 
 def test_a_death_while_all_ranks_are_asked_is_told_at_once(pair: Session) -> None:
     """As in %sync: the others do not wait for it, and are free for the next cell."""
-    os.kill(pair.cluster.pids()[1], signal.SIGSTOP)
+    os.kill(pair.cluster.processes.pids()[1], signal.SIGSTOP)
     killer = threading.Timer(0.3, kill, (pair, 1))
     killer.start()
     began_s = time.monotonic()
@@ -315,7 +315,7 @@ def test_a_death_while_all_ranks_are_asked_is_told_at_once(pair: Session) -> Non
 @pytest.mark.faults
 def test_a_stopped_rank_is_told_as_stopped_by_an_interrupt(pair: Session) -> None:
     """It was idle: no code of it runs that could be to blame."""
-    pid = pair.cluster.pids()[1]
+    pid = pair.cluster.processes.pids()[1]
     os.kill(pid, signal.SIGSTOP)
     try:
         cell = pair.begin(CellRequest("1", (0, 1)))
@@ -356,8 +356,8 @@ def test_nothing_outlives_a_kernel_killed_after_a_restart(tmp_path: Path) -> Non
         import os, signal, time, nbdist
         from nbdist.hang.kernel import restart as repair
         session = nbdist.session()
-        os.kill(session.cluster.controller_pid(), signal.SIGKILL)
-        while None not in session.cluster.exits: time.sleep(0.01)
+        os.kill(session.cluster.processes.controller_pid(), signal.SIGKILL)
+        while None not in session.cluster.processes.exits: time.sleep(0.01)
         repair.restart(session, session.health, (1,), 60, lambda step: None)
         print(session.cluster.run_dir)
     """

@@ -38,7 +38,7 @@ PLACE = (
 
 def end_rank(session: Session, rank: int) -> None:
     os.kill(session.topology.ranks[rank].pid, signal.SIGKILL)
-    assert until(lambda: rank in session.cluster.exits)
+    assert until(lambda: rank in session.cluster.processes.exits)
 
 
 def test_killed_ranks_come_back_on_their_hosts(runs: Path) -> None:
@@ -66,7 +66,7 @@ def test_killed_ranks_come_back_on_their_hosts(runs: Path) -> None:
             trained = again
         after = session.topology
         places = texts(session, PLACE)
-        told = texts(session, "print(kept)")
+        printed = texts(session, "print(kept)")
 
     assert [p.pid == q.pid for p, q in zip(before.ranks, after.ranks, strict=True)] == [
         False,
@@ -75,5 +75,5 @@ def test_killed_ranks_come_back_on_their_hosts(runs: Path) -> None:
     ]
     assert [(p.host, p.local_rank) for p in after.ranks] == [("a", 0), ("b", 0), ("b", 1)]
     assert places == ["['0', '1', '0']\n", "['0', '2', '1']\n", "['1', '2', '1']\n"]
-    assert told == ["[0]\n", "[1]\n", "[2]\n"]
+    assert printed == ["[0]\n", "[1]\n", "[2]\n"]
     assert processes_under(runs) == []

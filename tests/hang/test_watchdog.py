@@ -208,8 +208,8 @@ def test_the_next_call_of_the_same_line_is_another_finding() -> None:
     for number in range(1, 40):
         call = replace(box(0, waits_since_s=0.0).calls[0], number=number)
         group = GroupRecord("0", (0, 1), number)
-        waiting_box = replace(watch.health.boxes[0], calls=(call,), groups={"0": group})
-        watch.health.boxes[0] = waiting_box
+        waiting_box = boxes.with_calls(watch.health.boxes[0], call)
+        watch.health.boxes[0] = replace(waiting_box, groups={"0": group})
         assert watch.until(number * PAUSE_S) == []
 
 

@@ -45,7 +45,7 @@ def hits(
         r: observed if isinstance(observed, list) else [observed]
         for r, observed in enumerate(observations)
     }
-    return [(found.lint, found.hit.ranks) for found in rules.evaluate(by_rank, is_ok=is_ok)]
+    return [(finding.lint, finding.hit.ranks) for finding in rules.evaluate(by_rank, is_ok=is_ok)]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_the_page_has_the_lints_as_they_are() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    told = r"no lint 'data'\. Did you mean same-data\? Choose one of same-data, model-inputs"
-    with pytest.raises(OptionError, match=told):
+    message = r"no lint 'data'\. Did you mean same-data\? Choose one of same-data, model-inputs"
+    with pytest.raises(OptionError, match=message):
         rules.resolve_names(["data"])
     assert rules.resolve_names(["all"]) == tuple(LINTS)
 
@@ -150,8 +150,8 @@ def test_a_shortage_is_of_the_ranks_that_have_too_little() -> None:
     assert hits(shortage(2e9), shortage(2e9)) == [("memory-shortage", (0, 1))]
     assert hits(shortage(2e9, 3e9), shortage(2e9)) == [("memory-shortage", (1,))]
     assert hits(shortage(1e9), shortage(1e9)) == []
-    found = rules.evaluate({0: [shortage(2e9, 1.5e9)], 1: [shortage(2e9)]}, is_ok=False)
-    assert found[0].hit.found == (
+    findings = rules.evaluate({0: [shortage(2e9, 1.5e9)], 1: [shortage(2e9)]}, is_ok=False)
+    assert findings[0].hit.found == (
         "net under ddp needs 2.0 GB on each rank (all), and rank 1 has 1.0 GB free for it. "
         "Instead, fsdp"
     )

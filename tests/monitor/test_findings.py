@@ -31,7 +31,7 @@ def told(
 
 
 def names(*ranks: Sample | Sequence[Sample]) -> list[str]:
-    return [one.rule for one in told(*ranks)]
+    return [finding.rule for finding in told(*ranks)]
 
 
 def with_gpu(**changed: object) -> Sample:
@@ -144,7 +144,7 @@ def test_ranks_that_differ() -> None:
     assert first.found == "utilisation: rank 0 100 %, rank 1 80 % of the time"
     assert first.ranks == (0, 1)
     assert told(HEALTHY, memory[0]) == ()
-    assert [one.found for one in told(HEALTHY, memory[1])] == [
+    assert [finding.found for finding in told(HEALTHY, memory[1])] == [
         "device memory: rank 1 23 %, rank 0 2 % in use"
     ]
     # A rank that has no part in the cell is not compared.

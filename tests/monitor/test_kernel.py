@@ -52,7 +52,7 @@ def seen(monitor: Monitor, is_it: Callable[[Samples], bool]) -> Samples:
 
 
 def states(samples: Samples) -> list[str]:
-    return [one.doing.state for one in samples]
+    return [sample.doing.state for sample in samples]
 
 
 def waited_s(sample: Sample) -> float:
@@ -67,9 +67,9 @@ def begin(session: Session, code: str) -> CellRun:
     return session.begin(CellRequest(code, (0, 1), number=7))
 
 
-def end(one: CellRun) -> None:
+def end(cell: CellRun) -> None:
     """Wait for the end of a cell that was begun."""
-    wait.wait(lambda: one)
+    wait.wait(lambda: cell)
 
 
 def test_nothing_is_sampled_before_somebody_asks(session: Session) -> None:
@@ -80,16 +80,16 @@ def test_nothing_is_sampled_before_somebody_asks(session: Session) -> None:
     pids = session.health.pids()
 
     assert session.monitor.is_running
-    assert [one.rank for one in samples] == [0, 1]
+    assert [sample.rank for sample in samples] == [0, 1]
     assert states(samples) == ["idle", "idle"]
-    for one in samples:
-        assert one.usage is not None
-        apart = abs(one.usage.rss_bytes - psutil.Process(pids[one.rank]).memory_info().rss)
+    for of_rank in samples:
+        assert of_rank.usage is not None
+        apart = abs(of_rank.usage.rss_bytes - psutil.Process(pids[of_rank.rank]).memory_info().rss)
         assert apart < 100_000_000
-        assert one.usage.pss_bytes is not None
-        assert one.usage.pss_bytes <= one.usage.rss_bytes
-        assert one.gpu is None
-        assert one.age_s == 0.0
+        assert of_rank.usage.pss_bytes is not None
+        assert of_rank.usage.pss_bytes <= of_rank.usage.rss_bytes
+        assert of_rank.gpu is None
+        assert of_rank.age_s == 0.0
 
 
 def test_a_rank_is_seen_running_and_another_waiting_for_it(
@@ -101,19 +101,19 @@ def test_a_rank_is_seen_running_and_another_waiting_for_it(
         "import os, time, torch.distributed as dist\nif rank == 1:\n"
         f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\ndist.barrier()"
     )
-    one = begin(session, code)
+    cell = begin(session, code)
     both = seen(session.monitor, lambda samples: states(samples) == ["waiting", "running"])
     later = seen(session.monitor, lambda samples: waited_s(samples[0]) > 1)
     gate.touch()
-    end(one)
+    end(cell)
     idle = seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
 
     assert both[0].doing.text.startswith("running cell [7], waiting in barrier()")
     assert both[1].doing.text == "running cell [7]"
     assert later[0].doing_text.endswith(f"line 4 of cell [7] for {waited_s(later[0]):.1f} s")
     assert both[0].doing.last_collective == ""
-    assert [one.doing.last_collective for one in idle] == ["barrier()"] * 2
-    assert all((one.doing.collective_age_s or 0) < SOON_S for one in idle)
+    assert [sample.doing.last_collective for sample in idle] == ["barrier()"] * 2
+    assert all((sample.doing.collective_age_s or 0) < SOON_S for sample in idle)
 
 
 # Rank 0 has a GPU from now on, for the monitor alone: its allocator counts how often it is asked.
@@ -148,11 +148,11 @@ def test_a_rank_that_waits_in_a_collective_is_not_asked_for_its_allocator(
 
     session.run(_ALLOCATOR, ranks=[0])
     idle = answer()
-    one = begin(session, code)
+    cell = begin(session, code)
     seen(session.monitor, lambda samples: states(samples) == ["waiting", "running"])
     waiting = [answer(), answer()]
     gate.touch()
-    end(one)
+    end(cell)
     after = answer()
     session.run("vars(monitor_rank).update(was)", ranks=[0])
 
@@ -172,11 +172,11 @@ def test_a_rank_that_computes_is_busy_and_one_that_sleeps_is_not(session: Sessio
         "while rank == 0 and time.process_time() < end_s:\n    pow(3, 3_000_000)"
     )
     before = session.monitor.wait(time.monotonic(), SOON_S)
-    one = begin(session, code)
+    cell = begin(session, code)
     busy = seen(
         session.monitor, lambda s: states(s)[0] == "running" and (s[0].cpu_percent or 0) > 5
     )
-    end(one)
+    end(cell)
     after = session.monitor.wait(time.monotonic(), SOON_S)
     spent_s = [
         now.usage.cpu_s - then.usage.cpu_s
@@ -209,9 +209,9 @@ def test_listeners_are_called_and_their_errors_kept(session: Session) -> None:
     count = len(got)
     session.monitor.wait(time.monotonic(), SOON_S)
 
-    assert {one.rank for one in got} == {0, 1}
+    assert {sample.rank for sample in got} == {0, 1}
     assert len(got) == count
-    assert [one for one in session.monitor.problems if "no canvas" in one] == [
+    assert [problem for problem in session.monitor.problems if "no canvas" in problem] == [
         "a listener failed: ValueError: no canvas"
     ]
 
@@ -220,7 +220,7 @@ def test_sampling_stops_when_told_and_begins_when_asked(session: Session) -> Non
     """No thread is left; the history stays, and goes on in the order of time."""
     session.monitor.wait(time.monotonic(), SOON_S)
     session.monitor.stop()
-    names = [one.name for one in threading.enumerate()]
+    names = [thread.name for thread in threading.enumerate()]
     count = len(session.monitor.history)
     session.monitor.wait(time.monotonic(), SOON_S)
     times, _ = session.monitor.history.series(0, "state")
@@ -237,9 +237,9 @@ def test_sampling_stops_by_itself_when_nobody_asks_any_more(
     """Not while a cell runs, and not while somebody listens."""
     monkeypatch.setattr(monitors, "UNASKED_S", 0.0)
     monitor = Monitor(session, session.health, period_s=0.05)
-    one = begin(session, "import time\ntime.sleep(1)")
+    cell = begin(session, "import time\ntime.sleep(1)")
     monitor.start()  # the only question while the cell runs
-    end(one)
+    end(cell)
     assert until(lambda: not monitor.is_running)
     count = len(monitor.history)
     monitor.start()
@@ -283,7 +283,7 @@ def test_gpus_are_read_by_nvidia_smi(
     assert (well.gpu.index, well.utilisation, well.gpu.used_bytes) == (0, 97.0, 1024 * 2**20)
     assert well.usage is not None
     assert other.gpu is None
-    assert [one.usage is not None for one in failed] == [True, True]
+    assert [sample.usage is not None for sample in failed] == [True, True]
     missing, gone = on_gpus.problems
     assert missing.startswith(
         "rank 1: the driver reports nothing for its GPU GPU-missing (nvidia-smi"
@@ -300,12 +300,14 @@ def test_gpus_are_read_by_nvml_and_one_that_is_lost_is_told(
     play(monkeypatch, tmp_path, driver, None)
     both = seen(on_gpus, lambda samples: samples[1].gpu is not None)
     driver.lost.add(0)
-    one = seen(on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None)
+    without_one = seen(
+        on_gpus, lambda samples: samples[0].gpu is None and samples[1].gpu is not None
+    )
     driver.lost.clear()
     back = seen(on_gpus, lambda samples: samples[0].gpu is not None)
 
     assert [sample.gpu and sample.gpu.index for sample in both] == [0, 1]
-    assert one[1].gpu is not None
+    assert without_one[1].gpu is not None
     assert back[0].gpu is not None
     assert on_gpus.problems == ("GPU 0 cannot be read: GPU is lost",)
     assert on_gpus.history.summary(1, "power").peak == 512.33
@@ -319,8 +321,8 @@ def test_without_any_driver_ranks_are_sampled_all_the_same(
     samples = seen(on_gpus, lambda samples: samples[0].cpu_percent is not None)
     assert until(lambda: len(on_gpus.problems) == 2)
 
-    assert [one.gpu for one in samples] == [None, None]
-    assert all(one.usage is not None for one in samples)
+    assert [sample.gpu for sample in samples] == [None, None]
+    assert all(sample.usage is not None for sample in samples)
     assert on_gpus.problems[0].startswith("rank 0: the driver reports nothing for its GPU 8c2a1f")
 
 
@@ -331,11 +333,13 @@ def test_ranks_on_other_hosts_answer_for_themselves(
     pids = session.health.pids()
     monkeypatch.setattr(session.health, "pids", dict)
     monitor = Monitor(session, session.health, period_s=0.2)
-    answered = seen(monitor, lambda samples: all(one.cpu_percent is not None for one in samples))
+    answered = seen(
+        monitor, lambda samples: all(sample.cpu_percent is not None for sample in samples)
+    )
     # One call of C code: the control thread gets no turn until it ends.
-    one = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
+    cell = begin(session, "if rank == 0:\n    pow(3, 12_000_000)\n")
     old = seen(monitor, lambda samples: samples[0].age_s > 1.0)
-    end(one)
+    end(cell)
     fresh = seen(monitor, lambda samples: samples[0].age_s < 1.0)
     monitor.close()
 
@@ -366,18 +370,18 @@ def test_a_rank_that_is_killed_is_dead_until_another_takes_its_place(session: Se
 def test_sampling_goes_on_while_the_controller_is_replaced(session: Session) -> None:
     """Ranks of this host need no connection to be read; nothing failed, and all are back."""
     before = len(session.monitor.history)
-    pid = session.cluster.controller_pid()
+    pid = session.cluster.processes.controller_pid()
     assert pid is not None
     psutil.Process(pid).kill()
-    assert until(lambda: None in session.cluster.exits)
+    assert until(lambda: None in session.cluster.processes.exits)
     between = session.monitor.wait(time.monotonic(), SOON_S)
     session.run("1 + 1")
     back = seen(session.monitor, lambda samples: states(samples) == ["idle", "idle"])
 
-    assert all(one.usage is not None for one in (*between, *back))
+    assert all(sample.usage is not None for sample in (*between, *back))
     assert set(states(between)) <= {"idle", "unknown"}
     assert len(session.monitor.history) > before
-    assert [one for one in session.monitor.problems if "sample failed" in one] == []
+    assert [problem for problem in session.monitor.problems if "sample failed" in problem] == []
 
 
 def test_sampling_ends_with_the_ranks(session: Session) -> None:
@@ -397,8 +401,8 @@ def test_sampling_ends_with_the_ranks(session: Session) -> None:
         monitor.serve(0)
     session.stop()
     samples = monitor.latest()
-    names = [one.name for one in threading.enumerate()]
+    names = [thread.name for thread in threading.enumerate()]
 
-    assert [one.rank for one in samples] == [0, 1]
+    assert [sample.rank for sample in samples] == [0, 1]
     assert not monitor.is_running
     assert not {"nbdist-monitor", "nbdist-prometheus", "nbdist-gpus"}.intersection(names)

@@ -71,12 +71,12 @@ def test_other_paths_and_methods_have_nothing(exporter: Exporter) -> None:
 def test_it_listens_on_the_loopback_interface_alone(exporter: Exporter) -> None:
     """The token lies in a file for the user alone, so that notebooks need not hold it."""
     listening = {
-        one.laddr
-        for one in psutil.Process().net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == exporter.port
+        connection.laddr
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == exporter.port
     }
 
-    assert {one.ip for one in listening} == {"127.0.0.1"}
+    assert {address.ip for address in listening} == {"127.0.0.1"}
     assert exporter.token_path.read_text() == exporter.token
     assert stat.S_IMODE(exporter.token_path.stat().st_mode) == 0o600
 
@@ -113,4 +113,4 @@ def test_nothing_is_left_when_it_is_closed(tmp_path: Path) -> None:
 
     assert body == "again\n"
     assert list(tmp_path.iterdir()) == []
-    assert "nbdist-prometheus" not in [one.name for one in threading.enumerate()]
+    assert "nbdist-prometheus" not in [thread.name for thread in threading.enumerate()]

@@ -42,16 +42,16 @@ def parent() -> Iterator[subprocess.Popen[str]]:
 
 def test_a_process_counts_with_its_children(parent: "subprocess.Popen[str]") -> None:
     """Time of children that have ended too, memory of those that live; strangers left out."""
-    found = Usages(psutil).read([parent.pid, 2**22 + 1])
+    usages = Usages(psutil).read([parent.pid, 2**22 + 1])
     both = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children(recursive=True)]
-    resident = sum(one.memory_info().rss for one in both)
-    own = found[parent.pid]
+    resident = sum(process.memory_info().rss for process in both)
+    usage = usages[parent.pid]
 
-    assert set(found) == {parent.pid}
-    assert own.cpu_s >= 0.5
-    assert own.rss_bytes > 80 * MIB
-    assert abs(own.rss_bytes - resident) < 5 * MIB
-    assert own.pss_bytes is None or 80 * MIB < own.pss_bytes <= own.rss_bytes
+    assert set(usages) == {parent.pid}
+    assert usage.cpu_s >= 0.5
+    assert usage.rss_bytes > 80 * MIB
+    assert abs(usage.rss_bytes - resident) < 5 * MIB
+    assert usage.pss_bytes is None or 80 * MIB < usage.pss_bytes <= usage.rss_bytes
 
 
 def test_children_are_looked_for_now_and_then(parent: "subprocess.Popen[str]") -> None:
@@ -126,9 +126,9 @@ def test_the_group_with_the_least_room_is_the_limit(system: Path) -> None:
         memory__current="450\n",
         memory__stat="anon 400\ninactive_file 40\n",
     )
-    found = Usages(Played()).read([3])[3]
+    usage = Usages(Played()).read([3])[3]
 
-    assert (found.host_used_bytes, found.host_limit_bytes, found.is_group) == (410, 500, True)
+    assert (usage.host_used_bytes, usage.host_limit_bytes, usage.is_group) == (410, 500, True)
 
 
 def test_a_group_with_more_room_than_the_machine_is_no_limit(system: Path) -> None:

@@ -28,7 +28,7 @@ def read(text: str) -> Read:
     """Metric -> labels -> value; every line has to be one of the grammar's, in its order."""
     assert text.endswith("\n")
     assert "\n\n" not in text
-    found: Read = {}
+    families: Read = {}
     helps: list[str] = []
     lines = iter(text[:-1].split("\n"))
     for line in lines:
@@ -37,7 +37,7 @@ def read(text: str) -> Read:
             assert name is not None, line
             assert next(lines) == f"# TYPE {name[1]} gauge"
             helps.append(name[1])
-            found[name[1]] = {}
+            families[name[1]] = {}
             continue
         match = _LINE.fullmatch(line)
         assert match is not None, line
@@ -46,11 +46,11 @@ def read(text: str) -> Read:
             (pair.partition("=")[0], _unescaped(pair.partition("=")[2][1:-1]))
             for pair in re.findall(_PAIR, match[2])
         )
-        assert labels not in found[match[1]], "a series twice"
-        found[match[1]][labels] = float(match[3])
+        assert labels not in families[match[1]], "a series twice"
+        families[match[1]][labels] = float(match[3])
     assert len(helps) == len(set(helps))
-    assert all(found.values()), "a head without a line"
-    return found
+    assert all(families.values()), "a head without a line"
+    return families
 
 
 def _unescaped(text: str) -> str:
@@ -59,15 +59,15 @@ def _unescaped(text: str) -> str:
 
 def test_all_that_is_known_is_there_with_its_unit_and_labels() -> None:
     """MiB, watts, seconds and ratios as the names say; odd characters in labels come through."""
-    found = read(exposition([SAMPLE], [PLACE]))
+    families = read(exposition([SAMPLE], [PLACE]))
     rank = (("rank", "0"), ("host", 'ho"st\\1'))
     gpu = (
         *rank, ("gpu", "3"), ("UUID", "GPU-8c2a"), ("modelName", "NVIDIA\nH200"),
         ("Hostname", 'ho"st\\1'),
     )  # fmt: skip
 
-    assert set(found) == {*(metric.name for metric in METRICS), "nbdist_rank_state"}
-    assert {name: found[name][gpu] for name in found if name.startswith("DCGM")} == {
+    assert set(families) == {*(metric.name for metric in METRICS), "nbdist_rank_state"}
+    assert {name: families[name][gpu] for name in families if name.startswith("DCGM")} == {
         "DCGM_FI_DEV_GPU_UTIL": 97,
         "DCGM_FI_DEV_MEM_COPY_UTIL": 40,
         "DCGM_FI_DEV_FB_USED": 3,
@@ -75,14 +75,14 @@ def test_all_that_is_known_is_there_with_its_unit_and_labels() -> None:
         "DCGM_FI_DEV_GPU_TEMP": 61,
         "DCGM_FI_DEV_POWER_USAGE": 512.5,
     }
-    assert found["nbdist_gpu_throttled"][gpu] == 0
-    assert found["nbdist_rank_cpu_ratio"][rank] == 1.5
-    assert found["nbdist_rank_waiting_seconds"][rank] == 2.5
-    assert found["nbdist_rank_last_collective_age_seconds"][rank] == 30.25
-    assert found["nbdist_rank_up"][rank] == 1
-    assert found["nbdist_torch_allocated_peak_bytes"][rank] == 30
+    assert families["nbdist_gpu_throttled"][gpu] == 0
+    assert families["nbdist_rank_cpu_ratio"][rank] == 1.5
+    assert families["nbdist_rank_waiting_seconds"][rank] == 2.5
+    assert families["nbdist_rank_last_collective_age_seconds"][rank] == 30.25
+    assert families["nbdist_rank_up"][rank] == 1
+    assert families["nbdist_torch_allocated_peak_bytes"][rank] == 30
     assert {
-        dict(labels)["state"]: value for labels, value in found["nbdist_rank_state"].items()
+        dict(labels)["state"]: value for labels, value in families["nbdist_rank_state"].items()
     } == {state: float(state == "waiting") for state in STATES}
 
 
@@ -91,13 +91,15 @@ def test_what_is_not_known_has_no_line() -> None:
     bare = Sample(0, 100.0, Doing("idle", "idle"), SAMPLE.usage, 12.0)
     dead = Sample(1, 100.0, Doing("dead", "ended (signal SIGKILL)"))
     places = [PLACE, replace(PLACE, rank=1)]
-    found = read(exposition([bare, dead], places))
+    families = read(exposition([bare, dead], places))
 
-    assert not [name for name in found if name.startswith(("DCGM", "nbdist_torch", "nbdist_gpu"))]
-    assert [dict(labels)["rank"] for labels in found["nbdist_rank_cpu_ratio"]] == ["0"]
-    assert list(found["nbdist_rank_up"].values()) == [1, 0]
-    assert "nbdist_rank_last_collective_age_seconds" not in found
-    assert found["nbdist_rank_waiting_seconds"] == dict.fromkeys(found["nbdist_rank_up"], 0.0)
+    assert not [
+        name for name in families if name.startswith(("DCGM", "nbdist_torch", "nbdist_gpu"))
+    ]
+    assert [dict(labels)["rank"] for labels in families["nbdist_rank_cpu_ratio"]] == ["0"]
+    assert list(families["nbdist_rank_up"].values()) == [1, 0]
+    assert "nbdist_rank_last_collective_age_seconds" not in families
+    assert families["nbdist_rank_waiting_seconds"] == dict.fromkeys(families["nbdist_rank_up"], 0.0)
 
 
 def test_no_sample_yet_is_no_error() -> None:

@@ -118,8 +118,8 @@ def test_a_rank_of_another_host_tells_all(
     assert 0 <= answer.gpu_age_s < 10
     assert answer.allocator == Allocator(10, 20, 30)
     assert answer.usage is not None
-    own = psutil.Process(os.getpid())
-    all_bytes = sum(one.memory_info().rss for one in (own, *own.children(recursive=True)))
+    this = psutil.Process(os.getpid())
+    all_bytes = sum(process.memory_info().rss for process in (this, *this.children(recursive=True)))
     apart = abs(answer.usage.rss_bytes - all_bytes)
     assert apart < 100_000_000
 

@@ -50,7 +50,7 @@ def test_a_full_history_keeps_the_newest_half_and_all_of_the_time() -> None:
     times, values = history.series(0, "utilisation")
     _, held = history.series(0, "device_used")
     newest = [value for value, time in zip(values, times, strict=True) if time > count - 8]
-    known = history.summary(0, "utilisation")
+    summary = history.summary(0, "utilisation")
 
     assert len(history) == count
     assert newest == busy[-len(newest) :]
@@ -58,9 +58,9 @@ def test_a_full_history_keeps_the_newest_half_and_all_of_the_time() -> None:
     gaps = np.diff(times[: capacity // 2])
     assert times[0] <= 2 * count / (capacity // 2), "it reaches back to the beginning"
     assert gaps.max() <= 4 * gaps[:-1].min(), "evenly coarse"
-    assert known.now == busy[-1]
-    assert known.mean == pytest.approx(sum(busy) / count)
-    assert known.peak == max(busy)
+    assert summary.now == busy[-1]
+    assert summary.mean == pytest.approx(sum(busy) / count)
+    assert summary.peak == max(busy)
     assert history.summary(0, "device_used").peak == max(used)
     assert set(held) <= set(map(float, used)), "of what can be too much the most is kept"
 

@@ -30,9 +30,9 @@ def recorded(*ranks: Sample, count: int = 11) -> tuple[list[Sample], SampleHisto
     for second in range(count):
         share = second / max(1, count - 1)
         newest = [
-            replace(one, time_s=float(second), gpu=one.gpu and replace(
-                one.gpu, busy_percent=(one.utilisation or 0) * share))
-            for one in ranks
+            replace(sample, time_s=float(second), gpu=sample.gpu and replace(
+                sample.gpu, busy_percent=(sample.utilisation or 0) * share))
+            for sample in ranks
         ]  # fmt: skip
         history.append(newest)
     return newest, history
@@ -124,12 +124,12 @@ def test_all_ranks_have_one_scale_that_ends_now(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     ranks = [replace(SAMPLE, rank=rank) for rank in range(2)]
     samples, history = recorded(*ranks, count=4)
-    history.append([replace(one, time_s=4.0) for one in samples])
+    history.append([replace(sample, time_s=4.0) for sample in samples])
     png(samples, history)
     (figure,) = drawn
     times = [axes.lines[0].get_xdata() for axes in figure.axes]
 
-    assert [(own[0], own[-1]) for own in times] == [(-4.0, 0.0)] * 10
+    assert [(times_s[0], times_s[-1]) for times_s in times] == [(-4.0, 0.0)] * 10
     assert [axes.get_ylim()[0] for axes in figure.axes] == [0.0] * 10
     assert {figure.axes[at].get_ylim() for at in (0, 5)} == {(0.0, 100.0)}
     for axes in figure.axes:

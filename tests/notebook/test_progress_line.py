@@ -106,9 +106,9 @@ class _Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
     """Of a notebook."""
-    one = _Kernel()
-    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=one))
-    return one
+    kernel = _Kernel()
+    monkeypatch.setattr(progress_line, "get_ipython", lambda: SimpleNamespace(kernel=kernel))
+    return kernel
 
 
 @pytest.mark.usefixtures("kernel")
@@ -190,8 +190,13 @@ def test_a_terminal_has_a_line_for_each_thing(
     """And none for each percent."""
     monkeypatch.setattr(progress_line, "get_ipython", SimpleNamespace)
     line = ShownProgress()
-    for one in (Progress("switch", "planning"), HALF, Progress("switch", "moving", 2, 2), None):
-        line(one)
+    for progress in (
+        Progress("switch", "planning"),
+        HALF,
+        Progress("switch", "moving", 2, 2),
+        None,
+    ):
+        line(progress)
 
     assert shown == ["publish switch: planning", "publish switch: moving 1 of 2 tensors, 50%"]
 

@@ -42,21 +42,21 @@ def test_numbers_are_those_of_a_plan(name: str) -> None:
     (row,) = plan(
         shape_of(KNOWN), DEVICES["h100"], 2, load, strategy=name, engine=engine
     ).rows  # fmt: skip
-    found = planned_memory(choose(name, {}, 2), [KNOWN], H100)
+    planned = planned_memory(choose(name, {}, 2), [KNOWN], H100)
     shown = plan_of_models(choose(name, {}, 2), [KNOWN], H100)
 
-    assert found == row.memory
-    assert found.activations > 0
+    assert planned == row.memory
+    assert planned.activations > 0
     assert (shown.verdict, shown.share) == (row.verdict, row.share)
 
 
 def test_it_says_what_stands_in_a_step_beside_the_limit() -> None:
     """States, then what comes in a step, its part of the device, the verdict, and the batch."""
-    found = plan_of_models(FSDP, [KNOWN], Limit(4e9, has_gpu=True), DDP)
+    plan = plan_of_models(FSDP, [KNOWN], Limit(4e9, has_gpu=True), DDP)
 
-    assert found.text.startswith("each rank holds 4.5 MB between steps, now 9.1 MB: parameters ")
-    assert " of 4.0 GB: 27%, safe (+ activations " in found.text
-    assert found.text.endswith(
+    assert plan.text.startswith("each rank holds 4.5 MB between steps, now 9.1 MB: parameters ")
+    assert " of 4.0 GB: 27%, safe (+ activations " in plan.text
+    assert plan.text.endswith(
         "; assumed: batch 1 x 2,048 tokens (no prepared data loader has yielded a batch yet)"
     )
 
@@ -69,10 +69,10 @@ def test_the_verdict_is_a_plans(limit_bytes: float, word: str) -> None:
 
 def test_without_a_limit_there_is_no_verdict() -> None:
     """Before the first sample nobody knows what there is."""
-    found = plan_of_models(FSDP, [KNOWN], Limit())
+    plan = plan_of_models(FSDP, [KNOWN], Limit())
 
-    assert (found.verdict, found.share) == ("", None)
-    assert "in a step up to" in found.text
+    assert (plan.verdict, plan.share) == ("", None)
+    assert "in a step up to" in plan.text
 
 
 def test_a_batch_that_was_seen_is_the_batch() -> None:
@@ -90,12 +90,12 @@ def test_a_batch_that_was_seen_is_the_batch() -> None:
 
 def test_of_a_model_that_no_formula_knows_it_says_states_only() -> None:
     """And what the rest depends on; the verdict is open, unless states alone are too much."""
-    found = plan_of_models(FSDP, [OWN], H100)
+    plan = plan_of_models(FSDP, [OWN], H100)
 
-    assert found.text.startswith("each rank holds 99.8 kB between steps: parameters 25.0 kB + ")
-    assert "states only: activations depend on the batch and on what net (Net) keeps" in found.text
-    assert "%dist_plan net --inputs NAME measures them in a run" in found.text
-    assert found.verdict == "?"
+    assert plan.text.startswith("each rank holds 99.8 kB between steps: parameters 25.0 kB + ")
+    assert "states only: activations depend on the batch and on what net (Net) keeps" in plan.text
+    assert "%dist_plan net --inputs NAME measures them in a run" in plan.text
+    assert plan.verdict == "?"
     assert plan_of_models(FSDP, [OWN], Limit(90e3)).verdict == "no"
 
 
@@ -118,15 +118,15 @@ def test_what_fits_is_offered_for_a_comparison() -> None:
 
 def test_several_models_are_together_in_a_step() -> None:
     """One context of CUDA's for all of them."""
-    one, two = (planned_memory(FSDP, models, H100) for models in ([KNOWN], [KNOWN, KNOWN]))
+    single, two = (planned_memory(FSDP, models, H100) for models in ([KNOWN], [KNOWN, KNOWN]))
 
-    assert two.states == 2 * one.states
-    assert two.peak - two.overhead == pytest.approx(2 * (one.peak - one.overhead))
+    assert two.states == 2 * single.states
+    assert two.peak - two.overhead == pytest.approx(2 * (single.peak - single.overhead))
 
 
 def test_what_does_not_go_with_the_model_is_said() -> None:
     """In the words of the plan; the strategy's own checks decide whether it can be applied."""
-    found = plan_of_models(choose("tp", {}, 4), [KNOWN], H100)
+    plan = plan_of_models(choose("tp", {}, 4), [KNOWN], H100)
 
-    assert found.text.startswith("not planned: tp over 4 ranks does not divide")
-    assert found.is_possible
+    assert plan.text.startswith("not planned: tp over 4 ranks does not divide")
+    assert plan.is_possible

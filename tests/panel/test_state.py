@@ -76,10 +76,10 @@ def test_a_job_is_taken_once_and_its_end_is_logged_with_its_time(
     assert (board.take(), board.take()) == (FSDP, None)
     board.progress("forming groups")
     clock_s[0] += 2.5
-    told = board.acting
+    acting = board.acting
     board.finish("done so")
 
-    assert told == "%dist_strategy fsdp: forming groups (2 s)"
+    assert acting == "%dist_strategy fsdp: forming groups (2 s)"
     assert board.acting == ""
     assert board.take() == RESTART
     assert "%dist_strategy fsdp (2.5 s): done so" in log(board)
@@ -152,9 +152,9 @@ def test_the_log_keeps_the_newest_lines(board: JobQueue) -> None:
 def test_a_progress_bar_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """tqdm's own, as it writes it; a bar without a percentage has no length."""
     tqdm = pytest.importorskip("tqdm").tqdm
-    with tqdm(total=80, ncols=60, desc="epoch 2") as one:
-        one.update(20)
-        one.refresh()
+    with tqdm(total=80, ncols=60, desc="epoch 2") as shown_bar:
+        shown_bar.update(20)
+        shown_bar.refresh()
     bar = "[0] " + capsys.readouterr().err.split("\r")[-1].strip()
 
     assert bar_share(bar) == 0.25
@@ -176,7 +176,7 @@ def test_a_button_says_why_it_does_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_fields_of_a_strategy_are_its_options(name: str) -> None:
     """Each option of the table that takes this strategy, and no other; then its degrees."""
-    words = [one.word for one in fields(name, 8)]
+    words = [field.word for field in fields(name, 8)]
     options = [row.word for row in OPTIONS.values() if name in takers(row)]
 
     assert words[len(words) - len(options) :] == options
@@ -197,15 +197,15 @@ def test_each_value_of_each_field_can_be_had_or_says_why(name: str) -> None:
     """Alone on 8 ranks: a choice with just that, also as it is typed, or the reason why not."""
     for field in fields(name, 8):
         for value in field.choices if field.kind != "switch" else (True,):
-            found = pick(name, {field.word: value}, 8)
-            if isinstance(found, Strategy):
+            picked = pick(name, {field.word: value}, 8)
+            if isinstance(picked, Strategy):
                 # What is shown for it gives it again.
-                again = pick(found.name, values_of(found), 8)
-                assert again == found, (field.word, value)
+                again = pick(picked.name, values_of(picked), 8)
+                assert again == picked, (field.word, value)
                 read = parse(VERBS["dist_strategy"], typed(name, {field.word: value})).values
-                assert choose(*read.named, strategy_given(read), 8) == found
+                assert choose(*read.named, strategy_given(read), 8) == picked
             else:
-                assert found.endswith((".", "?")), (field.word, value)
+                assert picked.endswith((".", "?")), (field.word, value)
 
 
 def test_fields_left_alone_say_nothing() -> None:

@@ -51,13 +51,13 @@ def test_the_fields_shown_are_those_of_the_strategy(widgets: PanelWidgets, name:
     """Its own beside it, the others behind More options."""
     widgets.set_values(name, {})
     widgets.more.value = True
-    found = fields(name, 4)
+    shown = fields(name, 4)
 
     beside = [widget.description for widget in widgets._strategy.children]
     behind = [widget.description for widget in widgets._common.children]
-    assert beside == ["strategy", *(field.label for field in found if field.is_own)]
-    assert behind == [field.label for field in found if not field.is_own]
-    assert set(widgets.values) == {one.word for one in found}
+    assert beside == ["strategy", *(field.label for field in shown if field.is_own)]
+    assert behind == [field.label for field in shown if not field.is_own]
+    assert set(widgets.values) == {field.word for field in shown}
 
 
 def test_a_choice_is_told_once_and_a_strategy_that_is_set_is_not(

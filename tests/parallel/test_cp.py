@@ -402,8 +402,8 @@ def test_every_kernel_gives_what_the_plain_one_does(
     for kernel in able:
         attended = kernel.forward(tried)
         grads = kernel.backward(tried, grad, joined)
-        found, wholes = (attended.out, attended.lse, *grads), (exact.out, exact.lse, *expected)
-        for actual, wanted in zip(found, wholes, strict=True):
+        parts, wholes = (attended.out, attended.lse, *grads), (exact.out, exact.lse, *expected)
+        for actual, wanted in zip(parts, wholes, strict=True):
             assert actual.shape == wanted.shape
             assert (actual.float() - wanted.float()).abs().max() < limit, kernel
 

@@ -110,8 +110,8 @@ class Late(Elsewhere):
 
 
 def block(attention, mlp=None):
-    one = tp_models.Block(attention, mlp or tp_models.Plain())
-    return nn.Sequential(*(copy.deepcopy(one) for _ in range(2)))
+    block = tp_models.Block(attention, mlp or tp_models.Plain())
+    return nn.Sequential(*(copy.deepcopy(block) for _ in range(2)))
 
 
 def found_fit(attention):

@@ -47,8 +47,8 @@ ROUNDED = {
 
 def tolerance_of(typed: str) -> Tolerance:
     """How close a strategy has to come."""
-    found = [one for words, one in ROUNDED.items() if words in typed]
-    return found[0] if found else Tolerance(EXACT, EXACT, EXACT)
+    tolerances = [tolerance for words, tolerance in ROUNDED.items() if words in typed]
+    return tolerances[0] if tolerances else Tolerance(EXACT, EXACT, EXACT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,10 @@ _PACKAGES = ("torch", "accelerate", "transformers")
 def rows_table(measured: Sequence[Measured]) -> str:
     """A line for each strategy and model: by row, ranks, model, in the order of the run."""
     names = list(ROWS)
-    found = [one for one in measured if one.kind == "row"]
-    models = list(dict.fromkeys(one.model for one in found))
-    found.sort(key=lambda m: (names.index(_split(m.typed)[0]), m.n, models.index(m.model)))
-    return tables.table(_HEAD, map(_row, found))
+    rows = [measured_case for measured_case in measured if measured_case.kind == "row"]
+    models = list(dict.fromkeys(row.model for row in rows))
+    rows.sort(key=lambda m: (names.index(_split(m.typed)[0]), m.n, models.index(m.model)))
+    return tables.table(_HEAD, map(_row, rows))
 
 
 def switch_table(measured: Sequence[Measured], n: int) -> str:
@@ -50,17 +50,21 @@ def checkpoint_table(measured: Sequence[Measured]) -> str:
 
 def text(measured: Sequence[Measured]) -> str:
     """All tables, with where they were made."""
-    names = {_split(one.typed)[0] for one in measured if one.kind == "row"}
+    names = {
+        _split(measured_case.typed)[0] for measured_case in measured if measured_case.kind == "row"
+    }
     parts = [tables.machine(*_PACKAGES)]
     missing = (name for name in ROWS if name not in names)
     parts += [f"Not compared, as it is not installed: {name}." for name in missing]
     parts += ["### Strategies and options", rows_table(measured), "### Switches"]
     for n in SWITCHED:
-        was_walked = any(one.kind == "switch" and one.n == n for one in measured)
+        was_walked = any(
+            measured_case.kind == "switch" and measured_case.n == n for measured_case in measured
+        )
         parts.append(
             switch_table(measured, n) if was_walked else f"{n} ranks: not walked this time."
         )
-    has_any = any(one.kind == "checkpoint" for one in measured)
+    has_any = any(measured_case.kind == "checkpoint" for measured_case in measured)
     parts += ["### Checkpoints", checkpoint_table(measured) if has_any else "Not loaded this time."]
     return "\n\n".join(parts)
 
@@ -76,25 +80,25 @@ def _split(typed: str) -> tuple[str, str]:
     return name, options
 
 
-def _row(one: Measured) -> tuple[str, ...]:
-    name, options = _split(one.typed)
+def _row(measured: Measured) -> tuple[str, ...]:
+    name, options = _split(measured.typed)
     return (
         _code(name),
         _code(options) if options else "",
-        str(one.n),
-        one.model,
-        _told(one),
-        _number(one.gradients),
-        _number(one.parameters),
-        _number(one.tolerance),
+        str(measured.n),
+        measured.model,
+        _told(measured),
+        _number(measured.gradients),
+        _number(measured.parameters),
+        _number(measured.tolerance),
     )
 
 
-def _told(one: Measured | None) -> str:
-    if one is None:
+def _told(measured: Measured | None) -> str:
+    if measured is None:
         return "-"
-    number = _number(one.loss)
-    return number if one.loss <= one.tolerance else f"**{number}**"
+    number = _number(measured.loss)
+    return number if measured.loss <= measured.tolerance else f"**{number}**"
 
 
 def _number(value: float | None) -> str:

@@ -64,9 +64,9 @@ def test_a_tied_model_of_hugging_face(tmp_path: Path, is_async: bool) -> None:
 
 def _run(folder: Path, n: int, jobs: Jobs, **env: str) -> list[dict[str, float]]:
     """The worst of all ranks for each job, which is close enough."""
-    own = {"FOLDER": str(folder / "saved"), "JOBS": json.dumps(jobs)}
-    own |= {"KIND": "plain", "ASYNC": "no", "HF_HUB_OFFLINE": "1", **env}
+    variables = {"FOLDER": str(folder / "saved"), "JOBS": json.dumps(jobs)}
+    variables |= {"KIND": "plain", "ASYNC": "no", "HF_HUB_OFFLINE": "1", **env}
     limit_s = 80.0 if len(jobs) == 1 else 200.0 + 20.0 * len(jobs)
     run_dir = folder / f"run{len(list(folder.iterdir()))}"
-    with TorchRanks(run_dir, n, CHECKPOINTS, limit_s, **own) as ranks:
+    with TorchRanks(run_dir, n, CHECKPOINTS, limit_s, **variables) as ranks:
         return worst_of_ranks(ranks, [(job, LIMITS) for job in jobs])

@@ -41,7 +41,7 @@ def test_comparisons_become_rows() -> None:
 def test_the_page_gets_its_tables(tmp_path: Path) -> None:
     """What stands around the marks stays; what could not be compared is named."""
     log, page = tmp_path / "log.jsonl", tmp_path / "page.md"
-    log.write_text("".join(json.dumps(asdict(one)) + "\n" for one in _FOUND))
+    log.write_text("".join(json.dumps(asdict(measured)) + "\n" for measured in _FOUND))
     page.write_text(f"before\n{tables.begin(report.COMMAND)}\n{tables.END}\nafter\n")
     tables.fill(str(log), str(page), report.COMMAND, Measured, report.text)
     made = page.read_text()
@@ -71,6 +71,6 @@ def test_the_page_has_every_case() -> None:
             assert rows[before][names.index(after)] != "-", (n, before, after)
     everybody = [f"{n}: `{name}`" for n, names in SAVED.items() for name in names]
     head = next(i for i, line in enumerate(lines) if line[0].startswith("saved by"))
-    told = {line[0]: line[1:] for line in lines[head + 2 : head + 2 + len(everybody)]}
-    assert all("-" not in told[one.strip("`")] for one in everybody)
+    lines_of = {line[0]: line[1:] for line in lines[head + 2 : head + 2 + len(everybody)]}
+    assert all("-" not in lines_of[name.strip("`")] for name in everybody)
     assert "**" not in PAGE.read_text().partition(tables.begin(report.COMMAND))[2]

@@ -52,7 +52,7 @@ def test_the_cases_have_every_row_and_option() -> None:
     for name in NAMES:
         assert {name, f"{name} --bf16", f"{name} --fp16"} <= set(typed)
     for flag in flags:
-        assert any(flag in one for one in typed), flag
+        assert any(flag in words for words in typed), flag
 
 
 def _compare(folder: Path, n: int, cases: Iterable[Case], limit_s: float = LIMIT_S) -> None:

@@ -1,10 +1,12 @@
 """Plans: numbers that are known, verdicts, and what is recommended."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nbdist.core.topology import HostRanks
 from nbdist.errors import OptionError
 from nbdist.planner.devices import DEVICES, device_of, known_as, link_of, with_memory
 from nbdist.planner.memory import Memory
@@ -293,3 +295,15 @@ def test_it_tells_which_row_it_counts() -> None:
         (f"counting {row.typed}", number, len(result.rows), "strategies")
         for number, row in enumerate(result.rows)
     ]
+
+
+def test_layers_and_sequences_stay_within_hosts_that_were_named() -> None:
+    """As %dist_strategy does on such hosts; copies of hybrid shards are on one each."""
+    here = tuple(HostRanks(f"n{k}", tuple(range(4 * k, 4 * k + 4))) for k in range(4))
+    device = replace(DEVICES["h100"], per_host=4)
+    rows = plan(model_of("llama-3-8b"), device, 16, Workload(), ranks_on=here).rows
+    meshes = {row.typed: row.mesh for row in rows}
+
+    assert meshes["tp"] == meshes["fsdp --tp 4"] == "dp 4 x tp 4"
+    assert meshes["cp"] == "dp 4 x cp 4"
+    assert meshes["fsdp --shard hybrid"] == "dp 16 (4 copies on 4 ranks each)"

@@ -146,7 +146,7 @@ def test_what_costs_no_time_that_is_known() -> None:
 def test_where_nothing_can_be_asked() -> None:
     """One rank, one strategy, and a model whose activations nobody counted."""
     result, given = planned("gpt2", 8, "h100", 2048)
-    one = plan(model_of("gpt2"), DEVICES["h100"], 1, Workload(), given=given)
+    on_one_rank = plan(model_of("gpt2"), DEVICES["h100"], 1, Workload(), given=given)
     typed = plan(model_of("gpt2"), DEVICES["h100"], 8, Workload(), strategy="ddp", given=given)
     rows = tuple(
         replace(row, memory=replace(row.memory, is_partial=True)) if row.memory else row
@@ -155,5 +155,5 @@ def test_where_nothing_can_be_asked() -> None:
     partial = replace(result, rows=rows)
 
     assert rows[0].verdict == UNKNOWN
-    assert [advise(each, given).rules for each in (one, typed, partial)] == [(), (), ()]
-    assert "Rules of thumb" not in shown_plan(one, advise(one, given)).text
+    assert [advise(each, given).rules for each in (on_one_rank, typed, partial)] == [(), (), ()]
+    assert "Rules of thumb" not in shown_plan(on_one_rank, advise(on_one_rank, given)).text

@@ -39,9 +39,9 @@ def facts(
 ) -> dict[str, Any]:
     monkeypatch.setattr(shortage, "_host_free_bytes", lambda: 2 * free)
     live = describe_model.describe("net", model, None, {}, wants_source=False)
-    found = shortage._facts(live, choice, [])
-    assert found is not None
-    return found
+    facts_found = shortage._facts(live, choice, [])
+    assert facts_found is not None
+    return facts_found
 
 
 def on_meta(count: int) -> nn.Module:
@@ -101,11 +101,13 @@ def test_the_smallest_change(
     model = on_meta(100)
     optimizer = torch.optim.AdamW(model.parameters())
     monkeypatch.setattr(namespace, "everything", lambda: {"optimizer": optimizer})
-    found = facts(monkeypatch, model, free, choose(name, given, 2))
+    facts_found = facts(monkeypatch, model, free, choose(name, given, 2))
 
-    assert found["free"] == free
-    assert found["change"] == change
-    assert bool(LINT.judge(found["subject"], {0: found, 1: found})) == bool(change)
+    assert facts_found["free"] == free
+    assert facts_found["change"] == change
+    assert bool(LINT.judge(facts_found["subject"], {0: facts_found, 1: facts_found})) == bool(
+        change
+    )
 
 
 def test_what_the_model_has_already_is_free_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from nbdist.planner.models import model_of, of_config
 from nbdist.planner.pipeline_time import makespan_s, simulated_s
 from nbdist.planner.plan import as_copies, plan
 from nbdist.planner.step_time import Time, flows, model_flops, time_of
-from nbdist.planner.workload import Widths, Workload
+from nbdist.planner.workload import Widths, Workload, is_megatron
 from nbdist.strategy.choice import Strategy, label, steps_of
 from nbdist.strategy.choose import choose
 
@@ -175,7 +175,60 @@ def test_head_and_embedding_by_hand() -> None:
     assert embedding.backward_s == pytest.approx((n * 8 * h + 8 * vocab * h) / 1e12)
 
 
+def test_megatron_divides_its_loss_and_fuses_dropout() -> None:
+    """--recipe mixed beside copies, of tp 4: 34 bytes for a quarter of the logits; 4 h less twice.
+
+    The product that dropout reads and writes is neither written nor read again.
+    """
+    n, h, vocab = 2048, 1024, 8000
+    megatron = replace(RANK, is_megatron=True)
+    tp = chosen("tp", 4)
+    whole, divided = (head_pass(SMALL.shape, tp, BF16, n, rank) for rank in (RANK, megatron))
+
+    assert whole.forward_s - divided.forward_s == pytest.approx(n * vocab * 16 * 3 / 4 / 1e12)
+    assert whole.backward_s - divided.backward_s == pytest.approx(n * vocab * 18 * 3 / 4 / 1e12)
+    dropped = replace(SMALL.shape, has_dropout=True)
+    eager, fused = (block_pass(dropped, tp, BF16, 4, 512, rank) for rank in (RANK, megatron))
+    assert eager.forward_s - fused.forward_s == pytest.approx(n * 2 * 4 * h / 1e12)
+    assert eager.backward_s - fused.backward_s == pytest.approx(2 * n * 2 * 4 * h / 1e12)
+    # Without dropout there is nothing that it saves.
+    assert block_pass(SMALL.shape, tp, BF16, 4, 512, megatron) == block_pass(
+        SMALL.shape, tp, BF16, 4, 512, RANK
+    )
+
+
 # Collectives
+
+
+def test_megatron_sends_each_tp_rank_a_part_and_gathers_it() -> None:
+    """Between stages 1/8 of b s h over the network, 7/8 within the host; others send all of it."""
+    choice = as_copies(chosen("pp", 64, tp=8, dp=2, microbatches=4))
+    [whole] = [f for f in flows(LLAMA, choice, Workload(4)) if f.sent.what == "boundary"]
+    sends = [
+        flow
+        for flow in flows(LLAMA, choice, Workload(4, recipe="mixed"))
+        if flow.sent.what == "boundary"
+    ]
+
+    assert whole.wire_bytes == 2 * 4 * 2048 * 4096 * 2
+    assert [(flow.sent.call, flow.sent.axes, flow.messages) for flow in sends] == [
+        ("send", ("pp",), 8), ("all-gather", ("tp",), 8),
+    ]  # fmt: skip
+    assert [flow.wire_bytes / whole.wire_bytes for flow in sends] == [1 / 8, 7 / 8]
+
+
+def test_what_is_planned_as_megatron() -> None:
+    """tp and pp whose states are stored as Megatron does, and that shard nothing over dp."""
+    mixed = Workload(recipe="mixed")
+    beside = chosen("tp", 8, dp=2)
+
+    assert is_megatron(chosen("tp", 8), mixed)
+    assert is_megatron(as_copies(beside), mixed)
+    assert not is_megatron(beside, mixed)
+    assert not is_megatron(as_copies(beside), Workload())
+    assert not is_megatron(chosen("ddp", 8), mixed)
+    slow, fast = (timed(chosen("tp", 8), load) for load in (Workload(), mixed))
+    assert fast.compute_s < slow.compute_s
 
 
 def test_rings_by_where_ranks_are() -> None:
@@ -186,6 +239,11 @@ def test_rings_by_where_ranks_are() -> None:
     assert ring_of(choice, ("dp_shard",)) == Ring(8, 2)
     assert ring_of(chosen("ddp", 64), ("dp_replicate",)) == Ring(64, 8)
     assert ring_of(chosen("pp", 32, tp=8), ("pp",)) == Ring(4, 1)
+    # Hosts of 4 ranks; and tp 3 on hosts of 8, which cut its third group after two ranks.
+    assert ring_of(chosen("fsdp", 32, tp=8), ("tp",), 4) == Ring(8, 4)
+    assert ring_of(chosen("fsdp", 12, tp=3), ("tp",)) == Ring(3, 1)
+    assert ring_of(chosen("ddp", 12), ("dp_replicate",)) == Ring(12, 4)
+    assert ring_of(chosen("fsdp", 6, tp=3), ("tp",)) == Ring(3, 3)
 
 
 def test_a_ring_has_as_many_ports_as_ranks_in_a_host() -> None:

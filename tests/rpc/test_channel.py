@@ -361,8 +361,8 @@ def test_an_engine_that_dies_in_a_cell_is_the_cells_last_word(
     gate.touch()
     failure = failure_of(dying.reply())
     other_failure = failure_of(other.reply())
-    assert until(lambda: 1 in session.cluster.exits)
-    end = session.cluster.exits[1]
+    assert until(lambda: 1 in session.cluster.processes.exits)
+    end = session.cluster.processes.exits[1]
     status = session.status()
 
     assert failure is not None

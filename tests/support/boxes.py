@@ -71,10 +71,15 @@ def box(
     memberships = {
         n: GroupRecord(n, ranks, counts[n]) for n, ranks in groups.items() if rank in ranks
     }
-    return CallLog(
-        rank, 1000 + rank, generation, run, state, NOW_S - 20, memberships, dict(transfers),
-        tuple(numbered),
-    )  # fmt: skip
+    empty = CallLog(
+        rank, 1000 + rank, generation, run, state, NOW_S - 20, memberships, dict(transfers), (), ()
+    )
+    return with_calls(empty, *numbered)
+
+
+def with_calls(box: CallLog, *calls: Call) -> CallLog:
+    """The box with these calls, as they are numbered."""
+    return replace(box, calls=calls, waits=tuple(c for c in calls if c.state == "waiting"))
 
 
 def view(

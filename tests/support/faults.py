@@ -89,7 +89,8 @@ _VALUE = re.compile(r"^\[([\d,-]+)\] value (.*)$", re.MULTILINE)
 _LOOK = """
 import json, nbdist
 cluster = nbdist.session().cluster
-print(json.dumps([str(cluster.run_dir), cluster.pids(), cluster.controller_pid(),
+processes = cluster.processes
+print(json.dumps([str(cluster.run_dir), processes.pids(), processes.controller_pid(),
                   cluster.guardian_pid]))
 """
 _case_numbers = itertools.count(1)

@@ -158,13 +158,13 @@ class _Lines:
 def _reap(ends: dict[int, Path]) -> None:
     """Write exit codes down, each before the process's number can be another's."""
     for pid, path in list(ends.items()):
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if state is None:
             continue
-        is_killed = found.si_code != os.CLD_EXITED
+        is_killed = state.si_code != os.CLD_EXITED
         if path.parent.exists():  # else nobody asks for it
             whole = path.with_suffix(".tmp")
-            whole.write_text(str(-found.si_status if is_killed else found.si_status))
+            whole.write_text(str(-state.si_status if is_killed else state.si_status))
             whole.rename(path)
         os.waitpid(pid, 0)
         del ends[pid]

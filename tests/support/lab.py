@@ -93,9 +93,9 @@ class Lab:
         self._runtime_dir = home / "jupyter_runtime_dir"
         self._log_path = home / "lab.log"
         bin_dir = str(Path(sys.executable).parent)
-        own = {name: str(home / name.lower()) for name in (*DIRS, "npm_config_cache")}
-        own["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", os.defpath)])
-        self._env = notebook_env(own | dict(env or {}))
+        variables = {name: str(home / name.lower()) for name in (*DIRS, "npm_config_cache")}
+        variables["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", os.defpath)])
+        self._env = notebook_env(variables | dict(env or {}))
         self._process: subprocess.Popen[bytes] | None = None
         _write_settings(home / "jupyterlab_settings_dir")
 

@@ -60,6 +60,6 @@ def opened(kind: type[P], page: "Page", view: View) -> Iterator[P]:
     """A view's live picture in a page of its own, in the browser of another page."""
     browser = page.context.browser
     assert browser is not None
-    with contextlib.closing(browser.new_page()) as own:
-        own.set_content(view.html)
-        yield kind(own)
+    with contextlib.closing(browser.new_page()) as new_page:
+        new_page.set_content(view.html)
+        yield kind(new_page)

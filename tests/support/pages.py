@@ -34,8 +34,8 @@ class Tags(HTMLParser):
 
     def one(self, tag: str) -> dict[str, str]:
         """The attributes of the only tag of this name."""
-        (found,) = (attrs for name, attrs in self.tags if name == tag)
-        return found
+        (attributes,) = (attrs for name, attrs in self.tags if name == tag)
+        return attributes
 
 
 def check_drawn(view: View, most_bytes: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def data_of(view: View) -> dict[str, Any]:
         octets = [raw[at + plane * length : at + (plane + 1) * length] for plane in range(planes)]
         numbers = zip(*octets, strict=True)
         # A column of zeros has no planes.
-        head[name] = [int.from_bytes(bytes(own), "little") for own in numbers] or [0] * length
+        head[name] = [int.from_bytes(bytes(column), "little") for column in numbers] or [0] * length
         at += planes * length
     assert at == len(raw)
     return head

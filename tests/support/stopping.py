@@ -110,10 +110,10 @@ def _try(folder: Path, old_step: int, number: int) -> dict[str, Any]:
 def main() -> None:
     folder, old_step = Path(sys.argv[1]), int(sys.argv[2])
     for number in itertools.count(1):
-        told = _try(folder, old_step, number)
-        sys.stdout.write(json.dumps(told) + "\n")
+        outcome = _try(folder, old_step, number)
+        sys.stdout.write(json.dumps(outcome) + "\n")
         sys.stdout.flush()
-        if told["code"] != _STOPPED:
+        if outcome["code"] != _STOPPED:
             break
 
 

@@ -49,5 +49,5 @@ def fill(
     log: str, page: str, command: str, kind: type[Any], text: Callable[[list[Any]], str]
 ) -> None:
     """Write into a page, between a command's marks, what the records of a JSON lines file say."""
-    found = [kind(**json.loads(line)) for line in Path(log).read_text().splitlines()]
-    Path(page).write_text(replaced(Path(page).read_text(), command, text(found)))
+    records = [kind(**json.loads(line)) for line in Path(log).read_text().splitlines()]
+    Path(page).write_text(replaced(Path(page).read_text(), command, text(records)))

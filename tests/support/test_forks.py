@@ -18,8 +18,8 @@ def servers() -> Iterator[list[ForkServer]]:
     """Two, with a module that is imported once."""
     both = [ForkServer(("textwrap",), ENV) for _ in range(2)]
     yield both
-    for one in both:
-        one.stop()
+    for process in both:
+        process.stop()
 
     assert wait_gone(processes_of_run(ENV["NBDIST_RUN"])) == []
 

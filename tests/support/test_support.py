@@ -24,8 +24,8 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture
 def own_kernel(tmp_path: Path) -> Iterator[Kernel]:
-    with Kernel(cwd=tmp_path, env={"GREETING": "hello"}) as own:
-        yield own
+    with Kernel(cwd=tmp_path, env={"GREETING": "hello"}) as kernel:
+        yield kernel
 
 
 def test_a_cell_that_does_not_end_tells_its_output(kernel: Kernel) -> None:

@@ -94,10 +94,10 @@ def slow_shares(traces: list[RankTrace]) -> list[Counter[str]]:
 def slowest(*did: list[Did], end: float, world_size: int = 2) -> Slowest:
     """Of ranks that did this in one step."""
     ranks = (rank_trace(r, each, [0, end], world_size=world_size) for r, each in enumerate(did))
-    found = breakdown(trace(*ranks)).slowest
+    slowest = breakdown(trace(*ranks)).slowest
 
-    assert found is not None
-    return found
+    assert slowest is not None
+    return slowest
 
 
 def all_reduce(start: float, end: float, name: str = "all-reduce") -> Did:

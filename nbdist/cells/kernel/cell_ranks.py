@@ -62,7 +62,7 @@ class CellRanks(Ranks):
 
     def death(self, rank: int, *, is_program: bool = False) -> str:
         """How a rank ended, as a sentence."""
-        self.cluster.exit_of(self.topology.engine_of_rank(rank), gather.END_KNOWN_S)
+        self.cluster.processes.exit_of(self.topology.engine_of_rank(rank), gather.END_KNOWN_S)
         end = self.end_of(rank)
         how = f" ({end})" if end else ""
         doing = self.health.last_words_of(rank)

@@ -51,6 +51,9 @@ SETTLED_S = 0.5
 # Jupyter's request to shut down follows its interrupt within milliseconds.
 LEAVING_S = 0.25
 GO_ON = "The ranks are kept and go on with it; %dist_attach in a new kernel brings both back."
+# What many ranks write and reply may wait so long for more, until the last one has replied: each
+# waking of the thread that waits takes the interpreter's lock from the one that receives.
+TOGETHER_S = 0.01
 LONGEST_PAUSE_S = 3600.0
 SHORTEST_PAUSE_S = 0.02
 
@@ -64,7 +67,8 @@ class CellRun:
 
     def __init__(self, ranks: CellRanks, request: CellRequest, sink: Sink, run_id: int = 0):
         self.request = request
-        self.on_item: Callable[[], object] = lambda: None
+        # Called, in any thread, when there is something to take out, within so many seconds.
+        self.on_item: Callable[[float], object] = lambda _within_s: None
         self.on_finish: Callable[[], object] = lambda: None  # all of it has been shown
         self._ranks = ranks
         self._sink = sink
@@ -75,6 +79,7 @@ class CellRun:
         self._states = {rank: RankState(begun_s=request.began_s) for rank in request.ranks}
         # SimpleQueue, because its put() may be called from a signal handler.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unheard = {*request.ranks}
         self._received: deque[Callable[[], None]] = deque()
         self._began_s = time.monotonic() if request.began_s is None else request.began_s
         timeout_s = request.timeout_s
@@ -104,7 +109,7 @@ class CellRun:
     def message(self, rank: int, message: Message) -> None:
         """A raw iopub message of a rank."""
         if self._is_output(rank, message):
-            self._put(lambda: self._feed.feed(rank, message, self._now_s))
+            self._put(lambda: self._feed.feed(rank, message, self._now_s), TOGETHER_S)
 
     def messages(self, batch: Sequence[tuple[int, Message]]) -> None:
         """Raw iopub messages of ranks that have come together, so that equal lines are merged."""
@@ -114,13 +119,13 @@ class CellRun:
             for rank, message in outputs:
                 self._feed.feed(rank, message, self._now_s)
 
-        self._put(feed)
+        self._put(feed, TOGETHER_S)
 
     def _is_output(self, rank: int, message: Message) -> bool:
         """Whether a message is to be shown; what else it tells is noted."""
         for hook in self._ranks.hooks:
             if hook.message(self.run_id, rank, message):
-                self._put(functools.partial(self._tell_during, hook))
+                self._put(functools.partial(self._tell_during, hook), TOGETHER_S)
                 return False
         kind = message["header"]["msg_type"]
         if kind == "execute_input":
@@ -136,7 +141,9 @@ class CellRun:
     def done(self, rank: int, reply: Any, ended_s: float | None = None) -> None:
         """The rank's reply, after all its output; it may have come while nobody listened."""
         at_s = time.monotonic() if ended_s is None else ended_s
-        self._put(functools.partial(self._end, rank, reply, at_s))
+        self._unheard.discard(rank)
+        within_s = TOGETHER_S if self._unheard else 0.0
+        self._put(functools.partial(self._end, rank, reply, at_s), within_s)
 
     def exited(self, rank: int) -> None:
         """The process of a rank has ended."""
@@ -175,11 +182,11 @@ class CellRun:
         timer.daemon = True
         timer.start()
 
-    def _put(self, item: Callable[[], None]) -> None:
+    def _put(self, item: Callable[[], None], within_s: float = 0.0) -> None:
         if self.is_over:
             return  # a rank that was given up on goes on writing: nobody would take it out
         self._inbox.put(item)
-        self.on_item()
+        self.on_item(within_s)
 
     # Called from the thread that waits.
 
@@ -225,7 +232,7 @@ class CellRun:
         Ranks that still run are interrupted: drawing has failed, and nobody hears them.
         """
         self.is_over = True
-        self.on_item = lambda: None
+        self.on_item = lambda _within_s: None
         for rank in self.missing:
             self._ranks.interrupt(rank)
 

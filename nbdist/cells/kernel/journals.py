@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -21,10 +21,8 @@ from nbdist.cells.journal import CellHead, JournalReader
 from nbdist.cells.kernel.cell_run import CellRun
 from nbdist.cluster.kernel.ranks import Ranks
 from nbdist.core import host
-from nbdist.core.units import exact_size
 from nbdist.errors import NbdistError
 from nbdist.hang.kernel.health import Health
-from nbdist.rpc.kernel.channel import Message
 from nbdist.rpc.kernel.functions import RankFunction
 
 POLL_S = 0.03
@@ -33,7 +31,6 @@ ANSWER_S = 10.0
 SHOWN = "shown"
 # The reply of a cell whose journal ends without one, or whose rank has not written one.
 NO_REPLY = "the rank could not write down how its cell ended: no space is left on its disk"
-LOST = "rank {} could not write down {} of its output: no space was left on its disk"
 # How long a cell has ended by the rank's black box when its journal counts as cut off.
 CUT_OFF_S = 2.0
 
@@ -85,8 +82,7 @@ class Journals:
 
     def _head(self, rank: int) -> CellHead | None:
         reader = JournalReader()
-        for _ in reader.take(self._piece(rank, 0, 0) or b""):
-            break
+        reader.take(self._piece(rank, 0, 0) or b"")
         return reader.head
 
     def _piece(self, rank: int, run: int, offset: int) -> bytes | None:
@@ -110,30 +106,27 @@ class Journals:
         ).start()
 
     def _feed(self, cell: CellRun, ranks: Sequence[int], done: Done) -> None:
-        sources = {rank: _Source(JournalReader()) for rank in ranks}
-        while sources and not self._ranks.is_stopped:
-            messages = []
-            pieces = {rank: self._next(rank, cell.run_id, its) for rank, its in sources.items()}
-            for rank, piece in pieces.items():
-                messages += [(rank, message) for message in sources[rank].take(piece)]
+        readers, run = {rank: JournalReader() for rank in ranks}, cell.run_id
+        while readers and not self._ranks.is_stopped:
+            pieces = {
+                rank: self._piece(rank, run, reader.offset) or b""
+                for rank, reader in readers.items()
+            }
+            messages = journal.by_date(
+                {rank: readers[rank].take(piece) for rank, piece in pieces.items()}
+            )
             if messages:
-                # As they came: of ranks that are far apart equal lines would not be merged.
-                messages.sort(key=lambda entry: entry[1]["header"].get("date", ""))
                 cell.messages(messages)
             for rank, piece in pieces.items():
-                if sources[rank].has_ended or self._is_cut_off(rank, cell.run_id, piece):
-                    source = sources.pop(rank)
-                    if source.lost_bytes:
-                        cell.note([LOST.format(rank, exact_size(source.lost_bytes))])
-                    ended_s = source.ended_s if self._is_here(rank) else None
-                    done(rank, _reply(source.reply), ended_s)
+                if readers[rank].has_ended or self._is_cut_off(rank, run, piece):
+                    reader = readers.pop(rank)
+                    if notes := journal.loss_notes({rank: reader}):
+                        cell.note(notes)
+                    reply = reader.reply
+                    ended_s = reply.get("ended_s") if reply and self._is_here(rank) else None
+                    done(rank, _reply(reply), ended_s)
             if not messages:
                 time.sleep(POLL_S)
-
-    def _next(self, rank: int, run: int, source: _Source) -> bytes:
-        piece = self._piece(rank, run, source.offset) or b""
-        source.offset += len(piece)
-        return piece
 
     def _is_cut_off(self, rank: int, run: int, piece: bytes) -> bool:
         """Whether nothing more will come: the rank has ended its cell without a word of it."""
@@ -144,29 +137,7 @@ class Journals:
         return self._ranks.topology.ranks[rank].host == host.this_machine().host
 
 
-class _Source:
-    """How far a rank's journal was read, and its reply so far."""
-
-    def __init__(self, reader: JournalReader):
-        self.reader, self.offset = reader, 0
-        self.reply: Mapping[str, Any] | None = None
-        self.ended_s: float | None = None
-        self.has_ended, self.lost_bytes = False, 0
-
-    def take(self, piece: bytes) -> list[Message]:
-        """The messages that are whole with this piece."""
-        messages: list[Message] = []
-        for record in self.reader.take(piece):
-            if record.kind == journal.MESSAGE:
-                messages.append(record.content)
-            elif record.kind == journal.REPLY:
-                self.reply, self.ended_s = record.content, record.content.get("ended_s")
-            else:
-                self.has_ended, self.lost_bytes = True, record.content["lost_bytes"]
-        return messages
-
-
-def _reply(reply: Mapping[str, Any] | None) -> Any:
+def _reply(reply: dict[str, Any] | None) -> Any:
     """A reply as a client makes it: an exception where the cell failed."""
     if reply is None:
         return NbdistError(NO_REPLY)

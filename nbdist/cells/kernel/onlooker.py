@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nbdist.cells import journal
-from nbdist.cells.journal import CellHead, JournalReader, Record
+from nbdist.cells.journal import CellHead, JournalReader
 from nbdist.cells.kernel.cell_request import Sink
-from nbdist.cells.kernel.journals import LOST
 from nbdist.cells.kernel.kept_runs import is_here, journals
 from nbdist.cells.line_merger import Bar, Line
 from nbdist.cells.outputs import CellResult, Event, OutputReducer
@@ -22,7 +21,6 @@ from nbdist.cluster.kernel import runs
 from nbdist.cluster.run_owner import ELSEWHERE, KEPT, RUNNING, Run
 from nbdist.core import host
 from nbdist.core.failures import RankFailure, ranks_on_hosts
-from nbdist.core.units import exact_size
 from nbdist.rpc.kernel.channel import Message
 
 POLL_S = 0.05
@@ -69,28 +67,19 @@ def show(
         cell.release()
 
 
-class _Source:
+class _JournalFile(JournalReader):
     """One rank's journal of a cell; it stays open when the next cell begins another file."""
 
     def __init__(self, path: Path):
+        super().__init__()
         self._file = path.open("rb")
         self._path = path
-        self._reader = JournalReader()
-        self.has_ended, self.lost_bytes = False, 0
         self._was_cut_off = False
-        for _ in self._reader.take(self._file.readline()):
-            pass
+        self.take(self._file.readline())
 
-    @property
-    def head(self) -> CellHead | None:
-        return self._reader.head
-
-    def read(self) -> Iterable[Record]:
-        """The records that have come since."""
-        for record in self._reader.take(self._file.read(PIECE_BYTES)):
-            if record.kind == journal.END:
-                self.has_ended, self.lost_bytes = True, record.content["lost_bytes"]
-            yield record
+    def read(self) -> list[Message]:
+        """The messages that have come since."""
+        return self.take(self._file.read(PIECE_BYTES))
 
     def is_cut_off(self, *, has_pids: bool) -> bool:
         """Whether its process was killed in the cell, or its file removed, when last asked too.
@@ -112,7 +101,7 @@ class _ShownCell:
 
     def __init__(self, head: CellHead, sink: Sink, *, shows_all: bool):
         self._head, self._sink = head, sink
-        self._sources: dict[int, _Source] = {}
+        self._files: dict[int, _JournalFile] = {}
         self._unopened = set(head.ranks)
         self._feed = OutputReducer(head.ranks)
         self._ended: set[int] = set()
@@ -125,42 +114,34 @@ class _ShownCell:
         """Take in the journals of ranks that have begun the cell by now."""
         for rank in sorted(self._unopened & paths.keys()):
             try:
-                source = _Source(paths[rank])
+                file = _JournalFile(paths[rank])
             except (OSError, ValueError):  # it has gone just now
                 continue
-            if source.head is not None and source.head.run == self._head.run:
-                self._sources[rank] = source
+            if file.head is not None and file.head.run == self._head.run:
+                self._files[rank] = file
                 self._unopened.discard(rank)
             else:
-                source.close()
+                file.close()
 
     def read(self) -> bool:
         """Draw what has come; whether anything has."""
-        records = [
-            (rank, record)
-            for rank, source in self._sources.items()
-            if not source.has_ended
-            for record in source.read()
-        ]
-        messages = [
-            (rank, record.content)
-            for rank, record in records
-            if record.kind == journal.MESSAGE and _is_text(record.content)
-        ]
-        # As they came: of ranks that are far apart equal lines would not be merged.
-        messages.sort(key=lambda entry: entry[1]["header"].get("date", ""))
+        offsets = {rank: file.offset for rank, file in self._files.items()}
+        pieces = {rank: file.read() for rank, file in self._files.items() if not file.has_ended}
         now_s = time.monotonic()
-        for rank, message in messages:
-            self._feed.feed(rank, message, now_s)
-        ended = {rank for rank, source in self._sources.items() if source.has_ended} - self._ended
+        for rank, message in journal.by_date(pieces):
+            if _is_text(message):
+                self._feed.feed(rank, message, now_s)
+        ended = {
+            rank: file
+            for rank, file in self._files.items()
+            if file.has_ended and rank not in self._ended
+        }
         for rank in sorted(ended):
             self._feed.end(rank, now_s)
-        self._ended |= ended
+        self._ended.update(ended)
         self._draw(self._feed.due(now_s))
-        lost = {rank: self._sources[rank].lost_bytes for rank in sorted(ended)}
-        notes = [LOST.format(rank, exact_size(size)) for rank, size in lost.items() if size]
-        self._sink.draw([Line("stderr", f"{note}\n") for note in notes])
-        return bool(records)
+        self._sink.draw([Line("stderr", f"{note}\n") for note in journal.loss_notes(ended)])
+        return any(file.offset > offsets[rank] for rank, file in self._files.items())
 
     def _draw(self, events: Iterable[Event]) -> None:
         if self._earlier is None:
@@ -199,9 +180,9 @@ class _ShownCell:
 
     def is_over(self, *, has_pids: bool) -> bool:
         """Whether no rank that is seen here says anything more; once all was read."""
-        for source in self._sources.values():
-            source.has_ended = source.has_ended or source.is_cut_off(has_pids=has_pids)
-        has_ended = all(source.has_ended for source in self._sources.values())
+        for file in self._files.values():
+            file.has_ended = file.has_ended or file.is_cut_off(has_pids=has_pids)
+        has_ended = all(file.has_ended for file in self._files.values())
         return has_ended and not self._unopened
 
     def close(self) -> tuple[RankFailure, ...]:
@@ -216,8 +197,8 @@ class _ShownCell:
 
     def release(self) -> None:
         """Close the files."""
-        for source in self._sources.values():
-            source.close()
+        for file in self._files.values():
+            file.close()
 
 
 def _is_text(message: Message) -> bool:

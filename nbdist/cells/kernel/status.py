@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -32,9 +33,10 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     memory_futures = {rank: memory_bytes(ranks.call, rank) for rank in idle}
     stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
     end_s = time.monotonic() + DEADLINE_S
+    stopped = health.stopped() if views else frozenset[int]()
     statuses = []
     for rank in ranks.ranks:
-        state, text = situation(ranks, health, rank, views.get(rank))
+        state, text = situation(ranks, health, rank, views.get(rank), stopped)
         cell = ranks.running_cell(rank)
         if state == "idle":
             rank_status = _idle_status(rank, memory_futures.get(rank), end_s)
@@ -49,17 +51,20 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     return Status(tuple(statuses), tuple(finding.text for finding in findings))
 
 
-def situation(ranks: Ranks, health: Health, rank: int, view: RankView | None) -> tuple[str, str]:
+def situation(
+    ranks: Ranks, health: Health, rank: int, view: RankView | None, stopped: Collection[int]
+) -> tuple[str, str]:
     """(of monitor.samples.STATES, the same in words) without asking the rank. From any thread.
 
-    The view has its box and its newest answer; None once the ranks were stopped.
+    The view has its box and its newest answer; None once the ranks were stopped. Which processes
+    a signal has stopped Health.stopped tells.
     """
     end = health.end_of(rank)
     if end:
         return "dead", f"ended ({end})"
     if view is not None and not ranks.is_connected(rank):
         return "dead", "ended (its connection is lost)"
-    if view is not None and health.is_stopped(rank):
+    if view is not None and rank in stopped:
         return "stopped", "stopped (SIGSTOP)"
     cell = ranks.running_cell(rank)
     if cell is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
@@ -24,24 +25,26 @@ def wait(begin: Callable[[], CellRun]) -> CellResult:
 async def wait_async(begin: Callable[[], CellRun]) -> CellResult:
     """Begin a cell and run it to the end without blocking the event loop.
 
-    Every message wakes the loop, an interrupt too, so there is no polling.
+    What arrives wakes the loop, an interrupt too, so there is no polling.
     """
     loop = asyncio.get_running_loop()
     has_item = asyncio.Event()
     with sigint.deferred_sigint() as pressed, contextlib.closing(begin()) as run:
-        is_woken = False
+        # When the loop is to be woken, by its clock; each change of that is a message to it.
+        woken_s = math.inf
 
-        def wake() -> None:
-            nonlocal is_woken
-            if not is_woken:  # each waking is a message to the loop
-                is_woken = True
-                loop.call_soon_threadsafe(has_item.set)
+        def wake(within_s: float) -> None:
+            nonlocal woken_s
+            due_s = loop.time() + within_s
+            if due_s < woken_s:
+                woken_s = due_s
+                loop.call_soon_threadsafe(loop.call_at, due_s, has_item.set)
 
         run.on_item = wake
         pressed.send_to(run.press)
         while True:
             has_item.clear()
-            is_woken = False  # what is in the inbox by now this step takes out
+            woken_s = math.inf  # what is in the inbox by now this step takes out
             pause_s = run.step(time.monotonic())
             if pause_s is None:
                 return run.finish()

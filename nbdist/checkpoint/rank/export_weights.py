@@ -273,8 +273,8 @@ def _adapted(source: _Source, is_merged: bool) -> _Source:
         stored = peft_adapters.stored_names(source.base, adapter, state)
         return replace(
             source,
-            names={name: firsts[own] for name, own in stored.items()},
-            made_of={name: (own,) for name, own in stored.items()},
+            names={name: firsts[full_name] for name, full_name in stored.items()},
+            made_of={name: (full_name,) for name, full_name in stored.items()},
             adapter=adapter,
         )
     made_of, make = peft_adapters.merged_names(source.base, adapter, firsts)
@@ -285,7 +285,7 @@ def _adapted(source: _Source, is_merged: bool) -> _Source:
     return replace(
         source,
         base=peft_adapters.base_of(source.base),
-        names={name: firsts[own] for name, (own, *_) in made_of.items()},
+        names={name: firsts[full_name] for name, (full_name, *_) in made_of.items()},
         made_of=made_of,
         make=make,
     )

@@ -129,9 +129,9 @@ def merged_names(
         path = build.own_name(own_path)
         here = [name for name in names if name.startswith(f"{path}.") and name not in inside]
         inside.update(here)
-        kept, is_merged = _kept(module, adapter)
-        for name in [name for name in here if name.startswith(f"{path}.{kept}")]:
-            short = f"{path}.{name.removeprefix(path + '.' + kept)}".removeprefix(prefix)
+        part, is_merged = _kept(module, adapter)
+        for name in [name for name in here if name.startswith(f"{path}.{part}")]:
+            short = f"{path}.{name.removeprefix(path + '.' + part)}".removeprefix(prefix)
             made_of[short] = (name, *(other for other in here if is_merged and other != name))
             if is_merged:
                 make[short] = functools.partial(_merged, module, path, adapter, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import os
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +31,7 @@ from nbdist.cluster.kernel import (
 )
 from nbdist.cluster.kernel.guard import Guard
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngine, AgentEngineSetLauncher
-from nbdist.cluster.kernel.launchers.agents import SILENT_S
-from nbdist.cluster.kernel.processes import Exit
+from nbdist.cluster.kernel.processes import Exit, Processes
 from nbdist.cluster.kernel.registration import POLL_S, EngineRegistration, Progress
 from nbdist.cluster.run_owner import Keep
 from nbdist.core.failures import ranks_phrase
@@ -48,7 +45,6 @@ STOP_GRACE_S = 2.0
 # What an engine has printed is with the controller, and on its way here, by then.
 LAST_WORDS_S = 0.05
 OTHER_STOP_DEADLINE_S = 60.0
-END_SESSION_S = 5.0
 # Of a process of this machine that an engine's lost connection announces, the end is seen by then.
 LOST_S = 1.0
 LOST = "its connection is lost: its process ended, or its host cannot be reached"
@@ -97,7 +93,6 @@ def run_in_loop(
 class Cluster:
     """A controller and its engines, with their run folder and guardian."""
 
-    _replaced: frozenset[int] = frozenset()  # engines that end on purpose
     _keep_s = 0.0
     taken = ""  # that another kernel has the ranks, as a sentence without its full stop
 
@@ -117,34 +112,30 @@ class Cluster:
         try:
             find_hosts(self.run_dir.name, self._guard.promise)
             ipp_cluster.mark(config, self.run_dir)
-            self._cluster = ipp_cluster.cluster(
-                config, self.run_dir, ipp_cluster.logger(self.run_dir)
-            )
+            log = ipp_cluster.logger(self.run_dir)
+            self._take(ipp_cluster.cluster(config, self.run_dir, log))
         except BaseException:
             self._close_guard()
             raise
 
     def _set_up(self, folder: Path, config: Config) -> None:
         self.run_dir = folder
-        self.exits: dict[int | None, Exit] = {}
-        self.on_exit: Callable[[Exit], None] = lambda _: None
         self.channel: Channel | None = None
         # Ranks whose cell's end an earlier controller took along; they count as busy.
         self.unheard: set[int] = set()
         self._is_stopping = False
         self._owner = os.getpid()
-        # The launcher's number -> ipyparallel's engine id; equal where the launcher says so.
-        self._engine_of: dict[int, int] = {}
-        self._started: dict[int, LocalProcessLauncher | AgentEngine] = {}
-        # pid -> as the guardian knows it; also of a run that there is already.
-        self._start_times = run_dir.pids(folder)
         self._connection: controller.Connection | None = None
         self._config = config
         self._machine = this_machine()  # the controller's
         self._guard = Guard(folder)
+        self.processes = Processes(folder, self._guard)
         # Called, in a thread of its own, when another kernel has taken the ranks.
         self.on_taken: Callable[[], object] = lambda: None
         self._guard.on_taken = self._note_taken
+
+    def _take(self, cluster: Any) -> None:
+        self._cluster = self.processes.cluster = cluster
 
     @classmethod
     def attach(
@@ -182,22 +173,18 @@ class Cluster:
     async def _reopen(self, world_size: int) -> None:
         log = ipp_cluster.logger(self.run_dir)
         is_distant = self._machine != this_machine()
-        self._cluster = ipp_cluster.reopen(
-            self._config, self.run_dir, log, self._is_living, is_distant=is_distant
+        is_living = self.processes.is_living
+        self._take(
+            ipp_cluster.reopen(self._config, self.run_dir, log, is_living, is_distant=is_distant)
         )
         engine_set = self._cluster.engine_set
         if isinstance(engine_set, AgentEngineSetLauncher):
             await engine_set.attach()
         if self._cluster.controller is not None:
-            self._watch_controller()
-        for number, engine in self._engine_launchers().items():
-            self._watch_engine(number, engine)
-        for rank in set(range(world_size)).difference(self._started):
-            self.exits[rank] = Exit(rank, None)
-
-    def _is_living(self, pid: int) -> bool:
-        """Whether a process of this machine is the one that was noted under its id."""
-        return pid > 0 and guardian.start_ticks(pid) == self._start_times.get(pid, "")
+            self.processes.watch_controller()
+        engines = self._watch_engines()
+        for rank in set(range(world_size)).difference(engines):
+            self.processes.exits[rank] = Exit(rank, None)
 
     def keep(self, seconds: float, start: Mapping[str, Any], keep: Keep) -> None:
         """Let the ranks go on so long without a kernel, from now on; 0 for not.
@@ -258,6 +245,7 @@ class Cluster:
         if self._is_stopping or os.getpid() != self._owner:
             return
         self._is_stopping = True
+        self.processes.on_exit = lambda _: None
         with sigint.deferred_sigint():
             if hasattr(self, "_cluster"):
                 ipp_cluster.silence(self._cluster)
@@ -273,50 +261,6 @@ class Cluster:
     def guardian_pid(self) -> int:
         """The process id of the guardian."""
         return self._guard.pid
-
-    def pids(self) -> dict[int, int]:
-        """Engine id -> process id of the living engines that this kernel has started itself."""
-        return {
-            self._engine_of.get(number, number): engine.pid
-            for number, engine in self._engine_launchers().items()
-            if processes.is_own(engine)
-        }
-
-    def controller_pid(self) -> int | None:
-        """The controller's process id, where this kernel has started it itself and it lives."""
-        controller = self._cluster.controller
-        lives_here = processes.is_own(controller) and None not in self.exits
-        return int(controller.pid) if lives_here else None
-
-    def identify(self, pids: dict[int, int]) -> None:
-        """Take in which engine has which process, where the launcher did not decide it."""
-        engines = {pid: engine for engine, pid in pids.items()}
-        self._engine_of = {
-            n: engines[engine.pid] for n, engine in self._started.items() if engine.pid in engines
-        }
-        exits = list(self.exits.values())
-        self.exits.clear()
-        for exit_ in exits:
-            number = exit_.engine
-            engine = None if number is None else self._engine_of.get(number, number)
-            self.exits[engine] = replace(exit_, engine=engine)
-
-    def exit_of(self, engine: int, deadline_s: float) -> Exit | None:
-        """The end of an engine, waited for if it can be seen from here; None if it is unknown."""
-        end_s = time.monotonic() + deadline_s
-        seen_here = {self._engine_of.get(number, number) for number in self._started}
-        while engine in seen_here and engine not in self.exits and time.monotonic() < end_s:
-            time.sleep(POLL_S)
-        return self.exits.get(engine)
-
-    def _engine_launchers(self) -> dict[int, LocalProcessLauncher | AgentEngine]:
-        # ipyparallel takes a launcher out of this when its process ends.
-        launchers = getattr(self._cluster.engine_set, "launchers", {})
-        return {
-            int(number): engine
-            for number, engine in list(launchers.items())
-            if processes.is_own(engine) or isinstance(engine, AgentEngine)
-        }
 
     def start(self, world_size: int | None, deadline_s: float, progress: Progress) -> int:
         """Start controller and engines, connect, and wait until all engines have registered.
@@ -350,10 +294,9 @@ class Cluster:
                 await asyncio.sleep(0)
             await self._cluster.start_engines(world_size)
             # In the same step of the loop, so that no end of an engine is missed.
-            self._watch_controller()
-            for number, engine in self._engine_launchers().items():
-                self._watch_engine(number, engine)
-            self._watch_set(world_size)
+            self.processes.watch_controller()
+            self._watch_engines()
+            self.processes.watch_set(world_size)
             await starting
         finally:
             starting.cancel()
@@ -387,63 +330,26 @@ class Cluster:
             why = ipp_launchers.explain(error)
             raise StartError(f"The cluster could not start: {why}") from error
 
-    def _watch_controller(self) -> None:
-        controller = self._cluster.controller
-        controller.on_stop(functools.partial(self._note_end, None))
-        if processes.is_own(controller):
-            self.guard(controller.pid)
+    def _watch_engines(self) -> Collection[int]:
+        engines = self.processes.engine_launchers()
+        for number, engine in engines.items():
+            self._watch_engine(number, engine)
+        return engines
 
     def _watch_engine(self, number: int, engine: LocalProcessLauncher | AgentEngine) -> None:
-        engine.on_stop(functools.partial(self._note_end, number))
+        self.processes.watch_engine(number, engine)
         if self.can_restart:  # an engine without a nanny, which would tell the controller
             engine.on_stop(functools.partial(self._forget, number))
-        self._started[number] = engine
-        pid = engine.agent.pid if isinstance(engine, AgentEngine) else engine.pid
-        if pid not in self._start_times:
-            self.guard(pid)
-
-    def _watch_set(self, world_size: int) -> None:
-        """Watch the one process, mpiexec for example, that has started all engines."""
-        engine_set = self._cluster.engine_set
-        if not processes.is_own(engine_set):
-            return
-
-        def note_ends(stop_data: dict[str, Any]) -> None:
-            code, starter = stop_data.get("exit_code"), Path(engine_set.args[0]).name
-            words = ipp_launchers.last_words(engine_set)
-            for engine in range(world_size):
-                self._note(Exit(engine, code, starter=starter, words=words))
-
-        engine_set.on_stop(note_ends)
-        self.guard(engine_set.pid)
-
-    def guard(self, pid: int) -> None:
-        """Let a process, which leads a session of its own, end with this run at the latest."""
-        self._guard.watch(pid)
-        self._start_times[pid] = guardian.start_ticks(pid) or ""
-
-    def _note_end(self, number: int | None, stop_data: dict[str, Any]) -> None:
-        """An engine or the controller has ended (called in the cluster's loop)."""
-        engine = None if number is None else self._engine_of.get(number, number)
-        code = stop_data.get("exit_code")
-        unreachable = str(stop_data.get("unreachable", ""))
-        self._note(Exit(engine, code if isinstance(code, int) else None, unreachable))
-
-    def _note(self, end: Exit) -> None:
-        self.exits[end.engine] = end
-        if not self._is_stopping and end.engine not in self._replaced:
-            self.on_exit(end)
 
     def _note_lost(self, engine: int) -> None:
         """The controller has lost an engine: its end, where none of a process is seen from here."""
 
         def note() -> None:
-            if engine not in self.exits:
-                self._note(Exit(engine, None, LOST))
+            if engine not in self.processes.exits:
+                self.processes.note(Exit(engine, None, LOST))
 
-        is_seen_here = bool(self._started) or processes.is_own(self._cluster.engine_set)
-        loop = _loop()
-        loop.call_soon_threadsafe(loop.call_later, LOST_S if is_seen_here else 0.0, note)
+        loop, delay_s = _loop(), LOST_S if self.processes.sees_ends else 0.0
+        loop.call_soon_threadsafe(loop.call_later, delay_s, note)
 
     def _forget(self, engine: int, _stop_data: dict[str, Any]) -> None:
         """Tell the controller, in a moment, of an engine that has ended."""
@@ -458,7 +364,7 @@ class Cluster:
         """What to wait for: some engines, or at the start any `world_size` of them."""
 
         def exits() -> dict[int | None, Exit]:
-            exits = self.exits.copy()
+            exits = self.processes.exits.copy()
             return {e: x for e, x in exits.items() if engines is None or e in {None, *engines}}
 
         def registered() -> list[int]:
@@ -477,15 +383,9 @@ class Cluster:
             expected,
             exits,
             registered,
-            self._output,
+            self.processes.output,
             lambda: ipp_launchers.state(self._config, self._cluster.engine_set),
         )
-
-    def _output(self, engine: int | None) -> str:
-        process = self._cluster.controller if engine is None else self._started.get(engine)
-        if process is None:  # one file for all of them, if any
-            return ipp_launchers.output(self._cluster.engine_set)
-        return str(process.get_output())
 
     @property
     def is_encrypted(self) -> bool:
@@ -528,7 +428,7 @@ class Cluster:
             StartError: If one does not come, with its exit code and last lines.
         """
         end_s = time.monotonic() + deadline_s
-        self._replaced = frozenset(engines)  # nobody has to be told that they end
+        self.processes.replaced = frozenset(engines)  # nobody has to be told that they end
         try:
             self._unregister(engines, end_s, check)
             progress("starting new processes")
@@ -542,24 +442,18 @@ class Cluster:
                 ) from error
             self._arrivals(engines).wait(end_s, deadline_s, progress, check)
         except BaseException:
-            self.end_engines(engines)
+            self.processes.end_engines(engines)
             raise
         finally:
-            self._replaced = frozenset()
+            self.processes.replaced = frozenset()
             self._note_change()
-
-    def end_engines(self, engines: Collection[int]) -> None:
-        """Kill engines that this kernel has started, with all processes of their sessions."""
-        with sigint.deferred_sigint():
-            for engine in engines:
-                self._kill(engine)
 
     def _unregister(
         self, engines: Collection[int], end_s: float, check: Callable[[], None]
     ) -> None:
         assert self.channel is not None
         for engine in engines:
-            self._kill(engine)
+            self.processes.kill(engine)
         # `_forget` tells the controller. An id that is still registered would be given to nobody.
         while registered := sorted(set(engines).intersection(self.channel.engine_ids)):
             check()
@@ -567,32 +461,15 @@ class Cluster:
                 raise StartError(f"the controller still lists {ranks_phrase(registered)}")
             time.sleep(POLL_S)
 
-    def _kill(self, engine: int) -> None:
-        """End an engine's process and its session, and wait until it is known."""
-        started = self._started.get(engine)
-        if started is None:  # it had ended before this kernel attached
-            return
-        if isinstance(started, AgentEngine):
-            started.end()
-            # A host that was cut off just now is seen to be by then.
-            if self.exit_of(engine, SILENT_S + END_SESSION_S) is None:
-                raise StartError(f"rank {engine} on {started.agent.host} could not be ended")
-            return
-        pid = started.pid
-        if not processes.end_session(pid, self._start_times[pid], END_SESSION_S):
-            raise StartError(
-                f"process {pid} of rank {engine}, or one of its children, cannot be ended "
-                "(uninterruptible in the kernel?)"
-            )
-        self.exit_of(engine, END_SESSION_S)
-
     async def _start_again(self, engines: Collection[int], environment: Mapping[str, str]) -> None:
         for engine in engines:
             run_dir.forget(self.run_dir, engine)
             started = self._cluster.engine_set.start_one(engine, environment)
             if inspect.isawaitable(started):
                 started = await started
-            self.exits.pop(engine, None)  # not before: without a host it stays as ended as it was
+            self.processes.exits.pop(
+                engine, None
+            )  # not before: without a host it stays as ended as it was
             self._watch_engine(engine, started)
 
     def restart_controller(self, deadline_s: float) -> None:
@@ -611,8 +488,7 @@ class Cluster:
             raise OptionError("The controller of this profile cannot be restarted from here.")
         if self.channel is not None:
             self.channel.close()
-        # Its heart monitor is a child that outlives it and holds its ports.
-        processes.end_session(old.pid, self._start_times[old.pid], END_SESSION_S)
+        self.processes.kill_controller()
         self._replace_controller(connection, end_s)
 
     def _start_missing_controller(self, end_s: float) -> None:
@@ -623,20 +499,19 @@ class Cluster:
                 "The controller of these ranks has ended, and cannot be started again: its secret "
                 "key ended with it. `nbdist stop` ends the ranks."
             )
-        for pid in set(self._start_times).difference(e.pid for e in self._started.values()):
-            processes.end_session(pid, self._start_times[pid], END_SESSION_S)
+        self.processes.kill_others()
         self._replace_controller(self._connection, end_s)
 
     def _replace_controller(self, connection: controller.Connection, end_s: float) -> None:
-        gone = [engine for engine in self.exits if engine is not None]
+        gone = [engine for engine in self.processes.exits if engine is not None]
         connection.restore(gone)
-        end = self.exits.pop(None, None)
+        end = self.processes.exits.pop(None, None)
         try:
             self._run(self._start_controller_again(), end_s, "the controller", ())
             self.channel = self._connect(end_s, ())
         except BaseException:
             if end is not None:
-                self.exits.setdefault(None, end)
+                self.processes.exits.setdefault(None, end)
             raise
 
     async def _start_controller_again(self) -> None:
@@ -644,22 +519,12 @@ class Cluster:
         self._cluster.controller_args = [*args, *controller.AGAIN]
         self._cluster.controller = None  # otherwise ipyparallel refuses
         await self._cluster.start_controller()
-        self._watch_controller()
+        self.processes.watch_controller()
         self._note_change()
 
     def interrupt(self, engine: int) -> None:
         """Send SIGINT to one engine."""
-        started = self._started.get(engine)
-        if engine in self.exits:
-            return
-        if isinstance(started, AgentEngine):
-            started.signal(signal.SIGINT)
-            return
-        pid = self.pids().get(engine)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                os.kill(pid, signal.SIGINT)
-        elif self.channel is not None:
+        if not self.processes.interrupt(engine) and self.channel is not None:
             self.channel.signal(engine, signal.SIGINT)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
@@ -671,16 +536,17 @@ class Cluster:
         if self._is_stopping or os.getpid() != self._owner:
             return
         self._is_stopping = True
+        self.processes.on_exit = lambda _: None
         ipp_cluster.silence(self._cluster)
         try:
             # The loop may be in the middle of a start that was broken off: wait for its step.
             run_in_loop(asyncio.sleep(0), OTHER_STOP_DEADLINE_S)
             if self.channel is not None:
                 self.channel.close()
-            pids = [*self.pids().values(), *filter(None, [self.controller_pid()])]
+            controller_pid = self.processes.controller_pid()
+            pids = [*self.processes.pids().values(), *filter(None, [controller_pid])]
             engine_set, controller = self._cluster.engine_set, self._cluster.controller
-            is_here = any(isinstance(e, LocalProcessLauncher) for e in self._started.values())
-            if not is_here and ipp_launchers.has_job(engine_set):
+            if not self.processes.has_local_engines and ipp_launchers.has_job(engine_set):
                 # A batch system's, or on other hosts: only their launcher can end them.
                 self._stop_other(self._cluster.stop_engines(), "engines")
                 self._promise_ending(engine_set)

@@ -1,11 +1,15 @@
 """The controller's process: ipyparallel's, without a copy of each cell's messages for its hub.
 
-Run by its path: it needs ipyparallel alone, also where nbdist is not installed.
+Run by its path: it needs ipyparallel alone, also where nbdist is not installed. Engines are there
+from their first heartbeat on.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import zmq
+from ipyparallel.controller import heartmonitor
 from ipyparallel.controller.app import IPController
 
 # What the hub of ipyparallel acts on. It would unpack everything else that passes, what ranks print
@@ -26,6 +30,20 @@ class Controller(IPController):  # type: ignore[misc]
         for topic in HEARD:
             heard.setsockopt(zmq.SUBSCRIBE, topic)
 
+
+class FirstBeats(heartmonitor.HeartMonitor):  # type: ignore[misc]
+    """Tells the hub of a heart that is new when it has answered, and not at the beat after that."""
+
+    def handle_pong(self, msg: list[bytes]) -> Any:
+        """A heart has answered: it is connected, and so are the engine's other sockets."""
+        super().handle_pong(msg)
+        if msg[0] in self.responses and msg[0] not in self.hearts:
+            self.handle_new_hearts({msg[0]})
+
+
+# Its process, a fork of this one or a process that imports this file, finds the class by this name
+# (ipyparallel 9.2; without the name the hub hears of an engine a beat later).
+heartmonitor.HeartMonitor = FirstBeats
 
 if __name__ == "__main__":
     Controller.launch_instance()

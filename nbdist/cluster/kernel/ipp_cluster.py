@@ -21,6 +21,7 @@ from traitlets.config import Config
 from nbdist.cluster.kernel import ipp_launchers, launcher
 from nbdist.cluster.kernel.launchers.agent_set import AgentEngineSetLauncher
 from nbdist.cluster.kernel.launchers.slurm import SlurmRankSetLauncher
+from nbdist.cluster.kernel.run_dir import replace_file
 from nbdist.cluster.peer_filter import OpenPort
 from nbdist.core import host
 from nbdist.core.topology import Topology
@@ -30,15 +31,24 @@ from nbdist.errors import OptionError, StartError
 # are ipyparallel's alone.
 LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
 ENABLE_CURVE = "--IPController.enable_curve=True"
-CONTROLLER_PROGRAM = Path(__file__).with_name("hub.py")
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
+
+
+class _Cluster(ipyparallel.Cluster):  # type: ignore[misc]
+    """Ipyparallel's cluster, whose file is whole whenever this kernel is killed."""
+
+    def write_cluster_file(self) -> None:
+        """Write down what an attach needs; ipyparallel would do it in place."""
+        path = Path(self.cluster_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path.parent, path.name, json.dumps(self.to_dict()).encode())
 
 
 def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     """Ipyparallel's object, with a profile folder of the run's own."""
     _name_controller(config)
-    unstarted = ipyparallel.Cluster(
+    unstarted = _Cluster(
         config=config,
         parent=None,
         log=log,
@@ -48,6 +58,8 @@ def cluster(config: Config, run_dir: Path, log: logging.Logger) -> Any:
     )
     for name in ("controller_launcher_class", "engine_launcher_class"):
         setattr(unstarted, name, ipp_launchers.watched(getattr(unstarted, name)))
+    if unstarted.controller_launcher_class is LocalControllerLauncher:
+        unstarted.controller_launcher_class = launcher.ForkedControllerLauncher
     return unstarted
 
 
@@ -82,7 +94,7 @@ def reopen(
         for part in (state["engines"], state.get("controller", {})):
             # A class without an entry point is written with a colon, which is not read (9.2).
             part.update({"class": part["class"].replace(":", ".")} if part else {})
-        reopened = ipyparallel.Cluster.from_dict(
+        reopened = _Cluster.from_dict(
             state,
             cluster_file=str(path),
             config=config,
@@ -107,7 +119,7 @@ def reopen(
 def _name_controller(config: Config) -> None:
     """Let a controller of this machine be ours, unless the profile names another command."""
     if "controller_cmd" not in config.ControllerLauncher:
-        command = [sys.executable, "-P", str(CONTROLLER_PROGRAM)]
+        command = [sys.executable, "-P", str(launcher.CONTROLLER_PROGRAM)]
         config.LocalControllerLauncher.setdefault("controller_cmd", command)
 
 

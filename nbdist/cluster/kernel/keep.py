@@ -160,7 +160,8 @@ def check(run: Run, *, takes: bool) -> None:
         )
     if run.state not in {KEPT, RUNNING, ELSEWHERE}:
         raise NbdistError(
-            f"{run.name} is not kept any more ({run.state}). `nbdist clean` removes what is left."
+            f"{run.name} is not kept any more ({run.state}). `nbdist doctor "
+            "--clean` removes what is left."
         )
     if run.keep.version != VERSION:
         raise StartError(
@@ -259,7 +260,7 @@ def _ask(cluster: Cluster, start: dict[str, Any]) -> Attached:
     channel = cluster.channel
     world_size = start["topology"].world_size
     living = sorted(
-        set(channel.engine_ids).intersection(range(world_size)).difference(cluster.exits)
+        set(channel.engine_ids).intersection(range(world_size)).difference(cluster.processes.exits)
     )
     if not living:
         name = cluster.run_dir.name

@@ -1,4 +1,4 @@
-"""The local engines' launcher: it gives every engine its rank before anything reports."""
+"""The local processes' launchers: the engines' gives each its rank before anything reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+from ipyparallel.cluster.launcher import (
+    LocalControllerLauncher,
+    LocalEngineLauncher,
+    LocalEngineSetLauncher,
+    LocalProcessLauncher,
+)
 from traitlets import Dict, Unicode
 
 from nbdist.cluster import nccl_env
@@ -21,6 +26,43 @@ from nbdist.errors import StartError
 # What an engine runs as soon as the controller knows of it, before anything is asked of it.
 JOIN = "__import__('nbdist.engine.early_join', fromlist=['join_when_ready']).join_when_ready()"
 ENGINE_PROGRAM = Path(__file__).resolve().parents[2] / "engine" / "__main__.py"
+CONTROLLER_PROGRAM = Path(__file__).with_name("hub.py")
+
+
+def _fork(launcher: LocalProcessLauncher, server: RankServer, who: str) -> int:
+    """Let the server fork what a launcher would start; its process id.
+
+    Raises:
+        StartError: If the server does not fork, or the system refuses another process.
+    """
+    env = {**os.environ, **launcher.get_env()}
+    # The controller's launcher makes this folder, and may still wait for a new server.
+    Path(launcher.output_file).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        launcher.process = server.fork(launcher.args, env, launcher.work_dir, launcher.output_file)
+    except ServerError as error:
+        raise StartError(f"{who} could not be forked: {error}") from error
+    launcher.pid = launcher.process.pid
+    launcher.notify_start(launcher.pid)
+    # What its start does after Popen (ipyparallel 9.2): it calls notify_stop in the loop.
+    launcher._start_waiting()  # noqa: SLF001
+    return int(launcher.pid)
+
+
+class ForkedControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
+    """Starts our controller as a fork where that waits for no import, else as a process."""
+
+    async def start(self) -> Any:
+        """Start it.
+
+        Raises:
+            StartError: If the system refuses another process.
+        """
+        server = None
+        if rank_server.is_ready() and str(CONTROLLER_PROGRAM) in self.args:
+            env = {**os.environ, **self.get_env()}
+            server = await rank_server.obtain(env, rank_server.text_path())
+        return super().start() if server is None else _fork(self, server, "the controller")
 
 
 class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
@@ -57,16 +99,7 @@ class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
         server: RankServer | None = self.parent.server
         if server is None:
             return super().start()
-        env = {**os.environ, **self.get_env()}
-        try:
-            self.process = server.fork(self.args, env, self.work_dir, self.output_file)
-        except ServerError as error:
-            raise StartError(f"rank {self.identifier} could not be forked: {error}") from error
-        self.pid = self.process.pid
-        self.notify_start(self.pid)
-        # What its start does after Popen (ipyparallel 9.2): it calls notify_stop in the loop.
-        self._start_waiting()
-        return self.pid
+        return _fork(self, server, f"rank {self.identifier}")
 
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]

@@ -119,6 +119,8 @@ class RankServer:
         # How it ended where nobody wanted that; "" while it runs.
         self.end = ""
         self.has_ended = False
+        # Whether nothing is left to be imported: it forks at once.
+        self.is_ready = False
         self._send({"env": dict(env), "sys_path": text_path()})
         threading.Thread(target=self._listen, name="nbdist-rank-server", daemon=True).start()
 
@@ -201,6 +203,8 @@ class RankServer:
                 answer = json.loads(self._connection.recv_bytes())
                 if "exit" in answer:
                     self._forks.pop(answer["exit"]).note_end(answer["code"])
+                elif "ready" in answer:
+                    self.is_ready = answer["ready"]
                 else:
                     self._take(answer)
         code = self._process.wait()
@@ -259,19 +263,25 @@ async def obtain(env: Mapping[str, str], sys_path: Sequence[str]) -> RankServer 
     for _ in range(2):
         if _refusal:
             return None
+        server = None
         try:
             server = _current(_unmarked(env))
             verdict = await server.check(env, sys_path)
         except (ServerError, OSError) as error:
-            _discard()
+            _discard(server)
             _refusal = str(error)
             return None
         if not verdict:
             return server
         _refusal = verdict.get("cannot", "")
         if "failed" in verdict or "outdated" in verdict:
-            _discard()
+            _discard(server)  # not the next one, which whoever asks beside this may have made
     return None
+
+
+def is_ready() -> bool:
+    """Whether a fork would wait for no import."""
+    return _server is not None and _server.is_ready and not _server.has_ended
 
 
 def why_not() -> str:
@@ -300,12 +310,14 @@ def _current(env: Mapping[str, str]) -> RankServer:
         return _server
 
 
-def _discard() -> None:
+def _discard(server: RankServer | None) -> None:
+    """End this server; another one that has taken its place stays."""
     global _server  # noqa: PLW0603
     with _lock:
-        if _server is not None:
-            _server.close()
-        _server = None
+        if server is not None:
+            server.close()
+        if _server is server:
+            _server = None
 
 
 def _folder() -> str:

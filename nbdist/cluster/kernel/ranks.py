@@ -130,7 +130,7 @@ class Ranks:
 
     def exit_of(self, rank: int) -> Exit | None:
         """The end of a rank's process; None while it lives."""
-        return self.cluster.exits.get(self.topology.engine_of_rank(rank))
+        return self.cluster.processes.exits.get(self.topology.engine_of_rank(rank))
 
     def is_connected(self, rank: int) -> bool:
         """Whether the rank lives and is registered; which of both ends first differs.
@@ -142,7 +142,7 @@ class Ranks:
         return (
             channel is not None
             and engine in channel.engine_ids
-            and engine not in self.cluster.exits
+            and engine not in self.cluster.processes.exits
         )
 
     def interrupt(self, rank: int) -> None:
@@ -215,7 +215,7 @@ class Ranks:
 
     def _controller_end(self, ranks: Sequence[int]) -> str:
         """How the controller ended; raises where a rank has, for which the others would wait."""
-        end = self.cluster.exits.get(None)
+        end = self.cluster.processes.exits.get(None)
         if end is None:
             self.check_alive(ranks)
         return "" if end is None else end.how

@@ -97,7 +97,7 @@ def take(run_dir: Path) -> str:
         StartError: If the folder cannot be written.
     """
     owner = _this_owner()
-    _replace(run_dir, run_owner.FILE, json.dumps(asdict(owner)).encode())
+    replace_file(run_dir, run_owner.FILE, json.dumps(asdict(owner)).encode())
     (run_dir / run_owner.DETACHED).unlink(missing_ok=True)
     return owner.hold
 
@@ -108,7 +108,7 @@ def write_start(run_dir: Path, start: dict[str, Any]) -> None:
     Raises:
         StartError: If the folder cannot be written.
     """
-    _replace(run_dir, START, pickle.dumps(start))
+    replace_file(run_dir, START, pickle.dumps(start))
 
 
 def write_keep(run_dir: Path, keep: Keep) -> None:
@@ -117,7 +117,7 @@ def write_keep(run_dir: Path, keep: Keep) -> None:
     Raises:
         StartError: If the folder cannot be written.
     """
-    _replace(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
+    replace_file(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
 
 
 def read_keep(run_dir: Path) -> Keep | None:
@@ -156,7 +156,7 @@ def note_detached(run_dir: Path, keep_s: float) -> None:
     now_s = time.time()
     with contextlib.suppress(StartError):  # on a full disk: the guardian ends it all the same
         detachment = Detachment(now_s, now_s + keep_s, 0)
-        _replace(run_dir, run_owner.DETACHED, json.dumps(asdict(detachment)).encode())
+        replace_file(run_dir, run_owner.DETACHED, json.dumps(asdict(detachment)).encode())
 
 
 def reserve(run_dir: Path) -> None:
@@ -256,8 +256,12 @@ def _this_owner() -> RunOwner:
     return RunOwner(os.getpid(), start, this_machine(), time.time(), notebook, uuid.uuid4().hex)
 
 
-def _replace(run_dir: Path, name: str, content: bytes) -> None:
-    """Write a file that others read at any time: they see it whole."""
+def replace_file(run_dir: Path, name: str, content: bytes) -> None:
+    """Write a file that others read at any time: they see it whole, or as it was before.
+
+    Raises:
+        StartError: If it cannot be written.
+    """
     new = f"{name}.new"
     _write(run_dir, new, content)
     (run_dir / new).replace(run_dir / name)

@@ -78,9 +78,9 @@ def read(folder: Path) -> Run:
 
 def kept() -> tuple[Run, ...]:
     """Runs whose ranks outlive their notebook, with one and without; no process is looked at."""
-    found = [read(Path(folder)) for folder in sorted(folders())]
+    all_runs = [read(Path(folder)) for folder in sorted(folders())]
     living = {run_owner.KEPT, run_owner.RUNNING, run_owner.ELSEWHERE}
-    return tuple(run for run in found if run.keep and run.keep.keep_s and run.state in living)
+    return tuple(run for run in all_runs if run.keep and run.keep.keep_s and run.state in living)
 
 
 def folders() -> list[str]:
@@ -92,9 +92,9 @@ def folders() -> list[str]:
         return []
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return []  # somebody else's: `%dist_init` says so
-    found = (path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
+    run_folders = (path for path in place.iterdir() if path.is_dir() and not path.is_symlink())
     # An agent's is no run: it has ranks of a run of this machine, or of another one.
-    return [str(path) for path in found if not path.name.startswith(guardian.RANKS)]
+    return [str(path) for path in run_folders if not path.name.startswith(guardian.RANKS)]
 
 
 def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:

@@ -406,7 +406,7 @@ def _form_group(
     )
     hosts = {report.hostname for report in reports.values()}
     if is_this_host(hosts):
-        cluster.identify({engine: report.pid for engine, report in reports.items()})
+        cluster.processes.identify({engine: report.pid for engine, report in reports.items()})
     plan = topology.plan(tuple(reports.values()), options.backend)
     progress(f"forming a group of {plan.world_size} ranks on {plan.n_hosts} host(s)")
     store_at = find_store(cluster, call, plan, reports, end_s)

@@ -7,7 +7,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from nbdist.rpc.kernel.functions import RankFunction
 
 # A rank that has not answered by then is asked again.
 ANSWER_S = 1.0
-# A rank that has answered is left alone for this long.
+# A rank that has answered is left alone for this long, and for longer where there are many: a
+# question costs each side a millisecond or more of processor time.
 LOOK_PAUSE_S = 0.5
+MOST_LOOKS = 32.0  # in a second
 
 look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
 abort: RankFunction[[int], int] = RankFunction("abort")
@@ -62,12 +64,9 @@ class Health:
 
     def box(self, rank: int) -> CallLog | None:
         """The rank's black box; of a rank on another host as it was at its last answer."""
-        box = self._boxes.read(rank)
-        if box is None:
-            return self._remote_box(rank)
         # The file of a rank that has ended on another host has its times by that host's clock.
-        ahead_s = self._ahead_s.get(rank)
-        return box if ahead_s is None else box.shift_clock(ahead_s)
+        box = self._boxes.read(rank, self._ahead_s.get(rank, 0.0))
+        return self._remote_box(rank) if box is None else box
 
     def close(self) -> None:
         """Let go of the ranks' files; a map keeps its descriptor open."""
@@ -87,10 +86,9 @@ class Health:
         """The boxes of all ranks that have one."""
         return {rank: box for rank in self._ranks.ranks if (box := self.box(rank)) is not None}
 
-    def is_stopped(self, rank: int) -> bool:
-        """Whether the rank's process was stopped by a signal (seen on this host only)."""
-        pid = self.pids().get(rank)
-        return pid is not None and procfs.state(pid) == "T"
+    def stopped(self) -> frozenset[int]:
+        """The ranks whose processes a signal has stopped (seen on this host only)."""
+        return frozenset(rank for rank, pid in self.pids().items() if procfs.state(pid) == "T")
 
     def watch_processes(self) -> None:
         """Read what will be needed to tell how a rank ended. Once its process is there."""
@@ -128,7 +126,7 @@ class Health:
 
     def pids(self) -> dict[int, int]:
         """Rank -> process of the living ranks that this kernel has started on its own host."""
-        pids = self._ranks.cluster.pids()
+        pids = self._ranks.cluster.processes.pids()
         ranks = {place.engine_id: place.rank for place in self._ranks.topology.ranks}
         return {ranks[engine]: pid for engine, pid in pids.items() if engine in ranks}
 
@@ -137,12 +135,13 @@ class Health:
 
         An answer to a question older than `newer_than_s` will not do, however new it is.
         """
+        pause_s = max(LOOK_PAUSE_S, len(self._ranks.ranks) / MOST_LOOKS)
         for rank in ranks:
             asked = self._asked.get(rank)
             if asked is not None and not asked[0].done() and now_s < asked[1] + ANSWER_S:
                 continue
             looked_s = self._looked_s.get(rank, 0.0)
-            is_new = newer_than_s <= looked_s and now_s < looked_s + LOOK_PAUSE_S
+            is_new = newer_than_s <= looked_s and now_s < looked_s + pause_s
             if rank in self._looks and is_new:
                 continue
             future = self._ranks.ask(look, rank)
@@ -224,7 +223,8 @@ class Health:
                     self._looks[rank] = future.result()
                 else:  # an older answer would be about something else
                     self._looks.pop(rank, None)
-        return [self._view(rank, *states[rank]) for rank in self._ranks.ranks]
+        stopped = self.stopped()
+        return [self._view(rank, *states[rank], stopped) for rank in self._ranks.ranks]
 
     def views_now(self) -> dict[int, RankView]:
         """As in a running cell; idle ranks have ended the newest cell, or had no part in it."""
@@ -237,11 +237,11 @@ class Health:
                 states[rank] = "running" if rank in busy else box.state, ""
         return {view.rank: view for view in self.views(states)}
 
-    def _view(self, rank: int, state: str, how: str) -> RankView:
+    def _view(self, rank: int, state: str, how: str, stopped: Collection[int]) -> RankView:
         end = self.end_of(rank)
         if end:
             state, how = "ended", end
-        elif state in {"running", "busy"} and self.is_stopped(rank):
+        elif state in {"running", "busy"} and rank in stopped:
             state = "stopped"
         # The box after the answer: what has happened meanwhile is in it.
         look, looked_s = self._looks.get(rank), self._looked_s.get(rank, 0.0)
@@ -252,7 +252,7 @@ class Health:
         came_s, (their_now_s, content) = self._arrived.pop(rank, (0.0, (0.0, None)))
         if content is not None:
             self._ahead_s[rank] = came_s - their_now_s
-            self._remote[rank] = call_log.read(content).shift_clock(self._ahead_s[rank])
+            self._remote[rank] = call_log.read(content, self._ahead_s[rank])
 
         def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
             if sent.exception() is None:
@@ -276,25 +276,36 @@ class BoxFiles:
     def __init__(self, folder: Path):
         self._folder = folder
         self._maps: dict[int, tuple[int, mmap.mmap]] = {}
+        self._read: dict[int, tuple[bytes, float, CallLog]] = {}
 
     def close(self) -> None:
         """Unmap all; reading maps them again."""
         self._maps.clear()
+        self._read.clear()
 
-    def read(self, rank: int) -> CallLog | None:
-        """The rank's box; None where it has none here."""
-        memory = self.memory(rank)
-        try:
-            return None if memory is None else call_log.read(memory)
-        except ValueError:  # it is just being made
+    def read(self, rank: int, ahead_s: float = 0.0) -> CallLog | None:
+        """The rank's box, by a clock that is so much ahead; None where it has none here.
+
+        Read anew only where a byte has changed: a rank that waits, or is idle, writes nothing.
+        """
+        memory = self._memory(rank)
+        if memory is None:
             return None
+        written = bytes(memory)
+        newest = self._read.get(rank)
+        if newest is None or newest[:2] != (written, ahead_s):
+            try:
+                newest = self._read[rank] = written, ahead_s, call_log.read(memory, ahead_s)
+            except ValueError:  # it is just being made
+                return None
+        return newest[2]
 
     def may_have_called(self, rank: int, run: int) -> bool:
         """Whether the rank has recorded a call in a cell run; also where that cannot be known."""
-        memory = self.memory(rank)
+        memory = self._memory(rank)
         return memory is None or call_log.newest_run(memory) == run
 
-    def memory(self, rank: int) -> mmap.mmap | None:
+    def _memory(self, rank: int) -> mmap.mmap | None:
         """The rank's box as it is mapped here; None where it has none."""
         path = self._folder / str(rank)
         try:

@@ -135,7 +135,7 @@ class Maintenance:
         self._given_up |= set(ranks)
         self.ended_by_us |= set(ranks)
         engine = self._ranks.topology.engine_of_rank
-        self._ranks.cluster.end_engines([engine(rank) for rank in ranks])
+        self._ranks.cluster.processes.end_engines([engine(rank) for rank in ranks])
 
     def release(self, futures: Sequence[Future[Any]]) -> None:
         """Break off what ranks still wait in when another one of them has failed.

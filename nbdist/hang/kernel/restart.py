@@ -165,7 +165,7 @@ class _Restart:
                 here = self._all(names, self._replaced[:1], "report their variables")[0]
             except BaseException:
                 self._health.needs_recovery = True
-                self._cluster.end_engines(engines)
+                self._cluster.processes.end_engines(engines)
                 raise
         # In the order in which the first rank that stays has made them.
         return list(dict.fromkeys(name for names in there for name in names if name not in here))
@@ -321,7 +321,7 @@ def reconnect(ranks: Ranks) -> str:
         StartError: If the new one, or a rank's connection to it, does not come.
     """
     cluster = ranks.cluster
-    end = cluster.exits.get(None)
+    end = cluster.processes.exits.get(None)
     if end is None:
         for rank in tuple(cluster.unheard):  # the answer comes when they are idle
             _ping(ranks, rank, cluster.unheard)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nbdist.core.failures import ranks_are, ranks_phrase
 from nbdist.hang import diagnose, text, wait_graph
-from nbdist.hang.kernel.health import Health
+from nbdist.hang.kernel.health import LOOK_PAUSE_S, Health
 from nbdist.hang.records import RankView, WaitFinding
 
 # How often black boxes are read while a cell runs.
@@ -112,7 +112,8 @@ class Watchdog:
         if is_urgent or findings or self._is_quiet_too_long(now_s):
             asked = [view.rank for view in self._views if view.state != "ended"]
             firm = [self._findings[finding.waiting][1] for finding in findings if _is_firm(finding)]
-            self._health.ask_looks(asked, now_s, newer_than_s=max(firm, default=0.0))
+            urgent = [now_s - LOOK_PAUSE_S] if is_urgent else []
+            self._health.ask_looks(asked, now_s, newer_than_s=max([*firm, *urgent], default=0.0))
         # Only what has been seen twice: a rank that begins to wait a moment later is in it.
         steady = [
             finding

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from nbdist.core.ranks import rank_label
@@ -105,8 +106,6 @@ class CallRecorder:
 
     def install(self) -> None:
         """Put the wrappers in place. Functions that this torch lacks are passed over."""
-        import torch.distributed._functional_collectives as functional
-
         for op in (*GROUP_CALLS, *TRANSFERS):
             self._replace(c10d, op, functools.partial(self._wrap_call, op))
         for name in ("init_process_group", "destroy_process_group"):

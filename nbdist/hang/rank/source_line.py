@@ -50,6 +50,11 @@ class UserFrameFinder:
         frame = self._users_frame(frame)
         return None if frame is None else self._describe(frame.f_code.co_filename, frame.f_lineno)
 
+    def find_code(self, code: CodeType) -> SourceLine | None:
+        """Where the user has written a function; None for one that is not the user's."""
+        is_users = self._is_users_file(code.co_filename)
+        return self._describe(code.co_filename, code.co_firstlineno) if is_users else None
+
     def is_users(self, frame: FrameType | None) -> bool:
         """Whether this frame, or one outwards of it, runs the user's code."""
         return self._users_frame(frame) is not None

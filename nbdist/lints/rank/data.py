@@ -169,8 +169,8 @@ def digest(batch: Any) -> str:
     """A text that differs where the first numbers of a batch do."""
     total = hashlib.blake2b(digest_size=8)
     leaves = watch.leaves(batch, most=4 * MOST_TENSORS)
-    known = (leaf for leaf in leaves if isinstance(leaf, _LEAVES))
-    for leaf in itertools.islice(known, MOST_TENSORS):
+    tensors = (leaf for leaf in leaves if isinstance(leaf, _LEAVES))
+    for leaf in itertools.islice(tensors, MOST_TENSORS):
         total.update(_bytes(leaf))
     return total.hexdigest()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nbdist.hang.rank.reset_models import sum_words
 from nbdist.lints.rank import ddp, watch
 from nbdist.parallel import events
 
@@ -54,6 +53,9 @@ def end() -> None:
 
 @watch.guarded
 def _note(module: torch.nn.Module, inputs: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+    # Late: it imports torch's strategies and Accelerate, which a model that calls this has loaded.
+    from nbdist.hang.rank.reset_models import sum_words
+
     calls = _calls.setdefault(module, _Calls(list(ranks)))
     calls.count += 1
     for tensor in inputs:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Collection
 
 from nbdist.cells.kernel import status
 from nbdist.cluster.kernel.ranks import Ranks
-from nbdist.hang import call_log, wait_graph
 from nbdist.hang import text as hang_text
+from nbdist.hang import wait_graph
 from nbdist.hang.kernel.health import BoxFiles, Health
 from nbdist.hang.records import CallLog, RankView
 from nbdist.monitor.samples import Doing
@@ -23,19 +23,19 @@ class ActivityReader:
         self._ranks = ranks
         self._health = health
         self._files = BoxFiles(ranks.cluster.run_dir / "boxes")
-        self._cached: dict[int, tuple[int, CallLog]] = {}
 
-    def of(self, rank: int, now_s: float, *, is_here: bool) -> Doing:
+    def of(self, rank: int, now_s: float, stopped: Collection[int], *, is_here: bool) -> Doing:
         """What a rank does at this moment of the monotonic clock, without asking it.
 
-        Where its box is no file of this host its newest answer is taken.
+        Where its box is no file of this host its newest answer is taken. Which processes a signal
+        has stopped Health.stopped tells.
         """
         ranks, health = self._ranks, self._health
-        box = self._box(rank) if is_here else health.box(rank)
+        box = self._files.read(rank) if is_here else health.box(rank)
         look, looked_s = health.newest_look(rank)
         is_new = looked_s >= wait_graph.last_event_s(box) and now_s < looked_s + LOOK_S
         view = RankView(rank, "running", "", box, look if is_new else None, looked_s)
-        state, text = status.situation(ranks, health, rank, view)
+        state, text = status.situation(ranks, health, rank, view, stopped)
         if state == "dead" and is_here and not ranks.end_of(rank):
             # As while a controller that has ended is replaced.
             state, text = "unknown", "its process is alive, but its connection is lost"
@@ -43,29 +43,13 @@ class ActivityReader:
         since_s = _since_s(state, box, cell)
         cell_s = now_s - cell[1] if cell else 0.0
         # Sends and recvs count as well.
-        ended = [call for call in (box.calls if box else ()) if call.state == "done"]
-        if not ended:
+        newest_first = reversed(box.calls if box else ())
+        last = next((call for call in newest_first if call.state == "done"), None)
+        if last is None:
             return Doing(state, text, since_s, cell_s)
-        last = max(ended, key=lambda call: call.ended_s or 0.0)
         op = hang_text.call_signature(hang_text.act_of(last))
         age_s = max(0.0, now_s - (last.ended_s or now_s))
         return Doing(state, text, since_s, cell_s, op, age_s)
-
-    def _box(self, rank: int) -> CallLog | None:
-        """The rank's box, read anew only where a byte of it has changed."""
-        # To read it takes a millisecond; a rank that waits, or is idle, writes nothing.
-        memory = self._files.memory(rank)
-        if memory is None:
-            return None
-        check = zlib.crc32(memory)
-        cached = self._cached.get(rank)
-        if cached is None or cached[0] != check:
-            try:
-                cached = check, call_log.read(memory)
-            except ValueError:  # it is just being made
-                return None
-            self._cached[rank] = cached
-        return cached[1]
 
 
 def _since_s(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -66,13 +66,13 @@ class Sampler:
     def take(self) -> Samples:
         """A sample of every rank, in rank order."""
         now_s = time.monotonic()
-        pids = self._health.pids()
+        pids, stopped = self._health.pids(), self._health.stopped()
         usages = self._usages.read(pids.values())
         newest = self._gpus.newest() if self._has_gpus and pids else None
         for problem in newest[0].problems if newest else ():
             self._note(problem)
         return tuple(
-            self._sample(place, now_s, pids.get(place.rank, 0), usages, newest)
+            self._sample(place, now_s, pids.get(place.rank, 0), stopped, usages, newest)
             for place in self._ranks.topology.ranks
         )
 
@@ -81,12 +81,13 @@ class Sampler:
         place: RankPlace,
         now_s: float,
         pid: int,
+        stopped: Collection[int],
         usages: Mapping[int, Usage],
         newest: tuple[GpuReadings, float] | None,
     ) -> Sample:
         """Of a rank whose process is here, by its number, or elsewhere: 0."""
         rank, is_here = place.rank, bool(pid)
-        doing = self._doings.of(rank, now_s, is_here=is_here)
+        doing = self._doings.of(rank, now_s, stopped, is_here=is_here)
         is_alive = doing.state not in {"dead", "stopped"}
         asked = self._answers.of(place, now_s, is_remote=not is_here) if is_alive else None
         answer, answered_s = asked or (None, now_s)

@@ -60,7 +60,7 @@ def share_of(choice: Strategy, rank: int) -> DataShard:
 
 def current_share() -> DataShard:
     """This rank's part of the data under the strategy that is current. No rank is met."""
-    return share_of(registry.current(), dist.get_rank())
+    return share_of(registry.data_choice(), dist.get_rank())
 
 
 def refuse_uneven(size: int | None, share: DataShard) -> None:

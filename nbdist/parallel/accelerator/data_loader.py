@@ -103,7 +103,7 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
 
     def steps(self, place: Place) -> Iterator[Any]:
         """As every loader's; where a loop begins, all ranks take rank 0's order first."""
-        if not place.is_live and registry.current().name != "single":
+        if not place.is_live and registry.data_choice().name != "single":
             self._take_over()
         yield from super().steps(place)
 
@@ -182,7 +182,7 @@ def _check_alike(batch: Any, index: int) -> None:
         NbdistError: They differ, on all ranks: a model's parts would each compute with
             different data, and nothing else would tell.
     """
-    choice = registry.current()
+    choice = registry.data_choice()
     if choice.name == "single" or choice.degrees.dp == choice.degrees.product:
         return
     digests = all_gather_object((index, digest(tensors(batch))))

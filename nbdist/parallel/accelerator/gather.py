@@ -116,13 +116,13 @@ def is_tensors(data: Any) -> bool:
 
 
 def _group() -> dist.ProcessGroup | None:
-    degrees = registry.current().degrees
+    degrees = registry.data_choice().degrees
     if degrees.dp == 1:
         return None
     if degrees.dp == degrees.product:
         # No mesh is made for it: a rank that has replaced another would make one by itself.
         return dist.group.WORLD
-    return registry.grid().group("dp_replicate", "dp_shard")
+    return registry.grid(registry.data_choice()).group("dp_replicate", "dp_shard")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

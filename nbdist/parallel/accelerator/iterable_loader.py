@@ -102,7 +102,7 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         return Loop(self)
 
     def _batches(self, place: Place) -> Iterator[Any]:
-        is_alone = registry.current().name == "single"
+        is_alone = registry.data_choice().name == "single"
         reads = is_alone or dist.get_rank() == 0
         if place.feed is None:
             place.used = max(self._first, place.used)

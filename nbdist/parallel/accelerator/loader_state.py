@@ -72,11 +72,11 @@ class Loop(Iterator[Any]):
 
     def keep(self) -> PutBack:
         """A function that puts it back where it is now, if it has moved."""
-        place, kept = self.place, self.place.copy()
+        place, was = self.place, self.place.copy()
 
         def put_back() -> None:
-            if self.place is not place or (place.used, place.is_live) != (kept.used, kept.is_live):
-                self.go_to(kept.copy())
+            if self.place is not place or (place.used, place.is_live) != (was.used, was.is_live):
+                self.go_to(was.copy())
 
         return put_back
 

@@ -125,7 +125,7 @@ class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         is_once = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
-        for _ in range(1 if is_once else registry.current().degrees.dp):
+        for _ in range(1 if is_once else registry.data_choice().degrees.dp):
             # OneCycleLR raises after its last step, which the last round may pass.
             total = getattr(self.scheduler, "total_steps", None)
             if is_once or total is None or self.scheduler.last_epoch < total:

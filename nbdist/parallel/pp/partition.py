@@ -25,9 +25,10 @@ import torch
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import BlockList, find_blocks
 from nbdist.parallel.build import names_of, tensors_of
-from nbdist.parallel.pp.pipeline import LOOPED, SCHEDULES, Pipeline
+from nbdist.parallel.pp.pipeline import Pipeline
 from nbdist.parallel.pp.stage import EVERYWHERE, StageModule, Stages
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
+from nbdist.strategy.validate import check_pipeline, stages_per_rank
 
 _KEPT = "pp"
 
@@ -64,10 +65,8 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
             f"stages: each stage needs at least one. {way}, or name another list with --blocks "
             "NAME."
         )
-    _refuse_options(job)
-    per_rank = 2 if options.schedule in LOOPED and count >= 2 * ranks else 1
-    if per_rank == 2:
-        _refuse_two(job)
+    check_pipeline(job.choice, count)
+    per_rank = stages_per_rank(job.choice, count)
     spans = spans_of(count, per_rank * ranks)
     holders = _holders(job.base, layouts, blocks, spans, ranks)
     job.step_data[_KEPT] = Cuts(blocks, spans, holders)
@@ -104,48 +103,6 @@ def spans_of(count: int, stages: int) -> tuple[range, ...]:
     size, more = divmod(count, stages)
     starts = [index * size + min(index, more) for index in range(stages + 1)]
     return tuple(range(*pair) for pair in itertools.pairwise(starts))
-
-
-def _refuse_options(job: ModelBuild) -> None:
-    options, degrees = job.choice.options, job.choice.degrees
-    if options.schedule not in SCHEDULES:
-        raise OptionError(
-            f"There is no pipeline schedule {options.schedule}. Use one of {', '.join(SCHEDULES)}."
-        )
-    if options.schedule == "zb" and (options.is_compiled or options.checkpoint):
-        what = "--compile" if options.is_compiled else f"--checkpoint {options.checkpoint}"
-        raise OptionError(
-            f"--schedule zb runs each backward in two halves, which {what} does not allow: what it "
-            "computes again is gone after the first half. Use another schedule: "
-            f"{', '.join(name for name in SCHEDULES if name != 'zb')}."
-        )
-    count = options.microbatches
-    if count is not None and count < 1:
-        raise OptionError(f"--microbatches {count}: a batch has at least one micro-batch.")
-    if count is not None and options.schedule in LOOPED and count % max(1, count // degrees.pp):
-        # What torch's schedules ask for: equal rounds over the ranks.
-        below, above = count // degrees.pp * degrees.pp, (count // degrees.pp + 1) * degrees.pp
-        raise OptionError(
-            f"--schedule {options.schedule} cannot deal {count} micro-batches out to {degrees.pp} "
-            f"ranks in equal rounds. Use --microbatches {below} or {above}."
-        )
-
-
-def _refuse_two(job: ModelBuild) -> None:
-    """What does not go with two stages on a rank."""
-    options, degrees = job.choice.options, job.choice.degrees
-    others = " or ".join(name for name in SCHEDULES if name not in LOOPED)
-    start = f"--schedule {options.schedule} puts two stages on each rank"
-    if degrees.dp > 1:
-        raise OptionError(
-            f"{start}, and FSDP can gather and sum up only one. Use --schedule {others} with a "
-            f"data parallel degree of {degrees.dp}."
-        )
-    if options.has_sequence_parallel:
-        raise OptionError(
-            f"{start}, and --sequence-parallel splits the sequence once for all blocks of a rank. "
-            f"Use --schedule {others} with it."
-        )
 
 
 def _holders(

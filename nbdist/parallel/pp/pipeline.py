@@ -32,6 +32,7 @@ from nbdist.parallel.pp.shape_inference import Findings, Route, evaluate, failur
 from nbdist.parallel.pp.stage import StageModule, Stages, StageStep
 from nbdist.parallel.pp.tied_gradients import GradientShare, all_reduce_tied
 from nbdist.parallel.transform import ModelBuild
+from nbdist.strategy.validate import LOOPED
 
 # How many shapes of batches are remembered.
 _REMEMBERED = 16
@@ -43,8 +44,6 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb": ScheduleInterleavedZeroBubble,
 }
-# Each rank has two stages in these, where the model has blocks enough.
-LOOPED = frozenset({"interleaved", "zb"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ def warn(ranks: Ranks, lints: Lints, choice: Strategy) -> None:
     Raises:
         RankGone, RankBusy, NotRunning: As for a cell.
     """
-    found = ranks.call_all(of_prepared, choice, deadline_s=SHORTAGE_S)
+    facts_of_rank = ranks.call_all(of_prepared, choice, deadline_s=SHORTAGE_S)
     observations = {
         rank: [Observation(LINT, facts["subject"], facts) for facts in models]
-        for rank, models in enumerate(found)
+        for rank, models in enumerate(facts_of_rank)
     }
     for line in lints.of_ranks(observations):
         sys.stderr.write(f"{line}\n")

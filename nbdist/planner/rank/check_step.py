@@ -49,21 +49,26 @@ def check_step(name: str, inputs: str, batch: int, sequence: int) -> MeasuredMem
     optimizer = describe_model.optimizer_of(base, prepared)
     args, kwargs = describe_model.inputs_of(inputs)
     if args is None:
-        args, kwargs = _random(base, batch, sequence)
+        args, kwargs = random_tokens(base, batch, sequence)
     with _values_put_back(base, prepared, optimizer):
         base.train()
         return measure_step(StepSubject(outer, base, optimizer, args, dict(kwargs)))
 
 
-def _random(
-    base: torch.nn.Module, batch: int, sequence: int
+def random_tokens(
+    base: torch.nn.Module, batch: int, sequence: int, seed: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a language model of transformers is called with: (args, kwargs).
+
+    Raises:
+        OptionError: It is another model, and nobody knows what it is called with.
+    """
     if not is_language_model(base):
         raise OptionError(
             f"The inputs of {type(base).__name__} are not known. Name a variable that holds them "
             "with --inputs: a tensor, a tuple, or a dict of keyword arguments."
         )
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     words = base.config.vocab_size  # type: ignore[union-attr]
     tokens = torch.randint(0, int(words), (batch, sequence), generator=generator)  # type: ignore[arg-type]
     tokens = tokens.to(registry.device())

@@ -50,14 +50,14 @@ def of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
 
 @watch.guarded
 def _of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
-    found = []
+    facts_of_models = []
     for live, model in zip(describe_prepared.sketches(), prepared(), strict=True):
         parameters = list(model.parameters.values())
         held = _held(parameters, describe_model.optimizer_of(model.base, model))
         if has_buckets(model.built.job.choice):
             held += [parameter for parameter in parameters if parameter.requires_grad]
-        found.append(_facts(live, choice, held))
-    return tuple(facts for facts in found if facts)
+        facts_of_models.append(_facts(live, choice, held))
+    return tuple(facts for facts in facts_of_models if facts)
 
 
 def _facts(
@@ -147,6 +147,6 @@ def _host_free_bytes() -> float:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         # Of this process alone: its ranks do not share it.
-        own = max(0, soft - psutil.Process().memory_info().vms)
-        free = min(free, own * this_rank().place.local_world_size)
+        left = max(0, soft - psutil.Process().memory_info().vms)
+        free = min(free, left * this_rank().place.local_world_size)
     return free

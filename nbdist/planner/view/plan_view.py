@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
-from nbdist.planner.devices import PER_HOST
 from nbdist.planner.memory import FORMULAS, Memory
 from nbdist.planner.plan import NO, Plan, PlanRow
 from nbdist.planner.view.rules_view import shown_rules
@@ -49,7 +48,7 @@ def shown_plan(plan: Plan, advice: Advice) -> PlanView:
     """The advice first, then table and bars; in the HTML what does not fit is folded."""
     counted = [row for row in plan.rows if row.memory is not None]
     refused = [f"{row.typed}: {row.problem}" for row in plan.rows if row.problem]
-    before, after = _before(plan), _after(plan)
+    before, after = heading(plan), footing(plan)
     rules = shown_rules(plan, advice)
     bars, times = _text_bars(plan, counted), shown_time(plan, counted)
     text = "\n".join(
@@ -86,7 +85,8 @@ def _folded(what: str, names: Sequence[str], body: str) -> str:
     return folded(f"{what}: {', '.join(names)}", body) if names else ""
 
 
-def _before(plan: Plan) -> list[str]:
+def heading(plan: Plan) -> list[str]:
+    """What is planned: model, devices, batch, what is stored, what is assumed."""
     model, load, device = plan.model, plan.load, plan.device
     form = ""
     if model.has_shape:
@@ -98,10 +98,14 @@ def _before(plan: Plan) -> list[str]:
         f"with {device.title}, {_gb(device.memory_bytes)} GB each"
     )
     tokens = f" x {load.sequence} tokens" if model.has_shape else ""
+    is_search = len({row.batch for row in plan.rows if row.batch}) > 1
+    batch = f"batch {load.batch}{tokens} on each data-parallel rank"
+    if is_search:
+        batch = f"{load.samples} samples{tokens} in each step, of all ranks"
     lines = [
         first,
         *plan.live,
-        f"batch {load.batch}{tokens} on each data-parallel rank, {load.optimizer}",
+        f"{batch}, {load.optimizer}",
         *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
     ]
     recipes: dict[str, list[str]] = {}
@@ -112,7 +116,7 @@ def _before(plan: Plan) -> list[str]:
     for name, names in recipes.items():
         some = names if len(names) <= 3 else names[:2]
         more = f" and {len(names) - 2} more" if len(names) > 3 else ""
-        whose = f" ({', '.join(some)}{more})" if len(recipes) > 1 else ""
+        whose = f" ({', '.join(some)}{more})" if len(recipes) > 1 and not is_search else ""
         lines.append(f"recipe {name}{whose}")
     return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
 
@@ -151,18 +155,19 @@ def _gb(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:,.1f}"
 
 
-def _after(plan: Plan) -> list[str]:
+def footing(plan: Plan) -> list[str]:
+    """What the numbers mean, and where speeds are from."""
     lines = _notes(plan)
     device = plan.device
     lines.append(
         "GB = 10^9 bytes, on the rank that needs most. Peak: the sum with activations, or with "
-        "gradients and the optimizer's step, whichever is larger. Fits: safe below 80 % of the "
-        "device, risky up to 100 %."
+        "gradients and the optimizer's step, whichever is larger. Fits: safe below "
+        f"{100 * device.safe_share:g} % of the device, risky up to 100 %."
     )
     hosts = [row for row in plan.rows if row.memory is not None and row.memory.host]
     if hosts:
         most = max(row.memory.host for row in hosts if row.memory is not None)
-        sharing = min(plan.world_size, PER_HOST)
+        sharing = min(plan.world_size, plan.device.per_host)
         lines.append(
             f"Offloaded: up to {_gb(most)} GB in each rank's CPU memory, {_gb(most * sharing)} GB "
             f"in that of a host with {ranks(sharing)}; the time does not include the transfers."
@@ -242,7 +247,7 @@ def _text_bars(plan: Plan, rows: Sequence[PlanRow]) -> list[str]:
 
 
 def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
-    """The same as a picture: a bar for each row, a line at the limit, one at 80 % of it."""
+    """The same as a picture: a bar for each row, a line at the limit, one where safe ends."""
     if not rows:
         return ""
     margin, width, height = 170, 640, 20
@@ -255,7 +260,8 @@ def _svg(plan: Plan, rows: Sequence[PlanRow]) -> str:
 
     shapes = [_bar(row, index * height + 20, at) for index, row in enumerate(rows)]
     bottom = len(rows) * height + 24
-    marks = ((0.8, "3,3", "80 %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
+    safe = plan.device.safe_share
+    marks = ((safe, "3,3", f"{100 * safe:g} %", "end"), (1.0, "", f"{_gb(limit)} GB", "start"))
     for share, dash, label, side in marks:
         x = at(share * limit)
         shapes.append(

@@ -22,14 +22,14 @@ def shown_time(plan: Plan, rows: Sequence[PlanRow]) -> View:
     head = [
         "strategy", "s per step", "all overlapped - none", "compute",
         *(f"waits for {axis}" for axis in axes), *["idle stages"] * is_idle,
-        "% of peak (MFU)", "tokens/s", *(_cost_head(plan)),
+        "% of peak (MFU)", "tokens/s", *(cost_head(plan)),
     ]  # fmt: skip
     lines = [
         [
             row.typed, seconds(time.step_s), f"{seconds(time.least_s)} - {seconds(time.most_s)}",
             seconds(time.compute_s), *(seconds(time.exposed_s.get(axis, 0.0)) for axis in axes),
             *[seconds(time.idle_s)] * is_idle, f"{100 * time.mfu:.1f}", f"{time.tokens_per_s:,.0f}",
-            *_cost_cells(plan, time),
+            *cost_cells(plan, time),
         ]
         for row, time in timed
     ]  # fmt: skip
@@ -46,7 +46,7 @@ def gpu_hours(plan: Plan, time: Time, tokens: float) -> float:
     return tokens / time.tokens_per_s * plan.world_size / 3600
 
 
-def _cost_head(plan: Plan) -> list[str]:
+def cost_head(plan: Plan) -> list[str]:
     """Of the tokens that were named, or of a billion where only a price was."""
     if not plan.tokens and not plan.price:
         return []
@@ -54,7 +54,8 @@ def _cost_head(plan: Plan) -> list[str]:
     return [f"GPU-hours for {tokens} tokens", *["cost"] * bool(plan.price)]
 
 
-def _cost_cells(plan: Plan, time: Time) -> list[str]:
+def cost_cells(plan: Plan, time: Time) -> list[str]:
+    """GPU-hours and cost of a row, under `cost_head`."""
     if not plan.tokens and not plan.price:
         return []
     hours = gpu_hours(plan, time, plan.tokens or 1e9)

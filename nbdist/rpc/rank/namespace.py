@@ -94,4 +94,8 @@ def _models() -> str:
 
 def push(variables: Mapping[str, object]) -> None:
     """Give the user's code these variables."""
-    shell().push(dict(variables))
+    here = shell()
+    if here is None:
+        everything().update(variables)
+    else:
+        here.push(dict(variables))

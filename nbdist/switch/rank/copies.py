@@ -54,7 +54,7 @@ def notes(before: Sequence[ModelLayout]) -> tuple[str, ...]:
 
     What no name of the user's leads to is left out. This rank alone, after the switch.
     """
-    told: list[str] = []
+    lines: list[str] = []
     names: set[str] = set()  # a copy of one model may look like one of another, and is told once
     for was in before:
         now = layout_of(was.model)
@@ -63,27 +63,27 @@ def notes(before: Sequence[ModelLayout]) -> tuple[str, ...]:
         title = display_name(was.model.built)
         if modules := _named(_modules(was, now), names):
             name, advice = _first(modules.items())
-            told.append(
+            lines.append(
                 f"Copies of {title} that are not prepared were not switched: {_short(modules)}. An "
                 f"update from {title} (EMA) fails now. To let one follow: "
                 f"{advice.replace(_NAME, name)}"
             )
         if tables := _named(_tables(was, now), names):
-            told.append(
+            lines.append(
                 f"Tensors by the names of {title}'s parameters were not switched: "
                 f"{_short(tables)}. The parameters {_first(tables.values())} now, and an update "
                 f"from them fails. Make the tensors again, or use a prepared copy of {title}"
             )
-    return tuple(told)
+    return tuple(lines)
 
 
-def _named(found: Iterable[tuple[Any, str]], told: set[str]) -> dict[str, str]:
+def _named(held_details: Iterable[tuple[Any, str]], told_names: set[str]) -> dict[str, str]:
     """What was found, by a name of the user's that is not told yet; sorted, as on all ranks."""
-    pairs = list(found)
+    pairs = list(held_details)
     names = [min(several, key=len, default="") for several in holders([held for held, _ in pairs])]
     details = dict(zip(names, (detail for _, detail in pairs), strict=True))
-    named = {name: details[name] for name in sorted(details.keys() - told - {""})}
-    told.update(named)
+    named = {name: details[name] for name in sorted(details.keys() - told_names - {""})}
+    told_names.update(named)
     return named
 
 

@@ -67,7 +67,7 @@ class Traces(Recordings[TraceOptions, Trace]):
             chrome_writer.write_merged(trace, path)
         except OSError as error:
             raise TraceError(f"{path} cannot be written: {error.strerror or error}.") from error
-        self._page = Page(path, run_dir, self._ranks.cluster.guard)
+        self._page = Page(path, run_dir, self._ranks.cluster.processes.guard)
         return self._page.url
 
     def close(self) -> None:

@@ -159,9 +159,9 @@ def test_a_lost_host_of_kept_ranks_leaves_none(
 
     async def third() -> dict[str, int]:
         launcher = await kept_hosts.attach(run_dir)
-        found = {rank: engine.pid for rank, engine in launcher.launchers.items()}
+        pids_after = {rank: engine.pid for rank, engine in launcher.launchers.items()}
         await launcher.stop()
-        return found
+        return pids_after
 
     newest = run_in_loop(second(), 60)
     assert run_in_loop(third(), 60) == {"0": pids[0], "1": pids[1], "2": newest}

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.cluster.kernel.ipp_cluster import CONTROLLER_PROGRAM
+from nbdist.cluster.kernel.launcher import CONTROLLER_PROGRAM
 from tests.support import hosts as lab
 
 ROOT = Path(__file__).resolve().parents[3]

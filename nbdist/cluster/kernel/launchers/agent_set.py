@@ -234,9 +234,9 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         pool = ThreadPoolExecutor(max(1, len(self.agents)))
         finding = [loop.run_in_executor(pool, self._find_ranks, a) for a in self.agents.values()]
         pool.shutdown(wait=False)
-        found = await asyncio.gather(*finding)
-        self.checks = tuple(check for check, _ in found)
-        for agent, (check, ends) in zip(self.agents.values(), found, strict=True):
+        answers = await asyncio.gather(*finding)
+        self.checks = tuple(check for check, _ in answers)
+        for agent, (check, ends) in zip(self.agents.values(), answers, strict=True):
             if check.problem:
                 self._take_loss(agent, check.problem)
             await asyncio.gather(*(self._take_exit(agent, end) for end in ends))
@@ -247,14 +247,14 @@ class AgentEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
         A rank of it that is on another host by now, as this one was lost, is ended.
         """
         ends: list[RankExit] = []
-        told, agent.on_exit = agent.on_exit, ends.append
+        on_exit, agent.on_exit = agent.on_exit, ends.append
         try:
             facts = agent.facts(self.connect_s)
             pids = agent.pids(ANSWER_S)
         except AgentLost as error:
             agent.leave()
             return HostCheck(agent.host, problem=self._problem(agent.host, error)), []
-        agent.on_exit = told
+        agent.on_exit = on_exit
         engines = {engine.rank: engine for engine in self.engines_of(agent)}
         for rank, pid in pids.items():
             if rank in engines:

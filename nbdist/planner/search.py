@@ -1,0 +1,424 @@
+"""Every configuration that nbdist can run, and of those that fit the fastest.
+
+The memory formulas come first: what does not fit is not timed. Nor is what cannot be on the Pareto
+front or near the fastest, even at the rate of large products.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbdist.bandwidth.results import LinkModel
+from nbdist.errors import OptionError
+from nbdist.planner.advice import COPIES_MARGIN, MOST_RANKS, Advice, choose_row, percent
+from nbdist.planner.devices import SAFE_SHARE, Device
+from nbdist.planner.memory import Memory, memory_of
+from nbdist.planner.models import ModelShape
+from nbdist.planner.plan import NO, RISKY, SAFE, Engine, Plan, PlanRow, row_of, verdict
+from nbdist.planner.workload import Workload, check_load
+from nbdist.strategy import options as strategy_options
+from nbdist.strategy import validate
+from nbdist.strategy.choice import Strategy, rows_of
+from nbdist.strategy.choose import choose, typed_line
+from nbdist.strategy.degrees import divisors, ranks
+from nbdist.strategy.options import listed
+from nbdist.strategy.table import ROWS
+
+# Of these the best are shown.
+BEST = 10
+CHECKPOINTS = ("", *strategy_options.OPTIONS["checkpoint"].choices)
+SCHEDULES = strategy_options.OPTIONS["schedule"].choices
+OFFLOADS = strategy_options.OPTIONS["offload"].choices
+# A name and what is typed with it.
+Case = tuple[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is searched for: a model, devices and a batch, and what was typed of a strategy.
+
+    Attributes:
+        load: Its `samples` are the effective batch; `batch` counts for nothing.
+        strategy: Only those that have it: with fsdp also fsdp x tp. Empty for all.
+        given: Degrees and options as typed: these are kept.
+        precisions: Where none was typed.
+        measured: A model of these ranks' collectives, where there is one.
+        engine: Counts memory.
+        each: Samples for each rank, where only these were asked for: more ranks train more.
+    """
+
+    model: ModelShape
+    device: Device
+    world_size: int
+    load: Workload
+    strategy: str = ""
+    given: Mapping[str, object] | None = None
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    measured: LinkModel | None = None
+    engine: Engine = memory_of
+    each: int = 0
+
+    def typed(self) -> tuple[dict[str, int], dict[str, object]]:
+        """Degrees and options that were typed, by name."""
+        return strategy_options.read(self.given or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration whose memory is counted."""
+
+    choice: Strategy
+    load: Workload
+    memory: Memory
+    share: float
+
+    @property
+    def mesh(self) -> tuple[str, object]:
+        """What candidates have in common that differ in options and batch alone."""
+        return self.choice.name, self.choice.degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search came to.
+
+    Attributes:
+        planned: Its rows are those whose time was estimated: first the safe ones (the risky ones
+            where none is safe), the fastest first, then the smallest of each mesh on which
+            nothing is safe.
+        counted: All configurations.
+        safe, risky: So many of them are.
+        timed: Of these, so many were timed; the others are slower at best than one that needs
+            less memory.
+        nearest: Of what is not offloaded, that which needs least; None where all is.
+    """
+
+    space: Space
+    planned: Plan
+    nearest: PlanRow | None
+    counted: int
+    safe: int
+    risky: int
+    timed: int
+
+    @property
+    def ranked(self) -> tuple[PlanRow, ...]:
+        """The rows that fit, the fastest first."""
+        wanted = SAFE if self.safe else RISKY
+        rows = [row for row in self.planned.rows if row.verdict == wanted]
+        return tuple(sorted(rows, key=step_s))
+
+    @property
+    def front(self) -> tuple[PlanRow, ...]:
+        """Those than which none needs less memory and is as fast, the fastest first."""
+        front: list[PlanRow] = []
+        for row in self.ranked:
+            if not front or row.share < front[-1].share:
+                front.append(row)
+        return tuple(front)
+
+
+def step_s(row: PlanRow) -> float:
+    """Of a row that was timed."""
+    assert row.time is not None
+    return row.time.step_s
+
+
+def search(space: Space) -> Search:
+    """Count all configurations and time those that fit.
+
+    Offloading is searched only where it was typed or nothing is safe without: its transfers are in
+    no time. The effective batch is `load.samples` in each.
+
+    Raises:
+        OptionError: A word does not exist, nobody knows the model's shape or the device's speed, or
+            no configuration goes with what was typed.
+    """
+    _check(space)
+    counted = list(candidates(space, [""]))
+    if space.load.has_gpu and not any(_verdict(space, candidate) == SAFE for candidate in counted):
+        counted += candidates(space, OFFLOADS)
+    if not counted:
+        raise OptionError(_why_none(space))
+    by_verdict: dict[str, list[Candidate]] = {SAFE: [], RISKY: [], NO: []}
+    for candidate in counted:
+        by_verdict[_verdict(space, candidate)].append(candidate)
+    timed = _timed(space, by_verdict[SAFE] or by_verdict[RISKY])
+    meshes = {candidate.mesh for candidate in by_verdict[SAFE] or by_verdict[RISKY]}
+    others = _smallest(candidate for candidate in counted if candidate.mesh not in meshes)
+    rows = [*timed, *(_row(space, candidate) for candidate in others)]
+    planned = Plan(space.model, space.device, space.world_size, space.load, tuple(rows))
+    safe, risky = len(by_verdict[SAFE]), len(by_verdict[RISKY])
+    here = [candidate for candidate in counted if not candidate.choice.options.offload]
+    nearest = _row(space, min(here, key=lambda candidate: candidate.share)) if here else None
+    return Search(space, planned, nearest, len(counted), safe, risky, len(timed))
+
+
+def _check(space: Space) -> None:
+    check_load(space.load)
+    if space.strategy and space.strategy not in ROWS:
+        choose(space.strategy, {}, space.world_size)  # says which there are
+    if not space.model.has_shape:
+        raise OptionError(
+            f"--search ranks configurations by time, and for that the shape of {space.model.name} "
+            "is not known: it is no language model with a config. Type a number of parameters, or "
+            "leave --search out."
+        )
+    if not space.device.bandwidth or not space.device.half_flops:
+        raise OptionError(
+            f"--search ranks configurations by time, and the speed of {space.device.title} is not "
+            "known, only its memory. Type --gpu with a device of the catalogue, or leave --search "
+            "out to see what fits."
+        )
+
+
+def candidates(space: Space, offloads: Iterable[str]) -> Iterator[Candidate]:
+    """All configurations that nbdist can run, with the effective batch that was asked for.
+
+    Raises:
+        OptionError: A word was typed that does not exist.
+    """
+    degrees, fixed = space.typed()
+    precisions = [fixed["precision"]] if "precision" in fixed else list(space.precisions)
+    checkpoints = [fixed["checkpoint"]] if "checkpoint" in fixed else list(CHECKPOINTS)
+    moved = [fixed["offload"]] if "offload" in fixed else list(offloads)
+    for name, settings in _cases(space.world_size):
+        if any(fixed.get(word, value) != value for word, value in settings.items()):
+            continue
+        for precision, checkpoint, offload in itertools.product(precisions, checkpoints, moved):
+            more = {"precision": precision, "checkpoint": checkpoint, "offload": offload}
+            used = {word: value for word, value in more.items() if value not in {"", "fp32"}}
+            try:
+                choice = choose(name, {**fixed, **settings, **used}, space.world_size)
+            except OptionError:
+                continue
+            if _is_asked_for(space, choice, degrees):
+                yield from _counted(space, choice)
+
+
+def _cases(world_size: int) -> Iterator[Case]:
+    """Every strategy with every degree, and the options that make another strategy of it."""
+    yield from (("single", {}), ("ddp", {}), ("zero1", {}))
+    yield from (("deepspeed", {"stage": stage}) for stage in (1, 2, 3))
+    yield from (("fsdp1", settings) for settings in _shards(world_size))
+    for pp, tp in itertools.product(divisors(world_size), repeat=2):
+        if world_size % (pp * tp) == 0:
+            yield from _meshes(pp, world_size // (pp * tp), tp)
+    for cp in divisors(world_size)[1:]:
+        yield from (("cp", {"cp": cp}), ("ulysses", {"cp": cp}))
+
+
+def _meshes(pp: int, dp: int, tp: int) -> Iterator[Case]:
+    """A mesh of a pipeline, shards and tensor parallelism."""
+    name = "pp" if pp > 1 else "tp" if dp == 1 and tp > 1 else "fsdp"
+    sizes: dict[str, object] = {"pp": pp} if pp > 1 else {}
+    sizes |= {"tp": tp} if tp > 1 else {}
+    shards = _shards(dp) if pp == 1 and dp > 1 else _SHARDS[: 1 + (dp > 1)]
+    schedules = [{"schedule": word} for word in SCHEDULES] if pp > 1 else [{}]
+    splits: list[dict[str, object]] = [{}, {"has_sequence_parallel": True}] if tp > 1 else [{}]
+    for shard, schedule, split in itertools.product(shards, schedules, splits):
+        yield name, {**sizes, **shard, **schedule, **split}
+
+
+_SHARDS: list[dict[str, object]] = [{}, {"shard": "grad-op"}]
+
+
+def _shards(dp: int) -> list[dict[str, object]]:
+    """How so many data-parallel ranks may split what they hold alike."""
+    copies = [n for n in divisors(dp) if 1 < n < dp]
+    return [*_SHARDS, *({"shard": "hybrid", "replicas": n} for n in copies)]
+
+
+def _is_asked_for(space: Space, choice: Strategy, degrees: Mapping[str, int]) -> bool:
+    """Whether it is among what was typed, and is no other one under another name."""
+    names = {choice.name, *(row.name for row in rows_of(choice))}
+    if space.strategy:
+        if space.strategy not in names:
+            return False
+    elif choice.name == "fsdp1" or (choice.name == "single" and space.world_size > 1):
+        return False  # the older fsdp has fsdp's numbers; `single` trains the same on each rank
+    elif space.world_size == 1 and choice.name != "single" and not choice.options.offload:
+        return False
+    sizes = choice.degrees
+    counts = {**sizes.by_word, "replicas": sizes.dp_replicate}
+    return all(counts.get(word, 1) == count for word, count in degrees.items())
+
+
+def _counted(space: Space, choice: Strategy) -> Iterator[Candidate]:
+    """The choice with every micro-batch; none where it does not go with the model or the batch.
+
+    Of micro-batches that are too large, larger ones have the memory of the first: they need more.
+    """
+    too_large: Candidate | None = None
+    for batch, options in _batches(space, choice):
+        load = replace(space.load, batch=batch)
+        more: dict[str, Any] = dict(options)
+        candidate = replace(choice, options=replace(choice.options, **more))
+        # A single backward adds up no gradients, and may need less than two of half the batch.
+        try:
+            _check_pieces(space, candidate)
+            if too_large is not None and max(options.values()) > 1:
+                yield replace(too_large, choice=candidate, load=load)
+                continue
+            memory = space.engine(space.model, candidate, load)
+        except OptionError:
+            continue
+        share = memory.peak / space.device.memory_bytes
+        counted = Candidate(candidate, load, memory, share)
+        too_large = counted if share > 1 else None
+        yield counted
+
+
+def _check_pieces(space: Space, choice: Strategy) -> None:
+    """Refuse micro-batches and schedules that no pipeline of nbdist's runs."""
+    options = choice.options
+    if options.microbatches and options.microbatches < choice.degrees.pp:
+        validate.check(choice, {"microbatches"}, "", "")
+    if choice.degrees.pp > 1 and options.schedule in validate.LOOPED:
+        validate.check_pipeline(choice, space.model.shape.layers)
+
+
+def _batches(space: Space, choice: Strategy) -> Iterator[tuple[int, dict[str, int]]]:
+    """What a data-parallel rank computes at once, and the options with which it makes the batch.
+
+    Without a pipeline as many backwards are accumulated; a pipeline has as many micro-batches, and
+    accumulates only where that was typed: with more micro-batches it idles less.
+    """
+    _, fixed = space.typed()
+    dp = 1 if choice.name == "single" else choice.degrees.dp
+    each, rest = divmod(space.load.samples, dp)
+    if rest:
+        return
+    accumulate = choice.options.accumulate
+    if choice.degrees.pp > 1:
+        if each % accumulate == 0:
+            for pieces in reversed(divisors(each // accumulate)):
+                if fixed.get("microbatches", pieces) == pieces:
+                    yield each // accumulate, {"microbatches": pieces}
+        return
+    for batch in divisors(each):
+        if fixed.get("accumulate", each // batch) == each // batch:
+            yield batch, {"accumulate": each // batch}
+
+
+def _verdict(space: Space, candidate: Candidate) -> str:
+    hosts = candidate.memory.host / (space.device.host_memory_bytes or math.inf)
+    return verdict(max(candidate.share, hosts), space.device.safe_share)
+
+
+def _row(space: Space, candidate: Candidate) -> PlanRow:
+    return row_of(
+        space.model, space.device, candidate.load, candidate.choice, candidate.memory,
+        typed=typed_line(candidate.choice), measured=space.measured,
+    )  # fmt: skip
+
+
+def _timed(space: Space, fitting: Sequence[Candidate]) -> list[PlanRow]:
+    """Rows of those that fit, the fastest first, but for what cannot be near the fastest.
+
+    That is what takes longer at the rate of large products than one that needs less memory, by
+    the widest margin by which a slower one may be chosen.
+    """
+    rows: list[PlanRow] = []
+    fastest_s = math.inf
+    for candidate in sorted(fitting, key=lambda candidate: candidate.share):
+        least_s = _least_s(space, candidate.choice)
+        if len(rows) >= BEST and least_s > (1 + COPIES_MARGIN) * fastest_s:
+            continue
+        rows.append(_row(space, candidate))
+        fastest_s = min(fastest_s, step_s(rows[-1]))
+    return sorted(rows, key=step_s)
+
+
+def _least_s(space: Space, choice: Strategy) -> float:
+    """Seconds of the products of all blocks alone, at the rate of large ones."""
+    shape, device = space.model.shape, space.device
+    tokens = space.load.samples * space.load.sequence
+    rate = device.flops(choice.options.precision) * device.sustained
+    if space.load.recipe and choice.options.precision == "fp32":
+        rate = device.half_flops * device.sustained  # weights in bf16 compute in it
+    return 6 * tokens * shape.layers * shape.block_parameters / (rate * space.world_size)
+
+
+def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:
+    """Of each mesh the candidate that needs least memory."""
+    least: dict[object, Candidate] = {}
+    for candidate in counted:
+        if candidate.share < least.get(candidate.mesh, candidate).share or (
+            candidate.mesh not in least
+        ):
+            least[candidate.mesh] = candidate
+    return list(least.values())
+
+
+def _why_none(space: Space) -> str:
+    """No configuration goes with the ranks, the batch and what was typed."""
+    words = " ".join(filter(None, [space.strategy, *map(str, space.given or {})]))
+    fitting = [dp for dp in divisors(space.world_size) if space.load.samples % dp == 0]
+    return (
+        f"No configuration of {ranks(space.world_size)} trains {space.load.samples} samples in a "
+        f"step{f' with {words}' if words else ''}: of {space.load.samples} samples "
+        f"{listed(fitting, 'or')} data-parallel ranks get equally many, and the other degrees have "
+        "to divide heads and blocks. Type another --samples, or fewer degrees and options."
+    )
+
+
+def advised(result: Search) -> Advice:
+    """The row to choose, by the rules of every plan, and why; else what would make room."""
+    space, planned = result.space, result.planned
+    row, sentences = choose_row(planned, lambda: _room(space))
+    least = result.nearest
+    is_moved = row is not None and row.choice is not None and bool(row.choice.options.offload)
+    if is_moved and least is not None:
+        sentences.insert(
+            0,
+            f"Without offloading nothing is safe: the smallest, {least.typed}, needs "
+            f"{percent(least)} of the device. {_room(space)}",
+        )
+    return Advice(row, tuple(sentences))
+
+
+def _room(space: Space) -> str:
+    """The smallest change by which something is safe, as a sentence."""
+    for words, other in _roomier(space):
+        if _has_room(other):
+            row = choose_row(search(other).planned, str)[0]
+            assert row is not None
+            return f"{words}, {row.typed} is safe ({percent(row)})."
+    return f"Not even {MOST_RANKS} ranks make room: one block is too large."
+
+
+def _roomier(space: Space) -> Iterator[tuple[str, Space]]:
+    """What could make room, in words, the smallest change first: typed options, more ranks."""
+    if space.device.safe_share < SAFE_SHARE:
+        device = replace(space.device, safe_share=SAFE_SHARE)
+        yield "Without --keep-free", replace(space, device=device)
+    degrees, fixed = space.typed()
+    for word in (*degrees, *fixed):
+        rest = {name: value for name, value in {**degrees, **fixed}.items() if name != word}
+        flag = strategy_options.OPTIONS[word].flag if word in fixed else f"--{word}"
+        flag = f"--{fixed[word]}" if word == "precision" else flag
+        yield f"Without {flag}", replace(space, given=rest)
+    if space.strategy:
+        yield f"Without --strategy {space.strategy}", replace(space, strategy="")
+    free = replace(space, given={}, strategy="")
+    others = ((space, ""), (free, " and no strategy, degrees and options typed"))
+    for base, words in others if free != space else others[:1]:
+        count = space.world_size * 2
+        while count <= MOST_RANKS:
+            samples = space.each * count or space.load.samples
+            load = replace(space.load, samples=samples)
+            yield f"With {ranks(count)}{words}", replace(base, world_size=count, load=load)
+            count *= 2
+
+
+def _has_room(space: Space) -> bool:
+    """Whether something is safe on the devices: with --checkpoint full, where none was typed."""
+    _, fixed = space.typed()
+    given = {**(space.given or {}), "checkpoint": fixed.get("checkpoint", "full")}
+    least = replace(space, given=given, precisions=space.precisions[:1])
+    return any(_verdict(space, candidate) == SAFE for candidate in candidates(least, [""]))

@@ -1,0 +1,1 @@
+"""Is a parallel step right: every module of the user's own model beside a single-process run."""

@@ -1,0 +1,293 @@
+"""This rank's tensors beside the same parts of the reference's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nbdist.parallel import build
+from nbdist.parallel.consensus import all_gather_object, rank
+from nbdist.parallel.prepared import Prepared
+from nbdist.verification.differences import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    GRADIENTS,
+    PARAMETER,
+    Difference,
+    TensorKey,
+)
+from nbdist.verification.rank.capture import PARTIAL, Captured
+from nbdist.verification.rank.pieces import RankShare, pieces
+from nbdist.verification.verdict import AxisEvidence
+
+# Word of an axis -> its names in the mesh.
+AXES = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "tp": ("tp",)}
+_NEVER = "it did not run in the reference, or not as often"
+_NOT_HERE = "it did not run under the strategy"
+_NO_LAYOUT = "its shapes {here} and {whole} fit no layout of the strategy"
+_UNKNOWN = "it is unknown on this stage"
+
+
+@dataclass(slots=True)
+class Run:
+    """One step of one model: what its modules computed, and the parameters before and after.
+
+    Attributes:
+        before, after: This rank's parts, by first name.
+    """
+
+    captured: Captured
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sides:
+    """A model's step under the strategy, the reference's, and the one with moved inputs.
+
+    Attributes:
+        weight: By what a gradient of an activation is divided: ranks whose losses are averaged
+            each compute the gradient of their own.
+        prefix: Before names of modules, where there are several models.
+    """
+
+    model: Prepared
+    here: Run
+    reference: Run
+    moved: Run
+    share: RankShare
+    weight: float
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Triple:
+    """A tensor of this rank, and the same part of both references."""
+
+    here: torch.Tensor
+    reference: torch.Tensor
+    moved: torch.Tensor
+
+    def difference(self, key: TensorKey, order: int) -> Difference:
+        """What differs, in double precision."""
+        here, reference, moved = (t.double() for t in (self.here, self.reference, self.moved))
+        square = float((reference * reference).sum())
+        factor = float((here * reference).sum()) / square if square else 1.0
+        return Difference(
+            key, order, error=rms(here - reference), moved=rms(moved - reference),
+            size=rms(reference), factor=factor, left=rms(here - factor * reference),
+        )  # fmt: skip
+
+
+def rms(value: torch.Tensor) -> float:
+    """The root of the mean square; nan where a value is not finite."""
+    return float(value.double().norm()) / math.sqrt(max(1, value.numel()))
+
+
+def differences(sides: Sides) -> tuple[Difference, ...]:
+    """Every tensor of this rank beside the reference's. Collective: every rank."""
+    return (*_of_modules(sides), *_of_parameters(sides))
+
+
+def _of_modules(sides: Sides) -> Iterator[Difference]:
+    here, reference = sides.here.captured, sides.reference.captured
+    averaged = _averaged(sides)
+    for key in reference.values.keys() - here.values.keys():
+        why = PARTIAL if key in here.partial else _NOT_HERE
+        yield Difference(key, reference.order[key], problem=why)
+    for key in here.values:
+        if key not in reference.values or key not in sides.moved.captured.values:
+            yield Difference(key, problem=_NEVER)
+            continue
+        parts = triple_of(sides, key, averaged)
+        order = reference.order[key]
+        if isinstance(parts, str):
+            yield Difference(key, order, problem=parts)
+        else:
+            yield parts.difference(key, order)
+
+
+def triple_of(
+    sides: Sides, key: TensorKey, averaged: Mapping[TensorKey, torch.Tensor]
+) -> Triple | str:
+    """A tensor of this rank and the parts of the references; or why there is no such part."""
+    reference = value_of(sides.reference.captured, key)
+    moved = value_of(sides.moved.captured, key)
+    here = value_of(sides.here.captured, key, tuple(reference.shape))
+    if here.isnan().any() and not reference.isnan().any() and sides.share.degrees.pp > 1:
+        return _UNKNOWN
+    if key in averaged:
+        here = averaged[key]
+    elif key.phase == BACKWARD:
+        here = here / sides.weight
+    shape = tuple(here.shape)
+    candidates = [
+        Triple(here, part.value, moved_part.value)
+        for part, moved_part in zip(
+            pieces(reference, shape, sides.share), pieces(moved, shape, sides.share), strict=True
+        )
+    ]
+    if not candidates:
+        shapes = {"here": tuple(here.shape), "whole": tuple(reference.shape)}
+        return _NO_LAYOUT.format(**shapes)
+    return min(candidates, key=lambda each: rms(each.here.double() - each.reference))
+
+
+def value_of(
+    captured: Captured, key: TensorKey, whole: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A captured tensor, its micro-batches put together: one behind the other.
+
+    Of what has no batch, such as a loss or positions (it is as large as `whole` by itself), the
+    mean; the sum of its gradients.
+    """
+    parts = captured.values[key]
+    if len(parts) == 1:
+        return parts[0]
+    if not parts[0].ndim or tuple(parts[0].shape) == whole:
+        total = torch.stack(parts).sum(0)
+        return total if key.phase == BACKWARD else total / len(parts)
+    return torch.cat(parts)
+
+
+def _averaged(sides: Sides) -> dict[TensorKey, torch.Tensor]:
+    """What is not split by data, and yet belongs to a rank's own: the mean over these. Collective.
+
+    A loss; and the gradient of what is the same for all samples, such as positions.
+    """
+    degrees = sides.share.degrees
+    if degrees.dp * degrees.cp == 1:
+        return {}
+    here, reference = sides.here.captured, sides.reference.captured
+    parts: dict[TensorKey, tuple[torch.Tensor, tuple[str, ...]]] = {}
+    for key in here.values.keys() & reference.values.keys():
+        whole = value_of(reference, key)
+        value = value_of(here, key, tuple(whole.shape))
+        if value.ndim and key.phase != BACKWARD:
+            continue
+        split = next((piece.axes for piece in pieces(whole, tuple(value.shape), sides.share)), None)
+        axes = () if split is None else tuple(sorted({"dp", "cp"} - split))
+        if axes:
+            parts[key] = (value, axes)
+    gathered = all_gather_object(parts)
+    averaged = {}
+    for key, (value, axes) in parts.items():
+        peers = degrees.peers(rank(), *(name for axis in axes for name in AXES[axis]))
+        values = [gathered[peer].get(key, (value,))[0] for peer in peers]
+        total = torch.stack(values).double().sum(0)
+        averaged[key] = total / (sides.weight if key.phase == BACKWARD else len(peers))
+    return averaged
+
+
+def _of_parameters(sides: Sides) -> Iterator[Difference]:
+    runs = (sides.here, sides.reference, sides.moved)
+    tables = (
+        (GRADIENT, [run.captured.gradients for run in runs]),
+        (PARAMETER, [run.after for run in runs]),
+    )
+    for what, (here, reference, moved) in tables:
+        for order, (name, value) in enumerate(reference.items()):
+            key = TensorKey(what, name)
+            if name not in here or name not in moved:
+                continue
+            parts = [part(sides, name, tensor) for tensor in (value, moved[name])]
+            if parts[0] is None or parts[1] is None or parts[0].shape != here[name].shape:
+                yield Difference(key, order, problem=_NO_LAYOUT.format(
+                    here=tuple(here[name].shape), whole=tuple(value.shape)))  # fmt: skip
+            elif value.is_floating_point():
+                yield Triple(here[name], parts[0], parts[1]).difference(key, order)
+
+
+def part(sides: Sides, name: str, whole: torch.Tensor) -> torch.Tensor | None:
+    """What this rank holds of a parameter; None for nothing."""
+    return build.part_of(whole, sides.model.layouts[name], sides.model.degrees, rank())
+
+
+def apart_before(sides: Sides) -> tuple[str, ...]:
+    """Parameters of which this rank had other values before the step than the others."""
+    names = []
+    for name, value in sides.reference.before.items():
+        value_here = sides.here.before.get(name)
+        expected = None if value_here is None else part(sides, name, value)
+        if value_here is None or expected is None:
+            continue
+        if not torch.equal(value_here, expected):
+            names.append(name)
+    return tuple(names)
+
+
+def evidence(sides: Sides, key: TensorKey) -> tuple[AxisEvidence, ...]:
+    """The sum and the mean of a tensor over the ranks of each axis. Collective: every rank."""
+    here = triple(sides, key)
+    gathered: Sequence[Triple | None] = all_gather_object(here)
+    if here is None:
+        return ()
+    results = []
+    for axis, names in AXES.items():
+        degree = math.prod(getattr(sides.share.degrees, name) for name in names)
+        triples = [gathered[peer] for peer in sides.share.degrees.peers(rank(), *names)]
+        parts = [
+            t.here.double() for t in triples if t is not None and t.here.shape == here.here.shape
+        ]
+        if degree == 1 or len(parts) < degree:
+            continue
+        wholes = [t.reference.double() for t in triples if t is not None]
+        # Each rank's own part of a split tensor is no summand of the others'.
+        if any(not torch.equal(whole, wholes[0]) for whole in wholes):
+            continue
+        total = torch.stack(parts).sum(0)
+        results.append(AxisEvidence(
+            axis, degree, rms(total - wholes[0]), rms(total / degree - wholes[0]),
+            all(torch.equal(p, parts[0]) for p in parts),
+        ))  # fmt: skip
+    return tuple(results)
+
+
+def triple(sides: Sides, key: TensorKey) -> Triple | None:
+    """A tensor of this rank beside the references' parts of it; None where there are none."""
+    if key.phase in (GRADIENTS, "parameters"):
+        tables: Iterable[Mapping[str, torch.Tensor]] = [
+            run.captured.gradients if key.what == GRADIENT else run.after
+            for run in (sides.here, sides.reference, sides.moved)
+        ]
+        here, reference, moved = (table.get(key.name) for table in tables)
+        if here is None or reference is None or moved is None:
+            return None
+        parts = [part(sides, key.name, whole) for whole in (reference, moved)]
+        if parts[0] is None or parts[1] is None or parts[0].shape != here.shape:
+            return None
+        return Triple(here, parts[0], parts[1])
+    if key not in sides.here.captured.values or key not in sides.reference.captured.values:
+        return None
+    parts_of = triple_of(sides, key, {})
+    return None if isinstance(parts_of, str) else parts_of
+
+
+def furthest(sides: Sides) -> float:
+    """The largest share of its size by which moved inputs have moved a tensor of the forward."""
+    reference, moved = sides.reference.captured.values, sides.moved.captured.values
+    shares = [
+        rms(moved[key][0].double() - value[0]) / (rms(value[0]) or 1.0)
+        for key, value in reference.items()
+        if key.phase == FORWARD and key in moved and moved[key][0].shape == value[0].shape
+    ]
+    return max(shares, default=0.0)
+
+
+def varying(runs: Sequence[Run], again: Sequence[Run], limit: float) -> str | None:
+    """The first module that is not the same in two runs of the reference; None where all are.
+
+    `limit` is the share of its size by which a tensor may differ.
+    """
+    for run, second in zip(runs, again, strict=True):
+        values, twice = run.captured.values, second.captured.values
+        for key in sorted(values, key=run.captured.order.__getitem__):
+            value = values[key][0]
+            other = twice[key][0] if key in twice else value
+            if value.shape != other.shape or not rms(other.double() - value) <= limit * rms(value):
+                return key.name
+    return None

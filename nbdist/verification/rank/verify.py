@@ -1,0 +1,453 @@
+"""One step of the live models under the strategy, and again as one process: what differs.
+
+    under the strategy     hooks on every module, masks of dropout drawn and not used
+    as one process         the same models switched to `single`; each forward gets the batches of
+                           all data-parallel ranks (whole_batch)
+    with moved inputs      that again, inputs moved by one unit in the last place: how far
+                           rounding alone can get (perturbation analysis)
+    once more as it was    only where something differs: whether the step is the same twice
+
+Weights, optimizers, loaders, random generators and the strategy are put back after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbdist.comparison import rank as saved_state
+from nbdist.errors import OptionError
+from nbdist.parallel import registry
+from nbdist.parallel.consensus import all_gather_object, rank
+from nbdist.parallel.cp.split_sequence import tensors
+from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.reshard.full_state import local_state
+from nbdist.parallel.tensors import digest, like, local_of
+from nbdist.planner.fake.run import loss_of
+from nbdist.planner.rank import check_step, describe_model
+from nbdist.rpc.rank import namespace, progress
+from nbdist.strategy.choice import Degrees, Options, Strategy, described
+from nbdist.switch.rank.commit import display_name
+from nbdist.switch.rank.switch import refusal, switch
+from nbdist.verification.differences import (
+    GRADIENT,
+    INPUT,
+    OUTPUT_GRADIENT,
+    PARAMETER,
+    ROUNDINGS,
+    Row,
+    TensorKey,
+    first_outside,
+    problems,
+    rows,
+)
+from nbdist.verification.draws import Draw, draw_problems
+from nbdist.verification.rank import compare
+from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
+from nbdist.verification.rank.compare import Run, Sides
+from nbdist.verification.rank.dropouts import dropped_out
+from nbdist.verification.rank.pieces import RankShare
+from nbdist.verification.rank.whole_batch import WholeBatch
+from nbdist.verification.verdict import (
+    AxisEvidence,
+    Facts,
+    Place,
+    StepRequest,
+    Verification,
+    conclude,
+)
+
+NAME = "verify"
+# So many units in the last place: where moved inputs move more, something else may move as well.
+_SUSPECT = 256.0
+_EPS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One run of the step.
+
+    Attributes:
+        runs: Model by model.
+        draws: The masks of dropout.
+        samples: Of the first model: (first, behind the last, all) of all ranks' batches.
+        digests: What went into each forward of each model.
+        are_equal: All data-parallel ranks had the same batch.
+    """
+
+    runs: list[Run]
+    draws: list[Draw]
+    elapsed_s: float = 0.0
+    samples: tuple[int, int, int] = (0, 1, 1)
+    digests: tuple[str, ...] = ()
+    are_equal: bool = False
+
+
+def verify(request: StepRequest) -> Verification:
+    """Compare a step of the live models with the same step of one process. Collective: every rank.
+
+    Everything is put back, however it ends.
+
+    Raises:
+        OptionError: There is no prepared model, it cannot run as one process, or nobody knows
+            what it is called with.
+        NbdistError: What the step raised on this rank or on another.
+    """
+    models, before = registry.prepared(), registry.current()
+    if not models:
+        raise OptionError(
+            "There is no prepared model to verify. Prepare one on all ranks first: "
+            "model = accelerator.prepare(model)."
+        )
+    if why := refusal(_reference_of(before)):
+        raise OptionError(f"The step cannot be run as one process for comparison. {why}")
+    if before.options.is_compiled:
+        raise OptionError(
+            "Hooks see nothing inside of modules that --compile has compiled. Verify without it: "
+            f"%dist_strategy {before.name}, and compile again afterwards."
+        )
+    step = _step_of(request, models)
+    with progress.during(NAME), _everything_put_back(models):
+        return _Verifier(request, models, before, step).run()
+
+
+class _Verifier:
+    """The runs of one verification, and what follows from them."""
+
+    def __init__(
+        self,
+        request: StepRequest,
+        models: list[Prepared],
+        before: Strategy,
+        step: Callable[[], None],
+    ) -> None:
+        self._request = request
+        self._models = models
+        self._before = before
+        self._step = step
+        self._reference = _reference_of(before)
+        self._eps = _eps_of(before, models)
+
+    def run(self) -> Verification:
+        """Run the step three times, four where something differs."""
+        here = self._pass("the step under the strategy", self._before)
+        reference = self._pass("the reference", self._reference)
+        moved = self._pass("the reference with moved inputs", self._reference, self._eps)
+        sides = [self._sides(number, here, reference, moved) for number in range(len(self._models))]
+        differences = tuple(
+            replace(d, key=replace(d.key, name=side.prefix + d.key.name))
+            for side in sides
+            for d in compare.differences(side)
+        )
+        reports = all_gather_object(differences)
+        all_rows = rows(reports, self._eps)
+        first = first_outside(all_rows)
+        varying = self._varying(sides, first, reference)
+        facts = self._facts(sides, first, (here, reference, moved))
+        facts = replace(facts, varying=varying)
+        return conclude(
+            Verification(
+                strategy=described(self._before),
+                reference=described(self._reference),
+                rows=all_rows,
+                not_compared=problems(reports),
+                first=first,
+                place=_place(sides, first, varying),
+                eps=self._eps,
+                n_steps=reference.runs[0].captured.n_steps,
+                step_s=here.elapsed_s,
+                reference_s=reference.elapsed_s,
+                degrees=self._before.degrees,
+                accumulate=self._before.options.accumulate,
+            ),
+            facts,
+        )
+
+    def _varying(self, sides: list[Sides], first: Row | None, reference: _Pass) -> str | None:
+        """The first module that a second run of the reference changes; run only where it may."""
+        limit = _SUSPECT * self._eps
+        is_suspect = first is not None or any(compare.furthest(side) > limit for side in sides)
+        if not any(all_gather_object(is_suspect)):
+            return None
+        again = self._pass("the reference once more", self._reference)
+        limit = ROUNDINGS * self._eps
+        names = all_gather_object(compare.varying(reference.runs, again.runs, limit))
+        return next((name for name in names if name is not None), None)
+
+    def _facts(
+        self, sides: list[Sides], first: Row | None, passes: tuple[_Pass, _Pass, _Pass]
+    ) -> Facts:
+        """What the kind of a difference is concluded from. Collective: every rank."""
+        here, reference, moved = passes
+        evidence: list[tuple[AxisEvidence, ...]] = []
+        if first is not None:
+            evidence = all_gather_object(compare.evidence(*_side_of(sides, first.key)))
+        are_apart = _are_apart(here, reference) or (here.digests and _are_apart(reference, moved))
+        return Facts(
+            evidence=tuple(evidence),
+            apart=tuple(
+                all_gather_object(tuple(n for side in sides for n in compare.apart_before(side)))
+            ),
+            draws=draw_problems(
+                all_gather_object(here.draws), self._before.degrees, reference.draws
+            ),
+            is_same_batch=reference.are_equal,
+            are_other_inputs=any(all_gather_object(bool(are_apart))),
+            weights=tuple(_root_weight(side) for side in sides),
+            rates=tuple(all_gather_object(here.runs[0].captured.rates)),
+        )
+
+    def _sides(self, number: int, here: _Pass, reference: _Pass, moved: _Pass) -> Sides:
+        degrees = self._before.degrees
+        share = RankShare(degrees, degrees.coordinate(rank()), reference.samples)
+        weight = float(degrees.dp * degrees.cp)
+        if degrees.pp > 1 and (root := _root_weight_of(reference.runs[number])):
+            weight /= root  # a pipeline's backward knows nothing of what its loss is divided by
+        return Sides(
+            self._models[number], here.runs[number], reference.runs[number], moved.runs[number],
+            share, weight, _prefix(self._models, number),
+        )  # fmt: skip
+
+    def _pass(self, what: str, choice: Strategy, moved_eps: float = 0.0) -> _Pass:
+        """Make the step under a strategy, and put everything back."""
+        progress.tell(what)
+        is_reference = choice is self._reference
+        try:
+            if is_reference:
+                switch(choice)
+                _take_rank_0s(self._models)
+            return self._captured(is_reference=is_reference, moved_eps=moved_eps)
+        finally:
+            saved_state.clear_new_variables()
+            if is_reference:
+                switch(self._before)
+            saved_state.restore_training_state()
+
+    def _captured(self, *, is_reference: bool, moved_eps: float) -> _Pass:
+        captures = [Capture(model, moved_eps=moved_eps) for model in self._models]
+        befores = [_values(model) for model in self._models]
+        wholes = [
+            WholeBatch(model.base, _data_peers(self._before), rank(), capture)
+            for model, capture in zip(self._models, captures, strict=True)
+            if is_reference
+        ]
+        with contextlib.ExitStack() as stack:
+            draws = stack.enter_context(dropped_out(captures[0].current_module))
+            for model in self._models:
+                model.base.zero_grad(set_to_none=True)
+            for capture in captures:
+                stack.enter_context(capture.attached())
+            for whole in wholes:
+                stack.enter_context(whole.attached())
+            inputs = [stack.enter_context(_inputs_watched(model)) for model in self._models]
+            if is_reference:
+                stack.enter_context(registry.data_shared_as(self._before))
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            elapsed_s = self._steps(captures)
+        runs = [
+            Run(capture.captured, before, _values(model))
+            for model, capture, before in zip(self._models, captures, befores, strict=True)
+        ]
+        digests = tuple(digest for watched in inputs for digest in watched.digests)
+        if not wholes:
+            return _Pass(runs, draws, elapsed_s, digests=digests)
+        return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
+
+    def _steps(self, captures: list[Capture]) -> float:
+        """Make the steps; modules are watched in the first. How long that took."""
+        began_s = time.perf_counter()
+        self._step()
+        elapsed_s = time.perf_counter() - began_s
+        for model, capture in zip(self._models, captures, strict=True):
+            capture.remove()
+            if not capture.captured.n_steps:  # nothing has stepped, so nothing has cleared them
+                capture.captured.gradients = gradients_of(model)
+        for _ in range(self._request.n_steps - 1):
+            self._step()
+        return elapsed_s
+
+
+def _take_rank_0s(models: list[Prepared]) -> None:
+    """One process has one copy of each value: rank 0's. Collective: every rank."""
+    optimizers = [o for o in registry.bound_optimizers() if registry.names_in(o)]
+    states = [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, torch.Tensor)
+    ]
+    with torch.no_grad():
+        for tensor in (*(t for model in models for t in local_state(model).values()), *states):
+            dist.broadcast(tensor, 0)
+
+
+def _data_peers(choice: Strategy) -> tuple[int, ...]:
+    """The ranks whose batches make up the whole one with this rank's, in order."""
+    if choice.name == "single":
+        return (rank(),)
+    return choice.degrees.peers(rank(), "dp_replicate", "dp_shard")
+
+
+def _reference_of(choice: Strategy) -> Strategy:
+    """One process, with what changes numbers and not where they are computed."""
+    options = choice.options
+    same = Options(
+        precision=options.precision, accumulate=options.accumulate, sdpa=options.sdpa,
+        is_fused=options.is_fused,
+    )  # fmt: skip
+    return Strategy("single", Degrees(), choice.world_size, same)
+
+
+def _step_of(request: StepRequest, models: list[Prepared]) -> Callable[[], None]:
+    """The user's step, or one forward, backward and optimizer's step of the only model."""
+    if request.code:
+        program = compile(request.code, "<step>", "exec")
+        return lambda: exec(program, namespace.everything())  # noqa: S102  # the user's own line
+    if len(models) > 1:
+        names = ", ".join(display_name(model.built) for model in models)
+        raise OptionError(
+            f"There are several prepared models ({names}), and nobody knows which step is meant. "
+            "Say it after two dashes: %dist_verify -- train_step(batch)"
+        )
+    model = models[0]
+    args, kwargs = describe_model.inputs_of(request.inputs)
+    if args is None:
+        place = registry.current().degrees.coordinate(rank())
+        index = place.dp_replicate * registry.current().degrees.dp_shard + place.dp_shard
+        args, kwargs = check_step.random_tokens(
+            model.base, request.batch, request.sequence, seed=index
+        )
+
+    def step() -> None:
+        optimizer = describe_model.optimizer_of(model.base, model)
+        loss = loss_of(model.outer(*args, **kwargs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+@contextlib.contextmanager
+def _everything_put_back(models: list[Prepared]) -> Iterator[None]:
+    """What a step and a switch change is as it was, gradients too, however the block ends."""
+    gradients = [
+        {
+            name: (parameter.grad, local_of(parameter.grad).clone())
+            for name, parameter in model.parameters.items()
+            if parameter.grad is not None
+        }
+        for model in models
+    ]
+    saved_state.save_training_state()
+    try:
+        yield
+    finally:
+        saved_state.discard_training_state()
+        for model, saved in zip(models, gradients, strict=True):
+            for name, (gradient, local) in saved.items():
+                model.parameters[name].grad = like(gradient, local)
+
+
+class _InputDigests:
+    """What went into a model's forwards on this rank: whether two runs of a step got the same."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    def __call__(self, _outer: Any, args: Any, kwargs: Any) -> None:
+        """Note the arguments of a call."""
+        values = list(tensors((args, kwargs)))
+        self.digests.append(digest(values))
+
+
+@contextlib.contextmanager
+def _inputs_watched(model: Prepared) -> Iterator[_InputDigests]:
+    watched = _InputDigests()
+    handle = model.outer.register_forward_pre_hook(watched, with_kwargs=True, prepend=True)
+    try:
+        yield watched
+    finally:
+        handle.remove()
+
+
+def _values(model: Prepared) -> dict[str, torch.Tensor]:
+    """This rank's parts of parameters and buffers, on the host; collective under fsdp1."""
+    if fsdp1_state.is_flat(model):
+        return {name: t.to("cpu", copy=True) for name, t in fsdp1_state.values(model).items()}
+    fsdp.settle(model.built.job.root)
+    return {name: t.to("cpu", copy=True) for name, t in local_state(model).items()}
+
+
+def _eps_of(choice: Strategy, models: list[Prepared]) -> float:
+    """One unit in the last place of 1 in the dtype that forward computes in."""
+    dtype = _EPS.get(choice.options.precision)
+    parameters = [p.dtype for model in models for p in model.base.parameters()]
+    floats = [kind for kind in parameters if kind.is_floating_point]
+    return torch.finfo(dtype or max(floats, key=lambda kind: torch.finfo(kind).eps)).eps
+
+
+def _prefix(models: list[Prepared], number: int) -> str:
+    return f"model {number + 1}: " if len(models) > 1 else ""
+
+
+def _side_of(sides: list[Sides], key: TensorKey) -> tuple[Sides, TensorKey]:
+    for side in sides:
+        if side.prefix and key.name.startswith(side.prefix):
+            return side, replace(key, name=key.name.removeprefix(side.prefix))
+    return sides[0], key
+
+
+def _are_apart(here: _Pass, reference: _Pass) -> bool:
+    """Whether a model got other inputs when the step was run again.
+
+    One that was called around its wrapper has none to compare.
+    """
+    is_same_number = len(here.digests) == len(reference.digests)
+    return is_same_number and here.digests != reference.digests
+
+
+def _root_weight_of(run: Run) -> float:
+    """The gradient that the loss got, where the model returns a loss: 0 where it does not."""
+    keys = [k for k in run.captured.values if k.what == OUTPUT_GRADIENT and k.name == ROOT]
+    values = [run.captured.values[k][0] for k in keys]
+    scalars = [float(value) for value in values if not value.ndim]
+    return scalars[0] if scalars else 0.0
+
+
+def _root_weight(side: Sides) -> float:
+    """What the losses of a step's forwards weigh together; 0 where the loss is not the model's."""
+    values = side.reference.captured.values
+    keys = [k for k in values if k.what == OUTPUT_GRADIENT and k.name == ROOT and k.item == 0]
+    scalars = [float(values[k][0]) for k in keys if not values[k][0].ndim]
+    return sum(scalars)
+
+
+def _place(sides: list[Sides], first: Row | None, varying: str | None) -> Place:
+    """Where in the user's source the difference begins."""
+    if varying is not None:  # with it all tolerances are as random
+        captured = sides[0].reference.captured
+        return Place(varying, captured.written.get(varying) or captured.lines.get(varying))
+    if first is None:
+        return Place()
+    side, key = _side_of(sides, first.key)
+    captured = side.reference.captured
+    name = key.name
+    if key.what in (GRADIENT, PARAMETER):
+        name = name.rpartition(".")[0]
+    if key.what in (INPUT, OUTPUT_GRADIENT) and name in captured.callers:
+        # All that it took part in before is right: the code around it is what differs.
+        return Place(captured.callers[name], captured.lines.get(name))
+    line = captured.written.get(name) or captured.lines.get(name)
+    return Place(name, line)

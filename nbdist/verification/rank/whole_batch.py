@@ -1,0 +1,157 @@
+"""A model that computes with the batches of all data-parallel ranks, as one process would.
+
+Each rank calls it with its own batch and gets its own share of what it returns, so the user's
+loss is computed where and as it was. Backward puts the gradients of all shares together, with
+the weight that the mean over data-parallel ranks gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import OptionError
+from nbdist.parallel.consensus import all_gather_object
+from nbdist.parallel.cp.split_sequence import map_tensors, tensors
+from nbdist.parallel.tensors import digest
+from nbdist.verification.rank.capture import Capture
+
+Samples = tuple[int, int, int]
+
+
+class WholeBatch:
+    """The forward of one model while the reference runs. Every rank, alike.
+
+    Attributes:
+        samples: Of each rank that saw data of its own: (first, behind the last, all).
+        digests: Of this rank's arguments, call by call.
+        are_equal: All data-parallel ranks have been given the same batch, in every call.
+    """
+
+    def __init__(self, base: torch.nn.Module, peers: Sequence[int], rank: int, capture: Capture):
+        self.samples: Samples = (0, 1, 1)
+        self.digests: list[str] = []
+        self.are_equal = len(peers) > 1
+        self._base = base
+        self._run: Callable[..., Any] = base.forward
+        self._peers = peers
+        self._index = list(peers).index(rank)
+        self._capture = capture
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """It stands in for the model's forward in here."""
+        attributes = vars(self._base)
+        patched = attributes.get("forward")  # autocast's, for one
+        attributes["forward"] = self
+        self._capture.is_root_whole = True
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if patched is not None:
+                attributes["forward"] = patched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for this rank's batch, computed with all batches. Collective.
+
+        Raises:
+            OptionError: The ranks' batches cannot be put together.
+        """
+        batch = list(tensors((args, kwargs)))
+        self.digests.append(digest(batch))
+        if len(self._peers) == 1:
+            output = self._run(*self._moved(args), **self._moved(kwargs))
+            self._capture.note_whole(output)
+            return output
+        args, kwargs = self._whole((args, kwargs), batch)
+        output = self._run(*self._moved(args), **self._moved(kwargs))
+        self._capture.note_whole(output)
+        first, last, total = self.samples
+        return map_tensors(lambda t: self._share(t, first, last, total), output)
+
+    def _moved(self, value: Any) -> Any:
+        if not self._capture.is_moving:
+            return value
+        return map_tensors(lambda t: self._capture.move(t) if t.is_floating_point() else t, value)
+
+    def _whole(self, call: Any, batch: Sequence[torch.Tensor]) -> Any:
+        if not batch:
+            return call
+        gathered = all_gather_object([tensor.detach().cpu() for tensor in batch])
+        shares = [gathered[peer] for peer in self._peers]
+        digests = {digest(share) for share in shares}
+        self.are_equal = self.are_equal and len(digests) == 1
+        sizes = [_n_samples(share) for share in shares]
+        first = sum(sizes[: self._index])
+        self.samples = (first, first + sizes[self._index], sum(sizes))
+        number = iter(range(len(batch)))
+
+        def joined(tensor: torch.Tensor) -> torch.Tensor:
+            here = next(number)
+            parts = [share[here] for share in shares]
+            if not tensor.ndim or any(
+                part.shape[0] != size for part, size in zip(parts, sizes, strict=True)
+            ):
+                return tensor  # no batch: a mask or positions of all samples
+            try:
+                return torch.cat(parts).to(tensor.device)
+            except RuntimeError as error:
+                shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+                raise OptionError(
+                    f"The ranks' batches have the shapes {shapes} and cannot be put together for "
+                    "the reference. Pad them to one length, or verify a step whose batches have "
+                    "equal shapes."
+                ) from error
+
+        return map_tensors(joined, call)
+
+    def _share(self, whole: torch.Tensor, first: int, last: int, total: int) -> torch.Tensor:
+        is_batch = whole.ndim > 0 and whole.shape[0] % total == 0
+        if not is_batch:
+            part: torch.Tensor = _Averaged.apply(whole, self._peers)  # type: ignore[no-untyped-call]
+            return part
+        per = whole.shape[0] // total
+        rows: torch.Tensor = _Share.apply(  # type: ignore[no-untyped-call]
+            whole, first * per, last * per, self._peers
+        )
+        return rows
+
+
+def _n_samples(batch: Sequence[torch.Tensor]) -> int:
+    return next((tensor.shape[0] for tensor in batch if tensor.ndim), 1)
+
+
+class _Share(torch.autograd.Function):
+    """A rank's rows; backward has the gradients of all ranks' rows, over their number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, first: int, last: int, peers: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.peers = peers
+        return whole[first:last].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gathered = all_gather_object(gradient.cpu())
+        whole = torch.cat([gathered[peer] for peer in ctx.peers]) / len(ctx.peers)
+        return whole.to(gradient.device), None, None, None
+
+
+class _Averaged(torch.autograd.Function):
+    """The whole, as a loss is; backward has the mean of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
+        ctx.peers = peers
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gathered = all_gather_object(gradient.cpu())
+        mean = torch.stack([gathered[peer] for peer in ctx.peers]).mean(0)
+        return mean.to(gradient.device), None

@@ -1,0 +1,80 @@
+"""%dist_verify, typed in a real kernel with two real ranks."""
+
+import pytest
+
+from tests.support.kernel import Kernel
+
+pytestmark = [pytest.mark.cluster, pytest.mark.engine]
+
+_MODEL = """%%distributed
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+    def forward(self, x):
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x * 2 if is_wrong and dist.get_rank() == 1 else x
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+torch.manual_seed(0)
+is_wrong = False
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer = accelerator.prepare(model, optimizer)
+torch.manual_seed(rank)
+def step():
+    loss = model(torch.randn(4, 8)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    print("a step")
+step()
+"""
+_STATE = """%%distributed
+print([float(p.detach().double().sum()) for p in model.parameters()],
+      [float(v.double().sum()) for s in optimizer.state.values() for v in s.values()],
+      int(torch.random.get_rng_state().sum()), sorted(n for n in globals() if n[0] != "_"))
+"""
+_GONE = "%%distributed\nimport gc; del model, optimizer, Net, Layer, step; gc.collect(); None"
+
+
+def test_a_step_is_right_or_its_line_is_named(
+    _shared_kernel: Kernel,  # noqa: PT019  # it is used
+) -> None:
+    """The verb, its picture, the user's line; everything is put back, and nothing is printed."""
+
+    def ran(code: str) -> str:
+        cell = _shared_kernel.run(code)
+        assert cell.status == "ok", cell.visible
+        return cell.visible
+
+    ran("%dist_reset")
+    assert "no prepared model" in _shared_kernel.run("%dist_verify -- step()").visible
+    ran(_MODEL)
+    before = ran(_STATE)
+    right = _shared_kernel.run("%dist_verify -- step()")
+
+    assert "right: a step under ddp, dp 2 computes what one process computes" in right.visible
+    assert "NOT" not in right.visible
+    assert "a step\n" not in right.visible
+    assert right.data("image/png") != []
+    assert ran(_STATE) == before
+    ran("%%distributed\nx = torch.randn(4, 8)")
+    assert "right: a step" in ran("%dist_verify --inputs x --steps 2")
+
+    ran("%dist_strategy tp")
+    ran("%%distributed\ntorch.manual_seed(3)")
+    wrong = ran("%%dist_verify\nis_wrong = hasattr(model.layers[0].up.weight, 'to_local')\nstep()")
+
+    assert "NOT right: under tp" in wrong
+    assert "the tolerance first at the output of layers.0 (forward)" in wrong
+    assert "where: layers.0, line 6 of cell [" in wrong
+    assert "on rank 1" in wrong
+    assert "looks like: scaled: 2 times what it should be" in wrong
+    ran(_GONE)

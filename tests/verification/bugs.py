@@ -1,0 +1,292 @@
+"""Silent bugs, each a small change to a model or a loop, and what is to be said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug, planted.
+
+    Attributes:
+        code: Python behind `texts.SETUP` that ends in `return verified()`.
+        module: Of the model, where it is to be found; empty for the model itself.
+        kind: What the text of its kind contains; of a finding, where nothing differs.
+        n: Ranks that it needs.
+        in_test: One of its kind in `make test`; the others are in `make parity`.
+    """
+
+    code: str
+    module: str
+    kind: str
+    n: int = 2
+    in_test: bool = False
+
+
+BUGS = {
+    # A reduction that is missing, or made twice
+    "tp_without_reduction": Bug(
+        """
+        start("tp")
+        down = unwrapped().blocks[1].down
+        for key in list(down._forward_hooks):  # the sum of rowwise parts
+            del down._forward_hooks[key]
+        down.register_forward_hook(
+            lambda m, a, out: out.to_local() if hasattr(out, "to_local") else out)
+        return verified()
+        """,
+        "blocks.1.down",
+        "missing reduction",
+        in_test=True,
+    ),
+    "reduced_twice_in_forward": Bug(
+        """
+        start("tp")
+        def twice(module, args, output):
+            if registry.current().name == "tp":
+                output = output.clone()
+                dist.all_reduce(output.detach())
+            return output
+        unwrapped().blocks[0].attention.o_proj.register_forward_hook(twice)
+        return verified()
+        """,
+        "blocks.0.attention.o_proj",
+        "the degree of tp is 2",
+    ),
+    "no_reduction_in_backward": Bug(
+        """
+        start("tp")
+        class Half(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x): return x.clone()
+            @staticmethod
+            def backward(ctx, g): return g / n if registry.current().name == "tp" else g
+        unwrapped().blocks[1].norm2.register_forward_hook(lambda m, a, out: Half.apply(out))
+        return verified()
+        """,
+        "blocks.1.norm2",
+        "the degree of tp is 2",
+    ),
+    "gradient_reduced_twice": Bug(
+        """
+        start("ddp")
+        def twice(p):
+            if registry.current().name == "ddp":
+                dist.all_reduce(p.grad)
+        unwrapped().head.weight.register_post_accumulate_grad_hook(twice)
+        return verified(clip=False)
+        """,
+        "head",
+        "the degree of dp is 2",
+    ),
+    "averaged_twice": Bug(
+        """
+        start("ddp")
+        def twice():
+            if registry.current().name == "ddp":
+                for p in unwrapped().parameters():
+                    p.grad /= accelerator.num_processes
+        return verified(clip=False, after_backward=twice)
+        """,
+        "",
+        "the degree of dp is 2",
+        in_test=True,
+    ),
+    # Gradients that belong to one rank
+    "around_ddp": Bug(
+        """
+        start("ddp")
+        return verified(call=lambda x: unwrapped()(x), clip=False)
+        """,
+        "",
+        "not averaged",
+        in_test=True,
+    ),
+    "no_sync_at_the_end": Bug(
+        """
+        start("ddp")
+        return verified(in_no_sync=True, clip=False)
+        """,
+        "",
+        "not averaged",
+    ),
+    "norm_not_reduced_under_sequence_parallel": Bug(
+        """
+        start("tp", sequence_parallel=True)
+        weight = unwrapped().blocks[0].norm1.weight
+        weight._backward_hooks.clear()
+        from nbdist.parallel.tensors import local_of, like
+        def own(p):
+            g = p.grad
+            p.grad = like(p, local_of(g) if not any(x.is_partial() for x in g.placements)
+                          else g.to_local())
+        weight.register_post_accumulate_grad_hook(own)
+        return verified(clip=False)
+        """,
+        "blocks.0.norm1",
+        "missing reduction",
+    ),
+    "trained_apart": Bug(
+        """
+        start("ddp")
+        with torch.no_grad():
+            unwrapped().blocks[1].up.bias.add_(0.01 * rank)
+        return verified()
+        """,
+        "blocks.1.up",
+        "trained apart",
+        in_test=True,
+    ),
+    # What depends on the rank
+    "mask_by_rank": Bug(
+        """
+        start("tp")
+        def mask(module, args, output):
+            if rank == 1 and registry.current().name == "tp":
+                output = output.clone()
+                output[:, 0] = 0
+            return output
+        unwrapped().blocks[0].norm2.register_forward_hook(mask)
+        return verified()
+        """,
+        "blocks.0.norm2",
+        "on some ranks only",
+        in_test=True,
+    ),
+    "positions_by_rank": Bug(
+        """
+        start("ddp")
+        class Shifted(torch.nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+            def forward(self, x):
+                return self.inner(x + (rank if registry.current().name == "ddp" else 0))
+        base = unwrapped()
+        base.places.register_forward_pre_hook(
+            lambda m, a: (a[0] + (rank if registry.current().name == "ddp" else 0),))
+        return verified()
+        """,
+        "places",
+        "on some ranks only",
+    ),
+    # Weights of the loss
+    "accumulated_and_not_divided": Bug(
+        """
+        start("ddp", kind=WithLoss, accumulate=2)
+        return verified(backward=lambda loss: loss.backward(), clip=False)
+        """,
+        "",
+        "weigh 2 together",
+        in_test=True,
+    ),
+    "divided_twice": Bug(
+        """
+        start("ddp", kind=WithLoss, accumulate=2)
+        return verified(backward=lambda loss: accelerator.backward(loss / 2), clip=False)
+        """,
+        "",
+        "weigh 0.5 together",
+    ),
+    "unequal_shares": Bug(
+        """
+        start("ddp", kind=WithLoss)
+        return verified(ignore=12 * rank)
+        """,
+        "",
+        "wrong batch shares",
+    ),
+    # Random numbers
+    "equal_seeds": Bug(
+        """
+        start("ddp", drop=0.2)
+        torch.manual_seed(5)
+        return verified()
+        """,
+        "",
+        "drew the same mask",
+        in_test=True,
+    ),
+    "unequal_seeds": Bug(
+        """
+        start("tp", drop=0.2)
+        from nbdist.parallel.tp import rng
+        torch.manual_seed(rank)
+        base = unwrapped()
+        base.forward = type(base).forward.__get__(base)  # without the streams of tp
+        return verified()
+        """,
+        "",
+        "drew different masks",
+    ),
+    "numpy_noise": Bug(
+        """
+        start("ddp")
+        import numpy as np
+        noise = np.random.default_rng()
+        unwrapped().blocks[1].norm1.register_forward_hook(
+            lambda m, a, out: out * (1 + 0.1 * noise.random()))
+        return verified()
+        """,
+        "blocks.1.norm1",
+        "two runs of the reference differ",
+        in_test=True,
+    ),
+    # Data
+    "same_batch": Bug(
+        """
+        start("ddp")
+        data = torch.randint(24, (4, 17), generator=torch.Generator().manual_seed(3))
+        return verified(batch=lambda: data)
+        """,
+        "",
+        "computed with one batch",
+        in_test=True,
+    ),
+    "reads_an_iterator": Bug(
+        """
+        start("ddp")
+        numbers = iter(range(100))
+        def batch():
+            seed = next(numbers) * n + rank
+            return torch.randint(24, (4, 17), generator=torch.Generator().manual_seed(seed))
+        return verified(batch=batch)
+        """,
+        "embed",
+        "got another batch",
+    ),
+    # What happens to gradients
+    "clipped_by_local_norm": Bug(
+        """
+        start("fsdp")
+        def clip():
+            from nbdist.parallel.tensors import local_of
+            grads = [local_of(p.grad) for p in unwrapped().parameters() if p.grad is not None]
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for g in grads:
+                g.mul_(min(1.0, 0.1 / float(norm)))
+        return verified(clip=False, after_backward=clip)
+        """,
+        "",
+        "clipping by another norm",
+    ),
+    "scheduler_by_rank": Bug(
+        """
+        start("ddp")
+        optimizer.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + rank)
+        return verified()
+        """,
+        "",
+        "different rates",
+    ),
+    "batch_norm": Bug(
+        """
+        start("ddp", kind=WithBatchNorm)
+        return verified()
+        """,
+        "norm.0",
+        "statistics of a share",
+        in_test=True,
+    ),
+}
