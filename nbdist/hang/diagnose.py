@@ -114,17 +114,17 @@ def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> Unmat
     return None
 
 
-def last_words(boxes: Sequence[CallLog], rank: int, *, is_abort: bool) -> str:
+def last_words(boxes: Sequence[CallLog], rank: int, *, is_crash: bool) -> str:
     """What a rank that has ended was doing in torch.distributed; empty if nothing in this cell.
 
-    Gloo ends a process by SIGABRT that gets more bytes than its own part of a call has: then it
-    is told who called it with what. At once, as a recovery counts all calls anew. The boxes are
-    those of all ranks, the ended one's too.
+    Gloo writes past a part of a call that gets more bytes than it has, and so SIGABRT or SIGSEGV
+    ends the process: then it is told who called it with what. At once, as a recovery counts all
+    calls anew. The boxes are those of all ranks, the ended one's too.
     """
     ended_box = next((box for box in boxes if box.rank == rank and box.state == "running"), None)
     if ended_box is None or not any(c.run == ended_box.run for c in ended_box.calls[-1:]):
         return ""
-    for call in reversed(ended_box.calls if is_abort else ()):
+    for call in reversed(ended_box.calls if is_crash else ()):
         is_open = call.run == ended_box.run and call.state in {"waiting", "issued"}
         if is_open and not is_transfer(call):
             parts = {box.rank: part for box in boxes if (part := _part(box, ended_box, call))}

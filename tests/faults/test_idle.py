@@ -120,19 +120,23 @@ def test_a_wrong_small_shape(n: int, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("n", cases((2,), (2, 4)))
 def test_a_wrong_large_shape(n: int, ranks: Ranks) -> None:
-    """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals."""
+    """Gloo ends a rank's process; both shapes are told, survivors keep all, a restart heals.
+
+    It writes over the smaller rank's memory, so that one may lose its last line, and either of
+    two signals ends it.
+    """
     handle = ranks.kernel.start(
         "%%distributed\ngo()\ndist.all_reduce(torch.ones(10 if rank == 1 else 10**6))"
     )
-    began_s = ranks.begin_s(handle, n)
-    ranks.kernel.wait_output(handle, "ended (signal SIGABRT", 30)
+    began_s = ranks.begin_s(handle)
+    ranks.kernel.wait_output(handle, "ended (signal SIG", 30)
     told_s = time.monotonic() - began_s
     cell = ranks.finish(handle)
     back_s = time.monotonic() - began_s
     dead = [rank for rank, process in ranks.engines.items() if not processes.is_alive(process)]
     ranks.revive(dead)
 
-    cell.check_failure("DistributedError", "SIGABRT")
+    cell.check_failure("DistributedError", r"ended \(signal SIG(ABRT|SEGV)")
     for text in ("called all_reduce with different shapes", "float32[10]", "float32[1000000]"):
         assert text in cell.failure.evalue + cell.stderr, cell.visible
     ranks.conclude("wrong large shape", "shape", told_s, back_s)

@@ -1,5 +1,6 @@
 """What the notebook knows of ranks by their black boxes, also where these are on another host."""
 
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -60,13 +61,16 @@ def content() -> bytes:
 
 
 def health_of(
-    channel: FakeChannel, run_dir: Path, exits: dict[int | None, Exit] | None = None
+    channel: FakeChannel,
+    run_dir: Path,
+    exits: dict[int | None, Exit] | None = None,
+    n_ranks: int = 1,
 ) -> Health:
-    """Of a rank on another host: no process of this machine, and no file. It is engine 0."""
+    """Of ranks on other hosts: no process of this machine. Rank 0 is engine 0, and so on."""
     processes = SimpleNamespace(pids=dict, exits={} if exits is None else exits)
     cluster: Any = SimpleNamespace(run_dir=run_dir, channel=channel, processes=processes)
-    place = SimpleNamespace(rank=0, engine_id=0)
-    topology: Any = SimpleNamespace(ranks=(place,), engine_of_rank=lambda rank: rank)
+    places = tuple(SimpleNamespace(rank=rank, engine_id=rank) for rank in range(n_ranks))
+    topology: Any = SimpleNamespace(ranks=places, engine_of_rank=lambda rank: rank)
     return Health(Ranks(cluster, topology))
 
 
@@ -106,6 +110,31 @@ def test_what_a_rank_of_another_host_has_left_tells_its_end(tmp_path: Path) -> N
         "signal SIGKILL: sent by somebody else, or by the system for memory",
         "node2 cannot be reached: silent",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-signal.SIGABRT, "ranks 0-1 called all_reduce with different shapes: "),
+        (-signal.SIGSEGV, "ranks 0-1 called all_reduce with different shapes: "),
+        (-signal.SIGKILL, "its last call was all_reduce(float32[10])"),
+    ],
+)
+def test_memory_that_was_written_over_is_told_by_the_shapes(
+    code: int, words: str, tmp_path: Path
+) -> None:
+    """Which signal ends a rank then depends on what lay there; SIGKILL comes from outside."""
+    (tmp_path / "boxes").mkdir()
+    for rank, shape in enumerate(("float32[10]", "float32[1000000]")):
+        box = CallLogWriter(bytearray(SIZE_BYTES), rank, 77)
+        box.set_cell(3, "running")
+        box.begin(box.group("0", (0, 1)), call_log.pack_what("all_reduce", shape), b"")
+        (tmp_path / "boxes" / str(rank)).write_bytes(bytes(box.memory))
+    health = health_of(FakeChannel(), tmp_path, {0: Exit(0, code)}, n_ranks=2)
+    health.note_exit(0, code, is_ours=False)
+    health.close()
+
+    assert health.last_words_of(0).startswith(words)
 
 
 def test_an_answer_is_taken_once_it_is_noted_when_it_came(tmp_path: Path) -> None:

@@ -67,21 +67,21 @@ def test_a_rank_that_gloo_ended_is_told_with_both_shapes(state: str) -> None:
         box(1, reduce(state, detail="float32[900]", place=at(3)), groups=PAIR, state="raised"),
     ]
 
-    assert last_words(boxes, 0, is_abort=True) == (
+    assert last_words(boxes, 0, is_crash=True) == (
         "ranks 0-1 called all_reduce with different shapes: "
         "float32[3] at line 2 of cell [12] (rank 0), float32[900] at line 3 of cell [12] (rank 1)"
     )
-    assert "it was still in it" in last_words(boxes, 0, is_abort=False)
+    assert "it was still in it" in last_words(boxes, 0, is_crash=False)
 
 
 def test_last_words_are_of_the_cell_that_ran() -> None:
     """Nothing is told of an idle rank, of an earlier cell's calls, or without a box."""
     old = replace(box(0, reduce(), groups=PAIR), run=RUN + 1)
 
-    assert "which was over" in last_words([box(0, reduce(), groups=PAIR)], 0, is_abort=True)
-    assert last_words([old], 0, is_abort=True) == ""
-    assert last_words([box(0, reduce(), groups=PAIR, state="finished")], 0, is_abort=True) == ""
-    assert last_words([], 0, is_abort=True) == ""
+    assert "which was over" in last_words([box(0, reduce(), groups=PAIR)], 0, is_crash=True)
+    assert last_words([old], 0, is_crash=True) == ""
+    assert last_words([box(0, reduce(), groups=PAIR, state="finished")], 0, is_crash=True) == ""
+    assert last_words([], 0, is_crash=True) == ""
 
 
 @pytest.mark.parametrize(

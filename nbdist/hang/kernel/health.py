@@ -28,6 +28,8 @@ ANSWER_S = 1.0
 # question costs each side a millisecond or more of processor time.
 LOOK_PAUSE_S = 0.5
 MOST_LOOKS = 32.0  # in a second
+# What ends a process whose memory was written over: which one depends on what lay there.
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
 look: RankFunction[[], ThreadSnapshot] = RankFunction("look")
 abort: RankFunction[[int], int] = RankFunction("abort")
@@ -109,7 +111,7 @@ class Health:
         is_known = (pid is not None or code is not None) and not is_told
         self._causes[rank] = remains.cause(code, is_ours=is_ours) if is_known else ""
         last_words = diagnose.last_words(
-            list(self.boxes().values()), rank, is_abort=code == -signal.SIGABRT
+            list(self.boxes().values()), rank, is_crash=code in _CRASHES
         )
         look = self._looks.get(rank)
         seen = place_text(look.place) if look is not None else ""
