@@ -152,15 +152,21 @@ def _death(name: str, code: str, how: str, **fields: Any) -> Fault:
 
 
 _BUSY = "go()\nuntil_end()"
+# Nothing is on its way between ranks when rank 1 ends: Gloo frees nobody from half a message
+# (docs/limits.md has how often a random moment meets one).
+_WAITED_FOR = "go()\nif rank == 1:\n    until_end()\ndist.all_reduce(x)"
+_WAITS = "go()\nif rank != 1:\n    until_end()\ndist.all_reduce(x)"
 _EXITS = "if rank == 1:\n    threading.Timer(0.5, os._exit, (3,)).start()\n"
 DEATHS = (
     _death("SIGKILL mid-cell", _BUSY, "signal SIGKILL", act="SIGKILL"),
     _death("SIGSEGV mid-cell", _BUSY, "signal SIGSEGV", act="SIGSEGV"),
     _death("os._exit mid-cell", "go()\nif rank == 1: os._exit(3)\nuntil_end()", "exit code 3",
            act="nothing"),
-    _death("SIGKILL in a collective", _COLLECTIVES, "signal SIGKILL", act="SIGKILL", is_short=True),
-    _death("SIGSEGV in a collective", _COLLECTIVES, "signal SIGSEGV", act="SIGSEGV"),
-    _death("os._exit in a collective", _EXITS + _COLLECTIVES, "exit code 3", act="nothing"),
+    _death("SIGKILL while others wait", _WAITED_FOR, "signal SIGKILL", act="SIGKILL",
+           is_short=True),
+    _death("SIGKILL in a collective", _WAITS, "signal SIGKILL", act="SIGKILL", is_short=True),
+    _death("SIGSEGV in a collective", _WAITS, "signal SIGSEGV", act="SIGSEGV"),
+    _death("os._exit in a collective", _EXITS + _WAITS, "exit code 3", act="nothing"),
 )  # fmt: skip
 
 FAULTS = (*HANGS, *INTERRUPTS, *DEATHS)

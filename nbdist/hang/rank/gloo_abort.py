@@ -10,7 +10,7 @@ A message of which a part has gone over is a trap: Gloo (tcp/pair.cc, `signalExc
 everybody who waits on a connection that it has ended, but not those who wait for just that message,
 on either side. So no connection is shut down in the middle of one as long as it moves: from an
 abort on the recorder lets no new call begin, and what is under way is given time to arrive. Where a
-peer has died in the middle of a large message nothing helps (docs/limits.md).
+peer has died in the middle of a message nothing helps (docs/limits.md).
 
 Without /proc (macOS) nothing can be ended: `abort` returns 0.
 """
