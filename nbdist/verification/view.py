@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import advice
-from nbdist.core.units import is_stored, shown
+from nbdist.core.units import is_stored, shown, size
 from nbdist.core.view import View, figure_html, lines_html, table
 from nbdist.hang.text import place_text
 from nbdist.verification.differences import (
@@ -117,6 +117,8 @@ def _notes(verification: Verification) -> Iterator[str]:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         why = next(iter(skipped.values()))
         yield f"not compared: {', '.join(names[:_MOST_NAMED])}{more}: {why}"
+    if verification.note:
+        yield verification.note
     if not verification.n_steps:
         yield "no optimizer stepped, so values after the step are those of before"
     yield (
@@ -126,7 +128,8 @@ def _notes(verification: Verification) -> Iterator[str]:
     )
     yield shown(
         f"time: the step took {verification.step_s:.2f} s with hooks, the reference "
-        f"{verification.reference_s:.2f} s. Everything was put back."
+        f"{verification.reference_s:.2f} s. On the host the copies took "
+        f"{size(verification.host_bytes)} per rank. Everything was put back."
     )
 
 
