@@ -77,7 +77,7 @@ def test_a_right_step_is_right_beside_fsdp(results: list[dict[str, Any]]) -> Non
             assert verification["first"] is None, verification
             assert verification["findings"] == []
             assert verification["not_compared"] == {}
-            assert verification["reference"] == "fsdp, dp 2"
+            assert verification["reference"].startswith("fsdp, dp 2")
             assert {"gradient", "value after the step"} <= set(verification["worst"])
             assert verification["host_bytes"] > 0
             assert verification["is_back"]
@@ -99,7 +99,7 @@ def test_other_strategies_are_refused_as_references(results: list[dict[str, Any]
         assert "single, fsdp" in shown["refused"]["tp"]
         assert "%dist_strategy tp, then %dist_verify" in shown["refused"]["tp"]
         assert "There is no reference 'ddp'" in shown["refused"]["ddp"]
-        assert "%dist_strategy nothing" not in shown["refused"]["nothing"]
+        assert "%dist_strategy NAME" in shown["refused"]["nothing"]
 
 
 def test_fsdp_is_the_reference_where_one_process_has_no_room(

@@ -7,7 +7,6 @@ fsdp     every rank computes with the whole batch as well, and one block at a ti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -22,10 +21,13 @@ from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.tensors import digest, local_of
 from nbdist.planner.rank import shortage
 from nbdist.strategy.choice import Degrees, Options, Strategy
+from nbdist.strategy.table import ROWS
 from nbdist.strategy.tensor_layout import Placement, local_runs
 from nbdist.switch.rank.switch import refusal
 from nbdist.verification.verdict import FSDP, REFERENCES, SINGLE
 
+# Of a value: the number of its model and its name, or its place in an optimizer.
+_Key = tuple[int | str, ...]
 _BLOCKS = "the reference is fsdp, one block at a time"
 
 
@@ -39,7 +41,7 @@ def reference_of(before: Strategy, name: str) -> Strategy:
         raise OptionError(
             f"There is no reference {name!r}; there are {', '.join(REFERENCES)}. Other strategies "
             "split activations, or say nothing that single does not. Verify such a one by itself: "
-            f"%dist_strategy {name}, then %dist_verify."
+            f"%dist_strategy {name if name in ROWS else 'NAME'}, then %dist_verify."
         )
     options = before.options
     same = Options(
@@ -57,9 +59,9 @@ def reference_of(before: Strategy, name: str) -> Strategy:
 
 def memory_note(single: Strategy) -> str:
     """Why the model has no room as one process; "" where it has. Collective: every rank."""
-    shortages = [
-        facts for of_rank in all_gather_object(shortage.of_prepared(single)) for facts in of_rank
-    ]
+    of_ranks = all_gather_object(shortage.of_prepared(single))
+    every = [facts for of_rank in of_ranks for facts in of_rank]
+    shortages = [facts for facts in every if facts["needed"] > facts["free"]]
     if not shortages:
         return ""
     worst = max(shortages, key=lambda facts: facts["needed"] - facts["free"])
@@ -94,13 +96,14 @@ def take_rank_0s(models: list[Prepared]) -> None:
         values = all_gather_object(held[key][1].detach().cpu() if key in held else None)
         if key in held:
             source = min(n for n, (runs, _) in holders.items() if runs == places[key][0])
-            with torch.no_grad():
-                held[key][1].copy_(values[source])
+            if (value := values[source]) is not None:
+                with torch.no_grad():
+                    held[key][1].copy_(value)
 
 
 def _held(
     models: list[Prepared],
-) -> Iterator[tuple[tuple[Any, ...], tuple[Placement, torch.Tensor]]]:
+) -> Iterator[tuple[_Key, tuple[Placement, torch.Tensor]]]:
     """This rank's values: those of models, and what optimizers hold of each parameter."""
     for number, model in enumerate(models):
         fsdp.settle(model.built.job.root)

@@ -25,10 +25,12 @@ import torch
 
 from nbdist.comparison import rank as saved_state
 from nbdist.errors import OptionError
+from nbdist.hang.rank import reset_models
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import all_gather_object, rank
 from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.live_models import find
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.tensors import digest, like, local_of
@@ -250,6 +252,9 @@ class _Verifier:
                 references.take_rank_0s(self._models)
                 _switch(choice)
             return self._captured(is_reference=is_reference, moved_eps=moved_eps)
+        except BaseException:
+            _reset_broken(self._models)
+            raise
         finally:
             saved_state.clear_new_variables()
             if is_reference:
@@ -321,6 +326,12 @@ def _switch(choice: Strategy) -> None:
         if any(all_gather_object(is_memory_error(error))):
             raise ReferenceMemoryError(str(error)) from error
         raise
+
+
+def _reset_broken(models: list[Prepared]) -> None:
+    """Let models be ready for a switch after half a step: fsdp leaves parameters gathered."""
+    modules = {m for model in models for m in (model.base, model.outer, model.built.job.root)}
+    reset_models.reset(tuple(named for named in find() if named.module in modules))
 
 
 def _size_bytes(*passes: _Pass) -> int:

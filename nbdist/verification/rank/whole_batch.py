@@ -79,7 +79,7 @@ class WholeBatch:
         """
         batch = list(tensors((args, kwargs)))
         self.digests.append(digest(batch))
-        if len(self._peers) == 1:
+        if len(self._peers.ranks) == 1:
             output = self._run(*self._moved(args), **self._moved(kwargs))
             self._capture.note_whole(output)
             return output
