@@ -67,6 +67,13 @@ def test_a_step_is_right_or_its_line_is_named(
     assert ran(_STATE) == before
     ran("%%distributed\nx = torch.randn(4, 8)")
     assert "right: a step" in ran("%dist_verify --inputs x --steps 2")
+    beside_fsdp = ran("%dist_verify --against fsdp -- step()")
+    assert "right: a step under ddp, dp 2" in beside_fsdp
+    assert "reference: fsdp, dp 2, with the batches" in beside_fsdp
+    assert "On the host the copies took" in beside_fsdp
+    refused = _shared_kernel.run("%dist_verify --against pp -- step()").visible
+    assert "There is no reference 'pp'; there are single, fsdp" in refused
+    assert ran(_STATE) == before
 
     ran("%dist_strategy tp")
     ran("%%distributed\ntorch.manual_seed(3)")

@@ -23,14 +23,14 @@ TEXT = (
                 x = block(x)
             return self.head(self.norm(x))
     class InPlaceBlock(Block):
-        "It changes what it is given, and what its layers give."
+        "It changes what it is given, and what its norm gives."
         def __init__(self):
             super().__init__()
             self.act = torch.nn.ReLU(inplace=True)
         def forward(self, x):
             x.add_(0.1)
             x = x + self.attention(self.norm1(x))
-            return x + self.down(self.act(self.up(self.norm2(x))))
+            return x + self.down(F.gelu(self.up(self.act(self.norm2(x)))))
     class InPlace(Net):
         def __init__(self, **options):
             super().__init__(**options)
@@ -89,8 +89,9 @@ TEXT = (
     handle.remove()
     def more():
         if registry.current().name == "single" and rank == 1:
-            step()
-    verify_more = lambda: verify(StepRequest(code="step(); more()"))
+            step(batch=lambda: fixed)
+    fixed = torch.randint(24, (4, 17))
+    verify_more = lambda: verify(StepRequest(code="step(batch=lambda: fixed); more()"))
     out["more forwards"] = refusal(verify_more), state() == before
     def everywhere():
         raise ValueError("everywhere")
