@@ -1,4 +1,4 @@
-"""fsdp as the reference: right steps are right, a bug is named, and it stands in for one process."""
+"""fsdp as the reference: right steps are right, and it stands in where one process has no room."""
 
 from typing import Any
 

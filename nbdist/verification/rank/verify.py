@@ -285,24 +285,27 @@ class _Verifier:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             make = functools.partial(self._steps, captures)
             elapsed_s = exchange.run(make) if is_reference else make()
-        if is_reference and self._reference.name == FSDP:
-            for model, capture, before in zip(self._models, captures, befores, strict=True):
-                capture.captured.gradients = references.gathered(model, capture.captured.gradients)
-                before.update(references.gathered(model, before))
-        runs = [
-            Run(capture.captured, before, self._values_after(model, is_reference=is_reference))
-            for model, capture, before in zip(self._models, captures, befores, strict=True)
-        ]
+        runs = self._runs(captures, befores, is_reference=is_reference)
         digests = tuple(digest for watched in inputs for digest in watched.digests)
         if not wholes:
             return _Pass(runs, draws, elapsed_s, digests=digests)
         return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
 
-    def _values_after(self, model: Prepared, *, is_reference: bool) -> dict[str, torch.Tensor]:
-        values = _values(model)
-        if is_reference and self._reference.name == FSDP:
-            return references.gathered(model, values)
-        return values
+    def _runs(
+        self, captures: list[Capture], befores: list[dict[str, torch.Tensor]], *, is_reference: bool
+    ) -> list[Run]:
+        """What was captured; of a reference whole tensors, and rank 0's. Collective: every rank."""
+        runs = [
+            Run(capture.captured, before, _values(model))
+            for model, capture, before in zip(self._models, captures, befores, strict=True)
+        ]
+        for model, run in zip(self._models, runs if is_reference else (), strict=is_reference):
+            if self._reference.name == FSDP:
+                run.captured.gradients = references.gathered(model, run.captured.gradients)
+                run.before = references.gathered(model, run.before)
+                run.after = references.gathered(model, run.after)
+            compare.take_rank_0s(run)
+        return runs
 
     def _steps(self, captures: list[Capture]) -> float:
         """Make the steps; modules are watched in the first. How long that took."""
