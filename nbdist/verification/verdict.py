@@ -220,9 +220,16 @@ def _of_sums(verification: Verification, first: Row, facts: Facts) -> str:
     return ""
 
 
+def _is_scaled(row: Row) -> bool:
+    """Whether a factor, alike in all elements, explains the largest difference."""
+    worst = row.worst
+    left_is_small = worst.left <= max(row.tolerance, _LEFT * worst.error)
+    return abs(worst.factor - 1) >= _NEAR and left_is_small
+
+
 def _factor(verification: Verification, first: Row, _facts: Facts) -> str:
     worst = first.worst
-    if abs(worst.factor - 1) < _NEAR or worst.left > max(first.tolerance, _LEFT * worst.error):
+    if not _is_scaled(first):
         return ""
     for what, number in _numbers(verification):
         for power, often in _POWERS.items():
@@ -248,9 +255,10 @@ def _some_ranks(_v: Verification, first: Row, _facts: Facts) -> str:
     right = [rank for rank in first.errors if rank not in first.outside]
     if not right:
         return ""
+    times = f"; elsewhere it is {first.worst.factor:.4g} times that" if _is_scaled(first) else ""
     return (
-        f"on some ranks only: rank {rank_label(right)} is right. Something depends on the rank: "
-        "a mask, positions, a seed, a condition on the rank"
+        f"on some ranks only: rank {rank_label(right)} is right{times}. Something depends on the "
+        "rank: a mask, positions, a seed, a condition on the rank"
     )
 
 
@@ -276,7 +284,7 @@ def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> 
 
 
 _LOOKS: tuple[Callable[[Verification, Row, Facts], str], ...] = (
-    _other_inputs, _varying, _apart, _shares, _of_sums, _factor, _some_ranks, _batch_statistics,
+    _other_inputs, _varying, _apart, _shares, _of_sums, _some_ranks, _factor, _batch_statistics,
 )  # fmt: skip
 
 

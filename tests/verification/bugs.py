@@ -277,7 +277,7 @@ BUGS = {
         optimizer.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + rank)
         return verified()
         """,
-        "",
+        "embed",
         "different rates",
     ),
     "batch_norm": Bug(
@@ -288,5 +288,64 @@ BUGS = {
         "norm.0",
         "statistics of a share",
         in_test=True,
+    ),
+    # Code that asks for its rank, under every strategy alike
+    "mask_by_rank_everywhere": Bug(
+        """
+        start("tp")
+        def mask(module, args, output):
+            return output * (0.5 if rank == 1 else 1)
+        unwrapped().blocks[1].norm1.register_forward_hook(mask)
+        return verified()
+        """,
+        "blocks.1.norm1",
+        "on some ranks only",
+    ),
+    "ema_of_rank_0_alone": Bug(
+        """
+        start("fsdp", kind=WithAverage)
+        def average():
+            if rank == 0:
+                from nbdist.parallel.tensors import local_of
+                for mean, weight in unwrapped().pairs():
+                    local_of(mean.detach()).lerp_(local_of(weight.detach()), 0.1)
+        return verified(after_step=average)
+        """,
+        "average",
+        "on some ranks only",
+    ),
+    "tied_weights_split": Bug(
+        """
+        start("ddp", kind=Tied)
+        def untie():
+            if registry.current().name == "ddp":
+                head = unwrapped().head.weight
+                head.grad = head.grad - 0.5 * head.grad
+        return verified(after_backward=untie, clip=False)
+        """,
+        "embed",
+        "scaled: 0.5 times",
+    ),
+    "momentum_by_rank": Bug(
+        """
+        start("ddp")
+        step()
+        for state in optimizer.optimizer.state.values():
+            state["exp_avg"].mul_(1 + rank)
+        return verified()
+        """,
+        "embed",
+        "on some ranks only",
+    ),
+    "detached_on_one_rank": Bug(
+        """
+        start("ddp")
+        def detach(module, args, output):
+            return output * 0 + output.detach() if rank == 1 else output
+        unwrapped().blocks[0].up.register_forward_hook(detach)
+        return verified(clip=False)
+        """,
+        "blocks.0.up",
+        "on some ranks only",
     ),
 }

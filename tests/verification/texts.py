@@ -84,9 +84,17 @@ SETUP = """
         def __init__(self, **options):
             super().__init__(**options)
             self.head.weight = self.embed.weight
+    class WithAverage(Net):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.average = torch.nn.Linear(16, 24, bias=False)
+            self.average.load_state_dict(self.head.state_dict())
+            self.average.requires_grad_(False)
+        def pairs(self):
+            return [(self.average.weight, self.head.weight)]
 
-    def step(clip=True, call=None, after_backward=None, batch=None, backward=None, ignore=0,
-             in_no_sync=False):
+    def step(clip=True, call=None, after_step=None, after_backward=None, batch=None, backward=None,
+             ignore=0, in_no_sync=False):
         global accelerator, model, optimizer, loader
         n_steps = accelerator.gradient_accumulation_steps
         batches = [batch()] if batch else (b for (b,), _ in zip(loader, range(n_steps)))
@@ -106,6 +114,8 @@ SETUP = """
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
+                if after_step:
+                    after_step()
     def unwrapped():
         return accelerator.unwrap_model(model)
     def verified(**options):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from nbdist.parallel import build
 from nbdist.parallel.consensus import all_gather_object, rank
 from nbdist.parallel.prepared import Prepared
+from nbdist.parallel.tensors import digest
 from nbdist.verification.differences import (
     BACKWARD,
     FORWARD,
@@ -43,6 +45,29 @@ class Run:
     captured: Captured
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def take_rank_0s(run: Run) -> None:
+    """Put rank 0's values in place of others that this rank's process has computed. Collective.
+
+    Every rank. The reference is one process: code that asks for its rank gets one answer there.
+    """
+    captured = run.captured
+    tables: tuple[dict[Any, Any], ...] = (captured.values, captured.gradients, run.after)
+    digests = {
+        (number, key): digest(value if isinstance(value, list) else [value])
+        for number, table in enumerate(tables)
+        for key, value in table.items()
+    }
+    of_ranks = all_gather_object(digests)
+    differing = [k for k, mine in of_ranks[0].items() if any(r.get(k) != mine for r in of_ranks)]
+    is_first = rank() == 0
+    values = {(n, key): tables[n][key] for n, key in differing} if is_first else {}
+    values, captured.order = all_gather_object((values, captured.order if is_first else {}))[0]
+    for number, key in digests.keys() - of_ranks[0].keys():
+        del tables[number][key]
+    for (number, key), value in values.items():
+        tables[number][key] = value
 
 
 @dataclass(slots=True)

@@ -257,6 +257,8 @@ class _Verifier:
             for model, capture, before in zip(self._models, captures, befores, strict=True)
         ]
         digests = tuple(digest for watched in inputs for digest in watched.digests)
+        for run in runs if is_reference else ():
+            compare.take_rank_0s(run)
         if not wholes:
             return _Pass(runs, draws, elapsed_s, digests=digests)
         return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
