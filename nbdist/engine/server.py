@@ -217,14 +217,14 @@ class Server:
             poller.register(descriptor, select.POLLIN | select.POLLHUP)
         self._kernel.register(poller)
         while True:
+            if self._is_closing and not self._forks:
+                os._exit(0)
             ready = {descriptor for descriptor, _ in poller.poll(self._pause_ms())}
             if self._kernel.has_ended():
                 os._exit(0)
             with contextlib.suppress(BlockingIOError):
                 self._wake[0].recv(4096)
             self._reap()
-            if self._is_closing and not self._forks:
-                os._exit(0)
             if self._connection.fileno() in ready:
                 if (argv := self._answer_next()) is not None:
                     return argv
@@ -396,6 +396,7 @@ class Server:
             _redirect(request["output_file"])
             _inherit(request["inherited"])
             os.chdir(request["cwd"])
+            sys.path[:] = request["sys_path"]
             _renew_libraries()
             parent.sendall(b"+")
             is_known = parent.recv(1) == b"+"
@@ -619,10 +620,14 @@ def _leave(code: int) -> None:
 
 
 def main() -> None:
-    """Serve; in a fork be the rank, or the controller, that was asked for."""
+    """Serve; in a fork be the rank, the controller or the plain engine that was asked for."""
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    program = Server(connection, int(sys.argv[2])).serve()[2]
+    _, option, program, *_ = Server(connection, int(sys.argv[2])).serve()
+    if option == "-m":
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # a string
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
     from nbdist.engine.__main__ import __file__ as rank_program
     from nbdist.engine.__main__ import main as be_rank
 
