@@ -151,7 +151,8 @@ def test_a_step_that_reads_a_file_or_a_clock_is_told(results: list[dict[str, Any
             )
             assert shown[case]["is_back"]
         assert shown["clock in a module"]["module"] == "blocks.0.up"
-        assert "not the same twice" in shown["clock in a module"]["kind"]
+        said = " ".join(shown["clock in a module"]["findings"])
+        assert "two runs of the reference differ from blocks.0.up on" in said
 
 
 def test_a_step_that_fails_puts_everything_back(results: list[dict[str, Any]]) -> None:
