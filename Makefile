@@ -35,6 +35,8 @@ demo unit faults parity accuracy test-browser cluster notebooks store bench: exp
 demo unit faults parity accuracy test-browser cluster notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
 demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
 demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HUB_OFFLINE = 1
+# Hundreds of processes import nbdist: none has to compile what another one has.
+demo unit faults parity accuracy test-browser cluster notebooks store bench: export PYTHONDONTWRITEBYTECODE =
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 store: export NBDIST_TEST = 1

@@ -1,9 +1,10 @@
-"""Start and cells of many ranks on one machine."""
+"""Start and cells of many ranks on one machine, and the processor time of their kernel."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 
 from benchmarks import Row
 from benchmarks.kernels import Notebook
+from benchmarks.monitoring import BUSY, SETTLED_S
 from benchmarks.start import script, torchrun_s
 
 COUNTS = (2, 4, 8, 16, 32, 64)
@@ -21,6 +23,14 @@ CELLS: dict[str, tuple[int, float | None]] = {
     "print('one line')": (20, 1.0),
     "for n in range(10_000): print('line', n)": (3, 1.0),
 }
+# The kernel's processor time is taken at the most ranks beside the fewest, over so long.
+SPENT_S = 20.0
+# What ranks do meanwhile -> the cell; nothing where they are idle.
+SPENT_IN = {
+    "idle": "",
+    "in a cell that sleeps": f"%%distributed\nimport time\ntime.sleep({SPENT_S})",
+    "in a cell with collectives": BUSY.format(seconds=SPENT_S),
+}
 RANK_BYTES = 130 << 20  # an idle rank that was forked, or ipyparallel's
 ENGINES_S = 300  # ipyparallel waits a minute, in which 64 of its engines do not start on two cores
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "many_ranks.svg"
@@ -28,10 +38,17 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "many_rank
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One side, at one number of ranks: seconds of the start, and of each cell of CELLS."""
+    """One side, at one number of ranks.
+
+    Attributes:
+        start_s: Until the first all_reduce.
+        cells_s: Of each cell of CELLS.
+        spent_percent: Of a core, the kernel in each case of SPENT_IN; none of the other side.
+    """
 
     start_s: float
     cells_s: tuple[float, ...]
+    spent_percent: tuple[float, ...] = ()
 
 
 def rows() -> list[Row]:
@@ -71,6 +88,16 @@ def rows() -> list[Row]:
             for number, (code, (times, most_ratio)) in enumerate(CELLS.items())
             for n, (ours, peer) in cells.items()
         ),
+        *_spent_rows(cells[counts[-1]][0], cells[counts[0]][0], counts),
+    ]
+
+
+def _spent_rows(most: Measured, fewest: Measured, counts: list[int]) -> list[Row]:
+    how = f"of a core, by cpu_times over {SPENT_S:.0f} s; {counts[0]} ranks"
+    pairs = zip(SPENT_IN, most.spent_percent, fewest.spent_percent, strict=True)
+    return [
+        Row(f"the kernel of {counts[-1]} ranks {what}", many, few, unit="%", how=how)
+        for what, many, few in pairs
     ]
 
 
@@ -79,9 +106,10 @@ def _ours(folder: Path, ranks: int) -> Measured:
         cells = ("%load_ext nbdist", f"%dist_init -n {ranks}", "%%distributed\n" + _sum())
         start_s = sum(notebook.run(cell).elapsed_s for cell in cells)
         notebook.run("%%distributed\nimport torch._dynamo")
-        measured = Measured(start_s, _cells_s(notebook, "%%distributed"))
+        cells_s = _cells_s(notebook, "%%distributed")
+        spent_percent = tuple(_spent_percent(notebook, cell) for cell in SPENT_IN.values())
         notebook.run("%dist_shutdown")
-    return measured
+    return Measured(start_s, cells_s, spent_percent)
 
 
 def _px(folder: Path, ranks: int) -> Measured:
@@ -101,6 +129,19 @@ def _cells_s(notebook: Notebook, magic: str) -> tuple[float, ...]:
         taken_s = [notebook.run(f"{magic}\n{code}").elapsed_s for _ in range(times + 1)]
         medians.append(statistics.median(taken_s[1:]))
     return tuple(medians)
+
+
+def _spent_percent(notebook: Notebook, cell: str) -> float:
+    """What the kernel takes of a core, in a cell or while nothing runs."""
+    time.sleep(SETTLED_S)
+    kernel = psutil.Process(notebook.pid)
+    before_s, began_s = sum(kernel.cpu_times()[:2]), time.monotonic()
+    if cell:
+        notebook.run(cell)
+    else:
+        time.sleep(SPENT_S)
+    spent_s = sum(kernel.cpu_times()[:2]) - before_s
+    return 100 * float(spent_s) / (time.monotonic() - began_s)
 
 
 def _sum() -> str:

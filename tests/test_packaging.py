@@ -132,16 +132,23 @@ def test_the_doctor_asks_for_the_same_versions() -> None:
 
 
 def test_the_command_line_is_installed() -> None:
-    """`nbdist` is a script of the package, and `--nbdist` an option of pytest."""
+    """`nbdist` is a script, `--nbdist` an option of pytest, and a launcher of ipyparallel's."""
     assert PROJECT["scripts"] == {"nbdist": "nbdist.frontend.cli:main"}
-    assert PROJECT["entry-points"] == {"pytest11": {"nbdist": "nbdist.testing.plugin"}}
+    launcher = "nbdist.cluster.kernel.launcher:ForkedEngineSetLauncher"
+    assert PROJECT["entry-points"] == {
+        "pytest11": {"nbdist": "nbdist.testing.plugin"},
+        "ipyparallel.engine_launchers": {"nbdist": launcher},
+    }
 
 
 def test_wheel_has_the_shipped_files(wheel: Path) -> None:
     """The wheel holds the profiles, the nbval settings and the licence, and no tests."""
-    names = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    [entry_points] = [name for name in names if name.endswith("/entry_points.txt")]
 
     assert names >= WHEEL_FILES
+    assert b"[ipyparallel.engine_launchers]\nnbdist = " in archive.read(entry_points)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"nbdist"}
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from nbdist.core.view import View
 from nbdist.notebook.notebook import NOTEBOOK
 from nbdist.notebook.verb import Option, Verb, whole_number
-from nbdist.verification.verdict import StepRequest
+from nbdist.verification.verdict import REFERENCES, StepRequest
 from nbdist.verification.view import verification_result
 
 _count = whole_number("a whole number from 1 to 10^6", most=10**6)
@@ -16,7 +16,12 @@ _count = whole_number("a whole number from 1 to 10^6", most=10**6)
 def dist_verify(values: Namespace) -> View:
     """Verify the step that was typed, or one of our own."""
     request = StepRequest(
-        values.rest, values.inputs or "", values.batch, values.sequence, values.steps
+        values.rest,
+        values.inputs or "",
+        values.batch,
+        values.sequence,
+        values.steps,
+        values.against or "",
     )
     return verification_result(NOTEBOOK.session.verify(request))
 
@@ -34,6 +39,13 @@ VERBS = (
                 kind=_count,
                 default=1,
                 metavar="N",
+            ),
+            Option(
+                ("--against",),
+                "what the step is compared with: single (one process), or fsdp, of which one block "
+                "at a time is whole (default: single, and fsdp where that has no room)",
+                choices=REFERENCES,
+                metavar="NAME",
             ),
             Option(
                 ("--inputs",),

@@ -15,6 +15,7 @@ import sys
 # What an interpreter has before it has a rank's sys.path.
 AT_START = frozenset(sys.modules)
 
+import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
 import gc  # noqa: E402
@@ -216,14 +217,14 @@ class Server:
             poller.register(descriptor, select.POLLIN | select.POLLHUP)
         self._kernel.register(poller)
         while True:
+            if self._is_closing and not self._forks:
+                os._exit(0)
             ready = {descriptor for descriptor, _ in poller.poll(self._pause_ms())}
             if self._kernel.has_ended():
                 os._exit(0)
             with contextlib.suppress(BlockingIOError):
                 self._wake[0].recv(4096)
             self._reap()
-            if self._is_closing and not self._forks:
-                os._exit(0)
             if self._connection.fileno() in ready:
                 if (argv := self._answer_next()) is not None:
                     return argv
@@ -395,6 +396,7 @@ class Server:
             _redirect(request["output_file"])
             _inherit(request["inherited"])
             os.chdir(request["cwd"])
+            sys.path[:] = request["sys_path"]
             _renew_libraries()
             parent.sendall(b"+")
             is_known = parent.recv(1) == b"+"
@@ -596,16 +598,47 @@ def _installed_places() -> set[str]:
     return {os.path.realpath(entry) for entry in [*entries, *site.getsitepackages()]}
 
 
+def _leave(code: int) -> None:
+    """End as multiprocessing's children do, without taking the interpreter down.
+
+    That touches all memory which a rank shares with the server: up to half a second of each.
+    """
+    # Private: what Py_Finalize calls first in CPython 3.11 to 3.14. Executors end their threads by
+    # it, and threads that wait for the main thread's end go on.
+    steps: list[Any] = [
+        getattr(threading, "_shutdown", None),
+        getattr(atexit, "_run_exitfuncs", None),
+    ]
+    if None in steps:
+        return  # the usual end
+    for step in steps:
+        step()
+    for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed one
+            stream.flush()
+    os._exit(code)
+
+
 def main() -> None:
-    """Serve; in a fork be the rank, or the controller, that was asked for."""
+    """Serve; in a fork be the rank, the controller or the plain engine that was asked for."""
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    program = Server(connection, int(sys.argv[2])).serve()[2]
+    _, option, program, *_ = Server(connection, int(sys.argv[2])).serve()
+    if option == "-m":
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  # a string
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
     from nbdist.engine.__main__ import __file__ as rank_program
     from nbdist.engine.__main__ import main as be_rank
 
     if _is_same(program, str(rank_program)):
-        be_rank()
+        try:
+            be_rank()
+        except Exception:  # as the interpreter does; ipyparallel's end raises too
+            traceback.print_exc()
+            _leave(1)
+            raise
+        _leave(0)
     else:
         runpy.run_path(program, run_name="__main__")
 

@@ -426,9 +426,12 @@ class Session(CellRanks):
         """Tell these lints no more (`all` for all); with `is_on=False` tell them again."""
         self.lints.silence(names, is_on=is_on)
 
-    def verify(self, request: StepRequest | None = None) -> Verification:
-        """Compare a step with the same of one process; see verification.kernel."""
-        return verify(self, request or StepRequest())
+    def verify(
+        self, request: StepRequest | None = None, *, against: str | None = None
+    ) -> Verification:
+        """Compare a step with the same of one process, or fsdp; see verification.kernel."""
+        request = request or StepRequest()
+        return verify(self, request if against is None else replace(request, against=against))
 
     def comparing(self, code: str) -> Comparing:
         """A comparison of strategies by this source; see comparison.kernel."""

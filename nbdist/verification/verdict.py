@@ -18,6 +18,9 @@ from nbdist.verification.differences import (
 )
 from nbdist.verification.draws import DrawProblem
 
+SINGLE, FSDP = "single", "fsdp"
+# What a step can be compared with.
+REFERENCES = (SINGLE, FSDP)
 # A ratio so near to a whole number, or to one over it, is taken for it.
 _NEAR = 0.02
 # A difference is explained where what is left of it is so small a part.
@@ -45,6 +48,7 @@ class StepRequest:
         inputs: The variable that the model is called with then; empty for random tokens.
         batch, sequence: Of random tokens.
         n_steps: How often the step is made; modules are compared in the first.
+        against: One of REFERENCES; empty for single, and fsdp where that has no room.
     """
 
     code: str = ""
@@ -52,6 +56,7 @@ class StepRequest:
     batch: int = 4
     sequence: int = 32
     n_steps: int = 1
+    against: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ class Verification:
         eps: Of the dtype that is computed in.
         n_steps: Of the optimizer.
         step_s, reference_s: How long the step took with hooks, and the reference's.
+        host_bytes: Of the copies of all runs on the rank that has most of them.
+        note: Why another reference was taken than one process; empty where none was.
         findings: What else is wrong, or uncertain.
     """
 
@@ -134,6 +141,8 @@ class Verification:
     n_steps: int = 0
     step_s: float = 0.0
     reference_s: float = 0.0
+    host_bytes: int = 0
+    note: str = ""
     findings: tuple[Finding, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import advice
-from nbdist.core.units import is_stored, shown
+from nbdist.core.units import is_stored, shown, size
 from nbdist.core.view import View, figure_html, lines_html, table
 from nbdist.hang.text import place_text
 from nbdist.verification.differences import (
@@ -24,7 +24,7 @@ from nbdist.verification.verdict import Verification
 # Modules in the picture: those nearest to their tolerance, in execution order.
 _MOST_MODULES = 48
 _MOST_NAMED = 4
-_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 9.0, 0.16, 1.0, 160, 6
+_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 1.0, 160, 6
 # Of the picture's colours: powers of ten of a difference as a share of its tolerance.
 _FROM, _TO = -3.0, 3.0
 
@@ -107,7 +107,7 @@ def _share(row: Row) -> float:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
 
 
 def _notes(verification: Verification) -> Iterator[str]:
@@ -117,6 +117,8 @@ def _notes(verification: Verification) -> Iterator[str]:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         why = next(iter(skipped.values()))
         yield f"not compared: {', '.join(names[:_MOST_NAMED])}{more}: {why}"
+    if verification.note:
+        yield verification.note
     if not verification.n_steps:
         yield "no optimizer stepped, so values after the step are those of before"
     yield (
@@ -126,7 +128,8 @@ def _notes(verification: Verification) -> Iterator[str]:
     )
     yield shown(
         f"time: the step took {verification.step_s:.2f} s with hooks, the reference "
-        f"{verification.reference_s:.2f} s. Everything was put back."
+        f"{verification.reference_s:.2f} s. On the host the copies took "
+        f"{size(verification.host_bytes)} per rank. Everything was put back."
     )
 
 

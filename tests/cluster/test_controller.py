@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ipyparallel.controller import heartmonitor
+from ipyparallel.controller import app, heartmonitor
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
@@ -29,6 +29,19 @@ while not Path("{folder}/end").exists():
     time.sleep(0.01)
 after = 1
 """
+
+
+def test_a_hub_without_a_database_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ipyparallel's module sleeps as ever afterwards; one that has no clock is left alone."""
+    assert app.time is time, "ipyparallel's controller has another way to wait now"
+    with hub.without_pause():
+        app.time.sleep(3600)
+        assert app.time.monotonic() > 0
+    assert app.time is time
+
+    monkeypatch.delattr(app, "time")
+    with hub.without_pause():
+        assert not hasattr(app, "time")
 
 
 def end_controller(session: Session, number: int = signal.SIGKILL) -> None:

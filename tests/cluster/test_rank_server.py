@@ -117,6 +117,19 @@ from nbdist.cluster.kernel import rank_server
 while not rank_server._server.has_ended:
     time.sleep(0.01)
 """
+LAST_WORDS = """%%distributed
+import atexit, concurrent.futures, pathlib, threading
+def say(word):
+    with open(f"{rank}.txt", "a") as file:
+        file.write(word + " ")
+executor = concurrent.futures.ThreadPoolExecutor(1)
+executor.submit(say, "task").result()
+def wait():
+    threading.main_thread().join()
+    say("thread")
+threading.Thread(target=wait).start()
+atexit.register(say, "exit")
+"""
 EDIT = """%%distributed
 %load_ext autoreload
 %autoreload 2
@@ -198,6 +211,19 @@ def test_a_fork_is_what_a_started_rank_is(tmp_path: Path) -> None:
     assert differ == ["python", "numpy", "torch", "seed", "key"]
 
 
+def test_a_fork_that_ends_waits_for_threads_and_runs_exit_functions(tmp_path: Path) -> None:
+    """As an interpreter does that is taken down: executors and threads of the user's end first."""
+    with Kernel(cwd=tmp_path) as kernel:
+        kernel.run("%load_ext nbdist")
+        start(kernel)
+        cell = kernel.run(LAST_WORDS)
+        assert cell.status == "ok", cell.visible
+        assert kernel.run("%dist_shutdown").status == "ok"
+
+    texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert texts == ["task thread exit " for _ in range(2)]
+
+
 def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_path: Path) -> None:
     """Ranks keep their variables; %dist_restart has another server, and so has a new %dist_init.
 
@@ -226,7 +252,7 @@ def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_pat
     assert "[0] 1" in printed.visible
     assert "ended" not in again.visible
     assert restarted.status == "ok", restarted.visible
-    assert alive.text == "[0-1] 2\n"
+    assert alive.text.startswith("[0-1] 2\n")  # then the times, where they differ
     assert server.pid != new.pid == same.pid
 
 

@@ -17,6 +17,8 @@ from tests.support.kernel import Kernel
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 LINES = 200_000
+# Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
+RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
 PRINTS = f"""%%distributed
 import time
@@ -190,7 +192,7 @@ def test_a_rank_that_died_meanwhile_comes_back(desk: Desk) -> None:
     victim.send_signal(signal.SIGKILL)
     assert processes.wait_gone([victim], 5) == []
     attached = desk.change()
-    restarted = desk.ok("%dist_restart")
+    restarted = desk.ok("%dist_restart", RESTART_S)
     desk.kernel.wait_output(desk.kernel.start(WAITS + "print('value' in globals())"), "begun")
     desk.kernel.kill()
     desk.go.touch()

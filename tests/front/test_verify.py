@@ -44,6 +44,18 @@ print([float(p.detach().double().sum()) for p in model.parameters()],
 _GONE = "%%distributed\nimport gc; del model, optimizer, Net, Layer, step; gc.collect(); None"
 
 
+def check_fsdp(kernel: Kernel) -> None:
+    """fsdp as the reference, and what is none."""
+    before = kernel.run(_STATE).visible
+    beside_fsdp = kernel.run("%dist_verify --against fsdp -- step()").visible
+    assert "right: a step under ddp, dp 2" in beside_fsdp
+    assert "reference: fsdp, dp 2, with the batches" in beside_fsdp
+    assert "On the host the copies took" in beside_fsdp
+    refused = kernel.run("%dist_verify --against pp -- step()").visible
+    assert "There is no reference 'pp'; there are single, fsdp" in refused
+    assert kernel.run(_STATE).visible == before
+
+
 def test_a_step_is_right_or_its_line_is_named(
     _shared_kernel: Kernel,  # noqa: PT019  # it is used
 ) -> None:
@@ -67,6 +79,7 @@ def test_a_step_is_right_or_its_line_is_named(
     assert ran(_STATE) == before
     ran("%%distributed\nx = torch.randn(4, 8)")
     assert "right: a step" in ran("%dist_verify --inputs x --steps 2")
+    check_fsdp(_shared_kernel)
 
     ran("%dist_strategy tp")
     ran("%%distributed\ntorch.manual_seed(3)")

@@ -165,6 +165,7 @@ class Cluster:
                 self._start_missing_controller(end_s)
             else:
                 self.channel = self._connect(end_s, ())
+                self._forget_ended()
         except BaseException:
             self.leave()
             raise
@@ -359,6 +360,14 @@ class Cluster:
                 self.channel.forget(engine)
 
         asyncio.get_running_loop().call_later(LAST_WORDS_S, forget)
+
+    def _forget_ended(self) -> None:
+        """Tell the controller of ranks that ended while no kernel was there to do it."""
+        assert self.channel is not None
+        if self.can_restart:  # then the engine's id is the rank
+            for engine in self.processes.exits:
+                if engine is not None:
+                    self.channel.forget(engine)
 
     def _arrivals(self, engines: Collection[int] | None, world_size: int = 0) -> EngineRegistration:
         """What to wait for: some engines, or at the start any `world_size` of them."""

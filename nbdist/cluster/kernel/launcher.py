@@ -1,4 +1,4 @@
-"""The local processes' launchers: the engines' gives each its rank before anything reports."""
+"""The local processes' launchers: the ranks' gives each its rank before anything reports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ipyparallel.cluster.launcher import (
     LocalEngineLauncher,
     LocalEngineSetLauncher,
     LocalProcessLauncher,
+    ipengine_cmd_argv,
 )
 from traitlets import Dict, Unicode
 
@@ -65,7 +66,61 @@ class ForkedControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
         return super().start() if server is None else _fork(self, server, "the controller")
 
 
-class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
+class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
+    """Starts one engine as a fork of its set's server."""
+
+    def start(self) -> Any:
+        """Let the server fork the engine; without one, start its process as ipyparallel does.
+
+        Raises:
+            StartError: If the server does not fork, or the system refuses another process.
+        """
+        server: RankServer | None = self.parent.server
+        if server is None:
+            return super().start()
+        return _fork(self, server, f"{self.parent.member} {self.identifier}")
+
+
+class ForkedEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
+    """Starts plain engines of any ipyparallel cluster, by the name "nbdist", without a session."""
+
+    launcher_class = ForkedEngineLauncher
+    member = "engine"
+    # What forks engines; None where each is a process that imports everything itself.
+    server: RankServer | None = None
+
+    async def start(self, n: int) -> Any:
+        """Start n engines, as forks where they can be; else it logs why, and starts processes.
+
+        Raises:
+            StartError: If a fork fails, or the system refuses another process.
+        """
+        if self.engine_cmd == ipengine_cmd_argv:
+            env = {**os.environ, **self.get_env()}
+            self.server = await rank_server.obtain(env, ["", *rank_server.text_path()])
+            if self.server is None:
+                self.log.warning("Engines are not forked: %s", rank_server.why_not())
+        return super().start(n)
+
+    def notify_stop(self, data: Any) -> Any:
+        """Take note that the last engine has ended, and let the server end."""
+        self._release()
+        return super().notify_stop(data)
+
+    async def stop(self) -> None:
+        """Stop the engines, and let the server end.
+
+        Here too: a program whose event loop does not run is not told of its engines' ends.
+        """
+        await super().stop()
+        self._release()
+
+    def _release(self) -> None:
+        if self.server is not None:
+            rank_server.release(self.server)
+
+
+class RankEngineLauncher(KeptOutput, ForkedEngineLauncher):
     """Starts the engine of one rank; its identifier is the rank."""
 
     def get_env(self) -> dict[str, str]:
@@ -90,22 +145,12 @@ class RankEngineLauncher(KeptOutput, LocalEngineLauncher):  # type: ignore[misc]
             f"--IPEngine.startup_command={JOIN}",
         ]
 
-    def start(self) -> Any:
-        """Let the rank server fork the engine; without one, start its process as ipyparallel does.
-
-        Raises:
-            StartError: If the system refuses another process.
-        """
-        server: RankServer | None = self.parent.server
-        if server is None:
-            return super().start()
-        return _fork(self, server, f"rank {self.identifier}")
-
 
 class RankEngineSetLauncher(LocalEngineSetLauncher):  # type: ignore[misc]
     """Starts one engine per rank on this machine; engine id = rank."""
 
     launcher_class = RankEngineLauncher
+    member = "rank"
     is_on_this_machine = True
 
     common_environment = Dict(help="Environment variables of every engine.").tag(config=True)

@@ -96,7 +96,20 @@ def terminate(pids: list[int], grace_s: float) -> None:
         except psutil.NoSuchProcess:
             continue
         processes.append(process)
-    psutil.wait_procs(processes, timeout=grace_s)
+    end_s = time.monotonic() + grace_s
+    while (processes := [p for p in processes if _lives(p)]) and time.monotonic() < end_s:
+        time.sleep(POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; not where only its parent has yet to take note of that.
+
+    The parent of kept ranks is the system's first process, which in a container may take seconds.
+    """
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_session(pid: int, start: str, deadline_s: float) -> bool:

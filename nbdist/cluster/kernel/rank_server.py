@@ -129,6 +129,11 @@ class RankServer:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def has_forks(self) -> bool:
+        """Whether a fork of it still runs, as far as it was told."""
+        return any(fork.is_running() for fork in list(self._forks.values()))
+
     async def check(self, env: Mapping[str, str], sys_path: Sequence[str]) -> dict[str, str]:
         """Whether forks would be what started ranks are, once the imports are done.
 
@@ -161,6 +166,7 @@ class RankServer:
                 "env": dict(env),
                 "cwd": os.path.abspath(cwd),  # noqa: PTH100  # of a folder that is gone too
                 "output_file": output_file,
+                "sys_path": text_path(),
                 "inherited": _inherited(),
             }
         )
@@ -287,6 +293,12 @@ def is_ready() -> bool:
 def why_not() -> str:
     """Why ranks are not forked, as far as it is known; "" where they are or would be."""
     return obstacle() or _refusal or ""
+
+
+def release(server: RankServer) -> None:
+    """End this server unless forks of it run; then it stays for whoever started those."""
+    if not server.has_forks:
+        _discard(server)
 
 
 def text_path() -> list[str]:

@@ -39,12 +39,20 @@ class Run:
     """One step of one model: what its modules computed, and the parameters before and after.
 
     Attributes:
-        before, after: This rank's parts, by first name.
+        before, after: This rank's parts, by first name; of a reference whole tensors.
     """
 
     captured: Captured
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes on the host."""
+        captured = self.captured
+        tables = (captured.gradients, self.before, self.after)
+        tensors = [t for pieces in captured.values.values() for t in pieces]
+        return sum(t.nbytes for t in (*tensors, *(t for table in tables for t in table.values())))
 
 
 def take_rank_0s(run: Run) -> None:

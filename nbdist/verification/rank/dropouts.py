@@ -7,7 +7,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -60,7 +59,7 @@ def dropped_out(current_module: Callable[[], str]) -> Iterator[list[Draw]]:
     with contextlib.ExitStack() as stack:
         for name in _DROPOUTS:
             instead = functools.partial(dropout, name, getattr(functional, name))
-            stack.enter_context(mock.patch.object(functional, name, instead))
+            stack.enter_context(_replaced(name, instead))
         real = getattr(functional, _ATTENTION)
 
         def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -68,5 +67,16 @@ def dropped_out(current_module: Callable[[], str]) -> Iterator[list[Draw]]:
                 kwargs["is_causal"] = args[5]
             return attention(real, *args, **kwargs)
 
-        stack.enter_context(mock.patch.object(functional, _ATTENTION, attend))
+        stack.enter_context(_replaced(_ATTENTION, attend))
         yield draws
+
+
+@contextlib.contextmanager
+def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function of torch.nn.functional in here; modules look it up at each call."""
+    real = getattr(functional, name)
+    setattr(functional, name, function)
+    try:
+        yield
+    finally:
+        setattr(functional, name, real)

@@ -1,8 +1,9 @@
 """One step of the live models under the strategy, and again as one process: what differs.
 
     under the strategy     hooks on every module, masks of dropout drawn and not used
-    as one process         the same models switched to `single`; each forward gets the batches of
-                           all data-parallel ranks (whole_batch)
+    as one process         the same models switched to `single`, or to `fsdp` where that has no
+                           room (references); each forward gets the batches of all data-parallel
+                           ranks (whole_batch)
     with moved inputs      that again, inputs moved by one unit in the last place: how far
                            rounding alone can get (perturbation analysis)
     once more as it was    only where something differs: whether the step is the same twice
@@ -13,6 +14,7 @@ Weights, optimizers, loaders, random generators and the strategy are put back af
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -20,23 +22,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbdist.comparison import rank as saved_state
 from nbdist.errors import OptionError
+from nbdist.hang.rank import reset_models
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import all_gather_object, rank
 from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.live_models import find
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.tensors import digest, like, local_of
 from nbdist.planner.fake.run import loss_of
 from nbdist.planner.rank import check_step, describe_model
 from nbdist.rpc.rank import namespace, progress
-from nbdist.strategy.choice import Degrees, Options, Strategy, described
+from nbdist.strategy.choice import Strategy, described
 from nbdist.switch.rank.commit import display_name
-from nbdist.switch.rank.switch import refusal, switch
+from nbdist.switch.rank.switch import switch
 from nbdist.verification.differences import (
     GRADIENT,
     INPUT,
@@ -50,13 +53,16 @@ from nbdist.verification.differences import (
     rows,
 )
 from nbdist.verification.draws import Draw, draw_problems
-from nbdist.verification.rank import compare
+from nbdist.verification.rank import compare, references
 from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
 from nbdist.verification.rank.compare import Run, Sides
 from nbdist.verification.rank.dropouts import dropped_out
+from nbdist.verification.rank.exchange import Exchange, ReferenceMemoryError, is_memory_error
 from nbdist.verification.rank.pieces import RankShare
-from nbdist.verification.rank.whole_batch import WholeBatch
+from nbdist.verification.rank.whole_batch import Peers, WholeBatch
 from nbdist.verification.verdict import (
+    FSDP,
+    SINGLE,
     AxisEvidence,
     Facts,
     Place,
@@ -107,8 +113,7 @@ def verify(request: StepRequest) -> Verification:
             "There is no prepared model to verify. Prepare one on all ranks first: "
             "model = accelerator.prepare(model)."
         )
-    if why := refusal(_reference_of(before)):
-        raise OptionError(f"The step cannot be run as one process for comparison. {why}")
+    reference = references.reference_of(before, request.against or SINGLE)
     if before.options.is_compiled:
         raise OptionError(
             "Hooks see nothing inside of modules that --compile has compiled. Verify without it: "
@@ -116,7 +121,7 @@ def verify(request: StepRequest) -> Verification:
         )
     step = _step_of(request, models)
     with progress.during(NAME), _everything_put_back(models):
-        return _Verifier(request, models, before, step).run()
+        return _Verifier(request, models, before, reference, step).run()
 
 
 class _Verifier:
@@ -127,19 +132,21 @@ class _Verifier:
         request: StepRequest,
         models: list[Prepared],
         before: Strategy,
+        reference: Strategy,
         step: Callable[[], None],
     ) -> None:
         self._request = request
         self._models = models
         self._before = before
         self._step = step
-        self._reference = _reference_of(before)
+        self._reference = reference
+        self._note = ""
         self._eps = _eps_of(before, models)
 
     def run(self) -> Verification:
         """Run the step three times, four where something differs."""
         here = self._pass("the step under the strategy", self._before)
-        reference = self._pass("the reference", self._reference)
+        reference = self._first_reference()
         moved = self._pass("the reference with moved inputs", self._reference, self._eps)
         sides = [self._sides(number, here, reference, moved) for number in range(len(self._models))]
         differences = tuple(
@@ -165,11 +172,31 @@ class _Verifier:
                 n_steps=reference.runs[0].captured.n_steps,
                 step_s=here.elapsed_s,
                 reference_s=reference.elapsed_s,
+                host_bytes=max(all_gather_object(_size_bytes(here, reference, moved))),
+                note=self._note,
                 degrees=self._before.degrees,
                 accumulate=self._before.options.accumulate,
             ),
             facts,
         )
+
+    def _first_reference(self) -> _Pass:
+        """As one process; under fsdp where that has no room and nothing else was asked for."""
+        what, is_free = "the reference", not self._request.against
+        if is_free and (note := references.memory_note(self._reference)):
+            self._take_fsdp(note)
+            is_free = False
+        try:
+            return self._pass(what, self._reference)
+        except ReferenceMemoryError as error:
+            if not is_free:
+                raise
+            self._take_fsdp(references.failure_note(error))
+        return self._pass(what, self._reference)
+
+    def _take_fsdp(self, note: str) -> None:
+        self._reference = references.reference_of(self._before, FSDP)
+        self._note = note
 
     def _varying(self, sides: list[Sides], first: Row | None, reference: _Pass) -> str | None:
         """The first module that a second run of the reference changes; run only where it may."""
@@ -222,9 +249,12 @@ class _Verifier:
         is_reference = choice is self._reference
         try:
             if is_reference:
-                switch(choice)
-                _take_rank_0s(self._models)
+                references.take_rank_0s(self._models)
+                _switch(choice)
             return self._captured(is_reference=is_reference, moved_eps=moved_eps)
+        except BaseException:
+            _reset_broken(self._models)
+            raise
         finally:
             saved_state.clear_new_variables()
             if is_reference:
@@ -232,10 +262,12 @@ class _Verifier:
             saved_state.restore_training_state()
 
     def _captured(self, *, is_reference: bool, moved_eps: float) -> _Pass:
+        exchange = Exchange()
+        ranks = _data_peers(self._before)
         captures = [Capture(model, moved_eps=moved_eps) for model in self._models]
         befores = [_values(model) for model in self._models]
         wholes = [
-            WholeBatch(model.base, _data_peers(self._before), rank(), capture)
+            WholeBatch(model.base, ranks.index(rank()), Peers(ranks, exchange), capture)
             for model, capture in zip(self._models, captures, strict=True)
             if is_reference
         ]
@@ -251,17 +283,29 @@ class _Verifier:
             if is_reference:
                 stack.enter_context(registry.data_shared_as(self._before))
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            elapsed_s = self._steps(captures)
+            make = functools.partial(self._steps, captures)
+            elapsed_s = exchange.run(make) if is_reference else make()
+        runs = self._runs(captures, befores, is_reference=is_reference)
+        digests = tuple(digest for watched in inputs for digest in watched.digests)
+        if not wholes:
+            return _Pass(runs, draws, elapsed_s, digests=digests)
+        return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
+
+    def _runs(
+        self, captures: list[Capture], befores: list[dict[str, torch.Tensor]], *, is_reference: bool
+    ) -> list[Run]:
+        """What was captured; of a reference whole tensors, and rank 0's. Collective: every rank."""
         runs = [
             Run(capture.captured, before, _values(model))
             for model, capture, before in zip(self._models, captures, befores, strict=True)
         ]
-        digests = tuple(digest for watched in inputs for digest in watched.digests)
-        for run in runs if is_reference else ():
+        for model, run in zip(self._models, runs if is_reference else (), strict=is_reference):
+            if self._reference.name == FSDP:
+                run.captured.gradients = references.gathered(model, run.captured.gradients)
+                run.before = references.gathered(model, run.before)
+                run.after = references.gathered(model, run.after)
             compare.take_rank_0s(run)
-        if not wholes:
-            return _Pass(runs, draws, elapsed_s, digests=digests)
-        return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
+        return runs
 
     def _steps(self, captures: list[Capture]) -> float:
         """Make the steps; modules are watched in the first. How long that took."""
@@ -277,20 +321,24 @@ class _Verifier:
         return elapsed_s
 
 
-def _take_rank_0s(models: list[Prepared]) -> None:
-    """One process has one copy of each value: rank 0's. Collective: every rank."""
-    optimizers = [o for o in registry.bound_optimizers() if registry.names_in(o)]
-    states = [
-        value
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor)
-    ]
-    with torch.no_grad():
-        for tensor in (*(t for model in models for t in local_state(model).values()), *states):
-            dist.broadcast(tensor, 0)
+def _switch(choice: Strategy) -> None:
+    """To the reference; on all ranks a ReferenceMemoryError where one of them has no room."""
+    try:
+        switch(choice)
+    except Exception as error:  # on all ranks: a switch ends alike everywhere
+        if any(all_gather_object(is_memory_error(error))):
+            raise ReferenceMemoryError(str(error)) from error
+        raise
+
+
+def _reset_broken(models: list[Prepared]) -> None:
+    """Let models be ready for a switch after half a step: fsdp leaves parameters gathered."""
+    modules = {m for model in models for m in (model.base, model.outer, model.built.job.root)}
+    reset_models.reset(tuple(named for named in find() if named.module in modules))
+
+
+def _size_bytes(*passes: _Pass) -> int:
+    return sum(run.size_bytes for each in passes for run in each.runs)
 
 
 def _data_peers(choice: Strategy) -> tuple[int, ...]:
@@ -298,16 +346,6 @@ def _data_peers(choice: Strategy) -> tuple[int, ...]:
     if choice.name == "single":
         return (rank(),)
     return choice.degrees.peers(rank(), "dp_replicate", "dp_shard")
-
-
-def _reference_of(choice: Strategy) -> Strategy:
-    """One process, with what changes numbers and not where they are computed."""
-    options = choice.options
-    same = Options(
-        precision=options.precision, accumulate=options.accumulate, sdpa=options.sdpa,
-        is_fused=options.is_fused,
-    )  # fmt: skip
-    return Strategy("single", Degrees(), choice.world_size, same)
 
 
 def _step_of(request: StepRequest, models: list[Prepared]) -> Callable[[], None]:

@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.consensus import all_gather_object
 from nbdist.parallel.cp.split_sequence import map_tensors, tensors
 from nbdist.parallel.tensors import digest
 from nbdist.verification.rank.capture import Capture
+from nbdist.verification.rank.exchange import Exchange
 
 Samples = tuple[int, int, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks whose batches make up the whole one, in order, and how they meet."""
+
+    ranks: Sequence[int]
+    exchange: Exchange
+
+    def gather(self, value: T) -> list[T]:
+        """What these ranks show. Collective: every rank, of all peers alike."""
+        shown = self.exchange.gather(value)
+        return [shown[rank] for rank in self.ranks]
 
 
 class WholeBatch:
@@ -31,14 +46,15 @@ class WholeBatch:
         are_equal: All data-parallel ranks have been given the same batch, in every call.
     """
 
-    def __init__(self, base: torch.nn.Module, peers: Sequence[int], rank: int, capture: Capture):
+    def __init__(self, base: torch.nn.Module, index: int, peers: Peers, capture: Capture) -> None:
+        """Of one model; `index` is this rank's place among its peers."""
         self.samples: Samples = (0, 1, 1)
         self.digests: list[str] = []
-        self.are_equal = len(peers) > 1
+        self.are_equal = len(peers.ranks) > 1
         self._base = base
         self._run: Callable[..., Any] = base.forward
         self._peers = peers
-        self._index = list(peers).index(rank)
+        self._index = index
         self._capture = capture
 
     @contextlib.contextmanager
@@ -63,7 +79,7 @@ class WholeBatch:
         """
         batch = list(tensors((args, kwargs)))
         self.digests.append(digest(batch))
-        if len(self._peers) == 1:
+        if len(self._peers.ranks) == 1:
             output = self._run(*self._moved(args), **self._moved(kwargs))
             self._capture.note_whole(output)
             return output
@@ -81,8 +97,7 @@ class WholeBatch:
     def _whole(self, call: Any, batch: Sequence[torch.Tensor]) -> Any:
         if not batch:
             return call
-        gathered = all_gather_object([tensor.detach().cpu() for tensor in batch])
-        shares = [gathered[peer] for peer in self._peers]
+        shares = self._peers.gather([tensor.detach().cpu() for tensor in batch])
         digests = {digest(share) for share in shares}
         self.are_equal = self.are_equal and len(digests) == 1
         sizes = [_n_samples(share) for share in shares]
@@ -129,16 +144,14 @@ class _Share(torch.autograd.Function):
     """A rank's rows; backward has the gradients of all ranks' rows, over their number."""
 
     @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, first: int, last: int, peers: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, first: int, last: int, peers: Peers) -> torch.Tensor:
         ctx.peers = peers
         return whole[first:last].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gathered = all_gather_object(gradient.cpu())
-        whole = torch.cat([gathered[peer] for peer in ctx.peers]) / len(ctx.peers)
+        parts = ctx.peers.gather(gradient.cpu())
+        whole = torch.cat(parts) / len(parts)
         return whole.to(gradient.device), None, None, None
 
 
@@ -152,6 +165,5 @@ class _Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gathered = all_gather_object(gradient.cpu())
-        mean = torch.stack([gathered[peer] for peer in ctx.peers]).mean(0)
+        mean = torch.stack(ctx.peers.gather(gradient.cpu())).mean(0)
         return mean.to(gradient.device), None
