@@ -20,6 +20,7 @@ MODULES = (
     "lints",
     "strategies",
     "switching",
+    "verification",
     "checkpoints",
     "start",
     "cells",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import Row, compare, ranks, strategies, switching
+from benchmarks import Row, compare, ranks, strategies, switching, verification
 from benchmarks import run as runner
 
 
@@ -110,6 +110,14 @@ def test_a_row_of_steps_is_the_middle_of_the_starts() -> None:
 
     assert (row.ours, row.other) == (51.0, 50.0)
     assert row.is_kept
+
+
+def test_rows_of_a_verification_are_its_time_and_its_memory() -> None:
+    """Beside a plain step, and beside the parameters; nothing is promised."""
+    time, memory = verification._rows("tp", verification.Taken(2.0, 0.25, 90.0, 20.0))
+
+    assert (time.ratio, time.unit) == (8.0, "s")
+    assert (memory.ratio, memory.unit) == (4.5, "MiB")
 
 
 def test_ranks_do_what_they_are_asked_and_say_why_they_ended(tmp_path: Path) -> None:

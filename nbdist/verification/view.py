@@ -24,7 +24,7 @@ from nbdist.verification.verdict import Verification
 # Modules in the picture: those nearest to their tolerance, in execution order.
 _MOST_MODULES = 48
 _MOST_NAMED = 4
-_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 9.0, 0.16, 1.0, 160, 6
+_WIDTH_IN, _ROW_IN, _EDGE_IN, _DPI, _FONT_PT = 7.5, 0.16, 1.0, 160, 6
 # Of the picture's colours: powers of ten of a difference as a share of its tolerance.
 _FROM, _TO = -3.0, 3.0
 
@@ -107,7 +107,7 @@ def _share(row: Row) -> float:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.2g} %"
+    return f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
 
 
 def _notes(verification: Verification) -> Iterator[str]:
