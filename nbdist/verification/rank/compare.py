@@ -55,7 +55,7 @@ class Run:
         return sum(t.nbytes for t in (*tensors, *(t for table in tables for t in table.values())))
 
 
-def take_rank_0s(run: Run) -> None:
+def compute_as_rank_0(run: Run) -> None:
     """Put rank 0's values in place of others that this rank's process has computed. Collective.
 
     Every rank. The reference is one process: code that asks for its rank gets one answer there.

@@ -304,7 +304,7 @@ class _Verifier:
                 run.captured.gradients = references.gathered(model, run.captured.gradients)
                 run.before = references.gathered(model, run.before)
                 run.after = references.gathered(model, run.after)
-            compare.take_rank_0s(run)
+            compare.compute_as_rank_0(run)
         return runs
 
     def _steps(self, captures: list[Capture]) -> float:
