@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ipyparallel
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
@@ -131,6 +132,17 @@ def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -
 
 
 # What is refused before anything starts.
+
+
+def test_ranks_come_though_the_controller_was_not_heard(
+    no_gpus: None, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it tells while nobody has subscribed to it yet is lost."""
+    monkeypatch.setattr(ipyparallel.Client, "_register_engine", lambda _client, _message: None)
+
+    with session_of(StartOptions(2, deadline_s=20.0)) as session:
+        assert session.cluster.channel is not None
+        assert session.cluster.channel.engine_ids == (0, 1)
 
 
 @pytest.mark.parametrize(

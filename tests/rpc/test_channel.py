@@ -312,6 +312,18 @@ def test_a_closed_channel_raises_in_the_future() -> None:
     assert isinstance(answer.exception(0), OSError)
 
 
+def test_an_engine_that_nobody_told_of_is_asked_for(channel: Channel) -> None:
+    client = channel._client
+    uuid = client._engines.pop(1)
+    client._ids.remove(1)
+    unknown = channel.engine_ids
+    channel.ask_for_engines()
+
+    assert unknown == (0,)
+    assert until(lambda: channel.engine_ids == (0, 1))
+    assert client._engines[1] == uuid
+
+
 def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
     """The engine counts as gone; the answer that comes even so is dropped."""
     reply: Future[Any] = Future()
@@ -331,7 +343,7 @@ def test_a_late_answer_of_a_lost_engine_changes_nothing() -> None:
 class FakeClient:
     """An ipyparallel client with one engine that answers when it is told to."""
 
-    _mux_stream = _control_stream = _query_stream = _io_loop = None
+    _mux_stream = _control_stream = _query_stream = _io_loop = _update_engines = None
 
     def __init__(self, reply: "Future[Any] | None" = None) -> None:
         self._registration_callbacks: list[Callable[[Any], None]] = []

@@ -393,6 +393,7 @@ class Cluster:
             exits,
             registered,
             self.processes.output,
+            lambda: None if self.channel is None else self.channel.ask_for_engines(),
             lambda: ipp_launchers.state(self._config, self._cluster.engine_set),
         )
 

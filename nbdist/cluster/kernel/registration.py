@@ -16,6 +16,8 @@ from nbdist.errors import StartError
 Progress = Callable[[str], None]
 
 POLL_S = 0.01
+# After that long without news the controller is asked: it may have told what nobody heard.
+ASK_S = 0.25
 # What an engine writes (ipyparallel 9.2) when no answer comes from the controller.
 _UNANSWERED = re.compile(r"at tcp://([^\s:]+|\[[^\]]+\]):\d+.*Registration timed out", re.DOTALL)
 # All that mpiexec says of too few slots; of a traceback the end.
@@ -31,6 +33,7 @@ class EngineRegistration:
         expected: Their engine ids, which are ranks where it matters.
         exits: The ends so far of processes that matter: engine, None for the controller -> end.
         output: What a process (engine, None for the controller) has written.
+        ask: Asks the controller whom it lists; `registered` has those soon.
         state: What a batch system says of their job; empty without one.
     """
 
@@ -39,6 +42,7 @@ class EngineRegistration:
     exits: Callable[[], Mapping[int | None, Exit]]
     registered: Callable[[], Collection[int]]
     output: Callable[[int | None], str]
+    ask: Callable[[], None] = lambda: None
     state: Callable[[], str] = lambda: ""
 
     def wait(
@@ -55,7 +59,7 @@ class EngineRegistration:
         Raises:
             StartError: When a process ends, or at the end, naming who is missing.
         """
-        reported = -1
+        reported, asked_s = -1, time.monotonic()
         while (ready := len(self.registered())) < len(self.expected):
             if ready != reported:
                 progress(f"{ready} of {len(self.expected)} ranks ready")
@@ -69,6 +73,9 @@ class EngineRegistration:
                     f"{ranks_phrase(missing)} did not come. {self._log_tail(missing[0])}"
                     f"{self._job()}A slow start can be given more time with --timeout."
                 )
+            if time.monotonic() > asked_s + ASK_S:
+                self.ask()
+                asked_s = time.monotonic()
             time.sleep(POLL_S)
 
     def raise_for_exits(self) -> None:

@@ -29,6 +29,7 @@ PRIVATE = (
     "_control_stream",
     "_query_stream",
     "_registration_callbacks",
+    "_update_engines",
     "_io_loop",
 )
 # The client's thread takes what is to be sent in milliseconds, unless it is closed.
@@ -72,6 +73,28 @@ class Channel:
     def engine_ids(self) -> tuple[int, ...]:
         """The engines that are registered now."""
         return tuple(sorted(self._client.ids))
+
+    def ask_for_engines(self) -> None:
+        """Ask the controller which engines it lists; those of the answer not known yet are taken.
+
+        It tells of each new engine once, and ZMQ drops what nobody has subscribed to yet. An engine
+        that registers while this client's subscription is on its way would never be heard of.
+        Returns at once. Uses the client's private `_send`, query stream and `_update_engines`
+        (ipyparallel 9.2; checked by tests/rpc/test_channel.py).
+        """
+        client = self._client
+
+        def take(done: Future[Any]) -> None:
+            listed = done.result()["content"]["engines"].items()
+            client._update_engines(  # noqa: SLF001
+                {int(e): uuid for e, uuid in listed if int(e) not in client._engines}  # noqa: SLF001
+            )
+
+        client._send(  # noqa: SLF001
+            client._query_stream,  # noqa: SLF001
+            "connection_request",
+            message_future_hook=lambda reply: reply.add_done_callback(take),
+        )
 
     def execute(
         self,
