@@ -22,8 +22,10 @@ def explain(failure: RankFailure, has_name: HasName) -> RankFailure:
     message = torch_messages.readable(failure.message)
     traceback = tuple(line.replace(failure.message, message) for line in failure.traceback)
     find = _HINTS.get(failure.name)
-    hint = find(message, has_name) if find else ""
-    return replace(failure, message=f"{message}. {hint}" if hint else message, traceback=traceback)
+    if hint := find(message, has_name) if find else "":
+        first, newline, rest = message.partition("\n")  # of CUDA's five lines the first is shown
+        message = f"{first}. {hint}{newline}{rest}"
+    return replace(failure, message=message, traceback=traceback)
 
 
 def _missing_module(_message: str, has_name: HasName) -> str:

@@ -8,18 +8,23 @@ batch_isend_irecv, torch's pipelining, ours and the user's.
 
 What is sent is copied to the host within the call, once the GPU has computed it. What is received
 is copied back by `Work.wait`, on the stream that was current in the call.
+
+Functional collectives, by which DTensor redistributes, make two of these calls in C++, past any
+wrapper: seen on an H200 as SIGSEGV in each `full_tensor()`. They have kernels of our own here.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.library import Library
 
 Function = Callable[..., Any]
 _READ, _WRITTEN = "read", "written"
@@ -173,3 +178,58 @@ def _with_copies(original: Function) -> Function:
         return future.then(finish)
 
     return get_future
+
+
+def replace_functional_collectives(dispatch_key: str = "CUDA") -> None:
+    """Let the functional collectives that coalesce give Gloo one tensor at a time. Call it once.
+
+    Only on ranks whose groups are all Gloo's. `dispatch_key` is torch's name of a kind of tensors.
+    """
+
+    def reduce_copies(inputs: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+        return _reduce([x.clone(memory_format=torch.contiguous_format) for x in inputs], *how)
+
+    library: Any = _library()
+    kernels = {
+        "all_gather_into_tensor": lambda x, *where: _gather([x], *where)[0],
+        "all_gather_into_tensor_coalesced": _gather,
+        "all_reduce_coalesced": reduce_copies,
+        "all_reduce_coalesced_": _reduce,
+    }
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, dispatch_key)
+
+
+@functools.cache  # torch takes the kernels back when this is collected
+def _library() -> Library:
+    return Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def _gather(inputs: Sequence[torch.Tensor], group_size: int, group: Any) -> list[torch.Tensor]:
+    """The ranks' tensors, one after the other along the first dimension."""
+    outputs = []
+    for tensor in inputs:
+        part = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        whole = part.new_empty((group_size, *part.shape))
+        work = _group(group).allgather([list(whole.unbind())], [part.contiguous()])
+        output = whole.flatten(0, 1) if tensor.dim() else whole
+        outputs.append(torch.view_as_complex(output) if tensor.is_complex() else output)
+        _distributed_c10d._register_work(outputs[-1], work)  # noqa: SLF001  # for wait_tensor
+    return outputs
+
+
+def _reduce(tensors: Sequence[torch.Tensor], reduction: str, group: Any) -> list[torch.Tensor]:
+    """Reduce each tensor in place over the ranks."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = getattr(dist.ReduceOp, reduction.upper())
+    for tensor in tensors:
+        work = _group(group).allreduce([tensor], options)
+        _distributed_c10d._register_work(tensor, work)  # noqa: SLF001  # for wait_tensor
+    return list(tensors)
+
+
+def _group(group: Any) -> Any:
+    """The group that a functional collective names; from torch 2.13 on it may be given itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return _distributed_c10d._resolve_process_group(group)  # noqa: SLF001  # the only way to it

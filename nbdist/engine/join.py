@@ -55,6 +55,7 @@ from nbdist.hang.rank import (
     call_log,
     common_store,
     debug_checks,
+    device_health,
     gloo_abort,
     graph_capture,
     process_groups,
@@ -164,26 +165,18 @@ def join(
     os.environ.pop("IPP_CONNECTION_INFO", None)
     _set_torchrun_variables(place, plan)
     os.environ.update(nccl_env.environment(os.environ))  # read when the group is made
-    options: dict[str, Any] = {}
-    if place.device != "cpu":
-        torch.cuda.set_device(place.device)
-        host_staging.install()
-    if plan.backend == "nccl":
-        # Bound to its device the communicator is made now and not in the first collective,
-        # where it could not be aborted. torch does this for the GPU's half of the pair.
-        options["device_id"] = torch.device(place.device)
+    options = _use_device(place, plan.backend)
     # All before the first group, which they are to know.
     gloo_abort.install()
     gloo_abort.admit(plan.addresses)
     process_groups.install()
     debug_checks.install()
-    if place.device != "cpu":
-        graph_capture.install()
     common = process_groups.generation_store(store, generation)
     common_store.announce(common, rank)
     if generation:
         process_groups.meet(common, rank, range(plan.world_size))
         gloo_abort.outdate(generation)
+        device_health.refuse_broken(common, place, range(plan.world_size))
     # Within one host NCCL uses no network.
     with diagnostics_rank.captured_nccl_log(is_wanted=plan.backend == "nccl" and plan.n_hosts > 1):
         dist.init_process_group(
@@ -225,6 +218,21 @@ def _set_torchrun_variables(place: RankPlace, plan: Topology) -> None:
         torch.set_num_threads(place.threads)
 
 
+def _use_device(place: RankPlace, backend: str) -> dict[str, Any]:
+    """Take the rank's GPU, if it has one; what `init_process_group` has to know of it."""
+    if place.device == "cpu":
+        return {}
+    torch.cuda.set_device(place.device)
+    host_staging.install()
+    graph_capture.install()
+    if backend != "nccl":
+        host_staging.replace_functional_collectives()
+        return {}
+    # Bound to its device the communicator is made now and not in the first collective,
+    # where it could not be aborted. torch does this for the GPU's half of the pair.
+    return {"device_id": torch.device(place.device)}
+
+
 def prepare(seed: int | None = None) -> Topology:
     """Give cells their names (`rank`, `accelerator`, ...) and return the plan as it is.
 
@@ -240,8 +248,7 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     default_group.install()
     torch_clip.install()
-    if place.device == "cpu":
-        partial_state.install()
+    partial_state.install(torch.device(place.device).type, this.topology.backend)
     del sys.argv[
         1:
     ]  # the engine's, which it has read: a pasted program's parser takes its defaults

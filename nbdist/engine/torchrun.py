@@ -159,10 +159,12 @@ def _become_rank() -> topology.Topology:
         )
     place = plan.ranks[rank]
     joined(Rank(place, plan, default_store()))
-    if place.device == "cpu":
-        partial_state.install()
-    else:
+    backend, is_on_gpu = dist.get_backend(), place.device != "cpu"
+    partial_state.install(torch.device(place.device).type, backend)
+    if is_on_gpu:
         host_staging.install()
+    if is_on_gpu and backend == "gloo":
+        host_staging.replace_functional_collectives()
     torch_clip.install()
     return plan
 

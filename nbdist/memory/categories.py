@@ -7,8 +7,8 @@ the objects were looked at. The rest is inferred, in this order:
 - temporary: allocated and freed in one phase of a step;
 - activations: allocated before a backward, there when one begins, and freed in a backward, or at
   least before the next one;
-- gradients: allocated in a backward and not freed in it;
-- unknown: everything else.
+- gradients: allocated in a backward, not freed in it, and somebody's when objects were looked at;
+- unknown: everything else, as cuBLAS's workspace, which no object of Python has.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ def categorise(memory: RankMemory, claims: Sequence[Claim]) -> RankMemory:
     blocks = memory.blocks
     owners = _owners(blocks, claims)
     category = _infer(memory)
+    nobodys = _were_there(blocks, claims) & (category == GRADIENT)
+    nobodys[list(owners)] = False
+    category[nobodys] = UNKNOWN
     is_exact = np.zeros(len(blocks), np.bool_)
     names = list(memory.names)
     places = {name: place for place, name in enumerate(names)}
@@ -178,6 +181,14 @@ def _owners(blocks: Blocks, claims: Sequence[Claim]) -> dict[int, Claim]:
             previous = owners.get(place)
             owners[place] = claim if previous is None else replace(previous, name=claim.name)
     return owners
+
+
+def _were_there(blocks: Blocks, claims: Sequence[Claim]) -> npt.NDArray[np.bool_]:
+    """Which blocks were there at a time at which the objects were looked at."""
+    looks_ns = np.array([*sorted({claim.time_ns for claim in claims}), STAYS], np.int64)
+    next_ns = looks_ns[np.searchsorted(looks_ns[:-1], blocks.start_ns)]
+    were_there: npt.NDArray[np.bool_] = (next_ns != STAYS) & (next_ns < blocks.end_ns)
+    return were_there
 
 
 def _of_unknown_address(

@@ -62,6 +62,10 @@ class Meaning:
     group: int
 
 
+# Torch's descriptions of groups of all ranks. Where ranks share a GPU it makes one more for meshes.
+_WHOLE = frozenset({"default_pg", "mesh_default"})
+
+
 def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[TraceGroup, ...]:
     """The process groups of a file's header; `called` has the user's name by torch's name."""
     info = header.get(INFO)
@@ -70,9 +74,7 @@ def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[Tra
     for config in listed if isinstance(listed, list) else []:
         torch_name = str(config.get("pg_name", len(groups)))
         description = str(config.get("pg_desc") or "")
-        name = called.get(torch_name) or (
-            "all ranks" if description == "default_pg" else description
-        )
+        name = called.get(torch_name) or ("all ranks" if description in _WHOLE else description)
         # The ranks are left out where the group is of all.
         ranks = config.get("ranks") or range(int(config.get("pg_size") or 1))
         groups.append(TraceGroup(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))

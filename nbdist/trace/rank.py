@@ -70,6 +70,7 @@ class _Recording(CellRecording):
                 record_shapes=True,  # the sizes of collectives
                 profile_memory=self._options.has_memory,
                 with_stack=self._options.has_stacks,
+                acc_events=True,  # or torch 2.11 warns that a second cycle would drop the first's
             )
             self._profiler.start()
         except Exception as error:  # noqa: BLE001  # the cell itself is to run

@@ -41,6 +41,11 @@ from nbdist.errors import StartError
             "CUDA error: device-side assert triggered",
             r". No process comes back from that: .*%dist_restart with its number replaces it.*",
         ),
+        (  # the summary of a cell's failure shows the first line
+            "AcceleratorError",
+            "CUDA error: device-side assert triggered\nSearch for `cudaErrorAssert' in https://x",
+            r". No process comes back from that: .*the other ranks keep theirs",
+        ),
         (
             "AcceleratorError",
             "CUDA error: invalid device ordinal",
@@ -55,10 +60,11 @@ from nbdist.errors import StartError
     ],
 )
 def test_what_to_do_is_added_where_it_is_known(name: str, message: str, hint: str) -> None:
-    """Behind the error's own message; the notebook has `data`."""
+    """Behind the first line of the error's own message; the notebook has `data`."""
     text = explain(RankFailure(1, name, message), {"data"}.__contains__).message
 
-    assert re.fullmatch(re.escape(message) + hint, text)
+    first, _, _ = message.partition("\n")
+    assert re.fullmatch(re.escape(first) + hint + re.escape(message[len(first) :]), text)
 
 
 def test_a_program_is_not_sent_to_a_notebook() -> None:

@@ -227,6 +227,54 @@ def test_a_staged_receive_is_aborted_and_the_next_one_is_right(tmp_path: Path) -
     assert zero["pressed"] == [[1.0] * 3, [2.0] * 3]
 
 
+FUNCTIONAL = (
+    STAGING
+    + """
+import torch.distributed._functional_collectives as functional
+mesh = init_device_mesh("cpu", (2,))
+world = dist.group.WORLD
+
+def values(*shape, dtype=torch.float32):
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) * 3 + 7 * rank).to(dtype).reshape(shape)
+
+def made():
+    gathered = [
+        functional.all_gather_tensor(values(*shape, dtype=dtype), 0, world)
+        for shape, dtype in [((3, 4), torch.float32), ((2,), torch.bfloat16), ((1,), torch.int64),
+                             ((2, 3), torch.complex64), ((0, 2), torch.float32)]
+    ]
+    turned = functional.all_gather_tensor(values(4, 2).t().contiguous(), 1, world)
+    together = functional.all_gather_into_tensor_coalesced([values(2, 2), values(3)], world)
+    sums = functional.all_reduce_coalesced([values(2, 2), values(3)], "avg", world)
+    largest = functional.all_reduce_coalesced([values(5)], "max", world)
+    whole = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+    uneven = distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [Shard(0)])
+    trained = torch.nn.Parameter(whole)
+    trained.full_tensor().square().sum().backward()
+    columns = whole.redistribute(placements=[Shard(1)]).to_local()
+    results = [*gathered, turned, *together, *sums, *largest,
+               whole.full_tensor(), uneven.full_tensor(), trained.grad.full_tensor(), columns]
+    return [[str(x.dtype), list(x.shape), str(x.tolist())] for x in results]
+
+direct = made()
+gathers, gather = [], host_staging._gather
+host_staging._gather = lambda *args: gathers.append(args) or gather(*args)
+host_staging.replace_functional_collectives("CPU")
+again = made()
+done(direct=direct, again=again, gathers=len(gathers))
+"""
+)
+
+
+def test_functional_collectives_give_what_torchs_own_give(tmp_path: Path) -> None:
+    """One tensor at a time: all dtypes, DTensors and their gradients, to the last bit."""
+    for end in run_ranks(tmp_path, 2, FUNCTIONAL):
+        assert end["again"] == end["direct"]
+        assert end["gathers"] >= 10
+        assert end["direct"][0][1] == [6, 4]
+
+
 RING = (
     COMMON
     + """

@@ -69,7 +69,7 @@ def _tests(name: str, weight: float, *files: str) -> Part:
 
 PARTS = (
     Part("machine", ("-m", "tests.gpu.probes", "machine", "doctor"), 2),
-    _tests("faults", 8),
+    _tests("faults", 8, "faults", "rank_server"),
     _tests("training", 8),
     _tests("recordings", 5, "recordings", "memory", "monitor"),
     Part("probes", ("-m", "tests.gpu.probes"), 10),

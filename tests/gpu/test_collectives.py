@@ -77,6 +77,29 @@ with dist.distributed_c10d._coalescing_manager():
 print([x.tolist() for x in xs], ys.tolist())""",
         "[[3.0], [3.0, 3.0, 3.0]] [1.0, 2.0]",
     ),
+    "functional": (
+        """import torch.distributed._functional_collectives as functional
+world, ones = dist.group.WORLD, one.repeat(2, 3)
+whole = functional.all_gather_tensor(ones, 0, world)
+parts = functional.all_gather_into_tensor_coalesced([one, ones], world)
+sums = functional.all_reduce_coalesced([one, ones], "sum", world)
+print(whole[:, 0].tolist(), parts[0].tolist(), [x.sum().item() for x in sums])""",
+        "[1.0, 1.0, 2.0, 2.0] [1.0, 2.0] [3.0, 18.0]",
+    ),
+    "DTensor": (
+        """from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh(device.type, (2,))
+rows = distribute_tensor(torch.arange(12.0, device=device).view(3, 4), mesh, [Shard(0)])
+columns = rows.redistribute(placements=[Shard(1)]).to_local()
+print(rows.full_tensor().sum().item(), list(columns.shape), columns.device == device)""",
+        "66.0 [3, 2] True",
+    ),
+    "Accelerate's gather": (
+        """padded = accelerator.pad_across_processes(one.repeat(rank + 1))
+print(accelerator.gather(padded).tolist(), accelerator.state.backend == dist.get_backend())""",
+        "[1.0, 0.0, 2.0, 2.0] True",
+    ),
     "barrier": ("dist.barrier(); print('passed')", "passed"),
     "barrier on LOCAL_RANK": (
         """dist.barrier(device_ids=[local_rank]); accelerator.wait_for_everyone()

@@ -21,7 +21,10 @@ def test_the_monitor_reads_a_ranks_own_device(ranks: Session) -> None:
 
     A CPU rank has neither, and its process' memory in their place.
     """
-    ranks.run("held = torch.ones(2**28, device=device) if device.type == 'cuda' else None")  # 1 GiB
+    (rank, *_) = ranks.run(
+        "held = torch.ones(2**28, device=device) if device.type == 'cuda' else None  # 1 GiB\n"
+        "print(torch.cuda.memory_allocated())"  # with cuBLAS's workspaces, where it was used
+    ).ranks
     monitor = ranks.monitor
     has_gpu = ranks.topology.ranks[0].device != "cpu"
 
@@ -41,7 +44,7 @@ def test_the_monitor_reads_a_ranks_own_device(ranks: Session) -> None:
         return
     assert sample.gpu is not None
     assert sample.allocator is not None
-    assert sample.allocator.allocated_bytes == GIB
+    assert sample.allocator.allocated_bytes == int(rank.text) >= GIB
     assert sample.allocator.peak_bytes >= sample.allocator.allocated_bytes
     assert sample.allocator.reserved_bytes >= GIB
     assert sample.gpu.used_bytes is not None

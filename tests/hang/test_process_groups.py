@@ -242,12 +242,7 @@ def test_a_split_makes_groups_that_a_recovery_knows(tmp_path: Path) -> None:
 
 
 BROKEN_GPU = """
-    from dataclasses import replace
     from nbdist.hang.rank import device_health
-    from nbdist.core import rank as rank_module
-    on_gpus = [replace(place, device=f"cuda:{place.rank}") for place in this_rank().topology.ranks]
-    topology = replace(this_rank().topology, ranks=tuple(on_gpus))
-    rank_module.joined(replace(this_rank(), place=on_gpus[rank], topology=topology))
     device_health._find_problem = lambda _: "CUDA error: device-side assert" if rank == 1 else ""
     text = refusal(lambda: process_groups.recover(1), NbdistError)
     device_health._find_problem = lambda _: ""

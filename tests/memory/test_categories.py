@@ -85,6 +85,16 @@ def test_a_step_is_taken_apart_by_its_phases() -> None:
     }  # fmt: skip
 
 
+def test_a_workspace_that_no_object_has_is_no_gradient() -> None:
+    """cuBLAS allocates one in its first product, which may be a backward's, and keeps it."""
+    spans = [(1, 110, STAYS), (2, 110, STAYS), (3, 110, 250), (4, 110, STAYS)]
+    claims = [Claim(500, 1, 2, GRADIENT, "weight"), Claim(500, 4, 5, UNKNOWN, "kept")]
+
+    assert kinds(categorise(memory(spans, STEP), claims)) == {
+        1: "gradients!", 2: "unknown", 3: "gradients", 4: "gradients",
+    }  # fmt: skip
+
+
 def test_claims_are_exact_and_the_strongest_counts() -> None:
     """Whatever was concluded; a claim of another time or address says nothing."""
     spans = [(1, 10, STAYS), (2, 110, 500), (3, 10, 20), (3, 30, STAYS), (4, 10, 150)]
@@ -236,6 +246,7 @@ class Life:
         made_in, freed_in: The phase, "forward" for none; empty for before, or never.
         visit: How many times the phase had changed when it was made, and when it was freed.
         backwards: So many backwards have begun while it was there.
+        is_seen: Whether the objects were looked at while it was there.
         claims: In the order in which they were made.
     """
 
@@ -243,6 +254,7 @@ class Life:
     visit: list[int] = field(default_factory=list)
     freed_in: str = ""
     backwards: int = 0
+    is_seen: bool = False
     claims: list[Claim] = field(default_factory=list)
 
 
@@ -253,7 +265,7 @@ def verdict(life: Life) -> str:
             return f"{CATEGORIES[kind]}!"
     rules = (
         (TEMPORARY, life.made_in and life.freed_in and life.visit[0] == life.visit[-1]),
-        (GRADIENT, life.made_in == BACKWARD),
+        (GRADIENT, life.made_in == BACKWARD and (life.claims or not life.is_seen)),
         (ACTIVATION, life.made_in in ("forward", "") and life.freed_in == BACKWARD),
         (
             ACTIVATION,
@@ -313,6 +325,8 @@ class World:
         kind = self.draw.choice([PARAMETER, BUFFER, OPTIMIZER, GRADIENT, COMMUNICATION, UNKNOWN])
         claim = Claim(now, address, address + 1, kind, self.draw.choice(["", "a", "b"]))
         self.claims.append(claim)
+        for life in self.there.values():
+            life.is_seen = True
         if address in self.there:
             self.there[address].claims.append(claim)
 

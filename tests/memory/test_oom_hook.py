@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_only_shortages_are_noted(noted: list[Any]) -> None:
     assert (oom_hook.last(), type(noted[1][1])) == ("shortage", RuntimeError)
     kernel.run(lambda: None)
     assert (oom_hook.last(), len(noted)) == (None, 2)
+
+
+def test_the_next_cell_has_the_memory_of_the_one_that_failed(noted: list[Any]) -> None:
+    """What its functions held goes; after any other error it stays, for whoever wants to look."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def hold_and(fail: Callable[[], object]) -> None:
+        hidden = torch.ones(3)
+        held.append(weakref.ref(hidden))
+        fail()
+
+    kernel = Kernel()
+    kernel.run(lambda: hold_and(fails_within))
+    assert held[0]() is not None
+    kernel.run(lambda: None)
+    assert held[0]() is None
+    kernel.run(lambda: hold_and(lambda: 1 / 0))
+    kernel.run(lambda: None)
+    assert held[1]() is not None
 
 
 def test_a_failure_to_look_leaves_the_cell_its_error(

@@ -55,6 +55,13 @@ class Device:
         self.tensor = torch.ones(3, device=self.device)
         dist.all_reduce(self.tensor)
         self.tensor.sum().item()
+        self.await_retired()
+
+    def await_retired(self) -> None:
+        """Wait until a thread of the backend's has noted that all calls have ended."""
+        end_s = time.monotonic() + 10
+        while self.pending() and time.monotonic() < end_s:
+            time.sleep(0.02)
 
     def pending(self) -> list[str]:
         """The calls that the recorder has not seen end."""
@@ -82,9 +89,7 @@ def calls_return_at_once(device: Device) -> dict[str, Any]:
     dist.all_reduce(device.tensor)
     pending = device.pending()
     device.tensor.sum().item()
-    end_s = time.monotonic() + 10  # a thread of the backend's notes it a moment later
-    while device.pending() and time.monotonic() < end_s:
-        time.sleep(0.02)
+    device.await_retired()
     return {"then": pending, "at_last": device.pending()}
 
 

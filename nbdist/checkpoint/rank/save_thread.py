@@ -116,9 +116,13 @@ def _finish(save: RankSave) -> None:
     with explain_errors(save):
         saver = ChunkSavePlanner(save.contents, 0, _values(save))
         _, metadata = saver.create_global_plan([])
-        ChunkWriter(save.folder).finish(metadata, _write_results(save.contents, results))
-        data = (save.folder / dcp_metadata.FILE).read_bytes()
-        if dcp_metadata.loads(data) != metadata:
+        writes = _write_results(save.contents, results)
+        ChunkWriter(save.folder).finish(metadata, [writes])
+        written = dcp_metadata.loads((save.folder / dcp_metadata.FILE).read_bytes())
+        # torch 2.11's writer completes a copy of the metadata, 2.13's the metadata itself.
+        tensors = metadata.state_dict_metadata
+        places = {write.index: write.storage_data for write in writes}
+        if written != replace(written, state_dict_metadata=tensors, storage_data=places):
             raise CheckpointError(f"{dcp_metadata.FILE} differs from what was written")
         states = plain_state.as_bytes(save.plain, save.generators)
         plain_state.loads(states)  # as a load will
@@ -151,9 +155,7 @@ def _finish(save: RankSave) -> None:
     )
 
 
-def _write_results(
-    contents: CheckpointTensors, results: list[dict[str, Any]]
-) -> list[list[WriteResult]]:
+def _write_results(contents: CheckpointTensors, results: list[dict[str, Any]]) -> list[WriteResult]:
     """Where each box lies, for DCP's writer, under each of a tensor's names."""
     write_results = []
     for result in results:
@@ -163,7 +165,7 @@ def _write_results(
             write_results += [
                 WriteResult(MetadataIndex(alias, offsets), length, place) for alias in names
             ]
-    return [write_results]
+    return write_results
 
 
 def _gone(save: RankSave, other: int) -> str:

@@ -1,6 +1,6 @@
 """Whether this rank's GPU has done its work, and whether it still can do any.
 
-Not verified on a GPU. A wait for a GPU cannot be interrupted, so each is made in a thread of its
+A wait for a GPU cannot be interrupted, so each is made in a thread of its
 own: one that never ends is left behind, and ends with the abort of the calls that it waits for.
 """
 
@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from nbdist.core.rank import this_rank
 from nbdist.core.ranks import rank_label
+from nbdist.core.topology import RankPlace
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import rendezvous
+from nbdist.hang.recovery import DEADLINE_S
 
 # Work of a healthy GPU that is in flight, before its communicators are aborted.
 DRAIN_S = 2.0
@@ -33,30 +35,29 @@ def drain() -> None:
         _error_within(DRAIN_S, lambda: torch.cuda.synchronize(this_rank().place.device))
 
 
-def refuse_broken(store: dist.Store, living: Sequence[int], deadline_s: float) -> None:
-    """Compute on every rank's GPU before anybody connects. Collective: the living ranks.
+def refuse_broken(store: dist.Store, place: RankPlace, living: Sequence[int]) -> None:
+    """Compute on every rank's GPU before anybody connects.
+
+    Collective: the living ranks, and those that take the place of dead ones.
 
     A rank whose GPU is in an error that CUDA does not come back from would fail, and the others
     would wait for it in NCCL, where nothing ends a wait.
 
     Args:
         store: Of this recovery.
+        place: Of this rank.
         living: Global ranks.
-        deadline_s: How long to wait for the others' answers.
 
     Raises:
-        NbdistError: A GPU does not work, or a rank gave no answer; on every rank.
+        NbdistError: A GPU does not work, or a rank gave no answer within DEADLINE_S; on every rank.
     """
-    place = this_rank().place
-    if all(rank.device == "cpu" for rank in this_rank().topology.ranks):
-        return
     store.set(f"gpu/{place.rank}", _find_problem(place.device) or _FINE)
     keys = [f"gpu/{rank}" for rank in living]
-    silent = rendezvous.await_keys(store, keys, deadline_s)
+    silent = rendezvous.await_keys(store, keys, DEADLINE_S)
     if silent:
         raise NbdistError(
             f"rank(s) {rank_label([living[index] for index in silent])} did not say within "
-            f"{deadline_s:.0f} s whether their GPU works. %dist_restart replaces them."
+            f"{DEADLINE_S:.0f} s whether their GPU works. %dist_restart replaces them."
         )
     problems = {rank: store.get(key).decode() for rank, key in zip(living, keys, strict=True)}
     broken = {rank: problem for rank, problem in problems.items() if problem != _FINE}

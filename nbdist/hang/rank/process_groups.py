@@ -182,7 +182,7 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     gloo_abort.outdate(generation)
     device_health.drain()
     nccl_abort.abort()  # a communicator can only be renewed once the old one is gone
-    device_health.refuse_broken(store, living, DEADLINE_S)
+    device_health.refuse_broken(store, state.place, living)
     fresh = [_connect(pg, store) for pg in whole]
     for new in fresh:
         debug_checks.register(new.pg, new.backends)

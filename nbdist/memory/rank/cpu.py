@@ -90,6 +90,7 @@ class CpuRecorder:
             activities=[ProfilerActivity.CPU],
             profile_memory=True,
             with_stack=self._options.has_stacks,
+            acc_events=True,  # or torch 2.11 warns, as in trace/rank.py
         )
         profiler.start()
         self._profiler = profiler

@@ -10,6 +10,7 @@ shortage is kept until the next cell begins, the memory in the place of a record
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,7 +60,14 @@ def note(error: BaseException) -> None:
 
 @contextmanager
 def around_cell(cell: CellContext) -> Iterator[None]:
-    """Note what a cell lacked: before the notebook hears of the failure."""
+    """Note what a cell lacked, before the notebook hears of the failure; let it go at the next.
+
+    Python keeps the last traceback, and so the locals of its functions. The same cell with half
+    the batch would not find room beside them.
+    """
+    if _state.shortage is not None:
+        for cause in chain(getattr(sys, "last_value", None)):
+            traceback.clear_frames(cause.__traceback__)
     _state.shortage = _state.device = None
     watch_device()
     before = getattr(sys, "last_value", None)

@@ -132,7 +132,9 @@ def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
     Private: the profiler's own list of events. The file for Chrome has them too, and takes
     seconds to write and read.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         result = run()
     inner = getattr(profiler, "profiler", None)
     events = inner.kineto_results.events() if inner is not None else ()
