@@ -72,9 +72,9 @@ def device_type(session: Session) -> str:
 
 
 @contextlib.contextmanager
-def strategy_of(session: Session, name: str) -> Iterator[None]:
+def strategy_of(session: Session, name: str, **options: object) -> Iterator[None]:
     """A strategy for the models that the block's cells make; they are gone by its end."""
-    session.strategy.switch(name)
+    session.strategy.switch(name, **options)
     assert session.strategy.current().name == name
     yield
     clear_names(session)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.commands.plan import check_step
+from nbdist.commands.plan import PlanRequest, check_step, make_plan
 from nbdist.notebook.session import Session
+from nbdist.planner.models import CONFIGS
 from nbdist.planner.view.check_view import PlanCheckView
 from nbdist.planner.workload import Workload
 from tests.gpu.places import device_type, on, strategy_of
@@ -85,6 +86,105 @@ lm_optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3)
 lm, lm_optimizer = accelerator.prepare(lm, lm_optimizer)
 """
 _WIDTHS = {"cuda": (512, 1280), "cpu": (128, 320)}
+
+
+# Options of strategies, and how far losses of six steps may be from those in fp32.
+_HALF = 0.05
+OPTIONS: dict[str, tuple[str, dict[str, object], float]] = {
+    "ddp in bf16": ("ddp", {"bf16": True}, _HALF),
+    "ddp in fp16": ("ddp", {"fp16": True}, _HALF),
+    "fsdp in bf16": ("fsdp", {"bf16": True}, _HALF),
+    "tp in bf16": ("tp", {"bf16": True}, _HALF),
+    "pp in bf16": ("pp", {"bf16": True}, _HALF),
+    "cp in bf16": ("cp", {"bf16": True}, _HALF),
+    "fused ddp": ("ddp", {"fused": True}, CLOSE),
+    "compiled ddp": ("ddp", {"compile": True}, CLOSE),
+    "recomputed fsdp": ("fsdp", {"checkpoint": "full"}, CLOSE),
+    "offloaded fsdp": ("fsdp", {"offload": "cpu"}, CLOSE),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on("cpu", "shared", "own")
+def test_options_train_as_fp32_does(ranks: Session, name: str, measured: Any) -> None:
+    """In half precision nearly, else as closely as a strategy without options."""
+    strategy, options, limit = OPTIONS[name]
+    if name == "offloaded fsdp" and device_type(ranks) == "cpu":
+        pytest.skip("a CPU rank has nowhere to offload to")
+    ranks.run(_BOTH)
+    with strategy_of(ranks, strategy, **options):
+        result = ranks.run("import json; print(json.dumps([alone(), *under()]))")
+    for rank in result.ranks:
+        alone, under, step_s = json.loads(rank.text.splitlines()[-1])
+        far = max(abs(a - b) for a, b in zip(alone, under, strict=True))
+        measured("largest difference", f"{far:.1e}")
+        measured("step, ms", round(1e3 * step_s, 1))
+
+        assert far < limit, (alone, under)
+        assert under[-1] < under[0]
+
+
+_TIMED = """
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model(**{config!r})
+with device:
+    timed = AutoModelForCausalLM.from_config(config)
+timed_optimizer = torch.optim.AdamW(timed.parameters(), lr=1e-5)
+timed, timed_optimizer = accelerator.prepare(timed, timed_optimizer)
+ids = torch.randint(0, config.vocab_size, ({batch}, {sequence}), device=device)
+
+def step():
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    accelerator.backward(timed(input_ids=ids, labels=ids).loss)
+    timed_optimizer.step()
+    timed_optimizer.zero_grad()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+for _ in range(3):
+    step()
+torch.cuda.reset_peak_memory_stats()
+times = sorted(step() for _ in range(10))
+print(times[5], torch.cuda.max_memory_allocated())
+"""
+# Model, batch, tokens of a sample, options.
+TIMES: dict[str, tuple[str, int, int, dict[str, object]]] = {
+    "gpt2, 8 x 1024, bf16": ("gpt2", 8, 1024, {"precision": "bf16"}),
+    "gpt2, 8 x 1024, fp32": ("gpt2", 8, 1024, {"precision": "fp32"}),
+    "gpt2-large, 4 x 1024, bf16": ("gpt2-large", 4, 1024, {"precision": "bf16"}),
+    "llama-3.2-1b, 2 x 2048, bf16": ("llama-3.2-1b", 2, 2048, {"precision": "bf16"}),
+    "llama-3.2-1b, 2 x 2048, bf16, recomputed": (
+        "llama-3.2-1b", 2, 2048, {"precision": "bf16", "checkpoint": "full"},
+    ),
+    "llama-3.2-1b, 2 x 2048, bf16, fused": (
+        "llama-3.2-1b", 2, 2048, {"precision": "bf16", "fused": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMES)
+@on("one")
+def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> None:
+    """The memory is as planned; the times of both go on the page, whatever they are."""
+    model, batch, sequence, options = TIMES[name]
+    load = Workload(batch=batch, sequence=sequence)
+    (row,) = make_plan(model, PlanRequest(ranks=1), load, "single", options).plan.rows
+    with strategy_of(ranks, "single", **options):
+        code = _TIMED.format(config=dict(CONFIGS[model]), batch=batch, sequence=sequence)
+        milliseconds, peak = map(float, ranks.run(code)[0].text.split())
+    assert row.time is not None
+    assert row.memory is not None
+
+    planned = 1e3 * row.time.step_s
+    # The allocator counts nothing of what CUDA itself takes.
+    peak_error = (row.memory.peak - row.memory.overhead) / peak - 1
+    measured("step, ms", round(milliseconds, 1))
+    measured("planned, ms", round(planned, 1))
+    measured("error", f"{100 * (planned / milliseconds - 1):+.0f} %")
+    measured("peak, GB", round(peak / 1e9, 2))
+    measured("error of the peak", f"{100 * peak_error:+.0f} %")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
