@@ -229,10 +229,7 @@ def _fill_tensor(
         return part
     laid_out = tuple(local_of(shell).shape)
     assert laid_out == expected, f"{name}: planned as {expected}, laid out as {laid_out}"
-    whole = like(shell, part)
-    # That brings it to the mesh's device; offloaded parameters are to stay on the host.
-    whole = whole if whole.device == part.device else whole.to(part.device)
-    return torch.nn.Parameter(whole, requires_grad=shell.requires_grad)
+    return torch.nn.Parameter(like(shell, part), requires_grad=shell.requires_grad)
 
 
 def _set(base: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

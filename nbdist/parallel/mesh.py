@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -68,7 +69,13 @@ def build_mesh(choice: Strategy, device_type: str) -> ParallelMesh:
         return ParallelMesh(degrees, rank, degrees.coordinate(0), None)
     names = tuple(a for a in AXES if getattr(degrees, a) > 1) or ("dp_shard",)
     shape = tuple(getattr(degrees, axis) for axis in names)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if shape == (dist.get_world_size(),):
+        # Torch would make one more group of all ranks where they share a GPU, and a rank that
+        # replaces another would wait for the rest in it.
+        world: Any = dist.group.WORLD
+        mesh = DeviceMesh.from_group(world, device_type, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     return ParallelMesh(degrees, rank, degrees.coordinate(rank), mesh)
 
 

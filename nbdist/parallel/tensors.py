@@ -51,10 +51,12 @@ def like(whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A local part as a DTensor that lies as another; itself where that one is plain."""
     if not isinstance(whole, DTensor):
         return local
-    return DTensor.from_local(
+    laid_out = DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False,
         shape=whole.shape, stride=whole.stride(),
     )  # fmt: skip
+    # That brings it to the mesh's device; what is offloaded is to stay on the host.
+    return laid_out if laid_out.device == local.device else laid_out.to(local.device)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -66,19 +66,24 @@ class Meaning:
 _WHOLE = frozenset({"default_pg", "mesh_default"})
 
 
-def groups_of(header: Mapping[str, Any], called: Mapping[str, str]) -> tuple[TraceGroup, ...]:
-    """The process groups of a file's header; `called` has the user's name by torch's name."""
-    info = header.get(INFO)
+def groups_of(header: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[TraceGroup, ...]:
+    """The process groups of a file's header, and those that the recorded cell has made.
+
+    Torch writes the header when the recording begins. What nbdist adds at its end, `ours`, has the
+    groups of that time, as torch's header has them, and the user's names by torch's names.
+    """
+    info, called = header.get(INFO), ours.get("groups") or {}
     listed = info.get("pg_config") if isinstance(info, dict) else None
-    groups: list[TraceGroup] = []
-    for config in listed if isinstance(listed, list) else []:
+    groups: dict[str, TraceGroup] = {}
+    for config in [*(listed if isinstance(listed, list) else []), *ours.get("made", [])]:
         torch_name = str(config.get("pg_name", len(groups)))
         description = str(config.get("pg_desc") or "")
         name = called.get(torch_name) or ("all ranks" if description in _WHOLE else description)
         # The ranks are left out where the group is of all.
         ranks = config.get("ranks") or range(int(config.get("pg_size") or 1))
-        groups.append(TraceGroup(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name))
-    return tuple(groups)
+        group = TraceGroup(name or f"group {torch_name}", tuple(map(int, ranks)), torch_name)
+        groups.setdefault(torch_name, group)
+    return tuple(groups.values())
 
 
 def of_nccl(call: CollectiveCall, groups: Sequence[TraceGroup]) -> Meaning:

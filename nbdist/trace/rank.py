@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -26,7 +27,7 @@ from nbdist.core.host import usable_cpus
 from nbdist.core.rank import this_rank
 from nbdist.core.units import size
 from nbdist.errors import TraceError
-from nbdist.hang.rank import main_thread
+from nbdist.hang.rank import main_thread, recorder
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
 from nbdist.recording.rank.steps import CellRecording, is_profiling
@@ -157,6 +158,14 @@ class _Recording(CellRecording):
             "ends": self.steps.ends,
             "skipped": int(has_warmup),
             "groups": {torch_name: name for name, torch_name in namespace.group_names().items()},
+            "made": [
+                {
+                    "pg_name": name,
+                    "pg_desc": recorder.group_description(group),
+                    "ranks": dist.get_process_group_ranks(group),
+                }
+                for name, group in recorder.living_groups().items()
+            ],
             "calls": main_thread.flight_record(),
             "strategy": strategy_choice.described(choice) if n_parameters else "",
             "formula": footprint.sent_phrases(choice) if n_parameters else (),

@@ -98,7 +98,7 @@ def recording(raw: RawTrace, rank: int) -> RecordedTrace:
     lanes, lane_of_head = _lanes_of(
         raw.heads, np.bincount(raw.head, minlength=len(raw.heads)).tolist()
     )
-    groups = collectives.groups_of(raw.header, _record(ours, "groups"))
+    groups = collectives.groups_of(raw.header, ours)
     events, names = _events(raw, lane_of_head, groups, zero_ns, is_device=is_device)
     torn = f"{raw.problem}: the rest is missing." if raw.problem else ""
     empty = "" if len(raw) else "Nothing was recorded: the trace holds no events."

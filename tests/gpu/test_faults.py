@@ -162,7 +162,9 @@ def test_running_out_of_memory(ranks: Session) -> None:
     ranks.run(KEEP)
     with pytest.raises(DistributedError, match="memory") as caught:
         ranks.run(last(FILL[device_type(ranks)]) + SUM)
-    is_free = printed(ranks, "print(torch.cuda.memory_allocated() < 2**30)")
+    is_free = printed(
+        ranks, "import gc; gc.collect(); print(torch.cuda.memory_allocated() < 2**30)"
+    )
 
     assert caught.value.ranks == (n - 1,)
     assert is_free == ["True"] * n
@@ -179,7 +181,7 @@ def test_a_lost_rank_is_replaced(ranks: Session, measured: Any) -> None:
     ranks.run(KEEP)
     with pytest.raises(NbdistError):
         ranks.run(last(LOSE[device_type(ranks)]))
-    with pytest.raises(NbdistError, match="%dist_restart") as caught:
+    with pytest.raises(NbdistError, match=r"No process comes back|%dist_restart") as caught:
         ranks.run("x = torch.ones(1, device=device); dist.all_reduce(x); x.item()")
     began_s = time.monotonic()
     ranks.restart([n - 1], RESTART_S)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -102,6 +103,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def take(message: Any, error: BaseException, before: Any) -> Any:
         calls.append((message, error, before))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            dict(frame.f_locals)  # as what looks for the owners of memory
         return "shortage"
 
     monkeypatch.setattr("nbdist.memory.rank.oom_report.make_report", take)

@@ -65,3 +65,22 @@ def test_options_of_ddp(tmp_path: Path, size: int) -> None:
         # More than one ends the process with Gloo.
         assert result["powersgd"][1] == 1
         assert result["frozen"][0] == 0.0
+
+
+SHARED_GPU = """
+    from nbdist.parallel.mesh import build_mesh
+    torch.cuda.is_available = lambda: True  # with Gloo: the ranks share a GPU
+    before = c10d._world.group_count
+    grids = {name: build_mesh(pick(name), "cpu") for name in ("ddp", "fsdp", "tp")}
+    made = c10d._world.group_count - before
+    groups = [grids["ddp"].group("dp_replicate"), grids["fsdp"].mesh.get_group(),
+              grids["tp"].submesh("tp").get_group()]
+    done(made=made, are_world=[group is dist.group.WORLD for group in groups],
+         ranks=grids["tp"].mesh.mesh.tolist())
+"""
+
+
+def test_a_mesh_of_all_ranks_makes_no_group(tmp_path: Path) -> None:
+    """Torch's own would where Gloo and a GPU are there; a replaced rank waited in it for ever."""
+    for result in run_ranks(tmp_path, 2, TRAINING + SHARED_GPU):
+        assert result == {"made": 0, "are_world": [True] * 3, "ranks": [0, 1]}

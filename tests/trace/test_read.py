@@ -375,8 +375,10 @@ def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_pat
 
     recorded = [
         ["gloo:all_reduce", base + at * 1000 - 500, group, [[n]]]
-        for at, group, n in ((10, "0", 4), (20, "5", 8), (30, "0", 4), (31, "5", 4))
-    ]
+        for at, group, n in (
+            (10, "0", 4), (20, "5", 8), (30, "0", 4), (31, "5", 4), (40, "6", 2)
+        )
+    ]  # fmt: skip
     whole = {
         "distributedInfo": {
             "rank": 0,
@@ -385,18 +387,26 @@ def test_threads_of_several_groups_are_told_apart_by_the_flight_recorder(tmp_pat
                 {"pg_name": "5", "pg_desc": "mesh_dp", "pg_size": 2, "ranks": [0, 2]},
             ],
         },
-        "nbdist": {"calls": recorded, "groups": {"5": "pairs"}},
+        "nbdist": {
+            "calls": recorded,
+            "groups": {"5": "pairs"},
+            "made": [  # torch's header is of the recording's beginning
+                {"pg_name": "5", "pg_desc": "mesh_dp", "ranks": [0, 2]},
+                {"pg_name": "6", "pg_desc": "mesh_tp", "ranks": [0, 1]},
+            ],
+        },
         "baseTimeNanoseconds": base,
         "traceEvents": [
             event("cpu_op", "aten::mm", 1, 0, 3),
-            gloo(8, 10, 4), gloo(9, 20, 8), gloo(8, 30, 4), gloo(9, 31, 4),
+            gloo(8, 10, 4), gloo(9, 20, 8), gloo(8, 30, 4), gloo(9, 31, 4), gloo(7, 40, 2),
         ],
     }  # fmt: skip
 
     trace = read(written(tmp_path / "groups.json", whole)).trace
 
-    assert trace.groups == ("all ranks", "pairs")
-    assert trace.events.group.tolist() == [-1, 0, 1, 0, 1]
+    assert trace.groups == ("all ranks", "pairs", "mesh_tp")
+    assert trace.group_ranks[2] == (0, 1)
+    assert trace.events.group.tolist() == [-1, 0, 1, 0, 1, 2]
 
 
 def test_a_file_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

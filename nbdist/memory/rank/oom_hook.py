@@ -66,8 +66,7 @@ def around_cell(cell: CellContext) -> Iterator[None]:
     the batch would not find room beside them.
     """
     if _state.shortage is not None:
-        for cause in chain(getattr(sys, "last_value", None)):
-            traceback.clear_frames(cause.__traceback__)
+        _let_go(getattr(sys, "last_value", None))
     _state.shortage = _state.device = None
     watch_device()
     before = getattr(sys, "last_value", None)
@@ -79,6 +78,15 @@ def around_cell(cell: CellContext) -> Iterator[None]:
         except (Exception, KeyboardInterrupt):  # noqa: BLE001  # the cell has its own error
             _state.shortage = None
     _state.device = None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the locals of the functions that an error has gone through."""
+    for cause in chain(error):
+        traceback.clear_frames(cause.__traceback__)
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            # Before Python 3.13 a frame that was looked into keeps a copy until the next look.
+            _ = frame.f_locals
 
 
 def watch_device() -> None:
