@@ -173,7 +173,7 @@ def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> Non
     (row,) = make_plan(model, PlanRequest(ranks=1), load, "single", options).plan.rows
     with strategy_of(ranks, "single", **options):
         code = _TIMED.format(config=dict(CONFIGS[model]), batch=batch, sequence=sequence)
-        milliseconds, peak = map(float, ranks.run(code)[0].text.split())
+        milliseconds, peak = map(float, ranks.run(code)[0].text.splitlines()[-1].split())
     assert row.time is not None
     assert row.memory is not None
 
