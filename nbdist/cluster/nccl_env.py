@@ -2,7 +2,7 @@
 
 By default torch ends a process whose NCCL call takes too long: right for a job of hours on many
 machines, wrong in a notebook, where the variables are what is to be saved. The table is from the
-documentation and the source of torch 2.11 to 2.13; not verified on a GPU.
+documentation and the source of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations

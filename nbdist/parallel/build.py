@@ -88,16 +88,22 @@ def commit(
     built: Built,
     local: Mapping[str, torch.Tensor],
     before: Iterable[module_patches.ModuleChange] = (),
+    *,
+    keeps_parameters: bool = False,
 ) -> torch.nn.Module:
     """Lay the model out and fill it with values. This rank alone; what is returned is called.
 
-    A failure leaves the model half changed: `snapshot_modules` before, and `restore` after it.
+    A failure leaves the model half changed: `snapshot_modules` before, and `restore` after it;
+    parameters that are kept have other values (`Parameter.data`) then.
 
     Args:
         built: From `plan`.
         local: This rank's part of each parameter and buffer that it holds, by first name; used
             as they are.
         before: What an earlier strategy has changed: taken off first.
+        keeps_parameters: Those that this rank holds whole stay the same objects, as under DDP:
+            hooks, lists and dicts of the user's go on with them. Not where an earlier strategy
+            has hooks of its own on them.
     """
     job = built.job
     module_patches.revert(before)
@@ -106,7 +112,7 @@ def commit(
     snapshots = module_patches.snapshot_modules(job.base)
     for step in built.steps:
         step.lay_out(job)
-    _fill(built, local, old)
+    _fill(built, local, old, keeps_parameters=keeps_parameters)
     outer = job.root
     for step in built.steps:
         outer = step.wrap(job, outer)
@@ -191,15 +197,19 @@ def _to_meta(built: Built) -> dict[str, torch.Tensor]:
     return old
 
 
-def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> None:
+def _fill(
+    built: Built,
+    local: Mapping[str, torch.Tensor],
+    old: Mapping[str, torch.Tensor],
+    *,
+    keeps_parameters: bool,
+) -> None:
     tensors = tensors_of(built.job.base)
     replaced: dict[int, torch.Tensor] = {}
     for name, names in built.names.items():
         fresh = _fill_tensor(built, name, tensors[name], local.get(name))
         if isinstance(fresh, torch.nn.Parameter):
-            # Libraries and users mark parameters by attributes of theirs; `_is_param` is torch's.
-            marks = {key: mark for key, mark in vars(old[name]).items() if key != "_is_param"}
-            vars(fresh).update(marks)
+            fresh = _succeed(old[name], fresh, keeps_parameters=keeps_parameters)
             built.parameters[name] = fresh
             built.index[id(fresh)] = name
         for alias in names:
@@ -212,6 +222,21 @@ def _fill(built: Built, local: Mapping[str, torch.Tensor], old: Mapping[str, tor
             for leaf, tensor in table.items():
                 if tensor is not None and id(tensor) in replaced:
                     table[leaf] = replaced[id(tensor)]
+
+
+def _succeed(
+    old: torch.Tensor, fresh: torch.nn.Parameter, *, keeps_parameters: bool
+) -> torch.nn.Parameter:
+    """What stands in an old parameter's place: itself with the new values, or the new one."""
+    are_plain = type(old.data) is type(fresh.data) is torch.Tensor and not old.is_meta
+    is_like = (type(old), old.shape, old.dtype) == (torch.nn.Parameter, fresh.shape, fresh.dtype)
+    if keeps_parameters and are_plain and is_like:
+        assert isinstance(old, torch.nn.Parameter)
+        old.grad, old.data = None, fresh.data
+        return old
+    # Libraries and users mark parameters by attributes of theirs; `_is_param` is torch's.
+    vars(fresh).update({key: mark for key, mark in vars(old).items() if key != "_is_param"})
+    return fresh
 
 
 def _fill_tensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from nbdist.parallel.registry import (
     state_side,
 )
 from nbdist.parallel.reshard.full_state import shard_into
+from nbdist.parallel.reshard.rebind import has_hooks
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.training_state import same_random
 from nbdist.parallel.transform import ModelBuild
@@ -42,8 +44,9 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     """Put a model under the current strategy and return what is called in its place.
 
     Collective: every rank, with a like model. Every rank gets rank 0's values. The module stays
-    the same object and keeps its parameters' names; its parameters are others. One that is
-    prepared already stays as it is. The accelerator's options count beside the strategy's.
+    the same object and keeps its parameters' names; parameters that the strategy splits are
+    others. One that is prepared already stays as it is. The accelerator's options count beside
+    the strategy's.
 
     Raises:
         OptionError: The strategy does not go with the model.
@@ -90,8 +93,10 @@ def bind(optimizer: Optimizer) -> None:
     if "zero1" in steps_of(current()):
         zero1.check(optimizer)
     before, after = {}, {}
+    is_new = optimizer not in bound_optimizers()  # its state, if there is any, is whole
     for key, (model, name, parameter) in names.items():
-        if parameter is not model.parameters[name]:
+        is_other = parameter is not model.parameters[name]
+        if is_other or (is_new and state_side(model.built, name) != model.whole(name)):
             before[key], after[key] = parameter, model.parameters[name]
     if before:
         new = {key: state_side(names[key][0].built, names[key][1]) for key in before}
@@ -199,10 +204,32 @@ def _commit(built: build.Built, local: Mapping[str, torch.Tensor]) -> torch.nn.M
     snapshots = module_patches.snapshot_modules(base)
     tensors = build.tensors_of(base)
     old = {name: tensors[name] for name in built.parameter_names}
+    values = {name: (tensor.data, tensor.grad) for name, tensor in old.items()}
     try:
-        outer = build.commit(built, local)
+        outer = build.commit(built, local, keeps_parameters=True)
     except BaseException:
         module_patches.restore(snapshots)
+        for name, (value, gradient) in values.items():
+            old[name].data, old[name].grad = value, gradient
         raise
-    register(built, old)
+    others = {name: old[name] for name in old if old[name] is not built.parameters[name]}
+    _tell_hooks(built, others)
+    register(built, others)
     return outer
+
+
+def _tell_hooks(built: build.Built, replaced: Mapping[str, torch.Tensor]) -> None:
+    """Say which parameters of this rank had hooks of the user's that are left behind with them."""
+    hooked = [
+        name
+        for name, parameter in replaced.items()
+        if has_hooks(parameter) and not built.parameters[name].is_meta
+    ]
+    if hooked:
+        print(  # noqa: T201  # into the cell's output
+            f"prepare: {', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''} had hooks "
+            "of yours (register_hook, register_post_accumulate_grad_hook). "
+            f"{built.job.choice.name} has put other parameters in their place, so these hooks do "
+            "not run. Set them after prepare(), on the parameters of the model that it returns.",
+            file=sys.stderr,
+        )

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.core.rank import this_rank
+from nbdist.errors import NbdistError
 from nbdist.parallel.accelerator import guard
 from nbdist.parallel.build import Built
 from nbdist.parallel.consensus import all_or_none, world_size
@@ -185,6 +186,25 @@ def layout_of(parameter: torch.Tensor) -> TensorLayout | None:
                 else model.layouts[name]
             )
     return None
+
+
+def refuse_replaced(parameters: Iterable[torch.Tensor], function: str) -> None:
+    """Raise for a parameter in whose place a strategy has put another: nothing trains it any more.
+
+    Raises:
+        NbdistError: There is one; it names the parameter, and what to give the function instead.
+    """
+    models = prepared()
+    for parameter in parameters:
+        for model in models:
+            name = model.name_of(parameter)
+            if name is not None and model.current_name_of(parameter) is None:
+                raise NbdistError(
+                    f"{function} got {name} as it was before prepare() or a switch. "
+                    f"{current().name} has put another parameter in its place, and that one has "
+                    f"the gradient. Call {function} with model.parameters() of the model that "
+                    "prepare() returned."
+                )
 
 
 def bound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, Callable[[], object] | None]:

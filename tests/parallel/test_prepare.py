@@ -198,6 +198,64 @@ RESETS = """
 """
 
 
+# What the user took from a model before prepare goes on acting on it, where parameters are whole.
+KEPT = """
+    import io
+    from nbdist.parallel.accelerator import torch_clip
+    torch_clip.install()
+    errors, sys.stderr = sys.stderr, io.StringIO()
+    result = {}
+    for name in ("single", "ddp", "zero1", "fsdp"):
+        registry.set_choice(pick(name))
+        net = torch.nn.Module()
+        torch.manual_seed(rank)  # rank 0's values count
+        net.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        net.head = torch.nn.Linear(4, 1)
+        net.forward = lambda x: net.head(net.blocks[1](net.blocks[0](x).tanh()).tanh()).mean()
+        ran, taken, first = [], list(net.parameters()), net.head.weight.detach().clone()
+        dist.broadcast(first, 0)
+        net.head.weight.register_hook(lambda gradient: gradient * 0)
+        net.head.bias.register_post_accumulate_grad_hook(lambda _: ran.append(1))
+        penalty = net.head.weight
+        optimizer = torch.optim.SGD(taken, 0.5, momentum=0.9)
+        for parameter in taken:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # state and gradients from before
+        first -= 0.5
+        model = live.prepare_model(net)
+        live.bind(optimizer)
+        same = [a is b for a, b in zip(taken, net.parameters())]
+        if name == "fsdp":
+            result[name] = [any(same), [p.grad for p in net.parameters()] == [None] * len(same)]
+            model(torch.ones(2, 4)).backward()
+            result["clips"] = [
+                refusal(lambda: clip(taken, 1.0), NbdistError)
+                for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
+            ]
+            continue
+        gradients = [p.grad is None for p in net.parameters()]
+        (model(torch.ones(2, 4) * (rank + 1)) + 0 * penalty.sum()).backward()
+        optimizer.step()
+        moved = (net.head.weight - (first - 0.5 * 0.9)).abs().max().item()  # by momentum alone
+        norm = torch.nn.utils.clip_grad_norm_(taken, 1e9).item()
+        result[name] = [all(same), all(gradients), len(ran), moved < 1e-6, norm > 0]
+    lines, sys.stderr = sys.stderr.getvalue().splitlines(), errors
+    done(**result, lines=[line for line in lines if line.startswith("prepare:")])
+"""
+
+
+def test_parameters_that_stay_whole_stay_the_same_objects(tmp_path: Path) -> None:
+    """Hooks, lists, penalties and optimizers from before prepare act on what is trained."""
+    for end in run_ranks(tmp_path, 2, TRAINING + KEPT):
+        for name in ("single", "ddp", "zero1"):
+            assert end[name] == [True, True, 1, True, True], name
+        assert end["fsdp"] == [False, True]
+        (line,) = end["lines"]  # of fsdp alone
+        assert line.startswith("prepare: head.weight, head.bias had hooks of yours")
+        for text in end["clips"]:
+            assert "got blocks.0.weight as it was before prepare() or a switch. fsdp" in text
+
+
 def test_nothing_of_a_strategy_is_left(tmp_path: Path) -> None:
     """A module that was under FSDP2, TP or a pipeline can be copied, called and sharded again."""
     results = run_ranks(tmp_path, 2, TRAINING + TRACES)

@@ -1,7 +1,7 @@
 """NCCL on a rank: abort hung calls, void the cell's results, and put new backends in place.
 
-Written from torch's documentation and source (2.11 to 2.13). Not verified on a GPU: what has run
-is everything up to the first call of NCCL itself.
+Written from torch's documentation and source (2.11 to 2.13). It has run on a GPU with groups of one
+rank (docs/gpu.md), not where ranks wait for each other in NCCL.
 
 Collectives are queued on the GPU, so that a hang is met later, in the first call that waits for
 the GPU (`.item()`, `.cpu()`, `torch.cuda.synchronize()`). Once NCCL is aborted that call returns

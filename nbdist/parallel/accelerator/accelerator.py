@@ -28,7 +28,7 @@ from nbdist.parallel.accelerator.batch_sampler import SamplerSettings, current_s
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 from nbdist.parallel.accelerator.loader_state import Position
 from nbdist.parallel.accelerator.optimizer import OptimizerWrapper, Scheduler
-from nbdist.parallel.accelerator.torch_clip import as_list
+from nbdist.parallel.accelerator.torch_clip import list_parameters
 from nbdist.parallel.accelerator.weak_list import WeakList
 from nbdist.parallel.dp import deepspeed, deepspeed_engine, fsdp
 from nbdist.parallel.precision import DTYPES
@@ -298,7 +298,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         engine = deepspeed_engine.only(self._models)
         if engine is not None:
             return deepspeed.clip(engine, max_norm, norm_type)
-        tensors = as_list(parameters)
+        tensors = list_parameters(parameters, "clip_grad_norm_")
         self._unscale(tensors)
         return clip_grad.clip_grad_norm(
             tensors, max_norm, norm_type, registry.layout_of, degrees=registry.current().degrees
@@ -308,7 +308,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         """Limit each element of gradients, where it lies. Collective with fp16."""
         if deepspeed_engine.only(self._models) is not None:
             raise OptionError("DeepSpeed has no clip_grad_value_. Use clip_grad_norm_, or fsdp.")
-        tensors = as_list(parameters)
+        tensors = list_parameters(parameters, "clip_grad_value_")
         self._unscale(tensors)
         torch.nn.utils.clip_grad_value_(local_parts(tensors), clip_value)
 

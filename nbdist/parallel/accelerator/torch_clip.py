@@ -47,9 +47,19 @@ def _split_parameters() -> dict[int, torch.Tensor]:
     }
 
 
-def as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What torch's functions take for their tensors: one of them, or several."""
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def list_parameters(
+    parameters: torch.Tensor | Iterable[torch.Tensor], function: str
+) -> list[torch.Tensor]:
+    """What torch's functions take for parameters: one of them, or several.
+
+    Raises:
+        NbdistError: A strategy has replaced one of them (`registry.refuse_replaced`).
+    """
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    registry = sys.modules.get("nbdist.parallel.registry")
+    if registry is not None:
+        registry.refuse_replaced(listed, function)
+    return listed
 
 
 def _clip(
@@ -79,7 +89,7 @@ def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        listed, split = as_list(parameters), _split_parameters()
+        listed, split = list_parameters(parameters, "clip_grad_norm_"), _split_parameters()
         if any(id(parameter) in split for parameter in listed):
             return _clip(listed, max_norm, norm_type, is_strict=error_if_nonfinite)
         return original(listed, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
@@ -90,7 +100,7 @@ def _whole_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 def _each_value(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        listed, split = as_list(parameters), _split_parameters()
+        listed, split = list_parameters(parameters, "clip_grad_value_"), _split_parameters()
         if any(id(parameter) in split for parameter in listed):
             from nbdist.parallel.tensors import local_parts
 
@@ -109,7 +119,7 @@ def _norm_of_gradients(original: Callable[..., torch.Tensor]) -> Callable[..., t
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        listed, split = as_list(tensors), _split_parameters()
+        listed, split = list_parameters(tensors, "get_total_norm"), _split_parameters()
         by_gradient = {id(p.grad): p for p in split.values() if p.grad is not None}
         if any(id(tensor) in by_gradient for tensor in listed):
             owners = [by_gradient[id(t)] for t in listed if id(t) in by_gradient]

@@ -360,6 +360,19 @@ def _in_slots(item: Any) -> dict[str, Any]:
     return values
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the user has registered hooks on a parameter. Strategies register their own.
+
+    Private: nothing public lists a tensor's hooks.
+    """
+    tables = (
+        getattr(parameter, "_backward_hooks", None),
+        getattr(parameter, "_post_accumulate_grad_hooks", None),
+    )
+    hooks = [hook for table in tables if table for hook in table.values()]
+    return any(not is_internal(hook) for hook in hooks)
+
+
 def is_internal(item: Any) -> bool:
     """Whether an object belongs to a package that looks after it itself."""
     while isinstance(item, functools.partial):

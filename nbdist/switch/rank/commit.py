@@ -15,7 +15,7 @@ from nbdist.parallel.consensus import CommitVote, one_line, raise_failures
 from nbdist.parallel.prepared import Prepared, retire
 from nbdist.parallel.reshard.common import OptimizerHandle
 from nbdist.parallel.reshard.optimizer_state import write
-from nbdist.parallel.reshard.rebind import RebindReport, Replacement, is_internal, names_for, rebind
+from nbdist.parallel.reshard.rebind import RebindReport, Replacement, has_hooks, names_for, rebind
 from nbdist.strategy.choice import Strategy, label
 
 WHAT = "The switch"
@@ -150,7 +150,7 @@ class Commit:
                     f"gradients of {graded} parameters of {display_name(old)} were cleared; "
                     "run the backward again before the next step"
                 )
-            hooked = [name for name, p in old.parameters.items() if _has_hooks(p)]
+            hooked = [name for name, p in old.parameters.items() if has_hooks(p)]
             if hooked:
                 notes.append(
                     f"hooks on {', '.join(hooked[:3])} stayed on the old parameters; register "
@@ -194,16 +194,6 @@ def _refusal(name: str, choice: Strategy) -> Callable[..., Any]:
         )
 
     return forward
-
-
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether the user has registered hooks on a parameter. Strategies register their own."""
-    tables = (
-        getattr(parameter, "_backward_hooks", None),
-        getattr(parameter, "_post_accumulate_grad_hooks", None),
-    )
-    hooks = [hook for table in tables if table for hook in table.values()]
-    return any(not is_internal(hook) for hook in hooks)
 
 
 def display_name(built: Built) -> str:
