@@ -57,8 +57,8 @@ def _reset_shards(root: torch.nn.Module) -> None:
     """Bring FSDP2 back to its state between two steps: nothing gathered, noted or half reduced.
 
     Otherwise ranks that broke off at different places gather different tensors in the next step,
-    or add gradients of the broken one to its own. torch's own `reset_iter_state` (2.13) keeps
-    such gradients, and waits for calls that were aborted.
+    or add gradients of the broken one to its own. torch's own `reset_iter_state` waits for calls
+    that were aborted, and keeps such gradients (2.13).
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -68,10 +68,8 @@ def _reset_shards(root: torch.nn.Module) -> None:
         shard: Any = module
         state = shard._get_fsdp_state()  # noqa: SLF001
         state._training_state = TrainingState.IDLE  # noqa: SLF001
-        state._state_ctx.iter_forward_root = None  # noqa: SLF001
-        state._state_ctx.post_backward_final_callback_queued = False  # noqa: SLF001
-        if hasattr(state, "_modules_to_run_forward"):
-            state._modules_to_run_forward.clear()  # noqa: SLF001
+        _clear(state, ("_modules_to_run_forward",))
+        _clear(state._state_ctx, _OF_STEP)  # noqa: SLF001
         _clear(state._comm_ctx, _OF_COMMUNICATION)  # noqa: SLF001
         # torch 2.11 has one group in a module, later ones several.
         single = getattr(state, "_fsdp_param_group", None)
@@ -79,32 +77,49 @@ def _reset_shards(root: torch.nn.Module) -> None:
             if group is not None:
                 group._training_state = TrainingState.IDLE  # noqa: SLF001
                 _clear(group, _OF_GROUP)
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None  # noqa: SLF001
+                _drop_gradients(group)
         shard.reshard()
 
 
-# What FSDP2 notes during a step: all of torch 2.11 to 2.13, of which each has most.
+def _drop_gradients(group: Any) -> None:
+    """Of whole parameters: what autograd has added up, and what FSDP2 keeps beside it."""
+    for parameter in group.fsdp_params:
+        # From torch 2.15 on a property that reads the gradient of the whole parameter.
+        if "unsharded_accumulated_grad" in vars(parameter):
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None  # noqa: SLF001
+    if hasattr(group, "_set_unsharded_grad_dtypes"):  # from torch 2.15 on
+        group._set_unsharded_grad_dtypes(defer_upcast=False)  # noqa: SLF001
+
+
+# What FSDP2 notes during a step: all of torch 2.11 to 2.15, of which each has most.
+_OF_STEP = (
+    "iter_forward_root", "post_backward_final_callback_queued", "gradient_reduction_pending",
+    "manual_backward_finalization_active",
+)  # fmt: skip
 _OF_COMMUNICATION = (
     "all_gather_state", "reduce_scatter_state", "reduce_scatter_states", "post_forward_order",
-    "_last_post_reduce_events",
+    "_last_post_reduce_events", "active_gradient_reduction",
 )  # fmt: skip
 _OF_GROUP = (
     "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_partial_reduce_output",
-    "_reshard_after_forward_event", "_post_forward_indices",
+    "_reshard_after_forward_event", "_post_forward_indices", "_partial_reduce_output_layout",
+    "_post_backward_pending",
 )  # fmt: skip
+# A flag that is None between two steps; all others are False.
+_UNKNOWN_BETWEEN = "manual_backward_finalization_active"
 
 
 def _clear(owner: Any, names: Iterable[str]) -> None:
-    """Empty the containers among an object's fields, and set the others to None."""
+    """Empty the containers among an object's fields, lower the flags, set the rest to None."""
     for name in names:
         value = getattr(owner, name, None)
-        if isinstance(value, list | dict):
+        if isinstance(value, list | dict | set):
             value.clear()
         elif value is not None:
-            setattr(owner, name, None)
+            is_flag = isinstance(value, bool) and name != _UNKNOWN_BETWEEN
+            setattr(owner, name, False if is_flag else None)
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
