@@ -72,13 +72,76 @@ def test_ours_accelerates_and_the_lazy_one(tmp_path: Path) -> None:
         assert "from nbdist import Accelerator" in result["text"]
         assert result["plain"] == "DistributedDataParallel"
         # It takes over what the user's own says, as the shared state does.
-        assert result["names"] == ["LazyAccelerator", "bf16", 1, "Accelerator", "bf16"]
+        assert result["names"] == ["LazyAccelerator", "bf16", 4, "Accelerator", "bf16"]
         assert result["kinds"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
         assert result["orders"][0] == result["orders"][2] != result["orders"][1]
         assert sorted(result["orders"][0]) == list(range(16))
         assert result["is_loader"]
         assert "batch_size=None" in result["none"]
     assert results[0]["orders"] == results[1]["orders"]
+
+
+SHARED = """
+    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+    from nbdist.parallel.accelerator.accelerator import LazyAccelerator
+    from nbdist.planner.rank.describe_model import optimizer_of
+    from nbdist.switch.rank.switch import switch
+
+    def settings(own):
+        return [dict(own.gradient_state.plugin_kwargs), own.mixed_precision,
+                str(own.dataloader_config), own.scaler_handler.init_scale,
+                own.project_dir, own.step_scheduler_with_optimizer]
+    def steps(own):
+        loader = DataLoader(TensorDataset(torch.arange(16.).view(16, 1)), batch_size=1)
+        net = nn.Linear(1, 1)
+        net, optimizer, loader = own.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+        count = 0
+        for (x,) in loader:
+            with own.accumulate(net):
+                own.backward(net(x).mean())
+                optimizer.step()
+                count += own.sync_gradients
+        return count
+    before, after = LazyAccelerator(), LazyAccelerator()
+    is_one = before.is_main_process == (rank == 0)
+    mine = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=4, sync_with_dataloader=False, adjust_scheduler=False),
+        dataloader_config=DataLoaderConfiguration(even_batches=False, use_seedable_sampler=True),
+        kwargs_handlers=[GradScalerKwargs(init_scale=8.0)], project_dir="runs",
+        step_scheduler_with_optimizer=False)
+    first = settings(mine)
+    mine_net = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(mine_net.parameters(), 0.1)
+    looked_at = optimizer_of(mine_net, None) is sgd, type(after).__name__
+    counts = [steps(mine)]
+    is_one = is_one and after.is_main_process == (rank == 0)
+    counts += [steps(mine), steps(after), steps(before)]
+    second = settings(mine)
+    switch(choose("ddp", {"accumulate": 2}, n))
+    late = LazyAccelerator()
+    during = late.gradient_accumulation_steps
+    switch(choose("ddp", {}, n))
+    mine.gradient_accumulation_steps = 8
+    switch(choose("ddp", {"accumulate": 2}, n))
+    switch(choose("ddp", {}, n))
+    done(is_one=is_one, first=first, second=second, looked_at=looked_at, counts=counts,
+         during=during, end=mine.gradient_state.plugin_kwargs)
+"""
+
+
+def test_the_lazy_one_leaves_the_users_settings(tmp_path: Path) -> None:
+    """Set up before or after, 8 batches are 2 steps of 4 each, also after switches."""
+    for result in run_ranks(tmp_path, 2, MODEL + SHARED):
+        assert result["is_one"]
+        assert result["looked_at"] == [True, "LazyAccelerator"]
+        assert result["counts"] == [2, 2, 2, 2]
+        assert result["first"] == result["second"]
+        assert result["first"][0] == {
+            "num_steps": 4, "sync_with_dataloader": False, "adjust_scheduler": False
+        }  # fmt: skip
+        assert result["during"] == 2
+        assert result["end"] == {**result["first"][0], "num_steps": 8}
 
 
 DEEPSPEED = """

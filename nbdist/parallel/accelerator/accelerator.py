@@ -10,7 +10,8 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.utils import AutocastKwargs
+from accelerate.state import GradientState, is_initialized
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 from accelerate.utils import reduce as reduce_on_all_ranks
 
 from nbdist.errors import OptionError
@@ -62,7 +63,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
                 f"mixed_precision={self.state.mixed_precision!r} does not work here. Use 'no', "
                 "'bf16' or 'fp16'."
             )
-        self._own_steps = self.gradient_accumulation_steps
+        # Of those that the user gives, not of the strategy's option.
+        self._own_steps: int = self.gradient_accumulation_steps
         self._own_scaler: Scaler | None = None
         self._hold_weakly()
         self._custom_objects = WeakList()
@@ -373,13 +375,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
 
     # Switches
 
-    def before_switch(self, _old: Strategy, new: Strategy) -> None:
+    def before_switch(self, old: Strategy, new: Strategy) -> None:
         """Refuse a strategy that optimizers or loaders cannot follow. This rank alone.
+
+        Notes which accumulation the code has asked for: `after_switch` returns to it.
 
         Raises:
             OptionError: No fused step for an optimizer, batches that do not divide, DeepSpeed.
         """
         deepspeed_engine.refuse_switch(new)
+        if old.options.accumulate <= 1:
+            self._own_steps = self.gradient_accumulation_steps
         share = share_of(new, self.process_index)
         for loader in self._dataloaders:
             if hasattr(loader, "check"):
@@ -449,7 +455,8 @@ class LazyAccelerator(Accelerator):
     """An Accelerator without options that sets itself up at the first use, and is one from then on.
 
     Accelerate keeps one state per process. One that is set up at the start would refuse
-    the user's own `Accelerator(mixed_precision="bf16")`, the usual first line of a script.
+    the user's own `Accelerator(mixed_precision="bf16")`, the usual first line of a script. One
+    that is set up after the user's takes over what both share, as it has no options of its own.
     """
 
     def __init__(self) -> None:
@@ -464,13 +471,34 @@ class LazyAccelerator(Accelerator):
         if name.startswith("__"):
             return super().__getattribute__(name)
         self.__class__ = Accelerator
+        own_steps = _steps_of_last()
         try:
-            Accelerator.__init__(self)
+            Accelerator.__init__(self, gradient_accumulation_plugin=_shared_plugin())
         except BaseException:  # the next use tries again, and shows the reason again
             self.__dict__.clear()
             self.__class__ = LazyAccelerator
             raise
+        self._own_steps = own_steps or self._own_steps
         return getattr(self, name)
+
+
+def _shared_plugin() -> GradientAccumulationPlugin | None:
+    """The accumulation of the Accelerator that this process has already; None without one.
+
+    Any class of Accelerate's shares it; a further Accelerator() would put it back to 1.
+    """
+    if not is_initialized():
+        return None
+    return GradientAccumulationPlugin(**GradientState().plugin_kwargs)
+
+
+def _steps_of_last() -> int | None:
+    """The accumulation that the user gave the last Accelerator of ours, if there is one.
+
+    What all share may be the strategy's option at the moment.
+    """
+    ours = [watcher for watcher in registry.watchers() if isinstance(watcher, Accelerator)]
+    return ours[-1]._own_steps if ours else None  # noqa: SLF001  # of the class above
 
 
 # By whatever this was loaded: from now on the stand-ins' type is what it will be.

@@ -130,9 +130,11 @@ def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
     """The first optimizer in a variable that steps parameters of the model."""
     parameter_ids = {id(p) for p in base.parameters()}
     for value in namespace.everything().values():
-        inner = getattr(value, "optimizer", None)
-        candidate = inner if isinstance(inner, Optimizer) else value
-        if not isinstance(candidate, Optimizer):
+        # By type, and without a lookup that runs code: an attribute of the ranks' own
+        # `accelerator` sets it up.
+        inner = inspect.getattr_static(value, "optimizer", None)
+        candidate: Optimizer = inner if issubclass(type(inner), Optimizer) else value
+        if not issubclass(type(candidate), Optimizer):
             continue
         parameters = [p for group in candidate.param_groups for p in group["params"]]
         if any(
