@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.errors import NbdistError, OptionError
@@ -49,7 +52,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     the strategy's.
 
     Raises:
-        OptionError: The strategy does not go with the model.
+        OptionError: The strategy does not go with the model, or it is sharded already.
         NbdistError: Ranks' models differ, or it failed on another rank. Nothing was changed.
     """
     existing = prepared_of(model)
@@ -58,6 +61,7 @@ def prepare_model(model: torch.nn.Module, accelerator: Any = None) -> torch.nn.M
     choice = current()
     with same_random():
         if live_models.is_alone():
+            _refuse_sharded(model, choice)
             job = ModelBuild(model, choice, _grid_alone(choice), device(), accelerator=accelerator)
             built = build.plan(job)
             tensors = build.tensors_of(model)
@@ -131,6 +135,7 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
 
 def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:
     """Plan, and say what all ranks' models must have alike."""
+    _refuse_sharded(job.base, job.choice)
     tensors = build.tensors_of(job.base)
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     if missing and job.grid.rank == 0:
@@ -141,6 +146,31 @@ def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tupl
     built = build.plan(job)
     planned.append(built)
     return [(name, tuple(tensors[name].shape), str(tensors[name].dtype)) for name in built.names]
+
+
+def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
+    """Refuse a model of which another library has given this rank a part. Meets no rank.
+
+    Raises:
+        OptionError: It holds DTensors or FSDP modules; or DDP, where the strategy splits models.
+    """
+    title = type(model).__name__
+    split = [name for name, t in build.tensors_of(model).items() if isinstance(t, DTensor)]
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule | FullyShardedDataParallel)]
+    if split or sharded:
+        what = f"{split[0]} is a DTensor" if split else "each rank has a part of it"
+        raise OptionError(
+            f"{title} is sharded already: {what}. Give prepare the whole model, without "
+            "fully_shard, FSDP, parallelize_module or transformers' distributed_config; "
+            f"%dist_strategy shards it (the strategy is {choice.name} now)."
+        )
+    degrees = choice.degrees
+    is_split = degrees.dp_shard * degrees.tp * degrees.pp > 1
+    if is_split and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise OptionError(
+            f"{title} is in torch's DistributedDataParallel already, which does not go with "
+            f"{choice.name}. Give prepare the model that is in it: its `.module`."
+        )
 
 
 def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:

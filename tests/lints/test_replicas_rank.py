@@ -145,6 +145,49 @@ def test_models_that_nobody_has_prepared(tmp_path: Path) -> None:
     assert result["gradient"][-1] == ["gradient", "0.weight", [[0], [1]], pytest.approx(1.0)]
 
 
+ADDED = (
+    TRAINING
+    + LOOKS
+    + """
+    begin("ddp")
+    result = {}
+    block = base.blocks[0]
+    for name in ("ddp", "zero1", "fsdp", "tp"):
+        switch.switch(pick(name))
+        block.adapter, norm = torch.nn.Linear(2, 2), block.norm
+        with torch.no_grad():
+            for parameter in block.adapter.parameters():
+                parameter.fill_(0.5)
+        clean = check()
+        block.adapter.weight.data += rank
+        result[name] = [clean.is_healthy, clean.models[0].notes, odd(check())]
+        del block.adapter
+        if name in ("ddp", "tp"):
+            block.norm = torch.nn.LayerNorm(norm.weight.shape)
+            block.norm.bias.data += rank
+            result[name + " replaced"] = odd(check())
+            block.norm = norm
+    done(result=result)
+"""
+)
+
+
+def test_what_was_added_after_prepare_is_compared(tmp_path: Path) -> None:
+    """An adapter, or a layer in another's place: what differs is listed, and why it will."""
+    with TorchRanks(tmp_path, 2, ADDED) as ranks:
+        result = ranks.results()[0]["result"]
+
+    for name in ("ddp", "zero1", "fsdp", "tp"):
+        is_healthy, notes, differences = result[name]
+        assert is_healthy, name
+        assert "added after prepare (2, such as blocks.0.adapter.weight)" in notes[0]
+        assert differences == [["parameter", "blocks.0.adapter.weight", [[0], [1]], 1.0]], name
+    for name in ("ddp", "tp"):
+        assert result[f"{name} replaced"] == [
+            ["parameter", "blocks.0.norm.bias", [[0], [1]], 1.0]
+        ]  # fmt: skip
+
+
 EVERY = (
     TRAINING
     + LOOKS

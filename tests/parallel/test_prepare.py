@@ -155,6 +155,13 @@ OTHERS = """
     refused("other", lambda: live.prepare_model(torch.nn.Linear(2 + rank, 2)))
     refused("lazy", lambda: live.prepare_model(torch.nn.LazyLinear(2)))
     refused("meta", lambda: live.prepare_model(torch.nn.Linear(2, 2, device="meta")))
+    over_all = init_device_mesh("cpu", (n,))
+    refused("fully_shard", lambda: live.prepare_model(
+        fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 8)), mesh=over_all)))
+    split = torch.nn.Linear(8, 8)
+    split.weight = torch.nn.Parameter(distribute_tensor(split.weight, over_all, [Shard(0)]))
+    refused("split", lambda: live.prepare_model(torch.nn.Sequential(split)))
+    refused("wrapped", lambda: live.prepare_model(DDP(torch.nn.Linear(2, 2))))
     small = torch.nn.Linear(2, 2)
     lbfgs = torch.optim.LBFGS(live.prepare_model(small).parameters())
     refused("lbfgs", lambda: switch.switch(pick("zero1")))
@@ -297,6 +304,9 @@ def test_other_models_and_refusals(tmp_path: Path) -> None:
         assert "rank 1 differs from rank 0's: weight (2, 3)" in says["other"]
         assert "has no shape before the model's first forward" in says["lazy"]
         assert "meta device and has no values" in says["meta"]
+        assert "FSDPSequential is sharded already: 0.weight is a DTensor" in says["fully_shard"]
+        assert "Sequential is sharded already: 0.weight is a DTensor" in says["split"]
+        assert "DistributedDataParallel already, which does not go with fsdp" in says["wrapped"]
         assert "LBFGS looks at all gradients at once" in says["lbfgs"]
         assert "Adafactor" in says["adafactor"]
         if rank == 1:

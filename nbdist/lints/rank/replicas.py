@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,10 @@ from nbdist.parallel.prepared import Prepared
 from nbdist.strategy.choice import label
 from nbdist.strategy.tensor_layout import local_runs
 
+_ADDED = (
+    "parameters were added after prepare ({count}, such as {name}), and ranks do not combine their "
+    "gradients. Add them first, then prepare the model"
+)
 # Elements that ranks compare at a time.
 _PIECE = 1 << 20
 
@@ -113,13 +117,14 @@ def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
     if choice.name == "deepspeed" or fsdp1_state.is_flat(prepared):
         note = f"under {choice.name} nothing is compared: the shards have no names"
         return LocalModel(name, label(choice), tuple(_tensors_in(prepared.outer, "")), (note,))
-    tensors = (*_values(prepared), *_gradients(prepared))
-    notes: tuple[str, ...] = ()
+    added = {} if choice.name == "single" else _added(prepared)
+    tensors = (*_values(prepared), *_gradients(prepared), *_plain(added, "added"))
+    notes = [_ADDED.format(count=len(added), name=next(iter(added)))] if added else []
     if choice.name == "single":
-        notes = ("under single each rank trains alone: nothing is compared",)
+        notes.append("under single each rank trains alone: nothing is compared")
     elif _is_halfway() and any(local.kind == GRADIENT for local in tensors):
-        notes = ("gradients differ during accumulation: they are not compared",)
-    return LocalModel(name, label(choice), tensors, notes)
+        notes.append("gradients differ during accumulation: they are not compared")
+    return LocalModel(name, label(choice), tensors, tuple(notes))
 
 
 def _values(prepared: Prepared) -> Iterator[LocalTensor]:
@@ -137,6 +142,25 @@ def _gradients(prepared: Prepared) -> Iterator[LocalTensor]:
         if value.grad is not None:
             part = "" if is_halfway or _lies_otherwise(value) else _part(prepared, name)
             yield LocalTensor(GRADIENT, name, watch.local(value.grad), part)
+
+
+def _added(prepared: Prepared) -> dict[str, torch.Tensor]:
+    """Name -> what this rank holds that the model got after prepare, such as adapters.
+
+    All ranks should hold it alike, and nobody combines its gradients.
+    """
+    # What is around it may be prepared too: then that combines them.
+    prepared_ids = {id(p) for model in registry.prepared() for p in model.parameters.values()}
+    names = {name for several in prepared.built.names.values() for name in several}
+    # FSDP puts gathered parameters in the place of the shards meanwhile.
+    is_gathering = prepared.degrees.dp_shard > 1
+    return {
+        name: parameter
+        for name, parameter in prepared.base.named_parameters()
+        if id(parameter) not in prepared_ids
+        and not parameter.is_meta
+        and not (is_gathering and name in names)
+    }
 
 
 def _part(prepared: Prepared, name: str) -> str:
@@ -157,14 +181,19 @@ def _from_wrapper(model: live_models.NamedModel) -> LocalModel:
 
 def _tensors_in(module: torch.nn.Module, part: str) -> Iterator[LocalTensor]:
     """Everything in a module, each with the same part."""
-    for name, tensor in module.named_parameters():
-        if not tensor.is_meta:
-            yield LocalTensor(PARAMETER, name, watch.local(tensor), part)
+    yield from _plain(dict(module.named_parameters()), part)
     for name, buffer in module.named_buffers():
         if not buffer.is_meta:
             yield LocalTensor(BUFFER, name, watch.local(buffer), part)
+
+
+def _plain(parameters: Mapping[str, torch.Tensor], part: str) -> Iterator[LocalTensor]:
+    """Parameters, then their gradients, each with the same part."""
+    for name, tensor in parameters.items():
+        if not tensor.is_meta:
+            yield LocalTensor(PARAMETER, name, watch.local(tensor), part)
     gradient_part = "" if _is_halfway() else part
-    for name, tensor in module.named_parameters():
+    for name, tensor in parameters.items():
         if tensor.grad is not None:
             yield LocalTensor(GRADIENT, name, watch.local(tensor.grad), gradient_part)
 
