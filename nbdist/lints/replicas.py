@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nbdist.core.ranks import rank_label
+from nbdist.lints.gradients_apart import sentence
+from nbdist.lints.lint import group, versus
 
 PARAMETER, BUFFER, GRADIENT = "parameter", "buffer", "gradient"
 KINDS = (PARAMETER, BUFFER, GRADIENT)
@@ -35,6 +37,21 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreducedStep:
+    """A step with gradients that DDP had not reduced, as one rank saw it.
+
+    Attributes:
+        idiom: Of lints.gradients_apart.
+        place: The user's line; empty where it is not known.
+        digest: Of the gradients; equal where ranks have reduced them in another way.
+    """
+
+    idiom: str
+    place: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLook:
     """One model as one rank has it.
 
@@ -42,12 +59,14 @@ class ModelLook:
         name: Of its variable, or its class.
         looks: In the model's order.
         notes: What was not compared, and why, a sentence each.
+        unreduced: Of the last cell that trained it; None where all gradients were reduced.
     """
 
     name: str
     strategy: str
     looks: tuple[Look, ...]
     notes: tuple[str, ...] = ()
+    unreduced: UnreducedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,7 @@ class CheckedModel:
         tensors: Kind -> how many different tensors on any rank.
         compared: Kind -> how many of them two ranks or more hold alike.
         notes: What was not compared, with its ranks.
+        unreduced: A sentence on a step with gradients that DDP had not reduced; mostly empty.
     """
 
     name: str
@@ -120,6 +140,7 @@ class CheckedModel:
     tensors: Mapping[str, int]
     compared: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    unreduced: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +159,11 @@ class ReplicaCheck:
 
     @property
     def is_healthy(self) -> bool:
-        """Everything is finite, and parameters and gradients are equal where they should be."""
-        return not self.not_finite and all(
-            difference.is_expected for difference in self.differences
+        """Everything is finite and equal where it should be, and DDP reduced all that was used."""
+        return (
+            not self.not_finite
+            and all(difference.is_expected for difference in self.differences)
+            and not any(model.unreduced for model in self.models)
         )
 
     @property
@@ -201,7 +224,18 @@ def _count(name: str, on_ranks: Mapping[int, ModelLook], all_ranks: Iterable[int
         {kind: len(names) for kind, names in tensors.items()},
         {kind: len(names) for kind, names in compared.items()},
         tuple(f"[{rank_label(ranks)}] {note}" for note, ranks in notes.items()),
+        _unreduced(name, on_ranks),
     )
+
+
+def _unreduced(name: str, on_ranks: Mapping[int, ModelLook]) -> str:
+    """A sentence, where the ranks' gradients at such a step differed."""
+    steps = {rank: look.unreduced for rank, look in on_ranks.items() if look.unreduced is not None}
+    by_digest = group({rank: step.digest for rank, step in steps.items()})
+    if len(by_digest) < 2:
+        return ""
+    first = next(iter(steps.values()))
+    return sentence(name, versus(by_digest.values()), first.idiom, first.place)
 
 
 def _holders(on_ranks: Mapping[int, ModelLook]) -> dict[tuple[str, str, str], dict[int, Look]]:

@@ -14,6 +14,7 @@ from nbdist.lints import (
     beside_wrapper,
     bf16_scaler,
     effective_batch,
+    gradients_apart,
     initial_values,
     loss_not_divided,
     memory_shortage,
@@ -31,9 +32,11 @@ VARIABLE = "NBDIST_SILENCE"
 
 _MODULES = (
     same_data, model_inputs, set_epoch, loss_not_divided, effective_batch, unused_parameters,
-    beside_wrapper, initial_values, shard_seeds, parameters_apart, apart_since, bf16_scaler,
-    memory_shortage, workers,
+    beside_wrapper, gradients_apart, initial_values, shard_seeds, parameters_apart, apart_since,
+    bf16_scaler, memory_shortage, workers,
 )  # fmt: skip
+# Each says more than parameters-apart does.
+_WITH_STEP = ("apart-since", "gradients-apart")
 LINTS = {module.LINT.name: module.LINT for module in _MODULES}
 
 
@@ -48,11 +51,21 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """What a lint has found in a cell; its name and the subject are a cause, reported once."""
+    """What a lint has found in a cell.
+
+    Attributes:
+        model: Number of a model on its rank, where the lint is about one; else 0.
+    """
 
     lint: str
     subject: str
     hit: RuleHit
+    model: int = 0
+
+    @property
+    def cause(self) -> tuple[str, str, int]:
+        """What is reported once."""
+        return self.lint, self.subject, self.model
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -78,9 +91,11 @@ def evaluate(observations: Mapping[int, Sequence[Observation]], *, is_ok: bool) 
     for row in LINTS.values():
         for (name, subject), facts in grouped.items():
             if name == row.name and (is_ok or not row.needs_success):
-                diagnostics += [Diagnostic(name, subject, hit) for hit in row.judge(subject, facts)]
+                model = next(iter(facts.values())).get("model", 0)
+                hits = row.judge(subject, facts)
+                diagnostics += [Diagnostic(name, subject, hit, model) for hit in hits]
     # What has its step says more.
-    with_step = {each.subject for each in diagnostics if each.lint == "apart-since"}
+    with_step = {each.subject for each in diagnostics if each.lint in _WITH_STEP}
     return [
         each
         for each in diagnostics

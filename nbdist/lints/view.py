@@ -45,6 +45,7 @@ def _verdict(check: ReplicaCheck) -> str:
         return f"healthy: on {ranks_text} everything is finite, and equal where it should be"
     wrong = ["something is not finite"] if check.not_finite else []
     wrong += ["ranks differ"] if any(not d.is_expected for d in check.differences) else []
+    wrong += ["gradients were not reduced"] if any(m.unreduced for m in check.models) else []
     return f"NOT healthy on {ranks_text}: {' and '.join(wrong)}"
 
 
@@ -54,6 +55,8 @@ def _cell(model: CheckedModel, kind: str) -> str:
 
 
 def _lines(check: ReplicaCheck, model: CheckedModel) -> Iterator[str]:
+    if model.unreduced:
+        yield model.unreduced
     for bad in check.not_finite:
         if bad.model == model.name:
             yield _not_finite(bad)

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from nbdist.lints import replicas, view
-from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Look, ModelLook, ReplicaCheck
+from nbdist.lints.replicas import (
+    BUFFER,
+    GRADIENT,
+    PARAMETER,
+    Look,
+    ModelLook,
+    ReplicaCheck,
+    UnreducedStep,
+)
 
 W = Look(PARAMETER, "up.weight", "all", 7, 12)
 
@@ -36,6 +44,26 @@ def test_a_difference_names_the_ranks_that_agree() -> None:
     assert not result.is_healthy
     assert "model: parameter up.weight differs between ranks 0,2 and rank 1, by up to 0.25" in text
     assert view.checkup(result).is_bad
+
+
+def test_a_step_with_gradients_apart_is_told_where_they_differed() -> None:
+    """Ranks can have reduced them in another way."""
+    at = UnreducedStep("two forwards", "line 7 of cell [12]", "a")
+    same, apart = (
+        replicas.compare(
+            {
+                rank: [ModelLook("model", "zero1", (W,), unreduced=replace(at, digest=digest))]
+                for rank, digest in enumerate(digests)
+            }
+        )
+        for digests in ("aa", "ab")
+    )
+    text = view.checkup(apart).text
+
+    assert same.is_healthy
+    assert not apart.is_healthy
+    assert text.startswith("NOT healthy on 2 ranks: gradients were not reduced")
+    assert "the optimizer of model stepped at line 7 of cell [12] with gradients" in text
 
 
 def test_buffers_may_differ() -> None:

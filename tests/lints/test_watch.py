@@ -101,10 +101,11 @@ def test_values_are_compared_by_bits() -> None:
 def test_a_models_hook_is_pickled_as_nothing_of_nbdist() -> None:
     """A DDP model that is saved whole loads where there is no nbdist, and its hook does nothing."""
     hook = ddp.Ddp(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    text = pickle.dumps(hook)
+    text, after = pickle.dumps(hook), pickle.dumps(hook.reduction)
     arguments = (torch.ones(1),)
 
-    assert b"nbdist" not in text
+    assert b"nbdist" not in text + after
+    assert pickle.loads(after)(torch.nn.Linear(1, 1), arguments, torch.ones(1)) is None
     assert pickle.loads(text)(torch.nn.Linear(1, 1), arguments) is arguments
     assert copy.deepcopy(hook)(torch.nn.Linear(1, 1), arguments) is arguments
 

@@ -25,7 +25,7 @@ class Lints(CellHook):
         """Silent about what NBDIST_SILENCE names."""
         names, self._unknown = rules.parse_silenced(os.environ.get(rules.VARIABLE, ""))
         self._silenced = set(names)
-        self._reported: dict[tuple[str, str], None] = {}
+        self._reported: dict[tuple[str, str, int], None] = {}
         # Of cells that run: run -> rank -> what it saw. Written in the client's thread.
         self._observations: dict[int, dict[int, list[Observation]]] = {}
 
@@ -103,7 +103,7 @@ class Lints(CellHook):
 
     def states(self) -> tuple[tuple[str, str, str], ...]:
         """(name; silenced, reported N times or on; when) of each lint, in order."""
-        counts = Counter(name for name, _ in self._reported)
+        counts = Counter(name for name, *_ in self._reported)
         states = {n: f"reported {count} time{'s' * (count > 1)}" for n, count in counts.items()}
         states |= dict.fromkeys(self._silenced, "silenced")
         return tuple((name, states.get(name, "on"), lint.when) for name, lint in LINTS.items())
@@ -111,13 +111,12 @@ class Lints(CellHook):
     def _new(self, diagnostics: Sequence[Diagnostic]) -> tuple[str, ...]:
         lines: list[str] = []
         for diagnostic in diagnostics:
-            cause = diagnostic.lint, diagnostic.subject
             is_unfit = LINTS[diagnostic.lint].is_of_machine and is_stored()
             is_quiet = is_unfit or diagnostic.lint in self._silenced
-            if not is_quiet and cause not in self._reported:
+            if not is_quiet and diagnostic.cause not in self._reported:
                 lines += diagnostic.lines
         # Several hits of one cause, of different ranks, come together.
         for diagnostic in diagnostics:
             if diagnostic.lint not in self._silenced:
-                self._reported[diagnostic.lint, diagnostic.subject] = None
+                self._reported[diagnostic.cause] = None
         return tuple(lines)

@@ -13,14 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nbdist.lints.rank import watch
+from nbdist.lints.rank.reduction import Reduction
+from nbdist.lints.replicas import UnreducedStep
 from nbdist.lints.unused_parameters import SHOWN_NAMES
 
 
 class Ddp:
     """One DDP model: whether it was called since its last step, and in this cell. Its hook."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, number: int = 0) -> None:
         self.module = weakref.ref(module)
+        self.number = number
+        self.reduction = Reduction()
         # Only ever written in a forward: what torch.compile traces must not depend on it.
         self.has_run = self.is_called = False
         self.run_at = 0
@@ -56,7 +60,7 @@ def install() -> None:
 def begin() -> None:
     """Forget which models the cell before has called."""
     for model in _live_ddps():
-        model.is_called = False
+        model.is_called = model.reduction.is_stepped = False
 
 
 def end() -> None:
@@ -74,12 +78,12 @@ def find(optimizer: Optimizer) -> list[Ddp]:
     return [model for model in _live_ddps() if _has_any(model, parameter_ids)]
 
 
-def find_used(optimizers: Iterable[Optimizer]) -> list[DistributedDataParallel]:
-    """The models that were called in this cell, or that these optimizers step."""
+def find_used(optimizers: Iterable[Optimizer]) -> list[tuple[int, DistributedDataParallel]]:
+    """The models that were called in this cell, or that these optimizers step, with numbers."""
     called = [model for model in _live_ddps() if model.is_called]
     stepped = [model for optimizer in optimizers for model in find(optimizer)]
-    modules = [model.module() for model in dict.fromkeys((*called, *stepped))]
-    return [module for module in modules if module is not None and not _is_retired(module)]
+    modules = [(model.number, model.module()) for model in dict.fromkeys((*called, *stepped))]
+    return [(n, module) for n, module in modules if module is not None and not _is_retired(module)]
 
 
 def ranks_of(parameter_ids: Container[int]) -> tuple[int, ...]:
@@ -92,9 +96,15 @@ def ranks_of(parameter_ids: Container[int]) -> tuple[int, ...]:
 
 
 def name_of(module: Any) -> str:
-    """The variable that holds a wrapper, or the class of what is in it."""
+    """The variable that holds a wrapper, or what it is in; or the class of what is in it."""
+
+    def holds(value: Any) -> bool:
+        return issubclass(type(value), torch.nn.Module) and module in set(value.modules())
+
     inner = getattr(module, "module", module)
-    return watch.variable(lambda value: value is module, type(inner).__name__)
+    return watch.variable(
+        lambda value: value is module, watch.variable(holds, type(inner).__name__)
+    )
 
 
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
@@ -109,6 +119,23 @@ def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
         is_shared = torch.distributed.get_world_size(module.process_group) > 1
         if is_shared and any(p.grad is not None for p in trained):
             watch.note("beside-wrapper", name_of(module))
+
+
+def look_unreduced(optimizer: Optimizer, model: Ddp) -> None:
+    """An optimizer steps: are the gradients of its model reduced?"""
+    module = model.module()
+    if module is None or _is_retired(module):
+        return
+    if idiom := model.reduction.idiom_of_step(module):
+        stepped = watch.parameters_by_id(optimizer)
+        model.reduction.note(name_of(module), model.number, idiom, module, stepped)
+
+
+def unreduced_in(module: torch.nn.Module) -> UnreducedStep | None:
+    """The first step with gradients that were not reduced, of the DDP models in a module."""
+    inside = set(module.modules())
+    steps = (model.reduction.step for model in _live_ddps() if model.module() in inside)
+    return next((step for step in steps if step is not None), None)
 
 
 def look_unused(optimizer: Optimizer, model: Ddp) -> None:
@@ -131,10 +158,11 @@ def look_unused(optimizer: Optimizer, model: Ddp) -> None:
 def _noting_ddp(original: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        model = Ddp(self)
-        self.register_forward_pre_hook(model)
-        _state.ddps = [weakref.ref(living) for living in (*_live_ddps(), model)]
         _state.count += 1
+        model = Ddp(self, _state.count)
+        self.register_forward_pre_hook(model)
+        self.register_forward_hook(model.reduction)
+        _state.ddps = [weakref.ref(living) for living in (*_live_ddps(), model)]
 
     return __init__
 

@@ -61,10 +61,13 @@ def end() -> None:
         # The outermost comes last, and may have no parameters of its own.
         text = " ".join(value_digest for _, value_digest in sharded)
         watch.note("shard-seeds", sharded[-1][0], digest=text, ranks=list(ranks))
-    for ddp in ddp_models.find_used(optimizer_steps.list_stepped()):
+    for number, ddp in ddp_models.find_used(optimizer_steps.list_stepped()):
         members = dist.get_process_group_ranks(ddp.process_group)
         value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
-        watch.note("parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members)
+        watch.note(
+            "parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members,
+            model=number,
+        )  # fmt: skip
 
 
 @watch.guarded

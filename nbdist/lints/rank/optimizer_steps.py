@@ -213,6 +213,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     stepper = state.steppers.setdefault(optimizer, _Stepper())
     if stepper.ddp_count != ddp.count():
         stepper.ddps, stepper.ddp_count = ddp.find(optimizer), ddp.count()
+    for model in stepper.ddps:
+        ddp.look_unreduced(optimizer, model)
     has_backward = state.backwards > stepper.backwards
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)

@@ -15,8 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.hang.rank import reset_models
-from nbdist.lints.rank import watch
-from nbdist.lints.replicas import BUFFER, GRADIENT, PARAMETER, Difference, Look, ModelLook
+from nbdist.lints.rank import ddp, watch
+from nbdist.lints.replicas import (
+    BUFFER,
+    GRADIENT,
+    PARAMETER,
+    Difference,
+    Look,
+    ModelLook,
+    UnreducedStep,
+)
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.prepared import Prepared
@@ -43,20 +51,24 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """One model on this rank; name, strategy and notes are as in lints.replicas.ModelLook."""
+    """One model on this rank; the rest is as in lints.replicas.ModelLook."""
 
     name: str
     strategy: str
     tensors: tuple[LocalTensor, ...]
     notes: tuple[str, ...] = ()
+    unreduced: UnreducedStep | None = None
 
 
 def look() -> tuple[ModelLook, ...]:
     """This rank's models: prepared ones, DDP and FSDP2 ones, and else those of its variables."""
     return tuple(
-        ModelLook(model.name, model.strategy, tuple(map(_look, model.tensors)), model.notes)
+        ModelLook(
+            model.name, model.strategy, tuple(map(_look, model.tensors)), model.notes,
+            model.unreduced,
+        )
         for model in local_models()
-    )
+    )  # fmt: skip
 
 
 def spread(wanted: Sequence[Difference]) -> list[float]:
@@ -124,7 +136,8 @@ def _from_prepared(name: str, prepared: Prepared) -> LocalModel:
         notes.append("under single each rank trains alone: nothing is compared")
     elif _is_halfway() and any(local.kind == GRADIENT for local in tensors):
         notes.append("gradients differ during accumulation: they are not compared")
-    return LocalModel(name, label(choice), tensors, tuple(notes))
+    unreduced = ddp.unreduced_in(prepared.outer)
+    return LocalModel(name, label(choice), tensors, tuple(notes), unreduced)
 
 
 def _values(prepared: Prepared) -> Iterator[LocalTensor]:
@@ -174,7 +187,8 @@ def _from_wrapper(model: live_models.NamedModel) -> LocalModel:
     module: Any = model.module
     if isinstance(module, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(module.process_group)
-        return LocalModel(model.name, "DDP", tuple(_tensors_in(module.module, f"ddp {ranks}")))
+        tensors = tuple(_tensors_in(module.module, f"ddp {ranks}"))
+        return LocalModel(model.name, "DDP", tensors, unreduced=ddp.unreduced_in(module))
     strategy = "FSDP2" if isinstance(module, FSDPModule) else ""
     return LocalModel(model.name, strategy, tuple(_dtensors(module)))
 
