@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from nbdist.lints.rank import watch
 from nbdist.lints.unused_parameters import SHOWN_NAMES
+from nbdist.rpc.rank import namespace
 
 
 class Ddp:
@@ -93,10 +94,11 @@ def ranks_of(parameter_ids: Container[int]) -> tuple[int, ...]:
 
 def name_of(module: Any) -> str:
     """The variable that holds a wrapper, or the class of what is in it."""
-    inner = getattr(module, "module", module)
+    inner = namespace.unwrapped(module)
     return watch.variable(lambda value: value is module, type(inner).__name__)
 
 
+@watch.guarded("beside-wrapper")
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
     """An optimizer steps after a backward, and none of its models was called."""
     # A switch may have taken the wrapper off since.
@@ -111,6 +113,7 @@ def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
             watch.note("beside-wrapper", name_of(module))
 
 
+@watch.guarded("unused-parameters")
 def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     """A model's first step: has each of its parameters a gradient?"""
     ddp: Any = model.module()
