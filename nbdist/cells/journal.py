@@ -129,7 +129,7 @@ def glance(path: Path) -> Glance | None:
                     status = json.loads(body)["status"] if len(body) == length else ""
                 else:
                     file.seek(length, os.SEEK_CUR)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return Glance(head, status, has_ended=False, changed_s=changed_s)
 
@@ -143,6 +143,7 @@ class JournalReader:
         reply: The cell's reply with `ended_s`, when it came by the clock of the rank's host.
         has_ended: Nothing more comes.
         lost_bytes: How much of the output could not be written.
+        is_damaged: Something else is in the file than a rank writes: what follows cannot be read.
     """
 
     def __init__(self) -> None:
@@ -151,31 +152,37 @@ class JournalReader:
         self.reply: dict[str, Any] | None = None
         self.has_ended = False
         self.lost_bytes = 0
+        self.is_damaged = False
         self._rest = b""
 
     def take(self, piece: bytes) -> list[Mapping[str, Any]]:
-        """The messages that are whole with this piece.
-
-        Raises:
-            ValueError: If it is no journal.
-        """
+        """The messages that are whole with this piece; none any more behind what is damaged."""
         self.offset += len(piece)
-        data = self._rest + piece
-        at = 0
-        if self.head is None:
-            line, newline, _ = data.partition(b"\n")
-            if not newline:
-                self._rest = data
-                return []
-            try:
-                head = json.loads(line)
-                self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"{line!r} is no journal's first line") from error
-            at = len(line) + 1
         messages: list[Mapping[str, Any]] = []
-        while len(data) >= at + _RECORD.size:
+        if not self.is_damaged:
+            try:
+                self._read(self._rest + piece, messages)
+            except (ValueError, KeyError, TypeError, struct.error):
+                self.is_damaged, self._rest = True, b""
+        return messages
+
+    def _read_head(self, data: bytes) -> int:
+        """Where records begin; 0 before the first line is whole."""
+        if not b"{".startswith(data[:1]):
+            raise ValueError(f"{data[:1]!r} begins no journal")
+        line, newline, _ = data.partition(b"\n")
+        if not newline:
+            return 0
+        head = json.loads(line)
+        self.head = CellHead(**{**head, "ranks": tuple(head["ranks"])})
+        return len(line) + 1
+
+    def _read(self, data: bytes, messages: list[Mapping[str, Any]]) -> None:
+        at = self._read_head(data) if self.head is None else 0
+        while self.head is not None and len(data) >= at + _RECORD.size:
             kind, length = _RECORD.unpack_from(data, at)
+            if kind not in {MESSAGE, REPLY, END}:
+                raise ValueError(f"{kind!r} begins no record")
             end = at + _RECORD.size + length
             if len(data) < end:
                 break
@@ -188,7 +195,6 @@ class JournalReader:
                 self.has_ended, self.lost_bytes = True, json.loads(body)["lost_bytes"]
             at = end
         self._rest = data[at:]
-        return messages
 
 
 def by_date(
@@ -203,13 +209,21 @@ def by_date(
 
 
 def loss_notes(readers: Mapping[int, JournalReader]) -> list[str]:
-    """A sentence for each rank that could not write down all of its output."""
-    return [
-        f"rank {rank} could not write down {exact_size(reader.lost_bytes)} of its output: no space "
-        "was left on its disk"
-        for rank, reader in sorted(readers.items())
-        if reader.lost_bytes
-    ]
+    """A sentence for each rank of whose output something is lost, in its file or before it."""
+    notes = []
+    for rank, reader in sorted(readers.items()):
+        if reader.lost_bytes:
+            size = exact_size(reader.lost_bytes)
+            notes.append(
+                f"rank {rank} could not write down {size} of its output: no space was left on its "
+                "disk"
+            )
+        if reader.is_damaged:
+            notes.append(
+                f"the file with the output of rank {rank} is damaged: what the rank has said in "
+                "this cell from there on is lost, its variables are not"
+            )
+    return notes
 
 
 def _unpack_message(body: bytes) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from nbdist.core.host import Machine
 # The files of a run's folder that say whose it is, for how long its ranks are kept without a
 # notebook, and since when they have none.
 FILE, KEEP, DETACHED = "owner.json", "keep.json", "detached.json"
+# The same again, read where the first is damaged: what is not kept any more is removed.
+KEEP_COPY = "keep.copy.json"
 
 # A guardian ends ranks this long after their time at the latest, but while it saves.
 LATE_S = 1800.0

@@ -280,6 +280,11 @@ def _run(run: Run, how_kept: str) -> Finding:
     todo = [f"kill {pids}"] if pids else []
     todo += [f"rm -r {run.folder}"] if run.has_folder else []
     by_hand = f"if no notebook of yours uses it: {'; '.join(todo) or 'nothing is left to remove'}"
+    why_left = (
+        "no owner is recorded, so it is left alone"
+        if run.owner is None
+        else "what is written of how its ranks are kept is damaged, so it is left alone"
+    )
     rows = {
         run_owner.STOPPED: (
             OK,
@@ -296,7 +301,7 @@ def _run(run: Run, how_kept: str) -> Finding:
             "it belongs to another host or container, so it is not known whether it is alive",
             f"if it does not, remove {run.folder} by hand",
         ),
-        run_owner.UNKNOWN: (WARN, "no owner is recorded, so it is left alone", by_hand),
+        run_owner.UNKNOWN: (WARN, why_left, by_hand),
     }
     return Finding(name, state, *rows[run.state])
 

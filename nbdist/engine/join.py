@@ -175,6 +175,7 @@ def join(
     common = process_groups.generation_store(store, generation)
     common_store.announce(common, rank)
     if generation:
+        process_groups.announce_groups(common, rank, user_groups)
         process_groups.meet(common, rank, range(plan.world_size))
         gloo_abort.outdate(generation)
         device_health.refuse_broken(common, place, range(plan.world_size))
@@ -191,6 +192,8 @@ def join(
     joined(Rank(place, plan, store, interface))
     common_store.note_others(common, range(plan.world_size))
     process_groups.rejoin(user_groups)
+    if generation:
+        process_groups.agree_on_groups(common, range(plan.world_size))
     call_log.install(call_log.open_box(run_folder(), rank))
     call_log.reset(generation)
 

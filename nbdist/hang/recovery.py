@@ -22,16 +22,19 @@ class RecoveryResult:
     """What `process_groups.recover` did on one rank.
 
     Attributes:
-        skipped: torch's name -> global ranks of the groups that stay broken.
+        skipped: torch's name -> global ranks of the groups that stay broken, as a member is dead.
         gradients: DDP or FSDP2 model that was reset -> how many of its parameters had a gradient
             that was cleared.
         checksums: Model -> checksum of its parameters, HALVES, checksum of its buffers;
             SHARDED for a model of which each rank holds a part.
+        closed: (global ranks, those of them that do not have it) of the groups that stay broken,
+            as this rank has them and another member does not.
     """
 
     skipped: Mapping[str, tuple[int, ...]]
     gradients: Mapping[str, int]
     checksums: Mapping[str, str]
+    closed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
     """All groups that the given ranks know of, each once, in an order that fits every list.
 
     What a member says of a group wins over what others say: only members know whether it
-    still exists.
+    still exists, and it does where all of them have it.
     """
     merged: list[GroupSpec] = []
     for groups in lists:
@@ -95,7 +98,8 @@ def merge_groups(lists: Iterable[Sequence[GroupSpec]]) -> tuple[GroupSpec, ...]:
             names = [other.name for other in merged]
             if group.name in names:
                 place = names.index(group.name)
-                if group.is_member and not merged[place].is_member:
+                before = merged[place]
+                if group.is_member and (not before.is_member or before.is_open):
                     merged[place] = group
             else:
                 merged.insert(place, group)
@@ -124,6 +128,7 @@ def notes(
             f"{_groups(lacking, everybody)} {'stays' if len(lacking) == 1 else 'stay'} broken "
             f"until {ranks_are(missing)} back: {restart_verb(missing)}"
         )
+    lines += _closed_lines(results)
     models = {
         n: None for result in results.values() for n, count in result.gradients.items() if count
     }
@@ -131,6 +136,21 @@ def notes(
         lines.append(f"gradients of {', '.join(models)} were cleared: they may be incomplete")
     checksums = {rank: result.checksums for rank, result in results.items()}
     return (*lines, *parameter_differences(checksums))
+
+
+def _closed_lines(results: Mapping[int, RecoveryResult]) -> list[str]:
+    """One for the groups of the same ranks that the same ones of them have."""
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for rank, result in sorted(results.items()):
+        for key in dict.fromkeys(result.closed):
+            holders.setdefault(key, []).append(rank)
+    return [
+        f"a group of {ranks_phrase(sorted(members))} stays broken: {ranks_phrase(missing)} "
+        f"{'have' if len(missing) > 1 else 'has'} destroyed it or not made it, and "
+        f"{ranks_phrase(ranks)} still {'have' if len(ranks) > 1 else 'has'} it. Destroy it there "
+        "too (dist.destroy_process_group), then make a new one on all ranks"
+        for (members, missing), ranks in holders.items()
+    ]
 
 
 def parameter_differences(checksums: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:

@@ -46,6 +46,8 @@ class NamedModel:
     is_named: bool = True
 
 
+# Keys whose text is Python's own.
+_PLAIN_KEYS = (str, int, bool, float, bytes, type(None))
 # Whether this rank builds models that the others have already.
 _is_catching_up = False
 # Whether all ranks build now what this one builds, although no cell runs on all.
@@ -256,7 +258,7 @@ def names(
     used: set[str] = set()
     variable_names = variables() if variable_names is None else variable_names
     for obj in objects:
-        base = variable_names.get(id(obj)) or type(getattr(obj, "module", obj)).__name__
+        base = variable_names.get(id(obj)) or type(namespace.unwrapped(obj)).__name__
         name, number = base, 2
         while name in used:
             name, number = f"{base}_{number}", number + 1
@@ -266,7 +268,11 @@ def names(
 
 
 def variables() -> dict[int, str]:
-    """Name, by id, what the user's variables hold, themselves or one step inside."""
+    """Name, by id, what the user's variables hold, themselves or one step inside.
+
+    One step inside are models, optimizers and tensors alone. Nothing of the user's objects runs:
+    a lazy one would load, and another raise.
+    """
     names: dict[int, str] = {}
     namespace = _namespace()
     for name, value in namespace.items():
@@ -279,24 +285,50 @@ def variables() -> dict[int, str]:
 
 def user_modules() -> dict[str, torch.nn.Module]:
     """The modules that the user's variables hold themselves, by name."""
-    return {n: v for n, v in _namespace().items() if isinstance(v, torch.nn.Module)}
+    return {n: v for n, v in _namespace().items() if _is_any(v, torch.nn.Module)}
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a variable's value holds that can have a name of its own."""
-    if isinstance(value, torch.nn.Module):
+    """What a variable's value holds that can have a name of its own, by type."""
+    if _is_any(value, torch.nn.Module):
         # Compiled models and the like: named as what they are in.
-        yield from (("", child) for child in value.modules() if child is not value)
-    elif isinstance(value, list | tuple):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, Optimizer):
-        yield "", getattr(value, "optimizer", None)
-    elif not isinstance(value, type) and not hasattr(value, "__path__"):
-        inner = getattr(value, "__dict__", None)
-        if isinstance(inner, dict) and type(value).__module__ == "__main__":
-            yield from ((f".{key}", item) for key, item in inner.items())
+        yield from (("", child) for child in _children(value))
+    elif _is_any(value, Optimizer):
+        yield "", namespace.attributes(value).get("optimizer")
+    else:
+        for key, item in _entries(value):
+            if _is_any(item, torch.nn.Module, torch.Tensor, Optimizer):
+                is_in_object = not _is_any(value, list, tuple, dict)
+                yield f".{key}" if is_in_object else f"[{_key_text(key)}]", item
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What is in a value, by its key, place or attribute; by methods of Python's own classes."""
+    if _is_any(value, list):
+        return enumerate(list.__iter__(value))
+    if _is_any(value, tuple):
+        return enumerate(tuple.__iter__(value))
+    if _is_any(value, dict):
+        return list(dict.items(value))
+    if not _is_any(value, type) and type(value).__module__ == "__main__":
+        return namespace.attributes(value).items()
+    return ()
+
+
+def _key_text(key: Any) -> str:
+    """A key as it is typed; its class where its text would come from the user's code."""
+    return repr(key) if type(key) in _PLAIN_KEYS else type(key).__name__
+
+
+def _is_any(value: Any, *kinds: type) -> bool:
+    """Whether a value is of one of these classes, by its type: `isinstance` may run its code."""
+    return issubclass(type(value), kinds)
+
+
+def _children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """All modules inside one; none where its constructor has not come to torch's."""
+    if "_modules" in namespace.attributes(module):
+        yield from (child for child in torch.nn.Module.modules(module) if child is not module)
 
 
 def _namespace() -> dict[str, Any]:

@@ -48,6 +48,30 @@ def test_a_record_that_is_not_whole_waits() -> None:
     assert (reader.take(b""), reader.reply, reader.has_ended) == ([], None, False)
 
 
+@pytest.mark.parametrize(
+    ("written", "head", "n_messages"),
+    [
+        (b"\xf8" * 400 + WRITTEN[400:], None, 0),
+        (b"{\xf8\n" + WRITTEN, None, 0),
+        (b"{}\n" + WRITTEN, None, 0),
+        (HEAD.line() + b"\xf8" * 40, HEAD, 0),
+        (HEAD.line() + journal.pack_message(PARTS) + b"m\x02\0\0\0{}", HEAD, 1),
+        (HEAD.line() + journal.pack_message(PARTS[:2]), HEAD, 0),
+    ],
+)
+def test_what_is_damaged_is_told_and_ends_the_reading(
+    written: bytes, head: CellHead | None, n_messages: int
+) -> None:
+    """What comes before it is handed out; nothing is raised, and the note names the rank."""
+    reader = JournalReader()
+
+    assert len(reader.take(written)) == n_messages
+    assert reader.take(journal.pack_message(PARTS)) == []
+    assert (reader.is_damaged, reader.head, reader.has_ended) == (True, head, False)
+    [note] = journal.loss_notes({3: reader})
+    assert "output of rank 3 is damaged" in note
+
+
 def test_messages_of_ranks_are_in_the_order_of_their_dates() -> None:
     """Equal lines of ranks that are far apart are merged only then."""
 

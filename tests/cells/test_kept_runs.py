@@ -16,10 +16,11 @@ from nbdist.cells.kept_run import KeptRun, NewestCell
 from nbdist.cells.kernel import kept_runs, onlooker
 from nbdist.cells.outputs import CellResult, Event
 from nbdist.cluster import run_owner
-from nbdist.cluster.kernel import run_dir, runs
+from nbdist.cluster.kernel import keep, run_dir, runs
 from nbdist.cluster.run_owner import Detachment, Keep, Run
 from nbdist.core import host
 from nbdist.core.versions import VERSION
+from nbdist.errors import NotRunning
 from tests.support.ranks import temporary_folder
 
 HERE = host.this_machine().host
@@ -195,3 +196,20 @@ def test_a_keep_of_another_version_is_read_as_far_as_it_is_known(folder: Path) -
     (folder / run_owner.KEEP).write_text(json.dumps(written))
 
     assert run_dir.read_keep(folder) == replace(KEEP, version="9.9")
+
+
+def test_a_damaged_keep_is_read_from_its_copy_and_without_one_nobody_removes_the_run(
+    folder: Path,
+) -> None:
+    """It is never a dead run, which the doctor would clean away with its ranks."""
+    owner = folder / run_owner.FILE
+    written = json.loads(owner.read_text())
+    owner.write_text(json.dumps({**written, "start": "0"}))  # its kernel has ended
+    (folder / run_owner.KEEP).write_bytes(b"\xf8" * 90)
+
+    assert run_dir.read_keep(folder) == KEEP
+    assert runs.read(folder).state == run_owner.KEPT
+    (folder / run_owner.KEEP_COPY).write_text('{"keep_s": "x"}')
+    assert runs.read(folder).state == run_owner.UNKNOWN
+    with pytest.raises(NotRunning, match="damaged"):
+        keep.find("")

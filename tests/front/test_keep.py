@@ -150,6 +150,25 @@ def test_a_cell_that_ends_meanwhile_is_shown_with_how_it_ended(desk: Desk) -> No
     assert "past" not in again.visible
 
 
+def test_damaged_files_are_told_and_the_ranks_are_kept(desk: Desk) -> None:
+    """The other rank's output is shown; of the damaged one it says what is lost."""
+    handle = desk.kernel.start(WAITS + "mine = rank + 1\nprint('past', rank, flush=True)")
+    desk.kernel.wait_output(handle, "begun")
+    desk.kernel.kill()
+    [written] = (desk.folder / "tmp").rglob("journal/1")
+    for path in (written, written.parents[1] / "keep.json"):
+        with path.open("r+b") as file:
+            file.write(b"\xf8" * 400)
+    desk.go.touch()
+    attached = desk.change()
+
+    assert "[0] past 0" in attached.visible
+    assert "the file with the output of rank 1 is damaged" in attached.visible
+    assert attached.error is not None
+    assert "Unicode" not in attached.visible
+    assert "[1] 2" in desk.ok("%%distributed\nprint(mine)")
+
+
 def test_a_hang_is_told_after_an_attach_and_ends(desk: Desk) -> None:
     """A rank that waits in vain is named in the notebook that attaches; its groups come back."""
     handle = desk.kernel.start("%%distributed\nprint('in')\nif rank: dist.barrier()")

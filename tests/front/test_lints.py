@@ -296,6 +296,27 @@ def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name
     assert (f"lint {name}" in again.stderr) == (name in _OF_A_MODEL)
 
 
+def test_odd_objects_in_the_notebook_turn_nothing_off(linted: Kernel) -> None:
+    """A lazy mapping and a class whose attributes raise: nothing of them runs, and lints go on."""
+    cell = linted.run(
+        "%%distributed\n"
+        "class Lazy(dict):\n"
+        "    def items(self):\n        raise ValueError('not yet')\n"
+        "    values = __iter__ = __getitem__ = items\n"
+        "class Raises:\n"
+        "    def __getattr__(self, name):\n        raise ValueError('not yet ' + name)\n"
+        "odd, lazy = Raises(), Lazy(a=1)\n"
+        "model, optimizer = fresh(linear(rank))\n"
+        "loader = DataLoader(data, batch_size=8)\n"
+        "train(model, optimizer, loader)"
+    )
+    linted.run("%%distributed\ndel odd, lazy, loader")
+
+    assert "lint initial-values [0-1]: " in cell.stderr, cell.visible
+    assert "lint same-data [0-1]: loader gave" in cell.stderr
+    assert "not yet" not in cell.stderr
+
+
 def test_an_accelerators_backward_is_the_line_that_calls_it(linted: Kernel) -> None:
     """It divides by the backwards that it was told of: by one, where it was told of none."""
     wrong = _LINTS["loss-not-divided"][0]

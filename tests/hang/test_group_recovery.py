@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from nbdist.cluster.kernel.ranks import Ranks
+from nbdist.core.ranks import rank_label
 from nbdist.hang.kernel.group_recovery import (
     COUNT_S,
     LOOK_S,
@@ -41,7 +42,7 @@ class FakeRanks:
         self.interrupted: list[int] = []
         self.cluster = SimpleNamespace(run_dir=Path(tempfile.gettempdir()) / "no-such-run")
         self.checksums: dict[int, dict[str, str]] = {}
-        self.restart_verb = lambda _ranks: "%dist_restart"
+        self.restart_verb = lambda ranks: f"%dist_restart {rank_label(ranks)}"
 
     def boxes(self) -> dict[int, CallLog]:
         groups = {WORLD: (0, 1)}
@@ -143,6 +144,7 @@ def test_a_busy_rank_puts_the_recovery_off() -> None:
 def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     """With the rank and its reason, also where it never answers."""
     failed, silent = FakeRanks(3, 4), FakeRanks(3, 4)
+    failed.checksums = silent.checksums = {0: {}, 1: {}}
     first, second = begin(failed), begin(silent)
     first.step(100.0)
     second.step(100.0)
@@ -154,6 +156,11 @@ def test_a_recovery_that_fails_is_told_and_tried_again_later() -> None:
     assert second.step(100.1) is not None
     assert second.step(100.0 + RECOVER_S) is None
     assert "ranks 0-1 could not" in outcome_of(second).problem
+    for outcome in (outcome_of(first), outcome_of(second)):  # a new process may be enough
+        assert outcome.problem.endswith(
+            "; %dist_restart 1 replaces rank 1 and keeps the other ranks' variables, %dist_reset "
+            "starts afresh"
+        )
     assert failed.needs_recovery
     assert silent.needs_recovery
 

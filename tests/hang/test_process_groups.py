@@ -241,6 +241,35 @@ def test_a_split_makes_groups_that_a_recovery_knows(tmp_path: Path) -> None:
         assert result["source"] == "None"
 
 
+APART = """
+    kept = dist.new_group([0, 1])
+    closed = dist.new_group([0, 1])
+    if rank == 0:
+        dist.destroy_process_group(closed)
+    # torch counts a group when it is begun, here on rank 1 alone.
+    if rank == 1:
+        c10d._process_group_name([0, 1], use_hashed_name=False)
+    result = process_groups.recover(1)
+    sums = [total(), total(kept)]
+    if rank == 1:
+        dist.destroy_process_group(closed)
+    fresh = dist.new_group([0, 1])
+    again = process_groups.recover(2)
+    done(closed=result.closed, skipped=result.skipped, sums=[*sums, total(fresh), total()],
+         again=again.closed)
+"""
+
+
+def test_a_group_that_only_some_members_have_is_left_out(tmp_path: Path) -> None:
+    """And named; all others come back, and groups made later have one name on all ranks."""
+    results = run_ranks(tmp_path, 2, APART)
+
+    assert [result["closed"] for result in results] == [[], [[[0, 1], [0]]]]
+    assert [result["skipped"] for result in results] == [{}, {}]
+    assert [result["sums"] for result in results] == [[3.0] * 4] * 2
+    assert [result["again"] for result in results] == [[], []]
+
+
 BROKEN_GPU = """
     from nbdist.hang.rank import device_health
     device_health._find_problem = lambda _: "CUDA error: device-side assert" if rank == 1 else ""

@@ -11,8 +11,9 @@ def recovered(
     checksums: dict[str, str] | None = None,
     gradients: dict[str, int] | None = None,
     skipped: dict[str, tuple[int, ...]] | None = None,
+    closed: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (),
 ) -> RecoveryResult:
-    return RecoveryResult(skipped or {}, gradients or {}, checksums or {})
+    return RecoveryResult(skipped or {}, gradients or {}, checksums or {}, closed)
 
 
 EQUAL = recovered(checksums={"model": "aa/bb", "big": "sharded"}, gradients={"model": 0})
@@ -63,6 +64,15 @@ MANY = recovered(skipped={str(n): (n, 9) for n in range(6)})
                 "broken until rank 9 is back: %dist_restart 9"
             ),
         ),
+        # A group that a member has closed: who, and who has to; two groups alike are one line.
+        (
+            {0: recovered(), 1: recovered(closed=(((0, 1), (0,)),) * 2)},
+            (
+                "a group of ranks 0-1 stays broken: rank 0 has destroyed it or not made it, and "
+                "rank 1 still has it. Destroy it there too (dist.destroy_process_group), then make "
+                "a new one on all ranks"
+            ),
+        ),
         # Of a whole group that was not recovered nothing is promised.
         (
             {rank: recovered(skipped={"7": (0, 1)}) for rank in range(3)},
@@ -107,3 +117,6 @@ def test_a_members_word_counts() -> None:
 
     assert merge_groups([[outside], [inside]]) == (inside,)
     assert merge_groups([[inside], [outside]]) == (inside,)
+    elsewhere = group_spec("1", 0, 1)
+    assert merge_groups([[elsewhere], [inside]]) == (inside,)
+    assert merge_groups([[inside], [elsewhere]]) == (inside,)

@@ -17,6 +17,7 @@ import pytest
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
+from nbdist.cluster.kernel.cluster import Cluster
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import (
     DistributedError,
@@ -244,6 +245,27 @@ def test_a_process_that_does_not_come_is_told_and_tried_again(
     restart(pair, 1)
 
     assert end.how == "exit code 5"
+    assert texts(pair, SUM) == ["3.0\n"] * 2
+    assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
+
+
+def test_a_rank_that_cannot_be_written_down_counts_as_ended(
+    pair: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: no cell runs in a process that has joined no group, and the next works."""
+
+    def write(_cluster: Cluster) -> None:
+        raise StartError("No space left on device")
+
+    texts(pair, "kept = 1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "_note_change", write)
+        with pytest.raises(StartError, match="No space left"):
+            restart(pair, 1)
+    with pytest.raises(RankGone, match=r"rank 1 has ended .*%dist_restart 1"):
+        texts(pair, "print(kept)")
+    restart(pair, 1)
+
     assert texts(pair, SUM) == ["3.0\n"] * 2
     assert texts(pair, "print(kept)", ranks="0") == ["1\n"]
 

@@ -45,22 +45,46 @@ def test_uninstall_leaves_torch_as_it_was() -> None:
 
 
 def test_a_mistake_of_ours_does_not_fail_the_users_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning, and the loop goes on with all its batches."""
+    """One warning, the loop goes on with all its batches, and other objects are looked at."""
+    odd, even = (DataLoader(TensorDataset(torch.full((8, 2), i)), batch_size=2) for i in (1.0, 2.0))
+    digested, digest = [], data.digest
 
-    def broken(_batch: object) -> str:
-        raise ValueError("no digest")
+    def broken_at_odd(batch: list[torch.Tensor]) -> str:
+        digested.append(int(batch[0][0, 0]))
+        if digested[-1] == 1:
+            raise ValueError("no digest")
+        return digest(batch)
 
-    monkeypatch.setattr(data, "digest", broken)
+    monkeypatch.setattr(data, "digest", broken_at_odd)
     parameter, optimizer = stepper()
+    before = optimizer_steps.count()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        batches = [len(x) for (x,) in DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)]
+        batches = [len(x) for loader in (odd, odd, even) for (x,) in loader]
         step(parameter, optimizer)
 
-    assert batches == [2, 2, 2, 2]
+    assert batches == [2] * 12
+    assert digested == [1, 2, 2, 2, 2]
     (warning,) = caught
-    assert "lints are off on this rank from now on: ValueError" in str(warning.message)
+    assert "same-data (ValueError('no digest'))" in str(warning.message)
+    assert optimizer_steps.count() == before + 1
     assert float(parameter.detach()[0]) == pytest.approx(0.9)
+
+
+def test_what_one_part_cannot_say_at_the_end_of_a_cell_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the others have noted is sent."""
+
+    def broken() -> None:
+        raise ValueError("no end")
+
+    monkeypatch.setattr(data, "end", broken)
+    watch.note("bf16-scaler", "GradScaler")
+    with pytest.warns(UserWarning, match="data of this cell could not be evaluated"):
+        observations = watch.collect()
+
+    assert [seen.lint for seen in observations] == ["bf16-scaler"]
 
 
 def test_errors_of_a_loader_and_a_backward_are_the_users_own() -> None:

@@ -4,6 +4,7 @@ import gc
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from nbdist.errors import NbdistError
 from nbdist.hang.rank import reset_models
 from nbdist.parallel import live_models
 from nbdist.parallel.reshard import sync_model
+from nbdist.planner.rank import describe_model
+from nbdist.rpc.rank import namespace
 from tests.support.torch_ranks import TorchRanks, run_ranks
 
 pytestmark = pytest.mark.engine
@@ -150,6 +153,60 @@ def test_a_leftover_that_no_variable_holds_is_left_out() -> None:
         sync_model._refuse([ours, lacking], 0)
     with pytest.raises(NbdistError, match="rank 0: no DDP model named Linear"):
         sync_model._refuse([theirs, lacking], 1)
+
+
+class _Raises:
+    """Whatever is asked of one raises, and so does its text."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise ValueError(f"not yet: {name}")
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+class _LazyDict(dict[object, object]):
+    def items(self) -> NoReturn:  # type: ignore[override]
+        raise ValueError("not yet")
+
+    values = __iter__ = __getitem__ = items  # type: ignore[assignment]
+
+
+class _LazyList(list[object]):
+    def __iter__(self) -> NoReturn:
+        raise ValueError("not yet")
+
+    __getitem__ = __iter__  # type: ignore[assignment]
+
+
+class _HalfMade(torch.nn.Module):
+    def __init__(self) -> None:
+        """Torch's own constructor is not called."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(f"not yet: {name}")
+
+
+def test_odd_objects_in_variables_run_no_code_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beside and inside them is named all the same."""
+    kept, listed, model = torch.ones(1), torch.ones(2), torch.nn.Linear(1, 1)
+    held = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    user = {
+        "odd": _Raises(), "lazy": _LazyDict(a=kept), "few": _LazyList([1, listed]),
+        "half": _HalfMade(), "keys": {_Raises(): held, 7: _Raises()}, "model": model,
+        "optimizer": optimizer,
+    }  # fmt: skip
+    monkeypatch.setattr(namespace, "everything", lambda: user)
+
+    titles = live_models.variables()
+    assert [titles[id(obj)] for obj in (kept, listed, held)] == [
+        "lazy['a']", "few[1]", "keys[_Raises]",
+    ]  # fmt: skip
+    assert list(live_models.user_modules()) == ["half", "model"]
+    assert live_models.names([user["half"]]) == {id(user["half"]): "half"}
+    assert describe_model.optimizer_of(model, None) is optimizer
+    assert list(namespace.values_of(torch.optim.Optimizer)) == ["optimizer"]
 
 
 FORGOTTEN = (

@@ -31,6 +31,10 @@ ANSWER_S = 10.0
 SHOWN = "shown"
 # The reply of a cell whose journal ends without one, or whose rank has not written one.
 NO_REPLY = "the rank could not write down how its cell ended: no space is left on its disk"
+DAMAGED = (
+    "the file with this rank's output is damaged, so it is not known how its cell ended. "
+    "The rank and its variables are there"
+)
 # How long a cell has ended by the rank's black box when its journal counts as cut off.
 CUT_OFF_S = 2.0
 
@@ -61,8 +65,10 @@ class Journals:
 
     def heads(self) -> tuple[CellHead, ...]:
         """The newest cell of each rank, each cell once, the newest of all first."""
-        heads = [head for rank in self._ranks.ranks if (head := self._head(rank)) is not None]
-        by_run = {head.run: head for head in heads}
+        readers = {rank: self._begun(rank) for rank in self._ranks.ranks}
+        heads = [reader.head for reader in readers.values() if reader.head is not None]
+        damaged = [rank for rank, its in readers.items() if its.is_damaged and its.head is None]
+        by_run = {head.run: head for head in (*self._stand_ins(damaged), *heads)}
         return tuple(by_run[run] for run in sorted(by_run, reverse=True))
 
     def was_shown(self, run: int) -> bool:
@@ -80,10 +86,20 @@ class Journals:
             if box is not None and box.run == head.run and box.state == "running"
         )
 
-    def _head(self, rank: int) -> CellHead | None:
+    def _begun(self, rank: int) -> JournalReader:
         reader = JournalReader()
         reader.take(self._piece(rank, 0, 0) or b"")
-        return reader.head
+        return reader
+
+    def _stand_ins(self, ranks: Sequence[int]) -> list[CellHead]:
+        """What black boxes know of the cells of ranks whose journals do not tell theirs."""
+        members: dict[int, tuple[int, ...]] = {}
+        for rank in ranks:
+            box = self._health.box(rank)
+            if box is not None and box.run:
+                members[box.run] = (*members.get(box.run, ()), rank)
+        now_s = time.monotonic()
+        return [CellHead(run, None, "", by, now_s, 0) for run, by in members.items()]
 
     def _piece(self, rank: int, run: int, offset: int) -> bytes | None:
         """What a rank's journal of a cell (0: the newest) has from here; None without one."""
@@ -124,7 +140,8 @@ class Journals:
                         cell.note(notes)
                     reply = reader.reply
                     ended_s = reply.get("ended_s") if reply and self._is_here(rank) else None
-                    done(rank, _reply(reply), ended_s)
+                    problem = DAMAGED if reader.is_damaged else NO_REPLY
+                    done(rank, _reply(reply, problem), ended_s)
             if not messages:
                 time.sleep(POLL_S)
 
@@ -137,10 +154,10 @@ class Journals:
         return self._ranks.topology.ranks[rank].host == host.this_machine().host
 
 
-def _reply(reply: dict[str, Any] | None) -> Any:
-    """A reply as a client makes it: an exception where the cell failed."""
+def _reply(reply: dict[str, Any] | None, problem: str) -> Any:
+    """A reply as a client makes it: an exception where the cell failed, or where there is none."""
     if reply is None:
-        return NbdistError(NO_REPLY)
+        return NbdistError(problem)
     if reply["status"] == "ok":
         return reply
     return ipyparallel.error.RemoteError(

@@ -79,7 +79,9 @@ class _JournalFile(JournalReader):
 
     def read(self) -> list[Message]:
         """The messages that have come since."""
-        return self.take(self._file.read(PIECE_BYTES))
+        messages = self.take(self._file.read(PIECE_BYTES))
+        self.has_ended |= self.is_damaged  # nothing behind it can be shown
+        return messages
 
     def is_cut_off(self, *, has_pids: bool) -> bool:
         """Whether its process was killed in the cell, or its file removed, when last asked too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
@@ -431,7 +432,8 @@ class Cluster:
         """Put new processes in the place of engines, under the same engine ids.
 
         A living one is killed, with all processes of its session. Whatever goes wrong, none is
-        left half started: `exits` tells of those that are not there. Of the local profile alone,
+        left half started, also where it cannot be written down: `exits` tells of those that are not
+        there. Of the local profile alone,
         where the engine's id is its rank. `check` is called often, and may raise to break off.
 
         Raises:
@@ -451,12 +453,15 @@ class Cluster:
                     "(--timeout)"
                 ) from error
             self._arrivals(engines).wait(end_s, deadline_s, progress, check)
+            self._note_change()
         except BaseException:
             self.processes.end_engines(engines)
+            # The first error is told. Whoever attaches leaves out processes that have ended.
+            with contextlib.suppress(StartError):
+                self._note_change()
             raise
         finally:
             self.processes.replaced = frozenset()
-            self._note_change()
 
     def _unregister(
         self, engines: Collection[int], end_s: float, check: Callable[[], None]

@@ -284,17 +284,24 @@ def outlasts(orders: Orders) -> bool:
     return True
 
 
+def read_at_end(run_dir: str) -> tuple[list[str], str]:
+    """What is run when kept ranks' time is over, and where its text goes; nothing where nothing."""
+    for name in ("keep.json", "keep.copy.json"):
+        try:
+            with open(os.path.join(run_dir, name)) as file:
+                written = json.load(file)
+            return written["at_end"], written["save"] + LOG
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return [], ""
+
+
 def save(orders: Orders) -> bool:
     """Let another process save what kept ranks have, and end them; whether it holds the run.
 
     What it says is in a file beside the checkpoint.
     """
-    try:
-        with open(os.path.join(orders.run_dir, "keep.json")) as file:
-            written = json.load(file)
-        words, path = written["at_end"], written["save"] + LOG
-    except (OSError, ValueError, KeyError):
-        return orders.is_taken
+    words, path = read_at_end(orders.run_dir)
     if words:
         import subprocess  # not needed before
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbdist.cluster import run_owner
 from nbdist.cluster.hosts import OWN_NAMES
 from nbdist.cluster.kernel import ipp_cluster, run_dir, runs
 from nbdist.cluster.kernel.cluster import Cluster
@@ -114,6 +115,12 @@ def find(named: str) -> Run:
             f"{others[0]} is not kept: its ranks end with their notebook, and what they print is "
             "there alone. %dist_init --keep starts ranks that are kept; %dist_detach keeps those "
             "of a notebook."
+        )
+    if damaged := [run for run in map(Path, runs.folders()) if run_dir.has_damaged_keep(run)]:
+        raise NotRunning(
+            f"What is written of how {damaged[0].name} is kept is damaged ({run_owner.KEEP} and "
+            f"{run_owner.KEEP_COPY} in {damaged[0]}), so nobody can attach to it. `nbdist doctor` "
+            "shows how to end its ranks."
         )
     if not kept_runs:
         raise NotRunning(

@@ -117,17 +117,28 @@ def write_keep(run_dir: Path, keep: Keep) -> None:
     Raises:
         StartError: If the folder cannot be written.
     """
-    replace_file(run_dir, run_owner.KEEP, json.dumps(asdict(keep)).encode())
+    for name in (run_owner.KEEP, run_owner.KEEP_COPY):
+        replace_file(run_dir, name, json.dumps(asdict(keep)).encode())
 
 
 def read_keep(run_dir: Path) -> Keep | None:
     """That the run's ranks are kept without a notebook; None where they are not."""
+    names = (run_owner.KEEP, run_owner.KEEP_COPY)
+    return next((keep for name in names if (keep := _read_keep(run_dir / name))), None)
+
+
+def has_damaged_keep(run_dir: Path) -> bool:
+    """Whether something is written of a kept run, and can be read neither there nor in its copy."""
+    return read_keep(run_dir) is None and (run_dir / run_owner.KEEP).exists()
+
+
+def _read_keep(path: Path) -> Keep | None:
     try:
-        written = json.loads((run_dir / run_owner.KEEP).read_text())
+        written = json.loads(path.read_text())
         # Another version may have written more.
         named = {field.name: written[field.name] for field in fields(Keep) if field.name in written}
         tuples = {name: tuple(v) for name, v in named.items() if isinstance(v, list)}
-        return Keep(**{**named, **tuples})
+        return Keep(**{**named, **tuples, "keep_s": float(named["keep_s"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -104,6 +104,8 @@ def _run(folder: Path, here: host.Machine, *, is_guarded: bool) -> Run:
     if state == run_owner.UNKNOWN and is_guarded:
         # Its folder was damaged, but a guardian does not outlive its kernel.
         state = run_owner.RUNNING
+    if state == run_owner.DEAD and run_dir.has_damaged_keep(folder):
+        state = run_owner.UNKNOWN  # its ranks may be kept, and a dead run would be removed
     if state == run_owner.RUNNING and run_dir.ended_from_outside(folder):
         state = run_owner.STOPPED
     is_this_boot = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -148,7 +148,7 @@ class GroupRecovery:
         if failed:
             rank, why = min(failed.items())
             # A rank that knows whom to replace has said so.
-            advice = "" if "%dist_restart" in why else "; %dist_reset starts afresh"
+            advice = "" if "%dist_restart" in why else self._advice(sorted(failed))
             problem = (
                 f"{ranks_phrase(sorted(failed))} could not recreate the groups "
                 f"(rank {rank}: {why}){advice}"
@@ -156,6 +156,17 @@ class GroupRecovery:
             return RecoveryOutcome(problem=problem)
         lines = recovery.notes(self._answers(), self._ranks.restart_verb)
         return RecoveryOutcome(is_recovered=True, lines=lines)
+
+    def _advice(self, failed: Sequence[int]) -> str:
+        """What brings the groups back: where all ranks have failed, one new rank may be enough."""
+        replaced = failed if len(failed) < len(self._ranks.ranks) else failed[-1:]
+        verb = self._ranks.restart_verb(replaced)
+        if "%dist_restart" not in verb:
+            return "; %dist_reset starts afresh"
+        return (
+            f"; {verb} replaces {ranks_phrase(replaced)} and keeps the other ranks' variables, "
+            "%dist_reset starts afresh"
+        )
 
 
 def _failure(future: Future[Any]) -> str:

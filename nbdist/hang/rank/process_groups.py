@@ -10,8 +10,9 @@ take a dead rank's place with plain calls.
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -151,7 +152,7 @@ def generation_store(store: dist.Store, generation: int) -> dist.Store:
 
 @gc_pause.gc_paused()  # all ranks would wait for one's finalizer
 def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
-    """Give every process group without a dead member new connections, and reset models.
+    """Give each process group that all its members have new connections, and reset models.
 
     Collective: every living rank, in its main thread, with the same arguments; a rank that
     takes a dead one's place calls `join.rejoin` with the generation meanwhile, which is higher
@@ -174,9 +175,8 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
         del _registry.stores[closed]
     living = [r for r in range(state.topology.world_size) if r not in dead]
     store = generation_store(state.store, generation)
-    common_store.announce(store, state.place.rank)
-    meet(store, state.place.rank, living)
-    common_store.note_others(store, living)
+    lacking = _find_lacking(_meet_with_groups(store, living), groups, whole)
+    whole = [pg for pg in whole if pg not in lacking]
     # Also when nothing waits: the old connections would stay open as long as the objects. Not
     # earlier: a rank that has not come yet may be connecting, and would fail by it.
     gloo_abort.outdate(generation)
@@ -200,7 +200,12 @@ def recover(generation: int, dead: tuple[int, ...] = ()) -> RecoveryResult:
     call_log.reset(generation)
     main_thread.mark_recovered()
     return RecoveryResult(
-        skipped={str(world.pg_names[pg]): groups[pg] for pg in groups if pg not in whole},
+        skipped={
+            str(world.pg_names[pg]): groups[pg]
+            for pg in groups
+            if pg not in whole and pg not in lacking
+        },
+        closed=tuple((groups[pg], ranks) for pg, ranks in lacking.items()),
         gradients=gradients,
         checksums=reset_models.checksums(models),
     )
@@ -222,6 +227,53 @@ def meet(store: dist.Store, rank: int, living: Sequence[int]) -> None:
             f"{rank_label([living[place] for place in missing])} did not come. Their cell may "
             "still run: %dist_status shows it, and %dist_restart replaces them."
         )
+
+
+def _meet_with_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+    """Wait for all living ranks, and exchange who has which groups. Collective: each of them."""
+    rank = this_rank().place.rank
+    common_store.announce(store, rank)
+    announce_groups(store, rank, created_groups())
+    meet(store, rank, living)
+    common_store.note_others(store, living)
+    return agree_on_groups(store, living)
+
+
+def announce_groups(store: dist.Store, rank: int, specs: Iterable[GroupSpec]) -> None:
+    """Say which of these groups this rank has or will have; before the ranks meet in the store."""
+    open_groups = {s.name: s.ranks for s in specs if s.is_open and rank in s.ranks}
+    store.set(f"groups/{rank}", json.dumps([int(_world().group_count), open_groups]))
+
+
+def agree_on_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dict[str, list[int]]]:
+    """What each living rank has announced: name -> global ranks of a group. Once all have met.
+
+    Groups made from now on have the same name on all ranks: torch counts them, also one that was
+    begun on some ranks alone, and broken off.
+    """
+    texts = store.multi_get([f"groups/{rank}" for rank in living])
+    counts, groups = zip(*(json.loads(text) for text in texts), strict=True)
+    _world().group_count = max(_world().group_count, *counts)
+    return dict(zip(living, groups, strict=True))
+
+
+def _find_lacking(
+    announced: Mapping[int, Mapping[str, list[int]]],
+    groups: Mapping[Any, tuple[int, ...]],
+    whole: Iterable[Any],
+) -> dict[Any, tuple[int, ...]]:
+    """Groups of this rank that members do not have (any more) -> those members.
+
+    They could not be connected: the others would be waited for.
+    """
+    world = _world()
+    lacking = {}
+    for pg in whole:
+        name, ranks = str(world.pg_names[pg]), groups[pg]
+        missing = tuple(r for r in ranks if announced[r].get(name) != list(ranks))
+        if missing and pg is not world.default_pg:
+            lacking[pg] = missing
+    return lacking
 
 
 def created_groups() -> tuple[GroupSpec, ...]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.lints.rank import ddp, watch
+from nbdist.rpc.rank import namespace
 from nbdist.strategy.tensor_layout import local_runs
 
 # Looks of one optimizer in one cell that are kept; then every second of them.
@@ -99,19 +100,24 @@ def begin() -> None:
 def end() -> None:
     """Note this cell's digests."""
     for optimizer, watched in list(_state.watched.items()):
-        _settle(optimizer, watched)
-        for number, (peers, looks) in enumerate(watched.sums.items()):
-            first = next(iter(watch.parameters_by_id(optimizer)))
-            model = names().get(first, "an optimizer").partition(".")[0]
-            subject = model + (f" ({number + 1})" if number else "")
-            steps, digests = [list(column) for column in zip(*looks, strict=True)]
-            watch.note(
-                "apart-since", subject, ranks=list(peers), steps=steps, digests=digests,
-                every=_state.every,
-            )  # fmt: skip
+        _note_looks(optimizer, watched)
 
 
-@watch.guarded
+@watch.guarded("apart-since")
+def _note_looks(optimizer: Optimizer, watched: _Watched) -> None:
+    _settle(optimizer, watched)
+    for number, (peers, looks) in enumerate(watched.sums.items()):
+        first = next(iter(watch.parameters_by_id(optimizer)))
+        model = names().get(first, "an optimizer").partition(".")[0]
+        subject = model + (f" ({number + 1})" if number else "")
+        steps, digests = [list(column) for column in zip(*looks, strict=True)]
+        watch.note(
+            "apart-since", subject, ranks=list(peers), steps=steps, digests=digests,
+            every=_state.every,
+        )  # fmt: skip
+
+
+@watch.guarded("apart-since, gradients that are not finite")
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
@@ -197,8 +203,7 @@ def names() -> dict[int, str]:
 
     names_by_id: dict[int, str] = {}
     for variable, module in live_models.user_modules().items():
-        inner = getattr(module, "module", module)
-        for name, parameter in inner.named_parameters():
+        for name, parameter in namespace.unwrapped(module).named_parameters():
             names_by_id.setdefault(id(parameter), f"{variable}.{name}")
     return names_by_id
 

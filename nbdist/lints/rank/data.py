@@ -87,22 +87,26 @@ def end() -> None:
             "workers", "DataLoader workers", workers=_state.workers, cores=usable_cores(),
             host=platform.node(),
         )  # fmt: skip
-    done: set[str] = set()
+    noted: set[str] = set()
     before: dict[int, _Loop] = {}
     for loop in _state.loops:
         drawn = loop.drawn()
-        if drawn is None or not loop.is_training:
-            continue
-        name = _name(loop, drawn)
-        if name not in done:
-            done.add(name)
-            peers = optimizer_steps.peers()
-            if len(peers) > 1 and loop.digests:
-                watch.note("same-data", name, digests=loop.digests, peers=list(peers))
-        older = before.get(id(drawn))
-        if older is not None and loop.epoch is not None and older.epoch == loop.epoch:
-            watch.note("set-epoch", name, epoch=loop.epoch)
-        before[id(drawn)] = loop
+        if drawn is not None and loop.is_training:
+            _note_loop(drawn, loop, before.get(id(drawn)), noted)
+            before[id(drawn)] = loop
+
+
+@watch.guarded("same-data, set-epoch")
+def _note_loop(drawn: Any, loop: _Loop, older: _Loop | None, noted: set[str]) -> None:
+    """Note one loop; `older` went over the same loader before, `noted` has names."""
+    name = _name(loop, drawn)
+    if name not in noted:
+        noted.add(name)
+        peers = optimizer_steps.peers()
+        if len(peers) > 1 and loop.digests:
+            watch.note("same-data", name, digests=loop.digests, peers=list(peers))
+    if older is not None and loop.epoch is not None and older.epoch == loop.epoch:
+        watch.note("set-epoch", name, epoch=loop.epoch)
 
 
 def _watch_batches(original: Any) -> Any:
@@ -114,18 +118,18 @@ def _watch_batches(original: Any) -> Any:
             return original(self)
         loop.began.append(optimizer_steps.count())
         batch = original(self)
-        _take(loop, batch)
+        _take(loop.drawn(), loop, batch)
         return batch
 
     return __next__
 
 
-@watch.guarded
-def _take(loop: _Loop, batch: Any) -> None:
+@watch.guarded("same-data")
+def _take(_drawn: Any, loop: _Loop, batch: Any) -> None:
     loop.digests.append(digest(batch))
 
 
-@watch.guarded
+@watch.guarded("same-data, set-epoch, workers")
 def _loop_of(iterator: Any) -> _Loop | None:
     """The loop that an iterator is in; a new one at its first batch."""
     if iterator._num_yielded:  # noqa: SLF001
@@ -157,10 +161,11 @@ def _name(loop: _Loop, drawn: Any) -> str:
     kind = "data" if dataset is None else type(dataset).__name__
 
     def has_same_data(value: Any) -> bool:
-        return isinstance(value, DataLoader) and value.dataset is dataset
+        return issubclass(type(value), DataLoader) and value.dataset is dataset
 
     def draws_same(value: Any) -> bool:
-        return isinstance(value, DataLoader) and drawn in (value.batch_sampler, value.sampler)
+        is_loader = issubclass(type(value), DataLoader)
+        return is_loader and (value.batch_sampler is drawn or value.sampler is drawn)
 
     return watch.variable(draws_same, watch.variable(has_same_data, f"a DataLoader of {kind}"))
 

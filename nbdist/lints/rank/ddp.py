@@ -16,6 +16,7 @@ from nbdist.lints.rank import watch
 from nbdist.lints.rank.reduction import Reduction
 from nbdist.lints.replicas import UnreducedStep
 from nbdist.lints.unused_parameters import SHOWN_NAMES
+from nbdist.rpc.rank import namespace
 
 
 class Ddp:
@@ -101,12 +102,13 @@ def name_of(module: Any) -> str:
     def holds(value: Any) -> bool:
         return issubclass(type(value), torch.nn.Module) and module in set(value.modules())
 
-    inner = getattr(module, "module", module)
+    inner = namespace.unwrapped(module)
     return watch.variable(
         lambda value: value is module, watch.variable(holds, type(inner).__name__)
     )
 
 
+@watch.guarded("beside-wrapper")
 def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
     """An optimizer steps after a backward, and none of its models was called."""
     # A switch may have taken the wrapper off since.
@@ -121,6 +123,7 @@ def look_beside(optimizer: Optimizer, ddps: Sequence[Ddp]) -> None:
             watch.note("beside-wrapper", name_of(module))
 
 
+@watch.guarded("gradients-apart")
 def look_unreduced(optimizer: Optimizer, model: Ddp) -> None:
     """An optimizer steps: are the gradients of its model reduced?"""
     module = model.module()
@@ -138,6 +141,7 @@ def unreduced_in(module: torch.nn.Module) -> UnreducedStep | None:
     return next((step for step in steps if step is not None), None)
 
 
+@watch.guarded("unused-parameters")
 def look_unused(optimizer: Optimizer, model: Ddp) -> None:
     """A model's first step: has each of its parameters a gradient?"""
     ddp: Any = model.module()

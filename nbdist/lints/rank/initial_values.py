@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.lints.rank import ddp as ddp_models
 from nbdist.lints.rank import optimizer_steps, watch
@@ -62,15 +63,20 @@ def end() -> None:
         text = " ".join(value_digest for _, value_digest in sharded)
         watch.note("shard-seeds", sharded[-1][0], digest=text, ranks=list(ranks))
     for number, ddp in ddp_models.find_used(optimizer_steps.list_stepped()):
-        members = dist.get_process_group_ranks(ddp.process_group)
-        value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
-        watch.note(
-            "parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members,
-            model=number,
-        )  # fmt: skip
+        _note_parameters(ddp, number)
 
 
-@watch.guarded
+@watch.guarded("parameters-apart")
+def _note_parameters(ddp: DistributedDataParallel, number: int) -> None:
+    members = dist.get_process_group_ranks(ddp.process_group)
+    value_digest = digest(p for p in ddp.parameters() if p.requires_grad)
+    watch.note(
+        "parameters-apart", ddp_models.name_of(ddp), digest=value_digest, ranks=members,
+        model=number,
+    )  # fmt: skip
+
+
+@watch.guarded("initial-values")
 def _note_initial(name: str, tensors: Iterable[torch.Tensor]) -> None:
     """A model of this class is about to be prepared, with rank 0's values on all ranks."""
     value_digest = digest(tensors)
@@ -104,7 +110,7 @@ def _watch_sharding(original: Any) -> Any:
     return fully_shard
 
 
-@watch.guarded
+@watch.guarded("shard-seeds")
 def _note(sharded: Any, mesh: Any) -> None:
     modules = sharded if isinstance(sharded, list | tuple) else [sharded]
     # Without those that are DTensors already.

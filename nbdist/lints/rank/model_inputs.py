@@ -47,11 +47,16 @@ def begin() -> None:
 def end() -> None:
     """Note this cell's models."""
     for module, calls in list(_calls.items()):
-        digest = f"{calls.count} {int(calls.digest)}"
-        watch.note("model-inputs", ddp.name_of(module), digest=digest, ranks=calls.ranks)
+        _note_calls(module, calls)
 
 
-@watch.guarded
+@watch.guarded("model-inputs")
+def _note_calls(module: torch.nn.Module, calls: _Calls) -> None:
+    digest = f"{calls.count} {int(calls.digest)}"
+    watch.note("model-inputs", ddp.name_of(module), digest=digest, ranks=calls.ranks)
+
+
+@watch.guarded("model-inputs")
 def _note(module: torch.nn.Module, inputs: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
     # Late: it imports torch's strategies and Accelerate, which a model that calls this has loaded.
     from nbdist.hang.rank.reset_models import sum_words

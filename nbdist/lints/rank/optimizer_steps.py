@@ -193,7 +193,7 @@ def _noting_backward(original: Any) -> Any:
     return backward
 
 
-@watch.guarded
+@watch.guarded("loss-not-divided")
 def _note_backward(loss: Any, frame: Any) -> None:
     node = getattr(loss, "grad_fn", None)
     if type(node).__name__ not in _MEANS or getattr(node, "_saved_reduction", _MEAN) != _MEAN:
@@ -205,7 +205,7 @@ def _note_backward(loss: Any, frame: Any) -> None:
         _state.cleared.add(line)
 
 
-@watch.guarded
+@watch.guarded("same-data, parameters-apart, beside-wrapper, unused-parameters, loss-not-divided")
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled is not looked at
         return
@@ -222,7 +222,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)
     if max(state.lines.values(), default=1) > 1 and has_backward:
-        _look_at_lines(stepper)
+        _look_at_lines(optimizer, stepper)
     stepper.lines = dict(state.lines)
     state.lines.clear()
     state.cleared.clear()
@@ -234,6 +234,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         state.probe = next(map(weakref.ref, graded), None)
 
 
+@watch.guarded("dead-parameters")
 def _look_at_dead(optimizer: Optimizer) -> None:
     """Has an optimizer parameters that prepared models no longer have?"""
     registry = sys.modules.get("nbdist.parallel.registry")
@@ -265,7 +266,8 @@ def _look_at_ddps(optimizer: Optimizer, stepper: _Stepper) -> None:
             ddp.look_unused(optimizer, model)
 
 
-def _look_at_lines(stepper: _Stepper) -> None:
+@watch.guarded("loss-not-divided")
+def _look_at_lines(_optimizer: Optimizer, stepper: _Stepper) -> None:
     gradient = getattr(_probe_tensor(), "grad", None)
     for line, times in _state.lines.items():
         is_again = stepper.lines.get(line) == times and line not in _state.cleared

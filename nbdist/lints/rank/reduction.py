@@ -61,14 +61,14 @@ class Reduction:
         # As for the hook before a forward: where there is no nbdist, a call that returns None.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
-    @watch.guarded
+    @watch.guarded("gradients-apart")
     def _follow(self, module: Any, output: object) -> None:
         forward = _Forward(bool(module.require_backward_grad_sync))
         self.is_awaited |= forward.is_synced
         for node in {t.grad_fn for t in _tensors(output) if t.grad_fn is not None}:
             node.register_prehook(functools.partial(self._arrive, forward))
 
-    @watch.guarded
+    @watch.guarded("gradients-apart")
     def _arrive(self, forward: _Forward, _gradients: object) -> None:
         """A backward comes to what a forward has returned."""
         number = events.backward_number()

@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from nbdist.lints.rank import optimizer_steps, watch
+from nbdist.rpc.rank import namespace
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ def end() -> None:
         _state.handle = None
 
 
+@watch.guarded("--trace-nan")
 def _after(module: torch.nn.Module, inputs: object, output: object) -> None:
     """After a module's forward; those inside it came before."""
     if _state.handle is None or torch.compiler.is_compiling() or _is_finite(output):
@@ -72,8 +74,7 @@ def _name(module: torch.nn.Module) -> str:
     from nbdist.parallel import live_models
 
     for variable, outer in live_models.user_modules().items():
-        inner = getattr(outer, "module", outer)
-        for name, child in inner.named_modules():
+        for name, child in namespace.unwrapped(outer).named_modules():
             if child is module:
                 where = f"{variable}.{name}" if name else variable
                 return f"{where} ({type(module).__name__})"

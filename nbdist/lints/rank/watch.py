@@ -7,10 +7,13 @@ and sends it with its cell's output. What needs several ranks is compared in the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,12 +40,20 @@ PARTS = (
 
 @dataclass(slots=True)
 class _State:
-    """What this cell has noted so far, by lint and subject; modules that have begin and end."""
+    """What this cell has noted so far, and which modules look.
+
+    Attributes:
+        noted: By lint and subject.
+        parts: Modules that have begin and end.
+        off: Lints and ids of objects at which they failed -> the object.
+        failures: Of which a warning was shown: lints, class of the object.
+    """
 
     noted: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     parts: list[Any] = field(default_factory=list)
+    off: dict[tuple[str, int], weakref.ref[Any]] = field(default_factory=dict)
+    failures: set[tuple[str, str]] = field(default_factory=set)
     is_installed: bool = False
-    is_broken: bool = False
     is_in_cell: bool = False
 
 
@@ -54,7 +65,9 @@ undo: list[Callable[[], None]] = []
 def install() -> None:
     """Watch torch's calls from now on. Twice is harmless."""
     if not _state.is_installed:
-        _state.is_installed, _state.is_broken = True, False
+        _state.is_installed = True
+        _state.off.clear()
+        _state.failures.clear()
         for name in PARTS:
             add(name)
             sys.modules[name].install()
@@ -75,24 +88,46 @@ def add(name: str) -> None:
         _state.parts.append(module)
 
 
-def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """A function that runs in the user's calls: where it fails, lints end and the call goes on.
+def guarded(lints: str) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+    """A function that runs in the user's calls: where it fails, the call goes on.
 
-    One warning says so; all of them then return None at once.
+    It is then called no more for its first argument, and returns None at once; for all others it
+    goes on. One warning for each class of objects says so, and names the lints.
     """
 
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        if _state.is_broken:
-            return None
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
-            _state.is_broken = True
-            warnings.warn(f"lints are off on this rank from now on: {error!r}", stacklevel=1)
-            return None
+    def guard(function: Callable[P, T]) -> Callable[P, T | None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            # Looked up only once there is something: it stands in every step.
+            if _state.off and _is_off(lints, args[0]):
+                return None
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # the user's step is not to fail with it
+                _turn_off(lints, args[0], error)
+                return None
 
-    return run
+        return run
+
+    return guard
+
+
+def _is_off(lints: str, obj: object) -> bool:
+    reference = _state.off.get((lints, id(obj)))
+    return reference is not None and reference() is obj
+
+
+def _turn_off(lints: str, obj: object, error: Exception) -> None:
+    with contextlib.suppress(TypeError):  # it takes no weak reference: it is looked at again
+        _state.off[lints, id(obj)] = weakref.ref(obj)
+    kind = obj if isinstance(obj, str) else type(obj).__name__
+    if (lints, kind) not in _state.failures:
+        _state.failures.add((lints, kind))
+        warnings.warn(
+            f"off on this rank from now on for this {kind}: {lints} ({error!r}). Lints of other "
+            "objects, and other lints, go on",
+            stacklevel=1,
+        )
 
 
 def note(lint: str, subject: str, **facts: Any) -> None:
@@ -116,7 +151,11 @@ def begin() -> None:
 def collect() -> list[Observation]:
     """What was seen since `begin`; JSON can carry it. This rank alone."""
     for part in _state.parts:
-        part.end()
+        try:
+            part.end()
+        except Exception as error:  # noqa: BLE001  # what the other parts saw still counts
+            name = part.__name__.rpartition(".")[2]
+            warnings.warn(f"{name} of this cell could not be evaluated: {error!r}", stacklevel=1)
     return [Observation(lint, subject, facts) for (lint, subject), facts in _state.noted.items()]
 
 
@@ -178,10 +217,14 @@ def parameters_by_id(optimizer: Any) -> dict[int, Any]:
 
 def leaves(value: Any, depth: int = 4, most: int | None = None) -> Iterator[Any]:
     """What is in dicts, lists and tuples in each other, so deep; `most` entries of a list."""
-    if depth and isinstance(value, Mapping):
-        items: Iterable[Any] = value.values()
-    elif depth and isinstance(value, list | tuple):
-        items = value[:most]
+    kind = type(value)
+    if depth and issubclass(kind, dict):
+        items: Iterable[Any] = dict.values(value)  # a class's own may load, or raise
+    elif depth and issubclass(kind, Mapping):
+        items = value.values()
+    elif depth and issubclass(kind, list | tuple):
+        own_iter = list.__iter__ if issubclass(kind, list) else tuple.__iter__
+        items = itertools.islice(own_iter(value), most)
     else:
         yield value
         return

@@ -51,7 +51,7 @@ class Gathered:
         self._root = weakref.ref(root)
         self._reshard = reshard
         self._is_known = False
-        root.register_forward_pre_hook(self._before)
+        root.register_forward_pre_hook(self._before, prepend=True)  # before FSDP2 gathers
         root.register_forward_hook(self._after)
         _live.add(self)
         _watch()
@@ -69,8 +69,10 @@ class Gathered:
         self.is_pending &= self._root() is not module
 
     def _before(self, *_: object) -> None:
+        # A rank that keeps an output still has all whole, and another has put them back: each
+        # has to gather, or one would wait for the other.
+        self.put_back()
         self.number += 1
-        self.is_pending = False
 
     def _after(self, module: torch.nn.Module, _args: object, output: object) -> None:
         if torch.compiler.is_compiling() or events.backward_number() >= 0:

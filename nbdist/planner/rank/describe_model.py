@@ -129,12 +129,13 @@ def _as_written(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]
 def optimizer_of(base: torch.nn.Module, prepared: Any) -> Optimizer | None:
     """The first optimizer in a variable that steps parameters of the model."""
     parameter_ids = {id(p) for p in base.parameters()}
-    for value in namespace.everything().values():
-        # By type, and without a lookup that runs code: an attribute of the ranks' own
-        # `accelerator` sets it up.
-        inner = inspect.getattr_static(value, "optimizer", None)
-        candidate: Optimizer = inner if issubclass(type(inner), Optimizer) else value
-        if not issubclass(type(candidate), Optimizer):
+    for value in list(namespace.everything().values()):
+        # By type, and without code of theirs: a lazy object would load, another raise, and the
+        # ranks' own `accelerator` be set up.
+        inner = namespace.attributes(value).get("optimizer")
+        optimizers = (each for each in (inner, value) if issubclass(type(each), Optimizer))
+        candidate: Optimizer | None = next(optimizers, None)
+        if candidate is None:
             continue
         parameters = [p for group in candidate.param_groups for p in group["params"]]
         if any(

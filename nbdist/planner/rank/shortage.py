@@ -19,6 +19,7 @@ from nbdist.lints.rank import watch
 from nbdist.parallel import precision
 from nbdist.parallel.accelerator.loader_state import last_batch
 from nbdist.parallel.live_models import names
+from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import prepared
 from nbdist.planner.advice import smallest_change
 from nbdist.planner.devices import Device
@@ -34,7 +35,7 @@ from nbdist.strategy.choose import settings_of
 LINT = "memory-shortage"
 
 
-@watch.guarded
+@watch.guarded(LINT)
 def look(model: torch.nn.Module, choice: Strategy) -> None:
     """Tell the notebook at once what a model that is about to be built needs. Meets no rank."""
     [name] = names([model]).values()
@@ -48,16 +49,20 @@ def of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
     return _of_prepared(precision.with_accelerator_precision(choice)) or ()
 
 
-@watch.guarded
+@watch.guarded(LINT)
 def _of_prepared(choice: Strategy) -> tuple[dict[str, Any], ...]:
-    facts_of_models = []
-    for live, model in zip(describe_prepared.sketches(), prepared(), strict=True):
-        parameters = list(model.parameters.values())
-        held = _held(parameters, describe_model.optimizer_of(model.base, model))
-        if has_buckets(model.built.job.choice):
-            held += [parameter for parameter in parameters if parameter.requires_grad]
-        facts_of_models.append(_facts(live, choice, held))
+    pairs = zip(describe_prepared.sketches(), prepared(), strict=True)
+    facts_of_models = [_facts_of(model, live, choice) for live, model in pairs]
     return tuple(facts for facts in facts_of_models if facts)
+
+
+@watch.guarded(LINT)
+def _facts_of(model: Prepared, live: LiveModel, choice: Strategy) -> dict[str, Any] | None:
+    parameters = list(model.parameters.values())
+    held = _held(parameters, describe_model.optimizer_of(model.base, model))
+    if has_buckets(model.built.job.choice):
+        held += [parameter for parameter in parameters if parameter.requires_grad]
+    return _facts(live, choice, held)
 
 
 def _facts(

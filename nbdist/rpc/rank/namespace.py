@@ -56,9 +56,29 @@ def name_groups(variables: Mapping[str, str]) -> None:
 
 
 def values_of(kind: type[T]) -> dict[str, T]:
-    """Variable -> value, for the user's variables of a type."""
+    """Variable -> value, for the user's variables of a type, or of one made from it."""
     variables = everything()
-    return {name: variables[name] for name in names() if isinstance(variables[name], kind)}
+    return {name: variables[name] for name in names() if issubclass(type(variables[name]), kind)}
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """An object's own attributes, read without running its class's code; none where it has no dict.
+
+    So a lazy object loads nothing, and one whose `__getattr__` raises does not raise.
+    """
+    try:
+        members = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has slots
+        return {}
+    return dict(members) if type(members) is dict else {}
+
+
+def unwrapped(obj: Any) -> Any:
+    """What a wrapper such as DDP's has as its `module`; anything else itself."""
+    try:
+        return getattr(obj, "module", obj)
+    except Exception:  # noqa: BLE001  # a user's own __getattr__ raises what it likes
+        return obj
 
 
 def model_of(name: str) -> torch.nn.Module:
