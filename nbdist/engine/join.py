@@ -85,7 +85,6 @@ CELL_HOOKS = (
     watch.around_cell,
     cell_hook.around_cell,
     oom_hook.around_cell,
-    events.around_cell,
     shell_hooks.top_level_await,
 )
 

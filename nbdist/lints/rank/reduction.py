@@ -23,7 +23,6 @@ from nbdist.hang.text import place_text
 from nbdist.lints.gradients_apart import NO_SYNC, SECOND_BACKWARD, STEP_IN_HOOK, TWO_FORWARDS
 from nbdist.lints.rank import watch
 from nbdist.lints.replicas import UnreducedStep
-from nbdist.parallel import events
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +70,7 @@ class Reduction:
     @watch.guarded("gradients-apart")
     def _arrive(self, forward: _Forward, _gradients: object) -> None:
         """A backward comes to what a forward has returned."""
-        number = events.backward_number()
+        number = backward_number()
         if number == self.backward:
             return
         self.backward = number
@@ -90,7 +89,7 @@ class Reduction:
         """
         if not self.is_stepped:
             self.is_stepped, self.step = True, None
-        idiom = STEP_IN_HOOK if events.backward_number() >= 0 else self.idiom
+        idiom = STEP_IN_HOOK if backward_number() >= 0 else self.idiom
         if not idiom or self.step is not None or dist.get_world_size(ddp.process_group) == 1:
             return ""
         # Under ddp ranks may be meant to train apart for a while, as in local SGD.
@@ -112,6 +111,16 @@ class Reduction:
         facts |= {"ranks": ranks, "of": len(ranks), "model": number}
         watch.note("gradients-apart", name, **facts)
         watch.note_now("gradients-apart", name, facts)
+
+
+def backward_number() -> int:
+    """A number of the backward that runs in this thread, of no other one; -1 where none runs.
+
+    Private: nothing public tells one backward from the next, or that code runs in a hook of one.
+    torch's own checkpointing asks the same. Without it no backward is known.
+    """
+    ask = getattr(torch._C, "_current_graph_task_id", None)  # noqa: SLF001
+    return -1 if ask is None else int(ask())
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:

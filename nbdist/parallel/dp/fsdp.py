@@ -26,8 +26,6 @@ from torch.distributed.fsdp import (
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates, find_blocks
-from nbdist.parallel.dp import gathered
-from nbdist.parallel.dp.gathered import Gathered
 from nbdist.parallel.precision import DTYPES
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Strategy
@@ -88,7 +86,6 @@ def _lay_out(job: ModelBuild) -> None:
         shard(unit, reshard_after_forward=does_reshard, mp_policy=policy)
     # By itself torch keeps the root's: its backward begins as soon as its forward ends.
     shard(job.root, reshard_after_forward=None if does_reshard else False, mp_policy=policy)
-    Gathered(job.root, settle)
 
 
 def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
@@ -124,12 +121,11 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
 def settle(module: torch.nn.Module) -> None:
     """Let the module's parameters be this rank's pieces again.
 
-    After a forward, before its backward, some are whole: the root's, and with grad-op all. No
+    After a forward without a backward some are whole: the root's, and with grad-op all. No
     rank is met.
     """
     for shard in _shards(module):
         shard.reshard()
-    gathered.forget(module)
 
 
 def units_of(job: ModelBuild) -> tuple[torch.nn.Module, ...]:
