@@ -224,13 +224,17 @@ def _fill(
                     table[leaf] = replaced[id(tensor)]
 
 
+def _are_alike(old: torch.Tensor, fresh: torch.nn.Parameter) -> bool:
+    """Whether both are plain parameters of one shape and dtype, with values."""
+    is_like = (type(old), old.shape, old.dtype) == (torch.nn.Parameter, fresh.shape, fresh.dtype)
+    return is_like and not old.is_meta and type(old.data) is type(fresh.data) is torch.Tensor
+
+
 def _succeed(
     old: torch.Tensor, fresh: torch.nn.Parameter, *, keeps_parameters: bool
 ) -> torch.nn.Parameter:
     """What stands in an old parameter's place: itself with the new values, or the new one."""
-    are_plain = type(old.data) is type(fresh.data) is torch.Tensor and not old.is_meta
-    is_like = (type(old), old.shape, old.dtype) == (torch.nn.Parameter, fresh.shape, fresh.dtype)
-    if keeps_parameters and are_plain and is_like:
+    if keeps_parameters and _are_alike(old, fresh):
         assert isinstance(old, torch.nn.Parameter)
         old.grad, old.data = None, fresh.data
         return old
