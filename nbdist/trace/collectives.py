@@ -72,7 +72,8 @@ def groups_of(header: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[Trace
     Torch writes the header when the recording begins. What nbdist adds at its end, `ours`, has the
     groups of that time, as torch's header has them, and the user's names by torch's names.
     """
-    info, called = header.get(INFO), ours.get("groups") or {}
+    info, names = header.get(INFO), ours.get("groups")
+    called = names if isinstance(names, dict) else {}
     listed = info.get("pg_config") if isinstance(info, dict) else None
     groups: dict[str, TraceGroup] = {}
     for config in [*(listed if isinstance(listed, list) else []), *ours.get("made", [])]:

@@ -104,13 +104,11 @@ OPTIONS: dict[str, tuple[str, dict[str, object], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@on("cpu", "shared", "own")
-def test_options_train_as_fp32_does(ranks: Session, name: str, measured: Any) -> None:
-    """In half precision nearly, else as closely as a strategy without options."""
-    strategy, options, limit = OPTIONS[name]
-    if name == "offloaded fsdp" and device_type(ranks) == "cpu":
-        pytest.skip("a CPU rank has nowhere to offload to")
+def assert_trains_as_alone(
+    ranks: Session, case: tuple[str, dict[str, object], float], measured: Any
+) -> None:
+    """Losses under a strategy with its options are, within a limit, those of plain torch."""
+    strategy, options, limit = case
     ranks.run(_BOTH)
     with strategy_of(ranks, strategy, **options):
         result = ranks.run("import json; print(json.dumps([alone(), *under()]))")
@@ -122,6 +120,15 @@ def test_options_train_as_fp32_does(ranks: Session, name: str, measured: Any) ->
 
         assert far < limit, (alone, under)
         assert under[-1] < under[0]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on("cpu", "shared", "own")
+def test_options_train_as_fp32_does(ranks: Session, name: str, measured: Any) -> None:
+    """In half precision nearly, else as closely as a strategy without options."""
+    if name == "offloaded fsdp" and device_type(ranks) == "cpu":
+        pytest.skip("a CPU rank has nowhere to offload to")
+    assert_trains_as_alone(ranks, OPTIONS[name], measured)
 
 
 _TIMED = """
@@ -191,17 +198,7 @@ def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> Non
 @on("cpu", "shared", "own")
 def test_losses_are_those_of_one_process(ranks: Session, strategy: str, measured: Any) -> None:
     """The same cell under each strategy trains as plain torch does on all of the batch."""
-    ranks.run(_BOTH)
-    with strategy_of(ranks, strategy):
-        result = ranks.run("import json; print(json.dumps([alone(), *under()]))")
-    for rank in result.ranks:
-        alone, under, step_s = json.loads(rank.text.splitlines()[-1])
-        far = max(abs(a - b) for a, b in zip(alone, under, strict=True))
-        measured("largest difference", f"{far:.1e}")
-        measured("step, ms", round(1e3 * step_s, 1))
-
-        assert far < CLOSE, (alone, under)
-        assert under[-1] < under[0]
+    assert_trains_as_alone(ranks, (strategy, {}, CLOSE), measured)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
