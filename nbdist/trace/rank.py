@@ -30,7 +30,7 @@ from nbdist.errors import TraceError
 from nbdist.hang.rank import main_thread, recorder
 from nbdist.parallel import registry
 from nbdist.recording.rank import cell_hook
-from nbdist.recording.rank.steps import CellRecording, is_profiling
+from nbdist.recording.rank.steps import CellRecording, is_profiling, start_profiler
 from nbdist.rpc.rank import namespace, progress
 from nbdist.strategy import choice as strategy_choice
 from nbdist.strategy import footprint
@@ -71,9 +71,8 @@ class _Recording(CellRecording):
                 record_shapes=True,  # the sizes of collectives
                 profile_memory=self._options.has_memory,
                 with_stack=self._options.has_stacks,
-                acc_events=True,  # or torch 2.11 warns that a second cycle would drop the first's
             )
-            self._profiler.start()
+            start_profiler(self._profiler)
         except Exception as error:  # noqa: BLE001  # the cell itself is to run
             self.problem = f"The profiler could not start: {error}."
             self._profiler = None

@@ -34,7 +34,7 @@ from nbdist.memory.snapshot import (
 from nbdist.memory.timeline import is_in_use
 from nbdist.recording.rank import cell_hook, steps
 from nbdist.variables import unpack
-from tests.support.recordings import Place, own_profiler
+from tests.support.recordings import Place, forbid_parsing, own_profiler
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.engine
@@ -312,6 +312,19 @@ def test_a_closure_s_backward_is_apart_from_its_step(record: Record) -> None:
     kinds = [phase.kind for phase in memory.phases]
     assert kinds.count(BACKWARD) >= 2
     assert kinds[0] == kinds[-1] == STEPPING
+
+
+def test_names_of_code_that_is_gone_cost_no_recording(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch parses all names where it is asked to keep events of several cycles."""
+    forbid_parsing(monkeypatch)
+    kept: list[torch.Tensor] = []
+
+    memory = record(lambda: kept.append(torch.ones(1000)))
+
+    assert memory.problem == ""
+    assert kept[0].data_ptr() in memory.blocks.address
 
 
 def test_another_profiler_is_told_and_left_alone(record: Record) -> None:

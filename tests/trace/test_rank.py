@@ -18,7 +18,7 @@ from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RECORDING
 from nbdist.trace import chrome_trace
 from nbdist.trace import rank as trace_rank
-from tests.support.recordings import Place, own_profiler
+from tests.support.recordings import Place, forbid_parsing, own_profiler
 
 
 def counted(letters: str, wanted: int | None = None) -> tuple[list[int], int | None]:
@@ -92,6 +92,19 @@ def test_a_recording_ends_after_enough_steps_and_leaves_no_hook(
     recording.export()
     assert recording.path.stat().st_mode & 0o777 == 0o600
     recording.export()  # a second time it is there already
+
+
+def test_names_of_code_that_is_gone_cost_no_trace(
+    recording: trace_rank._Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch parses all names where it is asked to keep events of several cycles."""
+    forbid_parsing(monkeypatch)
+    recording.start()
+    torch.ones(3)
+    recording.stop()
+    recording.export()
+
+    assert (recording.problem, recording.path.exists()) == ("", True)
 
 
 def test_a_mark_launches_a_kernel_inside_itself(

@@ -27,7 +27,7 @@ from nbdist.memory.rank.marks import Marks, merge_phases
 from nbdist.memory.rank.owners import StorageOwner, live_storages
 from nbdist.memory.rank.profiler_tree import MARK, ProfilerHistory
 from nbdist.memory.snapshot import BACKWARD, MemoryOptions, Phase, RankMemory
-from nbdist.recording.rank.steps import is_profiling
+from nbdist.recording.rank.steps import is_profiling, start_profiler
 from nbdist.rpc.rank import crash_files
 
 DEVICE = "cpu"
@@ -90,9 +90,8 @@ class CpuRecorder:
             activities=[ProfilerActivity.CPU],
             profile_memory=True,
             with_stack=self._options.has_stacks,
-            acc_events=True,  # or torch 2.11 warns, as in trace/rank.py
         )
-        profiler.start()
+        start_profiler(profiler)
         self._profiler = profiler
         return True
 

@@ -16,7 +16,7 @@ from nbdist.memory.rank import ddp_fsdp
 from nbdist.parallel.tensors import local_of
 from nbdist.planner.check import MeasuredMemory
 from nbdist.planner.fake.run import loss_of
-from nbdist.recording.rank.steps import is_profiling
+from nbdist.recording.rank.steps import is_profiling, start_profiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,12 @@ def _of_cpu(run: Callable[[], Any]) -> tuple[int, int, Any]:
     Private: the profiler's own list of events. The file for Chrome has them too, and takes
     seconds to write and read.
     """
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    start_profiler(profiler)
+    try:
         result = run()
+    finally:
+        profiler.stop()
     inner = getattr(profiler, "profiler", None)
     events = inner.kineto_results.events() if inner is not None else ()
     memory = [event for event in events if event.name() == "[memory]"]

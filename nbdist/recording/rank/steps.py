@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,3 +121,14 @@ def is_profiling(*, unknown: bool) -> bool:
     """
     is_enabled = getattr(torch.autograd, "_profiler_enabled", None)
     return unknown if is_enabled is None else bool(is_enabled())
+
+
+def start_profiler(profiler: torch.profiler.profile) -> None:
+    """Start it, without torch 2.11's warning that a second cycle drops the first one's events.
+
+    What that warning asks for, acc_events=True, reads every event's name when the profiler stops.
+    Names of code that is gone cannot be decoded (torch 2.13), and the recording would be lost.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        profiler.start()
