@@ -22,7 +22,7 @@ from nbdist.lints import (
     parameters_apart,
     same_data,
     set_epoch,
-    shard_seeds,
+    sharded_twice,
     unused_parameters,
     workers,
 )  # fmt: skip
@@ -30,14 +30,15 @@ from nbdist.lints import (
 # Names that are silenced from the start, with commas between them; `all` for all.
 VARIABLE = "NBDIST_SILENCE"
 
-_MODULES = (
-    same_data, model_inputs, set_epoch, loss_not_divided, effective_batch, unused_parameters,
-    beside_wrapper, gradients_apart, initial_values, shard_seeds, parameters_apart, apart_since,
-    bf16_scaler, memory_shortage, workers,
-)  # fmt: skip
 # Each says more than parameters-apart does.
 _WITH_STEP = ("apart-since", "gradients-apart")
-LINTS = {module.LINT.name: module.LINT for module in _MODULES}
+_ALL = (
+    same_data.LINT, sharded_twice.LINT, model_inputs.LINT, set_epoch.LINT, loss_not_divided.LINT,
+    effective_batch.LINT, unused_parameters.LINT, beside_wrapper.LINT, gradients_apart.LINT,
+    initial_values.LINT, initial_values.SHARD_SEEDS, parameters_apart.LINT, apart_since.LINT,
+    bf16_scaler.LINT, memory_shortage.LINT, workers.LINT,
+)  # fmt: skip
+LINTS = {lint.name: lint for lint in _ALL}
 
 
 @dataclass(frozen=True, slots=True)

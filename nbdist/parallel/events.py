@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,9 @@ before_build: list[Callable[[torch.nn.Module, Strategy], None]] = []
 # Called with a model that ranks share a copy of, the tensors it is called with, and these ranks;
 # before each of its forwards.
 on_inputs: list[Callable[[torch.nn.Module, Sequence[torch.Tensor], Sequence[int]], None]] = []
+# Called with a prepared loader, the dataset that it reads and what draws its indices (None for a
+# stream), on each rank where a loop over it begins; not under `single`.
+on_loop: list[Callable[[Any, Any, Any], None]] = []
 # Called with a loss and the backwards that it is divided by; torch's backward runs in the result.
 on_backward: list[Callable[[torch.Tensor, int], AbstractContextManager[None]]] = []
 

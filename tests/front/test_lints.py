@@ -14,7 +14,9 @@ import warnings
 import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, get_worker_info
+)
 
 warnings.simplefilter("ignore")  # torch's own, of workers
 inputs = torch.arange(64.0).reshape(32, 2)
@@ -273,7 +275,8 @@ def linted(_linted: Kernel) -> Iterator[Kernel]:
     yield _linted
     _linted.run(
         "%%distributed\nfor name in ('model', 'optimizer', 'apart', 'two', 'wrapped', 'inner',"
-        " 'right', 'halves', 'odd', 'same', 'shards', 'one'):\n    globals().pop(name, None)\n"
+        " 'right', 'halves', 'odd', 'same', 'shards', 'one', 'stream'):\n"
+        "    globals().pop(name, None)\n"
         "n = gc.collect()"
     )
 
@@ -294,6 +297,37 @@ def test_what_is_wrong_is_told_once_and_what_is_right_never(linted: Kernel, name
     assert sentence in first.stderr
     assert f"(silence: %dist_check --silence {name})" in first.stderr
     assert (f"lint {name}" in again.stderr) == (name in _OF_A_MODEL)
+
+
+def test_data_that_each_rank_has_cut_are_told_however_a_loader_reads_them(linted: Kernel) -> None:
+    """Streams with workers, by rank 0 for all or by each rank; lists; samplers of one rank."""
+    cell = linted.run(
+        "%%distributed\n"
+        "from accelerate.utils import DataLoaderConfiguration\n"
+        "class Stream(IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        info = get_worker_info()\n"
+        "        worker, workers = (info.id, info.num_workers) if info else (0, 1)\n"
+        "        yield from range(rank * workers + worker, 24, world_size * workers)\n"
+        "def prepare(loader, **settings):\n"
+        "    accelerator.dataloader_config = DataLoaderConfiguration(**settings)\n"
+        "    return accelerator.prepare(loader)\n"
+        "worked = prepare(DataLoader(Stream(), batch_size=2, num_workers=1))\n"
+        "dispatched = prepare(DataLoader(Stream(), batch_size=2), dispatch_batches=True)\n"
+        "read = prepare(DataLoader(Stream(), batch_size=2), dispatch_batches=False)\n"
+        "halved = prepare(DataLoader(Stream(), batch_size=2), split_batches=True)\n"
+        "part = prepare(DataLoader(Subset(range(16), range(rank, 16, 2)), batch_size=2))\n"
+        "own = DistributedSampler(range(16), shuffle=False)\n"
+        "drawn = prepare(DataLoader(range(16), batch_size=2, sampler=own))\n"
+        "whole = prepare(DataLoader(range(16), batch_size=2, shuffle=True))\n"
+        "n = [len(list(each)) for each in (worked, dispatched, read, halved, part, drawn, whole)]"
+    )
+    linted.run("%%distributed\ndel worked, dispatched, read, halved, part, drawn, whole, own")
+
+    assert cell.status == "ok", cell.visible
+    found = re.findall(r"lint sharded-twice \[0-1\]: (\w+) is prepared, and its (\w+)", cell.stderr)
+    streams = [(name, "dataset") for name in ("worked", "dispatched", "read", "halved", "part")]
+    assert sorted(found) == sorted([*streams, ("drawn", "sampler")])
 
 
 def test_odd_objects_in_the_notebook_turn_nothing_off(linted: Kernel) -> None:

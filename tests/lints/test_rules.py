@@ -134,7 +134,7 @@ def test_the_page_has_the_lints_as_they_are() -> None:
 
 def test_names_that_do_not_exist_are_refused() -> None:
     """With the list of those that do; `all` is all."""
-    message = r"no lint 'data'\. Did you mean same-data\? Choose one of same-data, model-inputs"
+    message = r"no lint 'data'\. Did you mean same-data\? Choose one of same-data, sharded-twice"
     with pytest.raises(OptionError, match=message):
         rules.resolve_names(["data"])
     assert rules.resolve_names(["all"]) == tuple(LINTS)

@@ -35,6 +35,7 @@ PARTS = (
     "nbdist.lints.rank.optimizer_steps",
     "nbdist.lints.rank.initial_values",
     "nbdist.lints.rank.model_inputs",
+    "nbdist.lints.rank.sharded_twice",
 )
 
 

@@ -94,6 +94,10 @@ class PreparedLoader(DataLoaderShard, Position):  # type: ignore[misc]  # untype
         step = self._shard.step(current_share())
         return PreparedLoader(self, self._settings, self._shard.start + n_batches * step)
 
+    def source(self) -> tuple[Any, Any]:
+        """Its dataset, and what draws indices for all ranks."""
+        return self.dataset, self._shard.batch_sampler
+
     def check(self, share: DataShard) -> None:
         """Raises an OptionError if its batches do not divide so."""
         self._shard.check(share)

@@ -93,6 +93,11 @@ class DispatchedLoader(DataLoaderDispatcher, Position):  # type: ignore[misc]  #
         step = self._step(current_share())
         return DispatchedLoader(self, self._settings, self._first + n_batches * step)
 
+    def source(self) -> tuple[Any, Any]:
+        """Its dataset, and what draws indices of it."""
+        is_stream = isinstance(self.dataset, IterableDataset)
+        return self.dataset, None if is_stream else self.base_dataloader.batch_sampler
+
     def __len__(self) -> int:
         step = self._step(current_share())
         n_batches = len(self.base_dataloader) - self._first
@@ -239,6 +244,10 @@ class IterableShard(DataLoaderShard, Position):  # type: ignore[misc]  # untyped
 
     def __iter__(self) -> Iterator[Any]:
         return Loop(self)
+
+    def source(self) -> tuple[Any, Any]:
+        """The stream as the user gave it."""
+        return self.dataset.dataset, None
 
     def steps(self, place: Place) -> Iterator[Any]:
         """As every loader's; what came before is read once more, and left out."""

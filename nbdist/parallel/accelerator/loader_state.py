@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from nbdist.parallel import events, registry
 from nbdist.parallel.training_state import PutBack, keep_generators
 
 # What models of tokens call them: a batch may have other tensors before.
@@ -106,6 +107,8 @@ class Position:
     # Ours have these; what is given for each step, and the same without the first steps.
     _batches: Callable[[Place], Iterator[Any]]
     skip: Callable[[int], Any]
+    # The dataset as the user gave it, and what draws its indices: None for a stream.
+    source: Callable[[], tuple[Any, Any]]
     # Where a loop goes on that was loaded and has not begun.
     _pending: Place | None = None
 
@@ -183,6 +186,9 @@ class Position:
         place.used, place.is_resumed = begun.used, begun.is_resumed
         if pending is not None:
             self._pending = None
+        if registry.data_choice().name != "single":
+            for act in events.on_loop:
+                act(self, *self.source())
 
     @contextmanager
     def _as_it_began(self, place: Place) -> Iterator[None]:
