@@ -34,9 +34,9 @@ VARIABLE = "NBDIST_SILENCE"
 _WITH_STEP = ("apart-since", "gradients-apart")
 _ALL = (
     same_data.LINT, sharded_twice.LINT, model_inputs.LINT, set_epoch.LINT, loss_not_divided.LINT,
-    effective_batch.LINT, unused_parameters.LINT, beside_wrapper.LINT, gradients_apart.LINT,
-    initial_values.LINT, initial_values.SHARD_SEEDS, parameters_apart.LINT, apart_since.LINT,
-    bf16_scaler.LINT, memory_shortage.LINT, workers.LINT,
+    effective_batch.LINT, unused_parameters.LINT, unused_parameters.DEAD_PARAMETERS,
+    beside_wrapper.LINT, gradients_apart.LINT, initial_values.LINT, initial_values.SHARD_SEEDS,
+    parameters_apart.LINT, apart_since.LINT, bf16_scaler.LINT, memory_shortage.LINT, workers.LINT,
 )  # fmt: skip
 LINTS = {lint.name: lint for lint in _ALL}
 

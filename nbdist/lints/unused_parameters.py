@@ -21,6 +21,14 @@ def _unused_sentence(*, subject: str, names: Sequence[str], count: int, total: i
     )
 
 
+def _dead(subject: str, names: list[str], count: int, total: int) -> str:
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return (
+        f"an optimizer of {subject} stepped {', '.join(names)}{more} as they were before prepare, "
+        f"a switch or the end of a forward: {count} of its {total} parameters train nothing"
+    )
+
+
 LINT = Lint(
     name="unused-parameters",
     when="after the first step of a DDP model without --find-unused, trained parameters have "
@@ -35,4 +43,20 @@ LINT = Lint(
     "that torch raises in the next forward",
     exceptions="parameters that are left out only later",
     example=("model", {0: {"names": ["head.bias"], "count": 1, "total": 12}}),
+)
+DEAD_PARAMETERS = Lint(
+    name="dead-parameters",
+    when="an optimizer steps parameters that a prepared model no longer has",
+    judge=each(_dead),
+    why="the strategy has put other parameters in their place, and those get the gradients",
+    do="give the optimizer to accelerator.prepare, or make it of model.parameters() after prepare",
+    conditions="in the first step of an optimizer in a cell, it holds parameters of a prepared "
+    "model as they were before `prepare`, before a switch, or gathered between a forward and its "
+    "backward under fsdp with grad-op",
+    exceptions="later steps of the cell; an optimizer that leaves out parameters, which can be "
+    "meant",
+    example=(
+        "model",
+        {0: {"names": ["embed.weight", "head.weight"], "count": 2, "total": 52}},
+    ),
 )

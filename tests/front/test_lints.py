@@ -424,6 +424,41 @@ def test_what_ddp_has_not_reduced_is_told_of_each_model(linted: Kernel) -> None:
     assert healthy.startswith("healthy"), healthy
 
 
+_DEAD = """%%distributed
+base = linear()
+before = torch.optim.SGD(base.parameters(), 1e-6)
+model = accelerator.prepare(base)
+loss = model(x).square().mean()
+held = list(model.parameters())  # gathered, until the backward
+loss.backward()
+{step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ("before.step()", "weight, bias"),
+        ("torch.optim.SGD(held, 1e-6).step()", "weight, bias"),
+        ("accelerator.prepare(before).step()", ""),
+        ("torch.optim.SGD([model.weight], 1e-6).step()", ""),
+    ],
+)
+def test_an_optimizer_of_dead_parameters_is_told(linted: Kernel, step: str, says: str) -> None:
+    """Of those from before prepare, and of those that fsdp gathers; not one that has a part."""
+    linted.run("%dist_strategy fsdp --shard grad-op")
+    cell = linted.run(_DEAD.format(step=step))
+    linted.run(
+        "%%distributed\ndel base, before, model, loss, held\noptimizer = None\nn = gc.collect()"
+    )
+    linted.run("%dist_strategy ddp")
+
+    assert cell.status == "ok", cell.visible
+    sentence = f"an optimizer of base stepped {says} as they were before prepare, a switch or"
+    assert (sentence in cell.stderr) == bool(says), cell.visible
+    assert ("dead-parameters" in cell.stderr) == bool(says)
+
+
 def test_a_new_model_with_the_fault_is_a_new_cause(linted: Kernel) -> None:
     """Another name is told as well; a silenced lint is not; --lints says both."""
     wrong, _, _ = _LINTS["parameters-apart"]

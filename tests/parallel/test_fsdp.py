@@ -176,12 +176,11 @@ dtypes = {"inside": inside, "loss": str(loss.dtype),
         "held": str(lower.head.weight.dtype), "gradient": str(lower.head.weight.grad.dtype),
         "device": str(lower.head.weight.to_local().device)}
 
-evaluated = make()
-put("fsdp", FULL, evaluated, shard="grad-op")
-with torch.no_grad():
-    evaluated(batch(0))
-unsettled = kinds(evaluated)
-fsdp.settle(evaluated)
+looked = make()
+put("fsdp", FULL, looked, shard="grad-op")
+looked(batch(0))
+unsettled = kinds(looked)
+fsdp.settle(looked)
 
 class Norms(nn.Module):
     "Batch norms keep fp32 statistics; here is no list of blocks and no attention."
@@ -207,7 +206,7 @@ done(
     sent={"one": sent(), "two": sent(accumulate=2), "grad-op": sent(shard="grad-op")},
     split=split, is_same=is_same, seen=dtypes,
     no_notes=job.step_data["notes"],
-    evaluated=[unsettled, kinds(evaluated)],
+    looked=[unsettled, kinds(looked)],
     norms=[loss.item() - alone, norms.layers[1].weight.grad.to_local().numel()],
     notes=job_of_norms.step_data["notes"],
 )
@@ -224,9 +223,9 @@ def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
     assert [half["layers.2.gain"] for half in halves] == [[2], [1]]
     for result in results:
         assert result["is_same"] == [True] * 4
-        # Three blocks and the root: the root is gathered once, each block again in backward.
-        assert result["sent"]["one"] == [7, 4, [True]]
-        assert result["sent"]["two"] == [14, 4, [False, True]]
+        # Three blocks and the root, each gathered for its forward and again for its backward.
+        assert result["sent"]["one"] == [8, 4, [True]]
+        assert result["sent"]["two"] == [16, 4, [False, True]]
         assert result["sent"]["grad-op"] == [4, 4, [True]]
         assert result["seen"] == {
             "inside": ["torch.bfloat16", "torch.bfloat16"],
@@ -235,11 +234,81 @@ def test_it_splits_gathers_and_reduces_by_block(tmp_path: Path) -> None:
             "gradient": "torch.float32",
             "device": "cpu",
         }
-        assert result["evaluated"] == [["Tensor"], ["DTensor"]]
+        assert result["looked"] == [["Tensor"], ["DTensor"]]
         assert abs(result["norms"][0]) < 1e-2
         assert result["norms"][1] == 3
         assert "Norms has no list of blocks" in result["notes"][0]
         assert result["no_notes"] == []
+
+
+LOOKS = (
+    FSDP
+    + """
+def off_after(look, shard):
+    "Largest difference from one process, of an optimizer that is made after a look at a model."
+    alone, base = make(), make()
+    outer = put("fsdp", FULL, base, shard=shard)
+    kept = look(outer)
+    base.words.requires_grad_(False)
+    alone.words.requires_grad_(False)
+    with torch.no_grad():
+        base.head.weight.mul_(2.0)
+        alone.head.weight.mul_(2.0)
+    own, other = (torch.optim.SGD(m.parameters(), 0.5) for m in (base, alone))
+    for number in range(2):
+        outer(batch(number).chunk(n)[rank]).backward()
+        alone(batch(number)).backward()
+        own.step(), own.zero_grad()
+        other.step(), other.zero_grad()
+    values = {k: p.full_tensor() for k, p in base.named_parameters()}
+    return max((values[k] - p).abs().max().item() for k, p in alone.named_parameters())
+
+def evaluate(outer):
+    with torch.no_grad():
+        return outer(batch(0))
+
+def drop(outer):
+    outer(batch(0))
+
+def keep(outer):
+    return outer(batch(0))
+
+def keep_on_one(outer):
+    return outer(batch(0)) if rank == 0 else outer(batch(0)).item()
+
+looks = {"grad-op": off_after(evaluate, "grad-op")}
+looks |= {look.__name__: off_after(look, "full") for look in (evaluate, drop, keep, keep_on_one)}
+
+class Scaled(nn.Module):
+    "Returns parameters themselves: one of the root, one of a block in a dict."
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 3.0))
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)])
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"out": x, "scales": [self.scale, self.scale[1:]]}
+
+scaled = Scaled()
+outer = put("fsdp", FULL, scaled)
+with torch.no_grad():
+    evaluated = outer(torch.ones(1, 2))["scales"][1].tolist()
+out = outer(torch.ones(1, 2))
+(out["out"].sum() * 0 + out["scales"][0].sum() * (rank + 1)).backward()
+done(looks=looks, scales=[evaluated, scaled.scale.grad.full_tensor().tolist()])
+"""
+)
+
+
+def test_what_is_gathered_goes_back_where_no_backward_follows(tmp_path: Path) -> None:
+    """What is frozen, changed or optimized after a look counts, as in one process.
+
+    A parameter that a forward returns stays whole: its gradient is the mean over the ranks.
+    """
+    for result in run_ranks(tmp_path, 2, LOOKS):
+        assert max(result["looks"].values()) < FP32, result["looks"]
+        assert result["scales"] == [[3.0] * 3, [1.5] * 4]
 
 
 REFUSED = (

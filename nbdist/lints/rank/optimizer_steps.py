@@ -22,6 +22,7 @@ from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.records import SourceLine
 from nbdist.hang.text import place_text
 from nbdist.lints.rank import ddp, watch
+from nbdist.lints.unused_parameters import SHOWN_NAMES
 from nbdist.parallel import events
 
 # The last operation of a loss that is a mean, and nothing else: what else there may be is divided,
@@ -215,6 +216,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         stepper.ddps, stepper.ddp_count = ddp.find(optimizer), ddp.count()
     for model in stepper.ddps:
         ddp.look_unreduced(optimizer, model)
+    if optimizer not in state.stepped:
+        _look_at_dead(optimizer)
     has_backward = state.backwards > stepper.backwards
     if stepper.ddps and has_backward:
         _look_at_ddps(optimizer, stepper)
@@ -229,6 +232,21 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if _probe_tensor() is None:
         graded = (p for p in watch.parameters_by_id(optimizer).values() if p.grad is not None)
         state.probe = next(map(weakref.ref, graded), None)
+
+
+@watch.guarded("dead-parameters")
+def _look_at_dead(optimizer: Optimizer) -> None:
+    """Has an optimizer parameters that prepared models no longer have?"""
+    registry = sys.modules.get("nbdist.parallel.registry")
+    parameters = list(watch.parameters_by_id(optimizer).values())
+    for model in registry.prepared() if registry is not None else ():
+        by_name = {model.name_of(p): p for p in parameters}
+        dead = [n for n, p in by_name.items() if n and model.current_name_of(p) is None]
+        if dead:
+            watch.note(
+                "dead-parameters", ddp.name_of(model.outer), names=dead[:SHOWN_NAMES],
+                count=len(dead), total=len(parameters),
+            )  # fmt: skip
 
 
 def _probe_tensor() -> torch.Tensor | None:

@@ -8,6 +8,7 @@ split in one reduce-scatter.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates, find_blocks
+from nbdist.parallel.cp.split_sequence import map_tensors, tensors
 from nbdist.parallel.precision import DTYPES
+from nbdist.parallel.prepared import find_prepared
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 from nbdist.strategy.choice import Strategy
 
@@ -82,10 +86,14 @@ def _lay_out(job: ModelBuild) -> None:
         for norm in _separate_units(_modules_of(job.root, _BATCH_NORMS), job.root):
             shard(norm, reshard_after_forward=does_reshard)
         cast_norm_inputs(job.root, job.device)
-    for unit in units_of(job):
+    for unit in (*units_of(job), job.root):
+        if does_reshard:
+            unit.register_forward_hook(_copy_parameters)
+        # Torch by itself keeps the root's parameters whole for a backward that may not come. Until
+        # then the model shows those: an optimizer that is made after a look would train copies.
         shard(unit, reshard_after_forward=does_reshard, mp_policy=policy)
-    # By itself torch keeps the root's: its backward begins as soon as its forward ends.
-    shard(job.root, reshard_after_forward=None if does_reshard else False, mp_policy=policy)
+    if not does_reshard:
+        job.root.register_forward_hook(_settle_evaluated)  # behind FSDP2's own
 
 
 def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
@@ -121,11 +129,50 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
 def settle(module: torch.nn.Module) -> None:
     """Let the module's parameters be this rank's pieces again.
 
-    After a forward without a backward some are whole: the root's, and with grad-op all. No
-    rank is met.
+    With grad-op all are whole after a forward with gradients. No rank is met.
     """
     for shard in _shards(module):
         shard.reshard()
+
+
+def _copy_parameters(module: torch.nn.Module, _args: object, output: Any) -> Any:
+    """The output without a parameter itself in it: what was gathered is freed after a forward."""
+    if torch.compiler.is_compiling():
+        return output
+    whole = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in module.parameters()
+        if not isinstance(parameter, DTensor)
+    }
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        is_parameter = not isinstance(tensor, DTensor) and (
+            tensor.untyped_storage().data_ptr() in whole
+        )
+        return tensor.clone() if is_parameter else tensor
+
+    changed = map_tensors(copy, output)
+    is_same = all(map(operator.is_, tensors(changed), tensors(output)))
+    return output if is_same else changed
+
+
+def _settle_evaluated(root: torch.nn.Module, args: object, output: Any) -> Any:
+    """Give back what grad-op keeps for a backward, where none can come."""
+    if torch.is_grad_enabled():
+        _remember(root)
+        return output
+    output = _copy_parameters(root, args, output)
+    settle(root)
+    return output
+
+
+def _remember(root: torch.nn.Module) -> None:
+    """What is whole now counts as former parameters: whoever holds it later is told."""
+    prepared = find_prepared(root)
+    shown = dict(root.named_parameters())
+    if prepared is not None and not all(prepared.name_of(whole) for whole in shown.values()):
+        pieces = prepared.parameters
+        prepared.remember({name: whole for name, whole in shown.items() if name in pieces})
 
 
 def units_of(job: ModelBuild) -> tuple[torch.nn.Module, ...]:
