@@ -21,7 +21,11 @@ def _unused_sentence(*, subject: str, names: Sequence[str], count: int, total: i
     )
 
 
-def _dead(subject: str, names: list[str], count: int, total: int) -> str:
+def _dead(subject: str, names: Sequence[str] = (), count: int = 0, total: int = 0) -> str:
+    if not names:
+        return (
+            f"a loss used {subject} as it was before prepare or a switch: that part trains nothing"
+        )
     more = f" and {count - len(names)} more" if count > len(names) else ""
     return (
         f"an optimizer of {subject} stepped {', '.join(names)}{more} as they were before prepare, "
@@ -46,13 +50,14 @@ LINT = Lint(
 )
 DEAD_PARAMETERS = Lint(
     name="dead-parameters",
-    when="an optimizer steps parameters that a prepared model no longer has",
+    when="an optimizer steps, or a loss uses, parameters that a prepared model no longer has",
     judge=each(_dead),
     why="the strategy has put other parameters in their place, and those get the gradients",
-    do="give the optimizer to accelerator.prepare, or make it of model.parameters() after prepare",
-    conditions="in the first step of an optimizer in a cell, it holds parameters of a prepared "
-    "model as they were before `prepare`, before a switch, or gathered between a forward and its "
-    "backward under fsdp with grad-op",
+    do="give the optimizer to accelerator.prepare, or take parameters from the model after prepare",
+    conditions="a backward comes to a parameter of a prepared model as it was before `prepare` or "
+    "a switch, as of a penalty on a weight that was kept; or in the first step of an optimizer in "
+    "a cell, it holds such parameters, or those gathered between a forward and its backward under "
+    "fsdp with grad-op",
     exceptions="later steps of the cell; an optimizer that leaves out parameters, which can be "
     "meant",
     example=(

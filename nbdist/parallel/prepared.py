@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbdist.parallel import events
 from nbdist.parallel.build import Built
 from nbdist.parallel.transform import Layouts
 from nbdist.strategy.choice import Degrees
@@ -68,12 +70,19 @@ class Prepared:
         """All of it, on these ranks; None for every rank."""
         return Placement(TensorLayout(self.layouts[name].shape, ranks=ranks), Degrees())
 
-    def remember(self, old: dict[str, torch.Tensor]) -> None:
-        """Note parameters that are replaced now, by first name."""
+    def remember(self, old: dict[str, torch.Tensor], *, is_gathered: bool = False) -> None:
+        """Note parameters that are replaced now, by first name.
+
+        A loss that uses one of them later is told; not of those gathered for a backward.
+        """
         self.former = {key: pair for key, pair in self.former.items() if pair[0]() is not None}
         self.former |= {
             id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()
         }
+        for name, parameter in () if is_gathered else old.items():
+            if parameter.requires_grad and parameter.is_leaf:
+                tell = functools.partial(_tell_gradient, weakref.ref(self), name)
+                parameter.register_post_accumulate_grad_hook(tell)
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter, also of one that the model had before."""
@@ -91,6 +100,14 @@ class Prepared:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
+
+
+def _tell_gradient(reference: weakref.ref[Prepared], name: str, parameter: torch.Tensor) -> None:
+    """A backward has come to a parameter, which may be one that the model no longer has."""
+    model = reference()
+    if model is not None and model.current_name_of(parameter) is None:
+        for act in events.on_former_gradient:
+            act(model.outer, name)
 
 
 def attach(prepared: Prepared) -> None:

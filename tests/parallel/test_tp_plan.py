@@ -131,6 +131,13 @@ def test_attention_is_tried_out_before_it_is_split():
     assert (nano.values, nano.n_shown) == ({"n_head": 2, "n_embd": 16}, 16)
 
 
+def normed(norm):
+    """A model with a layer whose weight is computed from others."""
+    model = block(Attention())
+    norm(model[1].attn.q)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "degree", "message"),
     [
@@ -148,6 +155,8 @@ def test_attention_is_tried_out_before_it_is_split():
         (lambda: block(Elsewhere()), 2, r"Elsewhere does not compute the same.*divide:n_heads"),
         # torch's own; rarely used.
         (lambda: nn.Sequential(nn.MultiheadAttention(32, 4, add_bias_kv=True)), 2, "add_bias_kv"),
+        (lambda: normed(nn.utils.parametrizations.weight_norm), 2, r"1\.attn\.q: .* is computed"),
+        (lambda: normed(nn.utils.weight_norm), 2, r"cannot split 1\.attn\.q: .*ddp, fsdp or pp"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_what_can(make, degree, message):

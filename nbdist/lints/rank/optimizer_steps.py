@@ -96,6 +96,8 @@ def install() -> None:
     watch.wrap(torch.amp.autocast, "__enter__", _noting_autocast)
     events.on_backward.append(_Declared)
     watch.undo.append(lambda: events.on_backward.remove(_Declared))
+    events.on_former_gradient.append(_note_former)
+    watch.undo.append(lambda: events.on_former_gradient.remove(_note_former))
 
 
 def begin() -> None:
@@ -247,6 +249,11 @@ def _look_at_dead(optimizer: Optimizer) -> None:
                 "dead-parameters", ddp.name_of(model.outer), names=dead[:SHOWN_NAMES],
                 count=len(dead), total=len(parameters),
             )  # fmt: skip
+
+
+@watch.guarded("dead-parameters")
+def _note_former(model: torch.nn.Module, name: str) -> None:
+    watch.note("dead-parameters", f"{name} of {ddp.name_of(model)}")
 
 
 def _probe_tensor() -> torch.Tensor | None:

@@ -171,8 +171,8 @@ def _remember(root: torch.nn.Module) -> None:
     prepared = find_prepared(root)
     shown = dict(root.named_parameters())
     if prepared is not None and not all(prepared.name_of(whole) for whole in shown.values()):
-        pieces = prepared.parameters
-        prepared.remember({name: whole for name, whole in shown.items() if name in pieces})
+        former = {name: p for name, p in shown.items() if name in prepared.parameters}
+        prepared.remember(former, is_gathered=True)
 
 
 def units_of(job: ModelBuild) -> tuple[torch.nn.Module, ...]:

@@ -51,6 +51,7 @@ class SplitPlan:
 
 def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     """Find the plan and try it out on shapes, heads and code; lay out what it splits."""
+    _refuse_computed(job.base)
     layers = layers_of(job.base)
     plan = _plan_of(job, layers)
     needed = counts(plan, layers)
@@ -117,6 +118,22 @@ def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     if result.missed:
         raise OptionError(incomplete(model, result.plan, result.missed))
     return result.plan
+
+
+def _refuse_computed(base: torch.nn.Module) -> None:
+    """Refuse layers whose weight is no parameter of theirs, as weight_norm makes it."""
+    names = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        and "weight" not in dict(module.named_parameters(recurse=False))
+    ]
+    if names:
+        raise OptionError(
+            f"tp cannot split {', '.join(names)}: the weight is computed from other parameters in "
+            "each forward (weight_norm, torch.nn.utils.parametrize). Use ddp, fsdp or pp, or make "
+            "it a parameter again (torch.nn.utils.parametrize.remove_parametrizations)."
+        )
 
 
 def _owners(job: ModelBuild, plan: Plan, layers: Layers) -> dict[str, AttentionFit]:
