@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,7 @@ class Prepared:
         """All of it, on these ranks; None for every rank."""
         return Placement(TensorLayout(self.layouts[name].shape, ranks=ranks), Degrees())
 
-    def remember(self, old: dict[str, torch.Tensor], *, is_gathered: bool = False) -> None:
+    def remember(self, old: Mapping[str, torch.Tensor], *, is_gathered: bool = False) -> None:
         """Note parameters that are replaced now, by first name.
 
         A loss that uses one of them later is told; not of those gathered for a backward.
@@ -82,7 +82,7 @@ class Prepared:
         for name, parameter in () if is_gathered else old.items():
             if parameter.requires_grad and parameter.is_leaf:
                 tell = functools.partial(_tell_gradient, weakref.ref(self), name)
-                parameter.register_post_accumulate_grad_hook(tell)
+                parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]  # untyped
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The first name of a parameter, also of one that the model had before."""

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 from torch import nn
@@ -134,7 +135,9 @@ def test_attention_is_tried_out_before_it_is_split():
 def normed(norm):
     """A model with a layer whose weight is computed from others."""
     model = block(Attention())
-    norm(model[1].attn.q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the older one
+        norm(model[1].attn.q)
     return model
 
 
