@@ -88,8 +88,7 @@ class Facts:
         draws: Dropouts whose masks are wrong between ranks.
         is_same_batch: All data-parallel ranks had the same batch.
         are_other_inputs: The step gave the model other inputs when it was run again.
-        weights: Model by model, what the losses of all forwards of a step weigh together; 0
-            where the loss is computed outside of the model.
+        outer: What is wrong in the code around the model (losses).
         rates: Rank by rank, the learning rates of the first step.
     """
 
@@ -99,7 +98,7 @@ class Facts:
     draws: tuple[DrawProblem, ...] = ()
     is_same_batch: bool = False
     are_other_inputs: bool = False
-    weights: tuple[float, ...] = ()
+    outer: tuple[Finding, ...] = ()
     rates: tuple[tuple[float, ...], ...] = ()
 
 
@@ -321,13 +320,7 @@ def _findings(facts: Facts, verification: Verification) -> Iterator[Finding]:
             "let the step take its batch from a prepared DataLoader or a variable, not from an "
             "iterator, a file or a clock",
         )  # fmt: skip
-    for weight in facts.weights:
-        if weight and abs(weight - 1) > _NEAR:
-            yield Finding(
-                "weight of the loss", f"the losses of a step weigh {weight:.4g} together", BAD,
-                "the gradient of a step is that of the mean of its losses times this number",
-                "divide each loss by the accumulated steps once: accelerator.backward does",
-            )  # fmt: skip
+    yield from facts.outer
     if len(set(facts.rates)) > 1:
         yield _rates_finding(facts.rates)
 

@@ -179,7 +179,6 @@ BUGS = {
         """,
         "",
         "weigh 2 together",
-        in_test=True,
     ),
     "divided_twice": Bug(
         """
@@ -196,6 +195,80 @@ BUGS = {
         """,
         "",
         "wrong batch shares",
+    ),
+    # Losses outside of the model
+    "divided_twice_outside": Bug(
+        """
+        start("ddp", accumulate=2)
+        return verified(backward=lambda loss: accelerator.backward(loss / 2), clip=False)
+        """,
+        "",
+        "weigh 0.5 together",
+        in_test=True,
+    ),
+    "unequal_shares_outside": Bug(
+        """
+        start("fsdp")
+        return verified(ignore=12 * rank)
+        """,
+        "",
+        "weighs 0.0156 on rank 0, 0.0625 on rank 1",
+        in_test=True,
+    ),
+    "mean_over_a_mask_of_the_rank": Bug(
+        """
+        start("ddp")
+        def masked(logits, tokens):
+            mask = torch.arange(tokens.numel()) % (2 + rank) == 0
+            losses = F.cross_entropy(logits.reshape(-1, 24), tokens.reshape(-1), reduction="none")
+            return (losses * mask).sum() / mask.sum()
+        return verified(loss=masked)
+        """,
+        "",
+        "an element of the loss weighs 0.0312 on rank 0, 0.0455 on rank 1",
+    ),
+    "loss_weighed_by_rank": Bug(
+        """
+        start("zero1")
+        return verified(loss=lambda logits, tokens: (1 + rank) * loss_of(logits, tokens))
+        """,
+        "",
+        "an element of the loss weighs 0.0156 on rank 0, 0.0312 on rank 1",
+    ),
+    "labels_by_rank": Bug(
+        """
+        start("ddp")
+        return verified(loss=lambda logits, tokens: loss_of(
+            logits, tokens.roll(1) if rank == 1 else tokens))
+        """,
+        "",
+        "rank 1 alone calls roll, on what goes into the model or the loss",
+        in_test=True,
+    ),
+    "labels_moved_by_the_rank": Bug(
+        """
+        start("ddp")
+        return verified(loss=lambda logits, tokens: loss_of(logits, (tokens + rank) % 24))
+        """,
+        "",
+        "add is called with 0 on rank 0, 1 on rank 1",
+    ),
+    "other_loss_on_one_rank": Bug(
+        """
+        start("ddp")
+        return verified(loss=lambda logits, tokens: (
+            logits.square().mean() if rank else loss_of(logits, tokens)))
+        """,
+        "",
+        "alone calls",
+    ),
+    "other_input_on_one_rank": Bug(
+        """
+        start("ddp")
+        return verified(call=lambda x: model(x.flip(0) if rank else x))
+        """,
+        "",
+        "rank 1 alone calls flip",
     ),
     # Random numbers
     "equal_seeds": Bug(

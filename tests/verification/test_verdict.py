@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nbdist.core.finding import BAD, Finding
 from nbdist.strategy.choice import Degrees
 from nbdist.verification.differences import (
     GRADIENT,
@@ -168,7 +169,8 @@ def test_gradients_that_are_all_outside_are_of_no_module() -> None:
         (Facts(is_same_batch=True), "same batch", True),
         (Facts(varying="noise"), "not the same twice", False),
         (Facts(are_other_inputs=True), "other inputs", False),
-        (Facts(weights=(2.0,)), "weight of the loss", False),
+        (Facts(outer=(Finding("code by rank", "rank 1 alone calls roll", BAD),)), "code by rank",
+         False),
         (Facts(rates=((0.1,), (0.2,))), "learning rates", False),
         (Facts(draws=(DrawProblem("drop", "tp", (0, 1), is_equal=False),)), "random numbers",
          False),
@@ -186,8 +188,8 @@ def test_what_is_wrong_though_nothing_differs_is_a_finding(
     assert concluded.is_right == is_right
 
 
-def test_weights_and_rates_that_agree_are_no_finding() -> None:
-    """0 is a loss outside of the model."""
-    facts = Facts(weights=(0.0, 1.01), rates=((0.1,), (0.1,)))
+def test_rates_that_agree_are_no_finding() -> None:
+    """They are the same on all ranks."""
+    facts = Facts(rates=((0.1,), (0.1,)))
 
     assert conclude(verification(None), facts).findings == ()

@@ -94,7 +94,7 @@ SETUP = """
             return [(self.average.weight, self.head.weight)]
 
     def step(clip=True, call=None, after_step=None, after_backward=None, batch=None, backward=None,
-             ignore=0, in_no_sync=False):
+             ignore=0, in_no_sync=False, loss=None):
         global accelerator, model, optimizer, loader
         n_steps = accelerator.gradient_accumulation_steps
         batches = [batch()] if batch else (b for (b,), _ in zip(loader, range(n_steps)))
@@ -104,10 +104,10 @@ SETUP = """
             held = accelerator.no_sync(model) if in_no_sync else accelerator.accumulate(model)
             with held:
                 if isinstance(unwrapped(), WithLoss):
-                    loss = model(tokens[:, :-1], labels)
+                    value = model(tokens[:, :-1], labels)
                 else:
-                    loss = loss_of((call or model)(tokens[:, :-1]), labels)
-                (backward or accelerator.backward)(loss)
+                    value = (loss or loss_of)((call or model)(tokens[:, :-1]), labels)
+                (backward or accelerator.backward)(value)
                 if after_backward:
                     after_backward()
                 if clip:

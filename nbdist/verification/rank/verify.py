@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import set_seed
 
 from nbdist.comparison import rank as saved_state
+from nbdist.core.finding import Finding
 from nbdist.errors import OptionError
 from nbdist.hang.rank import reset_models
 from nbdist.parallel import registry
@@ -53,11 +55,19 @@ from nbdist.verification.differences import (
     rows,
 )
 from nbdist.verification.draws import Draw, draw_problems
+from nbdist.verification.losses import (
+    LossTerm,
+    OuterCall,
+    code_finding,
+    share_findings,
+    weight_finding,
+)
 from nbdist.verification.rank import compare, references
 from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
 from nbdist.verification.rank.compare import Run, Sides
 from nbdist.verification.rank.dropouts import dropped_out
 from nbdist.verification.rank.exchange import Exchange, ReferenceMemoryError, is_memory_error
+from nbdist.verification.rank.outer_code import OuterCode
 from nbdist.verification.rank.pieces import RankShare
 from nbdist.verification.rank.whole_batch import Peers, WholeBatch
 from nbdist.verification.verdict import (
@@ -87,6 +97,7 @@ class _Pass:
         samples: Of the first model: (first, behind the last, all) of all ranks' batches.
         digests: What went into each forward of each model.
         are_equal: All data-parallel ranks had the same batch.
+        terms, calls: Of the code around the models, in the reference.
     """
 
     runs: list[Run]
@@ -95,6 +106,8 @@ class _Pass:
     samples: tuple[int, int, int] = (0, 1, 1)
     digests: tuple[str, ...] = ()
     are_equal: bool = False
+    terms: tuple[LossTerm, ...] = ()
+    calls: frozenset[OuterCall] = frozenset()
 
 
 def verify(request: StepRequest) -> Verification:
@@ -142,6 +155,8 @@ class _Verifier:
         self._reference = reference
         self._note = ""
         self._eps = _eps_of(before, models)
+        steps = (getattr(w, "gradient_accumulation_steps", 1) for w in registry.watchers())
+        self._accumulate = max(before.options.accumulate, *steps, 1)
 
     def run(self) -> Verification:
         """Run the step three times, four where something differs."""
@@ -175,7 +190,7 @@ class _Verifier:
                 host_bytes=max(all_gather_object(_size_bytes(here, reference, moved))),
                 note=self._note,
                 degrees=self._before.degrees,
-                accumulate=self._before.options.accumulate,
+                accumulate=self._accumulate,
             ),
             facts,
         )
@@ -228,9 +243,25 @@ class _Verifier:
             ),
             is_same_batch=reference.are_equal,
             are_other_inputs=any(all_gather_object(bool(are_apart))),
-            weights=tuple(_root_weight(side) for side in sides),
+            outer=tuple(self._outer_findings(reference)),
             rates=tuple(all_gather_object(here.runs[0].captured.rates)),
         )
+
+    def _outer_findings(self, reference: _Pass) -> Iterator[Finding]:
+        """What is wrong in the code around the models. Collective: every rank."""
+        degrees = self._before.degrees
+        peers = {_data_peers(self._before, number) for number in range(degrees.product)}
+        terms = all_gather_object(reference.terms)
+        yield from share_findings(terms, peers)
+        weights = (weight_finding(of_rank, self._accumulate) for of_rank in terms)
+        yield from filter(None, (next(filter(None, weights), None),))
+        if code_finding(all_gather_object(reference.calls), peers) is None:
+            return
+        # Code that asks for a random number is no code by rank: once more, all with one seed.
+        again = self._pass("the reference with one seed", self._reference, is_seeded=True)
+        finding = code_finding(all_gather_object(again.calls), peers)
+        if finding is not None:
+            yield finding
 
     def _sides(self, number: int, here: _Pass, reference: _Pass, moved: _Pass) -> Sides:
         degrees = self._before.degrees
@@ -243,7 +274,9 @@ class _Verifier:
             share, weight, _prefix(self._models, number),
         )  # fmt: skip
 
-    def _pass(self, what: str, choice: Strategy, moved_eps: float = 0.0) -> _Pass:
+    def _pass(
+        self, what: str, choice: Strategy, moved_eps: float = 0.0, *, is_seeded: bool = False
+    ) -> _Pass:
         """Make the step under a strategy, and put everything back."""
         progress.tell(what)
         is_reference = choice is self._reference
@@ -251,6 +284,8 @@ class _Verifier:
             if is_reference:
                 references.take_rank_0s(self._models)
                 _switch(choice)
+            if is_seeded:
+                set_seed(0)
             return self._captured(is_reference=is_reference, moved_eps=moved_eps)
         except BaseException:
             _reset_broken(self._models)
@@ -263,7 +298,7 @@ class _Verifier:
 
     def _captured(self, *, is_reference: bool, moved_eps: float) -> _Pass:
         exchange = Exchange()
-        ranks = _data_peers(self._before)
+        ranks = _data_peers(self._before, rank())
         captures = [Capture(model, moved_eps=moved_eps) for model in self._models]
         befores = [_values(model) for model in self._models]
         wholes = [
@@ -279,6 +314,9 @@ class _Verifier:
                 stack.enter_context(capture.attached())
             for whole in wholes:
                 stack.enter_context(whole.attached())
+            outer = OuterCode([model.base for model in self._models], self._accumulate)
+            if is_reference:
+                stack.enter_context(outer.attached())
             inputs = [stack.enter_context(_inputs_watched(model)) for model in self._models]
             if is_reference:
                 stack.enter_context(registry.data_shared_as(self._before))
@@ -289,7 +327,10 @@ class _Verifier:
         digests = tuple(digest for watched in inputs for digest in watched.digests)
         if not wholes:
             return _Pass(runs, draws, elapsed_s, digests=digests)
-        return _Pass(runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal)
+        return _Pass(
+            runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal,
+            tuple(outer.terms), outer.calls,
+        )  # fmt: skip
 
     def _runs(
         self, captures: list[Capture], befores: list[dict[str, torch.Tensor]], *, is_reference: bool
@@ -341,11 +382,11 @@ def _size_bytes(*passes: _Pass) -> int:
     return sum(run.size_bytes for each in passes for run in each.runs)
 
 
-def _data_peers(choice: Strategy) -> tuple[int, ...]:
-    """The ranks whose batches make up the whole one with this rank's, in order."""
+def _data_peers(choice: Strategy, number: int) -> tuple[int, ...]:
+    """The ranks whose batches make up the whole one with that of rank `number`, in order."""
     if choice.name == "single":
-        return (rank(),)
-    return choice.degrees.peers(rank(), "dp_replicate", "dp_shard")
+        return (number,)
+    return choice.degrees.peers(number, "dp_replicate", "dp_shard")
 
 
 def _step_of(request: StepRequest, models: list[Prepared]) -> Callable[[], None]:
@@ -464,14 +505,6 @@ def _root_weight_of(run: Run) -> float:
     values = [run.captured.values[k][0] for k in keys]
     scalars = [float(value) for value in values if not value.ndim]
     return scalars[0] if scalars else 0.0
-
-
-def _root_weight(side: Sides) -> float:
-    """What the losses of a step's forwards weigh together; 0 where the loss is not the model's."""
-    values = side.reference.captured.values
-    keys = [k for k in values if k.what == OUTPUT_GRADIENT and k.name == ROOT and k.item == 0]
-    scalars = [float(values[k][0]) for k in keys if not values[k][0].ndim]
-    return sum(scalars)
 
 
 def _place(sides: list[Sides], first: Row | None, varying: str | None) -> Place:
