@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nbdist.strategy.tensor_layout import Placement, Runs, local_runs
@@ -78,13 +78,15 @@ def is_complete(side: Placement, world_size: int) -> bool:
 
 
 def assign_chunks(
-    tensors: Iterable[tuple[str, Placement, int]], world_size: int
+    tensors: Iterable[tuple[str, Placement, int]],
+    world_size: int,
+    undivided: Collection[str] = (),
 ) -> list[AssignedChunk]:
     """Who writes which box; the same on all ranks, and every element by one of them.
 
     What several ranks hold is shared out evenly between them: a large box is cut, and each part
     goes to the holder that has least to write so far, the first of several. Each tensor is its
-    name, how it lies, and bytes of an element.
+    name, how it lies, and bytes of an element. What is undivided is written by its first holder.
     """
     written_bytes = [0] * world_size
     parts = []
@@ -94,7 +96,8 @@ def assign_chunks(
             if whole.count * item_bytes >= MOST_BYTES // 64:  # smaller ones are not worth a cut
                 limit = min(limit, -(-whole.count // len(whole.holders)))
             for chunk in _cut(whole, limit):
-                writer = min(chunk.holders, key=lambda rank: (written_bytes[rank], rank))
+                holders = chunk.holders[:1] if name in undivided else chunk.holders
+                writer = min(holders, key=lambda rank: (written_bytes[rank], rank))
                 written_bytes[writer] += chunk.count * item_bytes
                 parts.append(AssignedChunk(name, chunk, writer))
     return parts

@@ -40,6 +40,7 @@ class ExportedWeights:
         tied: Further names of tensors, of which only the first is in the file.
         left_out: Names in the module's state that are not tensors.
         configs: Files beside it that say how to make the model.
+        notes: Whose values are in it where ranks differ, a sentence each.
         elapsed_s: Until it had been read back and compared.
     """
 
@@ -50,6 +51,7 @@ class ExportedWeights:
     tied: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     configs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
 
 

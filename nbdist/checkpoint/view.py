@@ -83,6 +83,7 @@ def exported_view(result: ExportedWeights, host: str = "") -> View:
         texts.append(f"tied weights, stored once: {first_few(result.tied)}")
     if result.left_out:
         texts.append(f"left out (not tensors): {first_few(result.left_out)}")
+    texts += result.notes
     path = Path(result.path)
     if CONFIG in result.configs and path.name == FILE:
         texts.append(f'load it: {result.model}.from_pretrained("{path.parent}")')

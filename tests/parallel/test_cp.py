@@ -1,5 +1,6 @@
 """One sequence on several ranks: attention in pieces, by ring or heads; the model called whole."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def test_a_model_trains_as_by_itself(run: Any) -> None:
 
 
 LLAMA = """
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM
+    from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     def llama():
         return LlamaForCausalLM(LlamaConfig(
@@ -132,7 +134,18 @@ LLAMA = """
     narrow.config.sliding_window = 16
     eager = make(llama)
     eager.config._attn_implementation = "eager"
+    def lfm2():
+        return Lfm2ForCausalLM(Lfm2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, layer_types=["full_attention", "conv"]))
+    def jamba():
+        return JambaForCausalLM(JambaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, attn_layer_period=2,
+            attn_layer_offset=1, num_experts=2, mamba_d_state=4, use_mamba_kernels=False))
     errors = {
+        "lfm2": refusal(lambda: loss(split(make(lfm2)), 0)),
+        "jamba": refusal(lambda: loss(split(make(jamba)), 0)),
         "mask": refusal(lambda: model(**ids(0), attention_mask=mask)),
         "window": refusal(lambda: split(narrow)(**ids(0))),
         "eager": refusal(lambda: split(eager)(**ids(0))),
@@ -152,6 +165,9 @@ def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> Non
         assert end["kind"] == ["CausalLMOutputWithPast"] * 3
         assert end["logits"], "a part of the logits must not pass for all of them"
         errors = end["errors"]
+        # Their weights at the start are too small for a difference of the outputs.
+        assert "outside of attention in model.layers.1.conv (Lfm2ShortConv)" in errors["lfm2"]
+        assert "outside of attention in model.layers.0.mamba (JambaMamba" in errors["jamba"]
         assert "Leave it out where padding is at the end" in errors["mask"]
         assert "sliding_window is 16, less than the sequence of 24" in errors["window"]
         assert "attn_implementation='sdpa'" in errors["eager"]
@@ -298,6 +314,117 @@ def test_models_of_other_kinds_are_right_or_refused(tmp_path: Path, size: int) -
         assert f"23 % {size} = {23 % size}). Cut or pad it to {below} or 24" in error["length"]
         assert "no sequence to split" in error["no sequence"]
         assert "Leave --compile out" in error["compile"]
+
+
+SMALL = """
+    class Small(Model):
+        "A branch behind the attention of each block, times gamma."
+        def __init__(self, branch, gamma):
+            super().__init__()
+            self.branches = torch.nn.ModuleList([branch() for _ in self.blocks])
+            self.gamma = torch.nn.Parameter(torch.full((32,), gamma))
+            for block, own in zip(self.blocks, self.branches):
+                block.register_forward_hook(lambda m, args, h, own=own: h + self.gamma * own(h))
+    class Conv(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.width, self.conv = width, torch.nn.Conv1d(32, 32, width, groups=32)
+        def forward(self, x):
+            return self.conv(F.pad(x.transpose(1, 2), (self.width - 1, 0))).transpose(1, 2)
+    class Ahead(torch.nn.Module):
+        "A gate that is closed by its bias: sigmoid(-40) of the next position."
+        def forward(self, x):
+            return (F.pad(x, (0, 0, 0, 1))[:, 1:] - 40).sigmoid() * x
+    class Experts(torch.nn.Module):
+        "Tokens are sorted by expert and put back: they do not see each other."
+        def __init__(self):
+            super().__init__()
+            self.router = torch.nn.Linear(32, 2)
+            self.experts = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(2)])
+        def forward(self, x):
+            flat = x.flatten(0, 1)
+            weight, expert = self.router(flat).softmax(-1).max(-1)
+            order = expert.argsort(stable=True)
+            parts = flat[order].split(torch.bincount(expert, minlength=2).tolist())
+            out = torch.cat([run(part) for run, part in zip(self.experts, parts)])
+            return (torch.zeros_like(flat).index_copy(0, order, out) * weight[:, None]).view_as(x)
+    class Positions(Model):
+        "Counts positions itself; their embedding begins at zero."
+        def __init__(self):
+            super().__init__()
+            torch.nn.init.zeros_(self.positions.weight)
+        def forward(self, x, y=None):
+            return super().forward(x, y)
+
+    def loss(model, step):
+        return model(*batch(step))
+    branches = {"conv": lambda: Conv(3), "ahead": Ahead, "rnn": lambda: Last(32, 32)}
+    class Last(torch.nn.GRU):
+        def forward(self, x):
+            return super().forward(x.transpose(0, 1))[0].transpose(0, 1)
+    refused = {f"{name} {gamma}": refusal(lambda: loss(split(make(lambda: Small(kind, gamma))), 0))
+               for name, kind in branches.items() for gamma in (0.0, 1e-3, 1.0)}
+    refused["positions"] = refusal(lambda: loss(split(make(Positions)), 0))
+    right = {f"{kind} {gamma}": apart(lambda: Small(kind, gamma), loss)
+             for kind in (lambda: Conv(1), Experts) for gamma in (0.0, 1.0)}
+
+    class Keeps(Model):
+        "Keeps what the loop adds to the loss; its router begins at zero."
+        def __init__(self, kind):
+            super().__init__()
+            self.kind, self.router, self.losses = kind, torch.nn.Linear(32, 4), []
+            torch.nn.init.zeros_(self.router.weight)
+            self.blocks[1].register_forward_hook(self.keep)
+            self.register_buffer("calls", torch.zeros(()))
+        def keep(self, block, args, h):
+            self.calls += 1
+            scores = self.router(h)
+            balance = (scores.softmax(-1).mean((0, 1)) ** 2).sum()
+            if self.kind == "list":
+                self.losses.append(balance)
+            elif self.kind != "training" or self.training:
+                self.aux = scores.logsumexp(-1).pow(2).mean() if self.kind == "mean" else balance
+    def with_aux(model, step):
+        loss, inner = model(*batch(step)), getattr(model, "base", model)
+        side = sum(inner.losses) if inner.kind == "list" else inner.aux
+        inner.losses.clear()
+        return loss + 0.1 * side
+    def told_of(kind):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = split(make(lambda: Keeps(kind)))
+            for step in range(2):
+                with_aux(model, step).backward()
+        return [str(warning.message) for warning in caught], model.base.calls.item()
+    for kind in ("balance", "list"):
+        model = split(make(lambda: Keeps(kind)))
+        refused[kind] = refusal(lambda: with_aux(model, 0).backward())
+        right[kind] = [model(*batch(1)).backward() or 0.0]  # without it the model goes on
+    right["mean"] = apart(lambda: Keeps("mean"), with_aux)
+    done(refused=refused, right=right, training=told_of("training"), mean=told_of("mean"))
+"""
+
+
+def test_what_is_small_at_the_start_is_refused_too(tmp_path: Path) -> None:
+    """Branches times zero, closed gates, positions of zeros, side losses of a router of zeros."""
+    ends = run_ranks(tmp_path, 2, COMMON + "    import warnings\n" + SMALL)
+
+    for end in ends:
+        refused = end["refused"]
+        module = {"conv": "branches.0.conv (Conv1d)", "ahead": "branches.0 (Ahead)"}
+        module["rnn"] = "branches.0 (Last)"
+        for kind, gamma in itertools.product(module, ("0.0", "0.001", "1.0")):
+            assert f"outside of attention in {module[kind]}" in refused[f"{kind} {gamma}"], kind
+        assert "Let forward take `position_ids`" in refused["positions"]
+        assert "the loss uses aux, which each rank computes" in refused["balance"]
+        assert "the loss uses losses, which each rank computes" in refused["list"]
+        for name, errors in end["right"].items():
+            assert max(errors) < 2e-6, (name, end["right"])
+        (warning,), calls = end["training"]
+        assert "The loss uses aux" in warning
+        assert "was not compared" in warning
+        assert calls == 2, "the trial leaves a trace"
+        assert end["mean"] == [[], 2]
 
 
 def job(base: torch.nn.Module, degree: int, context: str) -> ModelBuild:

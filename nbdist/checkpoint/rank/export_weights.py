@@ -33,7 +33,8 @@ from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none, rank
 from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
 from nbdist.parallel.prepared import Prepared
-from nbdist.parallel.reshard import full_state
+from nbdist.parallel.reshard import full_state, own_buffers
+from nbdist.parallel.reshard.own_buffers import RANK_0
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.rpc.rank import namespace, progress
 
@@ -165,6 +166,7 @@ def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False)
                 "Name a variable that is the same model on all ranks."
             )
     contents = per_rank[0]
+    notes = own_buffers.notes_on(_own_buffers(model, contents), RANK_0)
     file = WeightsFile(target, contents.weights, contents.tied, source.configs)
     try:
         with progress.during("exporting"):
@@ -179,8 +181,13 @@ def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False)
         file.abandon()
     return ExportedWeights(
         str(target), contents.model, len(contents.weights), size_bytes, tuple(contents.tied),
-        contents.left_out, configs, time.monotonic() - began_s,
+        contents.left_out, configs, notes, time.monotonic() - began_s,
     )  # fmt: skip
+
+
+def _own_buffers(model: torch.nn.Module, contents: ExportContents) -> dict[str, Prepared]:
+    prepared = registry.prepared_of(model)
+    return {} if prepared is None else {contents.model: prepared}
 
 
 def _on_rank_0(what: str, function: Callable[[], T]) -> T:

@@ -36,6 +36,8 @@ from nbdist.core.versions import VERSION
 from nbdist.errors import CheckpointError, NbdistError
 from nbdist.parallel import registry
 from nbdist.parallel.consensus import all_or_none, interrupts_held, rank, world_size
+from nbdist.parallel.reshard import own_buffers
+from nbdist.parallel.reshard.own_buffers import RANK_0
 from nbdist.parallel.training_state import Generators, generators, same_random
 
 
@@ -62,12 +64,13 @@ def begin(path: str, token: str, is_async: bool) -> SaveStarted:
             sees = all_or_none(what, lambda: _take(save, live, is_copied=is_async))
             _refuse_unshared(save, sees)
             save.contents.local.clear()
+            models = {model.name: model.prepared for model in live.models}
             begun = SaveStarted(
                 path=path,
                 models=tuple(model.name for model in live.models),
                 optimizers=tuple(optimizer.name for optimizer in live.optimizers),
                 copied_bytes=save.contents.own_bytes(rank()),
-                notes=_notes(live),
+                notes=(*_notes(live), *own_buffers.notes_on(models, RANK_0)),
                 stall_s=time.perf_counter() - began_s,
             )
         except BaseException:  # an interrupt too, until the thread has it

@@ -109,7 +109,14 @@ def tensors_of(live: LiveObjects) -> CheckpointTensors:
         else:
             _add_parts(contents, optimizer)
     stored = [(name, side, contents.dtypes[name].itemsize) for name, side in contents.sides.items()]
-    contents.parts = assign_chunks(stored, world_size())
+    # Of buffers every rank may have values of its own: those of one rank belong together.
+    buffers = {
+        f"{MODEL}.{model.name}.{first}"
+        for model in live.models
+        for first in model.names
+        if first not in model.prepared.parameters
+    }
+    contents.parts = assign_chunks(stored, world_size(), buffers)
     return contents
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nbdist.hang.recovery import HALVES, SHARDED
+from nbdist.parallel.dp.ddp import forget_step
 from nbdist.parallel.live_models import NamedModel, find
 
 # A tensor is summed in pieces, so that what is needed beside it stays small.
@@ -27,10 +28,8 @@ def reset(models: tuple[NamedModel, ...] | None = None) -> dict[str, int]:
     for model in find() if models is None else models:
         if model.is_sharded:
             _reset_shards(model.module)
-        elif (reducer := getattr(model.module, "reducer", None)) is not None:
-            # Without it the reducer of a rank whose forward had no backward raises in the
-            # next step, while the other ranks wait for it. torch itself calls it so.
-            reducer._reset_state()  # noqa: SLF001
+        else:
+            forget_step(model.module)
         with_gradient = [p for p in model.module.parameters() if p.grad is not None]
         for parameter in with_gradient:
             parameter.grad = None

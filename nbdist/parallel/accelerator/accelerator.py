@@ -346,6 +346,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # untyped
         state: dict[str, Any]
         if deepspeed_engine.is_engine(model) or registry.prepared_of(model) is not None:
             state = model_state.portable(model).state_dict()
+            model_state.warn_of_own_buffers(model)
             return {} if save_state.is_saving() and dist.get_rank() != 0 else state
         state = super().get_state_dict(model, unwrap)
         return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from nbdist.parallel import build, registry
 from nbdist.parallel.dp import deepspeed, fsdp1_state
-from nbdist.parallel.reshard import full_state
+from nbdist.parallel.reshard import full_state, own_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +85,12 @@ def portable(model: Any) -> Portable:
 def _state_dict(base: torch.nn.Module) -> Mapping[str, Any]:
     state: Mapping[str, Any] = base.state_dict(keep_vars=True)
     return state
+
+
+def warn_of_own_buffers(model: Any) -> None:
+    """Warn if a state that all ranks have asked for is another one on each. Collective."""
+    prepared = registry.prepared_of(model)
+    if prepared is not None:
+        models = {type(prepared.base).__name__: prepared}
+        for note in own_buffers.notes_on(models, own_buffers.EACH_RANK):
+            warnings.warn(f"get_state_dict: {note}", stacklevel=3)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp import attention, split_sequence
+from nbdist.parallel.cp import attention, mixing, split_sequence
+from nbdist.parallel.cp.kept import find_kept, keep_attributes
 from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.training_state import keep_modes, put_back_after
+from nbdist.parallel.training_state import keep_modes, keep_values, put_back_after
 
 # Positions of a trial on each rank; doubled while every label in it is ignored.
 _POSITIONS = 8
+# Parameters below hide what they multiply: a trial has random values in their place.
+_HIDES = 1e-2
 # Largest differences, relative to the largest value: of attention's inputs and of outputs, and
 # of a loss. Between float32 runs 1e-6 is usual, and wrong positions make 1e-2 and more.
 _TOLERANCE = (1e-3, 1e-5)
@@ -34,6 +38,11 @@ _NO_ATTENTION = (
 _POSITION = (
     "the inputs of its first attention differ: the model counts positions itself, from 0 on each "
     "rank (torch.arange). Let forward take `position_ids`, (1, T), and use them; nbdist passes them"
+)
+_REACHES = (
+    "with its sequence split, this model would compute different results: positions reach each "
+    "other outside of attention in {module}, whatever its weights, and each rank would see only "
+    f"its piece of the sequence there{_OTHERWISE}"
 )
 _MIXES = (
     "positions mix outside of attention (a convolution, a mean over the sequence), or the model "
@@ -53,10 +62,13 @@ class OutputSplit:
         dims: For each tensor of the output, the dim in which ranks' parts follow each other;
             None where the mean over ranks is the whole's.
         why: Why it cannot be split, and what to do; "" if it can.
+        is_mean: Of what modules keep as attributes, by name: whether the mean over ranks is the
+            whole's, or each position has its own value.
     """
 
     dims: tuple[int | None, ...] = ()
     why: str = ""
+    is_mean: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +83,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One forward: its output, and the inputs of each attention in it."""
+    """One forward: its output, the inputs of each attention in it, what modules keep of it."""
 
     output: list[torch.Tensor]
     attention_inputs: list[torch.Tensor]
+    kept: dict[str, list[torch.Tensor]]
 
 
 def kind(call: inspect.BoundArguments) -> Hashable:
@@ -90,39 +103,82 @@ def kind(call: inspect.BoundArguments) -> Hashable:
 def examine(trial: Trial) -> OutputSplit:
     """How the output of a call is split, from one sample's first positions.
 
-    Collective over dp_replicate and cp, and alike on all of these. Forward runs twice or more,
-    in eval mode and without gradients.
+    Collective over dp_replicate and cp, and alike on all of these. Forward runs four times or
+    more, in eval mode and without gradients.
     """
     total, size = split_sequence.length(trial.call), trial.grid.size("cp")
     n_positions = min(total, _POSITIONS * size)
+    visible = _visible(trial.base)
     with torch.no_grad(), put_back_after(keep_modes(trial.base)):
         trial.base.eval()  # no dropout, and no statistics are taken
-        whole = _run(trial, n_positions)
+        whole = _run(trial, n_positions, visible)
         # Without a label that counts the loss is nan and says nothing.
         while n_positions < total and any(t.isnan().any() for t in whole.output if not t.ndim):
             n_positions = min(total, 2 * n_positions)
-            whole = _run(trial, n_positions)
+            whole = _run(trial, n_positions, visible)
         try:
-            local = _run(trial, n_positions, is_split=True)
+            local = _run(trial, n_positions, visible, is_split=True)
         except OptionError as error:  # of the attention, on every rank
             return OutputSplit(why=str(error))
-        return _compare(trial.grid, local, whole)
+        del visible
+        return _compare(trial.grid, local, whole, _mixing(trial))
 
 
-def _run(trial: Trial, n_positions: int, *, is_split: bool = False) -> _Run:
+def _mixing(trial: Trial) -> str:
+    """Where positions mix outside of attention; "" nowhere."""
+    total, size = split_sequence.length(trial.call), trial.grid.size("cp")
+    # A dim of this length is the sequence: no parameter has it, if that can be.
+    taken = {n for parameter in trial.base.parameters() for n in parameter.shape}
+    counts = (*range(_POSITIONS, 2 * _POSITIONS), *range(_POSITIONS - 1, 1, -1))
+    fitting = (n for n in counts if n * size <= total and n * size not in taken)
+    count = next(fitting, min(_POSITIONS, total // size))
+    call = split_sequence.cut(trial.call, 0, count * size, n_batch=1)
+    call = split_sequence.piece(call, trial.base, 0, 1)
+    with _without_trace(trial.base):
+        return mixing.find_mixing(trial.base, call, count * (size // 2))
+
+
+def _without_trace(base: torch.nn.Module) -> AbstractContextManager[None]:
+    buffers = keep_values("the model", lambda: dict(base.named_buffers()))
+    return put_back_after(keep_attributes(base), buffers)
+
+
+def _visible(base: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Random values, alike on all ranks, for the parameters that are (almost) zero, by name.
+
+    Branches, heads and position embeddings begin so, and would hide what is wrong in them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values: dict[str, torch.Tensor] = {}
+    for name, parameter in base.named_parameters():
+        if parameter.numel() and parameter.is_floating_point() and parameter.abs().max() < _HIDES:
+            size = 0.1 if parameter.ndim < 2 else math.sqrt(parameter.shape[0] / parameter.numel())
+            noise = torch.randn(parameter.shape, generator=generator) * size
+            values[name] = noise.to(parameter)
+    return values
+
+
+def _run(
+    trial: Trial,
+    n_positions: int,
+    visible: dict[str, torch.Tensor],
+    *,
+    is_split: bool = False,
+) -> _Run:
     call, grid = split_sequence.cut(trial.call, 0, n_positions, n_batch=1), trial.grid
     mode = attention.SplitSequence()
     if is_split:
         call = split_sequence.piece(call, trial.base, grid.coordinate.cp, grid.size("cp"))
         mode = attention.SplitSequence(trial.attend, grid.group("cp"))
     mode.attention_inputs = []
-    with mode:
-        output = trial.base(*call.args, **call.kwargs)
-    return _Run(list(split_sequence.tensors(output)), mode.attention_inputs)
+    with _without_trace(trial.base), mode:
+        output = torch.func.functional_call(trial.base, visible, call.args, call.kwargs)
+        outputs = list(split_sequence.tensors(output))
+        return _Run(outputs, mode.attention_inputs, find_kept(trial.base.named_modules()))
 
 
-def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
-    """Says what differs, alike on all ranks."""
+def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> OutputSplit:
+    """Says what differs, alike on all ranks; `mixed_in` is where positions mix."""
     dims: list[int | None] = []
     errors = {"outputs": [0.0], "losses": [0.0]}
     if len(local.output) != len(whole.output):
@@ -136,6 +192,7 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     if not whole.attention_inputs:  # the same code runs on all ranks
         return OutputSplit(why=_NO_ATTENTION)
     differences = [inputs[0], max(inputs), max(errors["outputs"]), max(errors["losses"])]
+    differences.append(float(bool(mixed_in)))
     assert grid.mesh is not None
     # Each at its largest over all ranks.
     worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
@@ -143,23 +200,40 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run) -> OutputSplit:
     # Attention was given float32, computed as such.
     is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in whole.attention_inputs)
     is_exact = not is_half and torch.get_float32_matmul_precision() == "highest"
-    return _verdict(worst.tolist(), tuple(dims), is_exact=is_exact)
+    *differences, mixes = worst.tolist()
+    if mixes:
+        return OutputSplit(why=_REACHES.format(module=mixed_in or "a layer"))
+    limits = _TOLERANCE if is_exact else _TOLERANCE_HALF
+    if why := _difference(differences, limits):
+        return OutputSplit(why=why)
+    return OutputSplit(tuple(dims), is_mean=_are_means(grid, local, whole, limits[1]))
 
 
-def _verdict(
-    differences: list[float], dims: tuple[int | None, ...], *, is_exact: bool
-) -> OutputSplit:
-    limit, loss_limit = _TOLERANCE if is_exact else _TOLERANCE_HALF
-    limits = (limit, limit, limit, loss_limit)
+def _are_means(grid: ParallelMesh, local: _Run, whole: _Run, limit: float) -> dict[str, bool]:
+    """Of what modules keep, by name, whether ranks that each have a piece train it alike."""
+    group = grid.group("cp")
+    assert group is not None
+    is_mean: dict[str, bool] = {}
+    for name in sorted(local.kept.keys() & whole.kept.keys()):
+        pairs = zip(local.kept[name], whole.kept[name], strict=False)
+        alike = [(part, all_) for part, all_ in pairs if part.shape == all_.shape]
+        means = [(split_sequence.all_reduce_mean(part, group), all_) for part, all_ in alike]
+        is_mean[name] = all(_error(mean, all_) <= limit for mean, all_ in means)
+    return is_mean
+
+
+def _difference(differences: list[float], limits: tuple[float, float]) -> str:
+    limit, loss_limit = limits
+    allowed_of_each = (limit, limit, limit, loss_limit)
     reasons = (_POSITION, _MIXES, _MIXES, _LOSS)
-    for error, allowed, reason in zip(differences, limits, reasons, strict=True):
+    for error, allowed, reason in zip(differences, allowed_of_each, reasons, strict=True):
         if error > allowed:
-            return OutputSplit(
-                why="with its sequence split, this model would compute different results "
+            return (
+                "with its sequence split, this model would compute different results "
                 f"(relative difference {error:.1e}, more than {allowed:.0e}, tried on a short "
                 f"sequence): {reason}{_OTHERWISE}"
             )
-    return OutputSplit(dims)
+    return ""
 
 
 def _dim(part: torch.Tensor, whole: torch.Tensor, size: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
@@ -12,7 +13,9 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, check, split_sequence
+from nbdist.parallel.cp.kept import KeptWatch
 from nbdist.parallel.cp.ulysses import check_heads
+from nbdist.parallel.dp.ddp import forget_step
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.transform import Layouts, ModelBuild, Transform
 
@@ -48,6 +51,7 @@ class ContextParallel(torch.nn.Module):
         compute = attention.CONTEXTS[job.choice.options.context]
         self._attend: attention.Attend = lambda problem: compute(problem, group)
         self._splits: dict[Hashable, check.OutputSplit] = {}
+        self._watches: dict[Hashable, KeptWatch] = {}
         self.training = module.training
 
     @property
@@ -65,7 +69,8 @@ class ContextParallel(torch.nn.Module):
         """What the model returns for the whole sequence. Collective: every rank.
 
         Raises:
-            OptionError: If gradients are wanted and the sequence or the model cannot be split.
+            OptionError: If gradients are wanted and the sequence or the model cannot be split. In
+                backward, if the loss uses what a module keeps of a piece, and that cannot be.
         """
         call = inspect.signature(self.base.forward).bind(*args, **kwargs)
         size = self._grid.size("cp")
@@ -78,6 +83,8 @@ class ContextParallel(torch.nn.Module):
         piece = split_sequence.piece(call, self.base, self._grid.coordinate.cp, size)
         with attention.SplitSequence(self._attend, self._group):
             output = self.module(*piece.args, **piece.kwargs)
+        if torch.is_grad_enabled():
+            self._watch(call, split).watch()
         return self._whole(output, split)
 
     def _split(self, call: inspect.BoundArguments) -> check.OutputSplit:
@@ -86,6 +93,14 @@ class ContextParallel(torch.nn.Module):
             trial = check.Trial(self.base, call, self._attend, self._grid)
             self._splits[kind] = check.examine(trial)
         return self._splits[kind]
+
+    def _watch(self, call: inspect.BoundArguments, split: check.OutputSplit) -> KeptWatch:
+        length = split_sequence.length(call) // self._grid.size("cp")
+        key = check.kind(call), length
+        if key not in self._watches:
+            forget = functools.partial(forget_step, self.module)
+            self._watches[key] = KeptWatch(self.base, split.is_mean, length, forget)
+        return self._watches[key]
 
     def _whole(self, output: Any, split: check.OutputSplit) -> Any:
         """This rank's output with each part gathered or averaged, as the check has found."""

@@ -59,6 +59,17 @@ def _arguments(job: ModelBuild) -> dict[str, Any]:
     return {**kwargs, "init_sync": False}
 
 
+def forget_step(model: torch.nn.Module) -> None:
+    """Let the next forward begin anew where a step was broken off; DDP alone has something to do.
+
+    Private: without it the reducer of a rank whose backward did not end raises in the next
+    forward, while other ranks may wait for it. torch itself calls it so.
+    """
+    reducer: Any = getattr(model, "reducer", None)
+    if reducer is not None:
+        reducer._reset_state()  # noqa: SLF001
+
+
 # With the signature of torch's, which DDP asks for; without its name.
 @functools.wraps(default_hooks.bf16_compress_hook, assigned=())
 def reduce_as_bf16(*args: Any) -> torch.futures.Future[torch.Tensor]:

@@ -87,7 +87,7 @@ class Pipeline(torch.nn.Module):
         self._job = job
         self._holders = holders
         self._plans: dict[Any, PipelinePlan] = {}
-        self._warned: set[int] = set()
+        self._warned: set[Any] = set()
         # Whatever this rank trains, its loss has a gradient if any rank's has.
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
         for part in self._parts:
@@ -138,6 +138,7 @@ class Pipeline(torch.nn.Module):
             whole = self._plan_for([batch])
             if not whole.findings.has_loss:
                 pieces, plan = [batch], whole
+        self._tell_moving(plan.findings.moving, len(pieces))
         shares = [
             GradientShare(parameter, self._holders[name], None)
             for name, parameter in trained.items()
@@ -315,6 +316,20 @@ class Pipeline(torch.nn.Module):
         return SCHEDULES[name](
             argument, count, loss_fn=lambda output, _target: output, scale_grads=False
         )
+
+    def _tell_moving(self, moving: Mapping[str, int], count: int) -> None:
+        """Warn, once for each buffer, that a step changes it as often as it has micro-batches."""
+        names = [name for name in sorted(moving) if name not in self._warned]
+        if names and count > 1:
+            self._warned.update(names)
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            warnings.warn(
+                f"forward changes buffers ({', '.join(names[:2])}{more}), and a pipeline runs it "
+                f"once per micro-batch: {count} times in a step of this batch, each time with the "
+                "statistics of a part of it. --microbatches 1 changes them once, as in one "
+                "process; or take a strategy that cuts no batch, such as fsdp.",
+                stacklevel=2,
+            )
 
     def _count(self, size: int) -> int:
         """How many micro-batches: by itself as many as divide the batch, two per rank at most.
