@@ -34,7 +34,8 @@ from nbdist.strategy.choice import Strategy, described
 from nbdist.strategy.choose import StrategySpec, default_choice
 
 LOCAL = "local"
-CELL_VERBS = frozenset({"distributed", "rank", "dist_profile", "dist_memory", LOCAL})
+RECORDING_VERBS = frozenset({"dist_profile", "dist_memory"})
+CELL_VERBS = frozenset({"distributed", "rank", *RECORDING_VERBS, LOCAL})
 _FIRST_MAGIC = re.compile(r"^%(\w+)(.*)$")
 _EXITS = {"exit", "exit()", "quit", "quit()"}
 
@@ -322,6 +323,8 @@ class _Walk:
     def _code(self, cell: NotebookCell) -> None:
         magics, body = exporter_cell.split_magics(cell.text)
         verbs = [magic for magic in magics if magic[0] in CELL_VERBS]
+        # One that records says nothing for a script where another says on which ranks.
+        verbs = [magic for magic in verbs if magic[0] not in RECORDING_VERBS] or verbs[:1]
         where = self._where(verbs, body)
         foreign = exporter_cell.foreign_magic(magics, CELL_VERBS)
         if len(verbs) > 1:

@@ -16,7 +16,7 @@ from nbdist.cells.completion import Reply, reply_with, shift_reply
 from nbdist.cells.kernel import completion
 from nbdist.errors import OptionError
 from nbdist.frontend.input_transformer import Destination, destination
-from nbdist.notebook.notebook import LOCAL, NOTEBOOK, CellOptions
+from nbdist.notebook.notebook import LOCAL, NOTEBOOK
 from nbdist.notebook.verb import Option, Verb, parse
 
 _OURS = "_nbdist_original"
@@ -106,12 +106,11 @@ def _place(code: str, cursor: int) -> tuple[Destination, int] | None:
 
 def _ranks(where: Destination) -> str | None:
     """As typed, or as %dist_mode has it; None for all."""
-    if where.verb is None:
+    if not where.magics:
         return NOTEBOOK.mode if NOTEBOOK.mode != LOCAL else None
-    if where.verb.takes_code:
-        return None
-    options: CellOptions = where.verb.run(parse(where.verb, where.line).values)
-    return options.ranks
+    verbs = [(commands.VERBS[name], line) for name, line in where.magics]
+    given = (verb.run(parse(verb, line).values) for verb, line in verbs if verb.is_cell)
+    return next((options.ranks for options in given if options.ranks), None)
 
 
 def _typed_behind(code: str, cursor: int) -> tuple[Verb, list[str], str] | None:

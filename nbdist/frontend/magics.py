@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from IPython import get_ipython
@@ -16,7 +17,8 @@ from nbdist.cells.hints import name_of_the_ranks
 from nbdist.cells.kernel.completion import types_on_ranks
 from nbdist.core.view import View
 from nbdist.errors import OptionError
-from nbdist.frontend import completer, input_transformer
+from nbdist.frontend import cell_magics, completer, input_transformer
+from nbdist.frontend.cell_magics import TypedMagic
 from nbdist.notebook.notebook import NOTEBOOK, SHOWN, CellOptions
 from nbdist.notebook.verb import Parsed, Verb, help_view, parse
 
@@ -27,17 +29,21 @@ def run_magic(verb: Verb, line: str, cell: str | None = None) -> None:
     A distributed cell blocks here: the way inside other magics and nested cells. What takes Python
     has it behind two dashes, or as a cell magic in the lines below.
     """
-    if cell is None and verb.as_line is not None:
-        verb = verb.as_line
+    code = ""
+    if cell is None:
+        verb = verb.as_line or verb
+    else:
+        typed = cell_magics.read([f"%%{verb.name} {line}\n", *cell.splitlines(keepends=True)])
+        assert typed is not None
+        if typed.taker is None:
+            run_blocking(typed.magics, typed.code)
+            return
+        (name, line), code = typed.taker, typed.code
+        verb = commands.VERBS[name]
     parsed = parse(verb, line)
     if _is_answered(verb, parsed):
         return
     if cell is not None:
-        code = input_transformer.sent_code(f"%%{verb.name} {line}\n", cell) if cell.strip() else ""
-        if verb.is_cell:
-            if code:
-                NOTEBOOK.run(code, verb.run(parsed.values))
-            return
         if parsed.values.rest.strip():
             raise OptionError(
                 f"%%{verb.name}: there is code after -- and in the lines below. Remove one of them."
@@ -49,28 +55,31 @@ def run_magic(verb: Verb, line: str, cell: str | None = None) -> None:
         commands.show(view)
 
 
-async def run_typed(name: str, line: str, code: str) -> None:
+async def run_typed(magics: Sequence[TypedMagic], code: str) -> None:
     """Run a distributed cell without blocking the kernel (`input_transformer.route` writes it)."""
-    options = _cell_options(name, line, code)
+    options = _cell_options(magics, code)
     if options is not None:
         await NOTEBOOK.run_async(code, options)
 
 
-def run_blocking(name: str, line: str, code: str) -> None:
+def run_blocking(magics: Sequence[TypedMagic], code: str) -> None:
     """The same where cells cannot await (`%autoawait off`)."""
-    options = _cell_options(name, line, code)
+    options = _cell_options(magics, code)
     if options is not None:
         NOTEBOOK.run(code, options)
 
 
-def _cell_options(name: str, line: str, code: str) -> CellOptions | None:
-    """What was typed after a cell's verb; None where there is nothing to run."""
-    verb = commands.VERBS[name]
-    parsed = parse(verb, line)
-    if _is_answered(verb, parsed):
-        return None
-    options: CellOptions = verb.run(parsed.values)
-    if code.strip():
+def _cell_options(magics: Sequence[TypedMagic], code: str) -> CellOptions | None:
+    """What was typed behind a cell's magics; None where there is nothing to run."""
+    given = list[CellOptions]()
+    for name, line in magics:
+        verb = commands.VERBS[name]
+        parsed = parse(verb, line)
+        if _is_answered(verb, parsed):
+            return None
+        given.append(verb.run(parsed.values))
+    options = cell_magics.combined(given)
+    if code:
         return options
     NOTEBOOK.session.chosen(options.ranks)  # so that `%%rank[0] print(1)` is not passed over
     return None
@@ -78,6 +87,7 @@ def _cell_options(name: str, line: str, code: str) -> CellOptions | None:
 
 def run_local(shell: InteractiveShell, _line: str, cell: str) -> None:
     """Run a cell in the kernel, inside another magic; at top level `route` does it."""
+    cell_magics.read([f"%%{cell_magics.LOCAL_CELL}\n", *cell.splitlines(keepends=True)])
     shell.run_cell(cell).raise_error()
 
 
@@ -121,7 +131,7 @@ def register(shell: InteractiveShell) -> None:
         add(function, kind, verb.name)
     for name in commands.REPLACED_MAGICS:
         add(functools.partial(answer, name), "line", name)
-    add(functools.partial(run_local, shell), "cell", input_transformer.LOCAL_CELL)
+    add(functools.partial(run_local, shell), "cell", cell_magics.LOCAL_CELL)
     unregister(shell)
     shell.input_transformers_cleanup.insert(0, input_transformer.route)
     shell.events.register("post_run_cell", _tell_where)
