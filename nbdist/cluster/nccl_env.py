@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nbdist.core import versions
+
+# The torch that has two backends for NCCL, and takes the newer one by itself.
+NEWER_BACKEND_SINCE = (2, 15)
 _FALSE = {"", "0", "n", "no", "f", "false"}
 
 
@@ -23,6 +27,8 @@ class Variable:
         reason: What it does to a rank, as the end of "with another value ...".
         older: Names that torch also reads.
         breaks_abort: With another value a hung call cannot be aborted with the rank alive.
+        is_exact: torch takes this value alone, and none that means the same.
+        is_read_at_import: torch reads it when it is imported, before a group is made.
     """
 
     name: str
@@ -30,6 +36,8 @@ class Variable:
     reason: str
     older: tuple[str, ...] = ()
     breaks_abort: bool = True
+    is_exact: bool = False
+    is_read_at_import: bool = False
 
     def user_setting(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
         """(name, value) as the user has set it, or None."""
@@ -38,6 +46,14 @@ class Variable:
 
 
 ENVIRONMENT = (
+    Variable(
+        "TORCH_DIST_USE_NCCL2",
+        "0",
+        "torch 2.15 takes its newer backend for NCCL, whose hung calls nbdist does not find or "
+        "abort yet",
+        is_exact=True,
+        is_read_at_import=True,
+    ),
     Variable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "0",
@@ -107,6 +123,27 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def at_import(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of them that a process must have which imports torch before it is a rank."""
+    names = {row.name for row in ENVIRONMENT if row.is_read_at_import}
+    return {name: value for name, value in environment(environ).items() if name in names}
+
+
+def backend_note(torch_version: str, environ: Mapping[str, str]) -> str:
+    """Which of torch's two backends for NCCL ranks use.
+
+    Empty where torch has one, and where the user has chosen.
+    """
+    is_chosen = "TORCH_DIST_USE_NCCL2" in environ
+    if is_chosen or versions.release(torch_version) < NEWER_BACKEND_SINCE:
+        return ""
+    return (
+        f"torch {torch_version} has two backends for NCCL. Ranks use the older one "
+        "(TORCH_DIST_USE_NCCL2=0), whose hung calls nbdist can abort. "
+        "TORCH_DIST_USE_NCCL2=1 in the notebook's environment chooses the newer one."
+    )
+
+
 def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
     """One sentence for each variable that takes protection away, with what to do about it."""
     sentences = []
@@ -125,6 +162,8 @@ def conflicts(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _is_harmless(row: Variable, setting: str) -> bool:
     value = setting.strip()
+    if row.is_exact:
+        return value == row.value
     if row.value in {None, "0"}:
         return value.lower() in _FALSE
     return value.isdigit() and int(value) > 0  # a size: any but none at all

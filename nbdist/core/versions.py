@@ -11,6 +11,11 @@ VERSION = "0.1.0"
 OLDEST_TORCH = (2, 11)
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version such as 2.13.0+cpu or 2.16.0.dev20261101."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 def check_torch(version: str | None, where: str) -> None:
     """Refuse a torch that is missing (None) or older than OLDEST_TORCH.
 
@@ -23,8 +28,7 @@ def check_torch(version: str | None, where: str) -> None:
     remedy = f"Install it with: {where} -m pip install 'torch>={needed}'"
     if version is None:
         raise StartError(f"torch is not installed for {where}. {remedy}")
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_TORCH:
+    if release(version) < OLDEST_TORCH:
         raise StartError(f"torch {version} is too old for nbdist, which needs {needed}. {remedy}")
 
 

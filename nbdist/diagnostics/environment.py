@@ -12,7 +12,7 @@ from nbdist.cluster import nccl_env
 from nbdist.core.finding import BAD, OK, WARN, Finding
 from nbdist.core.topology import Gpu, filter_visible
 
-PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_", "TORCH_DIST_")
 NOTEBOOK = "the notebook's environment"
 LAUNCHER = "nbdist's launcher"
 UNSET = "unset"

@@ -8,6 +8,7 @@ from nbdist.cluster import nccl_env
 def test_every_variable_that_is_needed_is_given() -> None:
     """Without anything set a rank gets what keeps its process alive through an abort."""
     assert nccl_env.environment({}) == {
+        "TORCH_DIST_USE_NCCL2": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -22,6 +23,15 @@ def test_every_row_has_a_reason() -> None:
     """No variable is set without a reason that a person can read."""
     assert all(len(row.reason) > 30 for row in nccl_env.ENVIRONMENT)
     assert len({row.name for row in nccl_env.ENVIRONMENT}) == len(nccl_env.ENVIRONMENT)
+
+
+def test_ranks_take_the_backend_that_was_tried_unless_the_user_chose() -> None:
+    """torch 2.15 has two, reads the choice when it is imported, and knows "0" alone."""
+    assert nccl_env.at_import({}) == {"TORCH_DIST_USE_NCCL2": "0"}
+    assert nccl_env.at_import({"TORCH_DIST_USE_NCCL2": "1"}) == {}
+    assert nccl_env.backend_note("2.14.1+cu130", {}) == ""
+    assert "TORCH_DIST_USE_NCCL2=1 in" in nccl_env.backend_note("2.15.0", {})
+    assert nccl_env.backend_note("2.16.0.dev20261120", {"TORCH_DIST_USE_NCCL2": "1"}) == ""
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
@@ -51,6 +61,9 @@ def test_a_value_that_breaks_abort_is_told() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "is_told"),
     [
+        ("TORCH_DIST_USE_NCCL2", "1", True),
+        ("TORCH_DIST_USE_NCCL2", "false", True),
+        ("TORCH_DIST_USE_NCCL2", "0", False),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", True),
         ("NCCL_BLOCKING_WAIT", "1", True),
         ("TORCH_NCCL_BLOCKING_WAIT", "false", False),

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from nbdist.cluster import nccl_env
 from nbdist.cluster.kernel import guardian
 from nbdist.errors import StartError
 
@@ -95,6 +96,7 @@ class RankServer:
         Raises:
             OSError: If the system refuses another process.
         """
+        env = {**env, **nccl_env.at_import(env)}
         ours, theirs = socket.socketpair()
         with theirs:
             words = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno()), str(os.getpid())]
@@ -143,7 +145,8 @@ class RankServer:
         Raises:
             ServerError: If it has ended, or does not answer in time.
         """
-        request = {"do": "check", "env": dict(env), "sys_path": list(sys_path), "cwd": _folder()}
+        env = {**env, **nccl_env.at_import(env)}
+        request = {"do": "check", "env": env, "sys_path": list(sys_path), "cwd": _folder()}
         asked = asyncio.wrap_future(self._ask(request))
         try:
             return await asyncio.wait_for(asked, IMPORT_DEADLINE_S)

@@ -313,12 +313,17 @@ def _expected_plan(chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
 
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     """What is to be said of this machine, and of the environment that its ranks will have."""
-    versions.check_torch(ipp_cluster.installed_version("torch"), sys.executable)
+    torch_version = ipp_cluster.installed_version("torch")
+    versions.check_torch(torch_version, sys.executable)
     cores = usable_cores()
     capacity.check(psutil.virtual_memory().available, expected.world_size, cores)
     uses_nccl = expected.backend == "nccl"
     notes = [capacity.crowding(expected.world_size, cores)]
-    notes += nccl_env.conflicts(os.environ) if uses_nccl else []
+    if uses_nccl:
+        notes += [
+            *nccl_env.conflicts(os.environ),
+            nccl_env.backend_note(torch_version or "", os.environ),
+        ]
     if os.path.isdir(shm.SHM):  # noqa: PTH112
         usage = shutil.disk_usage(shm.SHM)
         free, total = usage.free, usage.total
