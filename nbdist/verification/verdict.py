@@ -121,6 +121,7 @@ class Verification:
         kind: What the difference looks like, as a clause.
         eps: Of the dtype that is computed in.
         n_steps: Of the optimizer.
+        n_calls: Of the user's code until the optimizer stepped; several for micro-batches.
         step_s, reference_s: How long the step took with hooks, and the reference's.
         host_bytes: Of the copies of all runs on the rank that has most of them.
         note: Why another reference was taken than one process; empty where none was.
@@ -138,6 +139,7 @@ class Verification:
     kind: str = ""
     accumulate: int = 1
     n_steps: int = 0
+    n_calls: int = 1
     step_s: float = 0.0
     reference_s: float = 0.0
     host_bytes: int = 0

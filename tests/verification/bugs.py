@@ -204,7 +204,6 @@ BUGS = {
         """,
         "",
         "weigh 0.5 together",
-        in_test=True,
     ),
     "unequal_shares_outside": Bug(
         """
