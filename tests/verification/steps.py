@@ -85,6 +85,33 @@ STEPS = {
         return verification
         """
     ),
+    # Methods of the strategy's wrapper
+    "no_sync_of_ddp": Step(
+        """
+        start("ddp")
+        def backward(loss):
+            with model.no_sync():
+                (loss / 2).backward()
+            loss_of(model(held[:, :-1]), held[:, 1:]).div(2).backward()
+        global held
+        held = torch.randint(24, (4, 17))
+        return verified(call=lambda x: model.module(x), backward=backward)
+        """,
+        in_test=True,
+    ),
+    "sync_of_fsdp": Step(
+        """
+        start("fsdp")
+        def backward(loss):
+            model.set_requires_gradient_sync(False)
+            (loss / 2).backward()
+            model.set_requires_gradient_sync(True)
+            loss_of(model(held[:, :-1]), held[:, 1:]).div(2).backward()
+        global held
+        held = torch.randint(24, (4, 17))
+        return verified(backward=backward)
+        """
+    ),
     # Other models, and rows that are sorted over the batch
     "another_model_is_alive": Step(
         """

@@ -6,6 +6,7 @@ fsdp     every rank computes with the whole batch as well, and one block at a ti
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,7 @@ from nbdist.verification.verdict import FSDP, REFERENCES, SINGLE
 
 # Of a value: the number of its model and its name, or its place in an optimizer.
 _Key = tuple[int | str, ...]
+_INNER = "module"  # as wrappers name what they are around
 _BLOCKS = "the reference is fsdp, one block at a time"
 
 
@@ -55,6 +57,31 @@ def reference_of(before: Strategy, name: str) -> Strategy:
         how = "as one process" if name == SINGLE else "under fsdp"
         raise OptionError(f"The step cannot be run {how} for comparison. {why}")
     return reference
+
+
+def methods_of(outer: torch.nn.Module) -> frozenset[str]:
+    """What a user can call on a model under its strategy, as DDP's no_sync, and what is in it."""
+    names = (name for name in dir(outer) if not name.startswith("_"))
+    return frozenset(n for n in names if n == _INNER or callable(getattr(outer, n)))
+
+
+@contextlib.contextmanager
+def answering(base: torch.nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """In here a module has these methods too: those that it lacks do nothing, in a `with` too.
+
+    A step may well call its strategy's, and a reference has nothing that they could change.
+    """
+    missing = {
+        name: base if name == _INNER else lambda *_, **__: contextlib.nullcontext()
+        for name in names
+        if not hasattr(base, name)
+    }
+    vars(base).update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del vars(base)[name]
 
 
 def memory_note(single: Strategy) -> str:

@@ -28,7 +28,7 @@ from nbdist.comparison import rank as saved_state
 from nbdist.core.finding import Finding
 from nbdist.errors import OptionError
 from nbdist.hang.rank import reset_models
-from nbdist.parallel import registry
+from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.consensus import all_gather_object, rank
 from nbdist.parallel.cp.split_sequence import tensors
@@ -85,6 +85,7 @@ from nbdist.verification.verdict import (
 NAME = "verify"
 # So many units in the last place: where moved inputs move more, something else may move as well.
 _SUSPECT = 256.0
+_MOST_NAMED = 4
 _EPS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -133,6 +134,7 @@ def verify(request: StepRequest) -> Verification:
             "Hooks see nothing inside of modules that --compile has compiled. Verify without it: "
             f"%dist_strategy {before.name}, and compile again afterwards."
         )
+    _refuse_changed(models)
     step = _step_of(request, models)
     with progress.during(NAME), _everything_put_back(models):
         return _Verifier(request, models, before, reference, step).run()
@@ -156,6 +158,7 @@ class _Verifier:
         self._reference = reference
         self._note = ""
         self._eps = _eps_of(before, models)
+        self._methods = [references.methods_of(model.outer) for model in models]
         self._accelerators = [w for w in registry.watchers() if isinstance(w, Accelerator)]
         steps = (accelerator.gradient_accumulation_steps for accelerator in self._accelerators)
         self._accumulate = max(before.options.accumulate, *steps, 1)
@@ -321,6 +324,8 @@ class _Verifier:
             outer = OuterCode([model.base for model in self._models], self._accumulate)
             if is_reference:
                 stack.enter_context(outer.attached())
+                for model, names in zip(self._models, self._methods, strict=True):
+                    stack.enter_context(references.answering(model.base, names))
             inputs = [stack.enter_context(_inputs_watched(model)) for model in self._models]
             if is_reference:
                 stack.enter_context(registry.data_shared_as(self._before))
@@ -328,6 +333,7 @@ class _Verifier:
             gather = exchange.gather if is_reference else all_gather_object
             make = functools.partial(self._steps, captures, gather)
             elapsed_s = exchange.run(make) if is_reference else make()
+        _refuse_changed(self._models)
         runs = self._runs(captures, befores, is_reference=is_reference)
         digests = tuple(digest for watched in inputs for digest in watched.digests)
         if not wholes:
@@ -386,6 +392,23 @@ def _switch(choice: Strategy) -> None:
         if any(all_gather_object(is_memory_error(error))):
             raise ReferenceMemoryError(str(error)) from error
         raise
+
+
+def _refuse_changed(models: list[Prepared]) -> None:
+    """Parameters that came or went after prepare are under no strategy. Collective: every rank."""
+    names = {
+        f"{name} of {display_name(model.built)}"
+        for model in models
+        for name in build.names_of(model.base).keys() ^ model.built.names.keys()
+    }
+    changed = sorted(set().union(*all_gather_object(names)))
+    if changed:
+        more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+        raise OptionError(
+            f"{', '.join(changed[:_MOST_NAMED])}{more} came or went after prepare(): the strategy "
+            "knows nothing of such parameters, so ranks train them apart, and there is nothing to "
+            "compare with. Change the model first and prepare it then; %dist_reset starts afresh."
+        )
 
 
 def _reset_broken(models: list[Prepared]) -> None:
