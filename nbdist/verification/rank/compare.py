@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from nbdist.verification.differences import (
     GRADIENTS,
     PARAMETER,
     PHASES,
+    Addition,
     Difference,
     TensorKey,
 )
@@ -282,7 +283,27 @@ def _of_parameters(sides: Sides) -> Iterator[Difference]:
                 yield Difference(key, order, problem=_NO_LAYOUT.format(
                     here=tuple(here[name].shape), whole=tuple(value.shape)))  # fmt: skip
             elif value.is_floating_point():
-                yield Triple(here[name], parts[0], parts[1]).difference(key, order)
+                triple = Triple(here[name], parts[0], parts[1])
+                difference = triple.difference(key, order)
+                if what == GRADIENT and name in sides.here.before:
+                    added = _addition(triple, sides.here.before[name])
+                    difference = replace(difference, addition=added)
+                yield difference
+
+
+def _addition(triple: Triple, parameter: torch.Tensor) -> Addition | None:
+    """Which of two numbers, if it were added, explains a gradient's difference better."""
+    difference = triple.here.double() - triple.reference
+    bases = {
+        "for each element": torch.ones_like(difference),
+        "times the parameter, as a decay of weights": parameter.double(),
+    }
+    additions = []
+    for what, base in bases.items():
+        if base.shape == difference.shape and (square := float((base * base).sum())):
+            amount = float((difference * base).sum()) / square
+            additions.append(Addition(amount, what, rms(difference - amount * base)))
+    return min(additions, key=lambda addition: addition.left, default=None)
 
 
 def part(sides: Sides, name: str, whole: torch.Tensor) -> torch.Tensor | None:

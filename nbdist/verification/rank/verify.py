@@ -63,6 +63,7 @@ from nbdist.verification.losses import (
     share_findings,
     weight_finding,
 )
+from nbdist.verification.optimizers import StateApart
 from nbdist.verification.rank import compare, references
 from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
 from nbdist.verification.rank.compare import Run, Sides
@@ -157,6 +158,7 @@ class _Verifier:
         self._step = step
         self._reference = reference
         self._note = ""
+        self._states: tuple[StateApart, ...] = ()
         self._eps = _eps_of(before, models)
         self._methods = [references.methods_of(model.outer) for model in models]
         self._accelerators = [w for w in registry.watchers() if isinstance(w, Accelerator)]
@@ -251,7 +253,8 @@ class _Verifier:
             is_same_batch=reference.are_equal,
             are_other_inputs=any(all_gather_object(bool(are_apart))),
             outer=tuple(self._outer_findings(reference)),
-            rates=tuple(all_gather_object(here.runs[0].captured.rates)),
+            settings=tuple(all_gather_object(here.runs[0].captured.settings)),
+            states=self._states,
         )
 
     def _outer_findings(self, reference: _Pass) -> Iterator[Finding]:
@@ -289,7 +292,7 @@ class _Verifier:
         is_reference = choice is self._reference
         try:
             if is_reference:
-                references.take_rank_0s(self._models)
+                self._states = tuple(references.take_rank_0s(self._models))
                 _switch(choice)
             if is_seeded:
                 set_seed(0)
