@@ -139,6 +139,7 @@ def keep_optimizer(optimizer: Optimizer) -> PutBack:
     ]
 
     def put_back() -> None:
+        _take_out(optimizer, [len(of_group) for of_group in states])
         for group, saved, saved_states in zip(
             optimizer.param_groups, settings, states, strict=True
         ):
@@ -151,6 +152,18 @@ def keep_optimizer(optimizer: Optimizer) -> PutBack:
                 _put_state_back(optimizer, parameter, state)
 
     return put_back
+
+
+def _take_out(optimizer: Optimizer, counts: list[int]) -> None:
+    """Forget the groups, and the parameters of groups, that have come since there were so many."""
+    added = optimizer.param_groups[len(counts) :]
+    del optimizer.param_groups[len(counts) :]
+    parameters = [parameter for group in added for parameter in group["params"]]
+    for group, count in zip(optimizer.param_groups, counts, strict=True):
+        parameters += group["params"][count:]
+        del group["params"][count:]
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
 
 
 def _put_state_back(

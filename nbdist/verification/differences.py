@@ -52,6 +52,21 @@ class TensorKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Addition:
+    """What has been added to a gradient, if one number explains it.
+
+    Attributes:
+        amount: The number.
+        what: What it is a factor of, as a phrase.
+        left: Of the difference that is left without it.
+    """
+
+    amount: float
+    what: str
+    left: float
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """One tensor on one rank beside the reference's; sizes are roots of mean squares.
 
@@ -62,6 +77,7 @@ class Difference:
         size: Of the reference's own values.
         factor: By what the reference has to be multiplied to be nearest.
         left: Of the difference that is left then.
+        addition: What explains a gradient's difference best, if that were added; None elsewhere.
         problem: Why it was not compared; empty where it was.
     """
 
@@ -72,6 +88,7 @@ class Difference:
     size: float = 0.0
     factor: float = 1.0
     left: float = 0.0
+    addition: Addition | None = None
     problem: str = ""
 
 

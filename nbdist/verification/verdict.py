@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from nbdist.core.finding import BAD, WARN, Finding
@@ -10,6 +10,7 @@ from nbdist.core.ranks import rank_label
 from nbdist.hang.records import SourceLine
 from nbdist.strategy.choice import Degrees
 from nbdist.verification.differences import (
+    FORWARD,
     GRADIENT,
     GRADIENTS,
     OUTPUT,
@@ -17,6 +18,12 @@ from nbdist.verification.differences import (
     Row,
 )
 from nbdist.verification.draws import DrawProblem
+from nbdist.verification.optimizers import (
+    Settings,
+    StateApart,
+    optimizer_findings,
+    optimizer_text,
+)
 
 SINGLE, FSDP = "single", "fsdp"
 # What a step can be compared with.
@@ -89,7 +96,8 @@ class Facts:
         is_same_batch: All data-parallel ranks had the same batch.
         are_other_inputs: The step gave the model other inputs when it was run again.
         outer: What is wrong in the code around the model (losses).
-        rates: Rank by rank, the learning rates of the first step.
+        settings: Rank by rank, of the optimizer of the first step.
+        states: What optimizers remember, where ranks had other values before the step.
     """
 
     evidence: tuple[tuple[AxisEvidence, ...], ...] = ()
@@ -99,7 +107,8 @@ class Facts:
     is_same_batch: bool = False
     are_other_inputs: bool = False
     outer: tuple[Finding, ...] = ()
-    rates: tuple[tuple[float, ...], ...] = ()
+    settings: tuple[Settings, ...] = ()
+    states: tuple[StateApart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,7 @@ class Verification:
         kind: What the difference looks like, as a clause.
         eps: Of the dtype that is computed in.
         n_steps: Of the optimizer.
+        n_calls: Of the user's code until the optimizer stepped; several for micro-batches.
         step_s, reference_s: How long the step took with hooks, and the reference's.
         host_bytes: Of the copies of all runs on the rank that has most of them.
         note: Why another reference was taken than one process; empty where none was.
@@ -138,6 +148,7 @@ class Verification:
     kind: str = ""
     accumulate: int = 1
     n_steps: int = 0
+    n_calls: int = 1
     step_s: float = 0.0
     reference_s: float = 0.0
     host_bytes: int = 0
@@ -156,13 +167,22 @@ def conclude(verification: Verification, facts: Facts) -> Verification:
     if first is None:
         return replace(verification, findings=findings)
     kind, place = kind_of(verification, first, facts), verification.place
-    gradients = [row for row in verification.rows if row.key.what == GRADIENT]
-    # One that is zero but for rounding, as that of a key's bias, says nothing.
-    sure = [row for row in gradients if row.allowed < _LEFT]
-    if first.key.what == GRADIENT and len(sure) > 1 and all(row.outside for row in sure):
-        kind += f"; all {len(sure)} gradients are outside, so it is no single module that does it"
+    if first.key.what == GRADIENT and _are_all_outside(verification):
+        n_gradients = len(_sure_gradients(verification))
+        kind += f"; all {n_gradients} gradients are outside, so it is no single module that does it"
         place = Place()
     return replace(verification, kind=kind, place=place, findings=findings)
+
+
+def _sure_gradients(verification: Verification) -> list[Row]:
+    """Without those that are zero but for rounding, as that of a key's bias: they say nothing."""
+    rows = (row for row in verification.rows if row.key.what == GRADIENT)
+    return [row for row in rows if row.allowed < _LEFT]
+
+
+def _are_all_outside(verification: Verification) -> bool:
+    gradients = _sure_gradients(verification)
+    return len(gradients) > 1 and all(row.outside for row in gradients)
 
 
 def kind_of(verification: Verification, first: Row, facts: Facts) -> str:
@@ -259,6 +279,27 @@ def _numbers(verification: Verification) -> Iterator[tuple[str, int]]:
             yield f"degree of {axis}", getattr(degrees, axis)
 
 
+def _optimizer(_v: Verification, first: Row, facts: Facts) -> str:
+    text = optimizer_text(facts.settings, facts.states)
+    if first.key.phase != PARAMETERS or not text:
+        return ""
+    return f"other numbers of the optimizer: gradients are right, and {text}"
+
+
+def _added(verification: Verification, first: Row, _facts: Facts) -> str:
+    if first.key.phase != GRADIENTS or _is_scaled(first):
+        return ""
+    addition = first.worst.addition
+    if addition is not None and addition.left <= max(first.tolerance, _LEFT * first.worst.error):
+        return f"something added: {addition.amount:.4g} {addition.what}, after the backward"
+    if not _are_all_outside(verification):
+        return ""
+    return (
+        "something added: forward and backward are right in every module, and all gradients are "
+        "changed afterwards, by no factor: noise, a penalty, or another gradient"
+    )
+
+
 def _some_ranks(_v: Verification, first: Row, _facts: Facts) -> str:
     right = [rank for rank in first.errors if rank not in first.outside]
     if not right:
@@ -282,7 +323,7 @@ def _shares(verification: Verification, first: Row, _facts: Facts) -> str:
 
 def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> str:
     degrees = verification.degrees
-    if first.key.what != OUTPUT or degrees.dp == 1 or degrees.dp != degrees.product:
+    if first.key.phase != FORWARD or degrees.dp == 1 or degrees.dp != degrees.product:
         return ""
     return (
         "statistics of a share: what goes in and the weights are right, and what comes out is "
@@ -292,7 +333,8 @@ def _batch_statistics(verification: Verification, first: Row, _facts: Facts) -> 
 
 
 _LOOKS: tuple[Callable[[Verification, Row, Facts], str], ...] = (
-    _other_inputs, _varying, _apart, _shares, _of_sums, _some_ranks, _factor, _batch_statistics,
+    _other_inputs, _varying, _apart, _shares, _of_sums, _optimizer, _added, _some_ranks, _factor,
+    _batch_statistics,
 )  # fmt: skip
 
 
@@ -321,8 +363,7 @@ def _findings(facts: Facts, verification: Verification) -> Iterator[Finding]:
             "iterator, a file or a clock",
         )  # fmt: skip
     yield from facts.outer
-    if len(set(facts.rates)) > 1:
-        yield _rates_finding(facts.rates)
+    yield from optimizer_findings(facts.settings, facts.states)
 
 
 def _draw_finding(problem: DrawProblem) -> Finding:
@@ -337,14 +378,4 @@ def _draw_finding(problem: DrawProblem) -> Finding:
         "random numbers", f"dropout in {problem.module or 'the model'} drew different masks", BAD,
         f"ranks along {axis} hold the same activations, and go on with different ones",
         "let these ranks draw from one seed", problem.ranks,
-    )  # fmt: skip
-
-
-def _rates_finding(rates: Sequence[tuple[float, ...]]) -> Finding:
-    common = max(set(rates), key=list(rates).count)
-    ranks = tuple(rank for rank, here in enumerate(rates) if here != common)
-    return Finding(
-        "learning rates", f"ranks step with different rates: {sorted(set(rates))}", BAD,
-        "parameters that ranks share are trained apart",
-        "step the scheduler on all ranks alike", ranks,
     )  # fmt: skip

@@ -119,6 +119,11 @@ def _notes(verification: Verification) -> Iterator[str]:
         yield f"not compared: {', '.join(names[:_MOST_NAMED])}{more}: {why}"
     if verification.note:
         yield verification.note
+    if verification.n_calls > 1:
+        yield (
+            f"an optimizer steps after {verification.accumulate} accumulated backwards, so the "
+            f"code was run {verification.n_calls} times for one step"
+        )
     if not verification.n_steps:
         yield "no optimizer stepped, so values after the step are those of before"
     yield (

@@ -204,7 +204,6 @@ BUGS = {
         """,
         "",
         "weigh 0.5 together",
-        in_test=True,
     ),
     "unequal_shares_outside": Bug(
         """
@@ -351,7 +350,7 @@ BUGS = {
         return verified()
         """,
         "embed",
-        "different rates",
+        "lr is 0.01 on rank 0, 0.005 on rank 1",
     ),
     "batch_norm": Bug(
         """
@@ -408,7 +407,64 @@ BUGS = {
         return verified()
         """,
         "embed",
-        "on some ranks only",
+        "exp_avg of embed.weight, places.weight, blocks.0.norm1.weight and 34 more had other",
+        in_test=True,
+    ),
+    "betas_by_rank": Bug(
+        """
+        start("ddp")
+        step()
+        optimizer.optimizer.param_groups[0]["betas"] = (0.8 + 0.1 * rank, 0.99)
+        return verified()
+        """,
+        "embed",
+        "betas is (0.8, 0.99) on rank 0, (0.9, 0.99) on rank 1",
+    ),
+    # Something added to gradients
+    "number_added": Bug(
+        """
+        start("ddp")
+        def add():
+            if registry.current().name == "ddp":
+                for p in unwrapped().parameters():
+                    p.grad += 0.01
+        return verified(after_backward=add, clip=False)
+        """,
+        "",
+        "something added: 0.01 for each element",
+    ),
+    "weights_decayed_by_hand": Bug(
+        """
+        start("fsdp")
+        def add():
+            if registry.current().name == "fsdp":
+                for p in unwrapped().parameters():
+                    p.grad += 0.05 * p.detach()
+        return verified(after_backward=add, clip=False)
+        """,
+        "embed",
+        "something added: 0.05 times the parameter",
+        in_test=True,
+    ),
+    "noise_added": Bug(
+        """
+        start("ddp")
+        def add():
+            for p in unwrapped().parameters():
+                p.grad += 0.01 * torch.randn_like(p.grad)
+        return verified(after_backward=add, clip=False)
+        """,
+        "",
+        "something added: forward and backward are right in every module",
+    ),
+    "centered_between_modules": Bug(
+        """
+        start("ddp")
+        unwrapped().embed.register_forward_hook(lambda m, a, out: out - out.mean(0))
+        return verified()
+        """,
+        "embed",
+        "statistics of a share",
     ),
     "detached_on_one_rank": Bug(
         """

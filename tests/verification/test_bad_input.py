@@ -108,6 +108,14 @@ TEXT = (
     del first
     reset()
     out["none"] = refusal(lambda: verify(StepRequest(code="pass")))
+    start("ddp")
+    def add():
+        unwrapped().scale = torch.nn.Parameter(torch.ones(()))
+        optimizer.add_param_group({"params": [unwrapped().scale]})
+    out["added in the step"] = (
+        refusal(lambda: verified(after_step=add)), len(optimizer.param_groups) == 1)
+    out["added before"] = refusal(verified)
+    reset()
     start("ddp", compile=True)
     out["compiled"] = refusal(verified)
     done(**out)
@@ -170,7 +178,7 @@ def test_a_step_that_fails_puts_everything_back(results: list[dict[str, Any]]) -
 
 
 def test_what_cannot_be_verified_is_refused(results: list[dict[str, Any]]) -> None:
-    """No model, several without a step, unknown inputs, other lengths, --compile."""
+    """No model, several without a step, unknown inputs, other lengths, parameters, --compile."""
     for shown in results:
         text, is_back = shown["lengths"]
         assert "(4, 16), (4, 12)" in text
@@ -178,5 +186,9 @@ def test_what_cannot_be_verified_is_refused(results: list[dict[str, Any]]) -> No
         assert is_back
         assert "nothing_here" in shown["no such inputs"]
         assert "There are several prepared models" in shown["several"]
+        text, is_back = shown["added in the step"]
+        assert text.startswith("scale of model came or went after prepare()")
+        assert is_back
+        assert shown["added before"] == text
         assert "There is no prepared model" in shown["none"]
         assert "Verify without it: %dist_strategy ddp" in shown["compiled"]

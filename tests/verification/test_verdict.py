@@ -12,11 +12,13 @@ from nbdist.verification.differences import (
     INPUT,
     OUTPUT,
     PARAMETER,
+    Addition,
     Difference,
     Row,
     TensorKey,
 )
 from nbdist.verification.draws import DrawProblem
+from nbdist.verification.optimizers import Settings, StateApart
 from nbdist.verification.verdict import (
     AxisEvidence,
     Facts,
@@ -26,6 +28,7 @@ from nbdist.verification.verdict import (
     kind_of,
 )
 
+LR_BY_RANK: tuple[Settings, ...] = (((("lr", (0.1,)),),), ((("lr", (0.2,)),),))
 DP, TP = Degrees(dp_replicate=2), Degrees(tp=2)
 
 
@@ -144,8 +147,40 @@ def test_a_loss_that_alone_is_wrong_has_wrong_shares() -> None:
 def test_an_output_under_pure_data_parallelism_has_statistics_of_a_share() -> None:
     """What goes in is right, so it looks at other samples; with tp it may be something else."""
     assert kind(row()).startswith("statistics of a share")
-    assert "statistics" not in kind(row(INPUT))
+    assert kind(row(INPUT)).startswith("statistics of a share")
     assert "statistics" not in kind(row(), degrees=Degrees(dp_shard=2, tp=2))
+
+
+def test_a_number_that_explains_a_gradient_is_what_was_added() -> None:
+    """Where nothing is left of the difference without it; before what depends on the rank."""
+    added = Addition(0.05, "for each element", left=0.001)
+    gradient = row(GRADIENT, outside=(1,))
+    explained = replace(gradient, worst=replace(gradient.worst, addition=added))
+
+    assert kind(explained).startswith("something added: 0.05 for each element")
+    left = replace(explained.worst, addition=replace(added, left=0.5))
+    assert kind(replace(explained, worst=left)).startswith("on some ranks only")
+
+
+def test_gradients_that_are_all_changed_without_a_factor_have_something_added() -> None:
+    """One alone may be another mistake."""
+    gradients = (row(GRADIENT, "a.weight"), row(GRADIENT, "b.weight"))
+    whole = replace(verification(gradients[0]), rows=gradients)
+
+    assert kind_of(whole, gradients[0], Facts()).startswith("something added: forward and backward")
+    assert "added" not in kind(gradients[0])
+
+
+def test_values_after_a_step_are_explained_by_the_optimizer() -> None:
+    """By its settings and by what it remembers, where these are not the same on all ranks."""
+    states = (StateApart("layer.weight", "exp_avg", (1,)),)
+    facts = Facts(settings=LR_BY_RANK, states=states)
+
+    assert kind(row(PARAMETER, outside=(1,)), facts) == (
+        "other numbers of the optimizer: gradients are right, and lr is 0.1 on rank 0, 0.2 on "
+        "rank 1; exp_avg of layer.weight had other values on rank 1 before the step"
+    )
+    assert "optimizer" not in kind(row(GRADIENT, outside=(1,)), facts)
 
 
 def test_gradients_that_are_all_outside_are_of_no_module() -> None:
@@ -171,7 +206,7 @@ def test_gradients_that_are_all_outside_are_of_no_module() -> None:
         (Facts(are_other_inputs=True), "other inputs", False),
         (Facts(outer=(Finding("code by rank", "rank 1 alone calls roll", BAD),)), "code by rank",
          False),
-        (Facts(rates=((0.1,), (0.2,))), "learning rates", False),
+        (Facts(settings=LR_BY_RANK), "optimizer by rank", False),
         (Facts(draws=(DrawProblem("drop", "tp", (0, 1), is_equal=False),)), "random numbers",
          False),
         (Facts(draws=(DrawProblem("", "dp_shard", (0, 1), is_equal=True),)), "random numbers",
@@ -188,8 +223,8 @@ def test_what_is_wrong_though_nothing_differs_is_a_finding(
     assert concluded.is_right == is_right
 
 
-def test_rates_that_agree_are_no_finding() -> None:
+def test_settings_that_agree_are_no_finding() -> None:
     """They are the same on all ranks."""
-    facts = Facts(rates=((0.1,), (0.1,)))
+    facts = Facts(settings=LR_BY_RANK[:1] * 2)
 
     assert conclude(verification(None), facts).findings == ()

@@ -80,6 +80,31 @@ SETUP = """
             for block in self.blocks:
                 x = block(x)
             return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+    class Experts(torch.nn.Module):
+        "Tokens go to one expert each, sorted as transformers sorts them."
+        def __init__(self, size=16, n_experts=3):
+            super().__init__()
+            self.gate = torch.nn.Linear(size, n_experts)
+            self.up = torch.nn.Parameter(torch.randn(n_experts, size, size) / 4)
+            self.act = torch.nn.GELU()
+            self.down = torch.nn.ModuleList(torch.nn.Linear(size, size) for _ in range(n_experts))
+        def forward(self, x):
+            rows = x.flatten(0, -2)
+            weight, expert = self.gate(rows).softmax(-1).max(-1)
+            order = expert.argsort(stable=True)
+            up = torch.einsum("ns,nst->nt", rows[order], self.up[expert[order]])
+            parts = self.act(up).split(expert.bincount(minlength=len(self.down)).tolist())
+            out = torch.cat([down(part) for down, part in zip(self.down, parts)])
+            return (out[order.argsort()] * weight[:, None]).view_as(x)
+    class WithExperts(Net):
+        def __init__(self, **options):
+            super().__init__(**options)
+            for block in self.blocks:
+                block.up, block.down = Experts(), torch.nn.Identity()
+    class Sorted(Net):
+        def forward(self, tokens):
+            order = tokens[:, 0].argsort(stable=True)
+            return super().forward(tokens[order])[order.argsort()]
     class Tied(Net):
         def __init__(self, **options):
             super().__init__(**options)
@@ -94,9 +119,9 @@ SETUP = """
             return [(self.average.weight, self.head.weight)]
 
     def step(clip=True, call=None, after_step=None, after_backward=None, batch=None, backward=None,
-             ignore=0, in_no_sync=False, loss=None):
+             ignore=0, in_no_sync=False, loss=None, n_steps=None):
         global accelerator, model, optimizer, loader
-        n_steps = accelerator.gradient_accumulation_steps
+        n_steps = n_steps or accelerator.gradient_accumulation_steps
         batches = [batch()] if batch else (b for (b,), _ in zip(loader, range(n_steps)))
         for tokens in batches:
             labels = tokens[:, 1:].clone()

@@ -30,6 +30,7 @@ from nbdist.verification.differences import (
     OUTPUT_GRADIENT,
     TensorKey,
 )
+from nbdist.verification.optimizers import Settings
 
 ROOT = ""
 _MICRO = "number"  # the keyword with which torch's schedule names a micro-batch
@@ -49,7 +50,7 @@ class Captured:
         partial: Tensors of which this rank has a partial sum.
         gradients: As the optimizer sees them at its first step: this rank's parts, by first name.
         n_steps: How often an optimizer has stepped.
-        rates: Of the first step: the learning rates of its groups.
+        settings: Of the first step: the numbers of its groups, by name.
     """
 
     values: dict[TensorKey, list[torch.Tensor]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Captured:
     partial: set[TensorKey] = field(default_factory=set)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     n_steps: int = 0
-    rates: tuple[float, ...] = ()
+    settings: Settings = ()
 
     def note(self, key: TensorKey, value: torch.Tensor, micro: int) -> None:
         """Copy a tensor; one that was noted for this micro-batch stays."""
@@ -224,7 +225,7 @@ class Capture:
     def _step(self, optimizer: Optimizer, *_: Any) -> None:
         self.captured.n_steps += 1
         if self.captured.n_steps == 1:
-            self.captured.rates = tuple(float(g["lr"]) for g in optimizer.param_groups if "lr" in g)
+            self.captured.settings = tuple(map(_numbers, optimizer.param_groups))
             self.captured.gradients = gradients_of(self._model)
 
 
@@ -240,6 +241,21 @@ def gradients_of(model: Prepared) -> dict[str, torch.Tensor]:
         for name, parameter in model.parameters.items()
         if parameter.grad is not None
     }
+
+
+def _numbers(group: dict[str, Any]) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """What a group sets to a number, or to several: lr, betas, weight_decay."""
+    listed = {k: v if isinstance(v, (tuple, list)) else (v,) for k, v in group.items()}
+    return tuple(
+        (key, tuple(float(value) for value in values))
+        for key, values in sorted(listed.items())
+        if key != "params" and all(_is_number(value) for value in values)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_scalar or isinstance(value, (int, float))
 
 
 def _gate(model: Prepared) -> torch.nn.Module | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from nbdist.verification.differences import (
     GRADIENT,
     GRADIENTS,
     PARAMETER,
+    PHASES,
+    Addition,
     Difference,
     TensorKey,
 )
-from nbdist.verification.rank.capture import PARTIAL, Captured
+from nbdist.verification.rank.capture import PARTIAL, ROOT, Captured
 from nbdist.verification.rank.pieces import RankShare, pieces
+from nbdist.verification.rank.sorted_rows import Rows, matches
 from nbdist.verification.verdict import AxisEvidence
 
 # Word of an axis -> its names in the mesh.
@@ -132,16 +136,62 @@ def _of_modules(sides: Sides) -> Iterator[Difference]:
     for key in reference.values.keys() - here.values.keys():
         why = PARTIAL if key in here.partial else _NOT_HERE
         yield Difference(key, reference.order[key], problem=why)
+    all_parts: dict[TensorKey, Triple | str] = {}
+    n_calls = [calls_of(captured) for captured in (here, reference, sides.moved.captured)]
     for key in here.values:
-        if key not in reference.values or key not in sides.moved.captured.values:
-            yield Difference(key, problem=_NEVER)
-            continue
-        parts = triple_of(sides, key, averaged)
-        order = reference.order[key]
-        if isinstance(parts, str):
-            yield Difference(key, order, problem=parts)
+        is_everywhere = key in reference.values and key in sides.moved.captured.values
+        if is_everywhere and len({calls[key.name] for calls in n_calls}) == 1:
+            all_parts[key] = triple_of(sides, key, averaged)
         else:
-            yield parts.difference(key, order)
+            yield Difference(key, problem=_NEVER)
+    for key, parts in (all_parts | _of_sorted_rows(sides, all_parts)).items():
+        if isinstance(parts, str):
+            yield Difference(key, reference.order[key], problem=parts)
+        else:
+            yield parts.difference(key, reference.order[key])
+
+
+def calls_of(captured: Captured) -> Counter[str]:
+    """How often each module was called."""
+    calls: Counter[str] = Counter()
+    for key in captured.values:
+        calls[key.name] = max(calls[key.name], key.call + 1)
+    return calls
+
+
+def _of_sorted_rows(
+    sides: Sides, all_parts: Mapping[TensorKey, Triple | str]
+) -> dict[TensorKey, Triple]:
+    """Tensors whose rows the model sorts, beside the rows of the reference. Collective."""
+    degrees = sides.share.degrees
+    if degrees.dp == 1:
+        return {}
+    wholes = {key: value_of(sides.reference.captured, key) for key in all_parts}
+    tables: dict[TensorKey, Rows] = {}
+    order = sides.reference.captured.order
+    for key in sorted(all_parts, key=lambda key: (PHASES.index(key.phase), order[key])):
+        whole = wholes[key]
+        here = value_of(sides.here.captured, key, tuple(whole.shape))
+        is_of_rows = key.name != ROOT and here.ndim > 1 and here.shape[1:] == whole.shape[1:]
+        if is_of_rows and here.numel() and here.shape[0] < whole.shape[0]:
+            parts = all_parts[key]
+            first, last, total = sides.share.samples
+            share = range(first * len(whole) // total, last * len(whole) // total)
+            tables[key] = Rows(_weighted(sides, key, here), whole, _relative(parts), share)
+    rows = matches(tables, degrees.peers(rank(), *AXES["dp"]))
+    moved = {key: value_of(sides.moved.captured, key) for key in rows}
+    return {
+        key: Triple(tables[key].here, wholes[key][index], moved[key][index])
+        for key, index in rows.items()
+        if moved[key].shape == wholes[key].shape
+    }
+
+
+def _relative(parts: Triple | str) -> float:
+    if isinstance(parts, str):
+        return math.inf
+    size = rms(parts.reference)
+    return rms(parts.here.double() - parts.reference) / size if size else 0.0
 
 
 def triple_of(
@@ -153,10 +203,7 @@ def triple_of(
     here = value_of(sides.here.captured, key, tuple(reference.shape))
     if here.isnan().any() and not reference.isnan().any() and sides.share.degrees.pp > 1:
         return _UNKNOWN
-    if key in averaged:
-        here = averaged[key]
-    elif key.phase == BACKWARD:
-        here = here / sides.weight
+    here = averaged[key] if key in averaged else _weighted(sides, key, here)
     shape = tuple(here.shape)
     candidates = [
         Triple(here, part.value, moved_part.value)
@@ -168,6 +215,10 @@ def triple_of(
         shapes = {"here": tuple(here.shape), "whole": tuple(reference.shape)}
         return _NO_LAYOUT.format(**shapes)
     return min(candidates, key=lambda each: rms(each.here.double() - each.reference))
+
+
+def _weighted(sides: Sides, key: TensorKey, value: torch.Tensor) -> torch.Tensor:
+    return value / sides.weight if key.phase == BACKWARD else value
 
 
 def value_of(
@@ -232,7 +283,27 @@ def _of_parameters(sides: Sides) -> Iterator[Difference]:
                 yield Difference(key, order, problem=_NO_LAYOUT.format(
                     here=tuple(here[name].shape), whole=tuple(value.shape)))  # fmt: skip
             elif value.is_floating_point():
-                yield Triple(here[name], parts[0], parts[1]).difference(key, order)
+                triple = Triple(here[name], parts[0], parts[1])
+                difference = triple.difference(key, order)
+                if what == GRADIENT and name in sides.here.before:
+                    added = _addition(triple, sides.here.before[name])
+                    difference = replace(difference, addition=added)
+                yield difference
+
+
+def _addition(triple: Triple, parameter: torch.Tensor) -> Addition | None:
+    """Which of two numbers, if it were added, explains a gradient's difference better."""
+    difference = triple.here.double() - triple.reference
+    bases = {
+        "for each element": torch.ones_like(difference),
+        "times the parameter, as a decay of weights": parameter.double(),
+    }
+    additions = []
+    for what, base in bases.items():
+        if base.shape == difference.shape and (square := float((base * base).sum())):
+            amount = float((difference * base).sum()) / square
+            additions.append(Addition(amount, what, rms(difference - amount * base)))
+    return min(additions, key=lambda addition: addition.left, default=None)
 
 
 def part(sides: Sides, name: str, whole: torch.Tensor) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ fsdp     every rank computes with the whole batch as well, and one block at a ti
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -24,10 +25,13 @@ from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.table import ROWS
 from nbdist.strategy.tensor_layout import Placement, local_runs
 from nbdist.switch.rank.switch import refusal
+from nbdist.verification.optimizers import StateApart
 from nbdist.verification.verdict import FSDP, REFERENCES, SINGLE
 
 # Of a value: the number of its model and its name, or its place in an optimizer.
 _Key = tuple[int | str, ...]
+_OPTIMIZER = "optimizer"
+_INNER = "module"  # as wrappers name what they are around
 _BLOCKS = "the reference is fsdp, one block at a time"
 
 
@@ -57,6 +61,31 @@ def reference_of(before: Strategy, name: str) -> Strategy:
     return reference
 
 
+def methods_of(outer: torch.nn.Module) -> frozenset[str]:
+    """What a user can call on a model under its strategy, as DDP's no_sync, and what is in it."""
+    names = (name for name in dir(outer) if not name.startswith("_"))
+    return frozenset(n for n in names if n == _INNER or callable(getattr(outer, n)))
+
+
+@contextlib.contextmanager
+def answering(base: torch.nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """In here a module has these methods too: those that it lacks do nothing, in a `with` too.
+
+    A step may well call its strategy's, and a reference has nothing that they could change.
+    """
+    missing = {
+        name: base if name == _INNER else lambda *_, **__: contextlib.nullcontext()
+        for name in names
+        if not hasattr(base, name)
+    }
+    vars(base).update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del vars(base)[name]
+
+
 def memory_note(single: Strategy) -> str:
     """Why the model has no room as one process; "" where it has. Collective: every rank."""
     of_ranks = all_gather_object(shortage.of_prepared(single))
@@ -76,29 +105,36 @@ def failure_note(error: BaseException) -> str:
     return f"as one process the step ran out of memory ({error}): {_BLOCKS}"
 
 
-def take_rank_0s(models: list[Prepared]) -> None:
+def take_rank_0s(models: list[Prepared]) -> list[StateApart]:
     """Let ranks that hold the same part of a value have the first one's: one process has one copy.
 
     Collective: every rank. Costs a digest of every value, and more only for those that differ.
+
+    Returns:
+        What optimizers remember, where it differed.
     """
     held = dict(_held(models))
     places = {
-        key: (local_runs(side.layout, side.degrees, rank()), digest([tensor]))
+        key: (repr(local_runs(side.layout, side.degrees, rank())), digest([tensor]))
         for key, (side, tensor) in held.items()
     }
     gathered = all_gather_object(places)
-    keys = dict.fromkeys(key for rank_places in gathered for key in rank_places)
-    for key in keys:
+    states = []
+    for key in dict.fromkeys(key for rank_places in gathered for key in rank_places):
         holders = {number: p[key] for number, p in enumerate(gathered) if key in p}
-        parts = [(runs, value) for runs, value in holders.values()]
-        if len({repr(runs) for runs, _ in parts}) == len({repr(part) for part in parts}):
+        firsts: dict[str, int] = {}
+        for number, (runs, _) in holders.items():
+            firsts.setdefault(runs, number)
+        odd = [n for n, (runs, value) in holders.items() if value != holders[firsts[runs]][1]]
+        if not odd:
             continue
+        if key[0] == _OPTIMIZER:
+            states.append(StateApart(str(key[2]), str(key[3]), tuple(odd)))
         values = all_gather_object(held[key][1].detach().cpu() if key in held else None)
-        if key in held:
-            source = min(n for n, (runs, _) in holders.items() if runs == places[key][0])
-            if (value := values[source]) is not None:
-                with torch.no_grad():
-                    held[key][1].copy_(value)
+        if rank() in odd and (value := values[firsts[places[key][0]]]) is not None:
+            with torch.no_grad():
+                held[key][1].copy_(value)
+    return states
 
 
 def _held(
@@ -114,7 +150,7 @@ def _held(
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     side = registry.state_side(model.built, name)
-                    yield ("optimizer", number, key, kind), (side, local_of(value))
+                    yield (_OPTIMIZER, number, key, kind), (side, local_of(value))
 
 
 def gathered(model: Prepared, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

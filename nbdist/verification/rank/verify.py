@@ -28,7 +28,8 @@ from nbdist.comparison import rank as saved_state
 from nbdist.core.finding import Finding
 from nbdist.errors import OptionError
 from nbdist.hang.rank import reset_models
-from nbdist.parallel import registry
+from nbdist.parallel import build, registry
+from nbdist.parallel.accelerator.accelerator import Accelerator
 from nbdist.parallel.consensus import all_gather_object, rank
 from nbdist.parallel.cp.split_sequence import tensors
 from nbdist.parallel.dp import fsdp, fsdp1_state
@@ -62,6 +63,7 @@ from nbdist.verification.losses import (
     share_findings,
     weight_finding,
 )
+from nbdist.verification.optimizers import StateApart
 from nbdist.verification.rank import compare, references
 from nbdist.verification.rank.capture import ROOT, Capture, gradients_of
 from nbdist.verification.rank.compare import Run, Sides
@@ -69,7 +71,7 @@ from nbdist.verification.rank.dropouts import dropped_out
 from nbdist.verification.rank.exchange import Exchange, ReferenceMemoryError, is_memory_error
 from nbdist.verification.rank.outer_code import OuterCode
 from nbdist.verification.rank.pieces import RankShare
-from nbdist.verification.rank.whole_batch import Peers, WholeBatch
+from nbdist.verification.rank.whole_batch import Peers, Samples, WholeBatch
 from nbdist.verification.verdict import (
     FSDP,
     SINGLE,
@@ -84,6 +86,7 @@ from nbdist.verification.verdict import (
 NAME = "verify"
 # So many units in the last place: where moved inputs move more, something else may move as well.
 _SUSPECT = 256.0
+_MOST_NAMED = 4
 _EPS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -94,7 +97,7 @@ class _Pass:
     Attributes:
         runs: Model by model.
         draws: The masks of dropout.
-        samples: Of the first model: (first, behind the last, all) of all ranks' batches.
+        samples: Model by model: (first, behind the last, all) of all ranks' batches.
         digests: What went into each forward of each model.
         are_equal: All data-parallel ranks had the same batch.
         terms, calls: Of the code around the models, in the reference.
@@ -103,7 +106,7 @@ class _Pass:
     runs: list[Run]
     draws: list[Draw]
     elapsed_s: float = 0.0
-    samples: tuple[int, int, int] = (0, 1, 1)
+    samples: tuple[Samples, ...] = ()
     digests: tuple[str, ...] = ()
     are_equal: bool = False
     terms: tuple[LossTerm, ...] = ()
@@ -132,6 +135,7 @@ def verify(request: StepRequest) -> Verification:
             "Hooks see nothing inside of modules that --compile has compiled. Verify without it: "
             f"%dist_strategy {before.name}, and compile again afterwards."
         )
+    _refuse_changed(models)
     step = _step_of(request, models)
     with progress.during(NAME), _everything_put_back(models):
         return _Verifier(request, models, before, reference, step).run()
@@ -154,9 +158,13 @@ class _Verifier:
         self._step = step
         self._reference = reference
         self._note = ""
+        self._states: tuple[StateApart, ...] = ()
         self._eps = _eps_of(before, models)
-        steps = (getattr(w, "gradient_accumulation_steps", 1) for w in registry.watchers())
+        self._methods = [references.methods_of(model.outer) for model in models]
+        self._accelerators = [w for w in registry.watchers() if isinstance(w, Accelerator)]
+        steps = (accelerator.gradient_accumulation_steps for accelerator in self._accelerators)
         self._accumulate = max(before.options.accumulate, *steps, 1)
+        self._n_calls = 1  # of the user's code until an optimizer has stepped
 
     def run(self) -> Verification:
         """Run the step three times, four where something differs."""
@@ -191,6 +199,7 @@ class _Verifier:
                 note=self._note,
                 degrees=self._before.degrees,
                 accumulate=self._accumulate,
+                n_calls=self._n_calls,
             ),
             facts,
         )
@@ -244,7 +253,8 @@ class _Verifier:
             is_same_batch=reference.are_equal,
             are_other_inputs=any(all_gather_object(bool(are_apart))),
             outer=tuple(self._outer_findings(reference)),
-            rates=tuple(all_gather_object(here.runs[0].captured.rates)),
+            settings=tuple(all_gather_object(here.runs[0].captured.settings)),
+            states=self._states,
         )
 
     def _outer_findings(self, reference: _Pass) -> Iterator[Finding]:
@@ -265,7 +275,7 @@ class _Verifier:
 
     def _sides(self, number: int, here: _Pass, reference: _Pass, moved: _Pass) -> Sides:
         degrees = self._before.degrees
-        share = RankShare(degrees, degrees.coordinate(rank()), reference.samples)
+        share = RankShare(degrees, degrees.coordinate(rank()), reference.samples[number])
         weight = float(degrees.dp * degrees.cp)
         if degrees.pp > 1 and (root := _root_weight_of(reference.runs[number])):
             weight /= root  # a pipeline's backward knows nothing of what its loss is divided by
@@ -282,7 +292,7 @@ class _Verifier:
         is_reference = choice is self._reference
         try:
             if is_reference:
-                references.take_rank_0s(self._models)
+                self._states = tuple(references.take_rank_0s(self._models))
                 _switch(choice)
             if is_seeded:
                 set_seed(0)
@@ -317,18 +327,23 @@ class _Verifier:
             outer = OuterCode([model.base for model in self._models], self._accumulate)
             if is_reference:
                 stack.enter_context(outer.attached())
+                for model, names in zip(self._models, self._methods, strict=True):
+                    stack.enter_context(references.answering(model.base, names))
             inputs = [stack.enter_context(_inputs_watched(model)) for model in self._models]
             if is_reference:
                 stack.enter_context(registry.data_shared_as(self._before))
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            make = functools.partial(self._steps, captures)
+            gather = exchange.gather if is_reference else all_gather_object
+            make = functools.partial(self._steps, captures, gather)
             elapsed_s = exchange.run(make) if is_reference else make()
+        _refuse_changed(self._models)
         runs = self._runs(captures, befores, is_reference=is_reference)
         digests = tuple(digest for watched in inputs for digest in watched.digests)
         if not wholes:
             return _Pass(runs, draws, elapsed_s, digests=digests)
         return _Pass(
-            runs, draws, elapsed_s, wholes[0].samples, digests, wholes[0].are_equal,
+            runs, draws, elapsed_s, tuple(whole.samples for whole in wholes), digests,
+            {True} == {is_equal for whole in wholes for is_equal in whole.are_equal},
             tuple(outer.terms), outer.calls,
         )  # fmt: skip
 
@@ -348,16 +363,26 @@ class _Verifier:
             compare.compute_as_rank_0(run)
         return runs
 
-    def _steps(self, captures: list[Capture]) -> float:
-        """Make the steps; modules are watched in the first. How long that took."""
+    def _steps(self, captures: list[Capture], gather: Callable[[int], list[int]]) -> float:
+        """Make the steps; modules are watched in the first. How long that took.
+
+        A call of the user's that is one micro-batch is made until an optimizer has stepped.
+        """
+        for accelerator in self._accelerators:  # not in the middle of a step, as in the reference
+            accelerator.step, accelerator.sync_gradients = 0, True
         began_s = time.perf_counter()
-        self._step()
+        for n_calls in range(1, self._accumulate + 1):
+            self._step()
+            n_steps = max(capture.captured.n_steps for capture in captures)
+            if n_calls == self._accumulate or any(gather(n_steps)):
+                break
+        self._n_calls = n_calls
         elapsed_s = time.perf_counter() - began_s
         for model, capture in zip(self._models, captures, strict=True):
             capture.remove()
             if not capture.captured.n_steps:  # nothing has stepped, so nothing has cleared them
                 capture.captured.gradients = gradients_of(model)
-        for _ in range(self._request.n_steps - 1):
+        for _ in range((self._request.n_steps - 1) * n_calls):
             self._step()
         return elapsed_s
 
@@ -370,6 +395,23 @@ def _switch(choice: Strategy) -> None:
         if any(all_gather_object(is_memory_error(error))):
             raise ReferenceMemoryError(str(error)) from error
         raise
+
+
+def _refuse_changed(models: list[Prepared]) -> None:
+    """Parameters that came or went after prepare are under no strategy. Collective: every rank."""
+    names = {
+        f"{name} of {display_name(model.built)}"
+        for model in models
+        for name in build.names_of(model.base).keys() ^ model.built.names.keys()
+    }
+    changed = sorted(set().union(*all_gather_object(names)))
+    if changed:
+        more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+        raise OptionError(
+            f"{', '.join(changed[:_MOST_NAMED])}{more} came or went after prepare(): the strategy "
+            "knows nothing of such parameters, so ranks train them apart, and there is nothing to "
+            "compare with. Change the model first and prepare it then; %dist_reset starts afresh."
+        )
 
 
 def _reset_broken(models: list[Prepared]) -> None:

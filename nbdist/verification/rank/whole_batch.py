@@ -43,14 +43,14 @@ class WholeBatch:
     Attributes:
         samples: Of each rank that saw data of its own: (first, behind the last, all).
         digests: Of this rank's arguments, call by call.
-        are_equal: All data-parallel ranks have been given the same batch, in every call.
+        are_equal: Call by call, whether all data-parallel ranks were given the same batch.
     """
 
     def __init__(self, base: torch.nn.Module, index: int, peers: Peers, capture: Capture) -> None:
         """Of one model; `index` is this rank's place among its peers."""
         self.samples: Samples = (0, 1, 1)
         self.digests: list[str] = []
-        self.are_equal = len(peers.ranks) > 1
+        self.are_equal: list[bool] = []
         self._base = base
         self._run: Callable[..., Any] = base.forward
         self._peers = peers
@@ -98,8 +98,7 @@ class WholeBatch:
         if not batch:
             return call
         shares = self._peers.gather([tensor.detach().cpu() for tensor in batch])
-        digests = {digest(share) for share in shares}
-        self.are_equal = self.are_equal and len(digests) == 1
+        self.are_equal.append(len({digest(share) for share in shares}) == 1)
         sizes = [_n_samples(share) for share in shares]
         first = sum(sizes[: self._index])
         self.samples = (first, first + sizes[self._index], sum(sizes))
