@@ -67,15 +67,9 @@ def _second_accelerator(message: str, has_name: HasName) -> str:
     )
 
 
-def _mixed_tensors(message: str, _has_name: HasName) -> str:
-    if "got mixed torch.Tensor and DTensor" not in message:
-        return ""
-    return (
-        "Under fsdp and tp parameters are DTensors, which do not mix with plain tensors in one "
-        "operation. Instead of a penalty on parameters in the loss, add its gradient between "
-        "backward and step: p.grad.add_(p.detach(), alpha=...), or let the optimizer do it "
-        "(weight_decay). docs/strategies.md, Code over all parameters, has more"
-    )
+def _words_of_torch(message: str, _has_name: HasName) -> str:
+    sentences = (text for pattern, text in _OF_TORCH.items() if re.search(pattern, message))
+    return next(sentences, "")
 
 
 def _broken_gpu(message: str, has_name: HasName) -> str:
@@ -102,7 +96,7 @@ def _gpu_error(message: str, has_name: HasName) -> str:
 
 
 def _runtime_error(message: str, has_name: HasName) -> str:
-    return _gpu_error(message, has_name) or _mixed_tensors(message, has_name)
+    return _gpu_error(message, has_name) or _words_of_torch(message, has_name)
 
 
 # Errors of CUDA after which every call of the process fails.
@@ -110,6 +104,41 @@ _STICKY = (
     r"CUDA error: (device-side assert|an illegal memory access|unspecified launch failure|"
     r"misaligned address|uncorrectable ECC)"
 )
+
+_ALL_USED = "add 0 * sum(p.sum() for p in model.parameters()) to the loss"
+# Messages of torch's that name neither the strategy nor what to write -> what to do.
+_OF_TORCH = {
+    r"got mixed torch\.Tensor and DTensor": (
+        "Under fsdp and tp parameters are DTensors, which do not mix with plain tensors in one "
+        "operation. Instead of a penalty on parameters in the loss, add its gradient between "
+        "backward and step: p.grad.add_(p.detach(), alpha=...), or let the optimizer do it "
+        "(weight_decay). To add up numbers of several parameters, bring each to a plain one first: "
+        "number.full_tensor() where it has that, on all ranks. "
+        "docs/strategies.md, Code over all parameters, has more"
+    ),
+    r"setStorage: .* out of bounds for storage of size 0": (
+        "Under fsdp a block's whole parameters are let go after its forward and its backward, and "
+        "a gradient of a gradient (create_graph=True) or a second pass through the same graph "
+        "needs them once more. Use tp (%dist_strategy tp); under ddp every parameter then needs a "
+        f"gradient: {_ALL_USED}"
+    ),
+    "Expected to mark a variable ready only once": (
+        "Under ddp, zero1 and cp one backward belongs to one forward, and gradients are averaged "
+        "in it. Instead of two backwards (retain_graph=True) add the losses and call backward "
+        "once; where each loss's gradient is wanted, take torch.autograd.grad and average it: "
+        "accelerator.reduce(gradient, 'mean'). Under fsdp and tp two backwards are right"
+    ),
+    "Expected to have finished reduction in the prior iteration": (
+        "Under ddp, zero1 and cp every trained parameter needs a gradient in every backward: "
+        "freeze the others before prepare, take %dist_strategy ddp --find-unused, or, under "
+        f"create_graph=True, {_ALL_USED}. The same is said where the backward before has failed"
+    ),
+    r"(on|expected) device meta|devices?,? .*\bmeta\b": (
+        "Under pp a rank has no values of other stages' parameters (they are on the device meta). "
+        "Code that puts all parameters or gradients together, as LBFGS does, cannot run: use an "
+        "optimizer that steps each parameter by itself (AdamW, SGD), or %dist_strategy ddp"
+    ),
+}
 
 _HINTS: dict[str, Callable[[str, HasName], str]] = {
     "AcceleratorError": _gpu_error,

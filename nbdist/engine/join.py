@@ -65,7 +65,7 @@ from nbdist.hang.recovery import GroupSpec
 from nbdist.lints.rank import watch
 from nbdist.memory.rank import oom_hook
 from nbdist.parallel import events
-from nbdist.parallel.accelerator import torch_clip
+from nbdist.parallel.accelerator import torch_clip, torch_grad
 from nbdist.parallel.accelerator.lazy import AcceleratorProxy
 from nbdist.recording.rank import cell_hook
 from nbdist.rpc.rank import cell_hooks, crash_files
@@ -251,6 +251,7 @@ def prepare(seed: int | None = None) -> Topology:
         set_seed(seed)
     default_group.install()
     torch_clip.install()
+    torch_grad.install()
     partial_state.install(torch.device(place.device).type, this.topology.backend)
     del sys.argv[
         1:
@@ -406,15 +407,6 @@ def adopt_notebook(sys_path: list[str], folder: str) -> None:
     """Use the notebook's sys.path and working folder, on an engine of the same host."""
     os.chdir(folder)
     sys.path[:] = sys_path
-
-
-def memory_bytes() -> dict[str, int]:
-    """This rank's memory: resident on the host, and allocated and reserved on its GPU."""
-    used = {"resident": int(psutil.Process().memory_info().rss)}
-    if this_rank().place.device != "cpu":
-        used["allocated"] = torch.cuda.memory_allocated()
-        used["reserved"] = torch.cuda.memory_reserved()
-    return used
 
 
 def barrier(key: str, deadline_s: float) -> float:

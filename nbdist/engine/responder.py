@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import torch
 
 from nbdist.checkpoint.rank import jobs
@@ -34,6 +35,15 @@ from nbdist.strategy.choose import default_choice
 def ping() -> str:
     """The name of the thread that answers."""
     return threading.current_thread().name
+
+
+def memory_bytes() -> dict[str, int]:
+    """This rank's memory: resident on the host, and allocated and reserved on its GPU."""
+    used = {"resident": int(psutil.Process().memory_info().rss)}
+    if this_rank().place.device != "cpu":
+        used["allocated"] = torch.cuda.memory_allocated()
+        used["reserved"] = torch.cuda.memory_reserved()
+    return used
 
 
 def all_stacks() -> str:
@@ -86,6 +96,7 @@ TABLE: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
         "look": main_thread.snapshot,
         "newest": main_thread.newest_collectives,
         "stacks": all_stacks,
+        "memory": memory_bytes,
         "abort": abort,
         "snapshot": call_log.snapshot,
         "usage": monitor_rank.usage,

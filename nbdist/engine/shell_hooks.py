@@ -21,7 +21,7 @@ from IPython.core import page
 
 from nbdist.core import stacks
 from nbdist.core.failures import chain
-from nbdist.engine import packaging, raw_output, script
+from nbdist.engine import error_notes, packaging, raw_output, script
 from nbdist.errors import NoKeyboard, RankStays
 from nbdist.hang.rank import main_thread
 from nbdist.rpc.rank.cell_hooks import CellContext
@@ -39,6 +39,7 @@ def install(shell: Any) -> None:
     release_signals_in_forks()
     name_code_alike(shell.compile)
     hide_own_frames(shell.InteractiveTB)
+    error_notes.install(shell)
     raw_output.install(shell)
     leave_out_unread(shell.kernel)
     packaging.install(shell)

@@ -25,7 +25,7 @@ from nbdist.core.rank import Rank, has_joined, joined, this_rank
 from nbdist.engine import facts, host_staging, partial_state
 from nbdist.errors import CheckpointError, StartError
 from nbdist.parallel import registry
-from nbdist.parallel.accelerator import torch_clip
+from nbdist.parallel.accelerator import torch_clip, torch_grad
 from nbdist.parallel.accelerator.accelerator import LazyAccelerator
 from nbdist.parallel.consensus import all_gather_object, all_or_none, default_store
 from nbdist.strategy.choice import described
@@ -166,6 +166,7 @@ def _become_rank() -> topology.Topology:
     if is_on_gpu and backend == "gloo":
         host_staging.replace_functional_collectives()
     torch_clip.install()
+    torch_grad.install()
     return plan
 
 

@@ -37,6 +37,31 @@ from nbdist.errors import StartError
             r". Under fsdp and tp parameters are DTensors.*p\.grad\.add_\(p\.detach\(\), alpha.*",
         ),
         (
+            "RuntimeError",
+            "setStorage: sizes [4, 16] requiring 256 are out of bounds for storage of size 0",
+            r". Under fsdp .*create_graph=True.*Use tp.*add 0 \* sum\(p\.sum\(\) .*",
+        ),
+        (
+            "RuntimeError",
+            "Expected to mark a variable ready only once. This error is caused by one of",
+            r".*Instead of two backwards .* add the losses .*accelerator\.reduce\(gradient, .*",
+        ),
+        (
+            "RuntimeError",
+            "Expected to have finished reduction in the prior iteration before starting a new one.",
+            r".*freeze the others before prepare, take %dist_strategy ddp --find-unused, or.*",
+        ),
+        (
+            "RuntimeError",
+            "Tensor on device cpu is not on the expected device meta!",
+            r". Under pp a rank has no values of other stages' parameters.*as LBFGS does.*",
+        ),
+        (
+            "RuntimeError",
+            "Expected all tensors to be on the same device, but found two devices, meta and cpu!",
+            r". Under pp a rank has no values of other stages' parameters.*",
+        ),
+        (
             "AcceleratorError",
             "CUDA error: device-side assert triggered",
             r". No process comes back from that: .*%dist_restart with its number replaces it.*",
@@ -57,6 +82,7 @@ from nbdist.errors import StartError
         ("NameError", "name 'data' is something else", ""),
         ("ValueError", "boom", ""),
         ("RuntimeError", "No module named 'data'", ""),
+        ("RuntimeError", "The size of tensor a (3) must match the size of tensor b (2)", ""),
     ],
 )
 def test_what_to_do_is_added_where_it_is_known(name: str, message: str, hint: str) -> None:

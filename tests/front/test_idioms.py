@@ -56,6 +56,10 @@ def kinds():
 def copied():
     return sum(whole(p).norm().item() for p in copy.deepcopy(inner).parameters())
 
+def asked():
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return sum(whole(g).norm().item() for g in torch.autograd.grad(loss, list(model.parameters())))
+
 moving = {name: p.detach().clone() for name, p in model.named_parameters()}
 inner = accelerator.unwrap_model(model)
 results = {
@@ -67,6 +71,7 @@ results = {
     'get_state_dict': sum(v.norm().item() for v in accelerator.get_state_dict(model).values()),
     'inner forward': tried(lambda: inner(tokens).detach().norm().item()),
     'deepcopy': tried(copied),
+    'autograd.grad': tried(asked),
 }
 print('idioms', json.dumps(results))
 """
@@ -86,11 +91,14 @@ _TABLE = {
     "get_state_dict": ("right", "right", "right", "right"),
     "inner forward": ("right", "right", "right", "one stage"),
     "deepcopy": ("right", "torch's refusal", "right", "one stage"),
+    "autograd.grad": ("right", "refused", "right", "one stage"),
     "penalty": ("right", "hint", "hint", "one stage"),
 }
 _SENTENCES = {
     "NbdistError: A rank of a pipeline holds one stage": "one stage",
     "NbdistError: state_dict() of a pipeline": "state_dict()",
+    "NbdistError: torch.autograd.grad gives no": "refused",
+    "NbdistError: torch.autograd.grad was asked for parameters of other stages": "one stage",
     "AssertionError: FSDP does not support deepcopy": "torch's refusal",
 }
 

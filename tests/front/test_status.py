@@ -1,5 +1,8 @@
 """%dist_status says who waits for whom, with stacks, while a cell hangs and afterwards."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.support.kernel import Kernel
@@ -53,6 +56,21 @@ def test_status_tells_who_waits_and_shows_the_stack_of_a_rank_blocked_in_cxx(
     assert " waits in " not in later
     assert "waiting in" not in later
     assert later.count(" idle ") == 2
+
+
+def test_an_idle_rank_whose_main_thread_is_busy_answers(kernel: Kernel, tmp_path: Path) -> None:
+    """As while it imports what later cells use: nothing of the user's runs there."""
+    gate = str(tmp_path / "gate")
+    kernel.run(f"import os; os.mkfifo({gate!r})")
+    kernel.run(
+        "%%rank 1\nimport asyncio\n"
+        f"asyncio.get_running_loop().call_soon(lambda: open({gate!r}).close())"
+    )
+
+    shown = kernel.run("%dist_status").plain[0]
+    kernel.run(f"open({gate!r}, 'w').close()")
+
+    assert len(re.findall(r"\bidle +[\d.]+ MB host", shown)) == 2, shown
 
 
 def test_a_hang_in_two_groups_names_them(impatient: Kernel) -> None:

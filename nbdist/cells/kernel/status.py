@@ -30,7 +30,8 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     views = {} if ranks.is_stopped else health.views_now()
     gone = {"ended", "stopped", "running", "busy"}
     idle = [r for r, v in views.items() if v.state not in gone and ranks.is_connected(r)]
-    memory_futures = {rank: memory_bytes(ranks.call, rank) for rank in idle}
+    # Of the control thread: an idle rank may be importing what cells use later.
+    memory_futures = {rank: ranks.ask(memory_bytes, rank) for rank in idle}
     stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
     end_s = time.monotonic() + DEADLINE_S
     stopped = health.stopped() if views else frozenset[int]()

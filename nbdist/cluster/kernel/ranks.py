@@ -32,7 +32,7 @@ prepare: RankFunction[[int | None], Topology] = RankFunction("nbdist.engine.join
 adopt_notebook: RankFunction[[list[str], str], None] = RankFunction(
     "nbdist.engine.join:adopt_notebook"
 )
-memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("nbdist.engine.join:memory_bytes")
+memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("memory")
 barrier: RankFunction[[str, float], float] = RankFunction("nbdist.engine.join:barrier")
 current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.registry:current")
 set_strategy: RankFunction[[Strategy], None] = RankFunction("nbdist.parallel.registry:set_choice")

@@ -90,6 +90,13 @@ class Pipeline(torch.nn.Module):
         self._warned: set[Any] = set()
         # Whatever this rank trains, its loss has a gradient if any rank's has.
         self._anchor = torch.zeros((), device=job.device, requires_grad=True)
+        blocks, here = self._parts[0].blocks, {n for part in self._parts for n in part.span}
+        self._elsewhere = [
+            (f"{blocks.block_name(position)}.{path}".rstrip("."), module)
+            for position, block in enumerate(blocks.modules)
+            if position not in here
+            for path, module in block.named_modules()
+        ]
         for part in self._parts:
             part.finish(job.base, job.root, job.device)
         refuse_state_dict(job.base)
@@ -102,6 +109,7 @@ class Pipeline(torch.nn.Module):
                 or ranks were given different batches.
             OptionError: The batch cannot be cut into the micro-batches that were asked for.
         """
+        self._tell_unheard_hooks()
         batch = pack((args, kwargs))
         if self.training and torch.is_grad_enabled():
             trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -317,6 +325,23 @@ class Pipeline(torch.nn.Module):
             argument, count, loss_fn=lambda output, _target: output, scale_grads=False
         )
 
+    def _tell_unheard_hooks(self) -> None:
+        """Warn, once for each, of the user's forward hooks on modules of other stages."""
+        names = [
+            name
+            for name, module in self._elsewhere
+            if name not in self._warned and _has_hook_of_user(module)
+        ]
+        if names:
+            self._warned.update(names)
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            warnings.warn(
+                f"forward hooks on {', '.join(names[:2])}{more} are not called on this rank: other "
+                "stages of the pipeline run these modules. A hook catches something on one rank "
+                "alone, so what the loss needs has to be returned by forward; or use ddp or fsdp.",
+                stacklevel=2,
+            )
+
     def _tell_moving(self, moving: Mapping[str, int], count: int) -> None:
         """Warn, once for each buffer, that a step changes it as often as it has micro-batches."""
         names = [name for name in sorted(moving) if name not in self._warned]
@@ -357,6 +382,13 @@ class Pipeline(torch.nn.Module):
             if self._holders[name] is None:
                 buffer = self.module.get_buffer(name)
                 dist.broadcast(buffer, group=self._route.group, group_src=rank)
+
+
+def _has_hook_of_user(module: torch.nn.Module) -> bool:
+    """Private: torch gives hooks no other way to be found."""
+    hooks: Mapping[int, Any] = module._forward_hooks  # noqa: SLF001
+    origins = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
+    return any(origin.partition(".")[0] not in {"nbdist", "torch"} for origin in origins)
 
 
 def _is_cut(piece: Findings, whole: Findings, count: int) -> bool:

@@ -1,0 +1,74 @@
+"""What a cell's error has to do with a strategy, where torch and Python cannot know it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nbdist.parallel.prepared import Prepared
+
+# Errors about shapes, and about parts together with whole tensors.
+_MISFIT = re.compile(
+    r"size of tensor|shapes cannot be multiplied|size mismatch|got mixed torch.Tensor and DTensor"
+)
+
+
+def install(shell: Any) -> None:
+    """Let the message of a cell's error end with what is known of it, wherever it is shown."""
+    show = shell.showtraceback
+
+    @functools.wraps(show)
+    def showtraceback(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
+        if error is not None and (sentence := explain(error)):
+            error.args = (f"{error}. {sentence}",)
+        show(exc_tuple, *args, **options)
+
+    shell.showtraceback = showtraceback
+
+
+def explain(error: BaseException) -> str:
+    """A sentence from what this rank's prepared models are; "" for an error of another kind."""
+    # Not imported for this: accelerate comes with it.
+    registry = sys.modules.get("nbdist.parallel.registry")
+    models: Iterable[Prepared] = () if registry is None else registry.prepared()
+    notes = (find(model, error) for model in models for find in (_stage, _added))
+    return next(filter(None, notes), "")
+
+
+def _stage(model: Prepared, error: BaseException) -> str:
+    """An attribute was asked for that the forward of another stage's module would have set."""
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+    if not isinstance(module, torch.nn.Module) or not any(p.is_meta for p in module.parameters()):
+        return ""
+    path = next((path for path, each in model.base.named_modules() if each is module), "")
+    if not path:
+        return ""
+    return (
+        f"{path} is of another stage of the pipeline, and its forward does not run on this rank: "
+        "what it keeps as an attribute is on that stage's rank alone. Let blocks hand it on and "
+        "forward return it, or use ddp or fsdp"
+    )
+
+
+def _added(model: Prepared, error: BaseException) -> str:
+    """Shapes do not fit, and a split model has parameters that no strategy has seen."""
+    if not _MISFIT.search(str(error)) or model.built.job.choice.name in {"single", "ddp"}:
+        return ""
+    at_prepare = set(itertools.chain.from_iterable(model.built.names.values()))
+    trained = (name for name, p in model.base.named_parameters() if p.requires_grad)
+    added = [name for name in trained if name not in at_prepare]
+    if not added:
+        return ""
+    return (
+        f"{model.built.title} got {len(added)} parameters after prepare ({added[0]}), made "
+        "from parts of those that this strategy has split. Add adapters (peft.get_peft_model) "
+        "first, then prepare the model"
+    )
