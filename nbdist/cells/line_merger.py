@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -372,19 +372,35 @@ def _take(lines: _RankLines, count: int) -> list[str]:
 
 
 def _merged(ranks: list[int], texts: list[list[str]]) -> str:
-    """Equally many lines of each rank, line by line with their labels."""
+    """Equally many lines of each rank, line by line with their labels.
+
+    Hundreds of thousands come at once, nearly always values of one line each.
+    """
+    has_values = any("\n".join(lines).count("\n") >= len(lines) for lines in texts)
     if all(other == texts[0] for other in texts):
         label = f"[{rank_label(ranks)}] "
-        return "".join(f"{_labelled(label, text)}\n" for text in texts[0])
+        if not has_values:
+            return label + f"\n{label}".join(texts[0]) + "\n"
+        return "".join([f"{_labelled(label, text)}\n" for text in texts[0]])
     labels: dict[tuple[int, ...], str] = {}
+    all_different = "".join(f"[{rank}] %s\n" for rank in ranks)
+    return "".join([
+        all_different % row
+        if len({*row}) == len(row) and not has_values
+        else _row(ranks, row, labels)
+        for row in zip(*texts, strict=True)
+    ])  # fmt: skip
+
+
+def _row(ranks: Sequence[int], row: Sequence[str], labels: dict[tuple[int, ...], str]) -> str:
+    """One line of each rank; `labels` keeps those that have been made."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, row, strict=True):
+        ranks_by_text.setdefault(text, []).append(rank)
     lines = []
-    for row in zip(*texts, strict=True):
-        ranks_by_text: dict[str, list[int]] = {}
-        for rank, text in zip(ranks, row, strict=True):
-            ranks_by_text.setdefault(text, []).append(rank)
-        for text, same in ranks_by_text.items():
-            key = tuple(same)
-            if key not in labels:
-                labels[key] = f"[{rank_label(same)}] "
-            lines.append(f"{_labelled(labels[key], text)}\n")
+    for text, same in ranks_by_text.items():
+        key = tuple(same)
+        if key not in labels:
+            labels[key] = f"[{rank_label(same)}] "
+        lines.append(f"{_labelled(labels[key], text)}\n")
     return "".join(lines)

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from nbdist.cells.line_merger import Attachment, Bar, Line, LineMerger
-from nbdist.core.failures import RankFailure, ranks_phrase
+from nbdist.core.failures import RankFailure, ranks_phrase, shortened
 from nbdist.core.ranks import rank_label
 
 # A result with these types alone is text and is merged line by line like print().
@@ -339,8 +339,8 @@ class OutputReducer:
         self._feeds[rank].failure = RankFailure(
             rank,
             content["ename"],
-            content["evalue"],
-            tuple(content["traceback"]),
+            shortened(content["evalue"]),
+            tuple(map(shortened, content["traceback"])),
             date.timestamp() if isinstance(date, datetime) else 0.0,
         )
 

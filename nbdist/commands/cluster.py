@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from nbdist.cells.kernel import kept_runs
+from nbdist.cells.kernel import kept_runs, wait
 from nbdist.cells.view.live_cell import publish
 from nbdist.cluster import view as ranks_view
 from nbdist.cluster.hosts import parse_hosts
@@ -224,13 +224,15 @@ def attach_and_show(named: str, *, takes: bool) -> Session:
     """Hold kept ranks, with a progress line that becomes their table, and their cell below."""
     progress = SHOWN.line("attaching")
     attached = NOTEBOOK.attach(lambda: kept_run(named), takes=takes)
+    cell = attached.session.resume()  # its ranks count as busy from here on
     status = attached.session.status()
     progress.finish(
         ranks_view.attach_view(
             attached.session.topology, status, attached.elapsed_s, attached.notes
         )
     )
-    NOTEBOOK.resume()
+    if cell is not None:
+        wait.wait(lambda: cell)
     return attached.session
 
 

@@ -34,6 +34,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _LIBRARY_FRAME = re.compile(r"\s*File .*[/\\](?:site-packages|dist-packages|python3\.\d+)[/\\]")
 _PORT = re.compile(r"(?<=[\w\]]):\d{4,5}\b")
 
+# Of an exception's text, and of one frame with the values that it shows.
+LONGEST_TEXT = 20_000
 # More different tracebacks than this are told in one line each: nobody reads eight.
 FULL_TRACEBACKS = 3
 
@@ -94,6 +96,15 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         visited.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
+
+
+def shortened(text: str) -> str:
+    """The text, or both ends of one that is longer than LONGEST_TEXT."""
+    skipped = len(text) - LONGEST_TEXT
+    if skipped <= 0:
+        return text
+    end = LONGEST_TEXT // 2
+    return f"{text[:end]}\n... {skipped:,} characters not shown\n{text[-end:]}"
 
 
 def plain(text: str) -> str:

@@ -86,9 +86,10 @@ def mismatches(boxes: Sequence[CallLog], run: int) -> tuple[str, ...]:
 def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> UnmatchedCall | None:
     """A call of a cell run that not all members of its group have made, though all have ended.
 
-    Such a call can end where it only sends, and the next cell would meet it. None where there is
-    none, where a member did not run the cell, where calls still go on behind the cell, and where
-    a box is older than the cell's end, as one of another host can be.
+    Such a call can end where it only sends, or is asynchronous and not waited for, and the next
+    cell would meet it. None where there is none, where a member did not run the cell, where a
+    thread waits in a call behind the cell, and where a box is older than the cell's end, as one of
+    another host can be.
     """
     by_rank = {box.rank: box for box in boxes}
     has_ended = {box.rank for box in boxes if (box.run, box.state) == (run, "finished")}
@@ -106,9 +107,12 @@ def unmatched(boxes: Sequence[CallLog], run: int, ranks: Sequence[int]) -> Unmat
         ]  # fmt: skip
         number = min(counts.values()) + 1
         call = next((call for call in calls if call.number == number), None)
-        if call is not None and all(call.state == "done" for call in calls):
-            callers = ranks_phrase(sorted(set(members) - set(missing)))
-            text = f"{callers} called {call_text(act_of(call))}"
+        if call is not None and all(call.state in {"done", "issued"} for call in calls):
+            callers = sorted(set(members) - set(missing))
+            text = f"{ranks_phrase(callers)} called {call_text(act_of(call))}"
+            if call.state == "issued":
+                verb = "has" if len(callers) == 1 else "have"
+                text += f" and {verb} not waited for it"
             text += f"; {ranks_phrase(missing)} finished without calling it"
             return UnmatchedCall(text, group.name, number)
     return None

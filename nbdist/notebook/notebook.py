@@ -182,12 +182,6 @@ class Notebook:
         self.last_cell = None
         atexit.register(self._stop_at_exit, session)
 
-    def resume(self) -> None:
-        """Show the cell that the attached ranks run, or ended meanwhile, and see it through."""
-        cell = self.session.resume()
-        if cell is not None:
-            wait.wait(lambda: cell)
-
     def detach(self, keep_s: float | None, save: str) -> float:
         """Let go of the ranks: they go on for `keep_s`, or for as long as they are kept; so long.
 

@@ -169,6 +169,49 @@ def test_both_ends_of_a_long_output(notebook: Notebook, count: int, step: int) -
     assert notebook.files == 1
 
 
+LONG = "[0] " + "x" * 5_000_000 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "first", "skipped", "last"),
+    [
+        # One line, alone and between others; lines that are long together; in pieces.
+        ([LONG], "[0] xx", "3,000,005 characters", "x"),
+        ([f"[0] a\n{LONG}[0] b\n"], "[0] a\n[0] xx", "3,000,0", "[0] b"),
+        (["x" * 9_999 + "\n"] * 500, "x", "300 lines", "x"),
+        (["[0] a\n", LONG, "[0] b\n"], "[0] a\n[0] xx", "3,000,0", "[0] b"),
+    ],
+)
+def test_both_ends_of_what_is_long_by_its_characters(
+    notebook: Notebook, texts: list[str], first: str, skipped: str, last: str
+) -> None:
+    """A million characters at once and at the end, however few lines they are; all in the file."""
+    cell = notebook.cell()
+    for text in texts:
+        cell.draw([Line("stdout", text)])
+    before = notebook.text()
+    cell.close(RESULT)
+    after = notebook.text()[len(before) :]
+
+    assert before.startswith(first)
+    assert before.endswith(
+        f"\n... more than 1,000,000 characters: all go to {notebook.path}, the last 1,000,000 are "
+        "shown when the cell ends\n"
+    )
+    assert 1_000_000 <= len(before) < 1_001_000
+    assert after.startswith(f"... {skipped}"), after[:80]
+    assert after.endswith(f"{last}\n")
+    assert 1_000_000 <= len(after) < 1_001_000
+    assert notebook.path.read_text() == "".join(texts)
+
+
+def test_an_unfinished_line_is_shown_by_its_beginning(notebook: Notebook) -> None:
+    """It may become as long as the memory is, and is drawn again with each change."""
+    notebook.cell().draw([Bar("stdout", "[0] " + "x" * 10**6)])
+
+    assert notebook.text() == "\r[0] " + "x" * 996
+
+
 def test_the_last_lines_keep_their_streams(notebook: Notebook) -> None:
     """What is kept for the end comes back as what it was."""
     cell = notebook.cell()

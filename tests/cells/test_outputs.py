@@ -617,3 +617,18 @@ def test_many_small_messages() -> None:
     ]
     assert [len(text) for text in texts] == [KEPT_TEXT_CHARACTERS] * 2
     assert elapsed_s < 20
+
+
+def test_a_long_error_keeps_both_ends() -> None:
+    """Of its text and of each frame, which a notebook would store whole."""
+    feed = OutputReducer([0])
+    text = "ValueError: " + "z" * 10**6 + " end"
+    fed(feed, (0, message("error", ename="ValueError", evalue=text, traceback=["a", text])))
+    failure = feed.failure(0)
+
+    assert failure is not None
+    assert failure.traceback == ("a", failure.message)
+    assert failure.message.startswith("ValueError: zzz")
+    assert failure.message.endswith("zzz end")
+    assert "\n... 980,016 characters not shown\n" in failure.message
+    assert len(failure.message) < 20_100

@@ -104,6 +104,7 @@ def test_a_cell_that_prints_loses_no_line_with_its_kernel(desk: Desk) -> None:
 
     assert attached.status == "ok", attached.visible
     assert "2 ranks on 1 host, attached in" in attached.visible
+    assert attached.visible.count(" running cell [") == 2  # nobody asks ranks that cannot answer
     assert path is not None, attached.visible
     text = Path(path[1]).read_text()
     for rank in (0, 1):

@@ -73,6 +73,26 @@ def test_an_idle_rank_whose_main_thread_is_busy_answers(kernel: Kernel, tmp_path
     assert len(re.findall(r"\bidle +[\d.]+ MB host", shown)) == 2, shown
 
 
+def test_a_call_that_nobody_waits_for_fails_its_cell(kernel: Kernel) -> None:
+    """Otherwise it pairs with the next cell's first call, whose sum is wrong without a word."""
+    cell = kernel.run(
+        "%%distributed\nhandle = None\n"
+        "if rank == 0: handle = dist.all_reduce(torch.full((1,), 100.0), async_op=True)"
+    )
+    after = kernel.run("%%distributed\nx = torch.ones(1); dist.all_reduce(x); print(x.item())")
+    begun = kernel.run("%%distributed\nhandle = dist.all_reduce(x, async_op=True)")
+    waited = kernel.run("%%distributed\nhandle.wait(); print(x.item())")
+
+    cell.check_failure(
+        "Deadlock",
+        r"^rank 0 called all_reduce\(float32\[1\]\) at line 3 of .* and has not waited for it; "
+        r"rank 1 finished without calling it",
+    )
+    assert after.text == "[0-1] 2.0\n"
+    assert begun.status == "ok", begun.visible
+    assert waited.text == "[0-1] 4.0\n"
+
+
 def test_a_hang_in_two_groups_names_them(impatient: Kernel) -> None:
     """All ranks are in the same line; what differs is the group."""
     cell = impatient.run(

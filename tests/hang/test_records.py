@@ -170,14 +170,20 @@ def test_a_call_that_only_some_have_made_is_told() -> None:
     assert unmatched([ended[0], ended[0]], RUN, [0]) is None
 
 
-def test_a_call_that_goes_on_behind_its_cell_is_not_missed_yet() -> None:
-    """Issued and not waited for, or made by a thread that is in it now."""
-    for state in ("issued", "waiting"):
-        ended = [
-            box(0, reduce(state), groups=PAIR, state="finished"),
-            box(1, groups=PAIR, state="finished"),
-        ]
-        assert unmatched(ended, RUN, [0, 1]) is None
+def test_a_call_that_nobody_waits_for_is_told_as_well() -> None:
+    """The next cell would meet it. One in which a thread is now may still be made by the others."""
+    other = box(1, groups=PAIR, state="finished")
+    begun, inside = (
+        box(0, reduce(state), groups=PAIR, state="finished") for state in ("issued", "waiting")
+    )
+
+    told = unmatched([begun, other], RUN, [0, 1])
+    assert told is not None
+    assert told.text == (
+        f"rank 0 called all_reduce(float32[3]) at line 7 of cell [12]: {REDUCE} and has not waited "
+        "for it; rank 1 finished without calling it"
+    )
+    assert unmatched([inside, other], RUN, [0, 1]) is None
 
 
 def test_a_box_from_before_the_cells_end_misses_no_call() -> None:

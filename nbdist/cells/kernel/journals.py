@@ -26,6 +26,8 @@ from nbdist.hang.kernel.health import Health
 from nbdist.rpc.kernel.functions import RankFunction
 
 POLL_S = 0.03
+# Of each rank at a time, so that the first lines of a long output do not wait for the last.
+PIECE_BYTES = 1 << 18
 ANSWER_S = 10.0
 # The number of the newest cell whose end a notebook has shown.
 SHOWN = "shown"
@@ -105,7 +107,7 @@ class Journals:
         """What a rank's journal of a cell (0: the newest) has from here; None without one."""
         with contextlib.suppress(OSError), (self._folder / str(rank)).open("rb") as file:
             file.seek(offset)
-            return file.read()
+            return file.read(PIECE_BYTES)
         asked: Future[bytes | None] | None = self._ranks.ask(
             lambda call, rank: read(call, rank, run, offset), rank
         )
@@ -142,7 +144,7 @@ class Journals:
                     ended_s = reply.get("ended_s") if reply and self._is_here(rank) else None
                     problem = DAMAGED if reader.is_damaged else NO_REPLY
                     done(rank, _reply(reply, problem), ended_s)
-            if not messages:
+            if not any(pieces.values()):
                 time.sleep(POLL_S)
 
     def _is_cut_off(self, rank: int, run: int, piece: bytes) -> bool:

@@ -29,7 +29,11 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
     """
     views = {} if ranks.is_stopped else health.views_now()
     gone = {"ended", "stopped", "running", "busy"}
-    idle = [r for r, v in views.items() if v.state not in gone and ranks.is_connected(r)]
+    idle = [
+        rank
+        for rank, view in views.items()
+        if view.state not in gone and not _runs_unheard(view) and ranks.is_connected(rank)
+    ]
     # Of the control thread: an idle rank may be importing what cells use later.
     memory_futures = {rank: ranks.ask(memory_bytes, rank) for rank in idle}
     stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
@@ -68,11 +72,17 @@ def situation(
     if view is not None and rank in stopped:
         return "stopped", "stopped (SIGSTOP)"
     cell = ranks.running_cell(rank)
-    if cell is None:
+    if cell is None and not _runs_unheard(view):
         return "idle", "idle"
-    state = "running a cell" if cell[0] is None else f"running cell [{cell[0]}]"
+    number = None if cell is None else cell[0]
+    state = "running a cell" if number is None else f"running cell [{number}]"
     waits = "" if view is None else hang_text.state_of(view.box, view)
     return ("waiting", f"{state}, {waits}") if waits else ("running", state)
+
+
+def _runs_unheard(view: RankView | None) -> bool:
+    """Whether a rank is in a cell by its black box; also one that this notebook has not sent."""
+    return view is not None and view.box is not None and view.box.state == "running"
 
 
 def _idle_status(

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.cells.line_merger import Bar, Line
 from nbdist.cells.outputs import WIDGET_TYPE, CellResult, ClearOutput, DisplayOutput, Event
-from nbdist.cells.truncate import SHOWN_LINES, Clip
+from nbdist.cells.truncate import Clip
 from nbdist.cells.view.output_file import OutputFile
 from nbdist.cells.view.tabs import tabs
 from nbdist.core.units import shown
@@ -21,6 +21,8 @@ from nbdist.core.units import shown
 _NOTED = "stdout"
 # tqdm redraws ten times a second; more often nobody can read.
 BAR_PAUSE_S = 0.1
+# Of an unfinished line, which may be of any length until it is one.
+SHOWN_BAR_CHARACTERS = 1_000
 
 
 class LiveCell:
@@ -87,8 +89,8 @@ class LiveCell:
             self._file = OutputFile(self._output_file())
             self._clip.write_to(self._file.write)
             note = (
-                f"... more than {SHOWN_LINES} lines: all go to {shown(self._file.path)}, the last "
-                f"{SHOWN_LINES} are shown when the cell ends\n"
+                f"... more than {self._clip.limit}: all go to {shown(self._file.path)}, the last "
+                f"{self._clip.limit.split()[0]} are shown when the cell ends\n"
             )
             visible.append(Line("stdout", note))
         if rest:
@@ -101,16 +103,16 @@ class LiveCell:
             self._is_closed, self._note = True, ""
             self._erase_bar()
         skipped, last = self._clip.rest()
-        if skipped and self._file is not None:
+        if skipped.characters and self._file is not None:
             self._file.flush()
             where = (
                 f"they could not be saved ({self._file.problem}: {shown(self._file.path)})"
                 if self._file.problem
                 else f"all of them, until the ranks end, in {shown(self._file.path)}"
             )
-            self._write([Line("stdout", f"... {skipped:,} lines not shown; {where}\n")])
+            self._write([Line("stdout", f"... {skipped} not shown; {where}\n")])
         self._write(last)
-        self._end_file(is_needed=bool(skipped))
+        self._end_file(is_needed=skipped.characters > 0)
         if self._has_tabs:
             publish(tabs(result)._repr_mimebundle_())
 
@@ -123,7 +125,7 @@ class LiveCell:
         if isinstance(event, Bar):
             self._bars.pop(event.stream, None)
             if event.text:
-                self._bars[event.stream] = event
+                self._bars[event.stream] = Bar(event.stream, event.text[:SHOWN_BAR_CHARACTERS])
         elif isinstance(event, DisplayOutput):
             if self._has_tabs and WIDGET_TYPE not in event.data:
                 return  # in the tabs at the end; a live widget cannot stand there

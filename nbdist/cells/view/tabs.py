@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from nbdist.cells.line_merger import overwrite
 from nbdist.cells.outputs import CellResult, RankResult
-from nbdist.cells.truncate import SHOWN_LINES
+from nbdist.cells.truncate import SHOWN_CHARACTERS, SHOWN_LINES
 from nbdist.core.units import is_stored
 from nbdist.core.view import View
 
@@ -68,12 +68,16 @@ def _outputs_text(result: RankResult) -> str:
 
 
 def _stream_text(text: str) -> str:
-    """The first and the last lines, as in the cell itself; ends with a newline."""
+    """The first and the last of it, as in the cell itself; ends with a newline."""
     lines = [overwrite(line) for line in text.removesuffix("\n").split("\n")]
     if len(lines) > 2 * SHOWN_LINES:
         skipped = len(lines) - 2 * SHOWN_LINES
         lines = [*lines[:SHOWN_LINES], f"... {skipped:,} lines", *lines[-SHOWN_LINES:]]
-    return "\n".join(lines) + "\n"
+    shown = "\n".join(lines)
+    if len(shown) > 2 * SHOWN_CHARACTERS:
+        note = f"\n... {len(shown) - 2 * SHOWN_CHARACTERS:,} characters\n"
+        shown = shown[:SHOWN_CHARACTERS] + note + shown[-SHOWN_CHARACTERS:]
+    return f"{shown}\n"
 
 
 def _outputs_html(result: RankResult) -> str:

@@ -113,6 +113,7 @@ class Cluster:
         try:
             find_hosts(self.run_dir.name, self._guard.promise)
             ipp_cluster.mark(config, self.run_dir)
+            ipp_cluster.use_folder(config, self.run_dir)
             log = ipp_cluster.logger(self.run_dir)
             self._take(ipp_cluster.cluster(config, self.run_dir, log))
         except BaseException:
@@ -311,7 +312,7 @@ class Cluster:
         )
         is_here = self._machine == this_machine()
         what = "the controller" if is_here else f"the controller on {self._machine.host}"
-        channel = Channel(self._run(coroutine, end_s, what, engines))
+        channel = Channel(self._run(coroutine, end_s, what, engines), self._cluster.log)
         if not self.can_restart:
             channel.on_lost = self._note_lost
         return channel

@@ -1,12 +1,13 @@
 """The controller's process: ipyparallel's, without a copy of each cell's messages for its hub.
 
 Run by its path: it needs ipyparallel alone, also where nbdist is not installed. Engines are there
-from their first heartbeat on.
+from their first heartbeat on. A frame that is no message of ours is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import zmq
 from ipyparallel.controller import app, heartmonitor
 from ipyparallel.controller.app import IPController
+from zmq.devices import monitoredqueue, monitoredqueuedevice
 
 # What the hub of ipyparallel acts on. It would unpack everything else that passes, what ranks print
 # too, to file it in a database: a third of a millisecond for each message, and there is none.
@@ -33,6 +35,18 @@ class Controller(IPController):  # type: ignore[misc]
         heard.setsockopt(zmq.UNSUBSCRIBE, b"")
         for topic in HEARD:
             heard.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def next_port(self, pool_name: str = "common") -> int | str:
+        """A port; in a folder, the end of a socket's name."""
+        if self.engine_transport == "ipc":
+            return secrets.token_hex(4)
+        return int(super().next_port(pool_name))
+
+    def construct_url(self, kind: str, channel: str, index: Any = None) -> str:
+        """Where a channel is; as engines and clients write it, with a colon (ipyparallel 9.2)."""
+        url = str(super().construct_url(kind, channel, index))
+        place, _, name = url.rpartition("-")
+        return f"{place}:{name}" if url.startswith("ipc://") else url
 
 
 @contextlib.contextmanager
@@ -65,6 +79,33 @@ class FirstBeats(heartmonitor.HeartMonitor):  # type: ignore[misc]
 # Its process, a fork of this one or a process that imports this file, finds the class by this name
 # (ipyparallel 9.2; without the name the hub hears of an engine a beat later).
 heartmonitor.HeartMonitor = FirstBeats
+
+
+def relay(front: Any, back: Any, monitor: Any, from_front: bytes, from_back: bytes) -> None:
+    """Pass messages on as pyzmq's monitored_queue does; between two ROUTER sockets whole ones.
+
+    That one takes two frames of each for names and passes on what follows, so that one frame of a
+    stranger takes the next message along. Here a message stays whole, and ZMQ drops one that is
+    for nobody.
+    """
+    if {front.type, back.type} != {zmq.ROUTER}:
+        monitoredqueue.monitored_queue(front, back, monitor, from_front, from_back)
+        return
+    ways = {front: (back, from_front), back: (front, from_back)}
+    poller = zmq.Poller()
+    for socket in ways:
+        poller.register(socket, zmq.POLLIN)
+    while True:
+        for socket, _ in poller.poll():
+            other, prefix = ways[socket]
+            message = socket.recv_multipart(copy=False)
+            message[:2] = message[1::-1]
+            other.send_multipart(message, copy=False)
+            monitor.send_multipart([prefix, *message], copy=False)
+
+
+# pyzmq's devices find it by this name (27; without the name messages are relayed in its own way).
+monitoredqueuedevice.monitored_queue = relay  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     Controller.launch_instance()

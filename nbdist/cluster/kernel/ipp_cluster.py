@@ -30,6 +30,9 @@ from nbdist.errors import OptionError, StartError
 # Ranks of this machine; of hosts with an agent each, which may be a Slurm job's; of launchers that
 # are ipyparallel's alone.
 LOCAL, AGENTS, SLURM, OTHER = "local", "agents", "slurm", "other"
+# What Linux (108) and macOS allow of a socket's name, and what the controller adds to its folder's.
+LONGEST_ADDRESS = 103
+SOCKET_NAME_BYTES = len(":12345678")
 ENABLE_CURVE = "--IPController.enable_curve=True"
 # The controller's options that say where it listens; --ip is short for --IPController.ip.
 _LISTENS = re.compile(r"--(?:ip|IPController\.(?:engine_|client_|monitor_)?ip)(?:=(.*))?$")
@@ -238,6 +241,28 @@ def _reaches_out(config: Config) -> bool:
     # Others derive from it: ipyparallel's own for SSH does.
     are_here = engines is LocalEngineSetLauncher or getattr(engines, "is_on_this_machine", False)
     return is_here and not are_here
+
+
+def use_folder(config: Config, run_dir: Path) -> None:
+    """Let the controller of ranks of this machine listen in the run's folder, not on ports.
+
+    Whoever connects to a port needs no key to stop it; the folder is this user's alone. A profile
+    that says itself where the controller listens, or has another one, is left as it is, and so is
+    a folder whose name is too long for a socket's.
+    """
+    address = f"{run_dir}/c"
+    args = ipp_launchers.controller_args(config)
+    is_ours = str(launcher.CONTROLLER_PROGRAM) in config.LocalControllerLauncher.controller_cmd
+    if (
+        kind_of(config) == LOCAL
+        and is_ours
+        and len(os.fsencode(address)) + SOCKET_NAME_BYTES <= LONGEST_ADDRESS
+        and not config.Cluster.get("controller_ip", "")
+        and not any(_LISTENS.match(arg) or "transport" in arg or "curve" in arg for arg in args)
+    ):
+        config.Cluster.controller_args = [
+            *args, "--IPController.transport=ipc", f"--IPController.ip={address}"
+        ]  # fmt: skip
 
 
 def open_traffic(plan: Topology, ports: Sequence[OpenPort], *, is_encrypted: bool) -> str:

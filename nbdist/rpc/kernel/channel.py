@@ -6,6 +6,8 @@ Everything that touches ipyparallel's client, its private parts included, is her
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import pickle
 import sys
 import threading
@@ -32,6 +34,16 @@ PRIVATE = (
     "_update_engines",
     "_io_loop",
 )
+# Its streams, and who takes what comes there.
+STREAMS = {
+    "_mux_stream": "_dispatch_reply",
+    "_task_stream": "_dispatch_reply",
+    "_broadcast_stream": "_dispatch_reply",
+    "_control_stream": "_dispatch_single_reply",
+    "_query_stream": "_dispatch_single_reply",
+    "_iopub_stream": "_dispatch_iopub",
+    "_notification_stream": "_dispatch_notification",
+}
 # The client's thread takes what is to be sent in milliseconds, unless it is closed.
 TAKEN_S = 10.0
 
@@ -44,13 +56,14 @@ EXECUTE_OPTIONS = {
 }
 
 Message = Mapping[str, Any]
+_LOG = logging.getLogger(__name__)
 
 
 class Channel:
     """A connected ipyparallel client, reduced to what nbdist needs of it."""
 
-    def __init__(self, client: Any):
-        """Take over a connected client.
+    def __init__(self, client: Any, log: logging.Logger = _LOG):
+        """Take over a connected client; into the log goes what cannot be taken of its messages.
 
         Raises:
             StartError: If this ipyparallel lacks the private parts that are used here.
@@ -62,12 +75,34 @@ class Channel:
                 f"nbdist needs. Install another version: {sys.executable} -m pip install "
                 "'ipyparallel==9.2.*'"
             )
-        self._client = client
+        self._client, self._log = client, log
         # Told, in the client's thread, of an engine that the controller no longer lists.
         self.on_lost: Callable[[int], None] = lambda _engine: None
         self._asked: dict[int, set[Future[Any]]] = {}
         self._lock = threading.Lock()
         client._registration_callbacks.append(self._note_registration)  # noqa: SLF001
+        if client._io_loop is not None:  # noqa: SLF001  # else it is closed
+            client._io_loop.add_callback(self._guard_streams)  # noqa: SLF001
+
+    def _guard_streams(self) -> None:
+        """Let a stream outlive a frame that cannot be taken.
+
+        On a port anybody can send one, and pyzmq's stream is dead after its first exception: no
+        output and no reply would come any more. Uses the client's private streams and what takes
+        their messages (ipyparallel 9.2); where one is missing, it stays as it is.
+        """
+        client = self._client
+
+        def take(dispatch: Callable[[Any], object], frames: Any) -> None:
+            try:
+                dispatch(frames)
+            except Exception:  # noqa: BLE001  # each is logged, and the next one is taken
+                self._log.exception("dropped: a stranger's frame, or a message that nothing took")
+
+        for name, taker in STREAMS.items():
+            stream, dispatch = getattr(client, name, None), getattr(client, taker, None)
+            if stream is not None and dispatch is not None:
+                stream.on_recv(functools.partial(take, dispatch), copy=False)
 
     @property
     def engine_ids(self) -> tuple[int, ...]:
