@@ -32,6 +32,7 @@ def _made(kernel: Kernel) -> None:
         ("%%distributed\nrank_", {"rank_model"}, {"rank_local"}),
         ("%%rank [1]\n# first\nx = rank_", {"rank_model"}, {"rank_local"}),
         ("%%rank[0]\nrank_", {"rank_model"}, {"rank_local"}),
+        ("%%time\n%%dist_profile\n%%rank [1]\nrank_", {"rank_model"}, {"rank_local"}),
         ("rank_", {"rank_local"}, {"rank_model"}),
         ("%%local\nrank_", {"rank_local"}, {"rank_model"}),
         ("%%distributed\nrank_model.ite", {"rank_model.items", "items", ".items"}, set()),
