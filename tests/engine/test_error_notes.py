@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 TEXT = (
     MODEL
     + """
-    import warnings
+    import math, warnings
     from nbdist.engine.error_notes import explain
     from nbdist.parallel.accelerator import torch_grad
     torch_grad.install()
@@ -59,17 +59,22 @@ TEXT = (
     sharded = prepared("fsdp")
     inputs, shape = list(sharded.parameters()), sharded.head.weight.to_local().shape
     result["fsdp"] = refusal(lambda: torch.autograd.grad(sharded(x, y), inputs, allow_unused=True))
+    values = dict(sharded.named_parameters())
+    result["call"] = refusal(lambda: torch.func.functional_call(sharded, values, (x, y)))
     result["misfit before"] = note(lambda: torch.ones(2) + torch.ones(3))
     sharded.head.adapter = nn.Linear(*shape)
     result["misfit"] = note(lambda: torch.ones(2) + torch.ones(3))
     result["other error"] = note(lambda: torch.ones(2).view(3))
-    del sharded.head.adapter, sharded, inputs
+    del sharded.head.adapter, sharded, inputs, values
     gc.collect()
 
     copies = prepared("ddp")
     alone = copy.deepcopy(copies.module)
     parts = zip(torch.autograd.grad(copies(x, y), copies.parameters()),
                 torch.autograd.grad(alone(x, y), list(alone.parameters())), strict=True)
+    given = {f"module.{name}": torch.zeros_like(p) for name, p in alone.named_parameters()}
+    zeros = torch.func.functional_call(copies, given, (x, y))
+    result["call under ddp"] = abs(zeros.item() - math.log(24))
     result["ddp"] = max((a - b).abs().max().item() for a, b in parts)
     done(**result)
 """
@@ -87,10 +92,11 @@ def test_what_a_strategy_explains_is_said(tmp_path: Path) -> None:
         assert there in hooks
         assert "not called on this rank" in hooks
         assert "gives no gradients of parameters under fsdp" in end["fsdp"]
+        assert "and not with those that it is given" in end["call"]
         assert end["misfit before"] == end["other error"] == ""
         assert "Net got 2 parameters after prepare (head.adapter.weight)" in end["misfit"]
         assert "parameters of other stages of the pipeline" in end["pp"]
-        assert max(end["ddp"], end["stage"]) < 2e-6
+        assert max(end["ddp"], end["stage"], end["call under ddp"]) < 2e-6
 
 
 def test_a_note_ends_the_message_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,6 @@ def warn_of_own_buffers(model: Any) -> None:
     """Warn if a state that all ranks have asked for is another one on each. Collective."""
     prepared = registry.prepared_of(model)
     if prepared is not None:
-        models = {type(prepared.base).__name__: prepared}
+        models = {prepared.built.title: prepared}
         for note in own_buffers.notes_on(models, own_buffers.EACH_RANK):
             warnings.warn(f"get_state_dict: {note}", stacklevel=3)

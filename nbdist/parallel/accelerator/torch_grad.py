@@ -1,4 +1,4 @@
-"""torch.autograd.grad says of which parameters it cannot give gradients: under fsdp and pp."""
+"""torch.autograd.grad and functional_call say for which parameters they cannot be: fsdp, pp."""
 
 from __future__ import annotations
 
@@ -22,15 +22,31 @@ _ABSENT = (
     "values here. On all ranks ask for [p for p in model.parameters() if not p.is_meta], each for "
     "its own stage; or use ddp"
 )
+_REPLACED = (
+    "torch.func.functional_call with a model under fsdp would run with the model's own parameters, "
+    "which are gathered for each block, and not with those that it is given: torch.func.grad of it "
+    "is zero. Use ddp or tp (%dist_strategy ddp)"
+)
 
 
 @functools.cache  # once in a process
 def install() -> None:
-    """Wrap torch's function. Before any user code."""
-    torch.autograd.grad = _refusing(torch.autograd.grad)
+    """Wrap torch's functions. Before any user code."""
+    torch.autograd.grad = _with_gradients(torch.autograd.grad)
+    torch.func.functional_call = _with_values(torch.func.functional_call)
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def functional_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(module in (model.base, model.outer) for model in _prepared() if _is_fsdp(model)):
+            raise NbdistError(_REPLACED)
+        return original(module, *args, **kwargs)
+
+    return functional_call
+
+
+def _with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [inputs] if isinstance(inputs, torch.Tensor) else inputs
@@ -47,13 +63,21 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refused() -> dict[int, str]:
     """Why it cannot be, by ids of parameters."""
-    # Not imported for this: accelerate comes with it.
-    registry = sys.modules.get("nbdist.parallel.registry")
-    models: Iterable[Any] = registry.prepared() if registry is not None else ()
     return {
         id(parameter): _ABSENT if parameter.is_meta else _GATHERED
-        for model in models
+        for model in _prepared()
         # After a forward the model may have the gathered ones.
         for parameter in (*model.parameters.values(), *model.base.parameters())
-        if parameter.is_meta or model.built.job.choice.name == "fsdp"
+        if parameter.is_meta or _is_fsdp(model)
     }
+
+
+def _prepared() -> Iterable[Any]:
+    # Not imported for this: accelerate comes with it.
+    registry = sys.modules.get("nbdist.parallel.registry")
+    return () if registry is None else registry.prepared()
+
+
+def _is_fsdp(model: Any) -> bool:
+    name: str = model.built.job.choice.name
+    return name == "fsdp"
