@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.finding import advice
 from nbdist.core.units import is_stored, shown, size
-from nbdist.core.view import View, figure_html, lines_html, table
+from nbdist.core.view import View, figure_html, folded, lines_html, table
 from nbdist.hang.text import place_text
 from nbdist.verification.differences import (
     FACTOR,
@@ -19,7 +19,7 @@ from nbdist.verification.differences import (
     ROUNDINGS,
     Row,
 )
-from nbdist.verification.verdict import Verification
+from nbdist.verification.verdict import SINGLE, Verification
 
 # Modules in the picture: those nearest to their tolerance, in execution order.
 _MOST_MODULES = 48
@@ -30,22 +30,27 @@ _FROM, _TO = -3.0, 3.0
 
 
 def verification_result(verification: Verification) -> View:
-    """The verdict, a row for each kind of tensor, findings and notes, and the picture."""
+    """The verdict and what has to be known beside it; of a right step the rest opens at a click.
+
+    The rest is a row for each kind of tensor, how they were compared, and the picture.
+    """
+    advices = [advice(finding) for finding in verification.findings]
+    lines = [*_verdict(verification), *advices, *_remarks(verification)]
+    if verification.is_right and is_stored():
+        return View("\n".join(lines))
     head = ["", "compared", "outside", "largest difference", "allowed there", "at"]
     cells = [_cells(what, rows) for what, rows in _by_what(verification.rows).items()]
-    before = list(_verdict(verification))
-    after = [*(advice(finding) for finding in verification.findings), *_notes(verification)]
-    rows = table(head, cells, before=before, after=after)
+    image = b"" if is_stored() else _png(verification)
+    figure = figure_html(image, lines[0]) if image else ""
+    rows = table(head, cells, after=list(_comparison(verification)))
+    if verification.is_right:
+        more = folded("what was compared, and a picture of all modules", rows.html + figure)
+        return View("\n".join(lines), f"<div>{lines_html(lines)}{more}</div>")
+    text = "\n".join([*lines, rows.text])
     if is_stored():  # rounding is not the same on the next machine
-        return View(rows.text, is_bad=not verification.is_right)
-    image = _png(verification)
-    body = figure_html(image, "\n".join(before)) if image else ""
-    return View(
-        rows.text,
-        f"<div>{lines_html(before)}{body}{table(head, cells, after=after).html}</div>",
-        is_bad=not verification.is_right,
-        png=image,
-    )
+        return View(text, is_bad=True)
+    html = f"<div>{lines_html(lines)}{figure}{rows.html}</div>"
+    return View(text, html, is_bad=True, png=image)
 
 
 def _verdict(verification: Verification) -> Iterator[str]:
@@ -53,14 +58,19 @@ def _verdict(verification: Verification) -> Iterator[str]:
     if first is None:
         n_tensors = len(verification.rows)
         if verification.is_right:
+            beside = (
+                "what one process computes"
+                if verification.reference == SINGLE
+                else f"the same as under {verification.reference} with the whole batch on each rank"
+            )
             yield (
-                f"right: a step under {verification.strategy} computes what one process computes; "
+                f"right: a step under {verification.strategy} computes {beside}; "
                 f"{n_tensors} tensors were compared, none differs by more than rounding"
             )
         else:
             yield (
                 f"NOT right under {verification.strategy}: {n_tensors} tensors differ by no more "
-                "than is allowed, and below the table stands what is wrong all the same"
+                "than is allowed, and yet something is wrong:"
             )
         return
     yield (
@@ -110,7 +120,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
 
 
-def _notes(verification: Verification) -> Iterator[str]:
+def _remarks(verification: Verification) -> Iterator[str]:
     skipped = verification.not_compared
     if skipped:
         names = [name or "the model's own output" for name in skipped]
@@ -126,6 +136,9 @@ def _notes(verification: Verification) -> Iterator[str]:
         )
     if not verification.n_steps:
         yield "no optimizer stepped, so values after the step are those of before"
+
+
+def _comparison(verification: Verification) -> Iterator[str]:
     yield (
         f"reference: {verification.reference}, with the batches of all data-parallel ranks. "
         f"allowed: {FACTOR:g} times what inputs moved by one unit in the last place do to it, and "

@@ -38,6 +38,15 @@ TEXT = (
     out["apart"] = shown(against("fsdp"))
     reset()
 
+    from nbdist.rpc.rank import progress
+    names = set()
+    record = progress.Progress
+    progress.Progress = lambda *values, **more: names.add(values[0]) or record(*values, **more)
+    start("tp")
+    against("fsdp")
+    reset()
+    progress.Progress = record
+    out["names"] = sorted(names)
     start("tp")
     out["refused"] = {name: refusal(lambda: against(name)) for name in ("tp", "ddp", "nothing")}
     before = state()
@@ -80,6 +89,7 @@ def test_a_right_step_is_right_beside_fsdp(results: list[dict[str, Any]]) -> Non
             assert {"gradient", "value after the step"} <= set(verification["worst"])
             assert verification["host_bytes"] > 0
             assert verification["is_back"]
+        assert shown["names"] == ["verify"]  # nobody is told of switches
 
 
 def test_copies_that_went_apart_are_rank_0s_beside_fsdp(results: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from nbdist.parallel.reshard.full_state import local_state
 from nbdist.parallel.reshard.redistribute import Reshard, redistribute
 from nbdist.parallel.tensors import digest, local_of
 from nbdist.planner.rank import shortage
+from nbdist.rpc.rank import progress
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.table import ROWS
 from nbdist.strategy.tensor_layout import Placement, local_runs
@@ -166,5 +167,6 @@ def gathered(model: Prepared, parts: dict[str, torch.Tensor]) -> dict[str, torch
     for name in [name for name in model.layouts if name in dtypes]:
         reshard = Reshard(name, dtypes[name], model.side(name), model.whole(name))
         local = {name: parts[name].to(device)} if name in parts else {}
-        wholes[name] = redistribute([reshard], local, device)[name].cpu()
+        with progress.during("gathering"):  # is no word for who has asked for a verification
+            wholes[name] = redistribute([reshard], local, device)[name].cpu()
     return wholes

@@ -137,7 +137,7 @@ def verify(request: StepRequest) -> Verification:
         )
     _refuse_changed(models)
     step = _step_of(request, models)
-    with progress.during(NAME), _everything_put_back(models):
+    with progress.during(NAME, is_whole=True), _everything_put_back(models):
         return _Verifier(request, models, before, reference, step).run()
 
 
