@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from nbdist.core.failures import ranks_phrase
-from nbdist.core.finding import advice
 from nbdist.core.units import is_stored, shown, size
 from nbdist.core.view import View, figure_html, folded, lines_html, table
 from nbdist.hang.text import place_text
@@ -34,8 +33,7 @@ def verification_result(verification: Verification) -> View:
 
     The rest is a row for each kind of tensor, how they were compared, and the picture.
     """
-    advices = [advice(finding) for finding in verification.findings]
-    lines = [*_verdict(verification), *advices, *_remarks(verification)]
+    lines = [*_verdict(verification), *_advices(verification), *_remarks(verification)]
     if verification.is_right and is_stored():
         return View("\n".join(lines))
     head = ["", "compared", "outside", "largest difference", "allowed there", "at"]
@@ -60,7 +58,7 @@ def _verdict(verification: Verification) -> Iterator[str]:
         if verification.is_right:
             beside = (
                 "what one process computes"
-                if verification.reference == SINGLE
+                if verification.reference.partition(",")[0] == SINGLE
                 else f"the same as under {verification.reference} with the whole batch on each rank"
             )
             yield (
@@ -86,6 +84,12 @@ def _verdict(verification: Verification) -> Iterator[str]:
         f"allowed, on {ranks_phrase(first.outside)}"
     )
     yield f"  looks like: {verification.kind}"
+
+
+def _advices(verification: Verification) -> Iterator[str]:
+    for finding in verification.findings:
+        yield f"{finding.verdict} {finding.name}: {finding.found}"
+        yield f"  {finding.why}; {finding.what}"
 
 
 def _named(row: Row) -> str:

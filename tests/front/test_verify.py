@@ -41,7 +41,9 @@ print([float(p.detach().double().sum()) for p in model.parameters()],
       [float(v.double().sum()) for s in optimizer.state.values() for v in s.values()],
       int(torch.random.get_rng_state().sum()), sorted(n for n in globals() if n[0] != "_"))
 """
-_GONE = "%%distributed\nimport gc; del model, optimizer, Net, Layer, step; gc.collect(); None"
+_GONE = (
+    "%%distributed\nimport gc; del model, optimizer, Net, Layer, step, flipped; gc.collect(); None"
+)
 
 
 def check_fsdp(kernel: Kernel) -> None:
@@ -52,6 +54,25 @@ def check_fsdp(kernel: Kernel) -> None:
     refused = kernel.run("%dist_verify --against pp -- step()").visible
     assert "There is no reference 'pp'; there are single, fsdp" in refused
     assert kernel.run(_STATE).visible == before
+
+
+_FLIPPED = """%%distributed
+def flipped():
+    x = torch.randn(4, 8)
+    x = x.flip(0) if dist.get_rank() == 1 else x
+    accelerator.backward(model(x).square().mean())
+"""
+
+
+def check_other_steps(kernel: Kernel) -> None:
+    """One of our own is right; of the user's a finding is shown, with its line."""
+    assert kernel.run("%%distributed\nx = torch.randn(4, 8)").status == "ok"
+    assert "right: a step" in kernel.run("%dist_verify --inputs x --steps 2").visible
+    assert kernel.run(_FLIPPED).status == "ok"
+    flipped = kernel.run("%dist_verify -- flipped()").visible
+    assert "NOT right under ddp, dp 2" in flipped
+    assert "bad code by rank: rank 1 alone calls flip, on what goes into the model" in flipped
+    assert "line 4 of cell [" in flipped
 
 
 def test_a_step_is_right_or_its_line_is_named(
@@ -78,9 +99,8 @@ def test_a_step_is_right_or_its_line_is_named(
     assert html.index("<details><summary>") < html.index("<img")
     assert "On the host the copies took" in html
     assert ran(_STATE) == before
-    ran("%%distributed\nx = torch.randn(4, 8)")
-    assert "right: a step" in ran("%dist_verify --inputs x --steps 2")
     check_fsdp(_shared_kernel)
+    check_other_steps(_shared_kernel)
 
     ran("%dist_strategy tp")
     ran("%%distributed\ntorch.manual_seed(3)")
