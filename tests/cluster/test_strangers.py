@@ -11,7 +11,7 @@ import zmq
 
 from nbdist.cells.kernel import wait
 from nbdist.cells.kernel.cell_request import CellRequest
-from nbdist.cluster.kernel.ranks import current_strategy
+from nbdist.cluster.kernel.ranks import main_thread_name
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.notebook.session import Session
 from tests.support.ranks import SUM, session_of, texts
@@ -72,7 +72,7 @@ def is_whole(session: Session) -> bool:
     channel = session.cluster.channel
     assert channel is not None
     answers = [channel.ask(engine, "ping").result(ANSWER_S) for engine in (0, 1, 0, 1)]
-    calls = [current_strategy(session.call, rank).result(ANSWER_S) for rank in (0, 1)]
+    calls = [main_thread_name(session.call, rank).result(ANSWER_S) for rank in (0, 1)]
     return all(cells) and all(calls) and len(answers) == 4
 
 

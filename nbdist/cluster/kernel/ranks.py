@@ -32,7 +32,10 @@ prepare: RankFunction[[int | None], Topology] = RankFunction("nbdist.engine.join
 adopt_notebook: RankFunction[[list[str], str], None] = RankFunction(
     "nbdist.engine.join:adopt_notebook"
 )
+# Of a rank's control thread, as `ask` asks for it.
 memory_bytes: RankFunction[[], dict[str, int]] = RankFunction("memory")
+# Of its main thread: a rank that answers runs what is sent to it.
+main_thread_name: RankFunction[[], str] = RankFunction("nbdist.engine.responder:ping")
 barrier: RankFunction[[str, float], float] = RankFunction("nbdist.engine.join:barrier")
 current_strategy: RankFunction[[], Strategy] = RankFunction("nbdist.parallel.registry:current")
 set_strategy: RankFunction[[Strategy], None] = RankFunction("nbdist.parallel.registry:set_choice")

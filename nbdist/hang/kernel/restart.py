@@ -15,7 +15,7 @@ from nbdist.cluster.kernel.ranks import (
     Ranks,
     adopt_notebook,
     current_strategy,
-    memory_bytes,
+    main_thread_name,
     prepare,
     set_strategy,
 )
@@ -371,4 +371,4 @@ def _ping(ranks: Ranks, rank: int, silent: set[int]) -> None:
                 ranks.free(rank)
             silent.discard(rank)  # may be the same set
 
-    memory_bytes(ranks.call, rank).add_done_callback(mark_heard)
+    main_thread_name(ranks.call, rank).add_done_callback(mark_heard)
