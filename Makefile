@@ -1,5 +1,6 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
+# make test TORCH=2.15.0  the same with another torch; later `make test` tries that one too, in short
 # make notebooks  the notebooks alone; GPU=1 runs them on the GPUs that there are
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
 # make parity  every strategy, option and switch beside one process, into docs/parity.md
@@ -19,7 +20,9 @@
 
 PYTHON ?= python3
 
-VENV := .venv
+# TORCH=2.15.0 takes another torch than constraints.txt, in an environment of its own.
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
@@ -49,10 +52,14 @@ notebooks store: export OMP_NUM_THREADS = 1
 .PHONY: help demo test lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab clean
 
 help:
-	@sed -n '1,15s/^# //p' Makefile
+	@sed -n '1,16s/^# //p' Makefile
+
+build/constraints-torch-$(TORCH).txt: constraints.txt
+	@mkdir -p $(@D)
+	@sed 's/^torch==.*/torch==$(TORCH)/' $< >$@
 
 # torch comes first and alone: whatever asks for it later finds the pinned build in place.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "nbdist needs Python 3.11 or newer; $(PYTHON) is not. Use: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \
@@ -61,14 +68,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Torch with CUDA is several GB more; constraints.txt says how to have the CPU's alone."
 	$(PYTHON) -m venv $(VENV)
 	@echo "1 of 2: torch, the larger half"
-	$(PIP) install --quiet -c constraints.txt torch hatchling
+	$(PIP) install --quiet -c $(CONSTRAINTS) torch hatchling
 	@echo "2 of 2: nbdist with what it uses (Jupyter, Accelerate, matplotlib) and what its tests use"
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[test]'
 	@touch $@
 
 $(LAB_INSTALLED): $(INSTALLED)
 	@echo "Installing JupyterLab, once: about 0.1 GB and half a minute."
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[test,lab]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[test,lab]'
 	@touch $@
 
 # IPython takes a temporary folder instead where the parent of its own does not exist. The list
@@ -87,7 +94,8 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-test: lint types unit notebooks
+# Style and types are those of the pinned torch.
+test: $(if $(TORCH),,lint types) unit notebooks
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
