@@ -75,7 +75,8 @@ class BusyRanks:
                 raise RankBusy(
                     f"{ranks_are(tuple(busy))} still running {cell}, for "
                     f"{time.monotonic() - since_s:.0f} s. Wait for it to end, choose other ranks "
-                    "with %%rank, or start afresh with %dist_reset."
+                    "with %%rank, or replace them without their variables: "
+                    f"{self._ranks.restart_verb(tuple(busy))}."
                 )
             time.sleep(POLL_S)
 
