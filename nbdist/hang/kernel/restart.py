@@ -333,7 +333,7 @@ def reconnect(ranks: Ranks) -> str:
     late = _await_answers(ranks, set(_living(ranks)) - cluster.unheard, end_s)
     if late:
         raise StartError(
-            f"{ranks_phrase(sorted(late))} did not find the new controller: "
+            f"{ranks_phrase(sorted(late))} did not find the new controller. Run "
             f"{ranks.restart_verb(sorted(late))}."
         )
     # These count as busy, and may not be.
