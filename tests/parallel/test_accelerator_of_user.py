@@ -1,10 +1,14 @@
 """Whose Accelerator it is: ours, made lazily, Accelerate's own; and DeepSpeed's engine under it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from accelerate import ParallelismConfig
 
+from nbdist.errors import OptionError
+from nbdist.parallel.accelerator import guard
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL, needs_deepspeed
 
@@ -186,3 +190,25 @@ def test_wiring_is_listed() -> None:
     accepted = set(inspect.signature(accelerate.Accelerator).parameters)
 
     assert set(_PLUGINS) <= accepted, json.dumps(sorted(set(_PLUGINS) - accepted))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ({"tp_size": 2, "dp_shard_size": 4}, "%dist_strategy fsdp --dp 4 --tp 2"),
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 4},
+            "%dist_strategy fsdp --shard hybrid --replicas 2 --dp 8",
+        ),
+        ({"tp_size": 4}, "%dist_strategy --tp 4"),
+        ({"dp_shard_size": 2, "cp_size": 2}, "%dist_strategy cp --dp 2 --cp 2"),
+        ({"sp_size": 2}, "%dist_strategy ulysses --cp 2"),
+        ({}, "%dist_strategy ddp"),
+    ],
+)
+def test_a_parallelism_config_is_refused_with_its_own_line(
+    sizes: dict[str, int], line: str
+) -> None:
+    """The sizes are those that were typed."""
+    with pytest.raises(OptionError, match=f"use, for example, {re.escape(line)}$"):
+        guard.refuse_strategies({"parallelism_config": ParallelismConfig(**sizes)})

@@ -18,7 +18,6 @@ _PLUGINS = {
     "deepspeed_plugins": "%dist_strategy deepspeed",
     "megatron_lm_plugin": "%dist_strategy --tp 2 --pp 2",
     "torch_tp_plugin": "%dist_strategy tp",
-    "parallelism_config": "%dist_strategy --dp 2 --tp 2",
     "dynamo_backend": "%dist_strategy ddp --compile",
     "dynamo_plugin": "%dist_strategy ddp --compile",
 }
@@ -54,10 +53,37 @@ def _warn(strategy: Callable[[], str]) -> None:
 
 def refuse_strategies(arguments: Mapping[str, Any]) -> None:
     """Raises an OptionError if arguments of an Accelerator() name a strategy."""
-    for name, instead in _PLUGINS.items():
+    mesh = arguments.get("parallelism_config")
+    lines = _PLUGINS if mesh is None else {**_PLUGINS, "parallelism_config": mesh_line(mesh)}
+    for name, instead in lines.items():
         if arguments.get(name) is not None:
             raise OptionError(
                 f"Accelerator({name}=...) would have no effect here: strategies are chosen outside "
                 "the code, so that they can be switched. Leave it out and use, for example, "
                 f"{instead}"
             )
+
+
+def mesh_line(config: Any) -> str:
+    """The line that asks for the mesh of an accelerate.ParallelismConfig, on as many ranks.
+
+    A split sequence has copies of the model here, where Accelerate has parts of it too.
+    """
+
+    def size(axis: str) -> int:
+        return int(getattr(config, f"{axis}_size", 1) or 1)
+
+    words = ["%dist_strategy"]
+    if size("cp") * size("sp") > 1:
+        words.append("ulysses" if size("sp") > 1 else "cp")
+    elif size("dp_shard") > 1:
+        words.append("fsdp")
+        if size("dp_replicate") > 1:
+            words.append(f"--shard hybrid --replicas {size('dp_replicate')}")
+    degrees = {
+        "dp": size("dp_shard") * size("dp_replicate"),
+        "tp": size("tp"),
+        "cp": size("cp") * size("sp"),
+    }
+    typed = [f"--{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    return " ".join([*words, *typed]) if len(words) > 1 or typed else "%dist_strategy ddp"
