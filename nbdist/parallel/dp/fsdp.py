@@ -143,7 +143,7 @@ def _copy_parameters(module: torch.nn.Module, _args: object, output: Any) -> Any
         parameter.untyped_storage().data_ptr()
         for parameter in module.parameters()
         if not isinstance(parameter, DTensor)
-    }
+    } - {0}  # of tensors that have no memory: fake ones
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         is_parameter = not isinstance(tensor, DTensor) and (
