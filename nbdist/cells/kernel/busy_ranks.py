@@ -34,6 +34,7 @@ class BusyRanks:
         """Count a rank as idle if this is the cell that it runs."""
         busy = self._ranks.cells.get(rank)
         if busy is not None and busy[0] is cell:
+            self._ranks.ended_runs[rank] = cell.run_id
             del self._ranks.cells[rank]
 
     def interrupt_late(self, rank: int, cell: RunningCell) -> None:

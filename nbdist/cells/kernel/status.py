@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from nbdist.cluster.kernel.ranks import Ranks, memory_bytes
+from nbdist.cluster.kernel.ranks import Ranks, RunningCell, memory_bytes
 from nbdist.core.status import RankStatus, Status
 from nbdist.hang import diagnose
 from nbdist.hang import text as hang_text
 from nbdist.hang.kernel.health import Health
-from nbdist.hang.records import RankView
+from nbdist.hang.records import CallLog, RankView
 from nbdist.rpc.kernel.channel import failure_of
 from nbdist.rpc.kernel.functions import RankFunction
 
@@ -27,21 +27,21 @@ def status(ranks: Ranks, health: Health, *, wants_stacks: bool = False) -> Statu
 
     If wanted with every rank's Python stacks, also of ranks blocked in C++.
     """
-    views = {} if ranks.is_stopped else health.views_now()
-    gone = {"ended", "stopped", "running", "busy"}
-    idle = [
-        rank
-        for rank, view in views.items()
-        if view.state not in gone and not _runs_unheard(view) and ranks.is_connected(rank)
-    ]
-    # Of the control thread: an idle rank may be importing what cells use later.
-    memory_futures = {rank: ranks.ask(memory_bytes, rank) for rank in idle}
-    stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
     end_s = time.monotonic() + DEADLINE_S
+    if not ranks.is_stopped:
+        health.refresh(DEADLINE_S / 2)
+    views = {} if ranks.is_stopped else health.views_now()
     stopped = health.stopped() if views else frozenset[int]()
+    situations = {
+        rank: situation(ranks, health, rank, views.get(rank), stopped) for rank in ranks.ranks
+    }
+    # Of the control thread: an idle rank may be importing what cells use later.
+    memory_futures = {
+        rank: ranks.ask(memory_bytes, rank) for rank in views if situations[rank][0] == "idle"
+    }
+    stacks = ranks.ask_all(python_stacks) if wants_stacks and views else {}
     statuses = []
-    for rank in ranks.ranks:
-        state, text = situation(ranks, health, rank, views.get(rank), stopped)
+    for rank, (state, text) in situations.items():
         cell = ranks.running_cell(rank)
         if state == "idle":
             rank_status = _idle_status(rank, memory_futures.get(rank), end_s)
@@ -71,18 +71,25 @@ def situation(
         return "dead", "ended (its connection is lost)"
     if view is not None and rank in stopped:
         return "stopped", "stopped (SIGSTOP)"
-    cell = ranks.running_cell(rank)
-    if cell is None and not _runs_unheard(view):
+    cell, _ = ranks.cells.get(rank, (None, 0.0))
+    box = None if view is None else view.box
+    if not _is_in_a_cell(cell, box, ranks.ended_runs.get(rank)):
         return "idle", "idle"
-    number = None if cell is None else cell[0]
+    number = None if cell is None else cell.number
     state = "running a cell" if number is None else f"running cell [{number}]"
     waits = "" if view is None else hang_text.state_of(view.box, view)
     return ("waiting", f"{state}, {waits}") if waits else ("running", state)
 
 
-def _runs_unheard(view: RankView | None) -> bool:
-    """Whether a rank is in a cell by its black box; also one that this notebook has not sent."""
-    return view is not None and view.box is not None and view.box.state == "running"
+def _is_in_a_cell(cell: RunningCell | None, box: CallLog | None, ended_run: int | None) -> bool:
+    """By the newest of what the notebook and the black box know.
+
+    A rank may run a cell that this notebook has not sent; the reply of one that it has ended may
+    be on its way; and the box of a rank on another host may be older than that reply.
+    """
+    if cell is not None:
+        return box is None or box.run != cell.run_id or box.state == "running"
+    return box is not None and box.state == "running" and box.run != ended_run
 
 
 def _idle_status(

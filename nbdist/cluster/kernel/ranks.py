@@ -70,6 +70,7 @@ class Ranks:
         topology: Which engine has which rank.
         seed: Set on every rank, also on one that replaces another.
         cells: Rank -> the cell that it runs, since when; of idle ranks nothing.
+        ended_runs: Rank -> the newest cell whose end was heard of, by its `run_id`.
         strategy_chosen: What was chosen last, for a process that takes a rank's place; None for
             nothing yet.
     """
@@ -79,6 +80,7 @@ class Ranks:
         self.topology = topology
         self.seed = seed
         self.cells: dict[int, tuple[RunningCell, float]] = {}
+        self.ended_runs: dict[int, int] = {}
         self.strategy_chosen: Strategy | None = None
         self._was_stopped = False
         # Replaces a controller that has ended, and ranks that the user gave up on.

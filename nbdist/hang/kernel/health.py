@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -55,7 +56,7 @@ class Health:
         self._looks: dict[int, ThreadSnapshot] = {}
         self._asked: dict[int, tuple[Future[Any], float]] = {}
         self._looked_s: dict[int, float] = {}
-        self._snapshots: dict[int, tuple[Future[tuple[float, bytes | None]], float]] = {}
+        self._snapshots: dict[int, tuple[threading.Event, float]] = {}  # (answered, asked_s)
         self._remote: dict[int, CallLog] = {}
         self._ahead_s: dict[int, float] = {}  # our clock, of those of other hosts' ranks
         self._arrived: dict[int, tuple[float, tuple[float, bytes | None]]] = {}
@@ -83,6 +84,13 @@ class Health:
             and box.state != "running"
             and time.monotonic() > box.since_s + since_s
         )
+
+    def refresh(self, wait_s: float) -> None:
+        """Have a new answer of every rank on another host, or of those that give one by then."""
+        self.boxes()  # which asks
+        end_s = time.monotonic() + wait_s
+        for answered, _ in list(self._snapshots.values()):
+            answered.wait(max(0.0, end_s - time.monotonic()))
 
     def boxes(self) -> dict[int, CallLog]:
         """The boxes of all ranks that have one."""
@@ -256,18 +264,21 @@ class Health:
             self._ahead_s[rank] = came_s - their_now_s
             self._remote[rank] = call_log.read(content, self._ahead_s[rank])
 
+        answered = threading.Event()
+
         def note_arrival(sent: Future[tuple[float, bytes | None]]) -> None:
             if sent.exception() is None:
                 # By our clock, as its times are told by theirs. In one step: this is the client's
                 # thread, and the main thread takes it.
                 self._arrived[rank] = time.monotonic(), sent.result()
+            answered.set()
 
         now_s = time.monotonic()
-        asked, asked_s = self._snapshots.get(rank, (None, 0.0))
-        if asked is None or asked.done() or now_s >= asked_s + ANSWER_S:
+        newest = self._snapshots.get(rank)
+        if newest is None or newest[0].is_set() or now_s >= newest[1] + ANSWER_S:
             sent = self._ranks.ask(snapshot, rank)
             if sent is not None:
-                self._snapshots[rank] = (sent, now_s)
+                self._snapshots[rank] = (answered, now_s)
                 sent.add_done_callback(note_arrival)
         return self._remote.get(rank)
 
