@@ -331,6 +331,21 @@ SMALL = """
             self.width, self.conv = width, torch.nn.Conv1d(32, 32, width, groups=32)
         def forward(self, x):
             return self.conv(F.pad(x.transpose(1, 2), (self.width - 1, 0))).transpose(1, 2)
+    class Far(torch.nn.Module):
+        "Sees the position that is 16 before."
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv1d(32, 32, 2, groups=32, dilation=16)
+        def forward(self, x):
+            return self.conv(F.pad(x.transpose(1, 2), (16, 0))).transpose(1, 2)
+    class Training(Conv):
+        "Is there in training alone."
+        def forward(self, x):
+            return super().forward(x) if self.training else torch.zeros_like(x)
+    class Statistics(torch.nn.BatchNorm1d):
+        "Of all positions, in training."
+        def forward(self, x):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
     class Ahead(torch.nn.Module):
         "A gate that is closed by its bias: sigmoid(-40) of the next position."
         def forward(self, x):
@@ -358,12 +373,18 @@ SMALL = """
 
     def loss(model, step):
         return model(*batch(step))
-    branches = {"conv": lambda: Conv(3), "ahead": Ahead, "rnn": lambda: Last(32, 32)}
+    branches = {"conv": lambda: Conv(3), "ahead": Ahead, "rnn": lambda: Last(32, 32), "far": Far,
+                "training": lambda: Training(3), "statistics": lambda: Statistics(32)}
     class Last(torch.nn.GRU):
         def forward(self, x):
             return super().forward(x.transpose(0, 1))[0].transpose(0, 1)
     refused = {f"{name} {gamma}": refusal(lambda: loss(split(make(lambda: Small(kind, gamma))), 0))
                for name, kind in branches.items() for gamma in (0.0, 1e-3, 1.0)}
+    model = split(make(lambda: Small(branches["statistics"], 1.0)))
+    model.eval()
+    loss(model, 0)  # the model is tried again when it trains
+    model.train()
+    refused["statistics after an evaluation"] = refusal(lambda: loss(model, 0))
     refused["positions"] = refusal(lambda: loss(split(make(Positions)), 0))
     right = {f"{kind} {gamma}": apart(lambda: Small(kind, gamma), loss)
              for kind in (lambda: Conv(1), Experts) for gamma in (0.0, 1.0)}
@@ -412,9 +433,11 @@ def test_what_is_small_at_the_start_is_refused_too(tmp_path: Path) -> None:
     for end in ends:
         refused = end["refused"]
         module = {"conv": "branches.0.conv (Conv1d)", "ahead": "branches.0 (Ahead)"}
-        module["rnn"] = "branches.0 (Last)"
+        module |= {"rnn": "branches.0 (Last)", "far": "branches.0.conv (Conv1d)"}
+        module |= {"training": "branches.0.conv (Conv1d)", "statistics": "branches.0 (Statistics)"}
         for kind, gamma in itertools.product(module, ("0.0", "0.001", "1.0")):
             assert f"outside of attention in {module[kind]}" in refused[f"{kind} {gamma}"], kind
+        assert module["statistics"] in refused["statistics after an evaluation"]
         assert "Let forward take `position_ids`" in refused["positions"]
         assert "the loss uses aux, which each rank computes" in refused["balance"]
         assert "the loss uses losses, which each rank computes" in refused["list"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from nbdist.errors import OptionError
 from nbdist.parallel.cp import attention, mixing, split_sequence
 from nbdist.parallel.cp.kept import find_kept, keep_attributes
 from nbdist.parallel.mesh import ParallelMesh
-from nbdist.parallel.training_state import keep_modes, keep_values, put_back_after
+from nbdist.parallel.training_state import keep_modes, keep_values, put_back_after, same_random
 
 # Positions of a trial on each rank; doubled while every label in it is ignored.
 _POSITIONS = 8
+# Positions in which what reaches over the middle is looked for: a dilated convolution sees far.
+_FARTHEST = 1024
 # Parameters below hide what they multiply: a trial has random values in their place.
 _HIDES = 1e-2
 # Largest differences, relative to the largest value: of attention's inputs and of outputs, and
@@ -104,12 +107,13 @@ def examine(trial: Trial) -> OutputSplit:
     """How the output of a call is split, from one sample's first positions.
 
     Collective over dp_replicate and cp, and alike on all of these. Forward runs four times or
-    more, in eval mode and without gradients.
+    more, without gradients, and in eval mode where results are compared.
     """
     total, size = split_sequence.length(trial.call), trial.grid.size("cp")
     n_positions = min(total, _POSITIONS * size)
     visible = _visible(trial.base)
     with torch.no_grad(), put_back_after(keep_modes(trial.base)):
+        mixed_in = _mixing(trial)  # as it trains: some branches are there in training alone
         trial.base.eval()  # no dropout, and no statistics are taken
         whole = _run(trial, n_positions, visible)
         # Without a label that counts the loss is nan and says nothing.
@@ -121,7 +125,7 @@ def examine(trial: Trial) -> OutputSplit:
         except OptionError as error:  # of the attention, on every rank
             return OutputSplit(why=str(error))
         del visible
-        return _compare(trial.grid, local, whole, _mixing(trial))
+        return _compare(trial.grid, local, whole, mixed_in)
 
 
 def _mixing(trial: Trial) -> str:
@@ -129,12 +133,12 @@ def _mixing(trial: Trial) -> str:
     total, size = split_sequence.length(trial.call), trial.grid.size("cp")
     # A dim of this length is the sequence: no parameter has it, if that can be.
     taken = {n for parameter in trial.base.parameters() for n in parameter.shape}
-    counts = (*range(_POSITIONS, 2 * _POSITIONS), *range(_POSITIONS - 1, 1, -1))
-    fitting = (n for n in counts if n * size <= total and n * size not in taken)
-    count = next(fitting, min(_POSITIONS, total // size))
+    longest = min(total, _FARTHEST) // size
+    count = next((n for n in range(longest, 1, -1) if n * size not in taken), longest)
     call = split_sequence.cut(trial.call, 0, count * size, n_batch=1)
     call = split_sequence.piece(call, trial.base, 0, 1)
-    with _without_trace(trial.base):
+    with same_random(), warnings.catch_warnings(), _without_trace(trial.base):
+        warnings.simplefilter("ignore")  # of code that trains without gradients
         return mixing.find_mixing(trial.base, call, count * (size // 2))
 
 

@@ -32,8 +32,8 @@ class ContextParallel(torch.nn.Module):
     other outputs are gathered. In training, an output that carries a loss has None for what
     would have to be gathered. Gradients are right after DDP's mean over dp_replicate and cp.
 
-    The first call of each kind is compared with the model's own forward on a short piece of the
-    data. Without gradients, what cannot be split is computed whole, on each rank.
+    The first call of each kind and mode is compared with the model's own forward on a short
+    piece of the data. Without gradients, what cannot be split is computed whole, on each rank.
 
     Attributes:
         module: What computes: the user's model, or DDP around it.
@@ -88,7 +88,8 @@ class ContextParallel(torch.nn.Module):
         return self._whole(output, split)
 
     def _split(self, call: inspect.BoundArguments) -> check.OutputSplit:
-        kind = check.kind(call)
+        # A module may do in training what it does not do in an evaluation.
+        kind = check.kind(call), tuple(module.training for module in self.base.modules())
         if kind not in self._splits:
             trial = check.Trial(self.base, call, self._attend, self._grid)
             self._splits[kind] = check.examine(trial)
