@@ -276,7 +276,17 @@ def keep(outer):
 def keep_on_one(outer):
     return outer(batch(0)) if rank == 0 else outer(batch(0)).item()
 
-looks = {"grad-op": off_after(evaluate, "grad-op")}
+def fail(outer):
+    def raise_(module, args):
+        raise ValueError("in the middle")
+    hook = getattr(outer, "module", outer).head.register_forward_pre_hook(raise_)
+    try:
+        outer(batch(0))
+    except ValueError:
+        hook.remove()
+
+looks = {f"grad-op {look.__name__}": off_after(look, "grad-op") for look in (evaluate, fail)}
+looks["fail"] = off_after(fail, "full")
 looks |= {look.__name__: off_after(look, "full") for look in (evaluate, drop, keep, keep_on_one)}
 
 class Scaled(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,8 @@ def _lay_out(job: ModelBuild) -> None:
         shard(unit, reshard_after_forward=does_reshard, mp_policy=policy)
     if not does_reshard:
         job.root.register_forward_hook(_settle_evaluated)  # behind FSDP2's own
+    settle_failed = functools.partial(_settle_failed, does_reshard=does_reshard)
+    job.root.register_forward_hook(settle_failed, always_call=True)
 
 
 def cast_norm_inputs(root: torch.nn.Module, device: torch.device) -> None:
@@ -164,6 +167,18 @@ def _settle_evaluated(root: torch.nn.Module, args: object, output: Any) -> Any:
     output = _copy_parameters(root, args, output)
     settle(root)
     return output
+
+
+def _settle_failed(
+    root: torch.nn.Module, _args: object, _output: object, *, does_reshard: bool
+) -> None:
+    """Give back what is gathered where a forward fails: FSDP2's own hook does not run then."""
+    if torch.compiler.is_compiling() or sys.exc_info()[0] is None:
+        return
+    for shard in _shards(root):  # in the middle of a forward grad-op would keep them
+        shard.set_reshard_after_forward(True, recurse=False)
+        shard.reshard()
+        shard.set_reshard_after_forward(does_reshard, recurse=False)
 
 
 def _remember(root: torch.nn.Module) -> None:
