@@ -43,7 +43,7 @@ from nbdist.core.topology import Topology
 from nbdist.core.units import is_stored, shown, span
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.hang.kernel.maintenance import RESTART_S
-from nbdist.hang.kernel.restart import RestartResult
+from nbdist.hang.kernel.restart import RestartResult, await_idle
 from nbdist.lints.kernel import replicas
 from nbdist.lints.kernel.lints import Lints
 from nbdist.lints.replicas import ReplicaCheck
@@ -470,10 +470,11 @@ def attach(
         session.strategy_chosen = attached.strategy
         session.started_s = attached.since_s
         session.skip_runs(attached.run)
+        silent = sorted({*attached.silent, *await_idle(session, session.health)})
     except BaseException:
         attached.cluster.leave()
         raise
-    notes = [f"{ranks_phrase(attached.silent)} did not answer"] if attached.silent else []
+    notes = [f"{ranks_phrase(silent)} did not answer"] if silent else []
     return StartedSession(session, time.monotonic() - began_s, tuple(notes)), options
 
 

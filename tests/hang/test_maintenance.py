@@ -13,6 +13,7 @@ import pytest
 from nbdist.errors import DistributedError, Interrupted, NbdistError
 from nbdist.hang.kernel.health import Health
 from nbdist.hang.kernel.maintenance import RELEASE_S, Maintenance
+from nbdist.hang.kernel.restart import await_idle
 from nbdist.notebook.session import Session
 
 # Rank 0 fails while it packs this, when rank 1 waits for what it sends.
@@ -98,3 +99,24 @@ def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Se
     result = pair.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())", timeout_s=20)
 
     assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]
+
+
+def test_idle_ranks_are_asked_until_they_hear_a_new_controller() -> None:
+    """What is sent before that is lost. One that is in a cell is not waited for."""
+    asked: list[int] = []
+
+    def call(rank: int, _name: str) -> Future[str]:
+        asked.append(rank)
+        answer: Future[str] = Future()
+        if len(asked) > 2:
+            answer.set_result("MainThread")
+        return answer
+
+    ranks: Any = SimpleNamespace(
+        cluster=SimpleNamespace(unheard={0, 1}), ranks=(0, 1), call=call, exit_of=lambda _: None
+    )
+    states = {0: SimpleNamespace(state="finished"), 1: SimpleNamespace(state="running")}
+    health: Any = SimpleNamespace(refresh=lambda _s: None, boxes=lambda: states)
+
+    assert await_idle(ranks, health) == ()
+    assert asked == [0, 0, 0]

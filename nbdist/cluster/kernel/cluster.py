@@ -123,7 +123,7 @@ class Cluster:
     def _set_up(self, folder: Path, config: Config) -> None:
         self.run_dir = folder
         self.channel: Channel | None = None
-        # Ranks whose cell's end an earlier controller took along; they count as busy.
+        # Ranks that may not have found a newer controller, or whose cell's end an earlier one took.
         self.unheard: set[int] = set()
         self._is_stopping = False
         self._owner = os.getpid()
@@ -165,6 +165,7 @@ class Cluster:
             self._run(self._reopen(world_size), end_s, "what the kernel before has left")
             if self._cluster.controller is None:
                 self._start_missing_controller(end_s)
+                self.unheard = set(range(world_size))
             else:
                 self.channel = self._connect(end_s, ())
                 self._forget_ended()

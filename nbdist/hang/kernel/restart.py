@@ -27,7 +27,7 @@ from nbdist.core.topology import EngineReport, StoreAt, Topology, replan
 from nbdist.errors import Interrupted, NbdistError, OptionError, RankBusy, StartError
 from nbdist.hang.kernel.health import Health, recover
 from nbdist.hang.recovery import GroupSpec, MeshSpec, merge_groups
-from nbdist.rpc.kernel import sigint
+from nbdist.rpc.kernel import gather, sigint
 from nbdist.rpc.kernel.channel import failure_of
 from nbdist.rpc.kernel.functions import RankFunction
 
@@ -270,12 +270,7 @@ class _Restart:
     def _results(self, futures: Mapping[int, Future[Any]], what: str) -> list[Any]:
         while late := [rank for rank, future in futures.items() if not future.done()]:
             self._check()
-            ends = [(rank, end) for rank in futures if (end := self._ranks.exit_of(rank))]
-            if ends:
-                raise NbdistError(
-                    f"{ranks_phrase([rank for rank, _ in ends])} ended ({ends[0][1].how}) "
-                    f"before it could {what}"
-                )
+            self._check_ends(futures, what)
             if time.monotonic() >= self._end_s:
                 raise NbdistError(f"{ranks_phrase(late)} did not {what} before the deadline")
             if any(future.done() and future.exception() for future in futures.values()):
@@ -284,9 +279,19 @@ class _Restart:
         for rank, future in futures.items():
             error = future.exception() if future.done() else None
             if error is not None:
+                if not self._ranks.is_connected(rank):  # known a moment before its process's end
+                    engine = self._ranks.topology.engine_of_rank(rank)
+                    self._cluster.processes.exit_of(engine, gather.END_KNOWN_S)
+                self._check_ends(futures, what)
                 name, message, _ = failure_of(error) or ("", str(error), ())
                 raise NbdistError(f"rank {rank} could not {what}: {name}: {message}") from error
         return [future.result() for future in futures.values()]
+
+    def _check_ends(self, ranks: Iterable[int], what: str) -> None:
+        ends = {rank: end for rank in ranks if (end := self._ranks.exit_of(rank))}
+        if ends:
+            how = next(iter(ends.values())).how
+            raise NbdistError(f"{ranks_phrase(tuple(ends))} ended ({how}) before it could {what}")
 
     def _check(self) -> None:
         try:
@@ -343,6 +348,18 @@ def reconnect(ranks: Ranks) -> str:
         f"The cluster's controller had ended ({end.how}). A new one took its place in "
         f"{time.monotonic() - began_s:.1f} s; the ranks have kept their variables{still_busy}."
     )
+
+
+def await_idle(ranks: Ranks, health: Health) -> tuple[int, ...]:
+    """Wait until idle ranks hear what is sent to their main threads; those that do not.
+
+    Where a controller took another's place while no notebook held the ranks. A rank's connections
+    come back one by one, and a cell that is sent before is lost. One in a cell hears later.
+    """
+    health.refresh(UNHEARD_S)
+    idle = {rank for rank, box in health.boxes().items() if box.state != "running"}
+    silent, ranks.cluster.unheard = ranks.cluster.unheard & idle, set()
+    return tuple(sorted(_await_answers(ranks, silent, time.monotonic() + RECONNECT_DEADLINE_S)))
 
 
 def _living(ranks: Ranks) -> list[int]:
