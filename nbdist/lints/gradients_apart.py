@@ -8,8 +8,8 @@ from __future__ import annotations
 from nbdist.core.finding import RuleHit
 from nbdist.lints.lint import Facts, Lint, group, versus
 
-TWO_FORWARDS, SECOND_BACKWARD, STEP_IN_HOOK, NO_SYNC = (
-    "two forwards", "second backward", "step in hook", "no_sync",
+TWO_FORWARDS, SECOND_BACKWARD, STEP_IN_HOOK, NO_SYNC, BY_HAND = (
+    "two forwards", "second backward", "step in hook", "no_sync", "by hand",
 )  # fmt: skip
 # Idiom -> (what the program did, what to write in its place).
 _IDIOMS = {
@@ -28,6 +28,10 @@ _IDIOMS = {
     NO_SYNC: (
         "the last backward before the step ran under no_sync",
         "leave no_sync for the last backward before each step",
+    ),
+    BY_HAND: (
+        "torch.autograd.grad or torch.func has computed them, and DDP reduces those of a backward",
+        "average each: accelerator.reduce(gradient, 'mean')",
     ),
 }
 
@@ -56,7 +60,7 @@ def _unreduced(subject: str, facts: Facts) -> list[RuleHit]:
 LINT = Lint(
     name="gradients-apart",
     when="an optimizer of a DDP model steps with gradients that DDP has not reduced: two forwards "
-    "and then two backwards, a second backward of one forward, a step in a hook",
+    "and then two backwards, a second backward of one forward, autograd.grad, a step in a hook",
     judge=_unreduced,
     why="DDP reduces the first backward after a forward and no other, so each rank stepped with "
     "gradients of its own data",
@@ -64,8 +68,9 @@ LINT = Lint(
     is_early=True,
     conditions="under ddp, zero1 and cp, an optimizer of a DDP model steps after a backward that "
     "DDP does not reduce (several forwards and then their backwards, a second backward of one "
-    "forward, under zero1 also one under no_sync) or in a hook of the backward, and the gradients "
-    "of that step differ between the ranks. It is told at once, for each model",
+    "forward, under zero1 also one under no_sync), after torch.autograd.grad alone, or in a hook "
+    "of the backward, and the gradients of that step differ between the ranks. It is told at once, "
+    "for each model",
     exceptions="under ddp and cp steps after a backward under no_sync, which can be meant (local "
     "SGD); a second backward on some ranks alone; models that are compiled whole; only the first "
     "such step of a cell is looked at",

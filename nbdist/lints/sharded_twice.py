@@ -18,8 +18,9 @@ _SENTENCES = {
 def _differences(subject: str, facts: Facts) -> list[RuleHit]:
     hits = []
     for part, sentence in _SENTENCES.items():
-        digests = {rank: seen[part] for rank, seen in facts.items() if seen[part]}
-        ranks_of = group(digests)
+        digests = {rank: seen[part].split() for rank, seen in facts.items() if seen[part]}
+        count = min(map(len, digests.values()), default=0)
+        ranks_of = group({rank: tuple(words[:count]) for rank, words in digests.items()})
         if len(ranks_of) > 1:
             text = sentence.format(subject=subject, who=versus(ranks_of.values()))
             hits.append(RuleHit(text, tuple(digests)))
@@ -35,9 +36,10 @@ LINT = Lint(
     do="let the dataset (or sampler) give all ranks everything, or use the loader without prepare "
     "and send its batches to `device`",
     is_early=True,
-    conditions="the first loop over a prepared loader begins, and the first three samples of its "
-    "dataset, or the first indices of a sampler that is not one of torch's random ones, differ "
-    "between ranks. A forked process reads them, so nothing is used up. It is told at once",
+    conditions="the first loop over a prepared loader begins, and the first samples of its "
+    "dataset (64, or as many as can be read in 0.2 s), or the first indices of a sampler that is "
+    "not one of torch's random ones, differ between ranks. A forked process reads them, so nothing "
+    "is used up. It is told at once",
     exceptions="under `single`; data that differ when they are read twice, as from a generator "
     "without a seed; a dataset that gives nothing on the other ranks; one that reads files or "
     "connections which were open before; outside of Linux",

@@ -316,17 +316,38 @@ def test_data_that_each_rank_has_cut_are_told_however_a_loader_reads_them(linted
         "dispatched = prepare(DataLoader(Stream(), batch_size=2), dispatch_batches=True)\n"
         "read = prepare(DataLoader(Stream(), batch_size=2), dispatch_batches=False)\n"
         "halved = prepare(DataLoader(Stream(), batch_size=2), split_batches=True)\n"
+        "class Headed(Stream):\n"
+        "    def __iter__(self):\n"
+        "        yield from (0, 0, 0, 0)\n"
+        "        yield from super().__iter__()\n"
+        "class Sample:\n"
+        "    def __init__(self, number):\n        self.number = number\n"
+        "class Objects(Stream):\n"
+        "    def __iter__(self):\n        return map(Sample, super().__iter__())\n"
+        "class Once(IterableDataset):\n"
+        "    def __init__(self):\n        self.numbers = iter(range(rank, 24, 2))\n"
+        "    def __iter__(self):\n        return self.numbers\n"
+        "def numbers(samples):\n    return torch.tensor([sample.number for sample in samples])\n"
+        "headed = prepare(DataLoader(Headed(), batch_size=2))\n"
+        "objects = prepare(DataLoader(Objects(), batch_size=2, collate_fn=numbers))\n"
+        "once = prepare(DataLoader(Once(), batch_size=2))\n"
         "part = prepare(DataLoader(Subset(range(16), range(rank, 16, 2)), batch_size=2))\n"
         "own = DistributedSampler(range(16), shuffle=False)\n"
         "drawn = prepare(DataLoader(range(16), batch_size=2, sampler=own))\n"
         "whole = prepare(DataLoader(range(16), batch_size=2, shuffle=True))\n"
-        "n = [len(list(each)) for each in (worked, dispatched, read, halved, part, drawn, whole)]"
+        "n = [len(list(each)) for each in (worked, dispatched, read, halved, part, drawn, whole)]\n"
+        "n += [len(list(each)) for each in (headed, objects, once)]"
     )
-    linted.run("%%distributed\ndel worked, dispatched, read, halved, part, drawn, whole, own")
+    linted.run(
+        "%%distributed\ndel worked, dispatched, read, halved, part, drawn, whole, own\n"
+        "del headed, objects, once"
+    )
 
     assert cell.status == "ok", cell.visible
     found = re.findall(r"lint sharded-twice \[0-1\]: (\w+) is prepared, and its (\w+)", cell.stderr)
-    streams = [(name, "dataset") for name in ("worked", "dispatched", "read", "halved", "part")]
+    streams = [(name, "dataset") for name in (
+        "worked", "dispatched", "read", "halved", "part", "headed", "objects", "once",
+    )]  # fmt: skip
     assert sorted(found) == sorted([*streams, ("drawn", "sampler")])
 
 
@@ -385,13 +406,25 @@ c(x).square().mean().backward()
 with accelerator.no_sync(d):
     d(x).square().mean().backward()
 d_steps.step()
-for optimizer in a_steps, b_steps, d_steps:
+e, e_steps = fresh()
+e_steps = accelerator.prepare(e_steps)
+found = torch.autograd.grad(e(x).square().mean(), list(e.parameters()))
+for parameter, gradient in zip(e.parameters(), found):
+    parameter.grad = gradient
+e_steps.step()
+for optimizer in a_steps, b_steps, d_steps, e_steps:
     optimizer.zero_grad()
 """
 _REDUCED = """%%distributed
+penalty = torch.autograd.grad(a(x).mean(), a.module.weight, create_graph=True)[0].square().sum()
 a(x).square().mean().backward()
 a_steps.step()
-del b, b_steps, c, d, d_steps, outputs, loss, parameter, optimizer, hook
+found = torch.autograd.grad(a(x).square().mean(), list(a.parameters()))
+for parameter, gradient in zip(a.parameters(), found):
+    parameter.grad = accelerator.reduce(gradient, "mean")
+a_steps.step()
+del b, b_steps, c, d, d_steps, e, e_steps, outputs, loss, parameter, gradient, found
+del penalty, optimizer, hook
 n = gc.collect()
 """
 
@@ -414,6 +447,7 @@ def test_what_ddp_has_not_reduced_is_told_of_each_model(linted: Kernel) -> None:
         ("b", 10, "a second backward ran through one forward"),
         ("c", 14, "the step ran in a hook"),
         ("d", 23, "ran under no_sync"),
+        ("e", 29, "torch.autograd.grad or torch.func has computed them"),
     ):
         sentence = (
             rf"the optimizer of {model} stepped at line {line} of cell \[\d+\] with .*{idiom}"

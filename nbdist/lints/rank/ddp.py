@@ -12,8 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nbdist.lints.rank import watch
-from nbdist.lints.rank.reduction import Reduction
+from nbdist.lints.rank import reduction, watch
 from nbdist.lints.replicas import UnreducedStep
 from nbdist.lints.unused_parameters import SHOWN_NAMES
 from nbdist.rpc.rank import namespace
@@ -25,7 +24,7 @@ class Ddp:
     def __init__(self, module: DistributedDataParallel, number: int = 0) -> None:
         self.module = weakref.ref(module)
         self.number = number
-        self.reduction = Reduction()
+        self.reduction = reduction.Reduction()
         # Only ever written in a forward: what torch.compile traces must not depend on it.
         self.has_run = self.is_called = False
         self.run_at = 0
@@ -56,6 +55,7 @@ _state = _State()
 def install() -> None:
     """Give each DDP model that is made from now on a forward hook, which it keeps."""
     watch.wrap(DistributedDataParallel, "__init__", _noting_ddp)
+    reduction.install()
 
 
 def begin() -> None:

@@ -20,9 +20,18 @@ import torch.distributed as dist
 
 from nbdist.hang.rank.source_line import UserFrameFinder
 from nbdist.hang.text import place_text
-from nbdist.lints.gradients_apart import NO_SYNC, SECOND_BACKWARD, STEP_IN_HOOK, TWO_FORWARDS
+from nbdist.lints.gradients_apart import (
+    BY_HAND,
+    NO_SYNC,
+    SECOND_BACKWARD,
+    STEP_IN_HOOK,
+    TWO_FORWARDS,
+)
 from nbdist.lints.rank import watch
 from nbdist.lints.replicas import UnreducedStep
+
+# Calls of torch.autograd.grad that run.
+_grad_calls: list[bool] = []
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,6 +83,9 @@ class Reduction:
         if number == self.backward:
             return
         self.backward = number
+        if _grad_calls:  # of a loss, or of what becomes a part of one: DDP waits on
+            self.idiom = BY_HAND
+            return
         if self.is_awaited:
             self.idiom = ""
         elif not forward.is_synced:
@@ -111,6 +123,22 @@ class Reduction:
         facts |= {"ranks": ranks, "of": len(ranks), "model": number}
         watch.note("gradients-apart", name, **facts)
         watch.note_now("gradients-apart", name, facts)
+
+
+def install() -> None:
+    """Know which gradients torch.autograd.grad computes; torch.func asks it too."""
+    watch.wrap(torch.autograd, "grad", _noting_grad)
+
+
+def _noting_grad(original: Any) -> Any:
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        _grad_calls.append(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _grad_calls.pop()
+
+    return grad
 
 
 def backward_number() -> int:

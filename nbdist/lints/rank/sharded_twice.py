@@ -30,7 +30,11 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from nbdist.lints.rank import watch
 from nbdist.parallel import events
 
+# So many samples are read, and up to the most of them while that is quick: those of a file's head
+# may be alike.
 N_SAMPLES = 3
+MOST_SAMPLES = 64
+QUICK_S = 0.2
 DEADLINE_S = 5.0
 MOST_BYTES = 65536
 # Their order is random, or each index in turn: prepare makes it equal on all ranks.
@@ -73,7 +77,10 @@ def _note(loader: Any, dataset: Any, batches: Any) -> None:
 
 
 def read_apart(dataset: Any, batches: Any) -> dict[str, str]:
-    """Digests of the first samples and of the first indices; each empty where it says nothing."""
+    """Digests of each of the first samples and of the first indices, empty where they say nothing.
+
+    They are words of one text. Ranks may have read more or fewer of them.
+    """
     nothing = {"samples": "", "order": ""}
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -116,8 +123,8 @@ def _report(writer: int, dataset: Any, batches: Any) -> None:
         _leave_ranks()
         torch.set_num_threads(1)
         digests = {
-            "samples": _digest_twice(lambda: _first_samples(dataset)),
-            "order": _digest_twice(lambda: _first_indices(batches)),
+            "samples": _digests(lambda: _first_samples(dataset), times=_times(dataset)),
+            "order": _digests(lambda: _first_indices(batches)),
         }
         os.write(writer, json.dumps(digests).encode())
     finally:
@@ -131,25 +138,39 @@ def _leave_ranks() -> None:
     call_log.uninstall()
 
 
-def _digest_twice(read: Any) -> str:
+def _digests(read: Any, times: int = 2) -> str:
     """Of what is read; empty where that fails, is empty, or is not the same again."""
-    digests = set()
-    for _ in range(2):
+    runs: list[list[str]] = []
+    for _ in range(times):
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002  # what data draw from without a generator
         torch.manual_seed(0)
         try:
-            values = list(read())
+            runs.append([_digest(value) for value in _while_quick(read())])
         except Exception:  # noqa: BLE001  # the loop itself meets it, or does not
             return ""
-        digests.add(_digest(values) if values else "")
-    return digests.pop() if len(digests) == 1 else ""
+    count = min(map(len, runs))
+    return " ".join(runs[0][:count]) if runs[0][:count] == runs[-1][:count] else ""
+
+
+def _while_quick(values: Iterable[Any]) -> Iterator[Any]:
+    stop = time.monotonic() + QUICK_S
+    for number, value in enumerate(itertools.islice(values, MOST_SAMPLES), start=1):
+        yield value
+        if number >= N_SAMPLES and time.monotonic() > stop:
+            return
+
+
+def _times(dataset: Any) -> int:
+    """How often a dataset can be read: once, if it is made of one iterator."""
+    is_once = isinstance(dataset, IterableDataset) and iter(dataset) is iter(dataset)
+    return 1 if is_once else 2
 
 
 def _first_samples(dataset: Any) -> Iterable[Any]:
     if isinstance(dataset, IterableDataset):
-        return itertools.islice(iter(dataset), N_SAMPLES)
-    return (dataset[index] for index in range(min(N_SAMPLES, len(dataset))))
+        return iter(dataset)
+    return (dataset[index] for index in range(len(dataset)))
 
 
 def _first_indices(batches: Any) -> Iterable[Any]:
@@ -157,18 +178,19 @@ def _first_indices(batches: Any) -> Iterable[Any]:
     is_known = type(sampler).__module__.startswith(_KNOWN_SAMPLERS)
     if sampler is None or (is_known and not isinstance(sampler, DistributedSampler)):
         return ()
-    return itertools.islice(iter(sampler), N_SAMPLES)
+    indices: Iterable[Any] = iter(sampler)
+    return indices
 
 
 def _digest(value: Any) -> str:
-    total = hashlib.blake2b(digest_size=8)
+    total = hashlib.blake2b(digest_size=4)
     for part in _parts(value):
         total.update(part)
     return total.hexdigest()
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """What a sample is made of; of an object that is none of these its class alone."""
+    """What a sample is made of; of an object that is none of these its class and attributes."""
     yield type(value).__name__.encode()
     if isinstance(value, Mapping):
         value = list(value.items())
@@ -182,3 +204,5 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
     elif callable(as_bytes := getattr(value, "tobytes", None)):  # an array, a picture
         yield as_bytes()
+    else:
+        yield from _parts(getattr(value, "__dict__", None))
