@@ -334,3 +334,36 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         assert result["twins"]
         assert result["fused"] == [True, True]
         assert "closure" in result["closure"]
+
+
+SEARCHES = """
+    def trained(strategy):
+        "The weights after a step of LBFGS, whose line search goes by the loss; each rank's data."
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        net = net.double()
+        x = torch.randn(8, 4, dtype=torch.float64)
+        optimizer = torch.optim.LBFGS(net.parameters(), 0.5, 5, line_search_fn="strong_wolfe")
+        if strategy:
+            registry.set_choice(choose(strategy, {}, n))
+            net, optimizer = Accelerator().prepare(net, optimizer)
+            x = x.chunk(n)[rank]
+        def closure():
+            optimizer.zero_grad()
+            loss = (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            return loss
+        for _ in range(2):
+            loss = optimizer.step(closure)
+        return loss.item(), torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    alone, weights = trained("")
+    loss, others = trained("ddp")
+    done(apart=[abs(loss - alone), (weights - others).abs().max().item()])
+"""
+
+
+def test_an_optimizer_that_goes_by_the_loss_gets_that_of_all_data(tmp_path: Path) -> None:
+    """LBFGS with a line search takes the same steps on all ranks: those of one process."""
+    for end in run_ranks(tmp_path, 2, MODEL + SEARCHES):
+        assert max(end["apart"]) < 1e-9, end

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nbdist.errors import OptionError
 from nbdist.parallel import prepare, registry
-from nbdist.parallel.accelerator import save_state
+from nbdist.parallel.accelerator import gather, save_state
 from nbdist.parallel.accelerator.grad_scaler import Scaler
 
 
@@ -44,7 +44,7 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
             return None
         if self.scaler is None:
             self._is_overflow = False
-            return self.optimizer.step(closure)
+            return self.optimizer.step(_of_all_data(closure, self.optimizer))
         if closure is not None:
             raise OptionError(
                 f"{type(self.optimizer).__name__}.step(closure) does not work with fp16: its "
@@ -69,6 +69,16 @@ class OptimizerWrapper(AcceleratedOptimizer):  # type: ignore[misc]  # untyped
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state: this rank's part, or the whole as `save_state` writes it."""
         save_state.load_optimizer(self.optimizer, state_dict)
+
+
+def _of_all_data(
+    closure: Callable[[], Any] | None, optimizer: torch.optim.Optimizer
+) -> Callable[[], Any] | None:
+    """A closure whose loss is the mean over all data, for LBFGS: it chooses its steps by that."""
+    if closure is None or not isinstance(optimizer, torch.optim.LBFGS):
+        return closure
+    device = registry.device()
+    return lambda: gather.reduce(torch.as_tensor(closure(), device=device), "mean")
 
 
 class Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # untyped
