@@ -292,7 +292,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a variable's value holds that can have a name of its own, by type."""
     if _is_any(value, torch.nn.Module):
         # Compiled models and the like: named as what they are in.
-        yield from (("", child) for child in _children(value))
+        yield from (("", child) for child in namespace.modules_in(value))
     elif _is_any(value, Optimizer):
         yield "", namespace.attributes(value).get("optimizer")
     else:
@@ -323,12 +323,6 @@ def _key_text(key: Any) -> str:
 def _is_any(value: Any, *kinds: type) -> bool:
     """Whether a value is of one of these classes, by its type: `isinstance` may run its code."""
     return issubclass(type(value), kinds)
-
-
-def _children(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules inside one; none where its constructor has not come to torch's."""
-    if "_modules" in namespace.attributes(module):
-        yield from (child for child in torch.nn.Module.modules(module) if child is not module)
 
 
 def _namespace() -> dict[str, Any]:

@@ -360,13 +360,18 @@ def test_odd_objects_in_the_notebook_turn_nothing_off(linted: Kernel) -> None:
         "    values = __iter__ = __getitem__ = items\n"
         "class Raises:\n"
         "    def __getattr__(self, name):\n        raise ValueError('not yet ' + name)\n"
-        "odd, lazy = Raises(), Lazy(a=1)\n"
+        "class Outer(torch.nn.Module):\n"
+        "    def named_modules(self, *args, **kwargs):\n        raise ValueError('not yet')\n"
+        "    modules = parameters = named_modules\n"
+        "odd, lazy, early = Raises(), Lazy(a=1), Outer()\n"
         "model, optimizer = fresh(linear(rank))\n"
         "loader = DataLoader(data, batch_size=8)\n"
         "train(model, optimizer, loader)"
     )
-    linted.run("%%distributed\ndel odd, lazy, loader")
+    checked = linted.run("%dist_check")
+    linted.run("%%distributed\ndel odd, lazy, early, loader")
 
+    assert checked.status == "ok", checked.visible
     assert "lint initial-values [0-1]: " in cell.stderr, cell.visible
     assert "lint same-data [0-1]: loader gave" in cell.stderr
     assert "not yet" not in cell.stderr

@@ -100,7 +100,7 @@ def name_of(module: Any) -> str:
     """The variable that holds a wrapper, or what it is in; or the class of what is in it."""
 
     def holds(value: Any) -> bool:
-        return issubclass(type(value), torch.nn.Module) and module in set(value.modules())
+        return any(inner is module for inner in namespace.modules_in(value))
 
     inner = namespace.unwrapped(module)
     return watch.variable(

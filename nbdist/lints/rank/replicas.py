@@ -28,6 +28,7 @@ from nbdist.lints.replicas import (
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
 from nbdist.parallel.prepared import Prepared
+from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label
 from nbdist.strategy.tensor_layout import local_runs
 
@@ -116,7 +117,7 @@ def local_models() -> list[LocalModel]:
 def _variables(covered: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     """The models that variables hold themselves, and that are in no other."""
     models = live_models.user_modules()
-    inner = {id(m) for v in models.values() for m in v.modules() if m is not v}
+    inner = {id(m) for v in models.values() for m in namespace.modules_in(v) if m is not v}
     skipped_ids = covered | inner
     for name, module in models.items():
         if id(module) not in skipped_ids:

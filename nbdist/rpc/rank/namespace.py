@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +71,19 @@ def attributes(value: Any) -> dict[str, Any]:
     except AttributeError:  # it has slots
         return {}
     return dict(members) if type(members) is dict else {}
+
+
+def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A module and all inside it, each once, by torch's own tables: none of their code runs."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        inner = waiting.pop()
+        if id(inner) in seen or not issubclass(type(inner), torch.nn.Module):
+            continue
+        seen.add(id(inner))
+        yield inner
+        waiting.extend(reversed([*attributes(inner).get("_modules", {}).values()]))
 
 
 def unwrapped(obj: Any) -> Any:
