@@ -12,6 +12,7 @@ import torch
 
 from nbdist.parallel import events
 from nbdist.parallel.build import Built
+from nbdist.parallel.reshard.former import mark
 from nbdist.parallel.transform import Layouts
 from nbdist.strategy.choice import Degrees
 from nbdist.strategy.tensor_layout import Placement, TensorLayout
@@ -80,6 +81,7 @@ class Prepared:
             id(parameter): (weakref.ref(parameter), name) for name, parameter in old.items()
         }
         for name, parameter in () if is_gathered else old.items():
+            mark(parameter, name, functools.partial(_is_replaced, weakref.ref(self), name))
             if parameter.requires_grad and parameter.is_leaf:
                 tell = functools.partial(_tell_gradient, weakref.ref(self), name)
                 parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]  # untyped
@@ -100,6 +102,15 @@ class Prepared:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
+
+
+def _is_replaced(reference: weakref.ref[Prepared], name: str, parameter: torch.Tensor) -> bool:
+    """Whether this rank trains another parameter in its place; of other stages' it trains none."""
+    model = reference()
+    if model is None or model.current_name_of(parameter) is not None:
+        return False
+    current = model.parameters.get(name)
+    return current is not None and not current.is_meta
 
 
 def _tell_gradient(reference: weakref.ref[Prepared], name: str, parameter: torch.Tensor) -> None:

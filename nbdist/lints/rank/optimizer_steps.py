@@ -65,6 +65,7 @@ class _State:
         probe: A parameter that steps, to see whether gradients are added up.
         autocast: What was computed in since the last step.
         stepped: Optimizers that have stepped in this cell.
+        former: Id of a model -> its name, and names of former parameters that losses have used.
     """
 
     count: int = 0
@@ -78,6 +79,7 @@ class _State:
     autocast: torch.dtype | None = None
     is_inside: bool = False
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    former: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
 
 
 _state = _State()
@@ -105,6 +107,7 @@ def begin() -> None:
     _state.lines.clear()
     _state.cleared.clear()
     _state.stepped.clear()
+    _state.former.clear()
     for stepper in _state.steppers.values():
         stepper.lines = {}
 
@@ -146,7 +149,10 @@ def list_stepped() -> list[Optimizer]:
 
 
 def end() -> None:
-    """Everything is noted when it happens."""
+    """Note the former parameters that losses have used, those of a model together."""
+    for model, names in _state.former.values():
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        watch.note("dead-parameters", f"{', '.join(names[:SHOWN_NAMES])}{more} of {model}")
 
 
 class _Declared:
@@ -253,7 +259,11 @@ def _look_at_dead(optimizer: Optimizer) -> None:
 
 @watch.guarded("dead-parameters")
 def _note_former(model: torch.nn.Module, name: str) -> None:
-    watch.note("dead-parameters", f"{name} of {ddp.name_of(model)}")
+    if id(model) not in _state.former:
+        _state.former[id(model)] = ddp.name_of(model), []
+    names = _state.former[id(model)][1]
+    if name not in names:
+        names.append(name)
 
 
 def _probe_tensor() -> torch.Tensor | None:
