@@ -46,8 +46,9 @@ NAMES = {
         "_resolve_process_group", "_create_process_group_wrapper",
     ),
     "torch.distributed:ProcessGroup": (
-        "_register_backend", "_backend_id", "_set_group_name", "_get_backend", "recv_anysource",
-        "send", "recv", "allreduce_coalesced", "allgather_coalesced",
+        "_register_backend", "_backend_id", "_set_group_name", "_get_backend",
+        "_set_default_backend", "recv_anysource", "send", "recv", "allreduce_coalesced",
+        "allgather_coalesced",
     ),
     "torch.distributed:Work": ("wait", "get_future"),
     "torch.distributed:ProcessGroupGloo": ("create_device", "_Options"),
@@ -98,8 +99,11 @@ NAMES = {
 # Names that a torch has which is built for CUDA.
 CUDA_NAMES = {
     "torch:_C": ("_cuda_isHistoryEnabled", "_cuda_attach_out_of_memory_observer"),
-    "torch.distributed:ProcessGroupNCCL": ("_group_start", "_group_end", "abort"),
-}
+    "torch.distributed:ProcessGroupNCCL": (
+        "abort", "perform_nocolor_split", "eager_connect_single_device",
+    ),
+    "torch._C:_distributed_c10d": ("_dump_nccl_trace",),
+}  # fmt: skip
 # Of a process, and what a node of autograd, a group's own backend, or another machine has.
 ELSEWHERE = {
     "_config", "_current_frames", "_saved_reduction", "_saved_total_weight", "_saved_self",

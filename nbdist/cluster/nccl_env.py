@@ -49,8 +49,8 @@ ENVIRONMENT = (
     Variable(
         "TORCH_DIST_USE_NCCL2",
         "0",
-        "torch 2.15 takes its newer backend for NCCL, whose hung calls nbdist does not find or "
-        "abort yet",
+        "torch 2.15 takes its newer backend for NCCL, with which nbdist has aborted no call on a "
+        "GPU yet",
         is_exact=True,
         is_read_at_import=True,
     ),
@@ -139,7 +139,7 @@ def backend_note(torch_version: str, environ: Mapping[str, str]) -> str:
         return ""
     return (
         f"torch {torch_version} has two backends for NCCL. Ranks use the older one "
-        "(TORCH_DIST_USE_NCCL2=0), whose hung calls nbdist can abort. "
+        "(TORCH_DIST_USE_NCCL2=0): with the newer one nbdist has aborted no call on a GPU yet. "
         "TORCH_DIST_USE_NCCL2=1 in the notebook's environment chooses the newer one."
     )
 

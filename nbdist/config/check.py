@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from nbdist.config import accelerate, deepspeed, instructlab
+from nbdist.config import accelerate, deepspeed, distributed_config, instructlab
 from nbdist.config.report import (
     ACCELERATE,
     DEEPSPEED,
     INSTRUCTLAB,
     KNOWN,
+    TRANSFORMERS,
     CheckContext,
     Checked,
     Report,
@@ -25,6 +26,7 @@ _KINDS: dict[str, tuple[Callable[[Document], bool], Callable[[Report, CheckConte
     ACCELERATE: (accelerate.matches, accelerate.check),
     INSTRUCTLAB: (instructlab.matches, instructlab.check),
     DEEPSPEED: (deepspeed.matches, deepspeed.check),
+    TRANSFORMERS: (distributed_config.matches, distributed_config.check),
 }
 # Where a file itself says how many ranks it is for.
 _RANKS = {ACCELERATE: ("num_processes",), INSTRUCTLAB: ("train", "num_gpus")}

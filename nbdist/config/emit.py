@@ -15,7 +15,8 @@ ACCELERATE = "accelerate"
 DEEPSPEED = "deepspeed"
 TORCHRUN = "torchrun"
 SBATCH = "sbatch"
-FORMS = (ACCELERATE, DEEPSPEED, TORCHRUN, SBATCH)
+TRANSFORMERS = "transformers"
+FORMS = (ACCELERATE, DEEPSPEED, TRANSFORMERS, TORCHRUN, SBATCH)
 
 DEEPSPEED_FILE = "ds_config.json"
 SCRIPT = "train.py"

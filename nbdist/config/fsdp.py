@@ -109,7 +109,10 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
     sizes = {key: document.value(_MESH, f"{_MESH}_{key}") or 1 for key in _SIZES}
     if not all(is_count(size) for size in sizes.values()):
         return
-    _check_product(notes, around, sizes)
+    by_path: dict[tuple[str, ...], int] = {
+        (_MESH, f"{_MESH}_{key}"): size for key, size in sizes.items()
+    }
+    check_product(notes, around, by_path, (_MESH, f"{_MESH}_dp_shard_size"))
     replicate, shard, tp, cp, sp = sizes.values()
     kind = document.value("distributed_type")
     is_2 = kind == "FSDP" and str(_of(document, "fsdp_version") or 1) == "2"
@@ -134,26 +137,35 @@ def check_mesh(notes: Report, around: CheckContext) -> None:
         notes.bad((_MESH,), "cp and sp exclude each other", "change one of them to 1")
 
 
-def _check_product(notes: Report, around: CheckContext, sizes: Mapping[str, int]) -> None:
+def check_product(
+    notes: Report,
+    around: CheckContext,
+    sizes: Mapping[tuple[str, ...], int],
+    spare: tuple[str, ...],
+) -> None:
+    """A mesh's sizes, by path, against the ranks; the size at the spare path can be changed."""
     ranks, product = around.ranks, math.prod(sizes.values())
-    words = [f"{key.removesuffix('_size')} {size}" for key, size in sizes.items() if size > 1]
+    names = {path: path[-1].removeprefix(f"{_MESH}_") for path in sizes}
+    words = [
+        f"{names[path].removesuffix('_size')} {size}" for path, size in sizes.items() if size > 1
+    ]
     axes_text = " x ".join(words) or "1"
-    line = notes.document.line(_MESH)
+    line = notes.document.line(*spare[:-1])
     if ranks is None:
         notes.good("ranks", f"not known; the mesh wants {product} ({axes_text})", line)
         return
     if ranks == product:
         notes.good("ranks", f"{ranks}, {around.source}: {axes_text}", line)
         return
-    others = product // sizes["dp_shard_size"]
+    others = product // sizes[spare]
     why = f"{axes_text} are {product} ranks, and there are {ranks} ({around.source})"
     if ranks % others == 0:
         new = ranks // others
-        fix = Fix(SET, (_MESH, f"{_MESH}_dp_shard_size"), new)
-        what = f"change dp_shard_size to {new}, or the ranks to {product}"
-        notes.bad((_MESH, f"{_MESH}_dp_shard_size"), why, what, fix)
+        what = f"change {names[spare]} to {new}, or the ranks to {product}"
+        notes.bad(spare, why, what, Fix(SET, spare, new))
         return
-    notes.bad((_MESH,), why, f"change the ranks to {product}, or a degree to a divisor of {ranks}")
+    whole = spare[:-1] or spare
+    notes.bad(whole, why, f"change the ranks to {product}, or a degree to a divisor of {ranks}")
 
 
 def check_megatron(notes: Report, around: CheckContext) -> None:

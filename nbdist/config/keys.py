@@ -79,6 +79,14 @@ PARALLELISM = _keys({
     WORDY: "sp_seq_length_is_variable",
     TEXT: "sp_attn_implementation",
 }, "parallelism_config_")  # fmt: skip
+# transformers.distributed.DistributedConfig, as its to_json_file writes it.
+DISTRIBUTED = _keys({
+    COUNT: "tp_size fsdp_size dp_replicate_size pp_size ep_size",
+    BOOL: "enable_sequence_parallel enable_expert_parallel fsdp_cpu_offload fsdp_mixed_precision",
+    MAP: "fsdp_plan ep_plan",
+    ANY: "tp_plan",
+    TEXT: "ep_implementation",
+})  # fmt: skip
 # Inside the YAML of Accelerate.
 DEEPSPEED_INLINE = _keys({
     "=0|1|2|3": "zero_stage",

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nbdist.config import distributed_config
 from nbdist.config.emit import (
     ACCELERATE,
     DEEPSPEED,
@@ -13,6 +14,7 @@ from nbdist.config.emit import (
     PORT,
     SBATCH,
     TORCHRUN,
+    TRANSFORMERS,
     Refusal,
     Setting,
     accelerate_config,
@@ -177,6 +179,7 @@ def sbatch_text(setting: Setting) -> str | Refusal:
 _WRITERS = {
     ACCELERATE: accelerate_text,
     DEEPSPEED: deepspeed_text,
+    TRANSFORMERS: distributed_config.text,
     TORCHRUN: torchrun_text,
     SBATCH: sbatch_text,
 }

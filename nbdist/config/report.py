@@ -29,9 +29,11 @@ TYPED = "--ranks"
 ACCELERATE = "Accelerate"
 DEEPSPEED = "DeepSpeed"
 INSTRUCTLAB = "InstructLab"
+TRANSFORMERS = "transformers"
 KNOWN = {
     ACCELERATE: "a YAML or JSON of `accelerate config`, with distributed_type in it",
     DEEPSPEED: "a JSON with zero_optimization, train_batch_size or other keys of DeepSpeed",
+    TRANSFORMERS: "a JSON or YAML of DistributedConfig, with tp_size or fsdp_size in it",
     INSTRUCTLAB: "a YAML with train: in it, of which the batch and the precision are checked",
 }
 _SHOWN = 60

@@ -58,6 +58,8 @@ def written(config: Configured, form: str, path: str) -> View:
     uses = {
         "accelerate": f"accelerate launch --config_file {name} {script}",
         "deepspeed": f"deepspeed_config_file: {name} in a YAML of Accelerate",
+        "transformers": f"from_pretrained(..., distributed_config=DistributedConfig(**json.load("
+        f"open({path!r}))))",
         "torchrun": f"sh {name}",
         SBATCH: f"sbatch {name}",
     }

@@ -16,6 +16,7 @@ from itertools import groupby
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import is_all, parse_numbers
+from nbdist.core.versions import check_ranks_torch
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
@@ -175,6 +176,7 @@ def plan(
 
     Raises:
         OptionError: If the backend is unknown or cannot join these ranks, or threads < 1.
+        StartError: If a rank's torch is too old, or another one than other ranks have.
     """
     assert reports
     assert len({report.engine_id for report in reports}) == len(reports)
@@ -184,6 +186,7 @@ def plan(
     ordered = sorted(
         reports, key=lambda r: (r.rank_hint,) if is_launcher_order else _sorted_order(r)
     )
+    check_ranks_torch([(r.torch_version, r.python, r.hostname) for r in ordered])
     obstacle = _gpu_obstacle(ordered)
     places = _place(ordered, threads, uses_gpus=not obstacle)
     gpu_uuids = [] if obstacle else [place.device_uuid for place in places]

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
+from nbdist.core.failures import ranks_phrase
 from nbdist.errors import StartError
 
 # The same as in pyproject.toml.
@@ -16,20 +21,83 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def check_torch(version: str | None, where: str) -> None:
+def torch_on_path() -> tuple[str | None, str]:
+    """(its version, its folder) of the torch that a process here imports; (None, "") without one.
+
+    Without importing it, and by its own file: pip's note can be of another one on the path.
+    """
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None, ""
+    folder = Path(spec.origin).parent
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    match = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    return (match.group(1) if match else None), str(folder)
+
+
+def second_torch(imported: str | None, folder: str, noted: str | None) -> str:
+    """What to do about two torches on the path: the one imported, the one that pip knows.
+
+    Empty where they are one. A build's tag (+cpu) need not be in both.
+    """
+    if not imported or not noted or imported.split("+")[0] == noted.split("+")[0]:
+        return ""
+    return (
+        f"Two versions of torch are on the path: ranks import {imported} from {folder}, and pip "
+        f"knows {noted}. Take one away: from PYTHONPATH, or with {sys.executable} -m pip uninstall "
+        "torch"
+    )
+
+
+def without_distributed(version: str, where: str) -> str:
+    """What to say of a torch that was built without torch.distributed."""
+    return (
+        f"torch {version} of {where} was built without torch.distributed, which nbdist needs. "
+        f"Install another build: {where} -m pip install --force-reinstall torch"
+    )
+
+
+def check_torch(version: str | None, where: str, remedy: str = "") -> None:
     """Refuse a torch that is missing (None) or older than OLDEST_TORCH.
 
-    `where` is the Python that it is for.
+    `where` is the Python that it is for; the remedy is to install a newer one, if none is given.
 
     Raises:
-        StartError: With the command that installs a newer one.
+        StartError: With the remedy.
     """
     needed = ".".join(map(str, OLDEST_TORCH))
-    remedy = f"Install it with: {where} -m pip install 'torch>={needed}'"
+    remedy = remedy or f"Install it with: {where} -m pip install 'torch>={needed}'"
     if version is None:
         raise StartError(f"torch is not installed for {where}. {remedy}")
     if release(version) < OLDEST_TORCH:
         raise StartError(f"torch {version} is too old for nbdist, which needs {needed}. {remedy}")
+
+
+def check_ranks_torch(of_ranks: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse ranks of which one has a torch that is too old, or another one than the others.
+
+    By rank (version, Python, host); versions that are not known and a build's tag do not count.
+
+    Raises:
+        StartError: With the versions and whose they are.
+    """
+    by_version: dict[str, list[int]] = {}
+    for rank, (version, python, _) in enumerate(of_ranks):
+        if version:
+            check_torch(version, python)
+            by_version.setdefault(version.split("+")[0], []).append(rank)
+    if len(by_version) > 1:
+        listed = "; ".join(
+            f"{version} on {ranks_phrase(ranks)} "
+            f"({', '.join(dict.fromkeys(of_ranks[rank][2] for rank in ranks))})"
+            for version, ranks in by_version.items()
+        )
+        raise StartError(
+            f"The ranks have different versions of torch: {listed}. Install one on all."
+        )
 
 
 def check_system(platform: str) -> str:

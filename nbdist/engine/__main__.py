@@ -36,6 +36,16 @@ def wait_for_controller(arguments: list[str]) -> None:
             return
 
 
+def refuse(run_dir: Path, version: str) -> None:
+    """End this process for its torch has no torch.distributed; the notebook is told why."""
+    from nbdist.core import versions
+
+    message = versions.without_distributed(version, sys.executable)
+    failure = {"kind": "StartError", "message": message, "is_explained": True, "traceback": ""}
+    (run_dir / f"failed.{os.environ['RANK']}").write_text(json.dumps(failure))
+    sys.exit(message)
+
+
 def main() -> None:
     """Be one rank until told to stop."""
     run_dir = Path(os.environ["NBDIST_RUN"])
@@ -53,7 +63,10 @@ def main() -> None:
     crash_files.arm(run_dir, int(os.environ["RANK"]))
     child_sockets.use(run_dir, int(os.environ["RANK"]))
 
-    import torch  # noqa: F401  # the longest part, before there is anything to register with
+    import torch  # the longest part, before there is anything to register with
+
+    if not torch.distributed.is_available():  # nothing of what follows could be imported
+        refuse(run_dir, torch.__version__)
 
     wait_for_controller(sys.argv)
 

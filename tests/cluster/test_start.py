@@ -114,6 +114,25 @@ def test_plain_python_gets_ranks(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_torch_without_distributed_is_refused(
+    no_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ranks, which import it, with its version, and with what to install."""
+    torch_folder = tmp_path / "torch"
+    (torch_folder / "distributed").mkdir(parents=True)
+    (torch_folder / "version.py").write_text("__version__ = '2.16.0.dev20261120'\n")
+    (torch_folder / "__init__.py").write_text(
+        "from torch.version import __version__\nfrom torch import distributed\n"
+    )
+    (torch_folder / "distributed/__init__.py").write_text("def is_available(): return False\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StartError) as caught:
+        begin()
+
+    assert "torch 2.16.0.dev20261120 of " in str(caught.value)
+    assert "was built without torch.distributed, which nbdist needs. Install" in str(caught.value)
+
+
 def test_without_options_two_ranks_start_on_the_cpu(no_gpus: None, runs: Path) -> None:
     """Two ranks, their threads a share of the cores, and a progress line for each step."""
     steps: list[str] = []
@@ -352,9 +371,12 @@ def test_an_old_torch_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path
 ) -> None:
     """A torch that is too old is named with the version that is needed and how to get it."""
-    info = tmp_path / "torch-1.0.dist-info"
+    info, package = tmp_path / "torch-1.0.dist-info", tmp_path / "torch"
     info.mkdir()
+    package.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    (package / "version.py").write_text("__version__ = '1.0'\n")
+    (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(StartError) as caught:
         begin(world_size=1)

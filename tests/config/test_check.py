@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nbdist.config import distributed_config
 from nbdist.config.check import check, corrected, kind_of
 from nbdist.config.emit import Refusal, Setting, accelerate_config, deepspeed_config
 from nbdist.config.report import CheckContext, Checked
@@ -156,6 +157,13 @@ _CASES: dict[str, tuple[str, str, str]] = {
     _FSDP2 + "  fsdp_activation_checkpointing_offload: true": (BAD, "it needs fsdp_activation_checkpointing", "fsdp_activation_checkpointing: true"),
     _FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n  fsdp_sync_module_states: false": (BAD, "has to be true", ""),
     _FSDP + "  fsdp_version: 3": (BAD, "3 is not one of 1, 2", ""),
+    # transformers' DistributedConfig
+    '{"fsdp_size": 8, "fdsp_cpu_offload": true}': (WARN, "transformers silently ignores it; change the key to fsdp_cpu_offload", '"fsdp_cpu_offload": true'),
+    '{"fsdp_size": "8"}': (BAD, "write 8", '"fsdp_size": 8'),
+    '{"pp_size": 2, "fsdp_size": 4}': (BAD, "cannot combine a pipeline (pp 2) with FSDP or replicas", ""),
+    '{"fsdp_size": 4, "tp_size": 2, "ep_size": 3}': (BAD, "it must be a multiple of tp_size, 2", ""),
+    '{"fsdp_size": 4, "tp_size": 2, "ep_size": 6}': (BAD, "it must divide fsdp_size x tp_size = 4 x 2 = 8", ""),
+    "tp_size: 8\nenable_expert_parallel: true": (WARN, "transformers has replaced it by ep_size", "tp_size: 8\n"),
     # Meshes
     _MESH + "  parallelism_config_tp_size: 2\n  parallelism_config_dp_shard_size: 2": (BAD, "dp_shard 2 x tp 2 are 4 ranks, and there are 8 (as num_processes says); change dp_shard_size to 4", "dp_shard_size: 4"),
     _MESH + "  parallelism_config_tp_size: 3": (BAD, "tp 3 are 3 ranks, and there are 8", ""),
@@ -321,6 +329,24 @@ def test_kinds_are_known_by_their_content() -> None:
     assert kind_of(read("a", "output_dir: x\nmodel: {_component_: torchtune}\n")) == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "told", "right"),
+    [
+        ('{"tp_size": 2, "fsdp_size": 2}', "fsdp 2 x tp 2 are 4 ranks, and there are 8 (--ranks); "
+         "change fsdp_size to 4", '"fsdp_size": 4'),
+        ('{"tp_size": 3}', "change the ranks to 3, or a degree to a divisor of 8", ""),
+        ('{"tp_plan": "auto", "fsdp_size": 2}', "", ""),  # then tp gets the rest
+    ],
+)  # fmt: skip
+def test_the_sizes_of_transformers_are_the_ranks(text: str, told: str, right: str) -> None:
+    """Their product, of which a size that is not written can be the rest."""
+    around = CheckContext(8, "--ranks")
+    result = check(read("its.json", text), around)
+
+    assert [told in line for line in problems_of(result, BAD)] == [True] * bool(told)
+    assert right in mended(result, around).document.text
+
+
 def test_the_page_says_what_each_strategy_is() -> None:
     """docs/configs.md has a row for every strategy, with the type and stage that are written."""
     page = (_DATA.parents[2] / "docs" / "configs.md").read_text(encoding="utf-8")
@@ -329,7 +355,9 @@ def test_the_page_says_what_each_strategy_is() -> None:
     assert set(ROWS) <= set(rows)
     for name in ROWS:
         strategy_setting = Setting(choose(name, {}, 4))
-        yaml, ds = rows[name].split(" | ")
+        yaml, ds, distributed = rows[name].split(" | ")
+        its = distributed_config.text(strategy_setting)
+        assert distributed.startswith("none") == isinstance(its, Refusal)
         config = accelerate_config(strategy_setting)
         kind = "none" if isinstance(config, Refusal) else f"`{config['distributed_type']}`"
         assert yaml.startswith(kind)

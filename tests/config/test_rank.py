@@ -1,6 +1,7 @@
 """Configurations beside the installed Accelerate: what it knows, takes and refuses."""
 
 import base64
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from accelerate.utils import (
 )
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from nbdist.config import keys
 from nbdist.config.check import check, corrected
@@ -266,6 +268,49 @@ def test_each_strategy_has_a_form_or_a_reason() -> None:
         line = f"nbdist run train.py -n 8 --strategy {name}"
         assert line in config.refused["accelerate"]
         assert f"srun --kill-on-bad-exit=1 {line}" in config.texts["sbatch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("fsdp", {}, (1, 8, 1, 1)),
+        ("fsdp", {"tp": 2, "shard": "hybrid", "replicas": 2}, (2, 2, 2, 1)),
+        ("fsdp", {"offload": "cpu", "precision": "bf16"}, (1, 8, 1, 1)),
+        ("tp", {}, (8, 1, 1, 1)),
+        ("pp", {"tp": 2}, (2, 1, 1, 4)),
+    ],
+)
+def test_transformers_takes_its_form(
+    name: str, options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    """Its own class has the sizes; the check of files finds nothing, and knows every key."""
+    config = configured(Setting(choose(name, options, 8)))
+    written_keys = json.loads(config.texts["transformers"])
+    its = DistributedConfig(**written_keys)
+    document = read("distributed.json", config.texts["transformers"])
+    checked = check(document, CheckContext(8, source="--ranks"))
+
+    assert (its.tp_size, its.fsdp_size, its.dp_replicate_size, its.pp_size) == sizes
+    assert its.fsdp_cpu_offload == its.fsdp_mixed_precision == ("offload" in options)
+    assert [finding for finding in checked.findings if finding.verdict != "ok"] == []
+    assert set(keys.DISTRIBUTED) == {field.name for field in dataclasses.fields(its)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("ddp", {}, "no such strategy"),
+        ("pp", {"dp": 2}, "no FSDP or copies beside them"),
+        ("fsdp", {"shard": "grad-op"}, "by a model's own plan alone"),
+        ("fsdp", {"precision": "fp16"}, "in bf16 alone"),
+    ],
+)
+def test_what_transformers_cannot_say(name: str, options: dict[str, Any], why: str) -> None:
+    """It is refused with a line that starts it."""
+    refused = configured(Setting(choose(name, options, 8))).refused["transformers"]
+
+    assert why in refused
+    assert f"nbdist run train.py -n 8 --strategy {name}" in refused
 
 
 def test_deepspeeds_settings_need_no_file() -> None:

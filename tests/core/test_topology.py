@@ -215,6 +215,13 @@ def random_reports(generator: random.Random) -> list[EngineReport]:
     ]
 
 
+def test_ranks_with_different_versions_of_torch_are_refused() -> None:
+    """Wherever they come from, before they meet; the ranks are named with their hosts."""
+    reports = [engine(e, f"n{e}", torch_version=f"2.1{3 + e}.0") for e in range(2)]
+    with pytest.raises(StartError, match=r"2\.13\.0 on rank 0 \(n0\); 2\.14\.0 on rank 1 \(n1\)"):
+        plan(reports)
+
+
 CPU = {"has_cuda": False, "torch_version": "2.13.0+cpu"}
 
 

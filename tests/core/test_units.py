@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -72,10 +73,49 @@ def test_size(monkeypatch: pytest.MonkeyPatch, value_bytes: float, expected: str
 # Versions
 
 
-@pytest.mark.parametrize("version", ["2.11", "2.11.0", "2.13.0+cpu", "2.100.1", "3.0", "2.11.0a0"])
+NEW_ENOUGH = ["2.11", "2.13.0+cpu", "2.100.1", "3.0", "2.11.0a0", "2.16.0.dev20261120+cu130"]
+
+
+@pytest.mark.parametrize("version", NEW_ENOUGH)
 def test_new_enough_torch(version: str) -> None:
     """Versions are compared as numbers: 2.11 and 2.100 are newer than 2.9."""
     versions.check_torch(version, "/venv/bin/python")
+
+
+def test_a_torch_is_known_without_importing_it(tmp_path: Path) -> None:
+    """The first on the path counts, by its own file; what pip notes can be of another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/__init__.py").touch()
+        (tmp_path / "torch/version.py").write_text("__all__ = []\n__version__ = '2.9.1+cu128'\n")
+        version, folder = versions.torch_on_path()
+    second = versions.second_torch(version, folder, "2.13.0+cpu")
+
+    assert (version, folder) == ("2.9.1+cu128", str(tmp_path / "torch"))
+    assert second.startswith(
+        "Two versions of torch are on the path: ranks import 2.9.1+cu128 from "
+    )
+    assert versions.second_torch("2.15.0+cu132", folder, "2.15.0") == ""
+    with pytest.raises(StartError, match=r"2\.9\.1\+cu128 is too old .* pip knows 2\.13\.0\+cpu"):
+        versions.check_torch(version, "/venv/bin/python", second)
+
+
+def test_ranks_have_one_torch() -> None:
+    """Who has which is told; a build's tag is no version, and one that is not known is none."""
+    versions.check_ranks_torch(
+        [("2.15.0", "py", "a"), ("2.15.0+cu132", "py", "b"), ("", "py", "c")]
+    )
+    found = [(v, "/bin/python", h) for v, h in (("2.13.0", "a"), ("2.15.0", "b"), ("2.13.0", "a"))]
+    with pytest.raises(StartError) as caught:
+        versions.check_ranks_torch(found)
+    with pytest.raises(StartError, match=r"torch 2\.10\.0 is too old .*/bin/python -m pip install"):
+        versions.check_ranks_torch([("2.10.0", "/bin/python", "a")])
+
+    assert str(caught.value) == (
+        "The ranks have different versions of torch: 2.13.0 on ranks 0,2 (a); 2.15.0 on rank 1 "
+        "(b). Install one on all."
+    )
 
 
 def test_enough_shared_memory() -> None:

@@ -15,13 +15,13 @@ class Holder:
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
-        self._is_queued = False
+        self._queued = ""
 
-    def get(self, n: int, *, is_queued: bool = False) -> Ranks:
+    def get(self, n: int, *, queued: str = "") -> Ranks:
         """Ranks that are whole; not whole again until the test says so."""
-        if self._ranks is None or (self._ranks.n, self._is_queued) != (n, is_queued):
+        if self._ranks is None or (self._ranks.n, self._queued) != (n, queued):
             self.drop()
-            self._ranks, self._is_queued = Ranks.start(n, is_queued=is_queued), is_queued
+            self._ranks, self._queued = Ranks.start(n, queued=queued), queued
         self._ranks.is_whole = False
         self._ranks.set_kept()
         return self._ranks
@@ -52,7 +52,7 @@ def ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
 @pytest.fixture
 def queued_ranks(n: int, _holder: Holder) -> Iterator[Ranks]:
     """The same with a device that works off a queue."""
-    ranks = _holder.get(n, is_queued=True)
+    ranks = _holder.get(n, queued="QueuedNccl")
     yield ranks
     if not ranks.is_whole:
         _holder.drop()

@@ -1,5 +1,7 @@
 """The faults of ranks whose device works off a queue, as GPUs do, with NCCL's manners."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.faults.fault import Fault, cases, happen_as_promised, short_and_whole
@@ -15,6 +17,22 @@ def test_a_fault(n: int, fault: Fault, queued_ranks: Ranks) -> None:
     outcome = happen_as_promised(queued_ranks, fault)
 
     queued_ranks.conclude(fault.name, fault.kind, outcome.told_s, outcome.back_s)
+
+
+@pytest.mark.parametrize(("n", "fault"), cases((), (2, 4), QUEUED[:1]))
+def test_a_hang_of_the_newer_backend(n: int, fault: Fault, own_ranks: Callable[..., Ranks]) -> None:
+    """It is told, aborted and renewed with its kind, whose recorder hears of ends again."""
+    ranks = own_ranks(n, queued="QueuedNccl2")
+    happen_as_promised(ranks, fault)
+    cell = ranks.ok(
+        "%%distributed\n"
+        "kind = type(dist.group.WORLD._get_backend(device)).__name__\n"
+        "dist.all_reduce(x)\nx.sum().item()\n"
+        "from nbdist.hang.rank import main_thread\n"
+        "print(kind, main_thread.device_calls()[-1].is_pending)"
+    )
+
+    assert cell.text.strip() == f"[0-{n - 1}] QueuedNccl2 False"
 
 
 @pytest.mark.parametrize("n", [2])

@@ -346,6 +346,7 @@ def test_all_forms_are_shown(kernel: Kernel) -> None:
     assert "parallelism_config_dp_shard_size: 8" in other
     assert "--nnodes 2 --nproc-per-node 8" in other
     assert "['accelerate', 'sbatch', 'torchrun']" in called
+    assert "--- transformers: none" in live
 
 
 def test_a_file_is_written_corrected(kernel: Kernel, tmp_path: Path) -> None:

@@ -283,15 +283,16 @@ def aborts() -> dict[str, Any]:
 
 
 def renews() -> dict[str, Any]:
-    """After an abort the same group adds up again, and so does a mesh of two dimensions."""
+    """After an abort the same group adds up again, and so does a mesh; their calls end."""
     torch, dist = _one_rank()
     from torch.distributed.device_mesh import init_device_mesh
 
-    from nbdist.hang.rank import nccl_abort
+    from nbdist.hang.rank import main_thread, nccl_abort
 
     x = torch.ones(1, device="cuda")
     dist.all_reduce(x)
     nccl_abort.abort()
+    main_thread.mark_recovered()  # what was aborted never ends
     began_s = time.monotonic()
     nccl_abort.renew(dist.group.WORLD, dist.HashStore(), timedelta(minutes=1))
     took_s = time.monotonic() - began_s
@@ -299,7 +300,20 @@ def renews() -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
     dist.all_reduce(x, group=mesh.get_group("tp"))
     assert x.item() == 1.0, f"one rank's sum of 1 is {x.item()}"
-    return {"took, s": round(took_s, 2)}
+    end_s = time.monotonic() + 5
+    while (calls := main_thread.device_calls()) and any(call.is_pending for call in calls):
+        assert time.monotonic() < end_s, f"calls do not end by the recorder: {calls}"
+        time.sleep(0.05)
+    return {"took, s": round(took_s, 2), "calls seen": len(calls)}
+
+
+def newer(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The same of torch 2.15's newer backend for NCCL; an older torch has one alone."""
+    os.environ["TORCH_DIST_USE_NCCL2"] = "1"
+    seen = look()
+    from nbdist.hang.rank import nccl_abort
+
+    return {"backends": sorted({nccl.name() for nccl in nccl_abort.backends()}), **seen}
 
 
 def step_times() -> dict[str, Any]:
@@ -531,6 +545,8 @@ PROBES = {
     "waits": Probe(waits, 90),
     "aborts": Probe(aborts, 60),
     "renews": Probe(renews, 60),
+    "aborts, newer": Probe(functools.partial(newer, aborts), 60),
+    "renews, newer": Probe(functools.partial(newer, renews), 60),
     "step_times": Probe(step_times, 60),
     "staging": Probe(staging, 60),
     "allocator_lock": Probe(allocator_lock, 60),

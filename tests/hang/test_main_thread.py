@@ -334,11 +334,12 @@ def test_a_barrier_has_no_detail() -> None:
     assert (call.op, call.detail, call.number, call.is_pending) == ("barrier", "", 4, True)
 
 
-def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["nccl", "nccl2"])
+def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Gloo's and NCCL's recorders use one name for a group, and numbers of their own."""
     gloo = entry(profiling_name="gloo:all_reduce", collective_seq_id=7, retired=True)
-    nccl = [entry(profiling_name="nccl:all_reduce", collective_seq_id=n) for n in (1, 2)]
-    nccl.append(entry(profiling_name="nccl:send 0->1", is_p2p=True))
+    nccl = [entry(profiling_name=f"{kind}:all_reduce", collective_seq_id=n) for n in (1, 2)]
+    nccl.append(entry(profiling_name=f"{kind}:send 0->1", is_p2p=True))
     recorders = [
         main_thread._FlightRecorder(lambda *_, e=e: pickle.dumps({"entries": e}))  # type: ignore[misc]
         for e in ([gloo], nccl)
@@ -348,11 +349,25 @@ def test_each_backend_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None
     newest = main_thread.newest_collectives()
     assert {key: call.number for key, call in newest.items()} == {
         ("gloo", "0"): 7,
-        ("nccl", "0"): 2,
+        (kind, "0"): 2,
     }
     calls = [(c.op, c.number, c.is_transfer) for c in main_thread.device_calls()]
     assert calls == [("all_reduce", 1, False), ("all_reduce", 2, False), ("send 0->1", 4, True)]
     assert main_thread.snapshot().newest == {"0": newest["gloo", "0"]}
+
+
+def test_recorders_that_have_a_name_are_asked_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 has one for each backend, and answers for Gloo where none is named."""
+
+    def dump(_entries: bool, _stacks: bool, _active: bool, backend: str = "gloo") -> bytes:
+        """dump(includeCollectives: bool | None, ..., backend: str = 'gloo') -> bytes"""
+        return backend.encode()
+
+    monkeypatch.setattr(main_thread._distributed_c10d, "_dump_fr_trace", dump)
+    monkeypatch.delattr(main_thread._distributed_c10d, "_dump_nccl_trace", raising=False)
+    asked = [read(True, False, False) for read in main_thread._dumps()]
+
+    assert asked == [b"gloo", b"nccl2", b"nccl-lazy"]
 
 
 def test_a_look_at_a_cpu_rank_reads_the_recorder_once(monkeypatch: pytest.MonkeyPatch) -> None:

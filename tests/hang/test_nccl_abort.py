@@ -2,13 +2,14 @@
 
 import contextlib
 import io
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,9 +183,6 @@ class _NewNccl:
         self.rank, self.size, self.options = rank, size, options
         self.level = dist.get_debug_level()
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.device = device
 
@@ -195,10 +193,9 @@ def test_a_renewed_backend_can_be_split(
 ) -> None:
     """It knows its global ranks, which a split reads; torch's checks do not see it made."""
     group, store = _Member(), dist.FileStore(str(tmp_path / "store"), 1)
-    old = SimpleNamespace(options=_NewNccl.Options())
+    old = _NewNccl(store, 1, 2, _NewNccl.Options())
     monkeypatch.setattr(nccl_abort, "backend", lambda _: old)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(c10d, "ProcessGroupNCCL", _NewNccl, raising=False)
     monkeypatch.setattr(debug_checks, "around", lambda backend, *_: backend)
     monkeypatch.setitem(c10d._world.pg_group_ranks, group, {2: 0, 5: 1})
     before = dist.get_debug_level()
@@ -210,11 +207,49 @@ def test_a_renewed_backend_can_be_split(
         dist.set_debug_level(before)
     [(device, kind, made)] = group.registered
 
-    assert (device, int(kind)) == (torch.device("cuda"), 255)
+    assert (device, int(kind), type(made)) == (torch.device("cuda"), 255, _NewNccl)
+    assert made is not old
     assert made.options.global_ranks_in_group == [2, 5]
     assert made.device == torch.device("cuda", 1)
     assert made.level != dist.DebugLevel.DETAIL
     assert after == level
+
+
+@pytest.mark.parametrize("kind", ["ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"])
+def test_each_kind_of_backend_is_found(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """By what torch's own class can do, where this torch is built with it; Gloo's is none."""
+    if not hasattr(c10d, kind):
+        pytest.skip(f"this torch has no {kind}")
+    found = Mock(spec=getattr(c10d, kind))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl_abort, "void", lambda: None)
+    monkeypatch.setitem(c10d._world.pg_names, Mock(_get_backend=lambda _: found), "0")
+
+    assert nccl_abort.abort() == 1
+    found.abort.assert_called_once_with()
+
+
+@pytest.mark.skipif(not hasattr(c10d, "FlightRecorderHook"), reason="torch attaches no recorder")
+def test_a_recorder_is_attached_to_the_new_backend(group: Any) -> None:
+    """It numbers the calls from 1 again, as a new backend's own does, and sees each once."""
+    from torch._C import _distributed_c10d
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # "fake" is known then
+
+    fake = dist.new_group([0], backend="fake")
+    held: Any = c10d._world.pg_flight_recorder_hooks
+    held[fake] = c10d.FlightRecorderHook.attach(fake, [0])
+    before, name = held[fake], fake.name()
+    dist.all_reduce(torch.ones(1), group=fake)
+    kind = debug_checks.unused_type(fake)
+    fake._register_backend(torch.device("cpu"), kind, fake._get_backend(torch.device("cpu")))
+    nccl_abort._record(fake, kind)
+    dist.all_reduce(torch.ones(1), group=fake)
+    entries = pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False, "fake"))["entries"]
+
+    assert held[fake] is not before
+    assert fake.name() == name == "custom"
+    assert [entry["collective_seq_id"] for entry in entries] == [1, 1]
+    assert len({entry["pg_id"] for entry in entries}) == 2
 
 
 def test_types_are_given_from_above_and_never_twice(group: Any) -> None:

@@ -121,12 +121,12 @@ class Ranks:
 
     @classmethod
     def start(
-        cls, n: int, prepare: Callable[[Path], str] | None = None, *, is_queued: bool = False
+        cls, n: int, prepare: Callable[[Path], str] | None = None, *, queued: str = ""
     ) -> Self:
         """A kernel with n ranks, their tools defined.
 
         `prepare` gets the folder for temporary files and returns a cell to run before the start.
-        If they are queued, the ranks' device is tests/support/queued_device.py.
+        `queued` is a class of tests/support/queued_device.py, whose device the ranks then have.
         """
         folder = Path(tempfile.mkdtemp(prefix="faults-"))
         (folder / "tmp").mkdir()
@@ -138,8 +138,8 @@ class Ranks:
             ranks.ok("%load_ext nbdist")
             ranks.ok(f"%dist_init -n {n} --grace {GRACE_S:g}", 120)
             ranks.ok("%%distributed\nimport torch._dynamo")
-            if is_queued:
-                ranks.ok(_queue_device(folder))
+            if queued:
+                ranks.ok(_queue_device(folder, queued))
             ranks.make()
         except BaseException:
             kernel.shutdown(now=True)
@@ -287,14 +287,14 @@ class Ranks:
         return max(map(float, times))
 
 
-def _queue_device(folder: Path) -> str:
+def _queue_device(folder: Path, kind: str) -> str:
     """A cell that gives ranks a queued device; as a package's, whose lines are not the user's."""
     packages = folder / "site-packages"
     packages.mkdir()
     (packages / "queued_device.py").symlink_to(Path(__file__).with_name("queued_device.py"))
     return (
         f"%%distributed\nimport sys; sys.path.insert(0, {str(packages)!r})\n"
-        "import queued_device\ndevice = queued_device.install()"
+        f"import queued_device\ndevice = queued_device.install(queued_device.{kind})"
     )
 
 

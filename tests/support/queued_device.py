@@ -6,7 +6,7 @@ C, without the GIL, on a core of its own (state R), and nothing interrupts it. `
 where torch has ProcessGroupNCCL: a call returns at once and is executed behind what the device
 was given before, one communicator is made for each group by all of its members, the flight
 recorder has entries that are not retired, an abort waits for the kernels of other communicators,
-and a device that has failed once fails for ever.
+and a device that has failed once fails for ever. `QueuedNccl2` stands for torch 2.15's newer one.
 
 What it is not: fast, or a proof for a GPU. tests/gpu checks each of these manners on one.
 """
@@ -262,6 +262,9 @@ _numbers = itertools.count()
 class QueuedNccl(dist.ProcessGroupGloo):
     """Stands where torch has ProcessGroupNCCL. The base is a shell: a group of this rank alone."""
 
+    kind = "nccl"
+    sees_ends = True  # the recorder
+
     class Options:
         """The fields that torch and nbdist set."""
 
@@ -302,6 +305,9 @@ class QueuedNccl(dist.ProcessGroupGloo):
         spin(connected)
         self._stream = _Stream(_device)
 
+    def perform_nocolor_split(self, device: Any) -> None:
+        """What NCCL's backends alone have."""
+
     def abort(self) -> None:
         """End this communicator's kernels; then free memory, which waits for the whole device."""
         self._aborted.set()
@@ -333,7 +339,7 @@ class QueuedNccl(dist.ProcessGroupGloo):
             self._idle.clear()
             try:
                 execute(self._exchange(header, number, payload()))
-                record["retired"] = True
+                record["retired"] = self.sees_ends
             finally:
                 self._idle.set()
 
@@ -363,7 +369,7 @@ class QueuedNccl(dist.ProcessGroupGloo):
             "collective_seq_id": self._counts.get("all", 0),
             "op_id": number,
             "is_p2p": header.ends is not None,
-            "profiling_name": f"nccl:{header.op}",
+            "profiling_name": f"{self.kind}:{header.op}",
             "input_sizes": [list(header.shape)],
             "input_dtypes": [header.dtype],
             "time_created_ns": time.time_ns(),
@@ -371,6 +377,26 @@ class QueuedNccl(dist.ProcessGroupGloo):
         }
         _records.append(record)
         return record
+
+
+class QueuedNccl2(QueuedNccl):
+    """Stands where torch 2.15 has ProcessGroupNCCL2: a hook of the group's records its calls."""
+
+    kind = "nccl2"
+    sees_ends = False
+
+
+class _RecorderHook:
+    """Stands where torch 2.15 has FlightRecorderHook: it hears of ends from one backend."""
+
+    @staticmethod
+    def attach(group: Any, _ranks: Any) -> _RecorderHook:
+        """Hear from the group's present backend."""
+        _backend_of(group).sees_ends = True
+        return _RecorderHook()
+
+    def remove(self) -> None:
+        """Hear of nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +458,6 @@ def _dump(include_collectives: bool, *_: Any) -> bytes:  # as torch's
 
 
 def _backend_of(group: Any) -> QueuedNccl:
-    group = dist.ProcessGroup.unbox(group)
     backend: Any = group._get_backend(DEVICE)
     return getattr(backend, "wrapped_pg", backend)  # type: ignore[no-any-return]
 
@@ -443,7 +468,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     values = dict(zip((argument.name for argument in arguments), args, strict=False))
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     call = SimpleNamespace(**{"async_op": True, **defaults, **values, **kwargs})
-    call.backend = _backend_of(call.process_group)
+    call.backend = _backend_of(dist.ProcessGroup.unbox(call.process_group))
     returned, work = _COLLECTIVES[func._opname](call)
     boxed = work.boxed()
     return boxed if len(func._schema.returns) == 1 else (returned, boxed)
@@ -544,7 +569,7 @@ _COLLECTIVES: dict[str, Callable[[Any], tuple[Any, _Work]]] = {
 # Torch and nbdist are told of it.
 
 
-def install() -> torch.device:
+def install(kind: type[QueuedNccl] = QueuedNccl) -> torch.device:
     """Give this rank such a device and its groups such a backend. Collective: all ranks.
 
     Returns:
@@ -554,16 +579,20 @@ def install() -> torch.device:
         _device.stream = _Stream(_device)
         backend_registration._setup_privateuseone_for_python_backend(NAME)
         _register_factories()
-        _stand_for_cuda()
+        _stand_for_cuda(kind)
     world: Any = c10d._world
+    if kind is QueuedNccl2 and not hasattr(world, "pg_flight_recorder_hooks"):
+        world.pg_flight_recorder_hooks = {}
     state = ranks.this_rank()
     for group, name in sorted(world.pg_names.items(), key=lambda item: str(item[1])):
         if nccl_abort.backend(group) is None:
             store = dist.PrefixStore(f"queued/{name}", state.store)
             options = QueuedNccl.Options()
             options.group_name = str(name)
-            backend = QueuedNccl(store, group.rank(), group.size(), options)
+            backend = kind(store, group.rank(), group.size(), options)
             group._register_backend(DEVICE, dist.ProcessGroup.BackendType.NCCL, backend)
+            if kind is QueuedNccl2:
+                world.pg_flight_recorder_hooks[group] = _RecorderHook.attach(group, ())
             backend.eager_connect_single_device()
             kinds = dist.Backend(f"cpu:gloo,{NAME}:nccl")
             world.pg_backend_config[group] = str(kinds)
@@ -597,7 +626,7 @@ def _register_factories() -> None:
 _libraries: list[Any] = []
 
 
-def _stand_for_cuda() -> None:
+def _stand_for_cuda(kind: type[QueuedNccl]) -> None:
     """Put it where torch has CUDA and NCCL, as far as nbdist asks for them."""
     cuda: Any = torch.cuda
     cuda.is_initialized = lambda: True
@@ -605,7 +634,8 @@ def _stand_for_cuda() -> None:
     cuda.set_device = lambda _: None
     cuda.synchronize = lambda _=None: _device.stream.synchronize()
     cuda.current_stream = lambda _=None: _device.stream
-    c10d.ProcessGroupNCCL = QueuedNccl  # type: ignore[misc]
+    c10d.ProcessGroupNCCL = kind  # type: ignore[misc]
+    c10d.FlightRecorderHook = _RecorderHook  # type: ignore[attr-defined]
     for module in (c10d, dist):
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
     nccl_abort.CUDA = DEVICE

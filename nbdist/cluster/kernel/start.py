@@ -313,12 +313,14 @@ def _expected_plan(chosen: tuple[Gpu, ...], options: StartOptions) -> Topology:
 
 def _local_notes(expected: Topology, options: StartOptions) -> list[str]:
     """What is to be said of this machine, and of the environment that its ranks will have."""
-    torch_version = ipp_cluster.installed_version("torch")
-    versions.check_torch(torch_version, sys.executable)
+    noted = ipp_cluster.installed_version("torch")
+    torch_version, folder = versions.torch_on_path()
+    second = versions.second_torch(torch_version, folder, noted)
+    versions.check_torch(torch_version or noted, sys.executable, second)
     cores = usable_cores()
     capacity.check(psutil.virtual_memory().available, expected.world_size, cores)
     uses_nccl = expected.backend == "nccl"
-    notes = [capacity.crowding(expected.world_size, cores)]
+    notes = [second, capacity.crowding(expected.world_size, cores)]
     if uses_nccl:
         notes += [
             *nccl_env.conflicts(os.environ),

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbdist.errors import NbdistError
 
-_CHECKED = {"gloo", "nccl"}
+_CHECKED = ("gloo", "nccl")
 _NAMED_NUMBERS, _LAST_NUMBER = 7, 255
 _installed: list[Any] = []  # torch's own helper, once it is replaced
 
@@ -71,7 +71,7 @@ def _check(group: Any, store: dist.Store) -> None:
     kinds = config.get_device_backend_map()
     backends: dict[str, Any] = {}
     for device, kind in kinds.items():
-        if kind not in _CHECKED:
+        if not kind.startswith(_CHECKED):  # "nccl2" is NCCL as well
             continue
         backend = group._get_backend(torch.device(device))  # noqa: SLF001  # there is no other way
         timeout = backend.options._timeout  # noqa: SLF001

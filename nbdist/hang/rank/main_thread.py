@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import linecache
 import math
 import os
@@ -50,8 +51,10 @@ Position = tuple[int, int]
 # The black box has its own, for the main thread.
 _places = UserFrameFinder()
 
-# torch's recorders: Gloo's, and NCCL's own. Each numbers its calls for itself.
+# torch's recorders: Gloo's, NCCL's own, and those of torch 2.15's newer backends for NCCL, which
+# have to be named. Each numbers its calls for itself.
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+NAMED = ("nccl2", "nccl-lazy")
 # So many of NCCL's newest calls are told, and those that are not done.
 MOST_DEVICE_CALLS = 64
 
@@ -84,7 +87,7 @@ def snapshot() -> ThreadSnapshot:
         stack=tuple(stacks.frame_text(entry, crash_files.cells) for entry in shown),
         is_in_torch=is_in_torch,
         is_asleep=is_asleep,
-        newest={group: call for (backend, group), call in newest.items() if backend != NCCL},
+        newest={group: call for (kind, group), call in newest.items() if not _is_nccl(kind)},
         device_calls=calls,
         is_held=is_held,
         is_free=is_free,
@@ -296,7 +299,7 @@ class _FlightRecorder:
                 entries = self.entries()
                 calls = list(calls_of(entries, self.mark, self.base))
                 self.calls = {key: call for key, call in calls if not call.is_transfer}
-                self.device_calls = tuple(call for (kind, _), call in calls if kind == NCCL)
+                self.device_calls = tuple(call for (kind, _), call in calls if _is_nccl(kind))
                 self.status = status if is_complete(status, entries) else None
                 self.read_s = time.monotonic()
             return self.calls
@@ -362,16 +365,27 @@ _DTYPES = DTYPES | {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
 
 # The backend's name as the recorder has it, and the group's.
 CallKey = tuple[str, str]
-NCCL = "nccl"
 
 
-# Private: torch has no public way to read its flight recorder from inside the process. Without
-# these functions nothing is known of calls made by C++ (torch 2.11 to 2.13 have the first).
-_recorders = [
-    _FlightRecorder(dump)
-    for name in RECORDERS
-    if (dump := getattr(_distributed_c10d, name, None)) is not None
-]
+def _is_nccl(kind: str) -> bool:
+    return kind.startswith("nccl")
+
+
+def _dumps() -> Iterator[Callable[[bool, bool, bool], bytes]]:
+    """The functions that read this torch's recorders, one for each.
+
+    Private: torch has no public way to read its flight recorder from inside the process. Without
+    these functions nothing is known of calls made by C++.
+    """
+    for recorder_name in RECORDERS:
+        dump = getattr(_distributed_c10d, recorder_name, None)
+        if dump is not None:
+            yield dump
+            names = NAMED if "backend:" in (dump.__doc__ or "") else ()
+            yield from (functools.partial(dump, backend=name) for name in names)
+
+
+_recorders = [_FlightRecorder(dump) for dump in _dumps()]
 
 
 def newest_collectives() -> dict[tuple[str, str], FlightRecorderEntry]:

@@ -1,7 +1,8 @@
 """NCCL on a rank: abort hung calls, void the cell's results, and put new backends in place.
 
-Written from torch's documentation and source (2.11 to 2.13). It has run on a GPU with groups of one
-rank (docs/gpu.md), not where ranks wait for each other in NCCL.
+Written from torch's documentation and source (2.11 to 2.15). It has run on a GPU with groups of one
+rank (docs/gpu.md), not where ranks wait for each other in NCCL, nor with the newer of torch 2.15's
+backends.
 
 Collectives are queued on the GPU, so that a hang is met later, in the first call that waits for
 the GPU (`.item()`, `.cpu()`, `torch.cuda.synchronize()`). Once NCCL is aborted that call returns
@@ -59,7 +60,9 @@ def backend(group: dist.ProcessGroup) -> Any | None:
         return None
     while isinstance(nccl, c10d._ProcessGroupWrapper):  # noqa: SLF001
         nccl = nccl.wrapped_pg
-    return nccl if isinstance(nccl, c10d.ProcessGroupNCCL) else None
+    # torch 2.15 has three classes for NCCL, none derived from another; they alone split
+    # communicators.
+    return nccl if hasattr(nccl, "perform_nocolor_split") else None
 
 
 def backends() -> list[Any]:
@@ -169,7 +172,7 @@ def _raise_in_main(error: type[BaseException] | None) -> None:
 
 
 def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> None:
-    """Put a new NCCL backend in the place of the group's old one, connected and ready.
+    """Put a new NCCL backend of its kind in the place of the group's old one, connected and ready.
 
     Collective: every member, in the main thread, after `abort`. Nothing happens for a group
     without NCCL. The group object stays, and with it DDP, FSDP, meshes and the user's names. The
@@ -187,7 +190,7 @@ def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> No
     torch.cuda.synchronize(device)  # what the abort broke on the GPU comes out here
     store = dist.PrefixStore("cuda/", store)
     # No split_from: the parent's communicator is as dead as this one.
-    options = c10d.ProcessGroupNCCL.Options()
+    options = type(old.options)()
     options.is_high_priority_stream = old.options.is_high_priority_stream
     options.config = old.options.config
     # The default group's own list is empty, which only its first backend takes for all ranks.
@@ -195,8 +198,27 @@ def renew(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> No
     options.group_name = old.options.group_name
     options._timeout = timeout  # noqa: SLF001  # as in init_process_group
     with debug_checks.suspended():
-        new = c10d.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-    new._set_sequence_number_for_group()  # noqa: SLF001  # as in init_process_group
+        new = type(old)(store, group.rank(), group.size(), options)
     checked = debug_checks.around(new, group, store, timeout)
-    group._register_backend(CUDA, debug_checks.unused_type(group), checked)  # noqa: SLF001
+    kind = debug_checks.unused_type(group)
+    group._register_backend(CUDA, kind, checked)  # noqa: SLF001
     checked.eager_connect_single_device(device)
+    _record(group, kind)
+
+
+def _record(group: Any, kind: Any) -> None:
+    """Show the recorder, where torch puts one before a group, which of its backends is in use.
+
+    It hears from the default backend which calls have ended: of a new one it would hear nothing.
+    """
+    world = c10d._world  # noqa: SLF001  # torch keeps what holds the recorder nowhere else
+    held = getattr(world, "pg_flight_recorder_hooks", {})
+    if group not in held:
+        return
+    held[group].remove()
+    default = dist.ProcessGroup.BackendType.__members__[group.name().upper()]
+    group._set_default_backend(kind)  # noqa: SLF001  # there is no other way
+    ranks = list(world.pg_group_ranks[group])
+    held[group] = c10d.FlightRecorderHook.attach(group, ranks)
+    # Of the old type: DDP and barrier() look at its name.
+    group._set_default_backend(default)  # noqa: SLF001

@@ -343,7 +343,7 @@ def _connect(pg: Any, store: dist.Store) -> _NewBackends:
     kinds = c10d.BackendConfig(c10d.Backend(world.pg_backend_config[pg])).get_device_backend_map()
     fresh = _NewBackends(pg, group_store, {}, [])
     for device, kind in kinds.items():
-        if kind == c10d.Backend.NCCL:
+        if kind.startswith(c10d.Backend.NCCL):  # "nccl2" is one as well
             # In this place, as a new rank makes one group after the other, and each whole.
             old = pg._get_backend(torch.device(device))  # noqa: SLF001
             timeout = getattr(old, "wrapped_pg", old).options._timeout  # noqa: SLF001
@@ -383,7 +383,6 @@ def _gloo(pg: Any, store: dist.Store, device: str) -> Any:
         backend: Any = dist.ProcessGroupGloo(store, pg.rank(), pg.size(), timeout=timeout)
         backend.options.global_ranks_in_group = list(world.pg_group_ranks[pg])
         backend.options.group_name = name
-        backend._set_sequence_number_for_group()  # noqa: SLF001  # as torch's helper does
         if inner is not old:  # TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = debug_checks.around(backend, pg, store, timeout)
     except (RuntimeError, NbdistError) as error:
