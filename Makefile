@@ -1,5 +1,6 @@
 # make demo    runs the first notebook on two ranks, leaves it and an HTML page in build/
 # make test    lint, types, tests, then every notebook against its stored outputs
+# make check   lint, types, what needs no ranks and one short session: before each commit
 # make test TORCH=2.15.0  the same with another torch; later `make test` tries that one too, in short
 # make notebooks  the notebooks alone; GPU=1 runs them on the GPUs that there are
 # make faults  every fault on 2 and 4 ranks, and the table of docs/reliability.md from it
@@ -31,15 +32,15 @@ DEMO := 01_first_steps
 
 # The demo and the tests use no settings of the user's own and leave nothing in HOME.
 SETTINGS := $(CURDIR)/build/settings
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HUB_OFFLINE = 1
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export IPYTHONDIR = $(SETTINGS)/ipython
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_CONFIG_DIR = $(SETTINGS)/jupyter/config
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_DATA_DIR = $(SETTINGS)/jupyter/data
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export JUPYTER_RUNTIME_DIR = $(SETTINGS)/jupyter/runtime
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export MPLCONFIGDIR = $(SETTINGS)/matplotlib
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HOME = $(SETTINGS)/huggingface
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export HF_HUB_OFFLINE = 1
 # Hundreds of processes import nbdist: none has to compile what another one has.
-demo unit faults parity accuracy test-browser cluster notebooks store bench: export PYTHONDONTWRITEBYTECODE =
+demo check unit faults parity accuracy test-browser cluster notebooks store bench: export PYTHONDONTWRITEBYTECODE =
 
 # Stored outputs are those of two ranks on the CPU with one thread each, on any machine.
 store: export NBDIST_TEST = 1
@@ -49,10 +50,10 @@ notebooks store: export OMP_NUM_THREADS = 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab clean
+.PHONY: help demo test check lint types unit faults parity accuracy test-browser cluster cluster-shell notebooks store bench gpu wheels lab clean
 
 help:
-	@sed -n '1,16s/^# //p' Makefile
+	@sed -n '1,17s/^# //p' Makefile
 
 build/constraints-torch-$(TORCH).txt: constraints.txt
 	@mkdir -p $(@D)
@@ -94,8 +95,22 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
+# Most tests wait for something, so two run at a time. Those of a file share their ranks.
+WORKERS := 2
+TWO_AT_A_TIME := -n $(WORKERS) --dist loadfile
+
 # Style and types are those of the pinned torch.
-test: $(if $(TORCH),,lint types) unit notebooks
+test: $(INSTALLED)
+	@times=; for part in $(if $(TORCH),,lint types) unit notebooks; do \
+	  began=$$(date +%s); $(MAKE) --no-print-directory $$part || exit; \
+	  times="$$times$$part $$(($$(date +%s) - began)) s, "; \
+	done; echo "Passed: $${times%, }."
+
+WITHOUT_RANKS := not engine and not cluster and not browser and not accuracy and not parity
+
+check: lint types
+	$(PY) -m pytest $(TWO_AT_A_TIME) -m "$(WITHOUT_RANKS)" tests
+	$(PY) -m pytest -m "" -k "fsdp or switches" tests/front/test_short.py
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -108,7 +123,7 @@ types: $(INSTALLED)
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
-	$(PY) -m pytest tests
+	$(PY) -m pytest $(TWO_AT_A_TIME) tests
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl
@@ -160,7 +175,7 @@ cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest --nbdist --timeout 480 notebooks
+	$(PY) -m pytest $(TWO_AT_A_TIME) --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \
