@@ -95,9 +95,9 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Most tests wait for something, so two run at a time. Those of a file share their ranks.
-WORKERS := 2
-TWO_AT_A_TIME := -n $(WORKERS) --dist loadfile
+# Side by side, but the tests of a file or notebook, which share their ranks. `make test WORKERS=2`
+# runs two files of tests with ranks at a time; some of these still fail in another order.
+TWO_AT_A_TIME := -n 2 --dist loadfile
 
 # Style and types are those of the pinned torch.
 test: $(INSTALLED)
@@ -123,7 +123,7 @@ types: $(INSTALLED)
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
-	$(PY) -m pytest $(TWO_AT_A_TIME) tests
+	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile) tests
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl

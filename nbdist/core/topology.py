@@ -16,7 +16,7 @@ from itertools import groupby
 
 from nbdist.core.failures import ranks_phrase
 from nbdist.core.ranks import is_all, parse_numbers
-from nbdist.core.versions import check_ranks_torch
+from nbdist.core.versions import check_torch
 from nbdist.errors import OptionError, StartError, no_such
 
 BACKENDS = ("auto", "nccl", "gloo")
@@ -607,3 +607,27 @@ def _place(
             )
         )
     return tuple(places)
+
+
+def check_ranks_torch(of_ranks: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse ranks of which one has a torch that is too old, or another one than the others.
+
+    By rank (version, Python, host); versions that are not known and a build's tag do not count.
+
+    Raises:
+        StartError: With the versions and whose they are.
+    """
+    by_version: dict[str, list[int]] = {}
+    for rank, (version, python, _) in enumerate(of_ranks):
+        if version:
+            check_torch(version, python)
+            by_version.setdefault(version.split("+")[0], []).append(rank)
+    if len(by_version) > 1:
+        listed = "; ".join(
+            f"{version} on {ranks_phrase(ranks)} "
+            f"({', '.join(dict.fromkeys(of_ranks[rank][2] for rank in ranks))})"
+            for version, ranks in by_version.items()
+        )
+        raise StartError(
+            f"The ranks have different versions of torch: {listed}. Install one on all."
+        )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from nbdist.core.failures import ranks_phrase
 from nbdist.errors import StartError
 
 # The same as in pyproject.toml.
@@ -74,30 +72,6 @@ def check_torch(version: str | None, where: str, remedy: str = "") -> None:
         raise StartError(f"torch is not installed for {where}. {remedy}")
     if release(version) < OLDEST_TORCH:
         raise StartError(f"torch {version} is too old for nbdist, which needs {needed}. {remedy}")
-
-
-def check_ranks_torch(of_ranks: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse ranks of which one has a torch that is too old, or another one than the others.
-
-    By rank (version, Python, host); versions that are not known and a build's tag do not count.
-
-    Raises:
-        StartError: With the versions and whose they are.
-    """
-    by_version: dict[str, list[int]] = {}
-    for rank, (version, python, _) in enumerate(of_ranks):
-        if version:
-            check_torch(version, python)
-            by_version.setdefault(version.split("+")[0], []).append(rank)
-    if len(by_version) > 1:
-        listed = "; ".join(
-            f"{version} on {ranks_phrase(ranks)} "
-            f"({', '.join(dict.fromkeys(of_ranks[rank][2] for rank in ranks))})"
-            for version, ranks in by_version.items()
-        )
-        raise StartError(
-            f"The ranks have different versions of torch: {listed}. Install one on all."
-        )
 
 
 def check_system(platform: str) -> str:

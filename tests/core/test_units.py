@@ -10,6 +10,7 @@ import pytest
 from nbdist.cluster import shm
 from nbdist.cluster.kernel.launchers.pretended import PretendedHostSetLauncher
 from nbdist.core import units, versions
+from nbdist.core.topology import check_ranks_torch
 from nbdist.core.units import PLACEHOLDER, is_stored, shown, shown_host
 from nbdist.errors import StartError
 
@@ -103,14 +104,12 @@ def test_a_torch_is_known_without_importing_it(tmp_path: Path) -> None:
 
 def test_ranks_have_one_torch() -> None:
     """Who has which is told; a build's tag is no version, and one that is not known is none."""
-    versions.check_ranks_torch(
-        [("2.15.0", "py", "a"), ("2.15.0+cu132", "py", "b"), ("", "py", "c")]
-    )
+    check_ranks_torch([("2.15.0", "py", "a"), ("2.15.0+cu132", "py", "b"), ("", "py", "c")])
     found = [(v, "/bin/python", h) for v, h in (("2.13.0", "a"), ("2.15.0", "b"), ("2.13.0", "a"))]
     with pytest.raises(StartError) as caught:
-        versions.check_ranks_torch(found)
+        check_ranks_torch(found)
     with pytest.raises(StartError, match=r"torch 2\.10\.0 is too old .*/bin/python -m pip install"):
-        versions.check_ranks_torch([("2.10.0", "/bin/python", "a")])
+        check_ranks_torch([("2.10.0", "/bin/python", "a")])
 
     assert str(caught.value) == (
         "The ranks have different versions of torch: 2.13.0 on ranks 0,2 (a); 2.15.0 on rank 1 "
