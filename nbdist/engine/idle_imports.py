@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -18,8 +19,11 @@ AFTER_S = 1.0
 def begin(has_run: Callable[[], bool], modules: Sequence[str] = _WANTED) -> None:
     """Import modules once the running event loop has been left alone for AFTER_S.
 
-    One by one, since a cell that comes meanwhile waits for the one that is being imported.
+    One by one, since a cell that comes meanwhile waits for the one that is being imported. None
+    where NBDIST_PRELOAD is 0.
     """
+    if os.environ.get("NBDIST_PRELOAD") == "0":
+        return
     loop = asyncio.get_running_loop()
     waiting = list(modules)
 

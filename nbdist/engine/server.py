@@ -57,8 +57,9 @@ FIRST = (
     "tornado.platform.asyncio",
     "nbdist.engine.__main__",
 )
-# The controller's, and what cells use sooner or later.
+# The controller's, and what cells use sooner or later; nothing where PRELOAD is 0.
 LATER = ("ipyparallel.controller.app", "nbdist.parallel.accelerator.lazy:MODULES")
+PRELOAD = "NBDIST_PRELOAD"
 NICENESS = 10
 IDLE_END_S = 600.0
 # After %load_ext: a start that comes at once has its imports at normal priority.
@@ -96,7 +97,8 @@ class Imports:
 
     def __init__(self) -> None:
         self.error = ""
-        self._first, self._later = [*FIRST], [*LATER]
+        self._first = [*FIRST]
+        self._later = [] if os.environ.get(PRELOAD) == "0" else [*LATER]
         self._is_needed = False
         self._thread: threading.Thread | None = None
         self.is_running = self.is_low = False
@@ -199,6 +201,7 @@ class Server:
         self._shown: ShownByProc | None = None
         self._forks: set[int] = set()
         self._is_frozen = False
+        self._is_ready = False  # nothing is left to import, and the kernel has been told
         self._is_closing = False
         self._asked_s = time.monotonic()
         self._wake = socket.socketpair()
@@ -252,7 +255,7 @@ class Server:
             return None  # its end wakes
         if self._imports.is_running:
             return max(0.0, self._asked_s + NORMAL_S - time.monotonic()) * 1e3 + 1
-        if not self._imports.is_done:
+        if not self._is_ready:
             return max(0.0, self._asked_s + RESUME_S - time.monotonic()) * 1e3 + 1
         if self._forks:
             return None
@@ -264,7 +267,8 @@ class Server:
             if not self._imports.is_low and idle_s > NORMAL_S:
                 self._imports.lower()
             return
-        if self._imports.is_done and not self._is_frozen:
+        if self._imports.is_done and not self._is_ready:
+            self._is_ready = True
             gc.collect()
             self._freeze()
             self._send({"ready": not self._imports.error})

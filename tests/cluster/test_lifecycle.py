@@ -12,8 +12,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from nbdist.cluster.kernel.start import StartOptions
 from tests.support import processes
 from tests.support.kernel import Kernel
+from tests.support.ranks import session_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -33,7 +35,7 @@ LOADER = """%%distributed
 from torch.utils.data import DataLoader
 batches = iter(DataLoader(range(10**9), num_workers=1))
 next(batches)
-print("worker runs", flush=True)
+print("worker of rank", rank, flush=True)
 for _ in batches:
     pass
 """
@@ -112,7 +114,7 @@ def stranger() -> Iterator[psutil.Popen]:
 
 @pytest.mark.parametrize(
     "end",
-    [pytest.param("shutdown", marks=pytest.mark.faults), "restart", "kill"],
+    ["restart", *(pytest.param(end, marks=pytest.mark.faults) for end in ("shutdown", "kill"))],
 )
 def test_an_idle_run_ends_with_its_kernel(end: str, tmp_path: Path, stranger: psutil.Popen) -> None:
     """However an idle kernel ends, within 5 s no process and no file of its ranks is left."""
@@ -132,7 +134,9 @@ def test_a_busy_run_with_loader_workers_ends_with_its_kernel(
     shm_before = torch_files()
     with kernel_in(tmp_path) as kernel:
         run = started(kernel, 2)
-        kernel.wait_output(kernel.start(LOADER), "[0-1] worker runs")
+        handle = kernel.start(LOADER)
+        for rank in range(2):
+            kernel.wait_output(handle, f"worker of rank {rank}")
         everything = run.everything
         kernel.kill()
 
@@ -182,41 +186,6 @@ def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(tmp_path: Path
         assert processes.wait_gone(everything, END_S) == []
         assert processes.processes_of_run(str(run_dir)) == []
         assert not base.exists()
-
-
-def test_two_notebooks_do_not_disturb_each_other(tmp_path: Path, stranger: psutil.Popen) -> None:
-    """Stopping one notebook's ranks, once and again, leaves another's at work."""
-    with kernel_in(tmp_path) as first, kernel_in(tmp_path) as second:
-        handles = [
-            (kernel, kernel.start("%load_ext nbdist\n%dist_init -n 1"))
-            for kernel in (first, second)
-        ]
-        assert [kernel.finish(handle).status for kernel, handle in handles] == ["ok", "ok"]
-        stopped, running = look(first), look(second)
-        everything = stopped.everything
-        # A child of the kernel's own must neither be ended nor hold up the stop.
-        first.run(
-            "import os\nif not (child := os.fork()):\n    os.execvp('sleep', ['sleep', '300'])"
-        )
-        first.run(
-            "import multiprocessing, time\nm = multiprocessing.get_context('fork')\n"
-            "p = m.Process(target=time.sleep, args=(300,), daemon=True)\np.start()"
-        )
-        stop = first.run("%dist_shutdown")
-        again = first.run("%dist_shutdown")
-        works = second.run("%%distributed\nprint(rank + world_size)")
-        children = first.run("print(p.is_alive())\np.kill()\nos.kill(child, 9)")
-
-        assert stop.status == "ok"
-        assert stop.seconds < END_S
-        assert "rank 0 stopped" in stop.visible
-        assert again.failure.ename == "NotRunning"
-        assert "%dist_init -n 2" in again.failure.evalue
-        assert processes.wait_gone(everything, 0.0) == []
-        assert not stopped.run_dir.exists()
-        assert running.run_dir.exists()
-        assert "1" in works.text
-        assert children.text == "True\n"
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +293,38 @@ def test_no_profile_is_made_in_the_ipython_folder(shared: Kernel) -> None:
     assert cell.text == "['profile_default']\n"
 
 
+def test_two_notebooks_do_not_disturb_each_other(
+    shared: Kernel, tmp_path: Path, stranger: psutil.Popen
+) -> None:
+    """Stopping one notebook's ranks, once and again, leaves another's at work."""
+    with kernel_in(tmp_path) as first:
+        stopped, running = started(first, 1), look(shared)
+        everything = stopped.everything
+        # A child of the kernel's own must neither be ended nor hold up the stop.
+        first.run(
+            "import os\nif not (child := os.fork()):\n    os.execvp('sleep', ['sleep', '300'])"
+        )
+        first.run(
+            "import multiprocessing, time\nm = multiprocessing.get_context('fork')\n"
+            "p = m.Process(target=time.sleep, args=(300,), daemon=True)\np.start()"
+        )
+        stop = first.run("%dist_shutdown")
+        again = first.run("%dist_shutdown")
+        works = shared.run("%%distributed\nprint(rank // 2 + world_size)")
+        children = first.run("print(p.is_alive())\np.kill()\nos.kill(child, 9)")
+
+        assert stop.status == "ok"
+        assert stop.seconds < END_S
+        assert "rank 0 stopped" in stop.visible
+        assert again.failure.ename == "NotRunning"
+        assert "%dist_init -n 2" in again.failure.evalue
+        assert processes.wait_gone(everything, 0.0) == []
+        assert not stopped.run_dir.exists()
+        assert running.run_dir.exists()
+        assert "[0-1] 2" in works.text
+        assert children.text == "True\n"
+
+
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=90
@@ -348,18 +349,16 @@ def test_many_starts_leave_no_descriptor_and_no_thread() -> None:
     assert used[1] == used[2]
 
 
-def test_what_is_noticed_after_a_stop_leaves_nothing() -> None:
+def test_what_is_noticed_after_a_stop_leaves_nothing(
+    runs: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """An end that ipyparallel notices late is told nobody, and does not bring the folder back."""
-    program = (
-        "import nbdist\n"
-        "from nbdist.notebook.notebook import NOTEBOOK\n"
-        "cluster = nbdist.start(1).cluster\n"
-        "NOTEBOOK.stop()\n"
-        "cluster._cluster.controller.state = 'running'\n"
-        "cluster._cluster._engines_stopped('late', {'exit_code': -15})\n"
-        "print('there:', cluster.run_dir.exists())\n"
-    )
-    done = run_program(program)
+    with session_of(StartOptions(1, gpus="none")) as session:
+        cluster = session.cluster
+    processes_of_ipp = cluster._cluster
+    assert processes_of_ipp is not None
+    processes_of_ipp.controller.state = "running"
+    processes_of_ipp._engines_stopped("late", {"exit_code": -15})
 
-    assert done.stderr == ""
-    assert done.stdout.endswith("there: False\n")
+    assert (capfd.readouterr().err, caplog.text) == ("", "")
+    assert not cluster.run_dir.exists()

@@ -33,6 +33,7 @@ from tests.support.ranks import session_of, texts, until
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 START_S = 90.0
+EARLY = {"NBDIST_PRELOAD": "1"}
 END_S = 10.0
 # After the server has started: nothing of this is what it had.
 CHANGE = """
@@ -117,6 +118,7 @@ from nbdist.cluster.kernel import rank_server
 while not rank_server._server.has_ended:
     time.sleep(0.01)
 """
+GUARDIAN = "import nbdist\nprint(nbdist.session().cluster.guardian_pid)"
 LAST_WORDS = """%%distributed
 import atexit, concurrent.futures, pathlib, threading
 def say(word):
@@ -138,12 +140,38 @@ before = edited.value()
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_server() -> Iterator[None]:
-    """No test uses the server of another one, and none of them is left."""
-    rank_server._discard(rank_server._server)
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test's own in the place of that which others share, and nothing left of it."""
+    monkeypatch.setattr(rank_server, "_server", None)
     yield
     rank_server._discard(rank_server._server)
+
+
+@contextlib.contextmanager
+def changed(folder: Path, fork: str) -> Iterator[Kernel]:
+    """A kernel with two ranks, changed after %load_ext and before they started."""
+    for path in (folder / "lib", folder / "seen"):
+        path.mkdir(parents=True)
+    env = {"NBDIST_FORK": fork, "NBDIST_GONE": "", "NBDIST_SEEN_AT": str(folder / "seen")}
+    with Kernel(cwd=folder, env={**EARLY, **env, "OMP_NUM_THREADS": "2"}) as kernel:
+        kernel.run("%load_ext nbdist")
+        cell = kernel.run(CHANGE)
+        assert cell.status == "ok", cell.visible
+        start(kernel)
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("forked")
+
+
+@pytest.fixture(scope="module")
+def forked(folder: Path) -> Iterator[Kernel]:
+    """A kernel whose two ranks are forks, which each test leaves with two."""
+    with changed(folder, "1") as kernel:
+        yield kernel
 
 
 def start(kernel: Kernel, options: str = "-n 2") -> None:
@@ -158,25 +186,11 @@ def servers(kernel_pid: int) -> list[psutil.Process]:
     return [p for p in children if str(PROGRAM) in p.cmdline() and processes.is_alive(p)]
 
 
-def look(tmp_path: Path, fork: str) -> list[Any]:
-    """What ranks see of themselves whose notebook has changed after %load_ext."""
-    folder, seen_at = tmp_path / f"fork{fork}", tmp_path / f"seen{fork}"
-    (folder / "lib").mkdir(parents=True)
-    seen_at.mkdir()
-    env = {"NBDIST_FORK": fork, "NBDIST_GONE": "at the import", "NBDIST_SEEN_AT": str(seen_at)}
-    with Kernel(cwd=folder, env={**env, "OMP_NUM_THREADS": "2"}) as kernel:
-        kernel.run("%load_ext nbdist")
-        cell = kernel.run(CHANGE)
-        assert cell.status == "ok", cell.visible
-        start(kernel)
-        cell = kernel.run(LOOK, START_S)
-        assert cell.status == "ok", cell.visible
-        (folder / "lib" / "edited.py").write_text("def value():\n    return 1\n")
-        kernel.run(EDIT)
-        (folder / "lib" / "edited.py").write_text("def value():\n    return 'changed'\n")
-        cell = kernel.run("%%distributed\nprint(before, edited.value())")
-        assert cell.text == "[0-1] 1 changed\n", cell.visible
-    texts = [(seen_at / f"{rank}.json").read_text() for rank in range(2)]
+def look(kernel: Kernel, folder: Path) -> list[Any]:
+    """What ranks see of themselves."""
+    cell = kernel.run(LOOK, START_S)
+    assert cell.status == "ok", cell.visible
+    texts = [(folder / "seen" / f"{rank}.json").read_text() for rank in range(2)]
     return [json.loads(text.replace(str(folder), "FOLDER")) for text in texts]
 
 
@@ -191,101 +205,103 @@ def without_run(same: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def test_a_fork_is_what_a_started_rank_is(tmp_path: Path) -> None:
+def test_a_fork_is_what_a_started_rank_is(folder: Path, forked: Kernel, tmp_path: Path) -> None:
     """Environment, /proc, files, signals, threads and hooks are those of a rank that imports all.
 
     Of the notebook it has what is set at %dist_init; seeds and keys are its own; autoreload works.
     """
-    (forked, first), (_, second) = look(tmp_path, "1")
-    (started, plain), _ = look(tmp_path, "0")
-    changed = forked["environ"]
+    (fork, first), (_, second) = look(forked, folder)
+    with changed(tmp_path, "0") as kernel:
+        (started, plain), _ = look(kernel, tmp_path)
+    environment = fork["environ"]
+    edited = folder / "lib" / "edited.py"
+    edited.write_text("def value():\n    return 1\n")
+    forked.run(EDIT)
+    edited.write_text("def value():\n    return 'changed'\n")
+    cell = forked.run("%%distributed\nprint(before, edited.value())")
 
+    assert cell.text == "[0-1] 1 changed\n", cell.visible
     assert first["parent"] == second["parent"] != plain["parent"]
-    assert without_run(forked) == without_run(started)
-    assert forked["environ_shown"]["NBDIST_RUN"] == changed["NBDIST_RUN"]
-    assert changed["NBDIST_SEEN"] == "at the start of the ranks"
-    assert "NBDIST_GONE" not in changed
-    assert forked["folder"] == "FOLDER/inner"
-    assert forked["threads"] == [2, 2, 2]
+    assert without_run(fork) == without_run(started)
+    assert fork["environ_shown"]["NBDIST_RUN"] == environment["NBDIST_RUN"]
+    assert environment["NBDIST_SEEN"] == "at the start of the ranks"
+    assert "NBDIST_GONE" not in environment
+    assert fork["folder"] == "FOLDER/inner"
+    assert fork["threads"] == [2, 2, 2]
     differ = [name for name in first if name != "parent" and first[name] != second[name]]
     assert differ == ["python", "numpy", "torch", "seed", "key"]
 
 
-def test_a_fork_that_ends_waits_for_threads_and_runs_exit_functions(tmp_path: Path) -> None:
+def test_a_fork_that_ends_waits_for_threads_and_runs_exit_functions(
+    folder: Path, forked: Kernel
+) -> None:
     """As an interpreter does that is taken down: executors and threads of the user's end first."""
-    with Kernel(cwd=tmp_path) as kernel:
-        kernel.run("%load_ext nbdist")
-        start(kernel)
-        cell = kernel.run(LAST_WORDS)
-        assert cell.status == "ok", cell.visible
-        assert kernel.run("%dist_shutdown").status == "ok"
+    cell = forked.run(LAST_WORDS)
+    assert cell.status == "ok", cell.visible
+    assert forked.run("%dist_reset", START_S).status == "ok"
 
-    texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    texts = [(folder / "inner" / f"{rank}.txt").read_text() for rank in range(2)]
     assert texts == ["task thread exit " for _ in range(2)]
 
 
-def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(tmp_path: Path) -> None:
+def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(
+    forked: Kernel, tmp_path: Path
+) -> None:
+    """One kernel is killed with its guardian, and the other goes on.
+
+    Two restarts within seconds leave one server.
+    """
+    with Kernel(cwd=tmp_path, env=EARLY) as kernel:
+        kernel.run("%load_ext nbdist")
+        start(kernel, "-n 1")
+        [of_other], [server] = servers(forked.pid), servers(kernel.pid)
+        guardian = kernel.run(GUARDIAN).text.strip()
+        everything = [server, *processes.descendants(kernel.pid)]
+        os.kill(int(guardian), signal.SIGKILL)
+        assert until(lambda: len(processes.descendants(kernel.pid)) >= len(everything) - 1)
+        everything += processes.descendants(kernel.pid)
+        kernel.kill()
+        assert processes.wait_gone(everything, END_S) == []
+        assert forked.run("%%distributed\nprint(rank // 2)").text == "[0-1] 0\n"
+        seen = []
+        for _ in range(2):
+            kernel.restart(now=True)
+            kernel.run("%load_ext nbdist")
+            seen += servers(kernel.pid)
+
+        assert processes.wait_gone(seen[:-1], END_S) == []
+        assert servers(kernel.pid) == seen[-1:]
+    assert processes.wait_gone(seen, END_S) == []
+    assert servers(forked.pid) == [of_other]
+
+
+def test_a_killed_server_is_told_once_and_the_next_start_makes_a_new_one(forked: Kernel) -> None:
     """Ranks keep their variables; %dist_restart has another server, and so has a new %dist_init.
 
     Of a rank whose parent has gone the end is still seen.
     """
-    with Kernel(cwd=tmp_path) as kernel:
-        kernel.run("%load_ext nbdist")
-        start(kernel)
-        kernel.run("%%distributed\nkept = rank + 1")
-        [server] = servers(kernel.pid)
-        server.kill()
-        kernel.run(NOTICED)
-        printed = kernel.run("%%distributed\nprint(kept)")
-        again = kernel.run("%%distributed\nprint(kept)")
-        kernel.run("%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-        restarted = kernel.run("%dist_restart 1", START_S)
-        alive = kernel.run("%%distributed\nprint(dist.get_world_size())")
-        [new] = servers(kernel.pid)
-        kernel.run("%dist_shutdown")
-        start(kernel, "-n 1")
-        [same] = servers(kernel.pid)
+    forked.run("%%distributed\nkept = rank // 2")
+    [server] = servers(forked.pid)
+    server.kill()
+    forked.run(NOTICED)
+    printed = forked.run("%%distributed\nprint(kept)")
+    again = forked.run("%%distributed\nprint(kept)")
+    forked.run("%%rank [1]\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    restarted = forked.run("%dist_restart 1", START_S)
+    alive = forked.run("%%distributed\nprint(dist.get_world_size())")
+    [new] = servers(forked.pid)
+    forked.run("%dist_shutdown")
+    start(forked)
+    [same] = servers(forked.pid)
 
     assert (
         printed.visible.count("The process that has forked the ranks ended (signal SIGKILL)") == 1
     )
-    assert "[0] 1" in printed.visible
+    assert "[0-1] 0" in printed.visible
     assert "ended" not in again.visible
     assert restarted.status == "ok", restarted.visible
     assert alive.text.startswith("[0-1] 2\n")  # then the times, where they differ
     assert server.pid != new.pid == same.pid
-
-
-def test_two_notebooks_have_a_server_each_that_ends_with_its_kernel(tmp_path: Path) -> None:
-    """Started at once; one kernel is killed with its guardian, and the other goes on.
-
-    Three restarts within seconds leave one server.
-    """
-    with Kernel(cwd=tmp_path) as first, Kernel(cwd=tmp_path) as second:
-        handles = [(k, k.start("%load_ext nbdist\n%dist_init -n 1")) for k in (first, second)]
-        for kernel, handle in handles:
-            cell = kernel.finish(handle, START_S)
-            assert cell.status == "ok", cell.visible
-        [of_first], [of_second] = servers(first.pid), servers(second.pid)
-        guardian = first.run(
-            "import nbdist\nprint(nbdist.session().cluster.guardian_pid)"
-        ).text.strip()
-        everything = [of_first, *processes.descendants(first.pid)]
-        os.kill(int(guardian), signal.SIGKILL)
-        assert until(lambda: len(processes.descendants(first.pid)) >= len(everything) - 1)
-        everything += processes.descendants(first.pid)
-        first.kill()
-        assert processes.wait_gone(everything, END_S) == []
-        assert second.run("%%distributed\nprint(rank)").text == "[0] 0\n"
-        seen = [of_second]
-        for _ in range(3):
-            second.restart()
-            second.run("%load_ext nbdist")
-            seen += servers(second.pid)
-
-        assert processes.wait_gone(seen[:-1], END_S) == []
-        assert servers(second.pid) == seen[-1:]
-    assert processes.wait_gone(seen, END_S) == []
 
 
 def obtain(
@@ -300,25 +316,22 @@ def obtain(
 
 
 def test_what_no_fork_could_have_is_another_servers_or_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
     """A variable that is read at an import, and a file that has changed: another server.
 
     A module of the notebook that shadows one that is there: no fork, and why.
     """
-    folder, library = tmp_path / "shadows", tmp_path / "lib"
-    for path in (folder, library):
-        path.mkdir()
-    (library / "preloaded.py").write_text("VERSION = 1\n")
-    monkeypatch.setattr(rank_server, "PROGRAM", altered(tmp_path, *PRELOADED))
-    monkeypatch.syspath_prepend(str(library))
+    folder, library = tmp_path / "shadows", altered(tmp_path, monkeypatch, **LITTLE)
+    folder.mkdir()
+    (library / "preloaded.py").write_text(NO_TORCH)
     first, _ = obtain()
     assert first is not None
     (folder / "psutil.py").write_text("")
     shadowed, why = obtain(path=[str(folder), *rank_server.text_path()])
     same, _ = obtain({"NBDIST_SEEN": "any other variable"})
     second, _ = obtain({"OMP_PROC_BIND": "true"})
-    (library / "preloaded.py").write_text("VERSION = 'two'\n")
+    (library / "preloaded.py").write_text(f"{NO_TORCH}VERSION = 2\n")
     third, _ = obtain({"OMP_PROC_BIND": "true"})
 
     assert shadowed is None
@@ -330,7 +343,7 @@ def test_what_no_fork_could_have_is_another_servers_or_is_said(
 
 
 def test_forks_are_measured_by_coverage(
-    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
     """Of each rank's lines a file of its own is written, as of a process that was started."""
     coverage = pytest.importorskip("coverage")
@@ -356,17 +369,27 @@ def test_forks_are_measured_by_coverage(
     assert parts.count([1, 2]) == 2
 
 
-def altered(tmp_path: Path, old: str, new: str) -> Path:
-    """The server's program with another text in the place of one."""
+def altered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: str) -> Path:
+    """Let servers run their program with other values of its names; a folder of their path."""
     text = PROGRAM.read_text()
-    assert text.count(old) == 1
-    path = tmp_path / "server.py"
-    path.write_text(text.replace(old, new))
-    return path
+    for name, value in values.items():
+        pattern = rf"(?m)^{name} = (\(\n(?s:.*?)^\)|.*$)"
+        text, count = re.subn(pattern, f"{name} = {value}", text)
+        assert count == 1
+    (tmp_path / "server.py").write_text(text)
+    monkeypatch.setattr(rank_server, "PROGRAM", tmp_path / "server.py")
+    library = tmp_path / "lib"
+    library.mkdir()
+    monkeypatch.syspath_prepend(str(library))
+    return library
 
 
-# A module more, once zmq is there.
-PRELOADED = '    "torch",\n', '    "torch",\n    "ipyparallel.engine.app",\n    "preloaded",\n'
+# What a server looks at before it forks, and a module of the test's own, in place of torch.
+LITTLE = {"FIRST": '("zmq", "psutil", "preloaded")', "LATER": "()"}
+NO_TORCH = """
+import sys, types
+sys.modules["torch.cuda"] = types.SimpleNamespace(is_initialized=lambda: False)
+"""
 THREAD = (
     "import threading, time; threading.Thread(target=time.sleep, args=(999,), name='mine').start()"
 )
@@ -384,16 +407,15 @@ CONTEXT = "import zmq; zmq.Context.instance()"
     ids=["raises", "thread", "context", "ends"],
 )
 def test_a_preload_that_goes_wrong_leaves_the_other_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, words: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_server: None,
+    module: str,
+    words: list[str],
 ) -> None:
     """Nothing is forked, %dist_doctor can say why, and the next start tries again."""
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "preloaded.py").write_text(module)
-    path = altered(
-        tmp_path, '    "torch",\n', '    "torch",\n    "ipyparallel.engine.app", "preloaded",\n'
-    )
-    monkeypatch.setattr(rank_server, "PROGRAM", path)
-    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    library = altered(tmp_path, monkeypatch, **LITTLE)
+    (library / "preloaded.py").write_text(f"{NO_TORCH}{module}")
     server, why = obtain()
 
     assert server is None
@@ -412,14 +434,6 @@ names = names[: next((n for n, name in enumerate(names) if name in MODULES), Non
 names = [n for n in names if not n.startswith("ipyparallel.controller.")]
 print([n for n in names if n.partition(".")[0] not in sys.stdlib_module_names])
 """
-
-
-def test_a_fork_imports_no_package_before_its_first_cell(runs: Path) -> None:
-    """What a rank needs to be ready is there once for all of them, and none needs Accelerate."""
-    with session_of(StartOptions(1, gpus="none")) as session:
-        assert session.run(IMPORTED).ranks[0].text == "[]\n"
-
-
 LOADS = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -442,26 +456,11 @@ def test_the_server_starts_before_the_notebook_imports_the_verbs(tmp_path: Path)
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_controller_and_ranks_take_one_new_server_for_an_outdated_one(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ask at once, and whoever is second must not end what the first has made."""
-    rank_server.preload()
-    assert until(rank_server.is_ready, START_S)
-    outdated = rank_server._server
-    monkeypatch.setenv("HF_HOME", str(runs))
-    with session_of(StartOptions(2, gpus="none")) as session:
-        assert texts(session, "print('here')") == ["here\n"] * 2
-        assert rank_server._server is not outdated
-        assert rank_server.why_not() == ""
-
-
 def test_a_server_with_all_its_imports_forks_the_controller_too(runs: Path) -> None:
     """One that ends is told with its signal, and the next one is a fork again."""
-    rank_server.preload()
-    assert until(rank_server.is_ready, START_S)
-    server = rank_server._server
+    server, _ = obtain()
     assert server is not None
+    assert until(rank_server.is_ready, START_S)
     with session_of(StartOptions(1, gpus="none")) as session:
         cluster = session.cluster.processes
         controllers = []
@@ -477,37 +476,17 @@ def test_a_server_with_all_its_imports_forks_the_controller_too(runs: Path) -> N
     assert controllers == [(server.pid, True)] * 2
 
 
-def test_an_idle_server_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_server_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
+) -> None:
     """After its time without ranks, which is nothing to be told; one that was not asked at all."""
-    path = altered(tmp_path, "IDLE_END_S = 600.0", "IDLE_END_S = 0.1")
-    monkeypatch.setattr(rank_server, "PROGRAM", path)
+    library = altered(tmp_path, monkeypatch, **LITTLE, IDLE_END_S="0.1")
+    (library / "preloaded.py").touch()
     rank_server.preload()
     server = rank_server._server
     assert server is not None
     assert until(lambda: server.has_ended, START_S)
     assert server.end == ""
-
-
-def test_a_server_that_ends_while_it_forks_leaves_nothing(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start says how it ended; the next one has a new server."""
-    fork = RankServer.fork
-
-    def killed(self: RankServer, *args: Any) -> Any:
-        os.kill(self.pid, signal.SIGKILL)
-        return fork(self, *args)
-
-    monkeypatch.setattr(RankServer, "fork", killed)
-    with (
-        pytest.raises(StartError, match=r"rank 0 could not be forked: .* ended \(signal SIGKILL\)"),
-        session_of(StartOptions(2, gpus="none")),
-    ):
-        pass
-    monkeypatch.undo()
-    with session_of(StartOptions(1, gpus="none")) as session:
-        assert session.run("print(rank)").ranks[0].text == "0\n"
-        assert rank_server.why_not() == ""
 
 
 def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
@@ -529,7 +508,53 @@ def test_a_fork_is_watched_by_its_pid_too(runs: Path) -> None:
         assert session.cluster.processes.exits[0].code == -signal.SIGKILL  # of its own launcher
 
 
+def test_what_only_training_needs_is_left_to_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
+) -> None:
+    """With NBDIST_PRELOAD=0 a server is ready without it."""
+    library = altered(tmp_path, monkeypatch, FIRST=LITTLE["FIRST"], LATER='("later",)')
+    (library / "preloaded.py").write_text(NO_TORCH)
+    (library / "later.py").write_text(f"open({str(library / 'imported')!r}, 'w')")
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
+    obtain()
+
+    assert until(rank_server.is_ready)
+    assert not (library / "imported").exists()
+
+
+def test_a_server_that_ends_while_it_forks_leaves_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start says how it ended; the next one has a new server.
+
+    Nor does a fork import a package before its first cell: what a rank needs to be ready is there
+    once for all of them, and none needs Accelerate.
+    """
+    fork = RankServer.fork
+
+    def killed(self: RankServer, argv: list[str], *args: Any) -> Any:
+        if str(CONTROLLER_PROGRAM) not in argv:
+            os.kill(self.pid, signal.SIGKILL)
+        return fork(self, argv, *args)
+
+    monkeypatch.setattr(RankServer, "fork", killed)
+    with (
+        pytest.raises(StartError, match=r"rank 0 could not be forked: .* ended \(signal SIGKILL\)"),
+        session_of(StartOptions(2, gpus="none")),
+    ):
+        pass
+    monkeypatch.undo()
+    with session_of(StartOptions(1, gpus="none")) as session:
+        assert session.run(IMPORTED).ranks[0].text == "[]\n"
+        assert rank_server.why_not() == ""
+
+
 GROUPS = Path("/sys/fs/cgroup/pids")
+
+
+def own_group() -> Path:
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    return GROUPS / next(path for _, kind, path in lines if kind == "pids").lstrip("/")
 
 
 @pytest.mark.skipif(not os.access(GROUPS, os.W_OK), reason="needs a pids group of cgroup v1")
@@ -548,10 +573,21 @@ def test_a_control_group_that_is_full_is_told(runs: Path) -> None:
         ):
             pass
     finally:
-        rank_server._discard(rank_server._server)
-        assert until(lambda: server.has_ended)
-        until(lambda: not (group / "cgroup.procs").read_text())
+        (own_group() / "cgroup.procs").write_text(str(server.pid))
         group.rmdir()
+
+
+def test_controller_and_ranks_take_one_new_server_for_an_outdated_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask at once, and whoever is second must not end what the first has made."""
+    outdated, _ = obtain()
+    assert until(rank_server.is_ready, START_S)
+    monkeypatch.setenv("HF_HOME", str(runs))
+    with session_of(StartOptions(2, gpus="none")) as session:
+        assert texts(session, "print('here')") == ["here\n"] * 2
+        assert rank_server._server is not outdated
+        assert rank_server.why_not() == ""
 
 
 # Run by an ordinary user: niceness, and limits that do not hold root.

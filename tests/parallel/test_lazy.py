@@ -77,6 +77,7 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
         (tmp_path / f"{name}.py").write_text("held = [[] for _ in range(1000)]\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(idle_imports, "AFTER_S", 0.0)
+    monkeypatch.delenv("NBDIST_PRELOAD", raising=False)
     seen_modules: list[list[str]] = []
 
     def loaded() -> list[str]:
@@ -105,3 +106,15 @@ def test_modules_are_imported_one_by_one_and_cells_come_between(
     assert ["ahead_a"] in seen_modules
     assert with_cells == before
     assert without >= before + 2000
+
+
+def test_a_user_may_leave_them_to_the_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NBDIST_PRELOAD=0 nothing is imported that no cell has asked for."""
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
+
+    async def scheduled() -> int:
+        loop = asyncio.get_running_loop()
+        idle_imports.begin(lambda: False)
+        return len(loop._scheduled)  # type: ignore[attr-defined]
+
+    assert asyncio.run(scheduled()) == 0

@@ -215,7 +215,8 @@ class Hosts:
         ids = {} if user == "root" else {"user": _USER_ID, "group": _USER_ID, "extra_groups": []}
         environment = {
             "PATH": _PATH, "HOME": str(_HOMES[user]), "USER": user, "LOGNAME": user,
-            "SHELL": "/bin/bash", "LANG": "C.UTF-8", **self._clock_variables(host), **(env or {}),
+            "SHELL": "/bin/bash", "LANG": "C.UTF-8", "NBDIST_PRELOAD": "0",
+            **self._clock_variables(host), **(env or {}),
         }  # fmt: skip
         defaults = {
             "cwd": _HOMES[user], "text": True, "start_new_session": True,

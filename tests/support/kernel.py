@@ -221,11 +221,12 @@ class Kernel:
 def notebook_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a kernel or server under test: this one's, one thread, and `extra`.
 
+    NBDIST_PRELOAD=0: what no cell uses need not be imported, in hundreds of processes.
     PYTEST_* is left out: with PYTEST_CURRENT_TEST set, ipykernel does not capture the output of C
     code and child processes (ipykernel/iostream.py), so a test would see another kernel.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    return inherited | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
+    return inherited | {"OMP_NUM_THREADS": "1", "NBDIST_PRELOAD": "0"} | dict(extra or {})
 
 
 def run_python(

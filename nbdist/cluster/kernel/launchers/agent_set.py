@@ -45,7 +45,10 @@ EXPLAIN_S = 3.0
 # Ranks that come back one after the other do not each wait for the host that all have lost.
 RETRY_S = 5.0
 # Of the notebook's environment ranks of other hosts get what begins like this.
-FORWARDED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_", "NBDIST_TEST")
+FORWARDED = (
+    "NCCL_", "TORCH_", "GLOO_", "OMP_", "FI_", "HF_", "ACCELERATE_",
+    "NBDIST_PRELOAD", "NBDIST_TEST",
+)  # fmt: skip
 
 
 class AgentEngine(BaseLauncher):  # type: ignore[misc]
