@@ -322,9 +322,7 @@ class Server:
         if changed := _changed_variable(self._environ, request["env"]):
             return {"outdated": f"{changed} has another value than at the import"}
         if why := _customized():  # before anybody waits for the imports
-            if self._imports.is_running:
-                self._imports.lower()  # ranks that import all themselves come first
-            return {"cannot": why}
+            return {"cannot": why, "failed": "whatever is imported"}
         self._imports.finish_first()
         if self._imports.error:
             why = f"an import failed:\n{self._imports.error}"

@@ -32,6 +32,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     monkeypatch.chdir(notebooks)
     return folder
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 from nbdist.cluster.kernel import rank_server
 from nbdist.cluster.kernel.launcher import ForkedEngineSetLauncher
 from tests.support import processes
+from tests.support.kernel import notebook_env
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -60,7 +60,7 @@ cluster.stop_cluster_sync()
 
 def start(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], list[Any]]:
     """The program, and what it prints of its engines."""
-    env = {**os.environ, "IPYTHONDIR": str(tmp_path), "OF_THE_PROGRAM": "here"}
+    env = notebook_env({"IPYTHONDIR": str(tmp_path), "OF_THE_PROGRAM": "here"})
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM_OF_A_USER + then],
         env=env, cwd=tmp_path, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -24,6 +24,7 @@ from nbdist.cluster.run_owner import Process, Run
 from nbdist.diagnostics import kernel as diagnostics_kernel
 from nbdist.errors import NbdistError, NotRunning, StartError
 from tests.support import processes
+from tests.support.kernel import notebook_env
 from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [
@@ -77,7 +78,7 @@ def dead_run(base: Path, name: str) -> Iterator[tuple[Path, list[psutil.Process]
     program = textwrap.dedent(NOTEBOOK.format(name=name))
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, "TMPDIR": str(base.parent)},
+        env=notebook_env({"TMPDIR": str(base.parent)}),
         stdout=subprocess.PIPE,
         text=True,
     ) as kernel:

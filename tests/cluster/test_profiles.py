@@ -103,20 +103,30 @@ def test_other_launchers_are_not_judged_by_this_machine(launcher: str, ipython_d
     assert ipp_cluster.kind_of(profiles.load("far")) == ipp_cluster.OTHER
 
 
+def over_a_port(*args: Any, find_store: Any = start.find_store) -> Any:
+    """Where the ranks meet if they see no file of the notebook's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "is_this_host", lambda hosts: False)
+        return find_store(*args)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """Two ranks of ipyparallel's own local launcher, which knows of no ranks."""
+    """Two ranks of ipyparallel's own local launcher, which knows of no ranks, without a file."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "ipython").mkdir()
     put(folder / "ipython", "plain", PLAIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("NBDIST_PRELOAD", "0")
+        patch.setattr(start, "find_store", over_a_port)
         with (
             temporary_folder(folder / "tmp"),
             session_of(StartOptions(2, profile="plain", seed=3)) as session,
         ):
             yield session
+        assert processes_under(folder) == []
 
 
 @pytest.mark.cluster
@@ -195,24 +205,17 @@ def test_a_launchers_number_is_translated_to_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.engine
-def test_over_a_port_the_store_listens_on_one_address(
-    tmp_path: Path, ipython_dir: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_a_port_the_store_listens_on_one_address(plain: Session) -> None:
     """Where no file is shared, rank 0 opens a port on the one address that all reach."""
-    put(ipython_dir, "plain", PLAIN)
-    monkeypatch.setattr(start, "is_this_host", lambda reports: False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    options = StartOptions(2, profile="plain")
-    with session_of(options) as session:
-        result = session.run(
-            "total = torch.tensor([rank + 1.0])\ndist.all_reduce(total)\n"
-            "store = dist.distributed_c10d._get_default_store()\n"
-            "while hasattr(store, 'underlying_store'):\n    store = store.underlying_store\n"
-            "print(total.item(), type(store).__name__, store.port)"
-        )
-        marked = processes.processes_of_run(str(session.cluster.run_dir))
-        listeners = processes.tcp_listeners(marked)
-        waited = session.sync()
+    result = plain.run(
+        "total = torch.tensor([rank + 1.0])\ndist.all_reduce(total)\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "while hasattr(store, 'underlying_store'):\n    store = store.underlying_store\n"
+        "print(total.item(), type(store).__name__, store.port)"
+    )
+    marked = processes.processes_of_run(str(plain.cluster.run_dir))
+    listeners = processes.tcp_listeners(marked)
+    waited = plain.sync()
 
     ports = {int(rank.text.split()[2]) for rank in result.ranks}
     assert [rank.text.split()[:2] for rank in result.ranks] == [["3.0", "TCPStore"]] * 2
@@ -249,42 +252,38 @@ def test_an_address_that_cannot_be_used_is_followed_by_the_next() -> None:
     assert "10.0.0.2: not from rank 1" in str(caught.value)
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
-def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(
-    ipython_dir: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank whose process was killed is told, the other works, and a stop leaves nothing.
-
-    Of engines on other hosts no exit is seen: that they are not registered is enough.
-    """
-    put(ipython_dir, "plain", PLAIN)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with session_of(StartOptions(2, profile="plain")) as session:
-        [victim] = [place for place in session.topology.ranks if place.rank == 0]
-        psutil.Process(victim.pid).kill()
-        assert until(lambda: victim.engine_id in session.cluster.processes.exits)
-        with pytest.raises(RankGone, match=r"rank 0 has ended \(rank 0: signal SIGKILL"):
-            session.run("print(rank)")
-        alive = session.run("print(rank)", ranks=[1])
-        with pytest.raises(DistributedError, match="rank 1 raised ValueError"):
-            session.run("raise ValueError", ranks=[1])
-        channel = session.cluster.channel
-        assert channel is not None
-        [last] = [place for place in session.topology.ranks if place.rank == 1]
-        psutil.Process(last.pid).kill()
-        assert until(lambda: channel.engine_ids == ())
-        session.cluster.processes.exits.clear()
-        for _ in range(2):
-            with pytest.raises(RankGone, match="rank 1"):
-                session.run("print(rank)", ranks=[1])
-
-    assert alive.ranks[0].text == "1\n"
-    assert processes_under(runs) == []
-
-
 def test_a_copied_profile_may_name_the_launcher_as_it_was() -> None:
     """Profiles that users copied from an earlier version name nbdist.client.launcher."""
     former = import_item("nbdist.client.launcher.RankEngineSetLauncher")
 
     assert former is import_item("nbdist.cluster.kernel.launcher.RankEngineSetLauncher")
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(plain: Session) -> None:
+    """The rank whose process was killed is told, the other works, and a stop leaves nothing.
+
+    Of engines on other hosts no exit is seen: that they are not registered is enough. The last
+    test of this file, as it ends the ranks.
+    """
+    victim, last = sorted(plain.topology.ranks, key=lambda place: place.rank)
+    psutil.Process(victim.pid).kill()
+    assert until(lambda: victim.engine_id in plain.cluster.processes.exits)
+    with pytest.raises(RankGone, match=r"rank 0 has ended \(rank 0: signal SIGKILL"):
+        plain.run("print(rank)")
+    alive = plain.run("print(rank)", ranks=[1])
+    with pytest.raises(DistributedError, match="rank 1 raised ValueError"):
+        plain.run("raise ValueError", ranks=[1])
+    channel = plain.cluster.channel
+    assert channel is not None
+    psutil.Process(last.pid).kill()
+    assert until(lambda: channel.engine_ids == ())
+    plain.cluster.processes.exits.clear()
+    for _ in range(2):
+        with pytest.raises(RankGone, match="rank 1"):
+            plain.run("print(rank)", ranks=[1])
+
+    assert alive.ranks[0].text == "1\n"
+    plain.stop()
+    assert processes.processes_of_run(str(plain.cluster.run_dir)) == []

@@ -340,6 +340,10 @@ def test_what_no_fork_could_have_is_another_servers_or_is_said(
     assert len({server.pid for server in (first, second, third) if server is not None}) == 3
     assert until(lambda: first.has_ended)
     assert first.end == ""  # as it was asked to
+    (folder / "sitecustomize.py").touch()
+    customized, why = obtain({"PYTHONPATH": str(folder)})
+    assert customized is rank_server._server is None  # it does not go on to import torch
+    assert why == f"{folder}/sitecustomize.py runs at every start of Python"
 
 
 def test_forks_are_measured_by_coverage(

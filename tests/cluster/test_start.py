@@ -1,5 +1,6 @@
 """A start either gives ranks, or says what is wrong with the choices, and leaves nothing."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbdist.cluster.hosts import Host
+from nbdist.cluster.kernel import rank_server
 from nbdist.cluster.kernel import start as kernel_start
 from nbdist.cluster.kernel.launcher import RankEngineLauncher
 from nbdist.cluster.kernel.start import StartOptions
@@ -239,33 +241,17 @@ _NO_TORCH = """
 
 
 @pytest.mark.parametrize(
-    ("code", "deadline_s", "words", "most_s"),
+    ("code", "words", "most_s"),
     [
         # At once, though the others would wait for it.
         (
             _DIES,
-            60,
             ["rank 1 ended before it was ready (exit code 3)", "no such luck"],
             10,
         ),
-        (_NO_TORCH, 60, ["rank 1", "ImportError: libtorch_cpu.so: cannot open shared object"], 60),
-        # On its way into the group.
-        (
-            "if os.environ.get('RANK') == '1':\n    os.environ['GLOO_SOCKET_IFNAME'] = 'nonsense0'",
-            60,
-            ["rank 1 could not join", "nonsense0"],
-            60,
-        ),
-        # The rank that hangs is named, not the one that waited for it.
-        (
-            "import time\nif os.environ.get('RANK') == '1':\n    time.sleep(300)",
-            5,
-            ["rank 1 did not come", "after 5 s", "--timeout"],
-            10,
-        ),
+        (_NO_TORCH, ["rank 1", "ImportError: libtorch_cpu.so: cannot open shared object"], 60),
         (
             _NO_PORT,
-            60,
             ["controller ended before it was ready (exit code 4)", "no port for me"],
             10,
         ),
@@ -275,18 +261,50 @@ def test_a_process_that_does_not_come_up_is_named_with_the_reason(
     at_start: Callable[[str], None],
     runs: Path,
     code: str,
-    deadline_s: float,
     words: list[str],
     most_s: float,
 ) -> None:
-    """Exit code and last words, the error with its place, or that it did not come in time."""
+    """Exit code and last words, or the error with its place."""
     at_start(code)
     began_s = time.monotonic()
     with pytest.raises(StartError) as caught:
-        begin(world_size=2, deadline_s=deadline_s)
+        begin(world_size=2)
 
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert time.monotonic() - began_s < most_s
+
+
+@pytest.mark.parametrize(
+    ("variables", "number", "words"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nonsense0"}, 0, ["rank 1 could not join", "nonsense0"]),
+        # The rank that hangs is named, not the one that waited for it.
+        ({}, signal.SIGSTOP, ["rank 1 did not come", "after 5 s", "--timeout"]),
+    ],
+)
+def test_a_rank_that_does_not_join_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    runs: Path,
+    variables: dict[str, str],
+    number: int,
+    words: list[str],
+) -> None:
+    """What failed on its way into the group, or that it did not come in time."""
+    fork = rank_server.RankServer.fork
+
+    def altered(self: Any, argv: list[str], env: dict[str, str], *args: str) -> Any:
+        is_meant = env.get("RANK") == "1"
+        process = fork(self, argv, {**env, **variables} if is_meant else env, *args)
+        if is_meant:
+            process.send_signal(number)
+        return process
+
+    assert asyncio.run(rank_server.obtain(dict(os.environ), rank_server.text_path()))
+    monkeypatch.setattr(rank_server.RankServer, "fork", altered)
+    with pytest.raises(StartError) as caught:
+        begin(world_size=2, deadline_s=5)
+
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
 
 
 def test_a_profile_with_wrong_settings_leaves_nothing(

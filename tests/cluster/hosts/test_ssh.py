@@ -91,8 +91,9 @@ def own_python(hosts: Hosts, path: str) -> Iterator[None]:
     profile = hosts.path("head", "/root/.ipython/profile_ssh")
     profile.mkdir(parents=True)
     shipped = (ROOT / "profiles/ssh/ipcluster_config.py").read_text()
-    python = f"\nc.AgentEngineSetLauncher.remote_python = '{path}'\n"
-    (profile / "ipcluster_config.py").write_text(shipped + python)
+    own = f"\nc.AgentEngineSetLauncher.remote_python = '{path}'\n"
+    own += "c.AgentEngineSetLauncher.connect_s = 8\n"  # which a firewall takes
+    (profile / "ipcluster_config.py").write_text(shipped + own)
     yield
     (profile / "ipcluster_config.py").unlink()
     profile.rmdir()
