@@ -112,6 +112,9 @@ PAGE_OF = {
 }
 
 
+parsed = functools.cache(ast.parse)
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -216,7 +219,7 @@ def own_problem(module: str, target: str) -> str | None:
 
 def problems(source: str, module: str) -> list[str]:
     """Everything that is wrong with one file of the package, as sentences."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     sentences = {import_problem(module, name) for name in imported(tree)}
     sentences |= {f"has a local {name!r}" for name in sorted(VAGUE & bound(tree))}
     if ast.get_docstring(tree) is None:
@@ -224,12 +227,13 @@ def problems(source: str, module: str) -> list[str]:
     return sorted(f"{module} {sentence}" for sentence in sentences if sentence)
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, hints and late imports counted."""
     return {
         module: {
             target
-            for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+            for name in imported(parsed(path.read_text(encoding="utf-8")))
             if name.startswith("nbdist")
             and (target := owner(name)) not in {"nbdist", module}
             and (module, target) not in LAZY

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType
 
-from nbformat.v4 import output_from_msg
-
 Output = dict[str, Any]
 Message = dict[str, Any]
 Handle = NewType("Handle", str)
@@ -168,6 +166,9 @@ class Notebook:
         if kind == "clear_output":
             cell.clear(wait=content["wait"])
         elif kind in {"stream", "error", *_DISPLAYS}:
+            # Late: where JupyterLab is installed this costs two seconds (of rfc3987_syntax).
+            from nbformat.v4 import output_from_msg
+
             new: Output = output_from_msg(message)  # type: ignore[no-untyped-call]
             cell.append(new)
             if display_id := _display_id(content):

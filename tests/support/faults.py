@@ -130,7 +130,8 @@ class Ranks:
         """
         folder = Path(tempfile.mkdtemp(prefix="faults-"))
         (folder / "tmp").mkdir()
-        kernel = Kernel(cwd=folder, env={"TMPDIR": str(folder / "tmp")})
+        env = {"TMPDIR": str(folder / "tmp"), "NBDIST_PRELOAD": "1"}  # for ranks that come back
+        kernel = Kernel(cwd=folder, env=env)
         kernel.__enter__()
         ranks = cls(kernel, n, folder)
         try:

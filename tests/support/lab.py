@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import nbformat
-from nbformat.v4 import new_code_cell, new_notebook
-
 from tests.support.kernel import notebook_env
 
 if TYPE_CHECKING:  # playwright is an optional extra
@@ -276,6 +273,10 @@ class LabNotebook:
 
 
 def write_notebook(path: Path, *sources: str) -> None:
+    # Late: see tests/support/cells.py; every test session imports this module.
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_notebook
+
     # Without a kernel of its own JupyterLab would ask which one to take.
     metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
     cells = [new_code_cell(source) for source in sources]

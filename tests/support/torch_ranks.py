@@ -41,6 +41,7 @@ rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run_dir = Path(os.environ["TEST_RUN_DIR"])
 import torch, torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+dist.set_debug_level_from_env()
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -165,7 +166,8 @@ class TorchRanks:
             text: What each runs.
             limit_s: After which they end by themselves.
             is_new: Processes that have imported nothing. So too where an environment variable of
-                torch's is given, which may be read by the import.
+                torch's is given, which may be read by the import; TORCH_DISTRIBUTED_DEBUG can be
+                read again.
             env: Variables beside those of a rank.
         """
         self.folder = folder
@@ -173,11 +175,15 @@ class TorchRanks:
         self.limit_s = limit_s
         self._text = PRELUDE + textwrap.dedent(text)
         self._env = env
-        self._is_new = is_new or any(name.startswith("TORCH") for name in env)
+        self._is_new = is_new or any(
+            name.startswith("TORCH") and name != "TORCH_DISTRIBUTED_DEBUG" for name in env
+        )
         self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
         folder.mkdir(parents=True, exist_ok=True)
         start = {"world_size": size, "backend": "auto", "deadline_s": 60.0, "gpus": []}
         (folder / "start.json").write_text(json.dumps(start))
+        if not self._is_new:
+            [_server(rank) for rank in range(size)]  # they import side by side
         for rank in range(size):
             self._start(rank)
 
@@ -259,9 +265,16 @@ def run_ranks(folder: Path, size: int, text: str, **env: str) -> list[dict[str, 
         return ranks.results()
 
 
-@functools.cache
 def _server(rank: int) -> ForkServer:
-    """One per rank: strings hash differently in different ranks, as in ranks that are started."""
+    """Strings hash differently in two ranks whose numbers differ in one bit, neighbours in a mesh.
+
+    As in ranks that are started; two servers are enough for that.
+    """
+    return _one_of_two(rank.bit_count() % 2)
+
+
+@functools.cache
+def _one_of_two(_number: int) -> ForkServer:
     server = ForkServer(IMPORTED, notebook_env(ENV))
     atexit.register(server.stop)
     return server

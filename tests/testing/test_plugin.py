@@ -46,7 +46,7 @@ def test_without_the_option_nothing_is_loaded(pytester: pytest.Pytester) -> None
                 json.dump(ours, file)
         """
     )
-    result = pytester.runpytest_subprocess()
+    result = pytester.runpytest_subprocess("-p", "no:nbval")
 
     result.assert_outcomes(passed=1)
     loaded = json.loads((pytester.path / "loaded.json").read_text())
@@ -58,7 +58,7 @@ def test_without_the_option_nothing_is_loaded(pytester: pytest.Pytester) -> None
     [
         (["--nbdist", "-p", "no:nbval"], "ERROR: --nbdist needs nbval: pip install nbval"),
         (
-            ["--nbdist-ranks", "2"],
+            ["--nbdist-ranks", "2", "-p", "no:nbval"],
             "ERROR: --nbdist-ranks and --nbdist-gpus are for --nbdist: add it",
         ),
     ],
@@ -84,15 +84,12 @@ def test_nbvals_options_are_set_and_typed_ones_win() -> None:
     assert "--nbval-kernel-startup-timeout=120" in plain
 
 
-@pytest.mark.slow
-def test_a_notebook_is_compared_with_the_settings_that_were_typed(
-    pytester: pytest.Pytester,
-) -> None:
-    """Its kernel has them and pytest has not; both sanitize files count; typed limits win."""
+def put_plain(pytester: pytest.Pytester) -> None:
+    """A notebook without ranks, and what else the settings that are typed are seen by."""
     names = "NBDIST_TEST", "NBDIST_RANKS", "NBDIST_GPUS"
     write(
         pytester.path / "plain.ipynb",
-        (f"import os\nprint([os.environ.get(name) for name in {names}])", "['1', '3', 'none']\n"),
+        (f"import os\nprint([os.environ.get(name) for name in {names}])", "['1', '2', 'none']\n"),
         ("print('in', '/tmp/one', 'of colour red')", "in /tmp/other of colour blue\n"),
         ("print('[0-1] loss 3.31')", "[0] loss 3.31\n[1] loss 3.32\n"),
     )
@@ -106,15 +103,13 @@ def test_a_notebook_is_compared_with_the_settings_that_were_typed(
             return f"limits {limits}, here {os.environ.get('NBDIST_TEST')}"
         """
     )
-    result = pytester.runpytest_subprocess(
-        "--nbdist", "--nbdist-ranks=3", "--nbdist-gpus=none", "--nbval-cell-timeout=77",
-        "--nbval-sanitize-with=own.cfg", "-rA",
-    )  # fmt: skip
+
+
+def check_plain(result: pytest.RunResult) -> None:
+    """Its kernel has them and pytest has not; both sanitize files count; typed limits win."""
     text = result.stdout.str()
 
     assert "limits (77.0, 120.0), here None" in text
-    assert told(text, "PASSED") == {"plain.ipynb::Cell 0", "plain.ipynb::Cell 1"}
-    assert told(text, "FAILED") == {"plain.ipynb::Cell 2"}
     result.stdout.fnmatch_lines(
         [
             "Cell 2 of plain.ipynb: the outputs are not those stored",
@@ -133,8 +128,10 @@ def test_a_notebook_is_compared_with_the_settings_that_were_typed(
 def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(pytester: pytest.Pytester) -> None:
     """A rank that prints something else, one that raises, and a mistyped option fail their cells.
 
-    No cell stops the ranks: they and what they have started have ended when pytest has.
+    No cell stops the ranks: they and what they have started have ended when pytest has. Another
+    notebook is compared with the settings that were typed.
     """
+    put_plain(pytester)
     start = (
         "import os, subprocess\n"
         "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
@@ -152,15 +149,20 @@ def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(pytester: pytest.
         ("%dist_status --nope", ""),
     )
     result = pytester.runpytest_subprocess(
-        "--nbdist", "--nbdist-ranks=2", "--nbdist-gpus=none", "-rA"
-    )
+        "--nbdist", "--nbdist-ranks=2", "--nbdist-gpus=none", "--nbval-cell-timeout=77",
+        "--nbval-sanitize-with=own.cfg", "-rA",
+    )  # fmt: skip
     text = result.stdout.str()
     pids = [
         int(pid) for rank in "01" for pid in (pytester.path / f"pids{rank}").read_text().split()
     ]
 
-    assert told(text, "PASSED") == {f"ranks.ipynb::Cell {n}" for n in range(4)}, text
-    assert told(text, "FAILED") == {f"ranks.ipynb::Cell {n}" for n in (4, 5, 6)}
+    check_plain(result)
+    passed, failed = (
+        {f"ranks.ipynb::Cell {n}" for n in cells} for cells in ((0, 1, 2, 3), (4, 5, 6))
+    )
+    assert told(text, "PASSED") == {*passed, "plain.ipynb::Cell 0", "plain.ipynb::Cell 1"}, text
+    assert told(text, "FAILED") == {*failed, "plain.ipynb::Cell 2"}
     result.stdout.fnmatch_lines(
         ["rank 1 printed (line 1):", "  expected: loss 3.31", "  got:      loss 3.32"]
     )
