@@ -56,7 +56,7 @@ BREAKS = """
 
     curve, ends, generation = [step()], [], 0
     for phase in ("forward", "backward"):
-        for place in range(1, 7):
+        for place in map(int, os.environ["PLACES"]):
             for broken in range(2):
                 generation += 1
                 if os.environ["FAULT"] == "1":
@@ -75,23 +75,24 @@ BREAKS = """
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"),
+    ("kind", "size", "places"),
     [
-        ("full", 2),
-        pytest.param("grad-op", 2, marks=pytest.mark.faults),
-        pytest.param("hybrid", 4, marks=pytest.mark.faults),
+        ("full", 2, "136"),
+        pytest.param("full", 2, "123456", marks=pytest.mark.faults),
+        pytest.param("grad-op", 2, "123456", marks=pytest.mark.faults),
+        pytest.param("hybrid", 4, "123456", marks=pytest.mark.faults),
     ],
 )
 def test_a_break_at_any_block_leaves_the_losses_as_they_were(
-    tmp_path: Path, kind: str, size: int
+    tmp_path: Path, kind: str, size: int, places: str
 ) -> None:
-    """24 breaks in a row: forward and backward, at each block, on either of two ranks."""
-    calm = run_ranks(tmp_path / "calm", size, BREAKS, KIND=kind, FAULT="0")
-    storm = run_ranks(tmp_path / "storm", size, BREAKS, KIND=kind, FAULT="1")
+    """Up to 24 breaks in a row: forward and backward, at each block, on either of two ranks."""
+    calm = run_ranks(tmp_path / "calm", size, BREAKS, KIND=kind, PLACES=places, FAULT="0")
+    storm = run_ranks(tmp_path / "storm", size, BREAKS, KIND=kind, PLACES=places, FAULT="1")
 
     assert [result["curve"] for result in storm] == [result["curve"] for result in calm]
-    assert len(set(calm[0]["curve"])) == 25
+    assert len(set(calm[0]["curve"])) == 4 * len(places) + 1
     for rank, result in enumerate(storm[:2]):
-        expected = ["forward"] * 12 + ["backward"] * 12
+        expected = ["forward"] * 2 * len(places) + ["backward"] * 2 * len(places)
         raised = [end for end in result["ends"] if end != "RuntimeError"]
         assert raised == expected[rank::2]
