@@ -125,9 +125,9 @@ def test_an_interrupt_while_the_ranks_are_asked(kernel: Kernel, rank: int) -> No
 
 
 @pytest.mark.faults
-def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
+def test_a_rank_that_dies_while_it_is_measured(fresh: Kernel) -> None:
     """It is told at once, and with another process in its place it can be measured again."""
-    kernel = own_kernel
+    kernel = fresh
     pid = int(kernel.run("%%rank[1]\nimport os; os.getpid()").text.split()[1])
     running = kernel.start("%dist_bench --ops all_reduce --sizes 64M --seconds 300")
     kernel.wait_output(running, "measuring: all_reduce of 64 MiB")

@@ -45,7 +45,9 @@ class Desk:
         self.kernel = self._new()
 
     def _new(self) -> Kernel:
-        kernel = Kernel(cwd=self.folder, env={"TMPDIR": str(self.folder / "tmp")})
+        # Most only attach, and need nobody who forks ranks.
+        env = {"TMPDIR": str(self.folder / "tmp"), "NBDIST_PRELOAD": "0"}
+        kernel = Kernel(cwd=self.folder, env=env)
         kernel.__enter__()
         assert kernel.run("%load_ext nbdist").status == "ok"
         return kernel
