@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from nbdist.cluster.kernel import rank_server
 from nbdist.frontend import cli
 from tests.support.kernel import notebook_env
 
@@ -19,6 +20,9 @@ TIMEOUT_S = 120.0
 
 def nbdist(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """What a command comes to that is typed in a folder, whose runs are in its `tmp`."""
+    if words[0] in {"run", "bench"}:
+        # What forks their ranks outlives the folder; ipyparallel keeps the one of its import.
+        rank_server.preload()
     out, err = io.StringIO(), io.StringIO()
     with (
         _working_in(folder),
