@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.front.conftest import IMPORTED
 from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
 from tests.support.processes import descendants, processes_of_run, wait_gone
 
 CELLS = {
-    "load": "%load_ext nbdist",
+    "load": f"%load_ext nbdist\n{IMPORTED}",
     "start": "%dist_init -n 2 --grace 600",
     "bar": (
         "%%distributed\n"
@@ -75,12 +76,11 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def tab(lab: Lab) -> Iterator[Tab]:
     """A notebook with two ranks in JupyterLab."""
-    folder = tmp_path_factory.mktemp("lab")
-    write_notebook(folder / "a.ipynb", *CELLS.values())
-    with Lab(folder) as lab, browser_page(1100, 2400) as page:
-        tab = Tab(LabNotebook(page, lab, "a.ipynb"), lab)
+    write_notebook(lab.root / "first_steps.ipynb", *CELLS.values())
+    with browser_page(1100, 2400) as page:
+        tab = Tab(LabNotebook(page, lab, "first_steps.ipynb"), lab)
         tab.run("load")
         tab.run("start")
         yield tab

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from tests.support.lab import Lab, LabNotebook, browser_page, write_notebook
+from tests.front.conftest import IMPORTED
+from tests.support.lab import Lab, LabNotebook, write_notebook
 
 if TYPE_CHECKING:  # playwright is an optional extra
     from playwright.sync_api import Locator, Page
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = {
-    "load": "%load_ext nbdist",
+    "load": f"%load_ext nbdist\n{IMPORTED}",
     "start": "%dist_init -n 2 --grace 600",
     "panel": "%dist_panel",
     "again": "%dist_panel",
@@ -171,25 +172,10 @@ _DRAWN = "() => Number(document.querySelector('.np-age').dataset.drawn)"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A server."""
-    folder = tmp_path_factory.mktemp("lab")
-    write_notebook(folder / "a.ipynb", *CELLS.values())
-    with Lab(folder, {"PYTHONPATH": str(ROOT), "NBDIST_TEST": ""}) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    """A browser's page."""
-    with browser_page(1150, 1000) as page:
-        yield page
-
-
-@pytest.fixture(scope="module")
 def opened(lab: Lab, page: Page) -> Tab:
     """A notebook with two ranks and a panel."""
-    tab = Tab(page, lab, "a.ipynb")
+    write_notebook(lab.root / "panel.ipynb", *CELLS.values())
+    tab = Tab(page, lab, "panel.ipynb")
     for name in ("load", "start", "panel"):
         tab.run(name)
     return tab
@@ -470,7 +456,7 @@ def test_a_saved_notebook_without_its_kernel_shows_the_last_state(tab: Tab, lab:
     hidden = stills.evaluate_all("all => all.every(one => !one.offsetParent)")
     tab.command("docmanager:save")
     tab.restart()
-    again = Tab(tab.page, lab, "a.ipynb")
+    again = Tab(tab.page, lab, "panel.ipynb")
     still = again.output(NUMBER["panel"]).locator(".nbdist-panel-still")
     still.wait_for(state="visible", timeout=DEADLINE_S * 1000)
     again.picture("still")

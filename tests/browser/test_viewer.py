@@ -121,7 +121,6 @@ def _timeline() -> Case:
 
 
 CASES = {case.name: case for case in (_memory(), _timeline())}
-BOTH = ["timeline", "memory"]
 # The one painter shows it as well as the other.
 ONE = ["timeline", pytest.param("memory", marks=pytest.mark.more_browser)]
 
@@ -155,19 +154,10 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A server whose kernels can import what is made up."""
-    folder = tmp_path_factory.mktemp("lab")
-    for case in CASES.values():
-        write_notebook(folder / f"{case.name}.ipynb", case.source)
-    with Lab(folder, {"PYTHONPATH": str(ROOT), "NBDIST_TEST": ""}) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
 def shown(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Shown]:
     """The cell has been run."""
     case = CASES[request.param]
+    write_notebook(lab.root / f"{case.name}.ipynb", case.source)
     with browser_page(1100, 1000) as page:
         # Otherwise playwright tells all frames that the user likes it light.
         page.emulate_media(color_scheme="null")
@@ -176,7 +166,7 @@ def shown(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Shown]:
         yield Shown(case, lab, notebook)
 
 
-@pytest.mark.parametrize("shown", BOTH, indirect=True)
+@pytest.mark.parametrize("shown", ONE, indirect=True)
 def test_the_wheel_zooms_at_the_pointer(shown: Shown) -> None:
     """Without a click the wheel is the page's; after it what is below the pointer stays there."""
     case, picture, ns = shown.case, shown.picture(), shown.case.point[0]
@@ -202,7 +192,7 @@ def test_the_wheel_zooms_at_the_pointer(shown: Shown) -> None:
     assert picture.tip[: len(case.tip)] == case.tip
 
 
-@pytest.mark.parametrize("shown", BOTH, indirect=True)
+@pytest.mark.parametrize("shown", ONE, indirect=True)
 def test_dragging_moves_the_picture(shown: Shown) -> None:
     """By as much time as the pointer has passed; not beyond the end."""
     picture = shown.picture()
@@ -225,7 +215,7 @@ def test_dragging_moves_the_picture(shown: Shown) -> None:
     assert last[1] - last[0] == pytest.approx(end - begin)
 
 
-@pytest.mark.parametrize("shown", BOTH, indirect=True)
+@pytest.mark.parametrize("shown", ONE, indirect=True)
 def test_keys_are_the_pictures_and_not_the_notebooks(shown: Shown) -> None:
     """No cell comes or goes by them; the numbers stand below as a reader sees them."""
     picture, spans = shown.picture(), {}

@@ -10,8 +10,39 @@ import pytest
 from tests.support.kernel import Kernel
 
 START_TIMEOUT_S = 120.0
-# A rank imports torch._dynamo once it is idle, for seconds; a test that times cells waits for it.
-_WARM = "%%distributed\nimport torch._dynamo"
+# Ranks are forks of a process that then has all imports: none of them imports anything itself.
+IMPORTED = """
+import time as _time
+from nbdist.cluster.kernel import rank_server as _server
+_end_s = _time.monotonic() + 60
+while not (_server.is_ready() or _server.why_not()) and _time.monotonic() < _end_s:
+    _time.sleep(0.02)
+"""
+# Of two idle ranks and their notebook all that cells have made, then how many models are left.
+_CLEAR = """
+def _clear():
+    import gc, nbdist
+    from nbdist.hang.kernel.restart import names
+    session, user_ns = nbdist.session(), get_ipython().user_ns
+    session.upkeep.reconnect()
+    if session.strategy.current().name != "ddp":
+        session.strategy.switch("ddp")
+    bound = {name for rank in session.ranks for name in names(session.call, rank).result(60)}
+    for name in [name for name in user_ns if name not in _kept and name[0] != "_"]:
+        del user_ns[name]
+    code = f'''
+import gc as _gc, sys as _sys
+[globals().pop(_name, None) for _name in {sorted(bound)}]
+get_ipython().displayhook.flush()
+_sys.last_value = _sys.last_traceback = _sys.last_exc = None
+accelerator.free_memory()
+_gc.collect()
+from nbdist.parallel import registry as _registry
+print(len(_registry.prepared()))'''
+    return [result.text for result in session.run(code).ranks]
+_clear()
+"""
+_CLEARED = ["['0\\n', '0\\n']"]
 
 
 @pytest.fixture(scope="session")
@@ -22,21 +53,36 @@ def shared_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+class Shared(Kernel):
+    """The kernel of all tests; whether it has ranks, or those were of one test alone."""
+
+    has_ranks = False
+
+
 @pytest.fixture(scope="session")
-def _shared_kernel(shared_folder: Path) -> Iterator[Kernel]:
-    with Kernel(cwd=shared_folder) as shared:
+def _sessions_kernel(shared_folder: Path) -> Iterator[Shared]:
+    with Shared(cwd=shared_folder) as shared:
         start_ranks(shared)
-        warm(shared)
+        shared.run("_kept = {*get_ipython().user_ns}")
         yield shared
 
 
-@pytest.fixture
-def kernel(_shared_kernel: Kernel) -> Iterator[Kernel]:
-    """The shared kernel with ranks 0 and 1, idle; plain cells run in the notebook."""
-    yield _shared_kernel
-    ended = _shared_kernel.run("%dist_mode local")
+@pytest.fixture(scope="module")
+def _shared_kernel(_sessions_kernel: Shared) -> Shared:
+    """One for all files, with nothing in it of the files before."""
+    clear(_sessions_kernel)
+    _sessions_kernel.has_ranks = True
+    return _sessions_kernel
 
-    assert ended.status == "ok", ended.visible
+
+@pytest.fixture
+def kernel(_shared_kernel: Shared) -> Kernel:
+    """The shared kernel with ranks 0 and 1, idle; plain cells run in the notebook."""
+    _shared_kernel.run("%dist_mode local")
+    if not _shared_kernel.has_ranks:
+        reset(_shared_kernel)
+        _shared_kernel.has_ranks = True
+    return _shared_kernel
 
 
 @pytest.fixture
@@ -53,33 +99,45 @@ def mortal(kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel for a test in which ranks end: they are started again afterwards."""
     yield kernel
     kernel.run("%dist_restart", START_TIMEOUT_S)
-    warm(kernel)
+    cell = kernel.run("%%distributed\npass")
+
+    assert cell.status == "ok", cell.visible
 
 
 @pytest.fixture
-def own_kernel(tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel for one test alone, with ranks 0 and 1."""
-    with Kernel(cwd=tmp_path) as kernel:
-        start_ranks(kernel)
-        yield kernel
+def fresh(_shared_kernel: Shared) -> Iterator[Kernel]:
+    """The shared kernel with new ranks for one test alone."""
+    reset(_shared_kernel)
+    yield _shared_kernel
+    _shared_kernel.run("%dist_shutdown")
+    _shared_kernel.has_ranks = False
 
 
 @pytest.fixture
 def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel for one test alone in which nothing has been loaded."""
-    with Kernel(cwd=tmp_path) as kernel:
+    with Kernel(cwd=tmp_path, env={"NBDIST_PRELOAD": "0"}) as kernel:
         yield kernel
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:
-    for code in ("%load_ext nbdist", f"%dist_init {options}"):
+    """Ranks that have imported what they otherwise import while they are idle."""
+    for code in ("%load_ext nbdist", IMPORTED, f"%dist_init {options}"):
         cell = kernel.run(code, START_TIMEOUT_S)
 
         assert cell.status == "ok", cell.visible
 
 
-def warm(kernel: Kernel) -> None:
-    """Wait until all ranks run and have imported what they import while they are idle."""
-    cell = kernel.run(_WARM, START_TIMEOUT_S)
+def reset(kernel: Kernel, options: str = "-n 2") -> None:
+    """New ranks, whether there are any or not."""
+    for code in ("%dist_shutdown", f"%dist_init {options}"):
+        cell = kernel.run(code, START_TIMEOUT_S)
 
     assert cell.status == "ok", cell.visible
+
+
+def clear(kernel: Kernel) -> None:
+    """Let go of what cells have made; ranks that cannot be cleared are replaced."""
+    kernel.run("%dist_mode local")
+    if kernel.run(_CLEAR).plain != _CLEARED:
+        reset(kernel)

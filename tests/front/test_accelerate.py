@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.front.conftest import start_ranks
+from tests.front.conftest import reset
 from tests.support.kernel import Kernel
 
 _DATA = """%%distributed
@@ -102,22 +102,22 @@ def test_the_kernel_never_imports_torch(ready: Kernel) -> None:
     assert cell.plain == ["[]"]
 
 
-def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(bare_kernel: Kernel) -> None:
+def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(fresh: Kernel) -> None:
     """%dist_init --seed sets torch, numpy and random alike on all ranks.
 
     And the usual first line of a script works: `accelerator` goes by its settings then.
     """
-    start_ranks(bare_kernel, "-n 2 --seed 11")
-    drawn = bare_kernel.run(
+    reset(fresh, "-n 2 --seed 11")
+    drawn = fresh.run(
         "%%distributed\nimport random, numpy\n"
         "print(torch.rand(1).item(), numpy.random.rand(), random.random())"
     )
-    made = bare_kernel.run(
+    made = fresh.run(
         "%%distributed\nfrom accelerate import Accelerator\n"
         "mine = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\n"
         "print(mine.mixed_precision, mine.num_processes, isinstance(accelerator, Accelerator))"
     )
-    used = bare_kernel.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
+    used = fresh.run("%%distributed\nprint(accelerator.mixed_precision, accelerator.device)")
 
     assert drawn.text.startswith("[0-1] ")
     assert made.text == "[0-1] bf16 2 True\n"
@@ -134,18 +134,18 @@ def test_a_seed_and_an_accelerator_with_settings_of_the_users_own(bare_kernel: K
         pytest.param("is_main_process", marks=pytest.mark.parity),
     ],
 )
-def test_the_first_use_may_be_a_method(own_kernel: Kernel, use: str) -> None:
+def test_the_first_use_may_be_a_method(fresh: Kernel, use: str) -> None:
     """Whatever is used first, the accelerator then knows both ranks and waits for them.
 
     Accelerate refuses a second set of settings in a process from then on; the way out is told.
     """
-    own_kernel.run(f"%%distributed\naccelerator.{use}")
-    cell = own_kernel.run(
+    fresh.run(f"%%distributed\naccelerator.{use}")
+    cell = fresh.run(
         "%%distributed\naccelerator.wait_for_everyone()\n"
         "print(accelerator.num_processes, accelerator.process_index, type(accelerator).__name__)"
     )
 
-    refused = own_kernel.run(
+    refused = fresh.run(
         "%%distributed\nfrom accelerate import Accelerator\nAccelerator(mixed_precision='bf16')"
     )
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support import processes
 from tests.support.cells import Cell
-from tests.support.kernel import Kernel, run_python
+from tests.support.kernel import Kernel
+from tests.support.terminal import nbdist
 
 # A hundred runs of small sizes take well under a second. The rest of the time is not used,
 # and on a machine that is busy none of them is left out.
@@ -125,9 +126,9 @@ def test_an_interrupt_while_the_ranks_are_asked(kernel: Kernel, rank: int) -> No
 
 
 @pytest.mark.faults
-def test_a_rank_that_dies_while_it_is_measured(own_kernel: Kernel) -> None:
+def test_a_rank_that_dies_while_it_is_measured(fresh: Kernel) -> None:
     """It is told at once, and with another process in its place it can be measured again."""
-    kernel = own_kernel
+    kernel = fresh
     pid = int(kernel.run("%%rank[1]\nimport os; os.getpid()").text.split()[1])
     running = kernel.start("%dist_bench --ops all_reduce --sizes 64M --seconds 300")
     kernel.wait_output(running, "measuring: all_reduce of 64 MiB")
@@ -181,10 +182,7 @@ def test_a_terminal_shows_what_is_measured(
 def test_a_terminal_starts_ranks_measures_and_ends_them(tmp_path: Path) -> None:
     """The ranks' table on stderr, the result on stdout; a file of it can be shown again."""
     (tmp_path / "tmp").mkdir()
-    bench = functools.partial(
-        run_python, "-m", "nbdist", "bench", cwd=tmp_path, CUDA_VISIBLE_DEVICES="",
-        TMPDIR=str(tmp_path / "tmp"),
-    )  # fmt: skip
+    bench = functools.partial(nbdist, "bench", folder=tmp_path)
     done = bench("-n", "2", "--ops", "broadcast", *_SHORT.split(), "--save", "links.json")
     again = bench("--load", "links.json")
 

@@ -9,7 +9,6 @@ import pytest
 from tests.front.test_strategy import _MODEL, _STEPS
 from tests.support.kernel import Kernel
 
-# Other tests may have left theirs.
 _CLEAR = """%%distributed
 import gc
 for name, value in list(globals().items()):
@@ -149,18 +148,18 @@ def test_a_save_goes_on_beside_cells_and_a_switch(trained: Kernel) -> None:
     assert after == again
 
 
-def test_a_rank_that_is_replaced_breaks_its_save_off(own_kernel: Kernel, tmp_path: Path) -> None:
+def test_a_rank_that_is_replaced_breaks_its_save_off(fresh: Kernel, shared_folder: Path) -> None:
     """Told at the next cell; the checkpoint before is whole, and a stop waits for the next one."""
     for code in (_MODEL, _STEPS, "%dist_save kept", _HELD, "%dist_save kept --async"):
-        ok(own_kernel, code)
-    ok(own_kernel, "%%rank[1]\nassert waiting.wait(20)")
-    ok(own_kernel, "%dist_restart 1")
-    ended = ok(own_kernel, _OVER) + own_kernel.run("%dist_status").visible
+        ok(fresh, code)
+    ok(fresh, "%%rank[1]\nassert waiting.wait(20)")
+    ok(fresh, "%dist_restart 1")
+    ended = ok(fresh, _OVER) + fresh.run("%dist_status").visible
     for code in (_MODEL, "%dist_load kept", "%dist_save later --async"):
-        ok(own_kernel, code)
-    stopped = ok(own_kernel, "%dist_shutdown")
+        ok(fresh, code)
+    stopped = ok(fresh, "%dist_shutdown")
 
     assert len(re.findall("kept was not saved: .*rank 1", ended)) == 1, ended
     assert "later was saved at step 3\nranks 0-1 stopped" in stopped
-    assert (tmp_path / "later" / "nbdist.json").exists()
-    assert [path.name for path in tmp_path.iterdir() if "nbdist-" in path.name] == []
+    assert (shared_folder / "later" / "nbdist.json").exists()
+    assert [path.name for path in shared_folder.iterdir() if "nbdist-" in path.name] == []

@@ -1,11 +1,9 @@
 """The command line in real processes: help, wrong use, programs on ranks, status and stop."""
 
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +14,11 @@ from nbdist import __version__
 from nbdist.commands import VERBS, WORDS
 from nbdist.frontend import cli
 from nbdist.notebook.verb import NOTEBOOK
-from tests.front.conftest import start_ranks
+from tests.front.conftest import START_TIMEOUT_S, start_ranks
 from tests.support import processes
-from tests.support.kernel import Kernel, notebook_env
+from tests.support.kernel import Kernel
+from tests.support.terminal import begun, ended, environment, nbdist
 
-TIMEOUT_S = 120.0
 PROGRAM = """\
 import sys
 from beside import VALUE
@@ -65,43 +63,21 @@ def folder() -> Iterator[Path]:
     assert left == []
 
 
-def nbdist(
-    *words: str, folder: Path | None = None, timeout_s: float = TIMEOUT_S
-) -> subprocess.CompletedProcess[str]:
-    """What a command came to."""
-    return subprocess.run(
-        [sys.executable, "-m", "nbdist", *words],
-        cwd=folder,
-        env=environment(folder),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def environment(folder: Path | None) -> dict[str, str]:
-    runs = {} if folder is None else {"TMPDIR": str(folder / "tmp")}
-    path = str(Path(__file__).resolve().parents[2])
-    return notebook_env({"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **runs})
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """The version is the package's, under both spellings."""
-    done = nbdist("version")
+    done = ended("version")
     code = cli.main(["--version"])
 
     assert (done.returncode, done.stdout) == (0, f"nbdist {__version__}\n")
     assert (code, capsys.readouterr().out) == (0, done.stdout)
 
 
-def test_help_lists_every_verb() -> None:
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb has a line, those of a notebook with their percent signs."""
-    done = nbdist("--help")
-    lines = done.stdout.splitlines()
+    code = cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
 
-    assert done.returncode == 0
+    assert code == 0
     for verb in VERBS.values():
         name = verb.typed if verb.place == NOTEBOOK else verb.word
         assert any(line.split() == [name, *verb.help.split()] for line in lines), name
@@ -207,7 +183,7 @@ def test_what_is_no_program_starts_no_rank(
 
 def test_run_shows_the_ranks_output_and_ends_them(folder: Path) -> None:
     """A program sees its arguments, its path and its neighbours; equal lines come once."""
-    done = nbdist("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)
+    done = ended("run", "-n", "2", "train.py", "--", "--lr", "0.1", folder=folder)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -261,14 +237,7 @@ def test_run_tells_an_exit_code(folder: Path) -> None:
 def long_program(folder: Path, ranks: int) -> subprocess.Popen[str]:
     """`nbdist run` of a program that prints a line and then sleeps."""
     (folder / "long.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(300)\n")
-    return subprocess.Popen(
-        [sys.executable, "-m", "nbdist", "run", "long.py", "-n", str(ranks)],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return begun("run", "long.py", "-n", str(ranks), folder=folder)
 
 
 def test_an_interrupt_ends_the_program_and_the_ranks(folder: Path) -> None:
@@ -383,7 +352,7 @@ def test_several_clusters_have_to_be_chosen_from(cluster: Kernel, folder: Path) 
     """With two of them stop ends none unasked, and lists them; one is ended by its name."""
     [first] = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
     with Kernel(cwd=folder, env=environment(folder)) as other:
-        other.run("%load_ext nbdist\n%dist_init -n 1", TIMEOUT_S)
+        other.run("%load_ext nbdist\n%dist_init -n 1", START_TIMEOUT_S)
         both = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
         [second] = set(both) - {first}
         asked = nbdist("stop", folder=folder)
@@ -406,7 +375,7 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
     cluster.run("%dist_mode all")
     running = cluster.start("import time; print('runs', flush=True); time.sleep(300)")
     cluster.wait_output(running, "[0-1] runs")
-    done = nbdist("stop", folder=folder)
+    done = ended("stop", folder=folder)
     cell = cluster.finish(running)
     after = [cluster.run(code) for code in ("1", "%dist_status", "%sync")]
     local = cluster.run("'rank' in dir()")
@@ -427,7 +396,7 @@ def test_stop_ends_a_cluster_and_its_notebook_says_so(cluster: Kernel, folder: P
 
 def test_new_ranks_can_be_started_and_all_be_stopped(cluster: Kernel, folder: Path) -> None:
     """A notebook goes on after its ranks were stopped; with none left there is nothing to stop."""
-    again = cluster.run("%dist_reset -n 1", TIMEOUT_S)
+    again = cluster.run("%dist_reset -n 1", START_TIMEOUT_S)
     done = nbdist("stop", "--all", folder=folder)
     ended = cluster.run("%dist_shutdown")
     none = nbdist("stop", folder=folder)
@@ -456,15 +425,10 @@ def test_an_interrupt_of_the_doctor_is_no_traceback(
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     """`nbdist --help | head -1` ends quietly."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "nbdist", "--help"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": environment(None)["PYTHONPATH"]},
-    ) as process:
+    with begun("--help") as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
         said = process.stderr.read()
 
-    assert said == b""
+    assert said == ""

@@ -101,12 +101,11 @@ N_PARAMETERS = 2 * (8 * 16 + 16 + 16 * 8 + 8)
 
 
 @pytest.fixture(scope="module")
-def ready(_shared_kernel: Kernel) -> Iterator[Kernel]:
-    """The shared kernel with new ranks, as others have models; these know one, and have none."""
-    for code in ("%dist_reset", _MODEL, _RUN):
+def ready(_shared_kernel: Kernel) -> Kernel:
+    """The shared kernel; its ranks know a model, and have none."""
+    for code in (_MODEL, _RUN):
         ran(_shared_kernel, code)
-    yield _shared_kernel
-    ran(_shared_kernel, "%%distributed\nimport gc; del Net, Layer, prepared, step; gc.collect()")
+    return _shared_kernel
 
 
 @pytest.fixture

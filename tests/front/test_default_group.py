@@ -1,13 +1,15 @@
 """Scripts of torchrun's form the group of all ranks, and end it: in cells both calls do nothing."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Kernel, notebook_env
+from nbdist.cluster.kernel import rank_server
+from tests.front.conftest import clear
+from tests.support.kernel import Kernel, run_python
+from tests.support.ranks import until
+from tests.support.terminal import nbdist
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -70,9 +72,9 @@ _REFUSED = {
 }
 
 
-def test_a_script_of_torchruns_runs_again_and_again(kernel: Kernel) -> None:
+def test_a_script_of_torchruns_runs_again_and_again(fresh: Kernel) -> None:
     """Each time with the same result; what had no effect is said once, and the ranks stay whole."""
-    kernel.run("%dist_reset")
+    kernel = fresh
     first, second = kernel.run(_SCRIPT), kernel.run(_SCRIPT)
     checked, restarted = kernel.run("%dist_check"), kernel.run("%dist_restart 1", 60)
     third = kernel.run(_SCRIPT)
@@ -112,12 +114,12 @@ def test_another_group_is_refused(kernel: Kernel, call: str) -> None:
     assert _REFUSED[call] in cell.visible
 
 
-def test_accelerates_end_and_state(kernel: Kernel) -> None:
+def test_accelerates_end_and_state(fresh: Kernel) -> None:
     """`end_training` can be followed by another cell; PartialState counts all ranks at once.
 
     `wait_for_everyone` waits on the rank's own GPU, not on that with the number LOCAL_RANK.
     """
-    kernel.run("%dist_reset")
+    kernel = fresh
     state = kernel.run(
         "%%distributed\nfrom accelerate import PartialState\nstate = PartialState()\n"
         "with state.split_between_processes([1, 2, 3, 4, 5]) as part:\n"
@@ -137,23 +139,6 @@ def test_accelerates_end_and_state(kernel: Kernel) -> None:
     assert again.text == "[0-1] 2.0\n"
 
 
-def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command in a folder; it has to go well."""
-    path = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=folder,
-        env=notebook_env({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The lines that all scripts print under torchrun, each with its script's name in front."""
@@ -162,7 +147,8 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     # Each rank's output in a file of its own: in one pipe parts of lines mix.
     logs = ["--redirects", "3", "--log-dir", str(folder / "logs")]
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs, "all.py"]
-    _run(launch, folder)
+    done = run_python("-m", *launch, cwd=folder, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
     files = (folder / "logs").rglob("stdout.log")
     return {line for file in files for line in file.read_text().splitlines()}
 
@@ -172,6 +158,14 @@ def _lines(text: str) -> set[str]:
     return {re.sub(r"^\[[\d-]+\] ", "", line) for line in text.splitlines()}
 
 
+@pytest.fixture(scope="module")
+def _imported() -> None:
+    """What forks the ranks of programs has all that these import."""
+    rank_server.preload()
+    assert until(rank_server.is_ready, 60)
+
+
+@pytest.mark.usefixtures("_imported")
 @pytest.mark.parametrize(
     "script",
     [
@@ -186,12 +180,13 @@ def test_a_tutorials_script_gives_what_torchrun_does(
 ) -> None:
     """Unchanged, as a program of its own and pasted into a cell, its main guard included."""
     expected = {line for line in by_torchrun if line.startswith(f"{script.stem} ")}
-    program = _lines(_run(["nbdist", "run", str(script), "-n", "2"], tmp_path).stdout)
-    kernel.run("%%distributed\n_before = set(globals())")
+    (tmp_path / "tmp").mkdir()
+    done = nbdist("run", str(script), "-n", "2", folder=tmp_path)
     cell = kernel.run(f"%%distributed\n{script.read_text()}", 60)
-    kernel.run("%%distributed\nfor _name in set(globals()) - _before:\n    del globals()[_name]")
+    clear(kernel)
 
+    assert done.returncode == 0, done.stderr
     assert cell.status == "ok", cell.visible
     assert len(expected) in {1, 2}
-    assert program == expected
+    assert _lines(done.stdout) == expected
     assert _lines(cell.text) == expected

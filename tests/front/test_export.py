@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,14 @@ from nbdist.errors import OptionError
 from nbdist.exporter.export import Magic
 from nbdist.exporter.script import RankCall
 from tests.front.conftest import start_ranks
-from tests.support.kernel import Kernel, run_python
+from tests.support.forks import ForkServer
+from tests.support.kernel import Kernel, notebook_env, run_python
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 100.0
+# torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
+# destroyed (1 of 14 on a busy machine). Each rank has printed all by then, which is compared.
+_ABORTED = -6
 _START = ["%load_ext nbdist", "%dist_init -n 2"]
 _TRAINING = [
     (
@@ -70,6 +76,19 @@ for k in range(8):
         optimizer.zero_grad()
     print(f"{loss.item():.6f}")""",
 ]
+
+# What scripts import, which takes seconds.
+_IMPORTED = (
+    "torch", "accelerate", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+)  # fmt: skip
+_AS_MAIN = """
+import os, runpy, sys
+os.chdir({folder!r})
+sys.modules[{without!r}], sys.path[0], sys.argv[:] = None, {folder!r}, {words!r}
+sys.stdout = open({out!r}, "w", buffering=1)
+runpy.run_path({script!r}, run_name="__main__")
+"""
 
 # A model with blocks, for every strategy; losses of all data, which all ranks know.
 _MODEL = """%%distributed
@@ -163,34 +182,97 @@ def exported(folder: Path, cells: Sequence[str]) -> View:
     return nbdist.export(path, folder / "a.py", device="cpu", is_forced=True)
 
 
-def launch(
-    script: Path, *command: str, arguments: Sequence[str] = (), without: str = "nbdist"
-) -> str:
-    """Run a script where a package cannot be imported; its stdout."""
+def launch(script: Path, *command: str) -> None:
+    """Run a script where nbdist cannot be imported; its output is in files of the folder logs."""
     guard = script.parent / "without"
-    guard.mkdir(exist_ok=True)
-    (guard / f"{without}.py").write_text(f"raise ImportError('a script does without {without}')")
+    guard.mkdir()
+    (guard / "nbdist.py").write_text("raise ImportError('a script does without nbdist')")
     done = run_python(
-        *command, str(script), *arguments, cwd=script.parent, PYTHONPATH=str(guard),
-        CUDA_VISIBLE_DEVICES="",
+        *command, str(script), cwd=script.parent, PYTHONPATH=str(guard), CUDA_VISIBLE_DEVICES="",
         TMPDIR=str(script.parent),  # its logs' folder would stay in the temporary one
     )  # fmt: skip
 
-    # torch 2.13 aborts now and then at the very end, where a DDP model holds a group that has been
-    # destroyed (1 of 14 on a busy machine). Each rank has printed all by then, which is compared.
-    has_ended = done.returncode == 0 or "exitcode: -6)" in done.stderr
+    has_ended = done.returncode == 0 or f"exitcode: {_ABORTED})" in done.stderr
     assert has_ended, done.stderr[-4000:]
-    return done.stdout
 
 
-def torchrun(script: Path, without: str = "nbdist") -> list[list[str]]:
+def torchrun(script: Path) -> list[list[str]]:
     """Each rank's lines of a script under torchrun."""
     logs = script.parent / "logs"
     launch(
         script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--redirects", "3", "--log-dir", str(logs), without=without,
+        "--redirects", "3", "--log-dir", str(logs),
     )  # fmt: skip
     return logged(logs)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Ranks of a script that ends, each with its lines and what it wrote to stderr."""
+
+    lines: list[list[str]]
+    errors: list[str]
+    codes: list[int]
+
+
+class Starter:
+    """Starts scripts as torchrun does, or as plain python, in forks that have torch."""
+
+    def __init__(self) -> None:
+        self._server = ForkServer(_IMPORTED, notebook_env({"CUDA_VISIBLE_DEVICES": ""}))
+
+    def stop(self) -> None:
+        """End what forks."""
+        self._server.stop()
+
+    def start(
+        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+    ) -> Started:
+        """Run a script where a package cannot be imported, to its end."""
+        port = free_port()
+        forks = []
+        for rank in range(ranks):
+            variables = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_ADDR": "localhost", "MASTER_PORT": port,
+            } if ranks > 1 else {}  # fmt: skip
+            text = _AS_MAIN.format(
+                folder=str(script.parent), script=str(script), without=without,
+                words=[str(script), *arguments], out=str(script.parent / f"{rank}.out"),
+            )  # fmt: skip
+            env = notebook_env({name: str(value) for name, value in variables.items()})
+            log = script.with_name(f"{rank}.err")
+            log.unlink(missing_ok=True)
+            forks.append((self._server.fork(text, env, log), log))
+        codes = [fork.wait(_TIMEOUT_S) for fork, _ in forks]
+        texts = [script.with_name(f"{rank}.out").read_text() for rank in range(ranks)]
+        errors = [log.read_text() for _, log in forks]
+        return Started([unlabelled(text) for text in texts], errors, codes)
+
+    def lines(
+        self, script: Path, ranks: int = 2, without: str = "nbdist", arguments: Sequence[str] = ()
+    ) -> list[list[str]]:
+        """Each rank's lines of a script that goes well."""
+        started = self.start(script, ranks, without, arguments)
+
+        assert set(started.codes) <= {0, _ABORTED}, started.errors
+        return started.lines
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    """Starts scripts."""
+    starter = Starter()
+    yield starter
+    starter.stop()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def losses(lines: Sequence[str]) -> list[float]:
@@ -212,15 +294,15 @@ def trained_through(kernel: Kernel, cells: Sequence[str]) -> list[list[float]]:
 
 
 def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
-    ranks: Kernel, tmp_path: Path
+    ranks: Kernel, starter: Starter, tmp_path: Path
 ) -> None:
-    """torchrun with nbdist, without IPython: the notebook's losses through switches and a load.
+    """With nbdist, without IPython: the notebook's losses through switches and a load.
 
     What it saved under fsdp loads here under zero1; what was saved here, in a script on one rank.
     """
     wanted = trained_through(ranks, _ALL)
     shown = exported(tmp_path, [*_START, *_ALL])
-    lines = torchrun(tmp_path / "a.py", without="IPython")
+    lines = starter.lines(tmp_path / "a.py", without="IPython")
 
     assert len(wanted[0]) == 4 + 8 + 8 + 4 + 4  # tp and pp share no batches out
     for rank in (0, 1):
@@ -240,11 +322,10 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     ranks.run(f"%dist_save {tmp_path}/here")
     [weights, _] = printed(ranks, [_WEIGHTS])
     exported(tmp_path, [*_START, _MODEL, _WEIGHTS, "%dist_save there"])
-    alone = launch(tmp_path / "a.py", arguments=("--resume", "here"), without="IPython")
-    assert float(alone.split("weights ")[1].split()[0]) == pytest.approx(
-        float(weights[0].split()[1])
-    )
-    assert "there saved at step" in alone
+    [alone] = starter.lines(tmp_path / "a.py", 1, "IPython", ("--resume", "here"))
+    [loaded] = [line for line in alone if line.startswith("weights ")]
+    assert float(loaded.split()[1]) == pytest.approx(float(weights[0].split()[1]))
+    assert any("there saved at step" in line for line in alone)
 
 
 @pytest.mark.parity
@@ -252,13 +333,15 @@ def test_a_script_trains_under_every_strategy_and_its_checkpoint_comes_back(
     "strategy",
     ["fsdp --bf16", "tp", "pp", "zero1", "single", "fsdp1", "ddp --accumulate 2 --fused"],
 )
-def test_a_script_begins_under_the_strategy(ranks: Kernel, tmp_path: Path, strategy: str) -> None:
+def test_a_script_begins_under_the_strategy(
+    ranks: Kernel, starter: Starter, tmp_path: Path, strategy: str
+) -> None:
     """What nbdist.join is given trains as the notebook does under it."""
     cells = [f"%dist_strategy {strategy}", _MODEL, _EPOCH]
     ranks.run("%%distributed\nmodel = optimizer = loader = None")  # fsdp1 takes no live model
     wanted = trained_through(ranks, cells)
     exported(tmp_path, [*_START, *cells])
-    lines = torchrun(tmp_path / "a.py", without="IPython")
+    lines = starter.lines(tmp_path / "a.py", without="IPython")
 
     assert len(set(wanted[0])) == len(wanted[0])
     for rank in (0, 1):
@@ -271,7 +354,12 @@ def logged(logs: Path) -> list[list[str]]:
     Without the rank that a shown value begins with.
     """
     paths = [next(logs.glob(f"*/attempt_0/{rank}/stdout.log")) for rank in (0, 1)]
-    return [re.sub(r"(?m)^\[\d\] ", "", path.read_text()).splitlines() for path in paths]
+    return [unlabelled(path.read_text()) for path in paths]
+
+
+def unlabelled(text: str) -> list[str]:
+    """Lines without the rank that a shown value begins with."""
+    return re.sub(r"(?m)^\[\d\] ", "", text).splitlines()
 
 
 def test_torchrun_prints_what_the_notebook_printed(
@@ -286,7 +374,9 @@ def test_torchrun_prints_what_the_notebook_printed(
 
 
 @pytest.mark.parity
-def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: Path) -> None:
+def test_precision_and_accumulation_are_the_strategys(
+    ranks: Kernel, starter: Starter, tmp_path: Path
+) -> None:
     """ddp --bf16 --accumulate 2 gives the script's Accelerator arguments, and the same losses."""
     try:
         wanted = printed(ranks, _ACCUMULATED)
@@ -295,7 +385,7 @@ def test_precision_and_accumulation_are_the_strategys(ranks: Kernel, tmp_path: P
     exported(tmp_path, [*_START, *_ACCUMULATED])
 
     assert len(set(wanted[0])) == 4  # a step after every second backward
-    assert torchrun(tmp_path / "a.py") == wanted
+    assert starter.lines(tmp_path / "a.py") == wanted
 
 
 @pytest.mark.parity
@@ -349,18 +439,18 @@ def test_a_strategy_that_stands_in_no_cell_is_told(ranks: Kernel, tmp_path: Path
     assert "the ranks train under" not in equal
 
 
-def test_plain_python_is_one_rank(tmp_path: Path) -> None:
-    """Without a launcher the script runs as the only rank, and its losses are one process's."""
+def test_without_a_launcher_it_is_one_rank(starter: Starter, tmp_path: Path) -> None:
+    """The script runs as the only rank, and its losses are one process's."""
     exported(tmp_path, [*_START, *_TRAINING])
-    printed = launch(tmp_path / "a.py").splitlines()
+    [printed] = starter.lines(tmp_path / "a.py", ranks=1)
 
-    losses = [line for line in printed if line.startswith("loss ")]
-    assert len(losses) == 8  # 32 pieces in batches of 4
-    assert printed[-3:] == ["[0] 4", "[0] tensor([4.])", "[0] (4, 1)"]
+    assert len(losses(printed)) == 8  # 32 pieces in batches of 4
+    assert printed[-3:] == ["4", "tensor([4.])", "(4, 1)"]
 
 
-@pytest.mark.slow
-def test_the_first_notebook_runs_as_a_script(ranks: Kernel, tmp_path: Path) -> None:
+def test_the_first_notebook_runs_as_a_script(
+    ranks: Kernel, starter: Starter, tmp_path: Path
+) -> None:
     """notebooks/01_first_steps, with a tenth of its text, trains to the same losses."""
     cells = json.loads((_ROOT / "notebooks" / "01_first_steps.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -373,17 +463,18 @@ def test_the_first_notebook_runs_as_a_script(ranks: Kernel, tmp_path: Path) -> N
 
     assert "9 of 12 code cells of a.ipynb" in shown.text
     assert "only a notebook needs: cells 1-2,12" in shown.text
-    assert [timeless(lines) for lines in torchrun(tmp_path / "a.py")] == [
+    assert [timeless(lines) for lines in starter.lines(tmp_path / "a.py")] == [
         timeless(lines) for lines in wanted
     ]
 
 
-def test_a_script_that_fails_says_where(tmp_path: Path) -> None:
+def test_a_script_that_fails_says_where(starter: Starter, tmp_path: Path) -> None:
     """An error is an ordinary one of the script, with the user's line."""
     exported(tmp_path, ["%%distributed\nx = 1\nx / 0"])
+    failed = starter.start(tmp_path / "a.py", ranks=1)
 
-    with pytest.raises(AssertionError, match=r"show_result\(x / 0\)(.|\n)*ZeroDivisionError"):
-        launch(tmp_path / "a.py")
+    assert failed.codes == [1]
+    assert re.search(r"show_result\(x / 0\)(.|\n)*ZeroDivisionError", failed.errors[0])
 
 
 def test_the_notebooks_own_file_is_taken(ranks: Kernel, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.kernel import Kernel
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
-LINES = 200_000
+LINES = 100_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.
@@ -45,7 +45,9 @@ class Desk:
         self.kernel = self._new()
 
     def _new(self) -> Kernel:
-        kernel = Kernel(cwd=self.folder, env={"TMPDIR": str(self.folder / "tmp")})
+        # Most only attach, and need nobody who forks ranks.
+        env = {"TMPDIR": str(self.folder / "tmp"), "NBDIST_PRELOAD": "0"}
+        kernel = Kernel(cwd=self.folder, env=env)
         kernel.__enter__()
         assert kernel.run("%load_ext nbdist").status == "ok"
         return kernel
@@ -73,7 +75,7 @@ class Desk:
 def _desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     desk = Desk(tmp_path_factory.mktemp("desk"))
     try:
-        desk.ok("%dist_init -n 2 --keep 10m")
+        desk.ok("%dist_init -n 2 --keep 10m --grace 0.5")
         yield desk
         desk.ok("%dist_shutdown")
     finally:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +16,10 @@ import pytest
 
 from nbdist.core.versions import VERSION
 from tests.front.conftest import START_TIMEOUT_S
-from tests.front.test_cli import TIMEOUT_S, environment, nbdist
 from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import until
+from tests.support.terminal import TIMEOUT_S, begun, environment, nbdist
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
@@ -66,7 +65,8 @@ def first(folder: Path) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def second(folder: Path) -> Iterator[Kernel]:
-    with Kernel(cwd=folder, env=environment(folder)) as kernel:
+    """It only attaches, so it needs nobody who forks ranks."""
+    with Kernel(cwd=folder, env={**environment(folder), "NBDIST_PRELOAD": "0"}) as kernel:
         ok(kernel, "%load_ext nbdist")
         yield kernel
 
@@ -96,19 +96,6 @@ def start(kernel: Kernel, options: str = "-n 2 --keep 10m") -> None:
 def only_run(folder: Path) -> Path:
     [run] = processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*")
     return run
-
-
-def looking_on(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A terminal that looks on."""
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "nbdist", *words],
-        cwd=folder,
-        env=environment(folder),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def kill(*pids: int) -> None:
@@ -165,7 +152,7 @@ def test_a_terminal_follows_cells_until_it_leaves(first: Kernel, folder: Path, g
     name = only_run(folder).name
     running = first.start(WAITS.format(lines=3000))
     first.wait_output(running, "more than 500 lines")
-    with looking_on(folder, "attach") as attached, looking_on(folder, "logs", "-f") as follows:
+    with begun("attach", folder=folder) as attached, begun("logs", "-f", folder=folder) as follows:
         assert attached.stdout is not None
         assert follows.stdout is not None
         begin = [process.stdout.readline() for process in (attached, follows) if process.stdout]
@@ -340,16 +327,14 @@ def test_ranks_that_run_a_cell_are_saved_and_ended(first: Kernel, folder: Path) 
     assert processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*") == []
 
 
-def test_at_the_end_of_their_time_ranks_are_saved_and_end(
-    first: Kernel, second: Kernel, folder: Path
-) -> None:
+def test_at_the_end_of_their_time_ranks_are_saved_and_end(first: Kernel, folder: Path) -> None:
     """The file beside the checkpoint says how that went; ranks end where it fails too."""
     ok(first, "%dist_init -n 2")
     ok(first, MODEL)
     pids = rank_pids(first)
     detached = ok(first, f"%dist_detach 1s --save {folder}/ended")
-    ok(second, "%dist_init -n 1")
-    ok(second, "%dist_detach 1s --save new/failed")
+    ok(first, "%dist_init -n 1")
+    ok(first, "%dist_detach 1s --save new/failed")
     has_ended = until(
         lambda: not processes.open_run_dirs(folder / "tmp", "nbdist-*/run-*"), TIMEOUT_S
     )

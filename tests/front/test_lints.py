@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 
 _SETUP = """%%distributed
@@ -260,12 +259,10 @@ _OF_A_MODEL = ("parameters-apart", "gradients-apart")
 
 
 @pytest.fixture(scope="module")
-def _linted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with Kernel(cwd=tmp_path_factory.mktemp("lints")) as kernel:
-        start_ranks(kernel)
-        cell = kernel.run(_SETUP)
-        assert cell.status == "ok", cell.visible
-        yield kernel
+def _linted(_shared_kernel: Kernel) -> Kernel:
+    cell = _shared_kernel.run(_SETUP)
+    assert cell.status == "ok", cell.visible
+    return _shared_kernel
 
 
 @pytest.fixture

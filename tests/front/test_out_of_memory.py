@@ -1,7 +1,6 @@
 """Memory that runs out on real ranks: told first, explained below the error, shown afterwards."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -49,25 +48,8 @@ for n in range(3):
     short_part = torch.ones(1000, 1000)
 torch.empty(10**15)
 """
-_CLEAR = """%%distributed
-for name in [name for name in globals() if name.lower().startswith("short")]:
-    del globals()[name]
-"""
 PARAMETERS = 5 * 256 * 256 * 4
 ACTIVATIONS = 6 * 4 * 1000 * 256 * 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh(_shared_kernel: Kernel) -> Iterator[None]:
-    """New ranks: what holds the most memory is told, and has to be what these tests have made.
-
-    Other tests find none of it.
-    """
-    cell = _shared_kernel.run("%dist_reset", 120.0)
-    assert cell.status == "ok", cell.visible
-    yield
-    cell = _shared_kernel.run(_CLEAR)
-    assert cell.status == "ok", cell.visible
 
 
 def failed(kernel: Kernel, code: str) -> str:

@@ -64,13 +64,6 @@ panel_pids = [int(one.text.split()[-1]) for one in said]
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_models(_shared_kernel: Kernel) -> None:
-    """Ranks on which nothing is prepared, whatever other modules have left."""
-    reset = _shared_kernel.run("%dist_reset", 120.0)
-    assert reset.status == "ok", reset.visible
-
-
 @pytest.fixture
 def panel(kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel with a panel, which is closed at the end."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from nbdist.monitor.process_usage import Usage
 from nbdist.monitor.samples import Doing, Sample
 from nbdist.planner.devices import DEVICES, Device, device_of_ranks
 from nbdist.planner.view.plan_view import PlanView
-from tests.support.kernel import Kernel, run_python
+from tests.support.kernel import Kernel
+from tests.support.terminal import nbdist
 
 _CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10}
 _MISTAKES = {
@@ -113,18 +113,14 @@ def test_a_mistake_says_what_to_type(line: str) -> None:
     assert _MISTAKES[line] in str(caught.value)
 
 
-def nbdist(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "nbdist", "plan", *words, cwd=folder)
-
-
 def test_in_a_terminal(tmp_path: Path) -> None:
     """Without ranks; a config.json is read, or the folder that it lies in."""
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(_CONFIG))
-    number = nbdist("7e9", "--ranks", "8")
-    folder = nbdist("tiny", "-n", "2", folder=tmp_path)
-    file = nbdist("tiny/config.json", "-n", "2", folder=tmp_path)
-    wrong = nbdist("7e9", "--gpu", "h10")
+    number = nbdist("plan", "7e9", "--ranks", "8", folder=tmp_path)
+    folder = nbdist("plan", "tiny", "-n", "2", folder=tmp_path)
+    file = nbdist("plan", "tiny/config.json", "-n", "2", folder=tmp_path)
+    wrong = nbdist("plan", "7e9", "--gpu", "h10", folder=tmp_path)
 
     assert (number.returncode, number.stderr) == (0, "")
     assert re.search(r"^fsdp +dp 8 +3\.5 +3\.5 +7\.0 ", number.stdout, re.MULTILINE)

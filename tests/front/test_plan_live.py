@@ -1,7 +1,6 @@
 """%dist_plan of a model on the ranks."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -39,15 +38,6 @@ class Looks(nn.Linear):
 planned_looks = Looks(16, 16)
 before = {n: p.clone() for n, p in planned_net.named_parameters()}
 """
-_GONE = """%%distributed
-import gc
-from nbdist.parallel import registry
-for name in [name for name in globals() if name.startswith("planned_")]:
-    del globals()[name]
-accelerator.free_memory()
-del before, Planned, PlannedBlock, Looks
-gc.collect()
-print({type(one.base).__name__ for one in registry.prepared()} & {"Planned", "LlamaForCausalLM"})"""
 _MISTAKES = {
     "planned_nets": "There is no variable planned_nets on the ranks. Models there: ",
     "planned_number": "planned_number on the ranks is a int, not a model",
@@ -63,13 +53,10 @@ _MISTAKES = {
 
 
 @pytest.fixture(scope="module", name="ranks")
-def _ranks(_shared_kernel: Kernel) -> Iterator[Kernel]:
+def _ranks(_shared_kernel: Kernel) -> Kernel:
     cell = _shared_kernel.run(_MODEL)
     assert cell.status == "ok", cell.visible
-    yield _shared_kernel
-    # Models that live on would be switched, saved and chosen from in the modules that follow.
-    gone = _shared_kernel.run(_GONE)
-    assert gone.text == "[0-1] set()\n", gone.visible
+    return _shared_kernel
 
 
 def row(text: str, name: str) -> list[str]:

@@ -80,9 +80,9 @@ def test_help_of_the_verb(kernel: Kernel) -> None:
     assert re.search(r"--schedule gpipe\|1f1b\|interleaved\|zb\s+pp: order", text)
 
 
-def test_a_live_model_is_switched_and_trains_on(own_kernel: Kernel) -> None:
+def test_a_live_model_is_switched_and_trains_on(fresh: Kernel) -> None:
     """Losses go on as without a switch; a replaced rank has the current strategy."""
-    kernel = own_kernel
+    kernel = fresh
     kernel.run(_MODEL)
     first = kernel.run(_STEPS)
     printed = kernel.run("%%distributed\nids = id(optimizer.optimizer), id(optimizer.param_groups)")
@@ -142,10 +142,10 @@ def number(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.\d+", text)]
 
 
-def test_ranks_start_with_a_strategy(bare_kernel: Kernel) -> None:
+def test_ranks_start_with_a_strategy(fresh: Kernel) -> None:
     """--strategy is checked before anything starts, counts at once, and can be reset alone."""
-    kernel = bare_kernel
-    kernel.run("%load_ext nbdist")
+    kernel = fresh
+    kernel.run("%dist_shutdown")
     refused = kernel.run("%dist_init -n 2 --strategy tp --tp 3")
     nothing = kernel.run("%dist_status")
     started = kernel.run("%dist_init -n 2 --strategy fsdp --bf16", 120)

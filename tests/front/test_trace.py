@@ -165,15 +165,15 @@ def test_from_python(trained: Kernel) -> None:
     assert ranks(trained) == [(0, 1, True, "")]
 
 
-def test_a_rank_that_ends_leaves_the_others_traces(own_kernel: Kernel) -> None:
+def test_a_rank_that_ends_leaves_the_others_traces(fresh: Kernel) -> None:
     """Nothing was recorded before; afterwards the rank that ended is named with its reason."""
-    none = own_kernel.run("%dist_trace")
-    own_kernel.run("import nbdist")
+    none = fresh.run("%dist_trace")
+    fresh.run("import nbdist")
     code = f"{TRAIN}\nstep()\nimport os, time\nif rank: os._exit(3)\ntime.sleep(1)"
-    cell = own_kernel.run(f"%%dist_profile\n{code}")
-    traces = ranks(own_kernel)
-    own_kernel.run("%dist_restart")
-    after = own_kernel.run(f"%%dist_profile\n{TRAIN}\nstep()")
+    cell = fresh.run(f"%%dist_profile\n{code}")
+    traces = ranks(fresh)
+    fresh.run("%dist_restart")
+    after = fresh.run(f"%%dist_profile\n{TRAIN}\nstep()")
 
     assert none.failure.evalue.startswith("Nothing has been recorded yet.")
     assert "exit code 3" in cell.failure.evalue
@@ -182,4 +182,4 @@ def test_a_rank_that_ends_leaves_the_others_traces(own_kernel: Kernel) -> None:
     assert traces[1][3].startswith("It ended (exit code 3")  # type: ignore[index]
     assert "Rank 1: It ended (exit code 3" in cell.visible
     assert after.status == "ok", after.visible
-    assert ranks(own_kernel) == [(0, 1, True, ""), (1, 1, True, "")]
+    assert ranks(fresh) == [(0, 1, True, ""), (1, 1, True, "")]

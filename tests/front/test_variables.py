@@ -352,18 +352,17 @@ def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
     assert printed.text == "[0-1] 'old'\n"
 
 
-@pytest.mark.slow
 def test_a_killed_kernel_leaves_nothing_in_shared_memory(
-    bare_kernel: Kernel, tmp_path: Path
+    torch_kernel: Kernel,
 ) -> None:
     """The guardian removes what was on its way."""
-    start_ranks(bare_kernel)
-    bare_kernel.run(_RAISING)
-    run = run_of(bare_kernel)
-    bare_kernel.start("%dist_push stuck")
-    assert until((tmp_path / "reached").exists, 20)
+    folder = Path(torch_kernel.run("import os; print(os.getcwd())").text.strip())
+    torch_kernel.run(_RAISING)
+    run = run_of(torch_kernel)
+    torch_kernel.start("%dist_push stuck")
+    assert until((folder / "reached").exists, 20)
     before = left(run)
-    bare_kernel.shutdown(now=True)
+    torch_kernel.shutdown(now=True)
     assert until(lambda: not left(run), 20)
 
     assert len(before) == 1

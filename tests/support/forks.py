@@ -9,6 +9,7 @@ Run as a program, this file is such a server.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -114,6 +115,8 @@ def serve(modules: list[str]) -> dict[str, Any] | None:
     """Fork for each line of stdin, until it ends. What to run, in a fork; None in the server."""
     for name in modules:
         import_module(name)
+    # At its end an interpreter looks at every object; in a fork of torch that copies pages for 1 s.
+    gc.freeze()
     asked, ended = 0, os.pipe()
     for end in ended:
         os.set_blocking(end, False)

@@ -127,12 +127,16 @@ class Lab:
             body = response.read()
         return json.loads(body) if body else None
 
+    def end_kernels(self) -> None:
+        """Shut down every kernel."""
+        for kernel in self.api("/api/kernels"):
+            self.api(f"/api/kernels/{kernel['id']}", "DELETE")
+
     def stop(self) -> None:
         """Shut down every kernel, then the server; harmless when it has ended."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError, ValueError):  # a server in trouble ends below
-                for kernel in self.api("/api/kernels"):
-                    self.api(f"/api/kernels/{kernel['id']}", "DELETE")
+                self.end_kernels()
             self._process.terminate()
             try:
                 self._process.wait(_STOP_TIMEOUT_S)
