@@ -43,7 +43,7 @@ NAMES = {
     "ipykernel.zmqshell:ZMQInteractiveShell": ("ask_exit",),
     "torch.distributed.distributed_c10d": (
         "_world", "_get_default_store", "_new_group_with_tag", "_new_process_group_helper",
-        "_resolve_process_group", "_create_process_group_wrapper",
+        "_resolve_process_group", "_create_process_group_wrapper", "_process_group_name",
     ),
     "torch.distributed:ProcessGroup": (
         "_register_backend", "_backend_id", "_set_group_name", "_get_backend",

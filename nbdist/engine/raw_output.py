@@ -34,16 +34,19 @@ BUFFERS = ("_buffers", "_buffer_lock", "_flush_pending")
 # a line once in a thousand times; nbdist's recordings of memory learn of those frees elsewhere.
 # libkineto writes one where a profiler starts or stops, at a level above that of its errors. It
 # writes another in a fork of a process that has imported torch in another thread: there it does
-# not listen for the daemon of on-demand profiling, and nothing else is amiss.
+# not listen for the daemon of on-demand profiling, and nothing else is amiss. That of torch 2.15
+# asks for GPUs where a CPU was profiled too, and writes that there is no driver (35) or none (100).
 _NOISE = re.compile(
     r"^((\[rank\d+\]:)?\[W[^\]\n]* CPUAllocator\.cpp:\d+\] Memory block of unknown size"
     r"|ERROR: External init callback must run in same thread as registerClient"
+    r"|ERROR:\d{4}-[^\]\n]* DeviceProperties\.cpp:\d+\] gpuGetDeviceCount [^\n]* (35|100)$"
     r"|(USDT|STAGE):\d{4}-)[^\n]*\n",
     re.MULTILINE,
 )
-_HALF_NOISE = ("USDT:", "STAGE:")  # the end of such a line is written by itself
+# libkineto writes the end of its line by itself.
+_HALF_NOISE = re.compile(r"USDT:|STAGE:|ERROR:\d{4}-[^\]]* DeviceProperties\.cpp:")
 # Words first: they take a hundredth of the pattern's time, in which a cell's print would overtake.
-_NOISY_WORDS = (*_HALF_NOISE, "CPUAllocator.cpp:", "registerClient")
+_NOISY_WORDS = ("USDT:", "STAGE:", "CPUAllocator.cpp:", "registerClient", "DeviceProperties.cpp:")
 
 
 class RawReader:
@@ -103,7 +106,7 @@ class RawReader:
         if any(word in text for word in _NOISY_WORDS):
             text = _NOISE.sub("", text)
         last = text.rfind("\n") + 1
-        self._held = text[last:] if text.startswith(_HALF_NOISE, last) else ""
+        self._held = text[last:] if _HALF_NOISE.match(text, last) else ""
         return text.removesuffix(self._held)
 
 

@@ -83,6 +83,19 @@ def test_a_text_that_comes_as_a_flush_begins_is_flushed_next(stream: Any) -> Non
     assert until(lambda: stream.session.of("only") == "before\nafter\n")
 
 
+def test_what_a_profiler_says_of_gpus_is_no_cells_output() -> None:
+    """Torch 2.15 does where there is no GPU, its line's end by itself; other errors are shown."""
+    reader = raw_output.RawReader.__new__(raw_output.RawReader)
+    reader._held = ""
+    begins = "ERROR:2026-11-26 17:09:22 11923:11923 "
+    count = f"{begins}DeviceProperties.cpp:56] gpuGetDeviceCount failed with code "
+    written = ["before\n", f"{count}35", "\n", f"{count}100\nloss", " 0.5\n", "after"]
+    errors = [f"{count}3", "\n", f"{begins}a.cpp:1] mine", "\n", "ERROR: mine"]
+
+    assert "".join(map(reader._without_noise, written)) == "before\nloss 0.5\nafter"
+    assert "".join(map(reader._without_noise, ["\n", *errors])) == "".join(["\n", *errors])
+
+
 def test_a_forked_child_sends_what_it_prints(stream: Any) -> None:
     """It has no thread that flushes, though a flush was pending in its parent."""
     stream.flush_interval = 60.0

@@ -190,6 +190,33 @@ def test_a_new_process_takes_a_dead_ranks_place(tmp_path: Path, size: int) -> No
     assert not {"0", "1"} & set(results[0]["still_skipped"])
 
 
+ALONE = """
+    def local():
+        return dist.new_group([1, 2], use_local_synchronization=True) if rank else None
+
+    groups = [local(), local()]
+    pair = dist.new_group([0, 1])
+    process_groups.recover(1)
+    groups += [local(), local()]
+    later = dist.new_group([0, 1])
+    done(
+        names=[group.group_name for group in groups if group],
+        sums=[total(group) for group in groups if group],
+        pairs=[total(pair), total(later)] if rank < 2 else [],
+    )
+"""
+
+
+def test_groups_that_their_members_make_alone_leave_the_others_names(tmp_path: Path) -> None:
+    """Torch names them, and in 2.15 others too, by counts that differ from rank to rank."""
+    results = run_ranks(tmp_path, 3, ALONE)
+
+    assert [result["sums"] for result in results] == [[], [5.0] * 4, [5.0] * 4]
+    assert [result["pairs"] for result in results] == [[3.0] * 2, [3.0] * 2, []]
+    assert results[1]["names"] == results[2]["names"]
+    assert len(set(results[1]["names"])) == 4
+
+
 MISSING = """
     process_groups.DEADLINE_S = 1.0
     text = ""

@@ -10,9 +10,10 @@ take a dead rank's place with plain calls.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -47,12 +48,21 @@ class _Registry:
         groups: The groups that the user's code made, in order.
         stores: ProcessGroup -> the stores of its backends; C++ keeps these alive no more than
             half, and the backends that were replaced stay in the object.
+        local_counts: Global ranks -> how many groups they made without the other ranks, since
+            all ranks met last.
+        local_base: What all ranks agreed on then; no such group had a higher number.
         is_installed: Whether torch's helper is wrapped.
     """
 
     groups: list[GroupSpec] = field(default_factory=list)
     stores: dict[Any, list[dist.Store]] = field(default_factory=dict)
+    local_counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    local_base: int = 0
     is_installed: bool = False
+
+    def local_number(self) -> int:
+        """The highest number of a group that some ranks made without the others."""
+        return self.local_base + max(self.local_counts.values(), default=0)
 
 
 _registry = _Registry()
@@ -106,12 +116,33 @@ def install() -> None:
         return result
 
     c10d._new_process_group_helper = note_and_make  # noqa: SLF001
+    # Private. Torch numbers a group that is made with use_local_synchronization by what differs
+    # between its members: the groups that a rank is in (2.13), so that the group hangs, or has
+    # made (2.15), which numbers later groups of all ranks too: these hang.
+    if hasattr(c10d, "_process_group_name"):
+        c10d._process_group_name = _with_own_count(c10d._process_group_name)  # noqa: SLF001
     # Private; without it new_group splits where ranks are bound to GPUs.
     if hasattr(c10d, "_get_split_source"):
         c10d._get_split_source = lambda pg: None  # noqa: SLF001
     for module in (c10d, device_mesh, dist):
         if hasattr(module, "split_group"):
             module.split_group = _split_group  # type: ignore[attr-defined]
+
+
+def _with_own_count(name: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's name of a group; one that its members make alone has a number of theirs alone."""
+
+    @functools.wraps(name)
+    def name_of(ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        if not (args[0] if args else kwargs.get("use_hashed_name")):
+            return name(ranks, *args, **kwargs)
+        members = tuple(ranks)
+        _registry.local_counts[members] = _registry.local_counts.get(members, 0) + 1
+        number = _registry.local_base + _registry.local_counts[members]
+        text = "_".join(map(str, (*members, number)))
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()  # as torch does
+
+    return name_of
 
 
 @functools.wraps(getattr(c10d, "split_group", c10d.new_group))
@@ -242,7 +273,8 @@ def _meet_with_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dic
 def announce_groups(store: dist.Store, rank: int, specs: Iterable[GroupSpec]) -> None:
     """Say which of these groups this rank has or will have; before the ranks meet in the store."""
     open_groups = {s.name: s.ranks for s in specs if s.is_open and rank in s.ranks}
-    store.set(f"groups/{rank}", json.dumps([int(_world().group_count), open_groups]))
+    counts = int(_world().group_count), _registry.local_number()
+    store.set(f"groups/{rank}", json.dumps([counts, open_groups]))
 
 
 def agree_on_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dict[str, list[int]]]:
@@ -253,7 +285,10 @@ def agree_on_groups(store: dist.Store, living: Sequence[int]) -> dict[int, dict[
     """
     texts = store.multi_get([f"groups/{rank}" for rank in living])
     counts, groups = zip(*(json.loads(text) for text in texts), strict=True)
-    _world().group_count = max(_world().group_count, *counts)
+    world_counts, local_numbers = zip(*counts, strict=True)
+    _world().group_count = max(_world().group_count, *world_counts)
+    _registry.local_base = max(local_numbers)
+    _registry.local_counts.clear()
     return dict(zip(living, groups, strict=True))
 
 
