@@ -61,7 +61,9 @@ class Shared(Kernel):
 
 @pytest.fixture(scope="session")
 def _sessions_kernel(shared_folder: Path) -> Iterator[Shared]:
-    with Shared(cwd=shared_folder) as shared:
+    with Shared(cwd=shared_folder, env={"NBDIST_PRELOAD": "1"}) as shared:
+        for code in ("%load_ext nbdist", IMPORTED):
+            shared.run(code, START_TIMEOUT_S)
         start_ranks(shared)
         shared.run("_kept = {*get_ipython().user_ns}")
         yield shared
@@ -121,8 +123,7 @@ def bare_kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 def start_ranks(kernel: Kernel, options: str = "-n 2") -> None:
-    """Ranks that have imported what they otherwise import while they are idle."""
-    for code in ("%load_ext nbdist", IMPORTED, f"%dist_init {options}"):
+    for code in ("%load_ext nbdist", f"%dist_init {options}"):
         cell = kernel.run(code, START_TIMEOUT_S)
 
         assert cell.status == "ok", cell.visible

@@ -92,7 +92,7 @@ class Lab:
         bin_dir = str(Path(sys.executable).parent)
         variables = {name: str(home / name.lower()) for name in (*DIRS, "npm_config_cache")}
         variables["PATH"] = os.pathsep.join([bin_dir, os.environ.get("PATH", os.defpath)])
-        self._env = notebook_env(variables | dict(env or {}))
+        self._env = notebook_env({"NBDIST_PRELOAD": "1"} | variables | dict(env or {}))
         self._process: subprocess.Popen[bytes] | None = None
         _write_settings(home / "jupyterlab_settings_dir")
 
