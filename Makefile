@@ -106,7 +106,7 @@ test: $(INSTALLED)
 	  times="$$times$$part $$(($$(date +%s) - began)) s, "; \
 	done; echo "Passed: $${times%, }."
 
-WITHOUT_RANKS := not engine and not cluster and not browser and not accuracy and not parity
+WITHOUT_RANKS := not ranks and not slow and not browser and not faults and not parity and not accuracy and not versions
 
 check: lint types
 	$(PY) -m pytest $(TWO_AT_A_TIME) -m "$(WITHOUT_RANKS)" tests

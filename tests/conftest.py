@@ -1,6 +1,7 @@
 """What every test shares: folders of its own, one thread, markers, and no process left behind."""
 
 import atexit
+import functools
 import os
 import shutil
 import signal
@@ -22,6 +23,9 @@ pytest_plugins = ["tests.support.ranks"]
 _SESSION_VARIABLE = "NBDIST_TEST_SESSION"
 _SESSION = uuid.uuid4().hex  # tells our processes from those of a test session beside us
 _HOME = Path(tempfile.mkdtemp(prefix="nbdist-tests-"))
+# Modules of tests.support that start ranks, kernels, hosts or browsers; and fixtures with ranks.
+_STARTERS = {"faults", "hosts", "kernel", "lab", "ranks", "terminal", "torch_ranks"}
+_FIXTURES = {"_sessions_kernel", "_two_ranks", "bare_kernel", "runs"}
 _END_TIMEOUT_S = float(os.environ.get("NBDIST_TEST_END_S", "10"))
 
 # A shell's background job (`make test &`, nohup) ignores SIGINT, and so would every child.
@@ -32,9 +36,12 @@ os.environ.update({"OMP_NUM_THREADS": "1", _SESSION_VARIABLE: _SESSION})
 os.environ.pop("NBDIST_TEST", None)  # outputs are stored only where a test says so
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Mark what starts ranks, and skip what this machine cannot run, with the reason."""
     for item in items:
+        if isinstance(item, pytest.Function) and _starts_ranks(item):
+            item.add_marker(pytest.mark.ranks)
         if reason := _skip_reason(item):
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -75,6 +82,26 @@ def _shell_of_this_module_alone() -> Iterator[None]:
 def _processes_of_this_session() -> list[psutil.Process]:
     left = processes.processes_of_run()
     return [p for p in left if processes.environment(p).get(_SESSION_VARIABLE) == _SESSION]
+
+
+def _starts_ranks(item: pytest.Function) -> bool:
+    return not _FIXTURES.isdisjoint(item.fixturenames) or _uses_starter(item.module.__name__)
+
+
+@functools.cache
+def _uses_starter(module: str) -> bool:
+    """Whether a module has a name of one that starts ranks, or of another test's that has."""
+    if module.startswith("tests.support.") and module.split(".")[2] in _STARTERS:
+        return True
+    values = vars(sys.modules[module]).values()
+    origins = {
+        getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in values
+    }
+    return any(
+        _uses_starter(origin)
+        for origin in origins - {module}
+        if isinstance(origin, str) and origin.startswith("tests.") and origin in sys.modules
+    )
 
 
 def _skip_reason(item: pytest.Item) -> str | None:

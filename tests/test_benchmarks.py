@@ -120,6 +120,7 @@ def test_rows_of_a_verification_are_its_time_and_its_memory() -> None:
     assert (memory.ratio, memory.unit) == (4.5, "MiB")
 
 
+@pytest.mark.slow
 def test_ranks_do_what_they_are_asked_and_say_why_they_ended(tmp_path: Path) -> None:
     """Both sides of one strategy give the same losses; a rank's error is in ours."""
     with ranks.Ranks("strategies", "hand", 2, tmp_path / "hand") as hand:

@@ -11,7 +11,6 @@ SHORT = ("tests/test_private_names.py", "tests/front/test_short.py")
 ENDS_S = 300
 
 
-@pytest.mark.engine
 @pytest.mark.timeout(ENDS_S + 30)
 @pytest.mark.skipif(not PYTHONS, reason="no other torch is here: make test TORCH=2.15.0 takes one")
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda path: path.parents[1].name)

@@ -153,6 +153,7 @@ def test_wheel_has_the_shipped_files(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"nbdist"}
 
 
+@pytest.mark.slow
 def test_installed_wheel_starts_ranks(wheel: Path, tmp_path: Path) -> None:
     """nbdist from a wheel starts a rank, which runs the same nbdist, and stops it again."""
     site = tmp_path / "site"

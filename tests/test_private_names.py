@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 PAGE = Path(__file__).parents[1] / "docs" / "private_names.md"
 
 # Where a name is -> names. An attribute counts, and for what objects get the text of the module.
@@ -141,7 +139,6 @@ def _missing(owner: Any, names: Sequence[str]) -> list[str]:
     return [name for name in missing if not re.search(rf"\b{name}\b", source)]
 
 
-@pytest.mark.engine
 def test_the_private_names_are_there() -> None:
     """As attributes, or in the source of a class, where its objects get them."""
     from torch.backends import cuda

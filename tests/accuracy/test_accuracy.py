@@ -20,8 +20,6 @@ from tests.accuracy.case import LONG, MODELS, SHORT, Case, Result, record
 from tests.accuracy.texts import RANKS
 from tests.support.torch_ranks import LIMIT_S, TorchRanks
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(scope="module", name="engine")
 def _engine() -> Iterator[FakeEngine]:

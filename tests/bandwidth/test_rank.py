@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from nbdist.bandwidth.results import LEAST_RUNS, OPS
 from tests.support.torch_ranks import TorchRanks
-
-pytestmark = pytest.mark.engine
 
 MEASURING = """
     import gc

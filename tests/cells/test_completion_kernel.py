@@ -12,8 +12,6 @@ from nbdist.cells.kernel.cell_request import CellRequest
 from nbdist.notebook.session import Session
 from tests.support.ranks import until
 
-pytestmark = pytest.mark.cluster
-
 MADE = """
 import threading, torch, torch._dynamo
 only_here, model = rank + 3, torch.nn.Linear(2, 3)

@@ -10,7 +10,6 @@ from tests.support.kernel import run_python
 from tests.support.torch_ranks import TorchRanks
 from tests.support.training import MODEL, SAVED
 
-pytestmark = pytest.mark.engine
 CLOSE = 2e-6
 # Many saves in one cluster, each on the disk.
 LIMIT_S = 160.0

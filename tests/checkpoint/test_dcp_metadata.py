@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from nbdist.checkpoint.rank import dcp_metadata
 from nbdist.errors import CheckpointError
 
-pytestmark = pytest.mark.engine
-
 
 class Looked:
     """Written as getattr(kind, name), as Python before 3.11.4 writes a member of an enum."""

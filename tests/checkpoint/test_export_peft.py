@@ -8,8 +8,6 @@ import pytest
 from tests.support.torch_ranks import TorchRanks
 from tests.support.training import MODEL
 
-pytestmark = pytest.mark.engine
-
 pytest.importorskip("peft")
 
 TEXT = """

@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import TorchRanks
 from tests.support.training import MODEL
-
-pytestmark = pytest.mark.engine
 
 TEXT = """
     from nbdist.checkpoint.rank import export_weights as weights

@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
-
-pytestmark = pytest.mark.engine
 
 TEXT = (
     MODEL

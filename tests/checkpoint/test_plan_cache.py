@@ -9,7 +9,6 @@ from tests.checkpoint.test_checkpoint import PARTS
 from tests.support.torch_ranks import TorchRanks
 from tests.support.training import MODEL
 
-pytestmark = pytest.mark.engine
 LIMIT_S = 200.0
 
 # What a save finds by the last one's plan, beside what it finds without one.

@@ -17,8 +17,6 @@ from nbdist.notebook.session import start as start_session
 from tests.support import batch_stubs
 from tests.support.ranks import processes_under, session_of, silent, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 HOSTS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"
 SUM = "x = torch.ones(1) * (rank + 1); dist.all_reduce(x); print(x.item())"
 

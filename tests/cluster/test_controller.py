@@ -19,8 +19,6 @@ from nbdist.hang.kernel import restart
 from nbdist.notebook.session import Session
 from tests.support.ranks import SUM, texts, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 LONG = """
 import time
 from pathlib import Path

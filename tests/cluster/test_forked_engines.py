@@ -17,8 +17,6 @@ from nbdist.cluster.kernel.launcher import ForkedEngineSetLauncher
 from tests.support import processes
 from tests.support.kernel import notebook_env
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 START_S = 90.0
 END_S = 20.0
 # A program of its own, without a session of nbdist's; it ends when its input does.

@@ -17,8 +17,6 @@ from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import session_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 END_S = 5.0
 LOOPBACK = {"127.0.0.1", "::1"}
 LOOK = """

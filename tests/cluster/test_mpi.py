@@ -23,7 +23,6 @@ CELL = (
     "print(x.item(), rank == int(os.environ['OMPI_COMM_WORLD_RANK']), cores)"
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 needs_mpiexec = pytest.mark.skipif(
     shutil.which("mpiexec") is None, reason="mpiexec is not installed"
 )

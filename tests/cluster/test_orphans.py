@@ -28,8 +28,6 @@ from tests.support.kernel import notebook_env
 from tests.support.ranks import session_of, temporary_folder, until
 
 pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.engine,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 

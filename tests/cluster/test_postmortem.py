@@ -25,7 +25,7 @@ from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-cluster = [pytest.mark.cluster, pytest.mark.engine, linux_only]
+cluster = [linux_only]
 
 DEADLINE_S = 20.0
 ARM = (

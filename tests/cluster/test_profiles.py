@@ -129,8 +129,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         assert processes_under(folder) == []
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_engines_that_report_get_ranks_and_a_group(plain: Session) -> None:
     """Ranks are assigned from reports, and collectives over them are right."""
     result = plain.run(
@@ -145,8 +143,6 @@ def test_engines_that_report_get_ranks_and_a_group(plain: Session) -> None:
     ]
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_engines_of_other_launchers_hide_the_key_from_children(plain: Session) -> None:
     """ipyparallel puts its key into their environment; cells do not hand it on."""
     result = plain.run(
@@ -156,8 +152,6 @@ def test_engines_of_other_launchers_hide_the_key_from_children(plain: Session) -
     assert [rank.text for rank in result.ranks] == ["False\n", "False\n"]
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     """Interrupts and exits go to the engine that is meant, whatever its launcher's number."""
     result = plain.run("import os\nprint(os.getpid())")
@@ -169,8 +163,6 @@ def test_every_rank_has_its_own_process_id(plain: Session) -> None:
     assert {rank.rank: int(rank.text) for rank in result.ranks} == reported == started
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_a_signal_by_way_of_the_nanny_reaches_the_engine(plain: Session) -> None:
     """Engines on other hosts are signalled through their nanny, which others do without."""
     channel, engine = plain.cluster.channel, plain.topology.engine_of_rank(1)
@@ -203,8 +195,6 @@ def test_a_launchers_number_is_translated_to_the_engine(tmp_path: Path) -> None:
     assert exits[-1] == Exit(1, 3)
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_over_a_port_the_store_listens_on_one_address(plain: Session) -> None:
     """Where no file is shared, rank 0 opens a port on the one address that all reach."""
     result = plain.run(
@@ -259,8 +249,6 @@ def test_a_copied_profile_may_name_the_launcher_as_it_was() -> None:
     assert former is import_item("nbdist.cluster.kernel.launcher.RankEngineSetLauncher")
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_a_dead_engine_of_another_launcher_is_the_rank_that_is_named(plain: Session) -> None:
     """The rank whose process was killed is told, the other works, and a stop leaves nothing.
 

@@ -30,8 +30,6 @@ from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import session_of, texts, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 START_S = 90.0
 EARLY = {"NBDIST_PRELOAD": "1"}
 END_S = 10.0

@@ -31,8 +31,6 @@ from tests.support.gpus import Card, Driver, play, smi_text
 from tests.support.kernel import Kernel, notebook_env
 from tests.support.ranks import processes_under, session_of, silent
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 CARDS = (Card("GPU-11111111-aaaa"), Card("GPU-22222222-bbbb"))
 
 

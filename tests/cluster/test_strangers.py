@@ -16,8 +16,6 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.notebook.session import Session
 from tests.support.ranks import SUM, session_of, texts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # The last two are what ZMQ's own parts and ipyparallel's hub look for.
 FRAMES = (
     [b"x"], [b""], [b"x"] * 5, [b"<IDS|MSG>", b"x"], [b"", b"<IDS|MSG>", *[b"{}"] * 5],

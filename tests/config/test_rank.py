@@ -28,7 +28,6 @@ from nbdist.config.report import CheckContext
 from nbdist.config.yaml_reader import load, read
 from nbdist.strategy.choose import choose
 
-pytestmark = pytest.mark.engine
 _DATA = Path(__file__).resolve().parents[1] / "data" / "configs"
 # Name and options of strategies that Accelerate has, on 4 ranks.
 _STRATEGIES: dict[str, tuple[str, dict[str, object]]] = {

@@ -11,8 +11,6 @@ import pytest
 
 from nbdist.engine import child_sockets
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:

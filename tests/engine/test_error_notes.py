@@ -10,8 +10,6 @@ from nbdist.engine import error_notes
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
-pytestmark = pytest.mark.engine
-
 TEXT = (
     MODEL
     + """

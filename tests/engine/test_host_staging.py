@@ -14,8 +14,6 @@ from tests.support.cp_ranks import COMMON
 from tests.support.pipelines import PP
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 # Behind torch_ranks.PRELUDE.
 STAGING = """
 from nbdist.engine import host_staging

@@ -23,8 +23,6 @@ from tests.support.gpus import Card, Driver, play
 from tests.support.kernel import notebook_env
 from tests.support.torch_ranks import ENV, run_ranks
 
-pytestmark = pytest.mark.engine
-
 RANK = """
     plan = this_rank().topology
     done(

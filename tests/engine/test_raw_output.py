@@ -12,8 +12,6 @@ from ipykernel.iostream import IOPubThread, OutStream
 from nbdist.engine import raw_output
 from tests.support.ranks import until
 
-pytestmark = pytest.mark.engine
-
 
 class Cell(dict[str, Any]):
     """A cell's header, which counts how often a key is made of it."""

@@ -12,8 +12,6 @@ import torch
 from nbdist.engine import responder
 from nbdist.errors import StartError
 
-pytestmark = pytest.mark.engine
-
 
 def request(name: str, *args: Any) -> dict[str, Any]:
     return {"content": {"name": name}, "buffers": [pickle.dumps(args)]}

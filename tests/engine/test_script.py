@@ -11,8 +11,6 @@ from nbdist.engine import script
 from nbdist.errors import ScriptEnded
 from nbdist.hang.rank.source_line import UserFrameFinder
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(autouse=True)
 def _own_argv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.kernel import run_python
 
-pytestmark = pytest.mark.engine
 _SCRIPT = """
 import os, sys
 import nbdist

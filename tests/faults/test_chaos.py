@@ -15,8 +15,6 @@ from tests.faults.fault import Fault, happen
 from tests.faults.table import DEATHS, HANGS, INTERRUPTS
 from tests.support.faults import Ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _SEED = "NBDIST_CHAOS_SEED"
 _RANKS = "NBDIST_CHAOS_RANKS"
 _CELLS = "NBDIST_CHAOS_CELLS"

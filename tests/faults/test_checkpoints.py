@@ -14,8 +14,6 @@ from tests.support.cells import Handle
 from tests.support.faults import BACK_S, DEATH_TOLD_S, GONE_S, Measured, Ranks, record
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 long = pytest.mark.faults
 _MODEL = """%%distributed
 import gc, resource

@@ -18,8 +18,6 @@ from tests.support.faults import (
     shm_files,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # Workers of a loader, a child in a session of its own, and a rank that waits for ever.
 _STUCK = """%%distributed
 import subprocess

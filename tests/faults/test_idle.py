@@ -10,8 +10,6 @@ from tests.support import processes
 from tests.support.faults import ABORT_S, DEATH_TOLD_S, GRACE_S, TOLD_S, Ranks
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _EXIT_SOON = "%%rank[1]\nimport threading\nthreading.Timer(0.3, os._exit, (3,)).start()"
 _ENDS = {
     "SIGKILL": (signal.SIGKILL, "signal SIGKILL"),

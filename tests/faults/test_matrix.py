@@ -6,8 +6,6 @@ from tests.faults.fault import Fault, happen_as_promised, short_and_whole
 from tests.faults.table import FAULTS
 from tests.support.faults import Ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 
 @pytest.mark.parametrize(("n", "fault"), short_and_whole(FAULTS))
 def test_a_fault(n: int, fault: Fault, ranks: Ranks) -> None:

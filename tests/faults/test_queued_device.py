@@ -8,8 +8,6 @@ from tests.faults.fault import Fault, cases, happen_as_promised, short_and_whole
 from tests.faults.table import QUEUED, QUEUED_DEATHS
 from tests.support.faults import Ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 
 @pytest.mark.parametrize(("n", "fault"), short_and_whole(QUEUED))
 def test_a_fault(n: int, fault: Fault, queued_ranks: Ranks) -> None:

@@ -7,8 +7,6 @@ import pytest
 from tests.faults.fault import cases
 from tests.support.faults import ABORT_S, GRACE_S, LOAD_S, TOLD_S, Ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _STEPS = 10
 # Half of a step, for the ranks that are in it: what the others never come to.
 _HALVES = {

@@ -4,8 +4,6 @@ import pytest
 
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 STEP = "made = torch.ones(8) @ torch.ones(8)\nprint('made', int(made))"
 BOTH, SECOND = ("[0-1] made 8", [0, 1]), ("[1] made 8", [1])
 

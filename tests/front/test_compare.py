@@ -9,8 +9,6 @@ import pytest
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # A model whose layers can be split, with what trains it; data that depends on random numbers.
 _MODEL = """%%distributed
 class Layer(torch.nn.Module):

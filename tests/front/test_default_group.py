@@ -11,8 +11,6 @@ from tests.support.kernel import Kernel, run_python
 from tests.support.ranks import until
 from tests.support.terminal import nbdist
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # As published tutorials are written: the variables of torchrun, a group, a step, the group's end.
 _SCRIPT = """%%distributed
 import os

@@ -5,8 +5,6 @@ import pytest
 from nbdist.core.ranks import parse_ranks
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # Three times each: a signal may also come before the child has run a line.
 _POOL = """
 import multiprocessing as mp

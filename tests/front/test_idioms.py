@@ -5,12 +5,9 @@ import re
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.support.deep_model import DEEP_MODEL
 from tests.support.kernel import Kernel
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _IDIOMS = """%%distributed
 import copy, json

@@ -14,8 +14,6 @@ from tests.support import processes
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 LINES = 100_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0

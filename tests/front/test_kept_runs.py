@@ -21,8 +21,6 @@ from tests.support.kernel import Kernel
 from tests.support.ranks import until
 from tests.support.terminal import TIMEOUT_S, begun, environment, nbdist
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 MODEL = "%%distributed\nmodel = accelerator.prepare(torch.nn.Linear(2, 2))"
 # Prints, and then waits at a line that the test decides on: a file that appears.
 WAITS = """%%distributed

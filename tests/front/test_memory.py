@@ -5,8 +5,6 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.recordings import ran
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 TRAIN = """
 mem_model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.ReLU(), torch.nn.Linear(40, 8))
 mem_optimizer = torch.optim.Adam(mem_model.parameters())

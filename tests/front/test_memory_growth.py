@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _SETUP = """%%distributed
 grown_model = torch.nn.Sequential(
     torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)

@@ -5,8 +5,6 @@ import pytest
 from tests.support.deep_model import DEEP_MODEL
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _BY_HAND = "%%distributed\nmine = tokens.roll(rank, 0)\n"
 _TRAINED = f"{_BY_HAND}accelerator.backward(model(mine, labels=mine))"
 _EVALUATED = f"{_BY_HAND}with torch.no_grad():\n    loss = model(mine, labels=mine)"

@@ -2,12 +2,8 @@
 
 import re
 
-import pytest
-
 from tests.front.test_memory_growth import told
 from tests.support.kernel import Kernel
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _WAITS = """%%distributed
 short_kept = torch.ones(250_000)

@@ -16,8 +16,6 @@ from nbconvert import HTMLExporter
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel, notebook_env
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _HELP = """
 import dataclasses, threading, time, nbdist
 from nbdist.commands import VERBS

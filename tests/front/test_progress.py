@@ -10,8 +10,6 @@ import pytest
 
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _MODEL = """%%distributed
 import pathlib, time
 from nbdist.parallel.reshard import redistribute as way_module

@@ -10,8 +10,6 @@ from tests.front import test_trace as trace_cells
 from tests.support.kernel import Kernel
 from tests.support.recordings import ran
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:

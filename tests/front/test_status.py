@@ -3,11 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.support.kernel import Kernel
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 # Asked from another thread of the notebook, as a panel would: the cell below runs meanwhile.
 _ASK_WHILE_IT_HANGS = """

@@ -8,8 +8,6 @@ import pytest
 from tests.support.deep_model import DEEP_MODEL
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _CURVES = """%%distributed
 import json
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm

@@ -11,8 +11,6 @@ import pytest
 from tests.support.kernel import Kernel
 from tests.support.recordings import ran
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 TRAIN = """
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -10,8 +10,6 @@ from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _HAS_TORCH = "import sys; 'torch' in sys.modules"
 _NAMES = "sorted(name for name in dir() if not name.startswith('_'))"
 # What can be pickled, and cannot be made anew: everywhere, or on rank 1 alone.

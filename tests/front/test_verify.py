@@ -1,10 +1,6 @@
 """%dist_verify, typed in a real kernel with two real ranks."""
 
-import pytest
-
 from tests.support.kernel import Kernel
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 _MODEL = """%%distributed
 class Layer(torch.nn.Module):

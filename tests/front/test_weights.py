@@ -7,8 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 MODEL = """%%distributed
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -2,13 +2,9 @@
 
 from typing import Any
 
-import pytest
-
 from nbdist.bandwidth.results import OPS, Bench
 from nbdist.notebook.session import Session
 from tests.gpu.places import on
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 
 @on("shared")

@@ -5,8 +5,6 @@ import pytest
 from nbdist.notebook.session import Session
 from tests.gpu.places import on
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # Each collective with tensors on the rank's device, and the result that every rank must print.
 # `one` is rank + 1, so with two ranks the sum is 3.
 COLLECTIVES = {

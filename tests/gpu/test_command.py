@@ -32,8 +32,6 @@ OF_TESTS = ("jupyter-client", "nbformat", "pytest", "pytest-timeout")
 GPU = {"gpus": "NVIDIA H100 80GB HBM3, 81559 MiB, 580.1", "torch": "2.11.0"}
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_it_runs_on_two_cpu_ranks(tmp_path: Path) -> None:

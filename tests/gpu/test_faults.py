@@ -20,8 +20,6 @@ from nbdist.notebook.session import Session
 from tests.gpu.places import GRACE_S, device_type, on
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # A certain deadlock is told within 2 s of its look (docs/reliability.md), aborted after the grace
 # time, and NCCL may take 10 s for that; a new communicator of a few ranks takes a second or two.
 TOLD_S, ABORT_S = 3.0, 15.0

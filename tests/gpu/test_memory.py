@@ -20,8 +20,6 @@ from nbdist.memory.snapshot import (
 from nbdist.notebook.session import Session
 from tests.gpu.places import on
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 _TRAIN = """
 model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
 model = model.to(device)

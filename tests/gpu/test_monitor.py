@@ -10,8 +10,6 @@ from nbdist.monitor.samples import Sample
 from nbdist.notebook.session import Session
 from tests.gpu.places import on
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 GIB = 2**30
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from nbdist.cluster.kernel import rank_server
 from nbdist.notebook.session import Session
 from tests.gpu.places import device_type, on
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 TRAIN = """
 import json, os

@@ -16,8 +16,6 @@ from tests.gpu.places import device_type, on, strategy_of
 from tests.support import capture_memory, capture_traces
 from tests.support.captured import CUDA, check_snapshot, check_trace
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 # Of one rank's file, so that a repository can have it.
 MOST_BYTES = 300_000
 

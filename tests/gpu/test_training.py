@@ -18,8 +18,6 @@ from nbdist.planner.workload import Workload
 from tests.gpu.places import device_type, on, strategy_of
 from tests.support.training import MODEL
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "ulysses", "pp", "cp")
 # Losses of six steps in fp32: what orders of additions differ by, on a GPU as on a CPU.
 CLOSE = 1e-4

@@ -6,8 +6,6 @@ import pytest
 
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 # Six blocks, each a group of FSDP2's; in turn each rank raises at each block, forward and backward,
 # while the others wait for it in a collective until they are broken off.
 BREAKS = """

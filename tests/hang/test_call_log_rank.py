@@ -29,8 +29,6 @@ from nbdist.hang.records import Call, CallLog, SourceLine
 from nbdist.rpc.rank import cell_hooks
 from nbdist.rpc.wire import CELL_RUN
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(name="box")
 def _box() -> Iterator[layout.CallLogWriter]:

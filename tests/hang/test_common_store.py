@@ -17,8 +17,6 @@ from nbdist.hang.recovery import merge_groups
 from tests.support import hosts as support_hosts
 from tests.support.torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -167,7 +165,6 @@ def test_a_killed_rank_is_replaced_over_a_port(tmp_path: Path, lost: int) -> Non
     check_lost(results, lost)
 
 
-@pytest.mark.cluster
 @pytest.mark.skipif(bool(support_hosts.missing()), reason=support_hosts.missing())
 def test_ranks_of_a_host_that_is_cut_off_are_replaced_on_another(tmp_path: Path) -> None:
     """Nobody is told of the cut: the others' collective is broken off, and no store waits on."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 
 from nbdist.hang.rank import dataloader_workers
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 N_WORKERS = 2
 ENDED_S = 4.0  # in no time; a finalizer that has a worker to wait for takes 5 s for each

@@ -9,8 +9,6 @@ from nbdist.cluster.kernel.start import StartOptions
 from nbdist.errors import DistributedError
 from tests.support.ranks import session_of, temporary_folder
 
-pytestmark = [pytest.mark.engine, pytest.mark.cluster]
-
 BACKEND = "type(dist.group.WORLD._get_backend(torch.device('cpu'))).__name__"
 # What a notebook does with groups. With torch's own way of checking, DDP ends the process here.
 WORK = """

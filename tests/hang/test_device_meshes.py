@@ -8,8 +8,6 @@ import pytest
 from nbdist.hang.recovery import merge_groups
 from tests.support.torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.engine
-
 # All make meshes; some end; the others tell theirs, and all use the same ones afterwards.
 TEXT = """
     from IPython.core.interactiveshell import InteractiveShell

@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 
-import pytest
-
 from nbdist.hang.rank import main_thread, recorder
 from nbdist.hang.rank.source_line import UserFrameFinder
-
-pytestmark = pytest.mark.engine
 
 DEADLINE_S = 20.0
 Seen = tuple[bool, tuple[str, ...]]

@@ -12,7 +12,6 @@ from nbdist.hang.rank import gloo_abort
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.engine,
     pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="needs /proc"),
 ]
 

@@ -22,8 +22,6 @@ from nbdist.rpc.kernel.channel import Channel
 from nbdist.rpc.wire import CELL_NUMBER
 from tests.support.ranks import session_of, temporary_folder, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 DEADLINE_S = 20.0
 WORLD = "0"
 

@@ -77,8 +77,6 @@ def test_a_press_ends_a_recovery_that_hangs() -> None:
     assert health.needs_recovery
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Session) -> None:
     """Said with its reason; then all groups work."""
     pair.run(UNSENDABLE)
@@ -89,8 +87,6 @@ def test_a_rank_that_fails_to_send_its_model_leaves_no_rank_waiting(pair: Sessio
     assert [rank.text.strip() for rank in result.ranks] == ["2.0", "2.0"]
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_a_rank_that_catches_the_abort_and_waits_again_is_aborted_again(pair: Session) -> None:
     """The cell ends with the first reason; then all groups work."""
     pair.grace_s = 0.5

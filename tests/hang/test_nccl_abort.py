@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 from nbdist.errors import NbdistError
 from nbdist.hang.rank import debug_checks, nccl_abort
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:

@@ -11,8 +11,6 @@ from nbdist.hang.rank import debug_checks
 from nbdist.hang.recovery import merge_groups
 from tests.support.torch_ranks import TorchRanks, run_ranks
 
-pytestmark = pytest.mark.engine
-
 # DDP and FSDP2 train; between steps rank 0 hangs in each way, is broken off, and all go on.
 HANGS = """
     torch.manual_seed(0)

@@ -5,13 +5,10 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from nbdist.cluster import nccl_env
 from tests.support import device_manners
 
 
-@pytest.mark.engine
 def test_the_stand_in_has_a_gpus_manners() -> None:
     """Calls are queued, waits use a core and hear no signal, aborts are together, errors stay."""
     program = [sys.executable, "-m", device_manners.__name__, "queued"]

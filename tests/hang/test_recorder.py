@@ -13,8 +13,6 @@ from nbdist.hang.records import Call, CallLog
 from tests.support.ranks import until
 from tests.support.torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.engine
-
 DEADLINE_S = 30.0
 
 

@@ -7,7 +7,6 @@ import pytest
 from tests.support.torch_ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.engine,
     pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="needs /proc"),
 ]
 

@@ -35,8 +35,6 @@ from tests.support import processes
 from tests.support.kernel import Kernel
 from tests.support.ranks import SUM, session_of, silent, temporary_folder, texts, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 DEADLINE_S = 60.0
 TOLD_S = 3.0  # a death is told within a second; the rest is for a busy machine
 PAIR_SUM = "total = torch.ones(1) * (rank + 1); dist.all_reduce(total, group=pair); print(total)"

@@ -4,14 +4,10 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from nbdist.cluster.hosts import Host
 from nbdist.cluster.kernel.start import StartOptions
 from nbdist.notebook.session import Session
 from tests.support.ranks import SUM, processes_under, session_of, texts, until
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 MAKE = """
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -7,8 +7,6 @@ import pytest
 from tests.support.torch_ranks import TorchRanks
 from tests.switch.test_rank import PRODUCTS, TRAINING
 
-pytestmark = pytest.mark.engine
-
 LOOKS = """
     from nbdist.lints.replicas import compare
     from nbdist.lints.rank import replicas, check_every as checkup_every, watch as lints

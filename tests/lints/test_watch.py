@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbdist.lints.rank import data, ddp, initial_values, optimizer_steps, watch
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:

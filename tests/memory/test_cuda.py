@@ -31,8 +31,6 @@ from nbdist.memory.snapshot import (
 )
 from nbdist.rpc.rank import crash_files
 
-pytestmark = pytest.mark.engine
-
 BASE_US = 1_700_000_000_000_000
 CELL = "/tmp/ipykernel/123.py"
 DEVICE = torch.device("cuda:1")

@@ -17,8 +17,6 @@ from nbdist.memory.rank import oom_hook, saved_tensors
 from nbdist.memory.rank.oom_report import _locals, _phase
 from nbdist.rpc.rank import cell_hooks
 
-pytestmark = pytest.mark.engine
-
 
 def addresses(roots: list[torch.Tensor]) -> dict[int, str]:
     return {tensor.data_ptr(): name for tensor, name in saved_tensors.saved_by_graphs(roots)}

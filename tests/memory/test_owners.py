@@ -14,8 +14,6 @@ from nbdist.memory.rank.owners import StorageOwner, owners
 from nbdist.memory.snapshot import BUFFER, GRADIENT, OPTIMIZER, PARAMETER, UNKNOWN
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:

@@ -37,8 +37,6 @@ from nbdist.variables import unpack
 from tests.support.recordings import Place, forbid_parsing, own_profiler
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 Record = Callable[..., RankMemory]
 
 

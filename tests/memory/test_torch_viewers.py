@@ -16,8 +16,6 @@ from nbdist.memory.snapshot import BEFORE, STAYS, RankMemory
 from nbdist.memory.torch_reader import of_torch
 from tests.support.memory_records import GPU, drawn
 
-pytestmark = pytest.mark.engine
-
 # A CPU rank with many blocks, and the GPU made by hand.
 MEMORIES = [drawn(7), drawn(8), of_torch(GPU)]
 

@@ -23,8 +23,6 @@ from nbdist.notebook.session import Session
 from tests.support.gpus import Card, Driver, play, smi_text
 from tests.support.ranks import session_of, temporary_folder, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 SOON_S = 10.0
 
 

@@ -19,8 +19,6 @@ from nbdist.monitor import rank as monitor_rank
 from nbdist.monitor.samples import Allocator, Answer
 from tests.support.gpus import Card, Driver, play
 
-pytestmark = pytest.mark.engine
-
 STATS = {
     "allocated_bytes.all.current": 10,
     "reserved_bytes.all.current": 20,

@@ -8,8 +8,6 @@ import pytest
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
 
-pytestmark = pytest.mark.engine
-
 ORDERS = """
     accelerator = Accelerator()
 

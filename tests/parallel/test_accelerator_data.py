@@ -3,12 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL
-
-pytestmark = pytest.mark.engine
 
 VALUES = """
     from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau

@@ -12,9 +12,6 @@ from nbdist.parallel.accelerator import guard
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL, needs_deepspeed
 
-pytestmark = pytest.mark.engine
-
-
 OWN = """
     import contextlib, io
     import accelerate

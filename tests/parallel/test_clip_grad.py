@@ -12,8 +12,6 @@ from nbdist.strategy.choice import Degrees
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 CLIPS = (
     SIDES
     + """

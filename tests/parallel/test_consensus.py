@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import run_ranks
-
-pytestmark = pytest.mark.engine
 
 GATHER = """
     import contextlib

@@ -15,8 +15,6 @@ from tests.support.cp_ranks import COMMON
 from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 PIECES = """
     def compare(compute, dtype, causal, n_keys):
         generator = torch.Generator().manual_seed(1)

@@ -19,8 +19,6 @@ from nbdist.parallel.accelerator.batch_sampler import (
 from nbdist.strategy.choose import choose
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 
 def local_batches(
     shard: ShardedBatchSampler,

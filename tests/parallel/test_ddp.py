@@ -7,8 +7,6 @@ import pytest
 from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import TRAINING
 
-pytestmark = pytest.mark.engine
-
 OPTIONS = """
     def net():
         torch.manual_seed(3)

@@ -14,9 +14,6 @@ from tests.support.parity import build_alone
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import HAS_DEEPSPEED, needs_deepspeed
 
-pytestmark = pytest.mark.engine
-
-
 # Each case: options, the same model by itself, and under DeepSpeed. The seed differs by rank.
 TRAINS = """
     import contextlib

@@ -17,8 +17,6 @@ from nbdist.planner.rank import describe_model
 from nbdist.rpc.rank import namespace
 from tests.support.torch_ranks import TorchRanks, run_ranks
 
-pytestmark = pytest.mark.engine
-
 COMMON = """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     calls = []

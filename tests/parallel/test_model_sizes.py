@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import TRAINING
-
-pytestmark = pytest.mark.engine
 
 SIZES = """
     from nbdist.parallel.model_sizes import sizes

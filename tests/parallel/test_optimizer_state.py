@@ -11,8 +11,6 @@ from nbdist.strategy.tensor_layout import Placement, TensorLayout
 from tests.support.sides import SIDES
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 TRAVELS = (
     SIDES
     + """

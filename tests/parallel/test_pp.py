@@ -16,8 +16,6 @@ from tests.support.parity import build_alone
 from tests.support.pipelines import PP
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 FP32 = 2e-6
 
 TRAINS = (

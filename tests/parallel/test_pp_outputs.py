@@ -7,8 +7,6 @@ import pytest
 from tests.support.pipelines import PP
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
-
 FP32 = 2e-6
 
 OUTER = (

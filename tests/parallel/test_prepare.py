@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import CLOSE, TRAINING
-
-pytestmark = pytest.mark.engine
 
 # After FSDP2, TP and a pipeline nothing of them is left on the user's module.
 TRACES = """

@@ -12,8 +12,6 @@ from nbdist.parallel.reshard import rebind
 from nbdist.parallel.tp import hooks
 from nbdist.rpc.rank import namespace
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.fixture
 def user(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

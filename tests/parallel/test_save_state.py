@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from tests.support.torch_ranks import run_ranks
 from tests.support.training import MODEL, SAVED
 
-pytestmark = pytest.mark.engine
-
 SAVE = (
     SAVED
     + """

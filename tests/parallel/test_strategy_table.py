@@ -10,8 +10,6 @@ from nbdist.strategy.choice import steps_of
 from nbdist.strategy.choose import choose, default_choice
 from nbdist.strategy.table import ROWS, STEPS
 
-pytestmark = pytest.mark.engine
-
 
 def test_every_step_of_a_row_has_its_function() -> None:
     """The engine's table of steps has the names of the rows' steps, and no others."""

@@ -5,7 +5,6 @@ import pytest
 from tests.support import tp_models
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
 TOLERANCE = 2e-6
 
 # A model under a choice beside the same one in this process; both see the same global batch.

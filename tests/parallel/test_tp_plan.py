@@ -17,8 +17,6 @@ from nbdist.strategy.tp_plan import attentions, find_plan
 from tests.support import tp_models
 from tests.support.parity import build_alone
 
-pytestmark = pytest.mark.engine
-
 
 def planned(model, degree=2, world_size=None, **options):
     choice = Strategy("tp", Degrees(tp=degree), world_size or degree, Options(**options))

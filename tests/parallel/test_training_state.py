@@ -18,8 +18,6 @@ from nbdist.parallel.training_state import (
     same_random,
 )
 
-pytestmark = pytest.mark.engine
-
 
 def _drawn() -> list[float]:
     return [random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: NPY002

@@ -11,7 +11,6 @@ from tests.parity.cases import SAVED
 from tests.parity.texts_checkpoint import CHECKPOINTS
 from tests.support.torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.engine
 Jobs = Sequence[Sequence[object]]
 
 

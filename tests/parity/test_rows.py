@@ -14,7 +14,6 @@ from tests.parity.texts import ROWS
 from tests.support.torch_ranks import LIMIT_S, TorchRanks
 from tests.support.training import needs_deepspeed
 
-pytestmark = pytest.mark.engine
 STEPS = 3
 
 

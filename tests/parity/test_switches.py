@@ -11,8 +11,6 @@ from tests.parity.cases import SWITCHED, circuit
 from tests.parity.texts import SWITCHES
 from tests.support.torch_ranks import TorchRanks
 
-pytestmark = pytest.mark.engine
-
 
 @pytest.mark.parity  # switch/test_rank has every pair of a smaller model
 @pytest.mark.slow

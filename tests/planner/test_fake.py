@@ -16,9 +16,6 @@ from nbdist.planner.workload import OPTIMIZERS, Workload
 from nbdist.strategy.choose import choose
 from tests.support.kernel import run_python
 
-pytestmark = pytest.mark.engine
-
-
 # The count
 
 

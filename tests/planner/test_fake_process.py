@@ -20,7 +20,6 @@ from nbdist.strategy.choice import Strategy
 from nbdist.strategy.choose import choose
 from tests.support.kernel import notebook_env
 
-pytestmark = pytest.mark.engine
 _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = {
     "model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,

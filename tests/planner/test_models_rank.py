@@ -23,8 +23,6 @@ from nbdist.planner.models import CONFIGS, model_of
 from nbdist.planner.workload import OPTIMIZERS, Widths, Workload
 from nbdist.strategy.choose import choose
 
-pytestmark = pytest.mark.engine
-
 _SMALL: dict[str, Any] = {
     "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "intermediate_size": 80, "vocab_size": 101,

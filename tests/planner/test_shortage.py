@@ -19,8 +19,6 @@ from nbdist.planner.workload import Workload
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choose import choose
 
-pytestmark = pytest.mark.engine
-
 DDP = choose("ddp", {}, 2)
 
 

@@ -20,8 +20,6 @@ from nbdist.rpc.kernel.channel import Channel, Message, failure_of
 from nbdist.rpc.wire import CELL_RUN
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 DEADLINE_S = 20.0
 
 

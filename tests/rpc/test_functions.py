@@ -15,7 +15,6 @@ from nbdist.engine import responder
 from nbdist.rpc import wire
 from nbdist.rpc.kernel.functions import RankFunction
 
-pytestmark = pytest.mark.engine
 # An annotation's source -> (the types of the parameters, the type of the result).
 Types = tuple[list[str], str]
 

@@ -75,7 +75,6 @@ def test_strings_hash_differently_in_forks_of_two_servers(
     assert len(set((tmp_path / "log").read_text().split())) == 2
 
 
-@pytest.mark.engine
 def test_ranks_are_forks_unless_a_variable_of_torchs_is_given(tmp_path: Path) -> None:
     """It may be read by the import."""
     text = (

@@ -8,7 +8,6 @@ import pytest
 from tests.parity.cases import circuit
 from tests.support.torch_ranks import run_ranks
 
-pytestmark = pytest.mark.engine
 CLOSE = 2e-6
 CLEARED = (
     "gradients of 27 parameters of model were cleared; run the backward again before the next step"

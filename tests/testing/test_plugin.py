@@ -13,6 +13,8 @@ import pytest
 from nbdist.testing import notebooks
 from tests.support import processes
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 
 # What the plugin's own module brings along: `nbdist` itself, which loads next to nothing.
@@ -122,9 +124,6 @@ def check_plain(result: pytest.RunResult) -> None:
     assert "assert reference_output" not in text  # nbval's own
 
 
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.cluster
 def test_on_two_ranks_each_failure_is_told_and_nothing_is_left(pytester: pytest.Pytester) -> None:
     """A rank that prints something else, one that raises, and a mistyped option fail their cells.
 

@@ -21,8 +21,6 @@ from nbdist.variables import kernel as variables_kernel
 from nbdist.variables import pack
 from tests.support.ranks import until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
-
 LARGE = np.arange(500_000)
 
 

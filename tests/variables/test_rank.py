@@ -15,8 +15,6 @@ from nbdist.errors import TransferError
 from nbdist.variables import pack, unpack
 from nbdist.variables import rank as variables_rank
 
-pytestmark = pytest.mark.engine
-
 _DTYPES = [
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16,
     torch.uint32, torch.uint64, torch.float16, torch.float32, torch.float64, torch.bfloat16,

@@ -7,8 +7,6 @@ import pytest
 from tests.support.torch_ranks import run_ranks
 from tests.verification.texts import SETUP
 
-pytestmark = pytest.mark.engine
-
 TEXT = (
     SETUP
     + """

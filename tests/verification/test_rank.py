@@ -12,8 +12,6 @@ from tests.verification.bugs import BUGS
 from tests.verification.steps import STEPS
 from tests.verification.texts import SETUP
 
-pytestmark = pytest.mark.engine
-
 # Each on two ranks, with the options of `choose`.
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),

@@ -353,8 +353,6 @@ def lab() -> Iterator[Hosts]:
         yield up
 
 
-@pytest.mark.cluster
-@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["ssh", pytest.param("slurm", marks=pytest.mark.more_hosts)])
 def test_a_notebook_of_another_host_takes_the_ranks_over(profile: str, lab: Hosts) -> None:

@@ -4,11 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.hosts import Hosts
-
-pytestmark = [pytest.mark.cluster, pytest.mark.engine]
 
 # Run on the head. Rank 0, whose process has the store, is on node1, which is cut off while this
 # waits for a line. Prints one JSON line at its end.

@@ -66,8 +66,6 @@ session.stop()
 
 
 @pytest.mark.more_hosts
-@pytest.mark.cluster
-@pytest.mark.engine
 def test_ranks_by_mpiexec_on_two_hosts_and_one_that_is_cut_off(hosts: Hosts) -> None:
     """By ssh, with private homes and /tmp; a cut host's ranks are lost after seconds, not more."""
     if reason := missing("mpiexec"):

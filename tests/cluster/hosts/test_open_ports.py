@@ -22,7 +22,6 @@ PORTS = {"head": 9, "node1": 3, "node2": 2}
 MOST_GROWTH_BYTES = 40e6
 
 pytestmark = [
-    pytest.mark.cluster,
     pytest.mark.skipif(bool(why := lab.missing("ss", "sshd")), reason=why),
 ]
 

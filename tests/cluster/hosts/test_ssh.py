@@ -15,8 +15,6 @@ import pytest
 from nbdist.cluster.kernel.launchers.agents import BOOTSTRAP
 from tests.support.hosts import Hosts, missing, wait_for
 
-pytestmark = pytest.mark.cluster
-
 ROOT = Path(__file__).resolve().parents[3]
 AGENT_WORDS = "sys.stdin.buffer.read"
 ENGINE_WORDS = "nbdist.engine"

@@ -10,8 +10,6 @@ import pytest
 from tests.cluster.hosts.conftest import SSH, skip_without
 from tests.support.hosts import Hosts
 
-pytestmark = pytest.mark.cluster
-
 # Started in turns on the second and the first host, and numbered as they happen to register:
 # the engines' numbers say nothing about ranks.
 PROFILE = """
