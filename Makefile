@@ -95,8 +95,8 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Side by side, but the tests of a file or notebook, which share their ranks. `make test WORKERS=2`
-# runs two files of tests with ranks at a time; some of these still fail in another order.
+# Side by side, but the tests of a file, which share their ranks. `make test WORKERS=2` runs two
+# files of tests or notebooks at a time; some that judge times fail where both cores are busy.
 TWO_AT_A_TIME := -n 2 --dist loadfile
 
 # Style and types are those of the pinned torch.
@@ -175,7 +175,7 @@ cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest $(TWO_AT_A_TIME) --nbdist --timeout 480 notebooks
+	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile) --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \
