@@ -95,9 +95,9 @@ demo: $(INSTALLED) | build/settings
 	@echo "$(CURDIR)/build/$(DEMO).ipynb"
 	@echo "$(CURDIR)/build/$(DEMO).html"
 
-# Side by side, but the tests of a file, which share their ranks. `make test WORKERS=2` runs two
-# files of tests or notebooks at a time; some that judge times fail where both cores are busy.
-TWO_AT_A_TIME := -n 2 --dist loadfile
+# Side by side, but the tests of a file, which share their ranks: `make test WORKERS=2` runs two
+# files of tests or notebooks at a time. Cells that judge times may fail where all cores are busy.
+side_by_side = $(if $(1),-n $(1) --dist loadfile)
 
 # Style and types are those of the pinned torch.
 test: $(INSTALLED)
@@ -109,7 +109,7 @@ test: $(INSTALLED)
 WITHOUT_RANKS := not ranks and not slow and not browser and not faults and not parity and not accuracy and not versions
 
 check: lint types
-	$(PY) -m pytest $(TWO_AT_A_TIME) -m "$(WITHOUT_RANKS)" tests
+	$(PY) -m pytest $(call side_by_side,2) -m "$(WITHOUT_RANKS)" tests
 	$(PY) -m pytest -m "" -k "fsdp or switches" tests/front/test_short.py
 
 lint: $(INSTALLED)
@@ -123,7 +123,7 @@ types: $(INSTALLED)
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 unit: $(INSTALLED) $(if $(BROWSER),$(LAB_INSTALLED)) | build/settings
-	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile) tests
+	$(PY) -m pytest $(call side_by_side,$(WORKERS)) tests
 
 # -m "" takes what `make test` leaves out as well. The table is made anew from a run that passed.
 FAULTS := $(CURDIR)/build/faults.jsonl
@@ -175,7 +175,7 @@ cluster-shell: $(INSTALLED)
 	@$(PY) -m tests.support.hosts
 
 notebooks: $(INSTALLED) | build/settings
-	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist loadfile) --nbdist --timeout 480 notebooks
+	$(PY) -m pytest $(call side_by_side,$(WORKERS)) --nbdist --timeout 480 notebooks
 
 store: $(INSTALLED) | build/settings
 	$(PY) -m nbconvert --to notebook --execute --inplace \

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -125,12 +126,19 @@ def test_an_idle_run_ends_with_its_kernel(end: str, tmp_path: Path, stranger: ps
         assert_nothing_left(run, everything)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A loader's worker sends tensors over a socket below it, whose path has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:
+        yield Path(folder)
+
+
 def test_a_busy_run_with_loader_workers_ends_with_its_kernel(
-    tmp_path: Path, stranger: psutil.Popen
+    short_path: Path, stranger: psutil.Popen
 ) -> None:
     """A killed kernel takes along ranks in the middle of a cell and their loader's workers."""
     shm_before = torch_files()
-    with kernel_in(tmp_path) as kernel:
+    with kernel_in(short_path) as kernel:
         run = started(kernel, 2)
         handle = kernel.start(LOADER)
         for rank in range(2):

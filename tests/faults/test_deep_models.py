@@ -5,7 +5,7 @@ import pytest
 from tests.support.deep_model import DEEP_MODEL
 from tests.support.faults import Ranks
 
-pytestmark = [pytest.mark.faults]
+pytestmark = pytest.mark.faults
 
 _BREAKS = 10
 _BROKEN = """%%distributed

@@ -12,7 +12,7 @@ import pytest
 from tests.support.faults import ABORT_S, GRACE_S, LOAD_S, Measured, Ranks, record
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.faults]
+pytestmark = pytest.mark.faults
 
 N = 64
 # Ranks are forks: one takes about as much of its own.

@@ -13,7 +13,7 @@ import pytest
 from tests.support.faults import ABORT_S, DEATH_TOLD_S, GRACE_S, TOLD_S, Measured, Ranks, record
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.faults]
+pytestmark = pytest.mark.faults
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMIT_BYTES = 64 << 20

@@ -17,6 +17,7 @@ from nbdist.cluster.kernel import rank_server as _server
 _end_s = _time.monotonic() + 60
 while not (_server.is_ready() or _server.why_not()) and _time.monotonic() < _end_s:
     _time.sleep(0.02)
+assert _server.is_ready() or _server.why_not(), "after 60 s the imports for ranks were not done"
 """
 # Of two idle ranks and their notebook all that cells have made, then how many models are left.
 _CLEAR = """
@@ -63,7 +64,9 @@ class Shared(Kernel):
 def _sessions_kernel(shared_folder: Path) -> Iterator[Shared]:
     with Shared(cwd=shared_folder, env={"NBDIST_PRELOAD": "1"}) as shared:
         for code in ("%load_ext nbdist", IMPORTED):
-            shared.run(code, START_TIMEOUT_S)
+            cell = shared.run(code, START_TIMEOUT_S)
+
+            assert cell.status == "ok", cell.visible
         start_ranks(shared)
         shared.run("_kept = {*get_ipython().user_ns}")
         yield shared
@@ -80,7 +83,8 @@ def _shared_kernel(_sessions_kernel: Shared) -> Shared:
 @pytest.fixture
 def kernel(_shared_kernel: Shared) -> Kernel:
     """The shared kernel with ranks 0 and 1, idle; plain cells run in the notebook."""
-    _shared_kernel.run("%dist_mode local")
+    local = _shared_kernel.run("%dist_mode local")
+    assert local.status == "ok", local.visible
     if not _shared_kernel.has_ranks:
         reset(_shared_kernel)
         _shared_kernel.has_ranks = True

@@ -14,7 +14,7 @@ from tests.support import processes
 from tests.support.cells import Cell
 from tests.support.kernel import Kernel
 
-LINES = 100_000
+LINES = 200_000
 # Less than the heartbeats by which the controller alone would know of a lost rank, 30 s.
 RESTART_S = 25.0
 # Both ranks say the same in most lines, and each something of its own in some.

@@ -8,7 +8,7 @@ import pytest
 from tests.support.kernel import Kernel
 
 # The press can come as torch forks a worker, which torch itself then leaks: not for every run.
-pytestmark = [pytest.mark.faults]
+pytestmark = pytest.mark.faults
 
 GONE_S = 2.0
 _MADE = """%%distributed

@@ -9,7 +9,7 @@ import pytest
 from tests.front.conftest import start_ranks
 from tests.support.kernel import Kernel
 
-pytestmark = [pytest.mark.versions]
+pytestmark = pytest.mark.versions
 
 _SETUP = """%%distributed
 from transformers import LlamaConfig, LlamaForCausalLM

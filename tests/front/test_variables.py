@@ -350,10 +350,8 @@ def test_an_interrupt_leaves_no_file_and_the_ranks_idle(
     assert printed.text == "[0-1] 'old'\n"
 
 
-def test_a_killed_kernel_leaves_nothing_in_shared_memory(
-    torch_kernel: Kernel,
-) -> None:
-    """The guardian removes what was on its way."""
+def test_a_killed_kernel_leaves_nothing_in_shared_memory(torch_kernel: Kernel) -> None:
+    """The guardian removes what was on its way. The last test of this file: its kernel ends."""
     folder = Path(torch_kernel.run("import os; print(os.getcwd())").text.strip())
     torch_kernel.run(_RAISING)
     run = run_of(torch_kernel)
