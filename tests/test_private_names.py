@@ -34,7 +34,9 @@ NAMES = {
     "ipykernel.kernelapp": ("shell_channel_thread",),
     "ipykernel.comm.comm:BaseComm": ("_reply_subshell_for",),
     "ipykernel.iostream:IOPubThread": ("socket",),
-    "ipykernel.iostream:OutStream": ("_buffer_lock", "_buffers", "_flush_pending", "_should_watch"),
+    "ipykernel.iostream:OutStream": (
+        "_buffer_lock", "_buffers", "_flush", "_flush_pending", "_should_watch",
+    ),
     "IPython.core.compilerop:CachingCompiler": ("_filename_map", "get_code_name"),
     "IPython.core.interactiveshell:InteractiveShell": ("run_code",),
     "IPython.core.inputtransformer2:TransformerManager": ("check_complete",),

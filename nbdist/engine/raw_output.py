@@ -29,7 +29,7 @@ PRIVATE = (
 )
 # Without these every flush waits for the thread that sends, and every write takes several times
 # as long.
-BUFFERS = ("_buffers", "_buffer_lock", "_flush_pending")
+BUFFERS = ("_buffers", "_buffer_lock", "_flush", "_flush_pending")
 # What says nothing of the cell. For memory that is freed and is older than a profiler torch writes
 # a line once in a thousand times; nbdist's recordings of memory learn of those frees elsewhere.
 # libkineto writes one where a profiler starts or stops, at a level above that of its errors. It
@@ -111,18 +111,28 @@ class RawReader:
 
 
 def flush_written(stream: Any) -> None:
-    """Let a stream of ipykernel's that holds no text return from `flush` at once.
+    """Let a stream of ipykernel's with no text left to send return from `flush` at once.
 
-    It would wait for a turn of the thread that sends, two or three times in every cell. What is
-    sent afterwards goes through that thread too, so it stays behind what was written before.
+    It would wait for a turn of the thread that sends, two or three times in every cell. Text that
+    this thread has taken from the buffers and not sent yet is waited for: the cell's last message
+    would overtake it, and what comes after that is dropped.
     """
-    flush = stream.flush
+    flush, send = stream.flush, stream._flush
+    is_sending = False
+
+    def send_buffers() -> None:
+        nonlocal is_sending
+        is_sending = True  # before the buffers are empty
+        try:
+            send()
+        finally:
+            is_sending = False
 
     def flush_if_written() -> None:
-        if stream._buffers:
+        if stream._buffers or is_sending:  # in this order
             flush()
 
-    stream.flush = flush_if_written
+    stream._flush, stream.flush = send_buffers, flush_if_written
 
 
 def write_quickly(stream: Any) -> None:

@@ -1,6 +1,7 @@
 """What a rank prints goes the short way into ipykernel's buffers, and nothing of it is lost."""
 
 import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,33 @@ def test_a_text_that_comes_as_a_flush_begins_is_flushed_next(stream: Any) -> Non
     print("after", file=stream)
 
     assert until(lambda: stream.session.of("only") == "before\nafter\n")
+
+
+def test_what_comes_after_a_flush_is_sent_after_a_text_that_is_on_its_way(stream: Any) -> None:
+    """The thread that sends has taken the text, and not sent it when the cell's end flushes."""
+    is_taken, may_send = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def send(thread: IOPubThread, message: tuple[str, str], ident: bytes) -> None:
+        is_taken.set()
+        assert may_send.wait(20)
+        thread.schedule(lambda: order.append(message[1]))
+
+    def flush(whole: Any = stream.flush) -> None:
+        may_send.set()
+        whole()
+
+    stream.session.send, stream.flush = send, flush
+    raw_output.flush_written(stream)
+    stream.parent_header = Cell(cell="only")
+    print("text", file=stream)
+    assert is_taken.wait(20)
+    stream.flush()
+    stream.pub_thread.schedule(lambda: order.append("idle"))
+    may_send.set()
+
+    assert until(lambda: len("".join(order)) == len("text\nidle"))
+    assert order == ["text\n", "idle"]
 
 
 def test_what_a_profiler_says_of_gpus_is_no_cells_output() -> None:
