@@ -230,7 +230,8 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     Raises:
         OptionError: If a word does not exist, or degrees do not fit.
     """
-    from nbdist.commands.plan import OPTIMIZER, PlanRequest, make_plan
+    from nbdist.commands.plan import OPTIMIZER, make_plan
+    from nbdist.planner.request import PlanRequest
     from nbdist.planner.workload import Workload
 
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
-import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ from nbdist.planner.devices import (
     ASSUMED,
     DEVICES,
     PER_HOST,
-    SAFE_SHARE,
     Device,
     device_of_ranks,
 )
@@ -51,8 +48,15 @@ from nbdist.planner.kernel.describe_model import checked_step, live_model
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.live_model import LiveModel, by_kinds, described, load_of, shape_of
 from nbdist.planner.memory import memory_of
-from nbdist.planner.models import CONFIGS, ModelShape, model_of, of_config
+from nbdist.planner.models import CONFIGS, ModelShape
 from nbdist.planner.plan import Engine, PlanRow, accumulating, plan
+from nbdist.planner.request import (
+    AMOUNTS,
+    PlanRequest,
+    shape_asked_for,
+    with_precision,
+    with_samples,
+)
 from nbdist.planner.search import Space, advised, search
 from nbdist.planner.view.check_view import shown_check
 from nbdist.planner.view.plan_view import PlanView, shown_plan
@@ -68,40 +72,6 @@ from nbdist.strategy.table import ROWS
 ENGINES = ("formulas", "fake")
 _RANKS = 8
 OPTIMIZER = "adamw"
-_LARGEST_CONFIG = 1_000_000  # bytes; one of a large model has some thousands
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What is planned on.
-
-    Attributes:
-        ranks, gpu, memory: As typed; None where not.
-        engine: A key of ENGINES; None for fake of a live model, formulas of any other.
-        inputs: The variable on the ranks that a live model is called with; empty for none.
-        optimizer: As typed; None where not: a live model's own.
-        network: GB/s that a host sends to others, as typed.
-        price: Of an hour of one device, as typed.
-        tokens: To be trained on, as typed.
-        copies: dp beside tp or pp as whole copies.
-        nodes: Hosts of the ranks; None where not typed.
-        keep_free: The part of a device's memory that is to stay free, "10%"; None likewise.
-        is_search: All configurations, instead of a row for each strategy.
-    """
-
-    ranks: int | None = None
-    gpu: str | None = None
-    memory: str | None = None
-    engine: str | None = None
-    inputs: str = ""
-    optimizer: str | None = None
-    network: str | float | None = None
-    price: str | float | None = None
-    tokens: str | float | None = None
-    copies: bool = False
-    nodes: int | None = None
-    keep_free: str | None = None
-    is_search: bool = False
 
 
 def make_plan(
@@ -134,11 +104,11 @@ def make_plan(
             "--inputs names the inputs of a model on the ranks, and the model typed here is not on "
             "the ranks. Leave --inputs out."
         )
-    shape = _shape(model) if live is None else shape_of(live)
+    shape = shape_asked_for(model) if live is None else shape_of(live)
     load = load if live is None else load_of(live, load, request.optimizer)
-    amounts = {word: _amount(word, getattr(request, word)) for word in _AMOUNTS}
+    amounts = {word: request.amount(word) for word in AMOUNTS}
     device, measured, assumed = _device(request)
-    given, assumed_precision = _with_precision(dict(typed := given or {}), load, device)
+    given, assumed_precision = with_precision(dict(typed := given or {}), load, device)
     load = replace(load, has_gpu=not device.is_cpu)
     world_size, assumed_ranks = _ranks(request, given)
     ranks_on = _hosts(request, world_size)
@@ -170,7 +140,7 @@ def _with_limits(
     device: Device, request: PlanRequest, world_size: int, ranks_on: Sequence[HostRanks]
 ) -> Device:
     """The device with what is to stay free of it, as one of a host with so many ranks."""
-    device = replace(device, safe_share=_safe_share(request))
+    device = replace(device, safe_share=request.safe_share)
     if ranks_on:
         device = replace(device, per_host=len(ranks_on[0].ranks))
     if device.is_cpu:  # all of them share it
@@ -184,8 +154,8 @@ def _searched(
     amounts: Mapping[str, float],
 ) -> PlanView:  # fmt: skip
     """All configurations of a space, and the lines that take the chosen one."""
-    _check_search(request)
-    load, assumed_samples = _with_samples(space.load, space.world_size)
+    request.check_search()
+    load, assumed_samples = with_samples(space.load, space.world_size)
     each = load.batch if assumed_samples else 0
     space, assumed = replace(space, load=load, each=each), (*assumed, *assumed_samples)
     with progress.during("plan") as tell:
@@ -217,35 +187,6 @@ def _lines(row: PlanRow, world_size: int, hosts: int) -> tuple[str, ...]:
 _FILES = {"accelerate": "accelerate.yaml", "deepspeed": "ds_config.json"}
 
 
-def _check_search(request: PlanRequest) -> None:
-    """Refuse what a search has no use for."""
-    if request.engine == "fake":
-        raise OptionError("--search counts by formulas. Leave --engine fake out.")
-    if request.copies:
-        raise OptionError(
-            "--search takes what nbdist can run, and dp beside tp or pp is sharded there. Leave "
-            "--copies out."
-        )
-
-
-def _with_samples(load: Workload, world_size: int) -> tuple[Workload, tuple[str, ...]]:
-    """The load with an effective batch: as typed, or what --batch makes with copies on all ranks.
-
-    Raises:
-        OptionError: If both were typed: a search chooses --batch.
-    """
-    if load.samples:
-        if load.batch > 1:
-            raise OptionError(
-                f"--search chooses what a rank computes at once. Type --samples {load.samples} or "
-                f"--batch {load.batch} (a step of {load.batch * world_size} samples), not both."
-            )
-        return load, ()
-    samples = load.batch * world_size
-    note = f"--samples {samples}, {load.batch} for each rank"
-    return replace(load, samples=samples), (note,)
-
-
 def _hosts(request: PlanRequest, world_size: int) -> tuple[HostRanks, ...]:
     """The hosts that were typed, or those of as many ranks that run; none where nobody knows them.
 
@@ -266,51 +207,6 @@ def _hosts(request: PlanRequest, world_size: int) -> tuple[HostRanks, ...]:
     return ()
 
 
-def _safe_share(request: PlanRequest) -> float:
-    """The part of a device's memory below which a plan is safe.
-
-    Raises:
-        OptionError: If --keep-free is no percent from 0 to below 100.
-    """
-    if request.keep_free is None:
-        return SAFE_SHARE
-    match = re.fullmatch(r"(\d{1,2}(?:\.\d+)?) ?%", str(request.keep_free), re.ASCII)
-    if match is None:
-        raise OptionError(
-            f"--keep-free {request.keep_free} is no percent from 0 up to, but not, 100. It is the "
-            "part of each device's memory that has to stay free, such as 10%."
-        )
-    return 1 - float(match[1]) / 100
-
-
-# What a number of an option is, and one of them.
-_AMOUNTS = {
-    "network": ("the GB/s that a host can send to others, all its ports together", "400"),
-    "price": ("the price of one GPU for an hour", "2.50"),
-    "tokens": ("the number of tokens to train on", "500e6"),
-}
-
-
-def _amount(word: str, typed: str | float | None) -> float:
-    """A number above 0; 0 where none was typed.
-
-    Raises:
-        OptionError: If it is no such number.
-    """
-    if typed is None:
-        return 0.0
-    try:
-        value = float(typed)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        what, example = _AMOUNTS[word]
-        raise OptionError(
-            f"--{word} {typed} is no number above 0. It is {what}, such as {example}."
-        )
-    return value
-
-
 def _live(model: Any, request: PlanRequest) -> LiveModel | None:
     """The model of that name on the ranks; None for what is no name of a variable there."""
     if not isinstance(model, str) or not NOTEBOOK.is_running:
@@ -319,7 +215,7 @@ def _live(model: Any, request: PlanRequest) -> LiveModel | None:
     if not is_name or model in CONFIGS or Path(model).exists():
         return None
     try:
-        return live_model(NOTEBOOK.session, model, request.inputs)
+        return live_model(NOTEBOOK.session, model, request.inputs or "")
     except OptionError as error:
         if not str(error).startswith("There is no variable"):
             raise
@@ -343,42 +239,6 @@ def _engine(
     return FakeEngine(source, otherwise=formulas, problem=problem)
 
 
-def _shape(model: Any) -> ModelShape:
-    if isinstance(model, Mapping):
-        return of_config(model)
-    config = getattr(model, "config", model)
-    if callable(getattr(config, "to_dict", None)):
-        return of_config(config.to_dict())
-    if isinstance(model, str | Path) and (text := _read(Path(model))) is not None:
-        return text
-    if isinstance(model, str | int | float) and not isinstance(model, bool):
-        return model_of(model)
-    raise OptionError(
-        f"A {type(model).__name__} is not a model to plan for. Give a number of parameters, a "
-        "name, or a config."
-    )
-
-
-def _read(path: Path) -> ModelShape | None:
-    """The model of a config.json, or of the folder that it lies in; None where it is no path."""
-    try:
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            if path.suffix == ".json":
-                raise OptionError(f"There is no file {path}.")
-            return None
-        if file.stat().st_size > _LARGEST_CONFIG:
-            raise OptionError(
-                f"{file} is too large for a config.json: {file.stat().st_size:,} bytes."
-            )
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read as a config.json ({error}).") from error
-    if not isinstance(config, dict):
-        raise OptionError(f"{file} is not a config.json: it holds a {type(config).__name__}.")
-    return of_config(config, name=path.name if path.is_dir() else "")
-
-
 def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, ...]]:
     """The device, what was measured between the ranks if it is theirs, and what is assumed."""
     if request.gpu is not None and request.memory is not None:
@@ -399,21 +259,6 @@ def _device(request: PlanRequest) -> tuple[Device, LinkModel | None, tuple[str, 
     device, note = device_of_ranks(session.topology, samples)
     model = last.model if device is not None and last is not None and not last.caveat else None
     return device or default, model, note
-
-
-def _with_precision(
-    given: dict[str, object], load: Workload, device: Device
-) -> tuple[dict[str, object], tuple[str, ...]]:
-    """What was typed with the precision in which people train there, unless one was typed.
-
-    A recipe says which: what is stored in fp32 is computed in it.
-    """
-    if "precision" in options.read(given)[1]:
-        return given, ()
-    usual = "fp32" if load.recipe == "fp32" else device.usual_precision
-    whys = {"fp16": f", as {device.title} has no bf16", "fp32": ", as is usual on a CPU"}
-    why = "" if load.recipe == "fp32" else whys.get(usual, "")
-    return {**given, "precision": usual}, (f"--{usual}{why}",)
 
 
 def _ranks(request: PlanRequest, given: Mapping[str, object]) -> tuple[int, tuple[str, ...]]:
@@ -449,11 +294,7 @@ def dist_plan(values: Namespace) -> View:
         values.batch, values.sequence, values.optimizer or OPTIMIZER, values.recipe or "",
         values.samples or 0,
     )  # fmt: skip
-    request = PlanRequest(
-        values.ranks, values.gpu, values.memory, values.engine, values.inputs or "",
-        values.optimizer, values.network, values.price, values.tokens, values.copies,
-        values.nodes, values.keep_free, values.is_search,
-    )  # fmt: skip
+    request = PlanRequest(**{row.name: getattr(values, row.name) for row in fields(PlanRequest)})
     if not values.is_check:
         return make_plan(_named(values.model[0]), request, load, values.strategy, given)
     _check_alone(values)
@@ -509,7 +350,7 @@ def _check_alone(values: Namespace) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
     typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
     words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples",
-             *_AMOUNTS, "copies", "nodes", "keep_free", "is_search")  # fmt: skip
+             *AMOUNTS, "copies", "nodes", "keep_free", "is_search")  # fmt: skip
     typed += [word for word in words if getattr(values, word) not in (None, False)]
     if typed:
         flag = typed[0].removeprefix("is_").replace("_", "-")

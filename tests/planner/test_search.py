@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.commands.plan import PlanRequest, make_plan
+from nbdist.commands.plan import make_plan
 from nbdist.commands.strategy import strategy_spec
 from nbdist.errors import OptionError
 from nbdist.planner.advice import best_of
@@ -14,6 +14,7 @@ from nbdist.planner.devices import DEVICES
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import model_of
 from nbdist.planner.plan import NO, SAFE, plan
+from nbdist.planner.request import PlanRequest
 from nbdist.planner.search import Search, Space, advised, candidates, search, step_s
 from nbdist.planner.step_time import time_of
 from nbdist.planner.view.search_view import SearchView, shown_search
