@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place_number(item: pytest.Item) -> int:
     callspec = getattr(item, "callspec", None)
-    name = callspec.params.get("ranks") if callspec else None
+    params = callspec.params if callspec else {}
+    name = params.get("ranks", params.get("place"))
     return list(PLACES).index(name) if name else -1
 
 

@@ -47,23 +47,29 @@ class Place:
 PLACES = {
     "cpu": Place(2, "none", 0, "2 CPU ranks, Gloo"),
     "shared": Place(2, "0", 1, "2 ranks on 1 GPU, Gloo"),
+    "four": Place(4, "0", 1, "4 ranks on 1 GPU, Gloo"),
     "one": Place(1, "0", 1, "1 rank, NCCL"),
     "own": Place(2, "0,1", 2, "2 GPUs, NCCL"),
     "all": Place(None, None, 3, "every GPU, NCCL"),
 }
 
 
-def on(*names: str) -> Any:
-    """The mark of a test that runs on these places with the fixture `ranks`."""
+def on_places(*names: str, fixture: str = "place", indirect: bool = False) -> Any:
+    """The mark of a test that is given the names of these places, one after the other."""
     chosen = [name for name in names if name != "cpu" or results.ON_CPU in os.environ]
     return pytest.mark.parametrize(
-        "ranks",
+        fixture,
         [
             pytest.param(name, id=name, marks=[pytest.mark.gpu(PLACES[name].needs)])
             for name in chosen
         ],
-        indirect=True,
+        indirect=indirect,
     )
+
+
+def on(*names: str) -> Any:
+    """The mark of a test that runs on these places with the fixture `ranks`."""
+    return on_places(*names, fixture="ranks", indirect=True)
 
 
 def device_type(session: Session) -> str:

@@ -152,7 +152,20 @@ for _ in range(3):
     step()
 torch.cuda.reset_peak_memory_stats()
 times = sorted(step() for _ in range(10))
-print(times[5], torch.cuda.max_memory_allocated())
+peak = torch.cuda.max_memory_allocated()
+
+import json, re
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    step()
+GROUPS = {{"products": "gemm|nvjet|cutlass|xmma|splitK", "attention": "flash|fmha|attention",
+          "optimizer": "multi_tensor|adam"}}
+kernels = {{"launches": 0}}
+for event in recorded.key_averages():
+    group = next((g for g, names in GROUPS.items() if re.search(names, event.key, re.I)), "others")
+    kernels[group] = kernels.get(group, 0) + event.self_device_time_total / 1e3
+    kernels["launches"] += event.count
+print(json.dumps([times[5], peak, kernels]))
 """
 # Model, batch, tokens of a sample, options.
 TIMES: dict[str, tuple[str, int, int, dict[str, object]]] = {
@@ -178,7 +191,7 @@ def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> Non
     (row,) = make_plan(model, PlanRequest(ranks=1), load, "single", options).plan.rows
     with strategy_of(ranks, "single", **options):
         code = _TIMED.format(config=dict(CONFIGS[model]), batch=batch, sequence=sequence)
-        milliseconds, peak = map(float, ranks.run(code)[0].text.splitlines()[-1].split())
+        milliseconds, peak, kernels = json.loads(ranks.run(code)[0].text.splitlines()[-1])
     assert row.time is not None
     assert row.memory is not None
 
@@ -188,6 +201,9 @@ def test_a_step_beside_its_plan(ranks: Session, name: str, measured: Any) -> Non
     measured("step, ms", round(milliseconds, 1))
     measured("planned, ms", round(planned, 1))
     measured("error", f"{100 * (planned / milliseconds - 1):+.0f} %")
+    measured("launches", kernels.pop("launches"))
+    for group, group_ms in kernels.items():
+        measured(f"{group}, ms", round(group_ms, 1))
     measured("peak, GB", round(peak / 1e9, 2))
     measured("error of the peak", f"{100 * peak_error:+.0f} %")
 

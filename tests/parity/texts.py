@@ -14,6 +14,7 @@ COMMON = """
 
     LENGTH, GLOBAL, LIMIT = 16, 16, 0.5
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    DEVICE = registry.device()
 
     class Plain(Net):
         def __init__(self, n_blocks=4):
@@ -37,9 +38,11 @@ COMMON = """
 
     MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2}
 
-    def made(model, seed, rate=lambda step: 0.9 ** step):
+    def made(model, seed, rate=lambda step: 0.9 ** step, is_alone=False):
         torch.manual_seed(seed)
         net = MODELS[model]()
+        if is_alone:
+            net.to(DEVICE)
         # Adam makes whole steps of rounding errors where a gradient is 0, as that of a key's bias
         # always is. A larger eps lets them be as small in the parameters as they are.
         optimizer = torch.optim.AdamW(groups(net), lr=2e-3, eps=1e-4)
@@ -52,7 +55,7 @@ COMMON = """
 
     def step_alone(net, optimizer, scheduler, batches):
         "A step of one process; its loss, and the rates after it."
-        x, y = next(batches)
+        x, y = (tensor.to(DEVICE) for tensor in next(batches))
         loss = loss_of(net(x, labels=y))
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), LIMIT)
@@ -66,7 +69,7 @@ COMMON = """
         state = wholes.full_optimizer_state(optimizer.optimizer)["state"]
         def worst(kind):
             size = max(wanted[kind].abs().max().item() for wanted in moments.values())
-            return max((state[name][kind] - wanted[kind]).abs().max().item() / size
+            return max((state[name][kind].cpu() - wanted[kind].cpu()).abs().max().item() / size
                        for name, wanted in moments.items())
         assert worst("step") == 0
         return max(worst("exp_avg"), worst("exp_avg_sq"))
@@ -88,7 +91,7 @@ COMMON = """
         for flag in flags:
             word, _, value = flag.partition(" ")
             given[word.replace("-", "_")] = (float(value) if word == "bucket" else value) or True
-        return choose(name, given, n, device_type="cpu", backend="gloo")
+        return choose(name, given, n, device_type=DEVICE.type, backend=this_rank().topology.backend)
 
     def whole_gradients(model):
         "By first name, on every rank. Collective."
@@ -103,13 +106,15 @@ COMMON = """
                 if p.grad is not None}
         moves = [Reshard(name, torch.float32, one.side(name), one.whole(name))
                  for name in one.parameters]
-        new = redistribute(moves, held, torch.device("cpu"))
+        home = next((grad.device for grad in held.values()), DEVICE)  # the host's if offloaded
+        new = redistribute(moves, held, home)
         return {name: g.clone() for name, g in new.items()}
 
     def far(found, wanted):
         "The largest difference of tensors by name; the first name of a tied one is enough."
         wanted = {name: wanted[name] for name in found}
-        return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+        return max((found[name].to(DEVICE) - wanted[name].to(DEVICE)).abs().max().item()
+                   for name in wanted)
 """
 
 # Every case is the same cell. Whatever it does is in `Found`, and compared step by step.
@@ -127,13 +132,13 @@ ROWS = (
     @functools.cache
     def alone(model, k, precision):
         "Plain torch: whole batches, k of them for a step."
-        net, optimizer, scheduler = made(model, 0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=precision == "fp16")
-        half = torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
+        net, optimizer, scheduler = made(model, 0, is_alone=True)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0, enabled=precision == "fp16")
+        half = torch.autocast(DEVICE.type, DTYPES.get(precision), enabled=precision in DTYPES)
         loader, found = DataLoader(samples(STEPS * k), batch_size=GLOBAL), Found()
         for at, (x, y) in enumerate(loader):
             with half:
-                loss = loss_of(net(x, labels=y))
+                loss = loss_of(net(x.to(DEVICE), labels=y.to(DEVICE)))
             scaler.scale(loss / k).backward()
             found.losses.append(loss.item())
             if (at + 1) % k == 0:
@@ -217,7 +222,7 @@ SWITCHES = (
     PATH, EACH = json.loads(os.environ["SWITCHED"]), 3
     data = samples(EACH * len(PATH))
 
-    alone = *made("plain", 0, rate), iter(DataLoader(data, batch_size=GLOBAL))
+    alone = *made("plain", 0, rate, is_alone=True), iter(DataLoader(data, batch_size=GLOBAL))
 
     switch.switch(read(PATH[0]))
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))

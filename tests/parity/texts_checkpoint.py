@@ -33,7 +33,7 @@ CHECKPOINTS = (
     @functools.cache
     def alone():
         "One process from beginning to end: losses, rates, and what there is after each part."
-        net, optimizer, scheduler = made(KIND, 0, rate)
+        net, optimizer, scheduler = made(KIND, 0, rate, is_alone=True)
         batches, steps, kept = endless(shuffled(0)), [], []
         for at in range(BEFORE + AFTER):
             steps.append(step_alone(net, optimizer, scheduler, batches))
