@@ -154,7 +154,14 @@ def clear_new_variables() -> None:
         if name not in saved.names:
             del variables[name]
     switched = (torch.nn.Module, torch.Tensor) if saved.models else ()
-    namespace.push({k: v for k, v in saved.names.items() if not issubclass(type(v), switched)})
+    namespace.push(
+        {
+            name: value
+            for name, value in saved.names.items()
+            # What IPython is given becomes a name of the user's: not what it has defined itself.
+            if variables.get(name) is not value and not issubclass(type(value), switched)
+        }
+    )
     registry.keep({model.number for model in saved.models})
     gc.collect()
 

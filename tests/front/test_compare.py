@@ -48,14 +48,14 @@ _GONE = "%%distributed\nimport gc\ndel model, optimizer, scheduler\ngc.collect()
 # All that a step changes, as numbers that any difference changes.
 _STATE = """%%rank [0]
 from nbdist.parallel import registry
+from nbdist.rpc.rank import namespace
 def here(t): return float((t.to_local() if hasattr(t, "to_local") else t).detach().double().sum())
 print(repr((
     [here(p) for p in model.parameters()],
     [here(v) for s in optimizer.state.values() for v in s.values()],
     scheduler.get_last_lr(), optimizer.param_groups[0]["lr"], model.training,
     int(torch.random.get_rng_state().sum()), registry.current().name,
-    id(optimizer.optimizer), id(optimizer.param_groups[0]), sorted(
-        name for name in globals() if not name.startswith("_")),
+    id(optimizer.optimizer), id(optimizer.param_groups[0]), sorted(namespace.names()),
 )))
 """
 _RUN = """

@@ -71,6 +71,7 @@ PARTS = (
     Part("machine", ("-m", "tests.gpu.probes", "machine", "doctor"), 2),
     _tests("faults", 8, "faults", "rank_server"),
     _tests("training", 8),
+    _tests("programs", 6),
     _tests("parity", 8),
     _tests("recordings", 5, "recordings", "memory", "monitor"),
     Part("probes", ("-m", "tests.gpu.probes"), 10),
