@@ -242,7 +242,9 @@ class TestRanks:
         is_silent = not asked[-1].done()
         reply = done.get(timeout=DEADLINE_S)
 
-        assert stacks[-1] == ("MainThread:\n  cell [12], line 4\n  cell [12], line 3, in f")
+        # The thread of the answers may be held up in the middle of one.
+        main_thread = stacks[-1].partition("\nthread ")[0]
+        assert main_thread == "MainThread:\n  cell [12], line 4\n  cell [12], line 3, in f"
         assert is_silent
         assert asked[-1].result(DEADLINE_S) == "Control"
         assert not isinstance(reply, BaseException)

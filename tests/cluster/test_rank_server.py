@@ -424,16 +424,11 @@ def test_a_preload_that_goes_wrong_leaves_the_other_way(
     assert [word for word in words if word not in why] == []
 
 
-# What a rank has imported by itself: behind the last module of the server's, and before those that
-# it imports when it is idle.
+# What a rank has imported by itself: behind the last module of the server's.
 IMPORTED = """
 import sys
-from nbdist.parallel.accelerator.lazy import MODULES
 names = [*sys.modules]
 names = names[names.index("nbdist.engine.__main__") + 1:]
-names = names[: next((n for n, name in enumerate(names) if name in MODULES), None)]
-# The server may have gone on to what the controller needs.
-names = [n for n in names if not n.startswith("ipyparallel.controller.")]
 print([n for n in names if n.partition(".")[0] not in sys.stdlib_module_names])
 """
 LOADS = """
@@ -525,13 +520,14 @@ def test_what_only_training_needs_is_left_to_cells(
 
 
 def test_a_server_that_ends_while_it_forks_leaves_nothing(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Path, monkeypatch: pytest.MonkeyPatch, own_server: None
 ) -> None:
     """The start says how it ended; the next one has a new server.
 
     Nor does a fork import a package before its first cell: what a rank needs to be ready is there
-    once for all of them, and none needs Accelerate.
+    once for all of them, and none needs Accelerate. What it imports when it is idle is left out.
     """
+    monkeypatch.setenv("NBDIST_PRELOAD", "0")
     fork = RankServer.fork
 
     def killed(self: RankServer, argv: list[str], *args: Any) -> Any:
@@ -539,13 +535,13 @@ def test_a_server_that_ends_while_it_forks_leaves_nothing(
             os.kill(self.pid, signal.SIGKILL)
         return fork(self, argv, *args)
 
-    monkeypatch.setattr(RankServer, "fork", killed)
-    with (
-        pytest.raises(StartError, match=r"rank 0 could not be forked: .* ended \(signal SIGKILL\)"),
-        session_of(StartOptions(2, gpus="none")),
-    ):
-        pass
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(RankServer, "fork", killed)
+        with (
+            pytest.raises(StartError, match=r"could not be forked: .* ended \(signal SIGKILL\)"),
+            session_of(StartOptions(2, gpus="none")),
+        ):
+            pass
     with session_of(StartOptions(1, gpus="none")) as session:
         assert session.run(IMPORTED).ranks[0].text == "[]\n"
         assert rank_server.why_not() == ""
