@@ -273,11 +273,11 @@ def test_a_process_that_does_not_come_up_is_named_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("variables", "number", "words"),
+    ("variables", "number", "deadline_s", "words"),
     [
-        ({"GLOO_SOCKET_IFNAME": "nonsense0"}, 0, ["rank 1 could not join", "nonsense0"]),
+        ({"GLOO_SOCKET_IFNAME": "nonsense0"}, 0, 60, ["rank 1 could not join", "nonsense0"]),
         # The rank that hangs is named, not the one that waited for it.
-        ({}, signal.SIGSTOP, ["rank 1 did not come", "after 5 s", "--timeout"]),
+        ({}, signal.SIGSTOP, 5, ["rank 1 did not come", "after 5 s", "--timeout"]),
     ],
 )
 def test_a_rank_that_does_not_join_is_named(
@@ -285,6 +285,7 @@ def test_a_rank_that_does_not_join_is_named(
     runs: Path,
     variables: dict[str, str],
     number: int,
+    deadline_s: float,
     words: list[str],
 ) -> None:
     """What failed on its way into the group, or that it did not come in time."""
@@ -300,7 +301,7 @@ def test_a_rank_that_does_not_join_is_named(
     assert asyncio.run(rank_server.obtain(dict(os.environ), rank_server.text_path()))
     monkeypatch.setattr(rank_server.RankServer, "fork", altered)
     with pytest.raises(StartError) as caught:
-        begin(world_size=2, deadline_s=5)
+        begin(world_size=2, deadline_s=deadline_s)
 
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
 

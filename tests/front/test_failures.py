@@ -20,7 +20,8 @@ _BUSY = {
     "one rank of two": "%%rank[1]\nprint('go')\ntime.sleep(60)",
     "a rank that waits for nobody": "%%distributed\nprint('go')\nif rank: time.sleep(60)",
     "a child process": "%%distributed\nprint('go')\nsubprocess.run(['sleep', '60'])",
-    "a shell command": "%%distributed\nprint('go')\n!sleep 60",
+    # Said by the command: IPython 9.18 raises UnboundLocalError for one that is being started.
+    "a shell command": "%%distributed\n!echo go; sleep 60",
     "inside another magic": "%%time\n%%distributed\nprint('go')\ntime.sleep(60)",
     "a call from Python": "import nbdist\nnbdist.session().run('print(\"go\"); time.sleep(60)')",
 }
