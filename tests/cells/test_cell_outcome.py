@@ -226,6 +226,16 @@ def test_only_who_is_in_a_collective_is_held_by_the_abort() -> None:
     assert still_aborting_message([1], {}, is_named=True) == ()
 
 
+def test_stored_outputs_do_not_tell_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a busy machine may leave an aborted collective late; one still in it is told."""
+    monkeypatch.setenv("NBDIST_TEST", "1")
+    left = still_aborting_message([0], {}, is_named=False)
+    [held] = still_aborting_message([0], {0}, is_named=False)
+
+    assert left == ()
+    assert held.startswith("rank 0 is not back from the abort")
+
+
 def test_a_program_is_told_of_in_its_own_words() -> None:
     """Its ranks end with it: nothing is said of their variables, groups and replacements."""
     hung = CellOutcome("", False, None, LINE, is_deadlock=True, grace_s=5.0, is_program=True)

@@ -12,6 +12,7 @@ from nbdist.core import failures as failing
 from nbdist.core.failures import RankFailure, is_follower, ranks_are, ranks_phrase
 from nbdist.core.ranks import rank_label
 from nbdist.core.stacks import is_library, is_ours
+from nbdist.core.units import is_stored
 from nbdist.errors import CellTimeout, Deadlock, DistributedError, Interrupted, RankGone
 from nbdist.hang.kernel.group_recovery import RecoveryOutcome
 from nbdist.hang.records import SourceLine
@@ -113,7 +114,8 @@ def still_aborting_message(
 ) -> tuple[str, ...]:
     """Which ranks have not come back although all collectives were aborted, as lines.
 
-    Who does not wait inside a collective computes, never was in it, and may be named already.
+    Who does not wait inside a collective computes, never was in it or has left it, and may be
+    named already. Where outputs are stored none of those is: on a busy machine there are more.
     """
     in_collective = [rank for rank in ranks if rank in waiting]
     if in_collective:
@@ -130,7 +132,7 @@ def still_aborting_message(
             f"{'program' if is_program else 'cell'} ends with {ranks_phrase(ranks)} "
             f"({STOP[is_program]} interrupts)"
         )
-    return (line,) if in_collective or not is_named else ()
+    return (line,) if in_collective or not (is_named or is_stored()) else ()
 
 
 @dataclass(frozen=True, slots=True)
