@@ -51,6 +51,8 @@ NAMES = {
         "allgather_coalesced",
     ),
     "torch.distributed:Work": ("wait", "get_future"),
+    "torch.utils.checkpoint:CheckpointFunction": ("forward",),
+    "torch.utils.checkpoint": ("_checkpoint_without_reentrant_generator",),
     "torch.distributed:ProcessGroupGloo": ("create_device", "_Options"),
     "torch.distributed.device_mesh:DeviceMesh": (
         "_get_root_mesh", "_init_backend", "_mesh_dim_names",
@@ -109,7 +111,7 @@ ELSEWHERE = {
     "_config", "_current_frames", "_saved_reduction", "_saved_total_weight", "_saved_self",
     "_saved_self_sym_numel", "_saved_other", "_attn_implementation", "_c10d_functional",
     "_scaled_dot_product_", "_C", "_internal", "_subclasses", "_python_dispatch", "_autograd",
-    "__init__",
+    "__init__", "_checkpoint_without_reentrant_generator_impl",
 }  # fmt: skip
 
 

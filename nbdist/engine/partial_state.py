@@ -63,6 +63,8 @@ def _choose(module: ModuleType, *, is_cpu: bool, more: Mapping[str, Any]) -> Non
 
     @functools.wraps(construct)
     def init(self: Any, cpu: bool = is_cpu, **kwargs: Any) -> None:
-        construct(self, cpu, **{**more, **kwargs})
+        # transformers' Trainer gives its ddp_backend, which is None until the user names one.
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        construct(self, cpu, **{**more, **given})
 
     cls.__init__ = init

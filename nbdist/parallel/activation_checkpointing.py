@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import BlockList
-from nbdist.parallel.cp.attention import is_split, same_attention
 from nbdist.parallel.sdpa import with_backend
 
 _ATEN = torch.ops.aten
@@ -76,27 +70,11 @@ def _run_checkpointed(
         return run(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
     inner = functools.partial(with_backend, sdpa, run) if sdpa else run
-    # dynamo does not trace torch's default when it is given, nor a mode of functions.
+    # dynamo does not trace torch's default when it is given.
     contexts: dict[str, Any] = {}
     if is_selective:
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
-    if not torch.compiler.is_compiling() and is_split():
-        chosen = contexts.get("context_fn", noop_context_fn)
-        contexts["context_fn"] = functools.partial(_with_attention, chosen)
     return checkpoint(inner, *args, use_reentrant=False, **contexts, **kwargs)
-
-
-def _with_attention(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Of the forward and of its repetition, which is to find attention split as it is now."""
-    first, again = contexts()
-    attention = same_attention()
-
-    @contextlib.contextmanager
-    def again_with_attention() -> Iterator[None]:
-        with again, attention:
-            yield
-
-    return first, again_with_attention()
 
 
 def _without_caches(

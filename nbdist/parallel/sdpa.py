@@ -19,6 +19,7 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+_NO_KERNEL = "No available kernel"
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -70,9 +71,22 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
 
 
 def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `run` returns, with its attention on a backend."""
-    with sdpa_kernel(_BACKENDS[name]):
-        return run(*args, **kwargs)
+    """What `run` returns, with its attention on a backend.
+
+    Raises:
+        OptionError: The backend has no kernel for a call: torch's own words do not say which.
+    """
+    try:
+        with sdpa_kernel(_BACKENDS[name]):
+            return run(*args, **kwargs)
+    except RuntimeError as error:
+        if _NO_KERNEL not in str(error):
+            raise
+        raise OptionError(
+            f"--sdpa {name}: torch has no such kernel for a call of this model's attention. Its "
+            "warnings name the reason: a mask, dropout, the dtype, or the size of a head. Use "
+            "math, which takes everything, or leave --sdpa out."
+        ) from error
 
 
 def _run_with_backend(

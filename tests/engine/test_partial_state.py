@@ -17,6 +17,7 @@ from nbdist.engine import partial_state
         ("cuda", "nccl", {}, (False, {})),
         ("cpu", "gloo", {"cpu": False, "timeout": 3}, (False, {"timeout": 3})),
         ("cuda", "gloo", {"backend": "ucc"}, (False, {"backend": "ucc"})),
+        ("cuda", "gloo", {"backend": None}, (False, {"backend": "gloo"})),  # the Trainer's
     ],
 )
 def test_defaults_are_those_of_the_rank(

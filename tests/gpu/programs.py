@@ -111,6 +111,26 @@ def overflow(*, fused: bool = False) -> Checks:
     }
 
 
+def recomputation() -> Checks:
+    """A user's own checkpointing, reentrant and not, under what splits activations."""
+    checks: Checks = {}
+    x, y = (part[:BATCH].to(device()) for part in samples().tensors)
+    alone = llama().to(device())
+    alone(input_ids=x, labels=y).loss.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    accelerator = split()
+    for is_reentrant in (False, True):
+        net = llama()
+        net.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model, sgd = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(model(input_ids=x, labels=y).loss)
+        sgd.step()
+        off = far(accelerator.get_state_dict(model), alone.state_dict())
+        checks[f"reentrant {is_reentrant}"] = close(off, 1e-6)
+        accelerator.free_memory()
+    return checks
+
+
 def dropout_of_recomputation() -> Checks:
     """Layers that are computed again drop the same values: gradients with and without agree."""
     accelerator = split()
@@ -153,6 +173,7 @@ def batch_norm() -> Checks:
     """SyncBatchNorm over the ranks' parts is BatchNorm over the batch; channels_last, pinned."""
     if device().type != "cuda":  # DDP takes no SyncBatchNorm on the CPU
         return {}
+    torch.backends.cudnn.allow_tf32 = False  # it is on by default, and rounds to three digits
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
@@ -213,6 +234,7 @@ def side_stream() -> Checks:
     """Batches that are copied on a stream of the user's own, one ahead of the step."""
     if device().type != "cuda":
         return {}
+    torch.manual_seed(0)
     net, data = nn.Linear(1024, 1024), torch.randn(8, 512, 1024)
     alone = copy.deepcopy(net).to(device())
     for part in data:
@@ -337,12 +359,13 @@ def trained_by_trainer() -> Checks:
     from transformers import Trainer, TrainingArguments
 
     words, labels = samples().tensors
-    rows = [{"input_ids": x, "labels": y} for x, y in zip(words, labels, strict=True)]
+    pairs = zip(words[:BATCH], labels[:BATCH], strict=True)
+    rows = 4 * [{"input_ids": x, "labels": y} for x, y in pairs]
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             llama(),
             TrainingArguments(
-                folder, per_device_train_batch_size=BATCH, max_steps=6, learning_rate=5e-3,
+                folder, per_device_train_batch_size=BATCH, max_steps=8, learning_rate=5e-3,
                 logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
                 bf16=device().type == "cuda", use_cpu=device().type == "cpu", seed=1,
             ),

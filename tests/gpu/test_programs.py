@@ -23,6 +23,7 @@ UNDER_EACH: dict[str, dict[str, object]] = {
     "overflow": {"fp16": True},
     "fused_overflow": {"fp16": True},
     "whole_half": {},
+    "recomputation": {},
     "dropout_of_recomputation": {},
 }
 # pp gives no gradients of micro-batches to compare, and has no half of them to leave out.
@@ -67,6 +68,8 @@ def test_a_program(ranks: Session, name: str) -> None:
 @pytest.mark.parametrize("row", _WITHOUT_PP)
 @on("cpu", "shared", "own")
 def test_a_program_under(ranks: Session, row: str, name: str) -> None:
+    if (row, name) == ("cp", "dropout_of_recomputation"):
+        pytest.skip("ring attention has no dropout, and says so")
     with strategy_of(ranks, row, **UNDER_EACH[name]):
         assert_right(ranks, name)
 
@@ -91,7 +94,7 @@ def test_a_right_step_is_right(ranks: Session, row: str, precision: str, measure
 def test_switches_keep_no_memory(ranks: Session) -> None:
     """What a live model has allocated after each circle of switches is what it had before it."""
     with strategy_of(ranks, "ddp"):
-        ranks.run(_LLAMA.format(root=str(ROOT), splits=True) + "\nstep()")
+        ranks.run(_LLAMA.format(root=str(ROOT), splits=False) + "\nstep()")
         held = []
         for _ in range(3):
             for name in ("fsdp", "tp", "ddp"):

@@ -114,6 +114,8 @@ LLAMA = """
     results = {f"{build.__name__} {context}": apart(build, loss, context=context)
                for build in (llama, gpt2) for context in ("ring", "ulysses")}
     results["items counted"] = apart(llama, counted)
+    # Its values are float32 in a cache and bf16 without one.
+    half = apart(llama, loss, precision="bf16")
 
     alone, model = make(llama).eval(), split(make(llama)).eval()
     with torch.no_grad():
@@ -148,7 +150,7 @@ LLAMA = """
         "window": refusal(lambda: split(narrow)(**ids(0))),
         "eager": refusal(lambda: split(eager)(**ids(0))),
     }
-    done(results=results, kind=kind, logits=training.logits is None, errors=errors)
+    done(results=results, half=half, kind=kind, logits=training.logits is None, errors=errors)
 """
 
 
@@ -160,6 +162,7 @@ def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> Non
     for end in ends:
         for name, errors in end["results"].items():
             assert max(errors) < 2e-6, (name, end["results"])
+        assert max(end["half"]) < 2e-2, end["half"]
         assert end["kind"] == ["CausalLMOutputWithPast"] * 3
         assert end["logits"], "a part of the logits must not pass for all of them"
         errors = end["errors"]
@@ -172,7 +175,7 @@ def test_models_of_transformers_need_no_change(tmp_path: Path, size: int) -> Non
 
 
 MODELS = """
-    from torch.utils.checkpoint import CheckpointError, checkpoint
+    from torch.utils.checkpoint import checkpoint
 
     class Counts(Model):
         "Positions cannot be given."
@@ -231,15 +234,13 @@ MODELS = """
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(4, 24, 32, generator=generator)
         return model(x, x.flip(1))
-    def again(context=True):
+    def again(use_reentrant):
+        "As users write it: what is computed again calls attention itself, outside of forward."
         def build():
             model = Model()
             for block in model.blocks:
                 def forward(x, run=block.forward):
-                    def contexts():
-                        return contextlib.nullcontext(), attention.same_attention()
-                    extra = {"context_fn": contexts} if context else {}
-                    return checkpoint(run, x, use_reentrant=False, **extra)
+                    return checkpoint(run, x, use_reentrant=use_reentrant)
                 block.forward = forward
             return model
         return build
@@ -248,14 +249,9 @@ MODELS = """
                "torch ulysses": apart(Torch, loss, context="ulysses"),
                "regression": apart(Regression, vectors),
                "pair": apart(Pair, lambda m, s: m(*batch(s))["loss"]),
-               "checkpoint": apart(again(), loss),
-               "checkpoint ulysses": apart(again(), loss, context="ulysses")}
-    outside = {}
-    for context in ("ring", "ulysses"):
-        try:
-            apart(again(False), loss, context=context)
-        except CheckpointError as error:
-            outside[context] = str(error)[:60]
+               **{f"{context} checkpoint {reentrant}": apart(
+                      again(reentrant), loss, context=context)
+                  for context in ("ring", "ulysses") for reentrant in (False, True)}}
 
     # What is computed without gradients comes whole, and as often as not by each rank alone.
     x, y = batch(9)
@@ -287,7 +283,7 @@ MODELS = """
         "no sequence": refusal(lambda: split(make(Model))(x[0])),
         "compile": refusal(lambda: split(make(Model), plan_only=True, is_compiled=True)),
     }
-    done(results=results, outside=outside, evals=evals, left_out=left_out, errors=errors)
+    done(results=results, evals=evals, left_out=left_out, errors=errors)
 """
 
 
@@ -299,7 +295,6 @@ def test_models_of_other_kinds_are_right_or_refused(tmp_path: Path, size: int) -
     for end in ends:
         for name, errors in end["results"].items():
             assert max(errors) < 2e-6, (name, end["results"])
-        assert len(end["outside"]) == 2, "a recomputation with other attention goes unseen"
         assert max(end["evals"].values()) < 2e-6, end["evals"]
         assert end["left_out"] == [True, True]
     for error in (end["errors"] for end in ends):

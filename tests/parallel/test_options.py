@@ -114,6 +114,11 @@ refused["too few"] = refusal(lambda: put("single", make(), checkpoint="4"))
 refused["efficient"] = refusal(lambda: put("single", make(), sdpa="efficient"))
 refused["cudnn"] = refusal(lambda: put("fsdp", make(), sdpa="cudnn"))
 refused["never"] = refusal(lambda: put("single", Plain(), sdpa="math")(torch.ones(2, 3)))
+class Drops(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum()
+refused["no kernel"] = refusal(
+    lambda: put("single", Drops(), sdpa="flash")(torch.ones(1, 2, 8, 4)))
 config._attn_implementation = "eager"
 refused["eager"] = refusal(lambda: hugging(sdpa="math"))
 os.environ["CXX"], os.environ["PATH"] = "none", ""
@@ -138,6 +143,7 @@ REFUSED = {
     "efficient": "the CPU has no such kernel here. Use flash or math",
     "cudnn": "the CPU has no such kernel here. Use flash or math",
     "never": "Plain never calls",
+    "no kernel": "torch has no such kernel for a call of this model's attention",
     "eager": "'eager'",
     "compiler": "no C++ compiler (none)",
 }

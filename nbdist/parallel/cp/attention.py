@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,8 @@ CONTEXTS: dict[str, Callable[[Problem, dist.ProcessGroup], torch.Tensor]] = {
     "ring": ring_attention,
     "ulysses": ulysses_attention,
 }
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 # Means over positions whose weights differ: those of ranks must be combined by their weights.
 _WEIGHTED = (F.cross_entropy, F.nll_loss)
@@ -66,6 +68,7 @@ class SplitSequence(TorchFunctionMode):
         self._group = group
         # Tensors of each call of attention, where somebody compares them.
         self.attention_inputs: list[torch.Tensor] | None = None
+        self.is_half = False  # whether such a call has computed in bf16 or fp16
         self._outer: list[SplitSequence | None] = []
 
     def __enter__(self) -> Self:
@@ -125,6 +128,8 @@ class SplitSequence(TorchFunctionMode):
     ) -> torch.Tensor:
         if self.attention_inputs is not None:
             self.attention_inputs += [query, key, value]
+            # Under autocast it may be given float32 alone.
+            self.is_half |= _prepare_input(value, has_heads=True).dtype in _HALVES
         if self._attend is None:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal,
@@ -163,18 +168,18 @@ class SplitSequence(TorchFunctionMode):
         return torch.where(own_weight > 0, loss, 0) * (own_weight * size / total).to(loss.dtype)
 
 
-def is_split() -> bool:
-    """Whether this thread is in the forward of a model whose attention is caught."""
-    return _active.mode is not None
-
-
-def same_attention() -> AbstractContextManager[object]:
-    """Inside it, attention is what it is now: for a forward that is computed again in backward.
-
-    torch.utils.checkpoint recomputes outside of the model's forward; its `context_fn` gets this.
-    """
+def as_now(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, and whenever it runs, attention is what it is now on this thread."""
     mode = _active.mode
-    return contextlib.nullcontext() if mode is None else mode
+    if mode is None:
+        return run
+
+    @functools.wraps(run)
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if _active.mode is mode else mode:
+            return run(*args, **kwargs)
+
+    return run_in_mode
 
 
 def _prepare_input(tensor: torch.Tensor, *, has_heads: bool) -> torch.Tensor:

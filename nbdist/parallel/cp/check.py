@@ -90,6 +90,7 @@ class _Run:
 
     output: list[torch.Tensor]
     attention_inputs: list[torch.Tensor]
+    is_half: bool
     kept: dict[str, list[torch.Tensor]]
 
 
@@ -178,7 +179,8 @@ def _run(
     with _without_trace(trial.base), mode:
         output = torch.func.functional_call(trial.base, visible, call.args, call.kwargs)
         outputs = list(split_sequence.tensors(output))
-        return _Run(outputs, mode.attention_inputs, find_kept(trial.base.named_modules()))
+        attributes = find_kept(trial.base.named_modules())
+        return _Run(outputs, mode.attention_inputs, mode.is_half, attributes)
 
 
 def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> OutputSplit:
@@ -201,9 +203,8 @@ def _compare(grid: ParallelMesh, local: _Run, whole: _Run, mixed_in: str) -> Out
     # Each at its largest over all ranks.
     worst = torch.tensor(differences, dtype=torch.float64, device=grid.mesh.device_type)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=grid.group("dp_replicate", "cp"))
-    # Attention was given float32, computed as such.
-    is_half = any(t.dtype in (torch.bfloat16, torch.float16) for t in whole.attention_inputs)
-    is_exact = not is_half and torch.get_float32_matmul_precision() == "highest"
+    # Attention computed in float32, and products did.
+    is_exact = not whole.is_half and torch.get_float32_matmul_precision() == "highest"
     *differences, mixes = worst.tolist()
     if mixes:
         return OutputSplit(why=_REACHES.format(module=mixed_in or "a layer"))

@@ -126,7 +126,7 @@ class _Ring(torch.autograd.Function):
         assert joined is not None
         out = joined.out.to(query.dtype)
         # The empty one is a mark: torch.utils.checkpoint refuses a recomputation that saves
-        # other tensors, and one outside of `attention.same_attention` would save the other five.
+        # other tensors, and one that `recomputation` has missed would save the other five.
         ctx.save_for_backward(query.new_empty(0), query, key, value, out, joined.lse)
         ctx.circle = circle
         return out
