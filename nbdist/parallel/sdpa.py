@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from nbdist.errors import OptionError
+from nbdist.parallel import recomputation
 from nbdist.parallel.transform import ModelBuild
 
 _BACKENDS = {
@@ -21,6 +24,13 @@ _BACKENDS = {
 }
 _NO_KERNEL = "No available kernel"
 _HALVES = (torch.bfloat16, torch.float16)
+
+
+class _Chosen(threading.local):
+    name = ""
+
+
+_chosen = _Chosen()
 
 
 def refuse_backend(job: ModelBuild) -> None:
@@ -64,6 +74,7 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
         name: Of the backend.
         is_checked: See at the first forward in training that there is attention to choose for.
     """
+    recomputation.follow(as_now)
     run = root.forward
     # No closure: copy.deepcopy makes a partial's bound method one of the copy.
     called: Any = functools.partial(_run_with_backend, root, run, name, [is_checked])
@@ -71,14 +82,21 @@ def choose_backend(root: torch.nn.Module, name: str, *, is_checked: bool) -> Non
 
 
 def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `run` returns, with its attention on a backend.
+    """What `run` returns, with its attention on a backend. dynamo can trace it."""
+    with sdpa_kernel(_BACKENDS[name]):
+        return run(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _remembered(name: str) -> Iterator[None]:
+    """Within it, `as_now` knows the backend, and torch's error says what to do.
 
     Raises:
         OptionError: The backend has no kernel for a call: torch's own words do not say which.
     """
+    before, _chosen.name = _chosen.name, name
     try:
-        with sdpa_kernel(_BACKENDS[name]):
-            return run(*args, **kwargs)
+        yield
     except RuntimeError as error:
         if _NO_KERNEL not in str(error):
             raise
@@ -87,6 +105,13 @@ def with_backend(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) 
             "warnings name the reason: a mask, dropout, the dtype, or the size of a head. Use "
             "math, which takes everything, or leave --sdpa out."
         ) from error
+    finally:
+        _chosen.name = before
+
+
+def as_now(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, and whenever it runs, its attention is on the backend of this moment."""
+    return functools.partial(with_backend, _chosen.name, run) if _chosen.name else run
 
 
 def _run_with_backend(
@@ -99,8 +124,9 @@ def _run_with_backend(
 ) -> Any:
     # Evaluation may take torch's fast path, which needs no such call.
     if not (is_unseen[0] and root.training and torch.is_grad_enabled()):
-        return with_backend(name, run, *args, **kwargs)
-    with _Sees() as sees:
+        with _remembered(name):
+            return with_backend(name, run, *args, **kwargs)
+    with _remembered(name), _Sees() as sees:
         outputs = with_backend(name, run, *args, **kwargs)
     if not sees.has_seen:
         raise OptionError(

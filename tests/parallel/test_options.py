@@ -13,7 +13,7 @@ from tests.support.torch_ranks import TorchRanks, run_ranks
 OPTIONS = (
     TEXT
     + """
-import warnings
+import functools, warnings
 from nbdist.parallel import options, precision
 from nbdist.parallel.dp import fsdp
 
@@ -101,6 +101,19 @@ with torch.no_grad():
 import inspect
 signature = list(inspect.signature(base.forward).parameters)
 
+# Recomputation by the user's own hand takes the kernel that was chosen.
+def by_hand(use_reentrant):
+    base = make()
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
+    for block in base.layers:
+        block.forward = functools.partial(again, block.forward)
+    outer = put("single", base, sdpa="math")
+    outer(batch(0))
+    with Counted() as mode:
+        outer(batch(0)).backward()
+    return mode.counts.get("_safe_softmax", 0)
+by_hands = [by_hand(False), by_hand(True)]
+
 logs, refused = [], {}
 class Plain(nn.Module):
     def __init__(self):
@@ -129,7 +142,7 @@ done(
     kernels={kind: runs_of(sdpa=kind)[2:] for kind in ("flash", "math")},
     both=runs_of(sdpa="math", checkpoint="full")[2:],
     saved=[saved(checkpoint=kind) for kind in KINDS],
-    huggings=huggings, dtypes=[str(lower.loss.dtype), str(lower.logits.dtype)],
+    huggings=huggings, by_hands=by_hands, dtypes=[str(lower.loss.dtype), str(lower.logits.dtype)],
     classes=[type(lower).__name__], values=values, signature=signature, refused=refused,
 )
 """
@@ -167,6 +180,7 @@ def test_they_work_under_each_strategy(tmp_path: Path) -> None:
     }
     assert first["kernels"] == {"flash": [3, 0], "math": [0, 3]}
     assert first["both"] == [0, 6]
+    assert first["by_hands"] == [6, 6]
     none, full, _, second = first["saved"]  # what selective keeps is in no saved tensor
     assert 3 * full < second < none
     assert first["dtypes"] == ["torch.float32", "torch.float32"]

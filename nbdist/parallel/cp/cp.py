@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.cp import attention, check, recomputation, split_sequence
+from nbdist.parallel import recomputation
+from nbdist.parallel.cp import attention, check, split_sequence
 from nbdist.parallel.cp.kept import KeptWatch
 from nbdist.parallel.cp.ulysses import check_heads
 from nbdist.parallel.dp.ddp import forget_step
@@ -41,7 +42,7 @@ class ContextParallel(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, job: ModelBuild) -> None:
         super().__init__()
-        recomputation.follow()
+        recomputation.follow(attention.as_now)
         self.module = module
         # Not registered: it is in `module` already.
         object.__setattr__(self, "_base", job.base)
