@@ -180,27 +180,40 @@ def batch_norm() -> Checks:
         nn.Flatten(), nn.Linear(8, 5),
     )  # fmt: skip
     alone = copy.deepcopy(net).to(device())
-    images = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(images, torch.arange(32) % 5)
+    data = TensorDataset(torch.randn(32, 3, 16, 16), torch.arange(32) % 5)
+
+    def first(model: nn.Module) -> dict[str, torch.Tensor]:
+        """Gradients and statistics after the first batch."""
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        return gradients | {name: b.clone() for name, b in model.named_buffers()}
+
     sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    wanted = None
     for x, y in DataLoader(data, batch_size=BATCH):
         nn.functional.cross_entropy(alone(x.to(device())), y.to(device())).backward()
+        wanted = wanted or first(alone)
         sgd.step()
         sgd.zero_grad()
+    assert wanted is not None
 
     accelerator = split()
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = nn.SyncBatchNorm.convert_sync_batchnorm(net).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
     loader = DataLoader(
         data, batch_size=BATCH, num_workers=2, pin_memory=True, persistent_workers=True
     )
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(inner, optimizer, loader)
+    checks: Checks = {}
     for x, y in loader:
         accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        here = first(inner)
+        checks = checks or {
+            name: close(far({name: here[name]}, {name: wanted[name]}), 1e-5) for name in wanted
+        }
         optimizer.step()
         optimizer.zero_grad()
-    return {"parameters": close(far(accelerator.get_state_dict(model), alone.state_dict()), 1e-5)}
+    trained = far(accelerator.get_state_dict(model), alone.state_dict())
+    return {**checks, "parameters": close(trained, 1e-5)}
 
 
 def whole_half() -> Checks:
