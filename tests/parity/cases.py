@@ -100,10 +100,12 @@ _MORE_AT_FOUR = tuple(
         "pp --schedule zb",
     )
 )
-# Models as people have them: Llama's, and GPT-2, whose head is tied to its embedding.
+# Models as people have them: Llama's, alone and with adapters that are trained in its place; and
+# GPT-2, whose head is tied to its embedding.
+_NAMES = ("llama", "gpt2", "lora")
 _MODELS = tuple(
     Case(typed, model)
-    for model in ("llama", "gpt2")
+    for model in _NAMES
     for typed in (
         *(name for name in NAMES if name != "single"),
         "fsdp --shard grad-op --checkpoint full",
@@ -113,7 +115,7 @@ _MODELS = tuple(
     )
 )
 _MODELS_AT_FOUR = tuple(
-    Case(typed, model) for model in ("llama", "gpt2") for typed in (*_FOUR, "tp", "pp", "cp")
+    Case(typed, model) for model in _NAMES for typed in (*_FOUR, "tp", "pp", "cp")
 )
 
 SHORT = {
@@ -150,6 +152,9 @@ SWITCHED = {
     4: (*_ONE_AXIS, "fsdp --shard hybrid", "fsdp --tp 2", "pp --dp 2"),
 }
 """Strategies between which a live model is switched, each to each, by number of ranks."""
+
+WALKS = ((2, "plain"), (4, "plain"), (2, "lora"))
+"""Number of ranks and model of each such walk."""
 
 SAVED = {
     1: ("ddp", "fsdp"),

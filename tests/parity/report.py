@@ -9,7 +9,7 @@ from typing import Any
 
 from nbdist.strategy.table import ROWS
 from tests.parity.case import Measured
-from tests.parity.cases import SAVED, SWITCHED
+from tests.parity.cases import SAVED, SWITCHED, WALKS
 from tests.support import tables
 
 COMMAND = "make parity"
@@ -35,10 +35,12 @@ def rows_table(measured: Sequence[Measured]) -> str:
     return tables.table(_HEAD, map(_row, rows))
 
 
-def switch_table(measured: Sequence[Measured], n: int) -> str:
+def switch_table(measured: Sequence[Measured], n: int, model: str = "plain") -> str:
     """Rows are the strategies before, columns those after; the loss's largest difference."""
-    off = {(m.typed, m.after): m for m in measured if m.kind == "switch" and m.n == n}
-    return _square(f"{n} ranks: from, to", {name: _code(name) for name in SWITCHED[n]}, off)
+    walked = _switches(measured, n, model)
+    corner = f"{n} ranks{'' if model == 'plain' else f', {model}'}: from, to"
+    titles = {name: _code(name) for name in SWITCHED[n]}
+    return _square(corner, titles, {(m.typed, m.after): m for m in walked})
 
 
 def checkpoint_table(measured: Sequence[Measured]) -> str:
@@ -57,16 +59,17 @@ def text(measured: Sequence[Measured]) -> str:
     missing = (name for name in ROWS if name not in names)
     parts += [f"Not compared, as it is not installed: {name}." for name in missing]
     parts += ["### Strategies and options", rows_table(measured), "### Switches"]
-    for n in SWITCHED:
-        was_walked = any(
-            measured_case.kind == "switch" and measured_case.n == n for measured_case in measured
-        )
-        parts.append(
-            switch_table(measured, n) if was_walked else f"{n} ranks: not walked this time."
-        )
+    for n, model in WALKS:
+        was_walked = _switches(measured, n, model)
+        missed = f"{n} ranks, {model}: not walked this time."
+        parts.append(switch_table(measured, n, model) if was_walked else missed)
     has_any = any(measured_case.kind == "checkpoint" for measured_case in measured)
     parts += ["### Checkpoints", checkpoint_table(measured) if has_any else "Not loaded this time."]
     return "\n\n".join(parts)
+
+
+def _switches(measured: Sequence[Measured], n: int, model: str) -> list[Measured]:
+    return [m for m in measured if (m.kind, m.n, m.model) == ("switch", n, model)]
 
 
 def _square(corner: str, titles: Mapping[Any, str], measured: Mapping[Any, Measured]) -> str:

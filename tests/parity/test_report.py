@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity import report
 from tests.parity.case import Measured
-from tests.parity.cases import LONG, SAVED, SHORT, SWITCHED
+from tests.parity.cases import LONG, SAVED, SHORT, SWITCHED, WALKS
 from tests.support import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -64,8 +64,9 @@ def test_the_page_has_every_case() -> None:
     cases += [(case, n) for (n, _), part in LONG.items() for case in part]
 
     assert {(case.typed, case.model, str(n)) for case, n in cases} - seen == set()
-    for n, names in SWITCHED.items():
-        at = next(i for i, line in enumerate(lines) if line[0].startswith(f"{n} ranks"))
+    for n, model in WALKS:
+        names, corner = SWITCHED[n], f"{n} ranks{'' if model == 'plain' else f', {model}'}: "
+        at = next(i for i, line in enumerate(lines) if line[0].startswith(corner))
         rows = {line[0]: line[1:] for line in lines[at + 2 : at + 2 + len(names)]}
         for before, after in itertools.permutations(names, 2):
             assert rows[before][names.index(after)] != "-", (n, before, after)

@@ -2,29 +2,31 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.parity.case import EXACT, LIMITS, Measured, record, worst_of_ranks
-from tests.parity.cases import SWITCHED, circuit
+from tests.parity.cases import SWITCHED, WALKS, circuit
 from tests.parity.texts import SWITCHES
-from tests.support.torch_ranks import TorchRanks
+from tests.support.torch_ranks import LIMIT_S, TorchRanks
+
+
+def test_adapters_go_through_every_strategy(tmp_path: Path) -> None:
+    """Of PEFT, on every kind of layer; what is frozen stays as it is, without moments."""
+    pytest.importorskip("peft")
+    path = ["ddp", "tp --sequence-parallel", "fsdp", "tp", "pp", "cp", "single"]
+    _walk(tmp_path, 2, "lora everywhere", path, LIMIT_S)
 
 
 @pytest.mark.parity  # switch/test_rank has every pair of a smaller model
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("n", SWITCHED)
-def test_every_pair(tmp_path: Path, n: int) -> None:
+@pytest.mark.parametrize(("n", "model"), WALKS)
+def test_every_pair(tmp_path: Path, n: int, model: str) -> None:
     """Losses, rates, parameters and moments of an uninterrupted run; the user's objects stay."""
-    path = circuit(SWITCHED[n])
-    pairs = list(itertools.pairwise(path))
-    with TorchRanks(tmp_path, n, SWITCHES, 880, SWITCHED=json.dumps(path)) as ranks:
-        worst = worst_of_ranks(ranks, [(pair, LIMITS) for pair in pairs])
-    for (before, after), off in zip(pairs, worst, strict=True):
-        differences = off["loss"], None, off["parameters"]
-        record(Measured("switch", before, "plain", n, *differences, EXACT, after))
+    _walk(tmp_path, n, model, circuit(SWITCHED[n]), 880)
 
 
 def test_the_walk_takes_each_pair_once() -> None:
@@ -34,3 +36,13 @@ def test_the_walk_takes_each_pair_once() -> None:
 
     assert sorted(pairs) == sorted(itertools.permutations("abcd", 2))
     assert path[0] == path[-1] == "a"
+
+
+def _walk(folder: Path, n: int, model: str, path: Sequence[str], limit_s: float) -> None:
+    pairs = list(itertools.pairwise(path))
+    given = {"SWITCHED": json.dumps(path), "KIND": model}
+    with TorchRanks(folder, n, SWITCHES, limit_s, **given) as ranks:
+        worst = worst_of_ranks(ranks, [(pair, LIMITS) for pair in pairs])
+    for (before, after), off in zip(pairs, worst, strict=True):
+        differences = off["loss"], None, off["parameters"]
+        record(Measured("switch", before, model, n, *differences, EXACT, after))

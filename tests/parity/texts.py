@@ -24,10 +24,10 @@ COMMON = """
     def plain():
         return Plain(max(4, min(2 * n, 8)))
 
-    def llama():
+    def llama(n_blocks=max(4, n)):
         from transformers import LlamaConfig, LlamaForCausalLM
         return LlamaForCausalLM(LlamaConfig(
-            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=max(4, n),
+            vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=n_blocks,
             num_attention_heads=8, num_key_value_heads=max(2, n), max_position_embeddings=32))
 
     def gpt2():
@@ -36,7 +36,23 @@ COMMON = """
             vocab_size=24, n_embd=16, n_layer=max(4, n), n_head=8, n_positions=32,
             attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
 
-    MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2}
+    def adapted(net, *layers, **options):
+        "Its adapters alone are trained; B is no zero, so that A has gradients at once."
+        from peft import LoraConfig, get_peft_model
+        return get_peft_model(net, LoraConfig(
+            r=4, target_modules=list(layers), init_lora_weights=False, **options))
+
+    def lora():
+        return adapted(llama(), "q_proj", "v_proj")
+
+    def lora_everywhere():
+        "On layers that tp splits by outputs and by inputs, the vocabulary's too; named arguments."
+        return adapted(llama(2), "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj",
+                       "lm_head", "embed_tokens", task_type="CAUSAL_LM")
+
+    MODELS = {"plain": plain, "llama": llama, "gpt2": gpt2, "lora": lora,
+              "lora everywhere": lora_everywhere,
+              "lora of gpt2": lambda: adapted(gpt2(), "c_attn", "c_proj", fan_in_fan_out=True)}
 
     def made(model, seed, rate=lambda step: 0.9 ** step, is_alone=False):
         torch.manual_seed(seed)
@@ -101,11 +117,12 @@ COMMON = """
         if fsdp1_state.is_flat(one):
             with FullyShardedDataParallel.summon_full_params(
                     one.outer, writeback=False, with_grads=True):
-                return {name: p.grad.clone() for name, p in one.parameters.items()}
+                return {name: p.grad.clone() for name, p in one.parameters.items()
+                        if p.requires_grad}
         held = {name: local_as(p.grad, p) for name, p in one.parameters.items()
                 if p.grad is not None}
         moves = [Reshard(name, torch.float32, one.side(name), one.whole(name))
-                 for name in one.parameters]
+                 for name, p in one.parameters.items() if p.requires_grad]
         home = next((grad.device for grad in held.values()), DEVICE)  # the host's if offloaded
         new = redistribute(moves, held, home)
         return {name: g.clone() for name, g in new.items()}
@@ -144,7 +161,8 @@ ROWS = (
             if (at + 1) % k == 0:
                 scaler.unscale_(optimizer)
                 found.norms.append(nn.utils.clip_grad_norm_(net.parameters(), LIMIT).item())
-                found.gradients.append({m: p.grad.clone() for m, p in net.named_parameters()})
+                found.gradients.append({m: p.grad.clone() for m, p in net.named_parameters()
+                                        if p.requires_grad})
                 scaler.step(optimizer)
                 scaler.update()
                 scheduler.step()
@@ -220,13 +238,14 @@ SWITCHES = (
     + COMMON
     + """
     PATH, EACH = json.loads(os.environ["SWITCHED"]), 3
+    KIND = os.environ.get("KIND", "plain")
     data = samples(EACH * len(PATH))
 
-    alone = *made("plain", 0, rate, is_alone=True), iter(DataLoader(data, batch_size=GLOBAL))
+    alone = *made(KIND, 0, rate, is_alone=True), iter(DataLoader(data, batch_size=GLOBAL))
 
     switch.switch(read(PATH[0]))
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    model, optimizer, scheduler = made("plain", rank + 1 if rank else 0, rate)
+    model, optimizer, scheduler = made(KIND, rank + 1 if rank else 0, rate)
     loader = DataLoader(data, batch_size=GLOBAL)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     batches = iter(loader)
@@ -256,7 +275,7 @@ SWITCHES = (
             assert found_rate == wanted_rate, (found_rate, wanted_rate)
             loss = max(loss, abs(found - wanted))
         net, state = alone[0], alone[1].state
-        moments = {name: state[p] for name, p in net.named_parameters()}
+        moments = {name: state[p] for name, p in net.named_parameters() if p.requires_grad}
         return {"loss": loss, "moments": moments_off(optimizer, moments),
                 "parameters": far(accelerator.get_state_dict(model), net.state_dict())}
 

@@ -74,7 +74,7 @@ class ContextParallel(torch.nn.Module):
             OptionError: If gradients are wanted and the sequence or the model cannot be split. In
                 backward, if the loss uses what a module keeps of a piece, and that cannot be.
         """
-        call = inspect.signature(self.base.forward).bind(*args, **kwargs)
+        call = split_sequence.bind(self.base, args, kwargs)
         size = self._grid.size("cp")
         why = split_sequence.why_whole(call, getattr(self.base, "config", None), size)
         split = None if why else self._split(call)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from nbdist.parallel.peft_layers import inner_model
+
 # As in torch.nn.functional.cross_entropy.
 _IGNORED = -100
 # transformers' names of limits to how far attention looks back.
@@ -24,6 +26,36 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(item)
+
+
+def bind(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a model's forward, by the names of its arguments.
+
+    PEFT's models pass on what they get: a call of one has the arguments of the model inside, all
+    by name, for they are in another order outside.
+    """
+    outer = inspect.signature(model.forward).bind(*args, **kwargs)
+    inner = inner_model(model)
+    if inner is model:
+        return outer
+    signature = inspect.signature(inner.forward)
+    kinds = {name: parameter.kind for name, parameter in outer.signature.parameters.items()}
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    for name, value in outer.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            positional = value
+        elif kinds[name] is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif value is not None:
+            named[name] = value
+    call = signature.bind(*positional, **named)
+    by_name = [
+        p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
+        for p in signature.parameters.values()
+        if p.kind is not p.VAR_POSITIONAL
+    ]
+    return inspect.BoundArguments(signature.replace(parameters=by_name), call.arguments)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
+from nbdist.parallel.peft_layers import base_layer
 from nbdist.parallel.tp.model import divide_attributes, is_conv1d
 from nbdist.parallel.tp.styles import split_dims
 from nbdist.strategy.tp_plan import Plan, Style
@@ -184,14 +185,16 @@ def _fits_rank(trial: _Trial, candidate: AttentionFit, index: int) -> bool:
 
 
 def _split(layer: torch.nn.Module, style: Style, index: int, degree: int) -> None:
-    parameters = dict(layer.named_parameters(recurse=False))
+    parameters = dict(layer.named_parameters())
     for key, dim in split_dims(layer, style).items():
         pieces = [
             part.chunk(degree, dim)[index] for part in parameters[key].chunk(style.parts, dim)
         ]
-        layer.register_parameter(key, torch.nn.Parameter(torch.cat(pieces, dim)))
+        path, _, name = key.rpartition(".")
+        part = torch.nn.Parameter(torch.cat(pieces, dim))
+        layer.get_submodule(path).register_parameter(name, part)
     if is_conv1d(layer) and style.kind == "colwise":
-        vars(layer)["nf"] //= degree
+        vars(base_layer(layer))["nf"] //= degree
 
 
 def _give(part: torch.nn.Module, trial: _Trial, shown: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nbdist.errors import OptionError
+from nbdist.parallel.peft_layers import is_adapted
 from nbdist.parallel.tp.attention import spread
 from nbdist.parallel.tp.rng import Streams
 
@@ -47,6 +48,8 @@ class Between:
         After it each rank draws random numbers of its own, for the owner; None for alike ones.
         """
         layer.register_forward_pre_hook(functools.partial(self._share, place), prepend=True)
+        if owner is not None and is_adapted(layer):  # a dropout in it is of the whole input
+            layer.register_forward_pre_hook(functools.partial(_draw_alike, self.streams))
         if owner is not None:
             layer.register_forward_hook(functools.partial(_draw_own, self.streams, id(owner)))
 
@@ -55,7 +58,10 @@ class Between:
         layer.register_forward_pre_hook(self._forget, prepend=True)
         if draws_alike:
             hook = functools.partial(_draw_alike, self.streams)
-            layer.register_forward_pre_hook(hook, prepend=True)
+            if is_adapted(layer):  # a dropout in it is of this rank's part of the input
+                layer.register_forward_hook(hook)
+            else:
+                layer.register_forward_pre_hook(hook, prepend=True)
 
     def remember(self, tensor: torch.Tensor, whole: DTensor) -> None:
         """What colwise layers get in place of a tensor, until the next rowwise one."""

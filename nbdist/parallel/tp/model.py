@@ -5,13 +5,14 @@ Depends on shapes and attributes alone: equal on all ranks, also for parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates
+from nbdist.parallel.peft_layers import base_layer, is_adapted
 from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
 from nbdist.strategy.tp_plan import Layer, Plan
 
@@ -27,7 +28,10 @@ _POINTWISE = tuple(
 
 
 def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
-    """Every module of a model by name, but what is in a torch.nn.MultiheadAttention."""
+    """Every module of a model by name, but what is in a torch.nn.MultiheadAttention.
+
+    A layer with adapters of PEFT is what the layer inside it is, by the outer one's name.
+    """
     modules = dict(base.named_modules())
     members = [module for blocks in candidates(base) for module in blocks.modules]
     blocks = {id(module) for module in members}
@@ -38,9 +42,9 @@ def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
         for attention in modules.values()
         if is_attention(attention)
         for m in attention.children()
-    }
+    } | {id(m) for layer in modules.values() if is_adapted(layer) for m in _inside(layer)}
     return {
-        name: _layer(module, weights, id(module) in blocks, id(module) in inside)
+        name: _layer(base_layer(module), weights, id(module) in blocks, id(module) in inside)
         for name, module in modules.items()
         if id(module) not in hidden
     }
@@ -48,6 +52,7 @@ def layers_of(base: torch.nn.Module) -> dict[str, Layer]:
 
 def is_conv1d(module: torch.nn.Module) -> bool:
     """Whether it is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    module = base_layer(module)
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -125,7 +130,12 @@ def is_norm(module: torch.nn.Module) -> bool:
     )
 
 
+def _inside(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (module for module in layer.modules() if module is not layer)
+
+
 def _sizes(module: torch.nn.Module) -> tuple[int, int]:
+    module = base_layer(module)
     if isinstance(module, torch.nn.Linear):
         return module.in_features, module.out_features
     if isinstance(module, torch.nn.Embedding):

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from nbdist.parallel.peft_layers import base_layer
+from nbdist.parallel.tp import lora
 from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter, spread
 from nbdist.parallel.tp.model import is_conv1d
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -45,8 +47,10 @@ def split_dims(module: torch.nn.Module, style: Style) -> dict[str, int]:
         "embedding": {"weight": 0},
         "attention": {**SplitAttention.DIMS, "out_proj.weight": 1},
     }.get(style.kind, {})
+    inside = "" if base_layer(module) is module else "base_layer."
     names = {name for name, _ in module.named_parameters()}
-    return {name: dim for name, dim in dims.items() if name in names}
+    split = {f"{inside}{name}": dim for name, dim in dims.items() if f"{inside}{name}" in names}
+    return split | lora.split_dims(module, style)
 
 
 def split_layout(layout: TensorLayout, name: str, dim: int, style: Style) -> TensorLayout:

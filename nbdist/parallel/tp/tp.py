@@ -20,9 +20,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
+from nbdist.parallel.peft_layers import PREFIX, base_layer, inner_model
 from nbdist.parallel.tp.attention import TpContext, check_attention, close_fast_paths
 from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
+from nbdist.parallel.tp.lora import check_adapters, split_adapters
 from nbdist.parallel.tp.model import divide_attributes, layers_of
 from nbdist.parallel.tp.rng import Streams
 from nbdist.parallel.tp.sequence_parallel import Sequence, plan_sequence
@@ -59,6 +61,7 @@ def _plan(job: ModelBuild, layouts: Layouts) -> Layouts:
     for name, style in plan.items():
         if style.kind == "attention":
             check_attention(job.base.get_submodule(name), name)
+        check_adapters(job.base.get_submodule(name), name, style)
     owners = _owners(job, plan, layers)
     sequence = plan_sequence(job, plan, layers, layouts)
     job.step_data["tp"] = SplitPlan(plan, owners, sequence)
@@ -72,6 +75,7 @@ def _lay_out(job: ModelBuild) -> None:
     streams = Streams(job.grid, job.device, base)
     between = Between(job.grid.submesh("tp"), streams)
     ties = [names for names in _names(base) if len(names) > 1]
+    frozen = [name for name, parameter in base.named_parameters() if not parameter.requires_grad]
     for name, style in planned.plan.items():
         if style.kind != "divide":
             _split(base, name, planned, between)
@@ -79,12 +83,9 @@ def _lay_out(job: ModelBuild) -> None:
     for name in sequence.norms:
         norm = norm_style(sequence.dim)
         parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
-    for tied in ties:  # one parameter again
-        parameters = [base.get_parameter(name) for name in tied]
-        shared = next((p for p in parameters if isinstance(p, DTensor)), parameters[0])
-        for name in tied:
-            path, _, key = name.rpartition(".")
-            base.get_submodule(path).register_parameter(key, shared)
+    for name in frozen:  # torch's SequenceParallel makes them trainable (2.13)
+        base.get_parameter(name).requires_grad_(requires_grad=False)
+    _tie(base, ties)
     for name, owner in planned.owners.items():
         vars(base.get_submodule(name)).update(owner.values)
     _watch_owners(base, planned, between)
@@ -105,10 +106,12 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
 
 def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     base = job.base
-    # A class's own, but no property: some libraries have one of this name.
-    user_plan = vars(base).get("tp_plan", getattr(type(base), "tp_plan", None))
-    if isinstance(user_plan, Mapping) and user_plan:
-        return read_plan(user_plan, layers)
+    for model in dict.fromkeys((base, inner_model(base))):
+        # A class's own, but no property: some libraries have one of this name.
+        user_plan = vars(model).get("tp_plan", getattr(type(model), "tp_plan", None))
+        if isinstance(user_plan, Mapping) and user_plan:
+            prefix = "" if model is base else PREFIX
+            return read_plan({f"{prefix}{name}": word for name, word in user_plan.items()}, layers)
     model = type(base).__name__
     result = find_plan(layers, job.grid.degrees.tp)
     if not result.plan:
@@ -196,8 +199,10 @@ def _split(base: torch.nn.Module, name: str, planned: SplitPlan, between: Betwee
     module, style = base.get_submodule(name), planned.plan[name]
     sequence = planned.sequence
     dim = sequence.dim if sequence.has(name) else None
-    torchs = torch_style(module, style, TpContext(between.mesh, between.streams, dim))
-    parallelize_module(module, between.mesh, torchs, src_data_rank=None)
+    context = TpContext(between.mesh, between.streams, dim)
+    layer = base_layer(module)
+    parallelize_module(layer, between.mesh, torch_style(layer, style, context), src_data_rank=None)
+    split_adapters(module, style, context)
     owner = name.rpartition(".")[0]
     if style.kind == "colwise":
         # Elsewhere the module that it is in has gathered its input.
@@ -224,6 +229,16 @@ def _watch_owners(base: torch.nn.Module, planned: SplitPlan, between: Between) -
         place = Shard(sequence.dim) if sequence.has(name) else Replicate()
         if n_shown is not None or place != Replicate():
             watch_owner(base.get_submodule(name), between, place, n_shown)
+
+
+def _tie(base: torch.nn.Module, ties: Iterable[tuple[str, ...]]) -> None:
+    """Make one parameter again of each group of names."""
+    for tied in ties:
+        parameters = [base.get_parameter(name) for name in tied]
+        shared = next((p for p in parameters if isinstance(p, DTensor)), parameters[0])
+        for name in tied:
+            path, _, key = name.rpartition(".")
+            base.get_submodule(path).register_parameter(key, shared)
 
 
 def _names(base: torch.nn.Module) -> list[tuple[str, ...]]:

@@ -1,0 +1,116 @@
+"""What strategies find in PEFT's models before anything changes, and what they refuse."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from nbdist.errors import OptionError
+from nbdist.parallel.cp import split_sequence
+from nbdist.parallel.tp import tp
+from nbdist.strategy.choice import Degrees, Options, Strategy
+from nbdist.strategy.tensor_layout import TensorLayout
+from tests.support.parity import build_alone
+
+peft = pytest.importorskip("peft")
+
+
+class Attention(nn.Module):
+    """Of the user's own, so that it is tried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads = 4
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x, mask=None, position_ids=None):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def adapted(config=None, **options):
+    options = {"r": 4, "target_modules": ["wq", "wo"], **options}
+    return peft.get_peft_model(Model(), config or peft.LoraConfig(**options))
+
+
+def planned(model):
+    choice = Strategy("tp", Degrees(tp=2), 2, Options())
+    shapes = {name: TensorLayout(tuple(p.shape)) for name, p in model.named_parameters()}
+    return tp.STEP.plan(build_alone(model, choice), shapes)
+
+
+def test_tp_splits_adapters_as_their_layer():
+    """A colwise layer's B by outputs, a rowwise one's A by inputs; each adapter of a layer."""
+    model = adapted(lora_bias=True)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["wo"]))
+    layouts = planned(model)
+    query, out = (f"base_model.model.layers.1.{name}" for name in ("wq", "wo"))
+    split = {name: layout.tp_dim for name, layout in layouts.items() if "layers.1" in name}
+
+    assert {name for name, dim in split.items() if dim == 0} == {
+        *(f"{query}.{name}" for name in ("base_layer.weight", "base_layer.bias")),
+        *(f"{query}.lora_B.default.{name}" for name in ("weight", "bias")),
+        *(f"base_model.model.layers.1.{name}" for name in ("wk.weight", "wk.bias")),
+        *(f"base_model.model.layers.1.{name}" for name in ("wv.weight", "wv.bias")),
+    }
+    assert {name for name, dim in split.items() if dim == 1} == {
+        f"{out}.base_layer.weight", f"{out}.lora_A.default.weight", f"{out}.lora_A.other.weight"
+    }  # fmt: skip
+
+
+def test_a_plan_is_the_models_own():
+    """Given before the adapters came, or by the names that it has with them."""
+    model = adapted()
+    words = {f"layers.0.{name}": "colwise" for name in ("wq", "wk", "wv")}
+    words["layers.0.wo"] = "rowwise"
+    model.get_base_model().tp_plan = words
+    layouts = planned(model)
+    assert layouts["base_model.model.layers.0.wq.lora_B.default.weight"].tp_dim == 0
+    assert layouts["base_model.model.layers.1.wk.weight"].tp_dim is None
+
+    model.tp_plan = {f"base_model.model.{name}": word for name, word in words.items()}
+    assert planned(model) == layouts
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (lambda: peft.LoraConfig(r=2, target_modules=["wq"], use_dora=True), "Dora, lora"),
+        (lambda: peft.IA3Config(target_modules=["wq"], feedforward_modules=[]), "ia3"),
+    ],
+)
+def test_tp_refuses_other_adapters_of_a_layer_that_it_splits(config, kind):
+    """One sentence says which, and what to take instead."""
+    model = adapted(config())
+    sentence = f"layers.0.wq: of PEFT's adapters it splits LoRA's alone, and this one is {kind}."
+    with pytest.raises(OptionError, match=re.escape(sentence) + " Use fsdp, ddp or pp"):
+        planned(model)
+
+
+def test_a_call_of_peft_is_one_of_the_model_inside():
+    """By names, whatever the order outside; what the model inside does not know is an error."""
+    x, mask = torch.ones(1, 4, 16), torch.ones(1, 4)
+    call = split_sequence.bind(adapted(), (x,), {"mask": mask})
+
+    assert call.arguments == {"x": x, "mask": mask}
+    assert call.args == ()
+    assert call.kwargs == {"x": x, "mask": mask}
+    assert "position_ids" in call.signature.parameters
+    with pytest.raises(TypeError, match="words"):
+        split_sequence.bind(adapted(), (x,), {"words": mask})
