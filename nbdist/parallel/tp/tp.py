@@ -84,7 +84,7 @@ def _lay_out(job: ModelBuild) -> None:
         norm = norm_style(sequence.dim)
         parallelize_module(base.get_submodule(name), between.mesh, norm, src_data_rank=None)
     for name in frozen:  # torch's SequenceParallel makes them trainable (2.13)
-        base.get_parameter(name).requires_grad_(requires_grad=False)
+        base.get_parameter(name).requires_grad_(False)
     _tie(base, ties)
     for name, owner in planned.owners.items():
         vars(base.get_submodule(name)).update(owner.values)
@@ -106,11 +106,11 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
 
 def _plan_of(job: ModelBuild, layers: Layers) -> Plan:
     base = job.base
-    for model in dict.fromkeys((base, inner_model(base))):
+    for holder in dict.fromkeys((base, inner_model(base))):
         # A class's own, but no property: some libraries have one of this name.
-        user_plan = vars(model).get("tp_plan", getattr(type(model), "tp_plan", None))
+        user_plan = vars(holder).get("tp_plan", getattr(type(holder), "tp_plan", None))
         if isinstance(user_plan, Mapping) and user_plan:
-            prefix = "" if model is base else PREFIX
+            prefix = "" if holder is base else PREFIX
             return read_plan({f"{prefix}{name}": word for name, word in user_plan.items()}, layers)
     model = type(base).__name__
     result = find_plan(layers, job.grid.degrees.tp)
