@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from nbdist.parallel.peft_layers import inner_model
+from nbdist.parallel.libraries.peft_layers import inner_model
 
 # As in torch.nn.functional.cross_entropy.
 _IGNORED = -100

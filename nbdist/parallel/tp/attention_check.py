@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nbdist.errors import OptionError
-from nbdist.parallel.peft_layers import base_layer
+from nbdist.parallel.libraries.peft_layers import base_layer
 from nbdist.parallel.tp.model import divide_attributes, is_conv1d
 from nbdist.parallel.tp.styles import split_dims
 from nbdist.strategy.tp_plan import Plan, Style

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nbdist.errors import OptionError
-from nbdist.parallel.peft_layers import is_adapted
+from nbdist.parallel.libraries.peft_layers import is_adapted
 from nbdist.parallel.tp.attention import spread
 from nbdist.parallel.tp.rng import Streams
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from nbdist.errors import OptionError
-from nbdist.parallel import peft_layers
+from nbdist.parallel.libraries import peft_layers
 from nbdist.parallel.tp.attention import TpContext, split_parameter
 from nbdist.strategy.tp_plan import Style
 

@@ -12,7 +12,7 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.parallel.blocks import candidates
-from nbdist.parallel.peft_layers import base_layer, is_adapted
+from nbdist.parallel.libraries.peft_layers import base_layer, is_adapted
 from nbdist.strategy.tp_names import HEAD_COUNTS, HEAD_SIZES, KV_COUNTS, WIDTHS
 from nbdist.strategy.tp_plan import Layer, Plan
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from nbdist.parallel.peft_layers import base_layer
+from nbdist.parallel.libraries.peft_layers import base_layer
 from nbdist.parallel.tp import lora
 from nbdist.parallel.tp.attention import SplitAttention, TpContext, split_parameter, spread
 from nbdist.parallel.tp.model import is_conv1d

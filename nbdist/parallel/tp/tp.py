@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from nbdist.errors import OptionError
 from nbdist.parallel.accelerator.foreach_by_mesh import step_by_mesh
-from nbdist.parallel.peft_layers import PREFIX, base_layer, inner_model
+from nbdist.parallel.libraries.peft_layers import PREFIX, base_layer, inner_model
 from nbdist.parallel.tp.attention import TpContext, check_attention, close_fast_paths
 from nbdist.parallel.tp.attention_check import AttentionFit, fit, is_tryable
 from nbdist.parallel.tp.hooks import Between, split_blocks, sum_gradient, watch_owner
