@@ -6,12 +6,11 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import replace
 
-from nbdist.parallel import model_sizes
 from nbdist.parallel.accelerator.loader_state import last_batch
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import prepared
 from nbdist.planner.live_model import LiveModel
-from nbdist.planner.rank import describe_model
+from nbdist.planner.rank import describe_model, model_sizes
 
 _cache: weakref.WeakKeyDictionary[Prepared, tuple[Hashable, LiveModel]] = (
     weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ from tests.support.torch_ranks import run_ranks
 from tests.switch.test_rank import TRAINING
 
 SIZES = """
-    from nbdist.parallel.model_sizes import sizes
+    from nbdist.planner.rank.model_sizes import sizes
     counts_under = {}
     registry.set_choice(pick("fsdp1"))  # which a live model cannot be switched from
     flat = live.prepare_model(Net())
