@@ -196,6 +196,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     search: bool = False,
     nodes: int | None = None,
     keep_free: str | None = None,
+    lora: int | None = None,
+    targets: str | Sequence[str] | None = None,
+    quant: str | None = None,
     **strategy_options: object,
 ) -> PlanView:
     """Say whether a model will fit, under which strategy; the same as %dist_plan.
@@ -225,6 +228,9 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
         search: All configurations, the fastest that fit first, instead of a row for each strategy.
         nodes: Hosts of the ranks; default: 8 ranks on each, or those running.
         keep_free: The part of each device's memory that has to stay free: "10%" (default: "20%").
+        lora: The rank r of LoRA's adapters, beside which all is frozen.
+        targets: The layers with adapters; default: PEFT's, "q_proj,v_proj" mostly.
+        quant: How the frozen linear layers are stored: "4bit" or "4bit-double".
         strategy_options: Degrees and options: tp=2, bf16=True, checkpoint="full".
 
     Raises:
@@ -237,7 +243,7 @@ def plan(  # noqa: PLR0913  # the options of %dist_plan, by name
     load = Workload(batch, seq, optimizer or OPTIMIZER, recipe or "", samples)
     asked = PlanRequest(
         ranks, gpu, memory, engine, inputs, optimizer, network, price, tokens, copies, nodes,
-        keep_free, search,
+        keep_free, search, lora, targets, quant,
     )  # fmt: skip
     return make_plan(model, asked, load, strategy, strategy_options)
 

@@ -47,6 +47,7 @@ from nbdist.planner.fake_protocol import Source
 from nbdist.planner.kernel.describe_model import checked_step, live_model
 from nbdist.planner.kernel.fake_process import FakeEngine
 from nbdist.planner.live_model import LiveModel, by_kinds, described, load_of, shape_of
+from nbdist.planner.lora import QUANTS, TARGETS
 from nbdist.planner.memory import memory_of
 from nbdist.planner.models import CONFIGS, ModelShape
 from nbdist.planner.plan import Engine, PlanRow, accumulating, plan
@@ -105,6 +106,7 @@ def make_plan(
             "the ranks. Leave --inputs out."
         )
     shape = shape_asked_for(model) if live is None else shape_of(live)
+    shape = request.adapted(shape, is_live=live is not None)
     load = load if live is None else load_of(live, load, request.optimizer)
     amounts = {word: request.amount(word) for word in AMOUNTS}
     device, measured, assumed = _device(request)
@@ -349,8 +351,8 @@ def check_step(
 def _check_alone(values: Namespace) -> None:
     """Refuse what says under which strategy, on what, or counted by what: it runs as it is."""
     typed = [word for word, value in strategy_given(values).items() if value not in (None, False)]
-    words = ("strategy", "ranks", "gpu", "memory", "engine", "optimizer", "recipe", "samples",
-             *AMOUNTS, "copies", "nodes", "keep_free", "is_search")  # fmt: skip
+    words = ["strategy", "recipe", "samples", *(row.name for row in fields(PlanRequest))]
+    words.remove("inputs")
     typed += [word for word in words if getattr(values, word) not in (None, False)]
     if typed:
         flag = typed[0].removeprefix("is_").replace("_", "-")
@@ -446,6 +448,24 @@ VERBS = (
             Option(
                 ("--optimizer",), f"one of {', '.join(OPTIMIZERS)} (default: adamw)",
                 metavar="NAME", choices=tuple(OPTIMIZERS),
+            ),
+            Option(
+                ("--lora",),
+                "rank r of LoRA's adapters, beside which all is frozen",
+                whole_number("a rank of adapters (1 or more)"),
+                metavar="R",
+            ),
+            Option(
+                ("--targets",),
+                "layers with adapters, with commas (default: q_proj,v_proj, or c_attn, as PEFT)",
+                metavar="NAMES",
+                choices=TARGETS,
+            ),
+            Option(
+                ("--quant",),
+                f"with --lora: frozen linear layers in 4 bits, one of {', '.join(QUANTS)}",
+                metavar="NAME",
+                choices=tuple(QUANTS),
             ),
             Option(
                 ("--recipe",),

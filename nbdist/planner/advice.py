@@ -12,6 +12,7 @@ from nbdist.bandwidth.results import LinkModel
 from nbdist.core.units import exact_size
 from nbdist.errors import OptionError
 from nbdist.planner.collective_time import ring_of
+from nbdist.planner.lora import quantized
 from nbdist.planner.memory import memory_of
 from nbdist.planner.plan import RISKY, SAFE, UNKNOWN, Engine, Plan, PlanRow, plan
 from nbdist.planner.rules_of_thumb import RuleAnswer, answers
@@ -404,7 +405,7 @@ def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
 
     Offloading is not in it: it moves what it saves to the host.
     """
-    load, options = planned.load, dict(given)
+    load, options, model = planned.load, dict(given), planned.model
     yield "", planned, dict(options)
     if not planned.model.has_shape:  # its activations are not counted: nothing saves any
         return
@@ -414,6 +415,7 @@ def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
         (f"--{half}", is_single, {"precision": half}),
         ("--checkpoint full", options.get("checkpoint") is None, {"checkpoint": "full"}),
         ("--batch 1", load.batch > 1, {}),
+        ("--quant 4bit", quantized(model) is not None, {}),
     )
     added: list[str] = []
     for word, is_new, more in steps:
@@ -421,7 +423,8 @@ def _ladder(planned: Plan, given: Mapping[str, object]) -> Iterator[Rung]:
             added.append(word)
             options.update(more)
             load = replace(load, batch=1) if word == "--batch 1" else load
-            yield " ".join(added), replace(planned, load=load), dict(options)
+            model = (quantized(model) if word == "--quant 4bit" else None) or model
+            yield " ".join(added), replace(planned, load=load, model=model), dict(options)
 
 
 def _safe(

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from nbdist.planner.devices import Device
-from nbdist.planner.models import Transformer
+from nbdist.planner.models import Linear, Transformer, linears
 from nbdist.planner.workload import Widths
 from nbdist.strategy.choice import Strategy
 
@@ -137,18 +137,20 @@ def block_pass(
     is elementwise.
     """
     tokens = samples * sequence / choice.degrees.cp
-    linear = _products(shape, choice, tokens)
+    linear, trained = _products(shape, choice, tokens)
     forward_s = sum(rank.product_s(m, n, k) for m, n, k in linear)
-    # Gradients of inputs and of weights.
-    backward_s = sum(rank.product_s(m, k, n) + rank.product_s(k, n, m) for m, n, k in linear)
+    # Gradients of inputs and, of what is trained, of weights.
+    backward_s = sum(rank.product_s(m, k, n) for m, n, k in linear)
+    backward_s += sum(rank.product_s(k, n, m) for m, n, k in trained)
     attention = _attention(shape, choice, samples, sequence, rank)
     moved_s = tokens * _moved_bytes(shape, choice, widths, rank) / rank.bytes_per_s
     casts_s = _cast_bytes(shape, choice, widths) / rank.bytes_per_s
     small, fused = _kernels(shape, choice, rank)
     moved_s = moved_s * fused + small * rank.speeds.kernel_s
-    ahead_s = forward_s + attention.forward_s + moved_s + casts_s
-    back_s = backward_s + attention.backward_s + BYTES_BACKWARD * moved_s
-    launches = (small + len(linear) + 1) * rank.speeds.launch_s
+    unpacked_s, copies = _unpacked(shape, widths, rank)
+    ahead_s = forward_s + attention.forward_s + moved_s + casts_s + unpacked_s
+    back_s = backward_s + attention.backward_s + BYTES_BACKWARD * moved_s + unpacked_s
+    launches = (small + len(linear) + copies + 1) * rank.speeds.launch_s
     ahead_s, back_s = max(ahead_s, launches), max(back_s, 2 * launches)
     again = {"full": ahead_s, "selective": moved_s}.get(choice.options.checkpoint, 0.0)
     return Pass(ahead_s, back_s + again, attention.both_s)
@@ -160,7 +162,8 @@ def head_pass(
     """The last norm, the head's product and the loss, which tp does not divide but in Megatron."""
     vocab, h = shape.vocab / choice.degrees.tp, shape.hidden
     product = rank.product_s(tokens, vocab, h)
-    back = rank.product_s(tokens, h, vocab) + rank.product_s(h, vocab, tokens)
+    back = rank.product_s(tokens, h, vocab)
+    back += 0.0 if shape.lora else rank.product_s(h, vocab, tokens)
     norm = tokens * h * (widths.residual + widths.compute)
     logits = tokens * (vocab if rank.is_megatron else shape.vocab)
     ahead, behind = (logits * each for each in LOSS_BYTES)
@@ -173,22 +176,48 @@ def head_pass(
 def embedding_pass(
     shape: Transformer, choice: Strategy, widths: Widths, tokens: float, rank: Rank
 ) -> Pass:
-    """Rows that are read, and a gradient of the whole table that is written and filled."""
+    """Rows that are read, and a gradient of the whole table that is written and filled.
+
+    A frozen one has none.
+    """
     rows = 2 * tokens * shape.hidden * widths.residual
+    if shape.lora:
+        return Pass(rows / rank.bytes_per_s, 0.0)
     table = 2 * shape.vocab * shape.hidden * widths.reduced / choice.degrees.tp
     return Pass(rows / rank.bytes_per_s, (2 * rows + table) / rank.bytes_per_s)
 
 
+# (m, n, k) of a product of (m, k) and (k, n).
+Product = tuple[float, float, float]
+
+
 def _products(
     shape: Transformer, choice: Strategy, tokens: float
-) -> list[tuple[float, float, float]]:
-    """(m, n, k) of a block's linear layers on one rank of tp."""
-    tp, h = choice.degrees.tp, shape.hidden
-    queries, keys = (n * shape.head_size / tp for n in (shape.heads, shape.kv_heads))
-    first = [queries + 2 * keys] if shape.has_one_qkv else [queries, keys, keys]
-    up = [shape.ffn / tp] * (2 if shape.is_gated else 1)
-    inner = [(tokens, n, float(h)) for n in (*first, *up)]
-    return [*inner, (tokens, h, queries), (tokens, h, shape.ffn / tp)]
+) -> tuple[list[Product], list[Product]]:
+    """Of a block's linear layers on one rank of tp: all, and those whose weights are trained."""
+    tp, adapters = choice.degrees.tp, list[Product]()
+    layers = [_local(layer, tp) for layer in linears(shape)]
+    products = [(tokens, outputs, inputs) for inputs, outputs in layers]
+    if shape.lora is None:
+        return products, products
+    for inputs, outputs in (_local(layer, tp) for layer in shape.targets):
+        adapters += [(tokens, shape.lora.rank, inputs), (tokens, outputs, shape.lora.rank)]
+    return [*products, *adapters], adapters
+
+
+def _local(layer: Linear, tp: int) -> tuple[float, float]:
+    """Inputs and outputs of a layer on one rank of tp."""
+    inputs, outputs = float(layer.inputs), float(layer.outputs)
+    return (inputs / tp, outputs) if layer.is_rowwise else (inputs, outputs / tp)
+
+
+def _unpacked(shape: Transformer, widths: Widths, rank: Rank) -> tuple[float, int]:
+    """Seconds in which a pass makes copies of 4-bit weights to compute with, and its kernels."""
+    if shape.lora is None or not shape.lora.quant:
+        return 0.0, 0
+    layers = linears(shape)
+    moved = sum(layer.weights for layer in layers) * (widths.compute + 1 / 2)
+    return moved / rank.bytes_per_s + len(layers) * rank.speeds.kernel_s, len(layers)
 
 
 def _attention(
@@ -231,13 +260,16 @@ def _moved_bytes(shape: Transformer, choice: Strategy, widths: Widths, rank: Ran
     if widths.residual != widths.compute:  # autocast casts the inputs of linear layers
         outside += 2 * h * (r + x)
     inside = (5 if shape.is_gated else 2) * shape.ffn * x
+    # An adapter's result is scaled and added; PEFT casts its input to fp32, and autocast back.
+    inside += sum(5 * at.outputs * x + 12 * at.inputs * bool(widths.cast) for at in shape.targets)
     rotary = 0 if shape.positions else 4 * (shape.heads + shape.kv_heads) * shape.head_size * x
     return outside / whole + (inside + rotary) / tp
 
 
 def _cast_bytes(shape: Transformer, choice: Strategy, widths: Widths) -> float:
     """Of weights that autocast casts in each forward: read in fp32, written in half."""
-    return shape.block_parameters / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
+    numbers = shape.adapters() if widths.frozen == 2 else shape.block_parameters
+    return numbers / choice.degrees.tp * (4 + widths.cast) * bool(widths.cast)
 
 
 def _kernels(shape: Transformer, choice: Strategy, rank: Rank) -> tuple[int, float]:
@@ -246,5 +278,5 @@ def _kernels(shape: Transformer, choice: Strategy, rank: Rank) -> tuple[int, flo
     Fused, a chain of two reads and writes once.
     """
     dropouts = 2 * (shape.has_dropout and not rank.is_megatron)
-    count = 5 + dropouts + shape.is_gated + 4 * (not shape.positions)
+    count = 5 + dropouts + shape.is_gated + 4 * (not shape.positions) + 2 * len(shape.targets)
     return (count // 2, 0.5) if choice.options.is_compiled else (count, 1.0)

@@ -11,9 +11,10 @@ from typing import Any
 from nbdist.core.ranks import rank_label
 from nbdist.errors import NbdistError, OptionError
 from nbdist.planner.fake_protocol import Source
+from nbdist.planner.lora import with_lora
 from nbdist.planner.memory import OVERHEAD_BYTES, Memory, has_buckets, memory_of
-from nbdist.planner.models import ModelShape, of_config, of_count
-from nbdist.planner.workload import OPTIMIZERS, Workload, recipe_for, widths_of
+from nbdist.planner.models import Lora, ModelShape, of_config, of_count
+from nbdist.planner.workload import OPTIMIZERS, Workload, widths_for
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy
 
@@ -50,6 +51,7 @@ class LiveModel:
         inputs: Shape and type of each tensor that it is called with; empty where nobody said.
         inputs_shape: Of the first of them.
         is_language_model: One of transformers that takes tokens and labels.
+        lora: Its adapters, of one that PEFT has made with them.
         is_prepared: It is under the strategy that counts; else it is as the user wrote it.
         digest: Of names, shapes, types: equal on ranks with like models.
         source: What makes it in another process; empty on ranks that were not asked for it.
@@ -69,6 +71,7 @@ class LiveModel:
     inputs: tuple[str, ...] = ()
     inputs_shape: tuple[int, ...] = ()
     is_language_model: bool = False
+    lora: Lora | None = None
     is_prepared: bool = False
     digest: str = ""
     source: Source = field(default_factory=Source, repr=False)
@@ -104,18 +107,28 @@ def alike(descriptions: Sequence[LiveModel]) -> LiveModel:
 
 
 def shape_of(live: LiveModel) -> ModelShape:
-    """The model for a plan: with the shape of its config, where that is this model's."""
-    shape = None
+    """The model for a plan: with the shape of its config, where that is this model's.
+
+    Adapters are part of it where they are all that is trained, to the last parameter.
+    """
+    shape, frozen = None, [kind for kind in live.kinds if not kind.is_trained]
+    n_frozen = sum(kind.count for kind in frozen)
     with contextlib.suppress(OptionError):  # no config, or of a kind that no formula knows
         configured = of_config(live.config)
         if math.isclose(configured.parameters, live.parameters, rel_tol=_SAME):
             shape = configured.shape
+        if live.lora is not None:
+            adapted = with_lora(configured, live.lora.rank, live.lora.targets, None)
+            if (adapted.frozen, adapted.parameters) == (n_frozen, live.parameters):
+                stored = sum(kind.size_bytes for kind in frozen) // n_frozen
+                shape = replace(adapted.shape, lora=replace(live.lora, stored=stored))
     return ModelShape(
         live.name,
         live.parameters,
         shape or of_count(live.parameters, live.name).shape,
         config=live.config,
         has_shape=shape is not None,
+        frozen=n_frozen,
     )
 
 
@@ -177,7 +190,7 @@ def by_kinds(live: LiveModel, model: ModelShape, choice: Strategy, load: Workloa
     overhead = OVERHEAD_BYTES if load.has_gpu else 0.0
     buffers = live.buffers_bytes + (states["gradients"] if has_buckets(choice) else 0.0)
     if choice.options.shard == "grad-op" and choice.degrees.dp > 1:  # gathered until backward ends
-        width = widths_of(choice, recipe_for(choice, load)).gathered
+        width = widths_for(model, choice, load).gathered
         split = choice.degrees.tp * choice.degrees.pp
         buffers += sum(kind.count for kind in live.kinds) * width / split
     return Memory(**states, activations=0, buffers=buffers, overhead=overhead, is_partial=True)

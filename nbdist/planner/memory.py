@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
 from nbdist.planner.activations import activations, block_bytes, logits_bytes
+from nbdist.planner.lora import check_strategy, dequantized_bytes, held_parts
 from nbdist.planner.models import ModelShape
 from nbdist.planner.workload import (
     OPTIMIZERS,
@@ -18,9 +19,8 @@ from nbdist.planner.workload import (
     Workload,
     micro_batches,
     recipe_for,
-    widths_of,
+    widths_for,
 )
-from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
 
@@ -99,11 +99,10 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     """
     check_fits(model, choice, load)
     recipe = recipe_for(choice, load)
-    widths = widths_of(choice, recipe)
-    # As if all stages were as large as the largest.
-    parameters = model.stage_parameters(choice.degrees.pp) * choice.degrees.pp
-    shares = footprint.held_parts(choice, parameters, recipe)
-    stepped = parameters / footprint.axes_size(choice, footprint.split_axes(choice, "optimizer"))
+    widths = widths_for(model, choice, load)
+    shares = held_parts(model, choice, recipe, widths.frozen)
+    # Numbers whose state this rank has.
+    stepped = held_parts(model, choice, replace(recipe, optimizer=1), 0)["optimizer"]
     # On a CPU torch's optimizers go parameter by parameter, and there is no CUDA context.
     has_lists = load.has_gpu and not choice.options.is_fused
     needs = OPTIMIZERS[load.optimizer].step_bytes if has_lists else 0
@@ -117,7 +116,6 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
         shares["optimizer"],
         activations=activation_bytes,
         buffers=buffers,
-        # The loss is done with its logits before the first block is gathered again.
         forward=max(
             activation_bytes + _standing(model, choice, load, widths, buffers),
             activation_bytes - logits + buffers,
@@ -141,11 +139,12 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
 
 
 def check_fits(model: ModelShape, choice: Strategy, load: Workload) -> None:
-    """Refuse degrees that do not divide heads, blocks or the batch.
+    """Refuse degrees that do not divide heads, blocks or the batch, and what LoRA does not take.
 
     Raises:
         OptionError: With the number and what it has to divide.
     """
+    check_strategy(model, choice)
     degrees = choice.degrees
     if degrees.pp > model.shape.layers:
         raise OptionError(f"pp={degrees.pp}: {model.name} has {model.shape.layers} blocks, fewer.")
@@ -180,15 +179,16 @@ def _buffers(
     model: ModelShape, choice: Strategy, load: Workload, widths: Widths, recipe: Recipe
 ) -> float:
     steps, degrees = {*steps_of(choice)}, choice.degrees
-    total = 0.0
+    total = dequantized_bytes(model, widths.compute)
     if has_buckets(choice):
-        total += model.parameters * recipe.gradients
+        total += model.trained * recipe.gradients
     if steps & {"fsdp", "fsdp1"} and degrees.dp > 1:
         total += _gathered(model, choice, widths, micro_batches(choice, load))
     if choice.name == "deepspeed" and degrees.dp > 1:
-        total += min(model.parameters, _BUCKET) * widths.reduced
+        total += min(model.trained, _BUCKET) * widths.reduced
         if choice.options.stage == 3:
-            total += min(model.parameters, _LIVE) * widths.gathered
+            part = min(model.parameters, _LIVE) / model.parameters
+            total += part * model.whole_bytes(widths.gathered)
     tokens = load.batch * load.sequence / degrees.cp
     across = tokens / micro_batches(choice, load) * model.shape.hidden * widths.compute
     total += 2 * across if degrees.pp > 1 else 0.0
@@ -202,14 +202,18 @@ def _buffers(
 def _standing(
     model: ModelShape, choice: Strategy, load: Workload, widths: Widths, buffers: float
 ) -> float:
-    """Of the buffers, what is there all the time: not the blocks that FSDP gathers in turn."""
-    if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1:
+    """Of the buffers, what is there beside the logits: not the blocks that FSDP gathers in turn.
+
+    The loss is done with its logits before the first block is gathered again. A frozen head has no
+    gradient to make between the two.
+    """
+    if not {"fsdp", "fsdp1"} & {*steps_of(choice)} or choice.degrees.dp == 1 or model.lora:
         return buffers
     split = choice.degrees.tp * choice.degrees.pp
     if micro_batches(choice, load) > 1:
         return buffers
     if choice.options.shard == "grad-op":
-        return model.parameters / split * widths.gathered
+        return model.whole_bytes(widths.gathered) / split
     return model.root_parameters / split * widths.gathered
 
 
@@ -223,11 +227,14 @@ def _gathered(model: ModelShape, choice: Strategy, widths: Widths, pieces: int) 
     """
     degrees = choice.degrees
     split = degrees.tp * degrees.pp
-    block, root = model.block_parameters / degrees.tp, model.root_parameters / split
-    gradients = block * (widths.compute + widths.reduced)
+    trained = model.block_trained(degrees.tp)
+    gradients = trained * (widths.compute + widths.reduced)
     if choice.options.accumulate > 1 or pieces > 1:
-        gradients = (block + model.parameters / split) * widths.reduced
+        gradients = (trained + model.trained / split) * widths.reduced
+    block = model.block_bytes(widths.gathered) / degrees.tp
     if choice.options.shard == "grad-op" or pieces > 1:
-        return model.parameters / split * widths.gathered + gradients
-    blocks = min(2, model.shape.layers)
-    return (root + blocks * block) * widths.gathered + gradients
+        # The message that the last block came in stays, too. Gradients of all are larger.
+        last = max(block, gradients) if model.lora else gradients
+        return model.whole_bytes(widths.gathered) / split + last
+    blocks = min(2, model.shape.layers) * block
+    return model.root_parameters / split * widths.gathered + blocks + gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +15,46 @@ _LARGEST = 1e15
 # x, 0.5 x, tanh(...), 1 + tanh(...), and the product.
 _WRITTEN_GELU = 5
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer of a block, under its name in transformers.
+
+    Attributes:
+        inputs, outputs: Its widths.
+        is_rowwise: tp splits its inputs; of any other its outputs.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    is_rowwise: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Numbers in its matrix."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters beside linear layers of a frozen model: B(A(x)), with A (r, inputs), B (outputs, r).
+
+    Source: https://arxiv.org/abs/2106.09685, section 4.1; 4-bit storage is that of
+    https://arxiv.org/abs/2305.14314, section 3.
+
+    Attributes:
+        rank: r.
+        targets: Names of the layers that have adapters, of every block.
+        quant: How the blocks' linear layers are stored: a key of lora.QUANTS, or empty.
+        stored: Bytes of a number of the frozen model; 0 for what is computed in.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    quant: str = ""
+    stored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +76,7 @@ class Transformer:
             More where the activation is written out in Python, as transformers' gelu_new.
         has_written_norm: So is the norm, as transformers' RMSNorm: one more tensor in fp32.
         has_one_qkv: One linear layer makes queries, keys and values.
+        lora: Its adapters, beside which all is frozen; None of a model without.
     """
 
     layers: int
@@ -56,19 +98,35 @@ class Transformer:
     kept_in_mlp: int = 0
     has_written_norm: bool = False
     has_one_qkv: bool = False
+    lora: Lora | None = None
 
     @property
     def block_parameters(self) -> int:
-        """Of one block: attention, MLP, and its two norms."""
+        """Of one block: attention, MLP, its two norms, and adapters."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         h, f = self.hidden, self.ffn
-        attention = h * queries + 2 * h * keys + queries * h
-        attention += queries + 2 * keys if self.has_qkv_bias else 0
-        attention += h if self.has_out_bias else 0
-        mlp = (3 if self.is_gated else 2) * h * f
-        mlp += (2 if self.is_gated else 1) * f + h if self.has_mlp_bias else 0
+        biases = queries + 2 * keys if self.has_qkv_bias else 0
+        biases += h if self.has_out_bias else 0
+        biases += (2 if self.is_gated else 1) * f + h if self.has_mlp_bias else 0
         norms = 2 * self._norm + (2 * self.head_size if self.has_qk_norm else 0)
-        return attention + mlp + norms
+        weights = sum(layer.weights for layer in linears(self))
+        return weights + biases + norms + int(self.adapters())
+
+    @property
+    def targets(self) -> tuple[Linear, ...]:
+        """The linear layers of a block that have adapters."""
+        names = () if self.lora is None else self.lora.targets
+        return tuple(layer for layer in linears(self) if layer.name in names)
+
+    def adapters(self, tp: int = 1) -> float:
+        """Numbers in a block's adapters, on one of so many ranks that split its layers.
+
+        Of each pair one matrix is split: B of a layer whose outputs are, else A.
+        """
+        rank = 0 if self.lora is None else self.lora.rank
+        split = sum(at.inputs if at.is_rowwise else at.outputs for at in self.targets)
+        whole = sum(at.outputs if at.is_rowwise else at.inputs for at in self.targets)
+        return rank * (whole + split / tp)
 
     @property
     def embedding_parameters(self) -> int:
@@ -91,17 +149,36 @@ class Transformer:
         return 2 * self.hidden if self.has_layer_norm else self.hidden
 
 
+@functools.lru_cache(maxsize=64)
+def linears(shape: Transformer) -> tuple[Linear, ...]:
+    """The linear layers of a block, in order: those of attention, then those of the MLP."""
+    h, f = shape.hidden, shape.ffn
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    if shape.has_one_qkv:
+        return (
+            Linear("c_attn", h, queries + 2 * keys), Linear("c_proj", queries, h, is_rowwise=True),
+            Linear("c_fc", h, f), Linear("c_proj", f, h, is_rowwise=True),
+        )  # fmt: skip
+    return (
+        Linear("q_proj", h, queries), Linear("k_proj", h, keys), Linear("v_proj", h, keys),
+        Linear("o_proj", queries, h, is_rowwise=True),
+        *([Linear("gate_proj", h, f)] if shape.is_gated else []),
+        Linear("up_proj", h, f), Linear("down_proj", f, h, is_rowwise=True),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model to plan for.
 
     Attributes:
-        parameters: All of them, one or more.
+        parameters: All of them, one or more, adapters too.
         shape: Its transformer. Where only the number was typed it is one of about that size.
         is_assumed: The shape was not given but derived from the number.
         config: As in its config.json, for an engine that makes the model; derived as well.
         has_shape: False of a live model of another kind: its number of parameters is known, and
             `shape` says nothing of it.
+        frozen: So many of the parameters have no gradient.
     """
 
     name: str
@@ -110,6 +187,17 @@ class ModelShape:
     is_assumed: bool = False
     config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     has_shape: bool = True
+    frozen: int = 0
+
+    @property
+    def lora(self) -> Lora | None:
+        """Its adapters, which are all that is trained; None of a model without."""
+        return self.shape.lora
+
+    @property
+    def trained(self) -> int:
+        """Parameters with a gradient."""
+        return self.parameters - self.frozen
 
     @property
     def block_parameters(self) -> float:
@@ -118,17 +206,50 @@ class ModelShape:
             return self.parameters / self.shape.layers
         return self.shape.block_parameters
 
+    def block_trained(self, tp: int = 1) -> float:
+        """Of one block the parameters with a gradient, on one of so many ranks that split it."""
+        if self.lora is not None:
+            return self.shape.adapters(tp)
+        return self.block_parameters * (self.trained / self.parameters) / tp
+
+    @property
+    def packed(self) -> float:
+        """Numbers of a block that are stored in 4 bits: the matrices of its linear layers.
+
+        bitsandbytes leaves biases, norms, the embedding and the head as they are. Of an assumed
+        shape all that is frozen is counted so.
+        """
+        if self.lora is None or not self.lora.quant:
+            return 0
+        if self.is_assumed:
+            return self.frozen / self.shape.layers
+        return sum(layer.weights for layer in linears(self.shape))
+
+    def block_bytes(self, width: float) -> float:
+        """Of one block in which a number takes so many bytes, unless it is packed."""
+        return (self.block_parameters - self.packed) * width + self.packed / 2
+
+    def whole_bytes(self, width: float) -> float:
+        """The same of the whole model."""
+        packed = self.shape.layers * self.packed
+        return (self.parameters - packed) * width + packed / 2
+
     @property
     def root_parameters(self) -> float:
         """Of all that is in no block; 0 for an assumed shape."""
         return self.parameters - self.shape.layers * self.block_parameters
+
+    def stage_blocks(self, stages: int) -> float:
+        """Of the pipeline stage that has most; of an assumed shape, an equal part of all."""
+        each = self.shape.layers / stages
+        return each if self.is_assumed else math.ceil(each)
 
     def stage_parameters(self, stages: int) -> float:
         """Of the pipeline stage that has most: the first with the embedding, or the last."""
         if stages == 1 or self.is_assumed:
             return self.parameters / stages
         shape = self.shape
-        blocks = math.ceil(shape.layers / stages) * shape.block_parameters
+        blocks = self.stage_blocks(stages) * shape.block_parameters
         # A tied head is on the last stage as well.
         head = shape.head_parameters + (shape.vocab * shape.hidden if shape.is_tied else 0)
         return blocks + max(shape.embedding_parameters, head)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.errors import OptionError
 from nbdist.planner.devices import SAFE_SHARE, Device
+from nbdist.planner.lora import with_lora
 from nbdist.planner.models import ModelShape, model_of, of_config
 from nbdist.planner.workload import Workload
 from nbdist.strategy import options
@@ -34,6 +35,7 @@ class PlanRequest:
         nodes: Hosts of the ranks.
         keep_free: The part of a device's memory that is to stay free, "10%".
         is_search: All configurations, instead of a row for each strategy.
+        lora, targets, quant: As for lora.with_lora.
     """
 
     ranks: int | None = None
@@ -49,6 +51,9 @@ class PlanRequest:
     nodes: int | None = None
     keep_free: str | None = None
     is_search: bool = False
+    lora: int | None = None
+    targets: str | Sequence[str] | None = None
+    quant: str | None = None
 
     @property
     def safe_share(self) -> float:
@@ -86,6 +91,25 @@ class PlanRequest:
                 f"--{word} {typed} is no number above 0. It is {what}, such as {example}."
             )
         return value
+
+    def adapted(self, model: ModelShape, *, is_live: bool) -> ModelShape:
+        """The model with the adapters that were typed.
+
+        Raises:
+            OptionError: As with_lora; or the model is on the ranks, or has to be run.
+        """
+        if self.lora is not None and is_live:
+            raise OptionError(
+                f"--lora adds adapters to a model by its name, its number or a config, and "
+                f"{model.name} is on the ranks. Add them there with peft.get_peft_model, and plan "
+                "it without --lora."
+            )
+        if self.lora is not None and self.engine == "fake":
+            raise OptionError(
+                "--lora is counted by formulas. Leave --engine fake out, or make the model with "
+                "peft on the ranks and plan its variable."
+            )
+        return with_lora(model, self.lora, self.targets, self.quant)
 
     def check_search(self) -> None:
         """Refuse what a search has no use for.

@@ -19,6 +19,7 @@ from nbdist.planner.devices import SAFE_SHARE, Device
 from nbdist.planner.memory import Memory, memory_of
 from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import NO, RISKY, SAFE, Engine, Plan, PlanRow, row_of, verdict
+from nbdist.planner.step_time import flops_each
 from nbdist.planner.workload import Workload, check_load
 from nbdist.strategy import options as strategy_options
 from nbdist.strategy import validate
@@ -341,7 +342,8 @@ def _least_s(space: Space, choice: Strategy) -> float:
     rate = device.flops(choice.options.precision) * device.sustained
     if space.load.recipe and choice.options.precision == "fp32":
         rate = device.half_flops * device.sustained  # weights in bf16 compute in it
-    return 6 * tokens * shape.layers * shape.block_parameters / (rate * space.world_size)
+    each = flops_each(space.model, shape.block_parameters, space.model.block_trained())
+    return tokens * shape.layers * each / (rate * space.world_size)
 
 
 def _smallest(counted: Iterable[Candidate]) -> list[Candidate]:

@@ -16,7 +16,14 @@ from nbdist.planner.collective_time import latency_s, ring_bytes_per_s, ring_of
 from nbdist.planner.devices import Device
 from nbdist.planner.models import ModelShape
 from nbdist.planner.pipeline_time import makespan_s
-from nbdist.planner.workload import Workload, is_megatron, micro_batches, recipe_for, widths_of
+from nbdist.planner.workload import (
+    Widths,
+    Workload,
+    is_megatron,
+    micro_batches,
+    recipe_for,
+    widths_for,
+)
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.table import SentBytes
@@ -111,8 +118,7 @@ def samples(choice: Strategy, load: Workload) -> int:
 
 def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ...]:
     """What a rank sends in a step of the optimizer, with activations."""
-    recipe = recipe_for(choice, load)
-    widths = widths_of(choice, recipe)
+    widths = widths_for(model, choice, load)
     again = choice.options.accumulate
     tokens = load.batch * load.sequence
     shape, x = model.shape, widths.compute
@@ -126,8 +132,7 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
     result = []
     for sent in _sent_of(choice, load):
         if sent.what in {"parameters", "gradients"}:
-            width = widths.gathered if sent.what == "parameters" else widths.reduced
-            whole = footprint.model_message(choice, sent, model.parameters * width)
+            whole = footprint.model_message(choice, sent, _sent_bytes(model, choice, sent, widths))
             # Gradients wait for the last backward. What is gathered is gathered in each, but for
             # DeepSpeed below stage 3: there it is by the optimizer's step alone.
             in_each = choice.name != "deepspeed" or choice.options.stage == 3
@@ -153,6 +158,15 @@ def flows(model: ModelShape, choice: Strategy, load: Workload) -> tuple[Flow, ..
     return tuple(result)
 
 
+def _sent_bytes(model: ModelShape, choice: Strategy, sent: SentBytes, widths: Widths) -> float:
+    """Of the model that messages are about; what is frozen is sent only where it is split."""
+    if sent.what == "gradients":
+        return model.trained * widths.reduced
+    if {*sent.axes} & {*footprint.split_axes(choice, "parameters")}:
+        return model.whole_bytes(widths.gathered)
+    return model.trained * widths.gathered
+
+
 def _sent_of(choice: Strategy, load: Workload) -> Iterator[SentBytes]:
     """What the choice sends; the parts that Megatron sends between stages are gathered over tp."""
     for sent in footprint.sent_of(choice):
@@ -173,12 +187,21 @@ def model_flops(model: ModelShape, choice: Strategy, load: Workload) -> float:
     """Operations of all ranks in a step of the optimizer, without what is computed again.
 
     6 per parameter and token, and 12 for each layer, width and pair of tokens in attention.
-    Source: https://arxiv.org/abs/2204.02311, appendix B.
+    Source: https://arxiv.org/abs/2204.02311, appendix B. 4 of a parameter that is frozen beside
+    adapters: 2 are those of its gradient.
     """
     shape = model.shape
     width = shape.heads * shape.head_size
-    each = 6 * model.parameters + 12 * shape.layers * width * load.sequence
+    each = (
+        flops_each(model, model.parameters, model.trained)
+        + 12 * shape.layers * width * load.sequence
+    )
     return each * samples(choice, load) * load.sequence
+
+
+def flops_each(model: ModelShape, parameters: float, trained: float) -> float:
+    """Operations of products for each token, of parameters of which so many are trained."""
+    return 4 * parameters + 2 * trained if model.lora else 6 * parameters
 
 
 def time_of(
@@ -227,7 +250,7 @@ def _passes(
     model: ModelShape, choice: Strategy, load: Workload, rank: Rank
 ) -> tuple[Pass, Pass, Pass]:
     """Of one piece of the batch: a block, the head and the embedding."""
-    widths = widths_of(choice, recipe_for(choice, load))
+    widths = widths_for(model, choice, load)
     samples_each = load.batch / micro_batches(choice, load)
     tokens = samples_each * load.sequence / choice.degrees.cp
     block = block_pass(model.shape, choice, widths, samples_each, load.sequence, rank)
@@ -275,9 +298,9 @@ class _Step:
     def optimizer_s(self) -> float:
         """Everything is read, parameters and state are written; gradients are added up before."""
         recipe = recipe_for(self.choice, self.load)
-        shares = footprint.held_parts(self.choice, self.model.parameters, recipe)
+        shares = footprint.held_parts(self.choice, self.model.trained, recipe)
         degrees = self.choice.degrees
-        whole = self.model.parameters * recipe.gradients / (degrees.tp * degrees.pp)
+        whole = self.model.trained * recipe.gradients / (degrees.tp * degrees.pp)
         adding = 3 * whole * (self.passes * micro_batches(self.choice, self.load) - 1)
         moved = 2 * sum(shares.values()) - shares["gradients"] + adding
         return moved / self.rank.bytes_per_s
@@ -372,7 +395,8 @@ class _Step:
         passes, pieces = self.passes, micro_batches(self.choice, self.load)
         ahead = gather / passes / (1 if once else pieces + 1)
         back = 0.0 if once else ahead
-        root = self.model.root_parameters / self.model.parameters
+        width = widths_for(self.model, self.choice, self.load).gathered
+        root = self.model.root_parameters * width / self.model.whole_bytes(width)
         alone = root + (1 - root) / blocks
         waits = passes * ahead * alone + reduce * alone
         rest = 1 - alone

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError, no_such
+from nbdist.planner.models import ModelShape
 from nbdist.strategy import footprint
 from nbdist.strategy.choice import Strategy, steps_of
 from nbdist.strategy.footprint import Recipe
@@ -73,6 +74,7 @@ class Widths:
         cast: Of the copy that autocast makes of each parameter; 0 where it makes none.
         gathered: Of a parameter that is gathered from ranks.
         reduced: Of a gradient on the wire.
+        frozen: Of a parameter beside adapters, as it is stored; 0 where there are none.
     """
 
     compute: int
@@ -80,6 +82,7 @@ class Widths:
     cast: int
     gathered: int
     reduced: int
+    frozen: int = 0
 
 
 def recipe_for(choice: Strategy, load: Workload) -> Recipe:
@@ -116,6 +119,24 @@ def widths_of(choice: Strategy, recipe: Recipe) -> Widths:
     if {"fsdp", "fsdp1"} & {*steps_of(choice)}:
         return Widths(2, 2, 0, 2, 4)
     return Widths(2, 4, 2, 4, 2 if choice.options.hook in {"fp16", "bf16"} else 4)
+
+
+def widths_for(model: ModelShape, choice: Strategy, load: Workload) -> Widths:
+    """The same with what is frozen beside adapters: it flows on in the type that it is stored in.
+
+    That is what is computed in, as people load it, unless a recipe says what is stored. Adapters
+    are in fp32, as PEFT makes them (`autocast_adapter_dtype` of get_peft_model).
+    """
+    widths, lora = widths_of(choice, recipe_for(choice, load)), model.lora
+    if lora is None:
+        return widths
+    half = 4 if choice.options.precision == "fp32" else 2
+    frozen = lora.stored or (recipe_for(choice, load).parameters if load.recipe else half)
+    if frozen == 4:
+        return replace(widths, frozen=4)
+    is_gathered = {"fsdp", "fsdp1"} & {*steps_of(choice)}
+    gathered = 2 if is_gathered else widths.gathered
+    return replace(widths, compute=2, residual=2, gathered=gathered, frozen=2)
 
 
 def check_load(load: Workload) -> None:

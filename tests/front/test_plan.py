@@ -38,6 +38,14 @@ _MISTAKES = {
     "%dist_plan 7e9 --ranks 12 --nodes 5": "12 ranks cannot be spread evenly over 5 hosts. Use",
     "%dist_plan 7e9 --keep-free 10": "--keep-free 10 is no percent from 0 up to, but not, 100",
     "%dist_plan 7e9 --check --search": "leave --search out",
+    "%dist_plan 7e9 --check --lora 16": "leave --lora out",
+    "%dist_plan 7e9 --lora 0": "'0' is not a rank of adapters (1 or more)",
+    "%dist_plan 7e9 --lora -4": "'-4' is not a rank of adapters",
+    "%dist_plan 7e9 --lora 5000": "--lora 5000 is more than q_proj has: it is 4224 x 4224",
+    "%dist_plan gpt2 --lora 8 --targets q_proj": "Choose one of c_attn, c_proj, c_fc, all-linear",
+    "%dist_plan 7e9 --targets q_proj": "Type --lora 16 too",
+    "%dist_plan 7e9 --lora 8 --quant 3bit": "Choose one of 4bit, 4bit-double",
+    "%dist_plan 7e9 --quant 4bit": "numbers of 4 bits cannot be trained",
     "%dist_plan 7e9 --memory 24GB --search": "the speed of another device is not known",
 }
 

@@ -77,7 +77,7 @@ _TINY_GPT: dict[str, Any] = {
     "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 _HEADS: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256}
-_FORMS: dict[str, Callable[[int], PretrainedConfig]] = {
+FORMS: dict[str, Callable[[int], PretrainedConfig]] = {
     "llama": lambda layers: LlamaConfig(**_TINY, num_hidden_layers=layers),
     "qwen3": lambda layers: Qwen3Config(**_TINY, **_HEADS, num_hidden_layers=layers),
     "gpt2": lambda layers: GPT2Config(**_TINY_GPT, n_layer=layers),
@@ -85,7 +85,7 @@ _FORMS: dict[str, Callable[[int], PretrainedConfig]] = {
         **_TINY_GPT, n_layer=layers, activation_function="gelu"
     ),
 }
-_BATCH, _TOKENS = 2, 256
+BATCH, TOKENS = 2, 256
 # How it is trained -> type of the weights, and bytes of numbers.
 _WAYS = {
     "fp32": (torch.float32, Widths(4, 4, 0, 4, 4)),
@@ -97,6 +97,11 @@ _WAYS = {
 def kept_bytes(config: PretrainedConfig, way: str) -> int:
     """Bytes that autograd keeps for the backward of a step, without what the model holds."""
     model = AutoModelForCausalLM.from_config(config, dtype=_WAYS[way][0])
+    return kept_by(model, is_autocast=way == "autocast")
+
+
+def kept_by(model: nn.Module, *, is_autocast: bool) -> int:
+    """The same of a model that is there."""
     own_pointers = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}  # holding them: addresses are not used again
 
@@ -106,10 +111,10 @@ def kept_bytes(config: PretrainedConfig, way: str) -> int:
             storages[memory.data_ptr()] = memory
         return tensor
 
-    ids = torch.zeros(_BATCH, _TOKENS, dtype=torch.long)
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
     ):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     assert loss.requires_grad
@@ -117,15 +122,15 @@ def kept_bytes(config: PretrainedConfig, way: str) -> int:
 
 
 @pytest.mark.parametrize("way", _WAYS)
-@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_activations_of_a_block_are_what_autograd_keeps(form: str, way: str) -> None:
     """To within 2 %: a model of three blocks against one of two; statistics come on top."""
-    shape = model_of(_FORMS[form](2).to_dict()).shape
+    shape = model_of(FORMS[form](2).to_dict()).shape
     widths = _WAYS[way][1]
 
-    more = kept_bytes(_FORMS[form](3), way) - kept_bytes(_FORMS[form](2), way)
+    more = kept_bytes(FORMS[form](3), way) - kept_bytes(FORMS[form](2), way)
 
-    planned = block_bytes(shape, Workload(_BATCH, _TOKENS), widths, choose("single", {}, 1))
+    planned = block_bytes(shape, Workload(BATCH, TOKENS), widths, choose("single", {}, 1))
     assert more == pytest.approx(planned + widths.cast * shape.block_parameters, rel=0.02)
 
 

@@ -20,6 +20,7 @@ from nbdist.planner.fake import pickle_by_value
 from nbdist.planner.fake.models import PickledModel, is_language_model
 from nbdist.planner.fake_protocol import Source
 from nbdist.planner.live_model import LiveModel, ParameterKind
+from nbdist.planner.models import Lora
 from nbdist.planner.workload import OPTIMIZERS
 from nbdist.rpc.rank import namespace
 
@@ -82,6 +83,7 @@ def describe(
             inputs=tuple(f"{tuple(t.shape)} {_word(t.dtype)}" for t in shown),
             inputs_shape=tuple(shown[0].shape) if shown else (),
             is_language_model=is_language_model(base),
+            lora=_lora(base),
             is_prepared=prepared is not None,
             digest=_digest(base, names, tensors),
             source=source,
@@ -169,6 +171,18 @@ def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[ParameterKind, ...]:
         size_bytes = kind.size_bytes + parameter.numel() * parameter.element_size()
         kinds[key] = ParameterKind(*key, kind.count + parameter.numel(), size_bytes)
     return tuple(kinds.values())
+
+
+def _lora(base: torch.nn.Module) -> Lora | None:
+    """The adapters of a model that PEFT has made with those of one kind, by its own config."""
+    configs = getattr(base, "peft_config", None)
+    if not isinstance(configs, Mapping) or len(configs) != 1:
+        return None
+    [config] = configs.values()
+    rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
+    if not isinstance(rank, int) or not isinstance(targets, set | list | tuple):
+        return None
+    return Lora(rank, tuple(sorted(targets)))
 
 
 def _blocks(base: torch.nn.Module) -> str:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from nbdist.core.view import View, folded, lines_html, table
 from nbdist.planner.advice import Advice, percent
+from nbdist.planner.lora import described
 from nbdist.planner.memory import FORMULAS, Memory
+from nbdist.planner.models import ModelShape
 from nbdist.planner.plan import NO, Plan, PlanRow
 from nbdist.planner.view.rules_view import shown_rules
 from nbdist.planner.view.time_view import seconds, shown_time
+from nbdist.planner.workload import widths_for
 from nbdist.strategy.degrees import ranks
 from nbdist.strategy.footprint import RECIPES
 
@@ -106,12 +109,13 @@ def heading(plan: Plan) -> list[str]:
         first,
         *plan.live,
         f"{batch}, {load.optimizer}",
-        *([_counts(model.parameters)] if model.parameters >= _SMALL else []),
+        *(_frozen(plan) if model.lora else [_counts(model)] if model.parameters >= _SMALL else []),
     ]
     recipes: dict[str, list[str]] = {}
     for row in plan.rows:
         if row.recipe is not None:
-            name = f"{row.recipe.total} B per parameter: {row.recipe.name}"
+            trained = "trained " if model.lora else ""
+            name = f"{row.recipe.total} B per {trained}parameter: {row.recipe.name}"
             recipes.setdefault(name, []).append(row.typed)
     for name, names in recipes.items():
         some = names if len(names) <= 3 else names[:2]
@@ -121,9 +125,16 @@ def heading(plan: Plan) -> list[str]:
     return lines + [f"Assumed: {', '.join(plan.assumed)}"] * bool(plan.assumed)
 
 
-def _counts(parameters: int) -> str:
+def _frozen(plan: Plan) -> list[str]:
+    """What adapters are beside, as the rows store it."""
+    choices = [row.choice for row in plan.rows if row.choice]
+    stored = {widths_for(plan.model, choice, plan.load).frozen for choice in choices}
+    return described(plan.model, max(stored, default=2))
+
+
+def _counts(model: ModelShape) -> str:
     """What the number alone would hide: each recipe beside its sum."""
-    short, full = RECIPES["bf16"], RECIPES["mixed"]
+    short, full, parameters = RECIPES["bf16"], RECIPES["mixed"], model.parameters
     return (
         f"unsharded: parameters {_gb(4 * parameters)} GB in fp32, {_gb(2 * parameters)} GB in "
         f"bf16; with gradients and Adam {_gb(full.total * parameters)} GB ({full.total} B: fp32, "
