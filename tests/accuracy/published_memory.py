@@ -60,6 +60,8 @@ SOURCES = {
     "torchtitan H100": "[torchtitan, H100 with 96 GB]"
     f"({_TITAN}/benchmarks/llama3_h100_202412_torchtitan.md)",
     "FSDP": "[FSDP's paper](https://arxiv.org/abs/2304.11277), sections 5.2, 5.4",
+    "fsdp_qlora": "[fsdp_qlora, 2 x 24 GB]"
+    "(https://github.com/AnswerDotAI/fsdp_qlora/blob/main/benchmarks_03_2024.md)",
     "SimuMax": f"[SimuMax, 8 B200]({_SIMUMAX}/docs/b200/b200_release_v1.2_summary.md)",
 }
 
@@ -85,6 +87,16 @@ _SHARED = {"strategy": "tp", "ranks": 8, "gpu": "b200", "seq": 4096, "accumulate
 _COPIES = {"strategy": "ddp", "ranks": 8, "gpu": "a100-80gb", "seq": 512, "batch": 8,
            "precision": "fp32"}  # fmt: skip
 _SHARDS = {"strategy": "fsdp1", "gpu": "a100-80gb", "bf16": True, "checkpoint": "full"}
+# train.py's defaults: r 64 on all linear layers, everything but 4-bit weights in bf16. Measured is
+# what torch had reserved at most, which fragments are part of.
+_ADAPTED = {"ranks": 2, "memory": "24GB", "bf16": True, "recipe": "bf16", "checkpoint": "full",
+            "lora": 64, "targets": "all-linear"}  # fmt: skip
+
+
+def _adapted(strategy: str, batch: int, **more: Any) -> dict[str, Any]:
+    return {**_ADAPTED, "strategy": strategy, "batch": batch, **more}
+
+
 _FEWER = _tuned(strategy="fsdp1", shard="grad-op", batch=11)
 CASES = (
     MemoryCase("accelerate", "gpt2-large", FITS, _tuned(strategy="ddp", batch=7)),
@@ -107,8 +119,17 @@ CASES = (
     MemoryCase("torchtitan H100", "llama-3-8b", 67.0, _titan(128, 8192, 2, checkpoint="selective")),
     MemoryCase("SimuMax", _cut("llama-3-70b", 12), 28.29, _SHARED),
     MemoryCase("SimuMax", _cut("llama-3.1-405b", 4), 38.57, _SHARED),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 16.14, _adapted("fsdp", 4)),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 21.35, _adapted("fsdp", 6)),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 22.04, _adapted("ddp", 4)),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 4.98, _adapted("fsdp", 1, seq=512, quant="4bit")),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 5.21, _adapted("fsdp", 1, quant="4bit")),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 11.22, _adapted("fsdp", 4, quant="4bit")),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 20.97, _adapted("fsdp", 10, quant="4bit")),
+    MemoryCase("fsdp_qlora", "llama-2-7b", 20.94, _adapted("ddp", 8, quant="4bit")),
 )  # fmt: skip
-_SHOWN = ("strategy", "shard", "checkpoint", "ranks", "batch", "seq", "precision")
+_SHOWN = ("strategy", "shard", "checkpoint", "ranks", "batch", "seq", "precision", "lora",
+          "targets", "quant")  # fmt: skip
 
 
 def text() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from nbdist.planner.block_time import Speeds
 from nbdist.planner.devices import DEVICES, Device
+from nbdist.planner.lora import with_lora
 from nbdist.planner.models import CONFIGS, ModelShape, of_config
 from nbdist.planner.plan import as_copies
 from nbdist.planner.step_time import SPEEDS, Time, time_of
@@ -22,7 +23,7 @@ from nbdist.strategy.choose import choose
 
 FILES = Path(__file__).with_name("published")
 VTRAIN, FOUNDRY = "vTrain", "llm-foundry"
-MEGATRON, TITAN, SIMUMAX = "Megatron", "torchtitan", "SimuMax"
+MEGATRON, TITAN, SIMUMAX, QLORA = "Megatron", "torchtitan", "SimuMax", "fsdp_qlora"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,34 @@ def simumax() -> Iterator[Step]:
             SIMUMAX, model.name, f"tp {tp} x dp {dp} x pp {pp}, {pieces} micro-batches", model,
             *megatron_choice(8, pieces * dp, 1, 4096, tp, pp, {}),
             DEVICES["b200"], ms / 1e3,
+        )  # fmt: skip
+
+
+# Model, GPU, GPUs, batch of each, 4 bits, strategy, and seconds of 1,024 samples of 2,048 tokens:
+# benchmarks_03_2024.md of https://github.com/AnswerDotAI/fsdp_qlora, r 64 on all linear layers and
+# full checkpointing. Left out: what is offloaded, GPUs that no data sheet here has, and two 3090 at
+# 280 W on slow PCIe lanes.
+_QLORA = (
+    ("llama-2-7b", "rtx-4090", 2, 4, None, "ddp", 437),
+    ("llama-2-7b", "rtx-4090", 2, 6, None, "fsdp", 481),
+    ("llama-2-7b", "rtx-4090", 2, 8, "4bit", "ddp", 450),
+    ("llama-2-7b", "rtx-4090", 2, 10, "4bit", "fsdp", 466),
+    ("llama-2-70b", "a100-40gb", 2, 1, "4bit", "fsdp", 3277),
+    ("llama-2-70b", "a100-40gb", 4, 4, "4bit", "fsdp", 1266),
+    ("llama-2-70b", "a100-40gb", 8, 4, "4bit", "fsdp", 672),
+    ("llama-2-70b", "h100", 4, 8, "4bit", "fsdp", 667),
+)
+
+
+def qlora() -> Iterator[Step]:
+    """LoRA and QLoRA, as Answer.AI measured them."""
+    for name, gpu, gpus, batch, quant, strategy, run_s in _QLORA:
+        model = with_lora(of_config(CONFIGS[name], name), 64, "all-linear", quant)
+        words = {"bf16": True, "checkpoint": "full"}
+        yield Step(
+            QLORA, name, f"{gpus} {gpu}, {strategy}, batch {batch}, {quant or 'bf16'}", model,
+            choose(strategy, words, gpus), Workload(batch, 2048, recipe="bf16"), DEVICES[gpu],
+            run_s / 1024 * batch * gpus,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _HEAD = (
 )  # fmt: skip
 _SINGLE = (
     ("Megatron's tables", steps.megatron), ("torchtitan", steps.torchtitan),
-    ("SimuMax's B200", steps.simumax),
+    ("SimuMax's B200", steps.simumax), (steps.QLORA, steps.qlora),
 )  # fmt: skip
 
 

@@ -222,3 +222,66 @@ def test_what_cannot_be_checked(ranks: Kernel, line: str) -> None:
 def test_without_ranks(bare_kernel: Kernel) -> None:
     bare_kernel.run("%load_ext nbdist")
     bare_kernel.run("%dist_plan net --check").check_failure("NotRunning")
+
+
+# LoRA
+
+_CONFIG = """dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=320, vocab_size=200, num_hidden_layers=2)"""
+_ADAPTED = f"""%%distributed
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+planned_lora = get_peft_model(
+    AutoModelForCausalLM.from_config(LlamaConfig(**{_CONFIG})),
+    LoraConfig(r=8, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"))
+planned_lora_opt = torch.optim.AdamW(planned_lora.parameters(), lr=1e-3)
+planned_lora, planned_lora_opt = accelerator.prepare(planned_lora, planned_lora_opt)
+"""
+_BESIDE = f"""import nbdist
+words = dict(batch=2, seq=64, memory="24GB", precision="fp32")
+live = nbdist.plan("planned_lora", **words).plan
+typed = nbdist.plan({_CONFIG}, lora=8, targets="q_proj,v_proj,o_proj", ranks=2, **words).plan
+def states(plan, *names):
+    rows = [row for row in plan.rows if row.typed in names]
+    what = ("parameters", "gradients", "optimizer")[len(names) == 1:]
+    return [tuple(getattr(row.memory, each) for each in what) for row in rows]
+same = ("single", "ddp", "fsdp", "fsdp --shard grad-op")
+(states(live, *same) == states(typed, *same), states(live, "tp") == states(typed, "tp"),
+ len(states(live, *same)), states(typed, "ddp"),
+ [row.sent_bytes for row in live.rows] == [row.sent_bytes for row in typed.rows],
+ live.model.parameters == typed.model.parameters, live.model.lora.targets)
+"""
+# r 8 on q 128 x 128, v 128 x 64 and out 128 x 128, in two blocks of 4 bytes each.
+_TRAINED = 4 * 2 * 8 * (256 + 192 + 256)
+
+
+@pytest.fixture(scope="module", name="adapted")
+def _adapted(ranks: Kernel) -> Kernel:
+    made = ranks.run(_ADAPTED, 120.0)
+    assert made.status == "ok", made.visible
+    return ranks
+
+
+def test_adapters_on_the_ranks_and_as_typed(adapted: Kernel) -> None:
+    """A model that PEFT has made, and its config with --lora: to the byte.
+
+    tp leaves norms whole, which formulas do not know; what is trained is the same.
+    """
+    beside = adapted.run(_BESIDE, 120.0)
+
+    assert " ".join(beside.plain[-1].split()) == (
+        f"(True, True, 4, [({_TRAINED}.0, {2 * _TRAINED}.0)], True, True, "
+        "('o_proj', 'q_proj', 'v_proj'))"
+    )
+
+
+def test_a_step_with_adapters(adapted: Kernel) -> None:
+    """States as they are measured, and nothing of what is frozen in gradients."""
+    cell = adapted.run("%dist_plan planned_lora --check --batch 2 --seq 64", 120.0)
+    rows = checked(cell.plain[-1])
+
+    assert cell.status == "ok", cell.visible
+    for what in ("parameters", "gradients", "optimizer"):
+        assert rows[what][0] == rows[what][1] > 0
+    assert rows["gradients"][1] == pytest.approx(_TRAINED / 1e6, abs=0.01)
+    assert rows["peak"][0] == pytest.approx(rows["peak"][1], rel=0.05)

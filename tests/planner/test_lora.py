@@ -123,7 +123,7 @@ def test_what_qlora_says_of_its_sizes() -> None:
 
 
 def test_70_billion_in_4_bits() -> None:
-    """35 GB are the packed numbers alone; scales, embedding and head make it 39.5."""
+    """35 GB are the packed numbers alone; scales, embedding and head make it 39.6."""
     view = shown("70B", lora=16, quant="4bit", ranks=1, gpu="a100", checkpoint="full")
     llama = shown("llama-2-70b", lora=16, quant="4bit", ranks=1, gpu="a100", checkpoint="full")
 

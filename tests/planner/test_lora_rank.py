@@ -134,6 +134,7 @@ _TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp", "fsdp --shard grad-op"])
 def test_a_plan_of_a_config_is_that_of_the_model_that_peft_has_made(
@@ -150,12 +151,14 @@ def test_a_plan_of_a_config_is_that_of_the_model_that_peft_has_made(
     )
     adapted = get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM"))
     live = describe_model.describe("model", adapted, None, {})
-    run = answer(FakeRequest(live.source, choice, load), live.source).memory
+    counted = answer(FakeRequest(live.source, choice, load), live.source)
+    run = counted.memory
     typed = with_lora(of_config(_TINY), 8, None, None)
     planned = memory_of(typed, choice, load)
     alike = shape_of(live)
 
     assert run is not None
+    assert not counted.problem
     assert (run.parameters, run.gradients, run.optimizer) == (
         planned.parameters, planned.gradients, planned.optimizer,
     )  # fmt: skip
