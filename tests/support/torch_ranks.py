@@ -259,9 +259,11 @@ class TorchRanks:
             )
 
 
-def run_ranks(folder: Path, size: int, text: str, **env: str) -> list[dict[str, Any]]:
+def run_ranks(
+    folder: Path, size: int, text: str, limit_s: float = LIMIT_S, **env: str
+) -> list[dict[str, Any]]:
     """What ranks have ended with that ran a text, as `TorchRanks` has it."""
-    with TorchRanks(folder, size, text, **env) as ranks:
+    with TorchRanks(folder, size, text, limit_s=limit_s, **env) as ranks:
         return ranks.results()
 
 
