@@ -102,10 +102,10 @@ def _targets(layers: Sequence[Linear], typed: str | Sequence[str] | None) -> tup
     if typed is None:
         return tuple(name for name in names if name in USUAL)
     words = typed.split(",") if isinstance(typed, str) else typed
-    wanted = tuple(dict.fromkeys(str(word).strip() for word in words))
+    wanted = tuple(dict.fromkeys(text for word in words if (text := str(word).strip())))
     if wanted == (ALL,):
         return names
-    for word in wanted:
+    for word in wanted or ("''",):
         if word not in names:
             raise no_such("--targets", word, (*names, ALL))
     return wanted
@@ -188,8 +188,13 @@ def held_parts(
     if choice.name == "fsdp1":
         shares |= {what: trained * getattr(recipe, what) for what in shares}
     split = footprint.axes_size(choice, footprint.split_axes(choice, "parameters"))
-    shares["parameters"] += frozen * stages / split + blocks * scales_bytes(model)
+    shares["parameters"] += frozen * stages / split + stage_scales(model, stages)
     return shares
+
+
+def stage_scales(model: ModelShape, stages: int) -> float:
+    """Bytes of scales of the pipeline stage that has most; they stay on the device."""
+    return model.stage_blocks(stages) * scales_bytes(model)
 
 
 def described(model: ModelShape, stored: int) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from nbdist.errors import OptionError
 from nbdist.planner.activations import activations, block_bytes, logits_bytes
-from nbdist.planner.lora import check_strategy, dequantized_bytes, held_parts
+from nbdist.planner.lora import check_strategy, dequantized_bytes, held_parts, stage_scales
 from nbdist.planner.models import ModelShape
 from nbdist.planner.workload import (
     OPTIMIZERS,
@@ -135,6 +135,9 @@ def memory_of(model: ModelShape, choice: Strategy, load: Workload) -> Memory:
     where = "disk" if choice.options.offload == "nvme" else "host"
     rest: dict[str, float] = dict.fromkeys((*moved, "step"), 0.0)
     rest[where] = sum(getattr(memory, what) for what in moved)
+    if "parameters" in moved:
+        rest["parameters"] = stage_scales(model, choice.degrees.pp)
+        rest[where] -= rest["parameters"]
     return replace(memory, **rest)  # type: ignore[arg-type]  # names of numbers
 
 

@@ -127,9 +127,11 @@ CASES = (
     MemoryCase("fsdp_qlora", "llama-2-7b", 11.22, _adapted("fsdp", 4, quant="4bit")),
     MemoryCase("fsdp_qlora", "llama-2-7b", 20.97, _adapted("fsdp", 10, quant="4bit")),
     MemoryCase("fsdp_qlora", "llama-2-7b", 20.94, _adapted("ddp", 8, quant="4bit")),
+    MemoryCase("fsdp_qlora", "llama-2-70b", 14.92,
+               _adapted("fsdp", 2, quant="4bit", offload="cpu")),
 )  # fmt: skip
-_SHOWN = ("strategy", "shard", "checkpoint", "ranks", "batch", "seq", "precision", "lora",
-          "targets", "quant")  # fmt: skip
+_SHOWN = ("strategy", "shard", "checkpoint", "offload", "ranks", "batch", "seq", "precision",
+          "lora", "targets", "quant")  # fmt: skip
 
 
 def text() -> str:

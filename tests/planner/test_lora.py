@@ -148,6 +148,7 @@ def test_what_is_split_and_what_is_sent() -> None:
 
     assert sharded.parameters == frozen / 4 + scales + 4 * 2 * ADAPTERS / 4
     assert sharded.gradients == 4 * 2 * ADAPTERS / 4
+    assert memory(model, "fsdp", offload="cpu").parameters == scales
     # An all-reduce; two all-gathers, of adapters in 2 bytes, and a reduce-scatter.
     assert rows["ddp"].sent_bytes == pytest.approx(2 * 7 / 8 * 4 * 2 * ADAPTERS)
     assert rows["fsdp"].sent_bytes == pytest.approx(
@@ -253,7 +254,7 @@ def test_4_bits_are_what_would_help() -> None:
     [
         ({"lora": 16, "targets": "q_porj"}, r"no --targets q_porj\. Did you mean q_proj\? Choose"),
         ({"lora": 16, "targets": "c_attn"}, "Choose one of q_proj, k_proj, v_proj, o_proj, gate_p"),
-        ({"lora": 16, "targets": ""}, "There is no --targets .*Choose one of"),
+        ({"lora": 16, "targets": " ,"}, "There is no --targets ''. Choose one of"),
         ({"lora": 16, "targets": ["q_proj", "lm_head"]}, "no --targets lm_head"),
         ({"lora": 0}, "--lora 0 is no rank. It is the r of the adapters, such as 16"),
         ({"lora": -4}, "--lora -4 is no rank"),
