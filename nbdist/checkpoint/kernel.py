@@ -44,13 +44,13 @@ SILENT_S = 300.0
 STOP_S = 3.0
 POLL_S = 0.05
 
-begin_save: RankFunction[[str, str, bool], SaveStarted] = RankFunction(
+begin_save: RankFunction[[str, str, bool, bool], SaveStarted] = RankFunction(
     "nbdist.checkpoint.rank.save:begin"
 )
 load_checkpoint: RankFunction[[str, bool], Loaded] = RankFunction(
     "nbdist.checkpoint.rank.load:load"
 )
-write_weights: RankFunction[[str, str, bool], ExportedWeights] = RankFunction(
+write_weights: RankFunction[[str, str, bool, str], ExportedWeights] = RankFunction(
     "nbdist.checkpoint.rank.export_weights:export_weights"
 )
 save_state: RankFunction[[str], Saving] = RankFunction("save_state")
@@ -84,7 +84,11 @@ class Checkpoints(CellHook):
         self._ended: list[str] = []
 
     def save(
-        self, path: str | os.PathLike[str], *, asynchronous: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        adapters_only: bool = False,
     ) -> Saved | SaveStarted:
         """Save models, optimizers and training state; what was written is read back and compared.
 
@@ -95,6 +99,7 @@ class Checkpoints(CellHook):
             path: A folder; relative to the notebook's. One that is a checkpoint is replaced.
             asynchronous: Return once everything is copied to the hosts' memory; the outcome is
                 shown at the next cell or verb, and by `wait`.
+            adapters_only: Of models save the adapters of PEFT alone.
 
         Raises:
             CheckpointError: It cannot be saved; what was at the path is unchanged.
@@ -111,7 +116,7 @@ class Checkpoints(CellHook):
             with progress.during("saving") as tell:
                 tell("the ranks agree on the contents")
                 replies: list[SaveStarted] = self._ranks.call_all(
-                    begin_save, str(target), token, asynchronous,
+                    begin_save, str(target), token, asynchronous, adapters_only,
                     deadline_s=BEGIN_S, is_collective=True,
                 )  # fmt: skip
         except BaseException as error:
@@ -324,7 +329,7 @@ class Checkpoints(CellHook):
 
 
 def export_weights(
-    ranks: Ranks, path: str | Path, model: str = "", *, is_merged: bool = False
+    ranks: Ranks, path: str | Path, model: str = "", *, is_merged: bool = False, adapter: str = ""
 ) -> ExportedWeights:
     """Write a model's weights into one safetensors file that transformers loads.
 
@@ -337,7 +342,8 @@ def export_weights(
         path: A file that ends in .safetensors, or a folder, which gets a `model.safetensors`, or
             an `adapter_model.safetensors`.
         model: A variable on the ranks, or a path from one; empty for the only model.
-        is_merged: Write the base model of adapters, with the active one merged into its weights.
+        is_merged: Write the base model of adapters, with one merged into its weights.
+        adapter: The one that is meant; empty for the active one.
 
     Raises:
         OptionError: There is no such model, or there are several; lists them.
@@ -350,7 +356,7 @@ def export_weights(
     try:
         with progress.of_ranks(ranks, "exporting", (0,)):
             replies: list[ExportedWeights] = ranks.call_all(
-                write_weights, model, str(target), is_merged,
+                write_weights, model, str(target), is_merged, adapter,
                 deadline_s=EXPORT_S, is_collective=True,
             )  # fmt: skip
     except KeyboardInterrupt as error:

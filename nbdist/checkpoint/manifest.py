@@ -21,6 +21,8 @@ from nbdist.strategy.choice import Strategy
 MANIFEST = "nbdist.json"
 # Raised when an older nbdist could not make sense of it. Fields with defaults can be added without.
 FORMAT = 1
+ADAPTERS = "adapters"
+"""In `Checkpoint.extra`, true where of models only the adapters of PEFT were saved."""
 _FORMAT_KEY = "nbdist_checkpoint"
 _MAX_NAMED = 3
 _PIECE_BYTES = 1 << 22

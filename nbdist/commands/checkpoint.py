@@ -16,21 +16,26 @@ def dist_save(values: Namespace) -> None:
     """Save a checkpoint, or a model's weights alone; its line of progress becomes the result."""
     path = path_of("%dist_save", values.path)
     if values.is_export:
-        if values.is_async:
-            raise OptionError("%dist_save: --export and --async cannot be combined; leave one out.")
-        exported = NOTEBOOK.session.export_weights(path, values.model, is_merged=values.is_merged)
+        if values.is_async or values.is_adapters:
+            typed = "--async" if values.is_async else "--adapters"
+            raise OptionError(
+                f"%dist_save: --export and {typed} cannot be combined; leave one out."
+            )
+        exported = NOTEBOOK.session.export_weights(
+            path, values.model, is_merged=values.is_merged, adapter=values.adapter
+        )
         writer = NOTEBOOK.session.topology.ranks[0].host
         host = "" if writer == socket.gethostname() else writer
         show(checkpoint_view.exported_view(exported, host))
         return
-    if values.model or values.is_merged:
-        typed = "--model" if values.model else "--merged"
+    flags = {"--model": values.model, "--merged": values.is_merged, "--adapter": values.adapter}
+    for typed in [flag for flag, value in flags.items() if value]:
         raise OptionError(
             f"%dist_save: {typed} is for --export; a checkpoint always holds every model in full. "
             "Leave it out."
         )
     checkpoints = NOTEBOOK.session.checkpoints
-    done = checkpoints.save(path, asynchronous=values.is_async)
+    done = checkpoints.save(path, asynchronous=values.is_async, adapters_only=values.is_adapters)
     show(checkpoint_view.saved_view(done, checkpoints.earlier_messages()))
 
 
@@ -75,6 +80,12 @@ VERBS = (
                 name="is_async",
             ),
             Option(
+                ("--adapters",),
+                "of models save the adapters of PEFT alone, with their training state",
+                None,
+                name="is_adapters",
+            ),
+            Option(
                 ("--export",),
                 "write only a model's weights, as a safetensors file that transformers loads; of a "
                 "PEFT model its adapter, as PEFT loads it",
@@ -86,6 +97,12 @@ VERBS = (
                 "with --export: merge the PEFT adapter into the weights of its base model",
                 None,
                 name="is_merged",
+            ),
+            Option(
+                ("--adapter",),
+                "with --export: the PEFT adapter that is meant (default: the active one)",
+                default="",
+                metavar="NAME",
             ),
             Option(
                 ("--model",),

@@ -257,11 +257,14 @@ def _of_strategy(values: Namespace) -> Magic:
 def _of_save(values: Namespace) -> Magic:
     path = _literal("%dist_save", values.path)
     if values.is_export:
-        options = {"model": values.model, "is_merged": values.is_merged}
+        options = {
+            "model": values.model, "is_merged": values.is_merged, "adapter": values.adapter
+        }  # fmt: skip
         typed = tuple((word, value) for word, value in options.items() if value)
         return Magic(call=RankCall("export_weights", path, typed))
-    beside = (("asynchronous", True),) if values.is_async else ()
-    return Magic(call=RankCall("save", path, beside))
+    flags = {"asynchronous": values.is_async, "adapters_only": values.is_adapters}
+    typed = tuple((word, True) for word, is_given in flags.items() if is_given)
+    return Magic(call=RankCall("save", path, typed))
 
 
 def _of_load(values: Namespace) -> Magic:

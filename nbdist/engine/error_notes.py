@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 _MISFIT = re.compile(
     r"size of tensor|shapes cannot be multiplied|size mismatch|got mixed torch.Tensor and DTensor"
 )
+
+
+_NO_TARGET = re.compile(r"Target modules .* not found in the base model")  # PEFT 0.21
 
 
 def install(shell: Any) -> None:
@@ -35,12 +39,28 @@ def install(shell: Any) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """A sentence from what this rank's prepared models are; "" for an error of another kind."""
+    """A sentence from what models of this rank are; "" for an error of another kind."""
+    if _NO_TARGET.match(str(error)):
+        return _targets(error)
     # Not imported for this: accelerate comes with it.
     registry = sys.modules.get("nbdist.parallel.registry")
     models: Iterable[Prepared] = () if registry is None else registry.prepared()
     notes = (find(model, error) for model in models for find in (_stage, _added))
     return next(filter(None, notes), "")
+
+
+def _targets(error: BaseException) -> str:
+    """The names of layers that adapters can be on, of the model that PEFT was given."""
+    models = [
+        value
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        for value in frame.f_locals.values()
+        if isinstance(value, torch.nn.Module)
+    ]
+    layers = (path for model in models[-1:] for path, each in model.named_modules()
+              if isinstance(each, torch.nn.Linear | torch.nn.Embedding))  # fmt: skip
+    names = dict.fromkeys(path.rpartition(".")[2] for path in layers)
+    return f"Linear layers and embeddings in it are called: {', '.join(names)}" if names else ""
 
 
 def _stage(model: Prepared, error: BaseException) -> str:

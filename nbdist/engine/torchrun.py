@@ -59,13 +59,20 @@ class ScriptRank:
         _tell(f"switched to {described(report.after)}", *report.stale, *report.notes)
         return report
 
-    def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        asynchronous: bool = False,
+        adapters_only: bool = False,
+    ) -> None:
         """Save models, optimizers and training state as %dist_save does, for %dist_load too.
 
         Args:
             path: A folder that all ranks see; a checkpoint that is there is replaced.
             asynchronous: Go on training while it is written; `wait`, and the next save or load,
                 wait for its end. Call `wait` at the end of the script.
+            adapters_only: Of models save the adapters of PEFT alone.
 
         Raises:
             CheckpointError, NbdistError: It cannot be saved; what was there is unchanged.
@@ -73,7 +80,7 @@ class ScriptRank:
         self.wait()
         target = str(folder.resolve(path))
         token = all_gather_object(uuid.uuid4().hex)[0]
-        checkpoint_save.begin(target, token, asynchronous)
+        checkpoint_save.begin(target, token, asynchronous, adapters_only)
         self._token = token
         if not asynchronous:
             self.wait()
@@ -104,14 +111,19 @@ class ScriptRank:
         return loaded
 
     def export_weights(
-        self, path: str | os.PathLike[str], model: str = "", *, is_merged: bool = False
+        self,
+        path: str | os.PathLike[str],
+        model: str = "",
+        *,
+        is_merged: bool = False,
+        adapter: str = "",
     ) -> ExportedWeights:
         """Write a model's weights alone, as %dist_save --export does.
 
         Raises:
             OptionError, CheckpointError, NbdistError: As checkpoint.rank.export_weights.
         """
-        written = export_weights(model, str(folder.resolve(path)), is_merged)
+        written = export_weights(model, str(folder.resolve(path)), is_merged, adapter)
         _tell(f"{written.path} written: the weights of {written.model}")
         return written
 

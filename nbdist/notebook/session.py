@@ -396,19 +396,25 @@ class Session(CellRanks):
         """The memory that was recorded last; before any recording, whose it is at this moment."""
         return self.memories.last_or_now()
 
-    def save(self, path: str | os.PathLike[str], asynchronous: bool = False) -> Saved | SaveStarted:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        asynchronous: bool = False,
+        *,
+        adapters_only: bool = False,
+    ) -> Saved | SaveStarted:
         """Save models, optimizers and training state; see checkpoint.kernel."""
-        return self.checkpoints.save(path, asynchronous=asynchronous)
+        return self.checkpoints.save(path, asynchronous=asynchronous, adapters_only=adapters_only)
 
     def load(self, path: str | os.PathLike[str], models_only: bool = False) -> Loaded:
         """Load a checkpoint into what is prepared; see checkpoint.kernel."""
         return self.checkpoints.load(path, models_only=models_only)
 
     def export_weights(
-        self, path: str | Path, model: str = "", *, is_merged: bool = False
+        self, path: str | Path, model: str = "", *, is_merged: bool = False, adapter: str = ""
     ) -> ExportedWeights:
         """Write a model's weights into one safetensors file; see checkpoint.kernel."""
-        return export_weights(self, path, model, is_merged=is_merged)
+        return export_weights(self, path, model, is_merged=is_merged, adapter=adapter)
 
     def check(self) -> ReplicaCheck:
         """Compare the models of all ranks, and look for NaN and inf; see lints.kernel.replicas."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from nbdist.errors import OptionError
 from nbdist.parallel import module_patches
 from nbdist.parallel.consensus import interrupts_held
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.pp.absent import absent
 from nbdist.parallel.same_inputs import watch_inputs
 from nbdist.parallel.tensors import like, local_of
@@ -75,6 +76,7 @@ def plan(job: ModelBuild) -> Built:
             f"{lazy[0]} has no shape before the model's first forward. Run it once on a small "
             "batch before prepare()."
         )
+    quantized.check(job)
     steps = load(steps_of(job.choice))
     layouts = {name: TensorLayout(tuple(tensors[name].shape)) for name in names}
     for step in steps:
@@ -192,6 +194,7 @@ def _to_meta(built: Built) -> dict[str, torch.Tensor]:
             continue
         empty = torch.empty(built.layouts[name].shape, dtype=tensor.dtype, device="meta")
         fresh = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        quantized.keep_constants(tensor, fresh)  # a plan asks for them
         for alias in names:
             _set(built.job.base, alias, fresh)
     return old
@@ -240,6 +243,7 @@ def _succeed(
         return old
     # Libraries and users mark parameters by attributes of theirs; `_is_param` is torch's.
     vars(fresh).update({key: mark for key, mark in vars(old).items() if key != "_is_param"})
+    quantized.keep_class(old, fresh)
     return fresh
 
 

@@ -17,6 +17,7 @@ from nbdist.errors import NbdistError, OptionError
 from nbdist.parallel import build, events, live_models, module_patches
 from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, zero1
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.mesh import ParallelMesh
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.registry import (
@@ -133,7 +134,10 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
         bound[optimizer] = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
-def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tuple[int, ...], str]]:
+Sketch = list[tuple[str, tuple[int, ...], str, str]]
+
+
+def _sketch(planned: list[build.Built], job: ModelBuild) -> Sketch:
     """Plan, and say what all ranks' models must have alike."""
     _refuse_sharded(job.base, job.choice)
     tensors = build.tensors_of(job.base)
@@ -145,7 +149,10 @@ def _sketch(planned: list[build.Built], job: ModelBuild) -> list[tuple[str, tupl
         )
     built = build.plan(job)
     planned.append(built)
-    return [(name, tuple(tensors[name].shape), str(tensors[name].dtype)) for name in built.names]
+    return [
+        (name, tuple(tensor.shape), str(tensor.dtype), quantized.constants(tensor))
+        for name, tensor in ((name, tensors[name]) for name in built.names)
+    ]
 
 
 def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
@@ -173,7 +180,7 @@ def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
         )
 
 
-def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
+def _compare(sketches: list[Sketch]) -> int:
     """Refuse ranks whose models differ; else how many numbers this rank has given."""
     for rank, sketch in enumerate(sketches):
         if sketch == sketches[0]:
@@ -181,6 +188,8 @@ def _compare(sketches: list[list[tuple[str, tuple[int, ...], str]]]) -> int:
         differing = set(sketch) ^ set(sketches[0])
         odd = next((tensor for tensor in (*sketch, *sketches[0]) if tensor in differing), None)
         detail = f"{odd[0]} {odd[1]} is on only one of them" if odd else "the order differs"
+        if odd and odd[3]:
+            detail = f"{odd[0]} was quantized from other weights"
         raise NbdistError(
             f"The model of rank {rank} differs from rank 0's: {detail}. Build the same model on "
             "every rank."

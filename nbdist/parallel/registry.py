@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from nbdist.core.rank import this_rank
 from nbdist.errors import NbdistError
 from nbdist.parallel.accelerator import guard
-from nbdist.parallel.build import Built
+from nbdist.parallel.build import Built, tensors_of
 from nbdist.parallel.consensus import all_or_none, world_size
 from nbdist.parallel.dp import fsdp1_state, zero1
 from nbdist.parallel.mesh import ParallelMesh, build_mesh
@@ -248,7 +248,9 @@ def owner_names(built: Built) -> dict[str, int]:
     """Who steps each parameter under zero1, by first name."""
     if "zero1" not in built.job.step_data:
         layouts = {name: built.layouts[name] for name in built.parameter_names}
-        built.job.step_data["zero1"] = zero1.owners(layouts, world_size())
+        tensors = tensors_of(built.job.base)  # it may only be planned yet
+        frozen = {name for name in layouts if not tensors[name].requires_grad}
+        built.job.step_data["zero1"] = zero1.owners(layouts, world_size(), frozen)
     owners: dict[str, int] = built.job.step_data["zero1"]
     return owners
 

@@ -88,7 +88,14 @@ TEXT = """
             ),
         }
 """
-CASES = [("ddp", "lora"), ("ddp", "dora"), ("fsdp", "dora"), ("fsdp", "bias"), ("pp", "lora")]
+CASES = [
+    ("ddp", "lora"),
+    ("ddp", "dora"),
+    ("fsdp", "dora"),
+    ("fsdp", "bias"),
+    ("pp", "lora"),
+    ("fsdp1", "lora"),
+]
 
 
 def test_an_adapter_is_what_peft_loads_alone_and_what_transformers_loads_merged(

@@ -611,6 +611,14 @@ def meaning_of(typed: str) -> Magic | None:
         ("dist_save a --async", Magic(call=RankCall("save", "a", (("asynchronous", True),)))),
         ("dist_load a --models-only", Magic(call=RankCall("load", "a", (("models_only", True),)))),
         (
+            "dist_save a --adapters",
+            Magic(call=RankCall("save", "a", (("adapters_only", True),))),
+        ),
+        (
+            "dist_save w --export --adapter poet",
+            Magic(call=RankCall("export_weights", "w", (("adapter", "poet"),))),
+        ),
+        (
             "dist_save w --export --model gpt",
             Magic(call=RankCall("export_weights", "w", (("model", "gpt"),))),
         ),

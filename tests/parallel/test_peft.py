@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from nbdist.engine import error_notes
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import split_sequence
+from nbdist.parallel.dp import zero1
 from nbdist.parallel.tp import tp
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -114,3 +116,22 @@ def test_a_call_of_peft_is_one_of_the_model_inside():
     assert "position_ids" in call.signature.parameters
     with pytest.raises(TypeError, match="words"):
         split_sequence.bind(adapted(), (x,), {"words": mask})
+
+
+def test_a_target_that_there_is_not_is_told_which_there_are():
+    """Behind PEFT's own words, from the model that it was given."""
+    with pytest.raises(ValueError, match="not found in the base model") as caught:
+        adapted(target_modules=["q_proj"])
+
+    sentence = "Linear layers and embeddings in it are called: wq, wk, wv, wo"
+    assert error_notes.explain(caught.value) == sentence
+
+
+def test_zero1_shares_out_what_is_trained():
+    """Frozen weights, which have no state, do not decide who has that of adapters."""
+    sizes = {"base.0": 1000, "base.1": 10, "a": 8, "b": 8, "c": 4, "d": 4}
+    layouts = {name: TensorLayout((size,)) for name, size in sizes.items()}
+    owners = zero1.owners(layouts, 2, frozen={"base.0", "base.1"})
+    loads = [sum(sizes[n] for n in "abcd" if owners[n] == rank) for rank in range(2)]
+
+    assert loads == [12, 12]

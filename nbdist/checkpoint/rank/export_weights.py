@@ -32,6 +32,7 @@ from nbdist.parallel import build, registry
 from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none, rank
 from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard import full_state, own_buffers
 from nbdist.parallel.reshard.own_buffers import RANK_0
@@ -109,13 +110,16 @@ class _Source:
         return made
 
 
-def export_weights(name: str, path: str, is_merged: bool = False) -> ExportedWeights:
+def export_weights(
+    name: str, path: str, is_merged: bool = False, adapter: str = ""
+) -> ExportedWeights:
     """Write a model's weights into one safetensors file. Collective: every rank.
 
     Args:
         name: A variable that is a model, or a path from one; empty for the only one.
         path: As for `export_model`.
         is_merged: As for `export_model`.
+        adapter: As for `export_model`.
 
     Returns:
         What was written; the same on every rank.
@@ -127,10 +131,12 @@ def export_weights(name: str, path: str, is_merged: bool = False) -> ExportedWei
     gc.collect()  # models of cells that were run again are not meant
     models: list[torch.nn.Module] = []
     all_or_none("Finding the model", lambda: models.append(_model(name)))
-    return export_model(models[0], Path(path), is_merged=is_merged)
+    return export_model(models[0], Path(path), is_merged=is_merged, adapter=adapter)
 
 
-def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False) -> ExportedWeights:
+def export_model(
+    model: torch.nn.Module, path: Path, *, is_merged: bool = False, adapter: str = ""
+) -> ExportedWeights:
     """Write the weights of a model object. Collective: every rank.
 
     Rank 0 writes, tensor by tensor, and has no more than a batch of them beside its own part;
@@ -142,6 +148,7 @@ def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False)
         path: Absolute. A file that ends in .safetensors, or the folder of a `model.safetensors`;
             of an `adapter_model.safetensors` for a model with adapters of PEFT.
         is_merged: Write the base model of these, with the adapter merged into its weights.
+        adapter: The one that is meant; empty for the active one.
 
     Raises:
         OptionError: It is only a part of a prepared model, or its adapter cannot be written so.
@@ -152,7 +159,7 @@ def export_model(model: torch.nn.Module, path: Path, *, is_merged: bool = False)
     began_s = time.monotonic()
     sources = [_source(model)]
     what = f"Exporting {sources[0].title}"
-    all_or_none(what, lambda: sources.append(_adapted(sources[0], is_merged)))
+    all_or_none(what, lambda: sources.append(_adapted(sources[0], is_merged, adapter)))
     source = sources[-1]
     target = safetensors.file_of(path, ADAPTER_FILE if source.adapter else FILE)
     what = f"Writing {target}"
@@ -265,9 +272,9 @@ def _source(model: torch.nn.Module) -> _Source:
     )
 
 
-def _adapted(source: _Source, is_merged: bool) -> _Source:
+def _adapted(source: _Source, is_merged: bool, name: str) -> _Source:
     """The same of an adapter, or of the model with it merged. This rank alone."""
-    adapter = peft_adapters.active_adapter(source.base)
+    adapter = peft_adapters.chosen_adapter(source.base, name)
     if not adapter:
         if is_merged:
             raise OptionError(
@@ -285,10 +292,8 @@ def _adapted(source: _Source, is_merged: bool) -> _Source:
             adapter=adapter,
         )
     made_of, make = peft_adapters.merged_names(source.base, adapter, firsts)
-    for name in make:
-        dtype = source.like(firsts[made_of[name][0]])[1]
-        if not dtype.is_floating_point:
-            raise OptionError(f"{name} is quantized ({dtype}), so nothing is merged into it.")
+    if packed := quantized.quantized_names(source.base):
+        raise OptionError(f"{packed[0]} is quantized, so nothing is merged into it.")
     return replace(
         source,
         base=peft_adapters.base_of(source.base),

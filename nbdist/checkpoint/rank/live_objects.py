@@ -14,12 +14,14 @@ import torch
 from torch.optim import Optimizer
 
 from nbdist.checkpoint.manifest import SavedModel, SavedOptimizer, SavedTensor
+from nbdist.checkpoint.rank import peft_adapters
 from nbdist.errors import CheckpointError
 from nbdist.parallel import registry
 from nbdist.parallel.accelerator import save_state
 from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none
 from nbdist.parallel.dp import fsdp, fsdp1_state
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard.common import OptimizerHandle, common_models, common_optimizers
 from nbdist.parallel.reshard.full_state import dtypes_of, full_optimizer_state, local_state
@@ -145,13 +147,16 @@ class LiveObjects:
     accelerators: list[Any]
 
 
-def find(what: str) -> LiveObjects:
+def find(what: str, *, is_adapters: bool = False) -> LiveObjects:
     """Find the models and optimizers of all ranks. Collective: every rank.
 
-    `what` is done, for messages: "Saving PATH".
+    Args:
+        what: It is done, for messages: "Saving PATH".
+        is_adapters: Of models take the adapters of PEFT alone.
 
     Raises:
         CheckpointError: No model is prepared, or it cannot be saved in parts.
+        OptionError: A model has no adapters.
         NbdistError: Ranks differ.
     """
     accelerators = accelerators_here()
@@ -165,6 +170,8 @@ def find(what: str) -> LiveObjects:
         save_state.agree(accelerator, is_collected=True)
     names = all_or_none(what, lambda: variable_names(common, steppers, accelerators))[0]
     models = [_model(*pair) for pair in zip(common, names[0], strict=True)]
+    narrow = _leave_adapters if is_adapters else _refuse_quantized
+    all_or_none(what, lambda: list(map(narrow, models)))
     model_names = {id(model.prepared): model.name for model in models}
     pairs = zip(steppers, names[1], strict=True)
     optimizers = [_prepared_optimizer(stepper, name, model_names) for stepper, name in pairs]
@@ -266,6 +273,29 @@ def _model(prepared: Prepared, name: str) -> CheckpointModel:
     )
     local = {first: values[first] for first in names if first in values}
     return CheckpointModel(name, prepared, names, dtypes_of(prepared), local)
+
+
+def _refuse_quantized(model: CheckpointModel) -> None:
+    if packed := quantized.quantized_names(model.prepared.base):
+        raise CheckpointError(
+            f"{packed[0]} has 4-bit weights, whose constants a checkpoint does not hold. Save the "
+            "adapters alone: %dist_save PATH --adapters."
+        )
+
+
+def _leave_adapters(model: CheckpointModel) -> None:
+    """Leave of what is saved of a model what its adapters train. This rank alone."""
+    base, layouts = model.prepared.base, model.prepared.layouts
+    empty = {
+        alias: torch.empty(layouts[first].shape, dtype=model.dtypes[first], device="meta")
+        for first, names in model.names.items()
+        for alias in names
+    }
+    adapters = peft_adapters.names_in_state(base, empty)
+    model.names = {
+        first: names for first, names in model.names.items() if adapters.intersection(names)
+    }
+    model.local = {first: value for first, value in model.local.items() if first in model.names}
 
 
 def _prepared_optimizer(

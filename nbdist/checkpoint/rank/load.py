@@ -75,7 +75,7 @@ def load(path: str, is_models_only: bool = False) -> Loaded:
     all_or_none(what, lambda: rank() == 0 and checkpoint_folder.recover(folder))
     saved = _manifest(what, folder)
     with same_random(), progress.during("loading"):
-        live = find(what)
+        live = find(what, is_adapters=bool(saved.extra.get(manifest.ADAPTERS)))
         all_or_none(what, lambda: _check_files(folder, saved))
         if is_models_only:
             live.optimizers, live.accelerators = [], []

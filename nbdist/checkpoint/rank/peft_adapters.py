@@ -26,20 +26,25 @@ from nbdist.parallel import build
 _PREFIX = "base_model.model."
 
 
-def active_adapter(model: Any) -> str:
-    """The adapter that a model trains; empty for one without adapters. This rank alone.
+def chosen_adapter(model: Any, name: str) -> str:
+    """The adapter of this name, or else the one that a model trains. This rank alone.
+
+    Empty for a model without adapters, if none is named.
 
     Raises:
-        OptionError: There are several.
+        OptionError: There is none of this name, or several are active.
     """
-    if "peft" not in sys.modules or not getattr(model, "peft_config", None):
-        return ""
+    adapters = adapter_names(model)
+    if name and name not in adapters:
+        raise OptionError(f"There is no adapter {name}. There are: {', '.join(adapters) or 'none'}")
+    if name or not adapters:
+        return name
     active = model.active_adapters  # a method of models of transformers
     active = active() if callable(active) else active
     if len(active) != 1:
         raise OptionError(
             f"{len(active)} adapters are active: {', '.join(active)}. Choose the one to export: "
-            "model.set_adapter(NAME)."
+            "--adapter NAME."
         )
     return str(active[0])
 
@@ -58,7 +63,12 @@ def stored_names(model: Any, adapter: str, state: Mapping[str, torch.Tensor]) ->
     from peft import PeftModel, get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
-    stored = get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
+    # PEFT goes by the modules' paths, in which FSDP1 has its own ones (0.21).
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    paths = {build.own_name(path): path for path, _ in tensors}
+    given = {paths.get(name, name): tensor for name, tensor in state.items()}
+    stored = get_peft_model_state_dict(model, state_dict=given, adapter_name=adapter)
+    stored = {build.own_name(name): tensor for name, tensor in stored.items()}
     computed = [name for name, tensor in stored.items() if id(tensor) not in names]
     if computed:
         kind = model.peft_config[adapter].peft_type
@@ -68,6 +78,26 @@ def stored_names(model: Any, adapter: str, state: Mapping[str, torch.Tensor]) ->
         )
     prefix = "" if isinstance(model, PeftModel) else _PREFIX
     return {prefix + name: names[id(tensor)] for name, tensor in stored.items()}
+
+
+def adapter_names(model: Any) -> tuple[str, ...]:
+    """The adapters of PEFT that a model has, also those that are not active. This rank alone."""
+    has_any = "peft" in sys.modules and bool(getattr(model, "peft_config", None))
+    return tuple(model.peft_config) if has_any else ()
+
+
+def names_in_state(model: Any, state: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names in the model's state of all that its adapters train. This rank alone.
+
+    Raises:
+        OptionError: As `stored_names`; or it has no adapters.
+    """
+    adapters = adapter_names(model)
+    if not adapters:
+        raise OptionError(
+            f"{user_class(model).__name__} has no adapters of PEFT. Leave --adapters out."
+        )
+    return {name for adapter in adapters for name in stored_names(model, adapter, state).values()}
 
 
 def config_texts(model: Any, adapter: str) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nbdist.checkpoint import folder as checkpoint_folder
-from nbdist.checkpoint.manifest import Checkpoint, Versions
+from nbdist.checkpoint.manifest import ADAPTERS, Checkpoint, Versions
 from nbdist.checkpoint.rank import plain_state, plan_cache, save_thread, staging
 from nbdist.checkpoint.rank import write as checkpoint_write
 from nbdist.checkpoint.rank.jobs import SaveJob, keep, refuse_if_running
@@ -41,7 +41,7 @@ from nbdist.parallel.reshard.own_buffers import RANK_0
 from nbdist.parallel.training_state import Generators, generators, same_random
 
 
-def begin(path: str, token: str, is_async: bool) -> SaveStarted:
+def begin(path: str, token: str, is_async: bool, is_adapters: bool = False) -> SaveStarted:
     """Agree on what is saved, and let a thread of each rank write it. Collective: every rank.
 
     Args:
@@ -49,6 +49,7 @@ def begin(path: str, token: str, is_async: bool) -> SaveStarted:
         token: Of this save; new, and the same on all ranks.
         is_async: Copy what is saved first, so that it may change while it is written. Otherwise
             nothing of it may be changed before `state` says that it is over.
+        is_adapters: Of models save the adapters of PEFT alone.
 
     Raises:
         CheckpointError: No model is prepared, something cannot be saved, another save is going
@@ -57,7 +58,7 @@ def begin(path: str, token: str, is_async: bool) -> SaveStarted:
     """
     began_s = time.perf_counter()
     what = f"Saving {path}"
-    save = RankSave(SaveJob(token, path))
+    save = RankSave(SaveJob(token, path), is_adapters=is_adapters)
     with same_random():
         try:
             live = _agree(what, save)
@@ -89,7 +90,7 @@ def _agree(what: str, save: RankSave) -> LiveObjects:
 
     def report() -> _RankReport:
         refuse_if_running()
-        recalled.append(plan_cache.lookup())
+        recalled.append(None if save.is_adapters else plan_cache.lookup())
         pid = os.getpid()
         process = (host.this_machine(), pid, host.started(pid) or "")
         if recalled[0] is None:
@@ -106,9 +107,10 @@ def _agree(what: str, save: RankSave) -> LiveObjects:
         live, save.contents = recalled[0].live, recalled[0].contents
         new = reports[0].folder
     else:
-        live = find(what)
+        live = find(what, is_adapters=save.is_adapters)
         save.contents = _agree_on_tensors(what, live)
-        plan_cache.store(save.job.token, live, save.contents)
+        if not save.is_adapters:
+            plan_cache.store(save.job.token, live, save.contents)
         new = all_or_none(what, lambda: _describe(save, live))[0]
     save.new = Path(new)
     save.job.meter.total_bytes = 2 * save.contents.own_bytes(rank())
@@ -180,6 +182,7 @@ def _describe(save: RankSave, live: LiveObjects) -> str:
         step=plain_state.steps_made(save.plain),
         extra={
             "models": [model.name for model in live.models],
+            ADAPTERS: save.is_adapters,
             "optimizers": [optimizer.name for optimizer in live.optimizers],
             "configs": {model.name: _config(model) for model in live.models},
             "accelerators": [_settings(accelerator) for accelerator in live.accelerators],

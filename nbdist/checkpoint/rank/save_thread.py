@@ -47,6 +47,7 @@ class RankSave:
         is_staged: Whether they are copies in the memory of `staging`, which is then this save's.
         manifest: All of it but the files; rank 0 has it.
         plain: The other states but the generators'; rank 0 has them.
+        is_adapters: Whether of models only the adapters of PEFT are saved.
     """
 
     job: SaveJob
@@ -59,6 +60,7 @@ class RankSave:
     is_staged: bool = False
     manifest: Checkpoint | None = None
     plain: dict[str, Any] = field(default_factory=dict)
+    is_adapters: bool = False
 
     @property
     def path(self) -> Path:

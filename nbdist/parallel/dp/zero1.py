@@ -11,7 +11,7 @@ ZeroRedundancyOptimizer makes another optimizer, so schedulers and closures woul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +27,17 @@ from nbdist.strategy.tensor_layout import TensorLayout
 _BUCKET_BYTES = 64 << 20
 
 
-def owners(layouts: Mapping[str, TensorLayout], world_size: int) -> dict[str, int]:
+def owners(
+    layouts: Mapping[str, TensorLayout], world_size: int, frozen: Collection[str] = ()
+) -> dict[str, int]:
     """Parameter -> the rank that keeps its state: the largest first, to whom has least so far.
 
-    Alike on all ranks.
+    Those that are frozen, and have none, come last. Alike on all ranks.
     """
     loads = [0] * world_size
     owner_of = {}
     sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
-    for name in sorted(sizes, key=lambda candidate: (-sizes[candidate], candidate)):
+    for name in sorted(sizes, key=lambda each: (each in frozen, -sizes[each], each)):
         owner_of[name] = loads.index(min(loads))
         loads[owner_of[name]] += sizes[name]
     return owner_of
@@ -127,7 +129,10 @@ def send(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Give every rank the owners' values. Collective: every rank, with parameters in one order."""
+    """Give every rank the owners' values of what is trained.
+
+    Collective: every rank, with parameters in one order.
+    """
     on_way = []
     with torch.no_grad():
         for owner, together in _buckets(parameters, owner_of):
@@ -152,7 +157,7 @@ def _buckets(
     filling: dict[tuple[int, torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
     for parameter in parameters:
         owner = owner_of.get(id(parameter))
-        if owner is None or not parameter.numel():
+        if owner is None or not parameter.numel() or not parameter.requires_grad:
             continue
         key = owner, parameter.dtype, parameter.device
         together, size = filling.get(key, ([], _BUCKET_BYTES))
