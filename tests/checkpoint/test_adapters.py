@@ -79,7 +79,7 @@ ADAPTED = (
         found = []
         for at in range(first, first + count):
             batch = slice(BATCH * at, BATCH * (at + 1))
-            with accelerator.split_between_processes([tokens[batch], labels[batch]][0]) as x:
+            with accelerator.split_between_processes(tokens[batch]) as x:
                 with accelerator.split_between_processes(labels[batch]) as y:
                     loss = model(x, labels=y)
             accelerator.backward(loss)
@@ -90,8 +90,11 @@ ADAPTED = (
 
     def alone(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        return steps_alone(model, optimizer, STEPS)
+
+    def steps_alone(model, optimizer, count):
         found = []
-        for x, y in zip(tokens.split(BATCH), labels.split(BATCH)):
+        for x, y in list(zip(tokens.split(BATCH), labels.split(BATCH)))[:count]:
             loss = model(x, labels=y)
             loss.backward()
             optimizer.step()
@@ -150,10 +153,29 @@ ADAPTERS = """
     gc.collect()
 
     # Two adapters, of which one is trained at a time.
+    def with_two(seed=0):
+        two = adapted(seed)
+        two.add_adapter(
+            "other", LoraConfig(r=1, target_modules=["q_proj"], init_lora_weights=False))
+        return two
+    def turns(model, step):
+        found = []
+        for name in ("default", "other", "default"):
+            model.set_adapter(name)
+            found += step()
+        return found
+    two = with_two()
+    optimizer = torch.optim.AdamW(two.parameters(), lr=1e-2, eps=1e-4)
+    wanted = turns(two, lambda: steps_alone(two, optimizer, 2))
+    for name in ("ddp", "zero1", "fsdp", "pp"):
+        use(name)
+        model, optimizer = made(with_two())
+        found = turns(accelerator.unwrap_model(model), lambda: losses((model, optimizer), 0))
+        off[f"two {name}"] = max(abs(a - b) for a, b in zip(found, wanted))
+        del model, optimizer
+        gc.collect()
     use("tp")
-    two = adapted(0)
-    two.add_adapter("other", LoraConfig(r=1, target_modules=["q_proj"], init_lora_weights=False))
-    parts = made(two)
+    parts = made(with_two())
     def values():
         state = accelerator.get_state_dict(parts[0])
         return {name: {key: value.clone() for key, value in state.items() if f".{name}." in key}

@@ -10,6 +10,7 @@ from nbdist.engine import error_notes
 from nbdist.errors import OptionError
 from nbdist.parallel.cp import split_sequence
 from nbdist.parallel.dp import zero1
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.tp import tp
 from nbdist.strategy.choice import Degrees, Options, Strategy
 from nbdist.strategy.tensor_layout import TensorLayout
@@ -125,6 +126,17 @@ def test_a_target_that_there_is_not_is_told_which_there_are():
 
     sentence = "Linear layers and embeddings in it are called: wq, wk, wv, wo"
     assert error_notes.explain(caught.value) == sentence
+
+
+def test_packed_weights_are_compared_as_bytes():
+    """What lies as float32 may be NaN, and is no number."""
+    packed = nn.Parameter(torch.full((3, 1), torch.nan), requires_grad=False)
+    plain = quantized.comparable(packed, packed.detach())
+    packed.quant_state = object()
+    data = quantized.comparable(packed, packed.detach())
+
+    assert plain.isnan().all()
+    assert (data.dtype, tuple(data.shape)) == (torch.uint8, (3, 4))
 
 
 def test_zero1_shares_out_what_is_trained():

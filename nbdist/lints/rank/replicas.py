@@ -27,6 +27,7 @@ from nbdist.lints.replicas import (
 )
 from nbdist.parallel import build, live_models, registry
 from nbdist.parallel.dp import fsdp1_state
+from nbdist.parallel.libraries import quantized
 from nbdist.parallel.prepared import Prepared
 from nbdist.rpc.rank import namespace
 from nbdist.strategy.choice import label
@@ -147,7 +148,11 @@ def _values(prepared: Prepared) -> Iterator[LocalTensor]:
         value = values.get(name)
         if value is not None and not value.is_meta:
             kind = PARAMETER if name in prepared.parameters else BUFFER
-            yield LocalTensor(kind, name, watch.local(value), _part(prepared, name))
+            yield LocalTensor(kind, name, _local(value), _part(prepared, name))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return quantized.comparable(parameter, watch.local(parameter))
 
 
 def _gradients(prepared: Prepared) -> Iterator[LocalTensor]:
@@ -206,7 +211,7 @@ def _plain(parameters: Mapping[str, torch.Tensor], part: str) -> Iterator[LocalT
     """Parameters, then their gradients, each with the same part."""
     for name, tensor in parameters.items():
         if not tensor.is_meta:
-            yield LocalTensor(PARAMETER, name, watch.local(tensor), part)
+            yield LocalTensor(PARAMETER, name, _local(tensor), part)
     gradient_part = "" if _is_halfway() else part
     for name, tensor in parameters.items():
         if tensor.grad is not None:

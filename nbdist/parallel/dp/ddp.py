@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from nbdist.parallel import live_models
 from nbdist.parallel.transform import ModelBuild, Transform
 
 # PowerSGD with less than two exact steps first has nothing to start its error feedback from.
@@ -34,7 +35,31 @@ def _wrap(job: ModelBuild, outer: torch.nn.Module) -> torch.nn.Module:
         ddp.register_comm_hook(*HOOKS[hook](group))
     elif handler is not None:
         handler.register_comm_hook(ddp)
+    ddp.register_forward_pre_hook(_Trained(ddp))
     return ddp
+
+
+class _Trained:
+    """Gives a DDP model a new reducer where other parameters are trained than before.
+
+    As where another adapter is set, or a layer is unfrozen: DDP reduces what was trained when it
+    was made, and what comes later would be another on each rank, without a word.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._parameters = list(ddp.parameters())
+        self._are_trained = self._look()
+
+    def __call__(self, ddp: torch.nn.Module, _args: Any) -> None:
+        """Before a forward; alike on all ranks. Meets no rank."""
+        are_trained = self._look()
+        if are_trained != self._are_trained and any(are_trained):
+            self._are_trained = are_trained
+            assert isinstance(ddp, DistributedDataParallel)
+            live_models.rebuild_reducer(ddp)
+
+    def _look(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
 
 
 def _arguments(job: ModelBuild) -> dict[str, Any]:

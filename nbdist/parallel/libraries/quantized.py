@@ -40,6 +40,11 @@ def constants(tensor: torch.Tensor) -> str:
     return digest(values[name] for name in sorted(values))
 
 
+def comparable(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor's local part; of packed weights its bytes, which as floats may be NaN."""
+    return local.contiguous().view(torch.uint8) if is_quantized(tensor) else local
+
+
 def keep_constants(old: torch.Tensor, fresh: torch.Tensor) -> None:
     """Let what stands in the place of packed weights be known as such."""
     if is_quantized(old):
