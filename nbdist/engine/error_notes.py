@@ -51,15 +51,15 @@ def explain(error: BaseException) -> str:
 
 def _targets(error: BaseException) -> str:
     """The names of layers that adapters can be on, of the model that PEFT was given."""
-    models = [
-        value
+    paths = {
+        path
         for frame, _ in traceback.walk_tb(error.__traceback__)
-        for value in frame.f_locals.values()
-        if isinstance(value, torch.nn.Module)
-    ]
-    layers = (path for model in models[-1:] for path, each in model.named_modules()
-              if isinstance(each, torch.nn.Linear | torch.nn.Embedding))  # fmt: skip
-    names = dict.fromkeys(path.rpartition(".")[2] for path in layers)
+        for model in frame.f_locals.values()
+        if isinstance(model, torch.nn.Module)
+        for path, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear | torch.nn.Embedding)
+    }
+    names = sorted({path.rpartition(".")[2] for path in paths} - {""})
     return f"Linear layers and embeddings in it are called: {', '.join(names)}" if names else ""
 
 

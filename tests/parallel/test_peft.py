@@ -124,7 +124,7 @@ def test_a_target_that_there_is_not_is_told_which_there_are():
     with pytest.raises(ValueError, match="not found in the base model") as caught:
         adapted(target_modules=["q_proj"])
 
-    sentence = "Linear layers and embeddings in it are called: wq, wk, wv, wo"
+    sentence = "Linear layers and embeddings in it are called: wk, wo, wq, wv"
     assert error_notes.explain(caught.value) == sentence
 
 
