@@ -29,10 +29,10 @@ def dist_save(values: Namespace) -> None:
         show(checkpoint_view.exported_view(exported, host))
         return
     flags = {"--model": values.model, "--merged": values.is_merged, "--adapter": values.adapter}
-    for typed in [flag for flag, value in flags.items() if value]:
+    if typed := next((flag for flag, value in flags.items() if value), ""):
         raise OptionError(
-            f"%dist_save: {typed} is for --export; a checkpoint always holds every model in full. "
-            "Leave it out."
+            f"%dist_save: {typed} is for --export; a checkpoint holds every model that is "
+            "prepared. Leave it out."
         )
     checkpoints = NOTEBOOK.session.checkpoints
     done = checkpoints.save(path, asynchronous=values.is_async, adapters_only=values.is_adapters)

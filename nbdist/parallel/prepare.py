@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,10 +134,16 @@ def attach_steps(optimizer: Optimizer, models: list[Prepared]) -> None:
         bound[optimizer] = zero1.attach(optimizer, owners, grid().group("dp_replicate"))
 
 
-Sketch = list[tuple[str, tuple[int, ...], str, str]]
+class _Sketched(NamedTuple):
+    """Of a tensor what all ranks' models must have alike."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    constants: str  # of packed weights
 
 
-def _sketch(planned: list[build.Built], job: ModelBuild) -> Sketch:
+def _sketch(planned: list[build.Built], job: ModelBuild) -> list[_Sketched]:
     """Plan, and say what all ranks' models must have alike."""
     _refuse_sharded(job.base, job.choice)
     tensors = build.tensors_of(job.base)
@@ -150,7 +156,7 @@ def _sketch(planned: list[build.Built], job: ModelBuild) -> Sketch:
     built = build.plan(job)
     planned.append(built)
     return [
-        (name, tuple(tensor.shape), str(tensor.dtype), quantized.constants(tensor))
+        _Sketched(name, tuple(tensor.shape), str(tensor.dtype), quantized.constants(tensor))
         for name, tensor in ((name, tensors[name]) for name in built.names)
     ]
 
@@ -180,16 +186,16 @@ def _refuse_sharded(model: torch.nn.Module, choice: Strategy) -> None:
         )
 
 
-def _compare(sketches: list[Sketch]) -> int:
+def _compare(sketches: list[list[_Sketched]]) -> int:
     """Refuse ranks whose models differ; else how many numbers this rank has given."""
     for rank, sketch in enumerate(sketches):
         if sketch == sketches[0]:
             continue
         differing = set(sketch) ^ set(sketches[0])
         odd = next((tensor for tensor in (*sketch, *sketches[0]) if tensor in differing), None)
-        detail = f"{odd[0]} {odd[1]} is on only one of them" if odd else "the order differs"
-        if odd and odd[3]:
-            detail = f"{odd[0]} was quantized from other weights"
+        detail = f"{odd.name} {odd.shape} is on only one of them" if odd else "the order differs"
+        if odd and odd.constants:
+            detail = f"{odd.name} was quantized from other weights"
         raise NbdistError(
             f"The model of rank {rank} differs from rank 0's: {detail}. Build the same model on "
             "every rank."

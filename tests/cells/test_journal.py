@@ -23,7 +23,8 @@ WRITTEN = (
 )
 
 
-@pytest.mark.parametrize("size", [1, 7, len(WRITTEN)])
+# By name: the length differs with the digits of a time, from one worker of pytest to the next.
+@pytest.mark.parametrize("size", [1, 7, len(WRITTEN)], ids=["bytes", "sevens", "whole"])
 def test_it_is_read_in_any_pieces(size: int) -> None:
     """The head, two messages with their buffers, the reply, and the end."""
     reader = JournalReader()

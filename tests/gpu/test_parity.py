@@ -80,9 +80,11 @@ def test_a_checkpoint_of_each_strategy_under_each(
 ) -> None:
     """Training goes on from it as if nothing had happened."""
     names = SAVED[PLACES[place].world_size]
-    saved = [("saved", name) for name in names]
-    loaded = [("loaded", after, before, 2) for after in names for before in names]
-    for number, jobs in enumerate[Sequence[tuple[object, ...]]]((saved, loaded)):
+    runs: Sequence[list[tuple[object, ...]]] = (
+        [("saved", name) for name in names],
+        [("loaded", after, before, 2) for after in names for before in names],
+    )
+    for number, jobs in enumerate(runs):
         variables = {"FOLDER": str(tmp_path / "saved"), "JOBS": json.dumps(jobs)}
         variables |= {"KIND": "plain", "ASYNC": "yes"}
         with _ranks(tmp_path / str(number), place, CHECKPOINTS, **variables) as ranks:

@@ -26,7 +26,7 @@ UNDER_EACH: dict[str, dict[str, object]] = {
     "recomputation": {},
     "dropout_of_recomputation": {},
 }
-# pp gives no gradients of micro-batches to compare, and has no half of them to leave out.
+# These programs look at all parameters and gradients, and under pp a rank has those of its stage.
 _WITHOUT_PP = tuple(row for row in ROWS if row != "pp")
 _RUN = """
 import sys

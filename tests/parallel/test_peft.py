@@ -139,6 +139,21 @@ def test_packed_weights_are_compared_as_bytes():
     assert (data.dtype, tuple(data.shape)) == (torch.uint8, (3, 4))
 
 
+def test_fsdp_of_an_older_torch_refuses_packed_integers(monkeypatch):
+    """Their storage may be a float type there; later releases split them as they are."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    model.weight.quant_state = object()
+    choice = Strategy("fsdp", Degrees(dp_shard=2), 2, Options())
+    job = build_alone(model, choice)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    quantized.check(job)
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+
+    with pytest.raises(OptionError, match=r"fsdp with torch 2\.11\.0\+cu130 .* use ddp"):
+        quantized.check(job)
+
+
 def test_zero1_shares_out_what_is_trained():
     """Frozen weights, which have no state, do not decide who has that of adapters."""
     sizes = {"base.0": 1000, "base.1": 10, "a": 8, "b": 8, "c": 4, "d": 4}

@@ -33,6 +33,7 @@ from nbdist.parallel.accelerator.model_state import portable
 from nbdist.parallel.consensus import all_or_none, rank
 from nbdist.parallel.dp import deepspeed_engine, fsdp, fsdp1_state
 from nbdist.parallel.libraries import quantized
+from nbdist.parallel.libraries.peft_layers import inner_model
 from nbdist.parallel.prepared import Prepared
 from nbdist.parallel.reshard import full_state, own_buffers
 from nbdist.parallel.reshard.own_buffers import RANK_0
@@ -87,7 +88,7 @@ class _Source:
 
     @property
     def title(self) -> str:
-        base = _title(peft_adapters.base_of(self.base) if self.adapter else self.base)
+        base = _title(inner_model(self.base) if self.adapter else self.base)
         return f"adapter {self.adapter} of {base}" if self.adapter else base
 
     def configs(self) -> Mapping[str, str]:
@@ -296,7 +297,7 @@ def _adapted(source: _Source, is_merged: bool, name: str) -> _Source:
         raise OptionError(f"{packed[0]} is quantized, so nothing is merged into it.")
     return replace(
         source,
-        base=peft_adapters.base_of(source.base),
+        base=inner_model(source.base),
         names={name: firsts[full_name] for name, (full_name, *_) in made_of.items()},
         made_of=made_of,
         make=make,

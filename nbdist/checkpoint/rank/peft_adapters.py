@@ -21,9 +21,7 @@ from torch.func import functional_call
 from nbdist.checkpoint.safetensors import ADAPTER_CONFIG
 from nbdist.errors import OptionError
 from nbdist.parallel import build
-
-# How PEFT names what is inside its model; it stores a model of transformers in the same way.
-_PREFIX = "base_model.model."
+from nbdist.parallel.libraries.peft_layers import PREFIX, inner_model
 
 
 def chosen_adapter(model: Any, name: str) -> str:
@@ -76,7 +74,8 @@ def stored_names(model: Any, adapter: str, state: Mapping[str, torch.Tensor]) ->
             f"PEFT computes {computed[0]} when it stores an adapter of type {kind}. Under ddp, "
             "rank 0 can store it: accelerator.unwrap_model(model).save_pretrained(DIR)."
         )
-    prefix = "" if isinstance(model, PeftModel) else _PREFIX
+    # A model of transformers with adapters is stored as PEFT's own would be.
+    prefix = "" if isinstance(model, PeftModel) else PREFIX
     return {prefix + name: names[id(tensor)] for name, tensor in stored.items()}
 
 
@@ -103,7 +102,7 @@ def names_in_state(model: Any, state: Mapping[str, torch.Tensor]) -> set[str]:
 def config_texts(model: Any, adapter: str) -> Mapping[str, str]:
     """An adapter's config as PEFT's `save_pretrained` writes it: file name -> text."""
     config = copy.deepcopy(model.peft_config[adapter])
-    base = base_of(model)
+    base = inner_model(model)
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
@@ -114,11 +113,6 @@ def config_texts(model: Any, adapter: str) -> Mapping[str, str]:
             folder, auto_mapping_dict=made_of if config.task_type is None else None
         )
         return {ADAPTER_CONFIG: (Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8")}
-
-
-def base_of(model: Any) -> Any:
-    """The model that the adapters are in."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def user_class(model: torch.nn.Module) -> type[object]:
@@ -149,7 +143,7 @@ def merged_names(
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    prefix = _PREFIX if base_of(model) is not model else ""
+    prefix = PREFIX if inner_model(model) is not model else ""
     made_of: dict[str, tuple[str, ...]] = {}
     make: dict[str, Make] = {}
     inside: set[str] = set()

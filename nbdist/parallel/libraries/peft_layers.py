@@ -15,9 +15,9 @@ PREFIX = "base_model.model."
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The model that a `PeftModel` calls; any other model itself."""
+    """The model that one of PEFT's calls; any other model itself."""
     peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
+    if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         return model
     inner: torch.nn.Module = model.get_base_model()
     return inner

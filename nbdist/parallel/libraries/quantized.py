@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nbdist.core.versions import release
 from nbdist.errors import OptionError
 from nbdist.parallel.tensors import digest
 from nbdist.parallel.transform import ModelBuild
@@ -19,6 +20,8 @@ from nbdist.parallel.transform import ModelBuild
 _STATE = "quant_state"
 # Of 8-bit weights, whose constants are in the layer and are made in its first forward.
 _EIGHT_BIT = "Int8Params"
+# FSDP2 of torch 2.11 lets every sharded parameter require a gradient at first, which bytes cannot.
+_SPLITS_BYTES = (2, 13)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -65,15 +68,13 @@ def check(job: ModelBuild) -> None:
         OptionError: Says what to take instead.
     """
     name, options = job.choice.name, job.choice.options
-    parameters = dict(job.base.named_parameters())
-    for path, parameter in parameters.items():
+    for path, parameter in job.base.named_parameters():
         if type(parameter).__name__ == _EIGHT_BIT:
             raise OptionError(
                 f"{path} has 8-bit weights of bitsandbytes, whose constants no strategy takes "
                 "along. Load the model in 4 bit, or in bfloat16."
             )
-    packed = [path for path, parameter in parameters.items() if is_quantized(parameter)]
-    if not packed:
+    if not (packed := quantized_names(job.base)):
         return
     if job.choice.degrees.tp > 1 or name in {"fsdp1", "deepspeed"}:
         what = "tp" if job.choice.degrees.tp > 1 else name
@@ -81,7 +82,14 @@ def check(job: ModelBuild) -> None:
             f"{what} does not split 4-bit weights, such as {packed[0]}: they are packed by blocks "
             "of the whole matrix. Use fsdp, ddp, zero1, pp, cp or ulysses."
         )
-    kinds = {parameters[path].dtype for path in packed}
+    kinds = {job.base.get_parameter(path).dtype for path in packed}
+    is_old = release(str(torch.__version__)) < _SPLITS_BYTES
+    if job.choice.degrees.dp_shard > 1 and is_old and not all(k.is_floating_point for k in kinds):
+        raise OptionError(
+            f"{name} with torch {torch.__version__} cannot split 4-bit weights that lie as "
+            "integers. Quantize with bnb_4bit_quant_storage of the dtype that is computed in, "
+            "install torch 2.13 or newer, or use ddp."
+        )
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
     if job.choice.degrees.dp_shard > 1 and half is not None:
         converted = [kind for kind in kinds if kind.is_floating_point and kind != half]
